@@ -1,0 +1,35 @@
+# make run: a fresh machine to a listening service.   make test: everything CI checks.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+HOST ?= 127.0.0.1
+PORT ?= 8765
+
+.PHONY: help install run test check bench clean
+
+help:            ## show this
+	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+
+install: $(VENV)/.installed   ## make .venv/ with everything pinned
+
+# The pins keep torch at a version that exists as a CPU build; an open range would pull gigabytes of CUDA packages.
+$(VENV)/.installed: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "HalluTracer needs Python 3.11 or newer; set PYTHON=/path/to/python3.11"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[test]'
+	@touch $@
+
+run: install     ## serve the embedded demo model on $(HOST):$(PORT)
+	@$(BIN)/hallutracer serve --host $(HOST) --port $(PORT)
+
+test: install    ## ruff, mypy --strict, pytest
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest
+
+bench: install   ## the readout's cost, side by side with the bare forward
+	$(BIN)/python tests/bench/readout_cost.py
+
+clean:           ## remove .venv/ and caches
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache build *.egg-info

@@ -1,0 +1,1 @@
+"""Engines run the model.  They know neither bundles' storage nor HTTP."""

@@ -1,0 +1,179 @@
+"""The Engine protocol: what every engine does, in the words of the method.  Imports no torch and no engine.
+
+Token ids in, numbers out.  The same engine that serves also feeds the trainer (``extract`` and ``generate``), so a
+probe never meets an activation that was computed by other code than the one it was fitted on.
+Engines are synchronous and used from one thread at a time; the service puts a worker thread in front.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from service.readout import Geometry, Probes, Site
+
+TokenIds = Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelIdentity:
+    """What a bundle compares before it agrees to read a model."""
+
+    model: str  # folder name or hub name, as the user gave it
+    revision: str  # hub commit, or "local"
+    fingerprint: str  # sha256 over config and weight files' sizes, heads and tails
+    architecture: str  # e.g. LlamaForCausalLM
+    model_type: str  # e.g. llama
+    tokenizer: str  # sha256 of the tokenizer's own serialisation
+    chat_template: str | None  # sha256, None where the tokenizer has none
+    dtype: str  # float32 | bfloat16 | float16
+    geometry: Geometry
+    max_tokens: int  # longest prompt plus answer that the model can hold
+
+
+@dataclass(frozen=True, slots=True)
+class FirstToken:
+    """The first answer token's distribution, which a prefill that may go on decoding has already paid for."""
+
+    log_max_prob: float  # nats, <= 0
+    entropy: float  # nats, >= 0
+    token: int  # the greedy first token
+
+
+@dataclass(frozen=True)
+class Onset:
+    """Everything read at one prompt's answer onset t*."""
+
+    trajectories: tuple[NDArray[np.float64], ...]  # one [m] for each of the probes asked for
+    first_token: FirstToken | None  # only where it was asked for
+    prompt_tokens: int
+
+
+@dataclass(frozen=True)
+class Extraction:
+    """All readouts of a batch, for training."""
+
+    rows: dict[Site, NDArray[np.float32]]  # site -> [n, m, width]
+    first_tokens: tuple[FirstToken, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How to decode.  ``temperature`` 0 is greedy."""
+
+    max_tokens: int = 64
+    temperature: float = 0.0
+    top_p: float = 1.0
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """A finished answer."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: str  # "stop" | "length" | "cancelled"
+
+
+@dataclass
+class Counters:
+    """Work done since the engine started; tests count on these."""
+
+    forward_tokens: int = 0  # tokens that went through the forward pass, padding excluded
+    prefills: int = 0  # prompts
+    decode_steps: int = 0
+    open_continuations: int = 0
+
+
+class Continuation(Protocol):
+    """One prefilled prompt that may go on decoding from the same KV cache."""
+
+    @property
+    def onset(self) -> Onset:
+        """What was read at t*."""
+        ...
+
+    def decode(self, sampling: Sampling, cancelled: Callable[[], bool] = ...) -> Iterator[str]:
+        """Yield pieces of text as they are decoded; ``completion`` holds the whole afterwards.
+
+        Stops at once when ``cancelled()`` turns true or the iterator is closed.
+        """
+        ...
+
+    @property
+    def completion(self) -> Completion | None:
+        """The answer so far; None before ``decode``."""
+        ...
+
+    def close(self) -> None:
+        """Free the KV cache.  Safe to call twice."""
+        ...
+
+
+class Engine(Protocol):
+    """A loaded model."""
+
+    @property
+    def identity(self) -> ModelIdentity:
+        """Which model this is."""
+        ...
+
+    @property
+    def counters(self) -> Counters:
+        """Work done so far."""
+        ...
+
+    def tokenize(self, text: str) -> list[int]:
+        """Plain text to ids, with the tokenizer's own special tokens."""
+        ...
+
+    def render_chat(self, messages: Sequence[dict[str, str]]) -> list[int]:
+        """Messages to ids through the chat template, generation prompt included.
+
+        Raises RequestError where the tokenizer has no chat template or the template refuses the messages.
+        """
+        ...
+
+    def detokenize(self, token_ids: TokenIds) -> str:
+        """Ids to text, special tokens left out."""
+        ...
+
+    def score(self, prompts: Sequence[TokenIds], probes: Sequence[Probes], *, first_token: bool = False) -> list[Onset]:
+        """Prefill only.  Without ``first_token`` the forward stops after the last readout: no lm_head."""
+        ...
+
+    def begin(self, prompts: Sequence[TokenIds], probes: Sequence[Probes]) -> list[Continuation]:
+        """Prefill and keep the KV cache, so that any of the prompts can go on decoding."""
+        ...
+
+    def extract(self, prompts: Sequence[TokenIds], sites: Sequence[Site]) -> Extraction:
+        """Prefill and return every layer's rows, all heads."""
+        ...
+
+    def generate(self, prompts: Sequence[TokenIds], sampling: Sampling) -> list[Completion]:
+        """Batched decoding, for labelling."""
+        ...
+
+    def close(self) -> None:
+        """Free the model."""
+        ...
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """How to load a model."""
+
+    model: str
+    revision: str | None = None
+    dtype: str = "auto"  # auto: float32 on CPU, the checkpoint's own on CUDA
+    device: str = "auto"  # auto: cuda where there is one
+    max_batch_tokens: int = 8192  # padded tokens in one forward pass
+    padding_side: str = "right"
+    trust_remote_code: bool = False
+    extra: dict[str, str] = field(default_factory=dict)

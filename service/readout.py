@@ -1,0 +1,67 @@
+"""What is read: the site, the position and the shapes.  Knows no engine, no torch and no bundle storage.
+
+A *row* is what an engine takes at one layer and one position, before a head is chosen:
+``attention_head``: the whole input of the attention output projection, [num_heads * head_dim];
+``residual_stream``: the block's output hidden state, [hidden_size] (App. readout-ablation).
+A *readout* a_l (Eq. readout) is the part of a row that a probe looks at, [dim].
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+class Site(StrEnum):
+    """Where in a block the readout is taken."""
+
+    ATTENTION_HEAD = "attention_head"
+    RESIDUAL_STREAM = "residual_stream"
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """A model's shape as the readout sees it.  ``num_heads`` counts QUERY heads, also under grouped-query attention."""
+
+    num_layers: int
+    num_heads: int
+    head_dim: int
+    hidden_size: int
+
+    def width(self, site: Site) -> int:
+        """Length of a row."""
+        return self.num_heads * self.head_dim if site is Site.ATTENTION_HEAD else self.hidden_size
+
+    def heads(self, site: Site) -> int:
+        """How many readouts a row holds: K at the attention site, 1 at the residual stream."""
+        return self.num_heads if site is Site.ATTENTION_HEAD else 1
+
+    def dim(self, site: Site) -> int:
+        """d, the length of one readout."""
+        return self.width(site) // self.heads(site)
+
+    def by_head(self, rows: NDArray[np.floating], site: Site) -> NDArray[np.floating]:
+        """View rows [..., width] as readouts [..., heads, dim]; head k is the slice [k d, (k + 1) d)."""
+        return rows.reshape(*rows.shape[:-1], self.heads(site), self.dim(site))
+
+    def select(self, rows: NDArray[np.floating], head: NDArray[np.integer], site: Site) -> NDArray[np.floating]:
+        """Take each layer's selected head: rows [..., m, width], head [m] -> readout [..., m, dim]."""
+        index = np.asarray(head).reshape(*(1,) * (rows.ndim - 2), -1, 1, 1)
+        return np.take_along_axis(self.by_head(rows, site), index, axis=-2)[..., 0, :]
+
+
+@dataclass(frozen=True)
+class Probes:
+    """What an engine needs of a bundle to turn a forward pass into a trajectory.
+
+    head [m] int, direction [m, d] unit-norm, bias [m], scale [m] (all ones under ``unit_norm``).
+    """
+
+    site: Site
+    head: NDArray[np.integer]
+    direction: NDArray[np.float32]
+    bias: NDArray[np.float32]
+    scale: NDArray[np.float32]

@@ -1,0 +1,146 @@
+"""A request without HTTP: token ids -> engine -> risk report, gated or continued.
+
+The way of a request: ``prompts.render`` -> ``Engine.score`` (prefill, readout, truth logits) -> ``risk.risk`` ->
+``guard.decide`` -> perhaps ``Continuation.decode``.  Knows neither HTTP nor where bundles are stored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from probes_store.bundle import Bundle
+from probes_store.golden import check_golden
+from probes_store.identity import check_identity
+from service.engines.base import Completion, Engine, Onset, Sampling, TokenIds
+from service.errors import NonFiniteReadout, RequestError
+from service.guard import Decision, decide
+from service.prompts import Message, as_prompt_format, render
+from service.readout import Probes, Site
+from service.risk import depth_mean, risk
+
+
+@dataclass(frozen=True)
+class RiskReport:
+    """One prompt's answer.  ``trajectory`` [m] holds the truth logits whose mean is ``depth_mean``."""
+
+    risk: float
+    depth_mean: float
+    trajectory: NDArray[np.float64]
+    decision: Decision
+    threshold: float
+    prompt_tokens: int
+    completion: Completion | None = None
+
+
+def probes_of(bundle: Bundle) -> Probes:
+    """What the engine needs of a bundle."""
+    tensors = bundle.probes
+    return Probes(
+        Site(bundle.manifest.readout.site), tensors.head, tensors.direction, tensors.bias, tensors.scale
+    )
+
+
+def signal_vector(onset: Onset, trajectory: NDArray[np.float64], signals: Sequence[str]) -> NDArray[np.float64]:
+    """The classifier's input [k] in the manifest's order."""
+    values = {"depth_mean": float(depth_mean(trajectory))}
+    if onset.first_token is not None:
+        values |= {"log_max_prob": onset.first_token.log_max_prob, "entropy": onset.first_token.entropy}
+    return np.array([values[name] for name in signals], np.float64)
+
+
+class Scorer:
+    """One engine and one bundle that belong together."""
+
+    def __init__(self, engine: Engine, bundle: Bundle) -> None:
+        """Refuse a bundle that is not this model's, then replay its golden prompts.
+
+        Raises:
+            probes_store.errors.BundleRefused: another model, revision, tokenizer, chat template or geometry, or golden
+                prompts whose risks differ from the recorded ones.
+        """
+        check_identity(bundle.manifest, engine.identity)
+        self.engine = engine
+        self.bundle = bundle
+        self.prompt_format = as_prompt_format(bundle.manifest.prompt_format)
+        self._probes = probes_of(bundle)
+        self._signals = bundle.manifest.signals
+        self._weight = np.array(bundle.manifest.classifier.weight, np.float64)
+        self._needs_first_token = len(self._signals) > 1
+        onsets = engine.score(bundle.golden.prompts(), [self._probes], first_token=self._needs_first_token)
+        trajectories = np.stack([onset.trajectories[0] for onset in onsets])
+        check_golden(
+            bundle, trajectories, np.array([self._risk(onset) for onset in onsets]), dtype=engine.identity.dtype
+        )
+
+    def render(self, prompt: str | None = None, messages: Sequence[Message] | None = None) -> list[int]:
+        """Token ids, rendered the way this bundle's training prompts were."""
+        return render(self.engine, prompt, messages, self.prompt_format)
+
+    def score(self, prompts: Sequence[TokenIds], threshold: float | None = None) -> list[RiskReport]:
+        """Prefill and report; nothing is decoded.  ``threshold`` None takes the bundle's own."""
+        onsets = self.engine.score(prompts, [self._probes], first_token=self._needs_first_token)
+        return [self._report(onset, threshold) for onset in onsets]
+
+    def score_or_continue(
+        self,
+        prompts: Sequence[TokenIds],
+        sampling: Sampling,
+        threshold: float | None = None,
+        cancelled: Callable[[], bool] = lambda: False,
+    ) -> list[RiskReport]:
+        """Prefill once; prompts below the threshold decode on from the same KV cache, the others emit no token."""
+        continuations = self.engine.begin(prompts, [self._probes])
+        reports = []
+        try:
+            for continuation in continuations:
+                report = self._report(continuation.onset, threshold)
+                if report.decision is Decision.CONTINUE:
+                    for _ in continuation.decode(sampling, cancelled):
+                        pass
+                    report = RiskReport(
+                        report.risk,
+                        report.depth_mean,
+                        report.trajectory,
+                        report.decision,
+                        report.threshold,
+                        report.prompt_tokens,
+                        continuation.completion,
+                    )
+                continuation.close()
+                reports.append(report)
+        finally:
+            for continuation in continuations:
+                continuation.close()
+        return reports
+
+    def _risk(self, onset: Onset) -> float:
+        vector = signal_vector(onset, onset.trajectories[0], self._signals)
+        value = float(risk(vector, self._weight, self.bundle.manifest.classifier.intercept))
+        if not np.isfinite(value):
+            raise NonFiniteReadout("the forward pass gave a NaN or an infinity at the answer onset; no risk is served")
+        return value
+
+    def _report(self, onset: Onset, threshold: float | None) -> RiskReport:
+        limit = self.bundle.manifest.threshold if threshold is None else threshold
+        value = self._risk(onset)
+        trajectory = onset.trajectories[0]
+        return RiskReport(
+            risk=value,
+            depth_mean=float(depth_mean(trajectory)),
+            trajectory=trajectory,
+            decision=decide(value, limit),
+            threshold=limit,
+            prompt_tokens=onset.prompt_tokens,
+        )
+
+
+def check_token_ids(value: Sequence[int]) -> list[int]:
+    """Token ids a user sent: whole, non-negative numbers.  The engine checks them against the vocabulary."""
+    for token in value:
+        if isinstance(token, bool) or not isinstance(token, int) or token < 0:
+            raise RequestError(f"input_ids must be non-negative integers, found {token!r}", param="input_ids")
+    return list(value)
