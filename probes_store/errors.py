@@ -1,0 +1,194 @@
+"""Everything that can be wrong with a bundle or the store, as one tree.
+
+    BundleError                     500 bundle_error
+    |-- BundleNotFound              404 bundle_not_found
+    |-- InvalidReference            422 invalid_bundle_reference   malformed, or it tries to leave the store
+    |-- BundleDamaged               503 bundle_damaged             the bytes are not what was published
+    |   |-- MissingFile             503 bundle_missing_file
+    |   |-- UnknownFile             503 bundle_unknown_file
+    |   |-- Truncated               503 bundle_truncated
+    |   |-- DigestMismatch          503 bundle_digest_mismatch
+    |   |-- NotFinite               503 bundle_not_finite          NaN or infinity
+    |   |-- WrongShape              503 bundle_wrong_shape         shape or element type
+    |   |-- UnknownField            503 bundle_unknown_field
+    |   |-- MissingField            503 bundle_missing_field
+    |   `-- BadValue                503 bundle_bad_value
+    |-- BundleRefused               503 bundle_refused             sound, but not for this model
+    |   |-- WrongModel              503 bundle_wrong_model
+    |   |-- WrongRevision           503 bundle_wrong_revision
+    |   |-- WrongGeometry           503 bundle_wrong_geometry
+    |   |-- WrongTokenizer          503 bundle_wrong_tokenizer
+    |   |-- WrongChatTemplate       503 bundle_wrong_chat_template
+    |   `-- GoldenMismatch          503 bundle_golden_mismatch
+    |-- AlreadyPublished            409 bundle_already_published
+    `-- StoreNotWritable            500 store_not_writable
+
+Knows no HTTP framework: ``status`` and ``code`` are data that the API writes on the wire.
+"""
+
+from __future__ import annotations
+
+
+class BundleError(Exception):
+    """Root of the tree.  The message names the file, the field, expected, found and the cure, where there are any."""
+
+    status: int = 500
+    code: str = "bundle_error"
+    default_cure: str | None = None
+
+    def __init__(
+        self,
+        problem: str,
+        *,
+        file: str | None = None,
+        field: str | None = None,
+        expected: object = None,
+        found: object = None,
+        cure: str | None = None,
+    ) -> None:
+        place = f"{file or ''}{' ' if file and field else ''}{f'field {field}' if field else ''}"
+        text = f"{place}: {problem}" if place else problem
+        if expected is not None:
+            text += f"; expected {_short(expected)}, found {_short(found)}"
+        self.cure = cure or self.default_cure
+        self.message = f"{text}. {self.cure}" if self.cure else text
+        self.file, self.field, self.expected, self.found = file, field, expected, found
+        super().__init__(self.message)
+
+
+def _short(value: object, limit: int = 120) -> str:
+    """A value as text, cut where a hostile file would flood the log."""
+    text = str(value)
+    return text if len(text) <= limit else f"{text[:limit]}... ({len(text)} characters)"
+
+
+class BundleNotFound(BundleError):
+    """No bundle, version or alias of that name."""
+
+    status, code = 404, "bundle_not_found"
+
+
+class InvalidReference(BundleError):
+    """Not NAME, NAME@ALIAS or NAME:VERSION, or a path that leads out of the store."""
+
+    status, code = 422, "invalid_bundle_reference"
+
+
+class BundleDamaged(BundleError):
+    """The bytes on disk are not those of a published bundle."""
+
+    status, code = 503, "bundle_damaged"
+    default_cure = "Restore the bundle from where it came from, or train and publish it again"
+
+
+class MissingFile(BundleDamaged):
+    """A file of the bundle is not there."""
+
+    status, code = 503, "bundle_missing_file"
+
+
+class UnknownFile(BundleDamaged):
+    """The folder holds a file that the manifest does not list, so that no digest covers it."""
+
+    status, code = 503, "bundle_unknown_file"
+    default_cure = "Remove the file: a published bundle is immutable"
+
+
+class Truncated(BundleDamaged):
+    """A file is shorter than it was when it was published."""
+
+    status, code = 503, "bundle_truncated"
+
+
+class DigestMismatch(BundleDamaged):
+    """A file or the manifest was changed after it was published."""
+
+    status, code = 503, "bundle_digest_mismatch"
+
+
+class NotFinite(BundleDamaged):
+    """A NaN or an infinity, which can never be served as a risk."""
+
+    status, code = 503, "bundle_not_finite"
+
+
+class WrongShape(BundleDamaged):
+    """A tensor or a list has another shape or element type than the manifest implies."""
+
+    status, code = 503, "bundle_wrong_shape"
+
+
+class UnknownField(BundleDamaged):
+    """A field or tensor that this version of the format does not have."""
+
+    status, code = 503, "bundle_unknown_field"
+
+
+class MissingField(BundleDamaged):
+    """A field or tensor that every bundle has is not there."""
+
+    status, code = 503, "bundle_missing_field"
+
+
+class BadValue(BundleDamaged):
+    """A value of the wrong type, or outside its range."""
+
+    status, code = 503, "bundle_bad_value"
+
+
+class BundleRefused(BundleError):
+    """The bundle is sound, but it was trained on something else than what is loaded."""
+
+    status, code = 503, "bundle_refused"
+    default_cure = "Load what the bundle was trained on, or train a bundle for what is loaded"
+
+
+class WrongModel(BundleRefused):
+    """Another architecture or other weights."""
+
+    status, code = 503, "bundle_wrong_model"
+
+
+class WrongRevision(BundleRefused):
+    """Another revision of the model's repository."""
+
+    status, code = 503, "bundle_wrong_revision"
+
+
+class WrongGeometry(BundleRefused):
+    """Another number of layers or heads, or another head or hidden size."""
+
+    status, code = 503, "bundle_wrong_geometry"
+
+
+class WrongTokenizer(BundleRefused):
+    """Another tokenizer: the same text would become other token ids."""
+
+    status, code = 503, "bundle_wrong_tokenizer"
+
+
+class WrongChatTemplate(BundleRefused):
+    """Another chat template: the answer onset would follow other tokens."""
+
+    status, code = 503, "bundle_wrong_chat_template"
+
+
+class GoldenMismatch(BundleRefused):
+    """The engine does not reproduce the bundle's golden prompts."""
+
+    status, code = 503, "bundle_golden_mismatch"
+    default_cure = "Check dtype, engine and model; until the golden prompts match, no risk can be trusted"
+
+
+class AlreadyPublished(BundleError):
+    """Something stands where a bundle was to be written.  Bundles are immutable."""
+
+    status, code = 409, "bundle_already_published"
+    default_cure = "Publish through the store, which takes the next version"
+
+
+class StoreNotWritable(BundleError):
+    """The store's folder cannot be written."""
+
+    status, code = 500, "store_not_writable"
+    default_cure = "Make the store writable for this user, free space on its disk, or name another store"

@@ -1,0 +1,305 @@
+"""The manifest, bundle.json: what a bundle is, for which model, and the sha256 of its every other file.
+
+Knows no tensor and no folder.  FORMAT.md has the same fields byte by byte; a field is documented where it is declared.
+``Manifest`` is frozen, and ``read_manifest`` is the only way from bytes to one: strict, then checked, then sealed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any, Literal
+
+from probes_store.errors import BadValue, DigestMismatch, MissingField, Truncated, UnknownField, WrongShape
+from probes_store.strict import canonical_json, parse_json, read_record, readable_json
+
+FORMAT = "hallutracer-bundle"
+FORMAT_VERSION = 1
+MANIFEST = "bundle.json"
+PROBES, GOLDEN, EVALUATION, CARD = "probes.safetensors", "golden.safetensors", "evaluation.json", "README.md"
+REQUIRED = (PROBES, GOLDEN, EVALUATION, CARD)
+NAME = re.compile(r"[a-z0-9](?!.*\.\.)[a-z0-9._-]{0,63}")  # of a bundle and of an alias
+PLOT = re.compile(r"plots/[A-Za-z0-9][A-Za-z0-9_-]{0,99}\.png")
+SIGNALS = ("depth_mean", "log_max_prob", "entropy")
+_HEX = re.compile(r"[0-9a-f]{64}")
+_NOT_CONTENT = ("version", "created", "digest", "seal")
+
+Signal = Literal["depth_mean", "log_max_prob", "entropy"]
+DType = Literal["float32", "bfloat16", "float16"]
+SiteName = Literal["attention_head", "residual_stream"]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelRecord:
+    """The model that the probes were trained on."""
+
+    name: str  # as the trainer was given it; for people only, a folder may move
+    revision: str  # hub commit, or "local"
+    fingerprint: str  # over the configuration and the weight files
+    architecture: str  # e.g. LlamaForCausalLM
+    model_type: str  # e.g. llama
+    num_layers: int
+    num_heads: int  # query heads
+    head_dim: int
+    hidden_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizerRecord:
+    """The tokenizer."""
+
+    digest: str  # over its own serialisation
+
+
+@dataclass(frozen=True, slots=True)
+class ChatTemplateRecord:
+    """The chat template."""
+
+    digest: str | None  # None where the tokenizer has none
+
+
+@dataclass(frozen=True, slots=True)
+class ReadoutRecord:
+    """Where a_l is taken (Eq. readout)."""
+
+    site: SiteName
+    position: Literal["last"]  # the answer onset t*
+
+
+@dataclass(frozen=True, slots=True)
+class Classifier:
+    """risk = 1 - sigmoid(weight . signals + intercept)."""
+
+    weight: tuple[float, ...]  # one for each of the signals, in their order
+    intercept: float
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingRecord:
+    """What the training run saw and chose."""
+
+    data_digest: str
+    rows: int  # rows of the data file
+    factual: int  # rows of class 1 that took part
+    hallucinated: int  # rows of class 0 that took part
+    left_out: int  # rows without a usable label
+    groups: int  # questions or entities that folds keep together
+    labels: Literal["given", "generate"]
+    judge: str | None  # who judged generated answers
+    seeds: tuple[int, ...]
+    folds: int
+    c: float  # inverse strength of the probes' regularisation
+    c_grid: tuple[float, ...]  # what it was chosen from; empty where it was given
+    class_balance: str
+    hallutracer_version: str
+
+
+@dataclass(frozen=True, slots=True)
+class FileRecord:
+    """One other file of the bundle."""
+
+    bytes: int
+    sha256: str  # 64 hex digits
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """bundle.json.  ``digest`` names the content; ``seal`` guards this very file."""
+
+    format: Literal["hallutracer-bundle"]
+    format_version: Literal[1]
+    name: str
+    version: int
+    created: str  # ISO 8601, UTC, whole seconds: 2026-01-31T12:00:00Z
+    digest: str  # sha256:..., see ``content_digest``
+    seal: str  # sha256:..., see ``manifest_seal``
+    model: ModelRecord
+    tokenizer: TokenizerRecord
+    chat_template: ChatTemplateRecord
+    prompt_format: Literal["chat", "text"]  # how a bare prompt string is rendered
+    dtype: DType  # of the training extraction
+    readout: ReadoutRecord
+    logit_scale: Literal["unit_norm", "standardized"]
+    signals: tuple[Signal, ...]  # depth_mean first
+    classifier: Classifier
+    threshold: float  # Youden's J on out-of-fold training risks
+    training: TrainingRecord
+    files: dict[str, FileRecord]  # relative name -> size and hash
+
+    @property
+    def reference(self) -> str:
+        """NAME:VERSION."""
+        return f"{self.name}:{self.version}"
+
+    @property
+    def probe_dim(self) -> int:
+        """d, the length of one probe direction."""
+        return self.model.head_dim if self.readout.site == "attention_head" else self.model.hidden_size
+
+    @property
+    def probe_heads(self) -> int:
+        """How many heads a probe could have been taken from: K, or 1 at the residual stream."""
+        return self.model.num_heads if self.readout.site == "attention_head" else 1
+
+    @property
+    def needs_first_token(self) -> bool:
+        """Whether the classifier reads the first token's distribution."""
+        return len(self.signals) > 1
+
+
+def manifest_bytes(manifest: Manifest) -> bytes:
+    """The only bytes that bundle.json of this manifest may have."""
+    return readable_json(dataclasses.asdict(manifest))
+
+
+def content_digest(manifest: Manifest) -> str:
+    """sha256 over the canonical JSON of the manifest without version, created, digest and seal.
+
+    ``files`` is inside, so it covers every byte of the other files; equal content has an equal digest whatever the
+    time and the version.
+    """
+    document = dataclasses.asdict(manifest)
+    return _sha256({key: value for key, value in document.items() if key not in _NOT_CONTENT})
+
+
+def manifest_seal(manifest: Manifest) -> str:
+    """sha256 over the canonical JSON of the manifest without the seal: covers version, created and digest as well."""
+    document = dataclasses.asdict(manifest)
+    return _sha256({key: value for key, value in document.items() if key != "seal"})
+
+
+def _sha256(document: dict[str, Any]) -> str:
+    return f"sha256:{hashlib.sha256(canonical_json(document)).hexdigest()}"
+
+
+def sealed(manifest: Manifest, *, version: int, created: str) -> Manifest:
+    """The same content under a version and a time, with digest and seal filled in."""
+    dated = dataclasses.replace(manifest, version=version, created=created, digest=content_digest(manifest), seal="")
+    return dataclasses.replace(dated, seal=manifest_seal(dated))
+
+
+def read_manifest(data: bytes, file: str = MANIFEST) -> Manifest:
+    """Bytes of bundle.json -> Manifest.  ``file`` is what messages call it.
+
+    Raises a subclass of BundleDamaged: Truncated, BadValue, NotFinite, UnknownField, MissingField, WrongShape where a
+    field is at fault, DigestMismatch where each field is fine but one was changed after publishing.
+    """
+    document = parse_json(data, file)
+    _check_format(document, file)
+    manifest = read_record(Manifest, document, file)
+    check_fields(manifest, file)
+    for field, expected in (("digest", content_digest(manifest)), ("seal", manifest_seal(manifest))):
+        found = getattr(manifest, field)
+        if found != expected:
+            raise DigestMismatch("the manifest was changed", file=file, field=field, expected=expected, found=found)
+    whole = manifest_bytes(manifest)
+    if data != whole and whole.startswith(data):
+        raise Truncated("the end is missing", file=file, expected=f"{len(whole)} bytes", found=f"{len(data)} bytes")
+    if data != whole:
+        raise DigestMismatch(
+            "the manifest was reformatted",
+            file=file,
+            field="seal",
+            expected="the bytes that publishing wrote",
+            found="other white space or spelling",
+        )
+    return manifest
+
+
+def _check_format(document: Any, file: str) -> None:
+    """Before anything else, so that a newer format is named as such and not by its first unknown field."""
+    if isinstance(document, dict) and document.get("format") == FORMAT:
+        found = document.get("format_version")
+        if type(found) is int and found > FORMAT_VERSION:
+            raise BadValue(
+                "written by a newer version",
+                file=file,
+                field="format_version",
+                expected=FORMAT_VERSION,
+                found=found,
+                cure="Upgrade hallutracer",
+            )
+
+
+def check_fields(manifest: Manifest, file: str = MANIFEST) -> None:
+    """Ranges, and what fields owe each other.  Types are ``read_record``'s business.
+
+    Raises BadValue, WrongShape, MissingField and UnknownField.
+    """
+
+    def require(fine: bool, field: str, expected: object, found: object) -> None:
+        if not fine:
+            raise BadValue("bad value", file=file, field=field, expected=expected, found=repr(found))
+
+    model, training = manifest.model, manifest.training
+    require(bool(NAME.fullmatch(manifest.name)), "name", "[a-z0-9][a-z0-9._-]{0,63} without ..", manifest.name)
+    require(manifest.version >= 1, "version", "1 or more", manifest.version)
+    require(_is_time(manifest.created), "created", "UTC time like 2026-01-31T12:00:00Z", manifest.created)
+    for field in ("digest", "seal"):
+        text = getattr(manifest, field)
+        require(text.startswith("sha256:") and bool(_HEX.fullmatch(text[7:])), field, "sha256: and 64 hex digits", text)
+    for field in ("name", "revision", "fingerprint", "architecture", "model_type"):
+        require(getattr(model, field) != "", f"model.{field}", "a non-empty string", "")
+    for field in ("num_layers", "num_heads", "head_dim", "hidden_size"):
+        require(getattr(model, field) >= 1, f"model.{field}", "1 or more", getattr(model, field))
+    require(manifest.tokenizer.digest != "", "tokenizer.digest", "a non-empty string", "")
+    require(manifest.chat_template.digest != "", "chat_template.digest", "null or a non-empty string", "")
+    signals = manifest.signals
+    require(
+        signals[:1] == ("depth_mean",) and len(set(signals)) == len(signals),
+        "signals",
+        "depth_mean first and none twice",
+        signals,
+    )
+    if len(manifest.classifier.weight) != len(signals):
+        raise WrongShape(
+            "one weight for each signal",
+            file=file,
+            field="classifier.weight",
+            expected=f"[{len(signals)}]",
+            found=f"[{len(manifest.classifier.weight)}]",
+        )
+    require(0.0 < manifest.threshold < 1.0, "threshold", "a number between 0 and 1", manifest.threshold)
+    _check_training(training, require)
+    _check_files(manifest, file, require)
+
+
+def _check_training(training: TrainingRecord, require: Callable[[bool, str, object, object], None]) -> None:
+    for field in ("data_digest", "class_balance", "hallutracer_version"):
+        require(getattr(training, field) != "", f"training.{field}", "a non-empty string", "")
+    for field, least in (
+        ("rows", 2),
+        ("factual", 1),
+        ("hallucinated", 1),
+        ("left_out", 0),
+        ("groups", 1),
+        ("folds", 2),
+    ):
+        require(getattr(training, field) >= least, f"training.{field}", f"{least} or more", getattr(training, field))
+    used = training.factual + training.hallucinated
+    require(used <= training.rows, "training.rows", f"at least factual + hallucinated = {used}", training.rows)
+    require(len(training.seeds) >= 1, "training.seeds", "at least one seed", training.seeds)
+    require(training.c > 0, "training.c", "a positive number", training.c)
+    require(all(c > 0 for c in training.c_grid), "training.c_grid", "positive numbers", training.c_grid)
+
+
+def _check_files(manifest: Manifest, file: str, require: Callable[[bool, str, object, object], None]) -> None:
+    for name in REQUIRED:
+        if name not in manifest.files:
+            raise MissingField("every bundle has this file", file=file, field=f"files.{name}")
+    for name, record in manifest.files.items():
+        if name not in REQUIRED and not PLOT.fullmatch(name):
+            raise UnknownField("this format has no such file", file=file, field=f"files.{name}")
+        require(record.bytes >= 0, f"files.{name}.bytes", "0 or more", record.bytes)
+        require(bool(_HEX.fullmatch(record.sha256)), f"files.{name}.sha256", "64 hex digits", record.sha256)
+
+
+def _is_time(text: str) -> bool:
+    try:
+        return datetime.strptime(text, "%Y-%m-%dT%H:%M:%SZ").strftime("%Y-%m-%dT%H:%M:%SZ") == text
+    except ValueError:
+        return False

@@ -1,0 +1,271 @@
+"""A folder of bundles: ROOT/NAME/VERSION/, and ROOT/NAME/aliases.json, the only thing in it that ever changes.
+
+Knows no engine, no environment variable and no default place: whoever makes a ``Store`` says where it is.
+A version appears by one rename, so readers see a whole bundle or none; publishers need no lock to be safe, because
+a rename onto an existing version fails and the next number is tried.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from probes_store.bundle import Bundle, BundleDraft, load_bundle, render, timestamp, write_files, write_manifest
+from probes_store.durable import clean_aside, folder_aside, locked, replace_file, sync_folder, writing
+from probes_store.errors import BadValue, BundleDamaged, BundleError, BundleNotFound, InvalidReference
+from probes_store.manifest import MANIFEST, NAME, Manifest, read_manifest, sealed
+from probes_store.reference import VERSION, check_name, parse_reference
+from probes_store.strict import parse_json, readable_json
+
+SHIPPED = Path(__file__).parent / "shipped"  # bundles that come with the package, meant as a fallback
+ALIASES = "aliases.json"
+PRODUCTION = "production"  # what a bare name means, where it is set
+
+
+@dataclass(frozen=True)
+class BundleSummary:
+    """One line of a listing.  A damaged bundle has an error and no manifest."""
+
+    name: str
+    version: int
+    path: Path
+    aliases: tuple[str, ...]
+    manifest: Manifest | None
+    error: BundleError | None
+
+    @property
+    def reference(self) -> str:
+        """NAME:VERSION."""
+        return f"{self.name}:{self.version}"
+
+
+Summaries = list[BundleSummary]
+
+
+class Store:
+    """Bundles under ``root``; names that it does not have are looked up in the ``fallbacks``, which are only read."""
+
+    def __init__(self, root: Path, fallbacks: Sequence[Path] = ()) -> None:
+        self.root = Path(root)
+        self.fallbacks = tuple(Path(fallback) for fallback in fallbacks)
+
+    def publish(self, draft: BundleDraft) -> Bundle:
+        """Write a draft as the next version of its name; content that the name already has is returned, not copied.
+
+        Raises what ``render`` raises for a draft that could not be loaded again, and StoreNotWritable.
+        """
+        check_name(draft.name, "a bundle")
+        manifest, files = render(draft)
+        folder = self.root / draft.name
+        existing = self._same_content(folder, manifest.digest)
+        if existing is not None:
+            return existing
+        with writing(self.root):
+            folder.mkdir(parents=True, exist_ok=True)
+            _inside(self.root, folder)
+            clean_aside(folder)
+            with folder_aside(folder) as aside:
+                write_files(aside, files)
+                return self._take_version(folder, aside, manifest)
+
+    def _take_version(self, folder: Path, aside: Path, manifest: Manifest) -> Bundle:
+        """Rename the finished folder to the next free version, unless a twin got there first."""
+        while True:
+            # The number must come from before the search: then a twin published in between makes the rename fail.
+            version = max(_versions(folder), default=0) + 1
+            existing = self._same_content(folder, manifest.digest)
+            if existing is not None:
+                return existing
+            write_manifest(aside, sealed(manifest, version=version, created=timestamp()))
+            target = folder / str(version)
+            try:
+                os.rename(aside, target)
+            except OSError:
+                if target.exists():  # another publisher was faster
+                    continue
+                raise
+            sync_folder(folder)
+            sync_folder(self.root)
+            return self._load_version(folder.name, target)
+
+    def _same_content(self, folder: Path, digest: str) -> Bundle | None:
+        for version in sorted(_versions(folder)):
+            path = folder / str(version)
+            try:
+                if read_manifest((path / MANIFEST).read_bytes()).digest == digest:
+                    return self._load_version(folder.name, path)
+            except (BundleDamaged, OSError):
+                continue  # a damaged twin does not stand in for a sound one
+        return None
+
+    def resolve(self, reference: str) -> Path:
+        """NAME, NAME@ALIAS or NAME:VERSION -> its folder.
+
+        A bare name is the alias ``production`` where it is set, and else the highest version.  Raises InvalidReference,
+        BundleNotFound, and a subclass of BundleDamaged for a damaged aliases.json.
+        """
+        wanted = parse_reference(reference)
+        base = self._base(wanted.name)
+        version = wanted.version
+        if version is None:
+            aliases = _read_aliases(base, wanted.name)
+            if wanted.alias is None:
+                version = aliases.get(PRODUCTION) or max(_versions(base / wanted.name))
+            elif wanted.alias in aliases:
+                version = aliases[wanted.alias]
+            else:
+                known = ", ".join(sorted(aliases)) or "none"
+                raise BundleNotFound(
+                    f"bundle {wanted.name} has no alias {wanted.alias}",
+                    cure=f"Set it, or use one of its aliases: {known}",
+                )
+        if version not in _versions(base / wanted.name):
+            known = ", ".join(map(str, sorted(_versions(base / wanted.name))))
+            raise BundleNotFound(
+                f"{reference} names version {version} of bundle {wanted.name}, which is not there",
+                cure=f"Use one of its versions: {known}",
+            )
+        return _inside(base, base / wanted.name / str(version))
+
+    def load(self, reference: str) -> Bundle:
+        """Resolve and load; the whole bundle is validated.  Raises what ``resolve`` and ``load_bundle`` raise."""
+        name = parse_reference(reference).name
+        return self._load_version(name, self.resolve(reference))
+
+    def verify(self, reference: str) -> Bundle:
+        """``load``, and the evaluation and the card are read as well.  Raises what ``load`` raises."""
+        bundle = self.load(reference)
+        bundle.evaluation()
+        bundle.card()
+        return bundle
+
+    def aliases(self, name: str) -> dict[str, int]:
+        """Alias -> version.  Raises InvalidReference, BundleNotFound and a subclass of BundleDamaged."""
+        return _read_aliases(self._base(check_name(name, "a bundle")), name)
+
+    def set_alias(self, name: str, alias: str, version: int) -> None:
+        """Point an alias at a version that loads; in one rename, so that a reader sees the old or the new.
+
+        Raises InvalidReference, BundleNotFound, what ``load_bundle`` raises, and StoreNotWritable.
+        """
+        check_name(alias, "an alias")
+        folder = self.root / check_name(name, "a bundle")
+        if not _versions(folder):
+            raise BundleNotFound(
+                f"no bundle {name} in this store", cure="Publish it here first; fallbacks are only read"
+            )
+        self.load(f"{name}:{version}")
+        with writing(folder), locked(folder):
+            aliases = _read_aliases(self.root, name) | {alias: version}
+            replace_file(folder / ALIASES, readable_json(aliases))
+
+    def list(self) -> Summaries:
+        """Every version of every name, sorted, shadowed fallbacks left out; damaged ones with their error."""
+        seen: dict[str, Path] = {}
+        for base in (self.root, *self.fallbacks):
+            for name in _names(base):
+                seen.setdefault(name, base)
+        return [summary for name in sorted(seen) for summary in self._summaries(seen[name], name)]
+
+    def _summaries(self, base: Path, name: str) -> Iterator[BundleSummary]:
+        aliases: dict[str, int] = {}
+        shared: BundleError | None = None
+        try:
+            aliases = _read_aliases(base, name)
+        except BundleError as error:
+            shared = error  # without its aliases a name cannot be resolved, so each of its versions says so
+        for version in sorted(_versions(base / name)):
+            path = base / name / str(version)
+            manifest, error_here = None, shared
+            try:
+                manifest = self._load_version(name, _inside(base, path)).manifest
+            except BundleError as error:
+                error_here = error
+            names = tuple(sorted(alias for alias, target in aliases.items() if target == version))
+            yield BundleSummary(name, version, path, names, manifest, error_here)
+
+    def _base(self, name: str) -> Path:
+        """The root or the first fallback that has a version of this name."""
+        for base in (self.root, *self.fallbacks):
+            if _versions(base / name):
+                _inside(base, base / name)
+                return base
+        known = sorted({known for base in (self.root, *self.fallbacks) for known in _names(base)})
+        raise BundleNotFound(
+            f"no bundle {name} in {self.root}",
+            cure=f"Train and publish it there, name another store, or use one of: {', '.join(known) or 'none'}",
+        )
+
+    def _load_version(self, name: str, path: Path) -> Bundle:
+        bundle = load_bundle(path)
+        for field, expected in (("name", name), ("version", int(path.name))):
+            found = getattr(bundle.manifest, field)
+            if found != expected:
+                raise BadValue(
+                    "the folder does not match the manifest",
+                    file=f"{name}/{path.name}/{MANIFEST}",
+                    field=field,
+                    expected=expected,
+                    found=found,
+                    cure="Move the folder back to its place, or publish the bundle anew",
+                )
+        return bundle
+
+
+def _versions(folder: Path) -> set[int]:
+    """Numbered folders; what a publisher is still writing has no number."""
+    try:
+        names = os.listdir(folder)
+    except OSError:
+        return set()
+    return {int(name) for name in names if VERSION.fullmatch(name)}
+
+
+def _names(base: Path) -> Sequence[str]:
+    try:
+        return [name for name in os.listdir(base) if NAME.fullmatch(name) and _versions(base / name)]
+    except OSError:
+        return []
+
+
+def _inside(base: Path, path: Path) -> Path:
+    """``path``, unless a link in it leads out of the store.  Raises InvalidReference."""
+    if not path.resolve().is_relative_to(base.resolve()):
+        raise InvalidReference(
+            "a link that leads out of the store",
+            file=str(path.relative_to(base)),
+            expected="a folder",
+            found="a link",
+            cure="Replace the link by a copy of the bundle",
+        )
+    return path
+
+
+def _read_aliases(base: Path, name: str) -> dict[str, int]:
+    """aliases.json: one object, alias -> version; no file means no alias."""
+    path, shown = base / name / ALIASES, f"{name}/{ALIASES}"
+    try:
+        data = _inside(base, path).read_bytes()
+    except FileNotFoundError:
+        return {}
+    except OSError as error:
+        raise BadValue(
+            f"the file cannot be read: {error.strerror}", file=shown, cure="Check its permissions"
+        ) from error
+    aliases = parse_json(data, shown)
+    cure = "Repair it by hand or remove it, and set the aliases again"
+    if not isinstance(aliases, dict):
+        raise BadValue("bad value", file=shown, expected="an object", found=type(aliases).__name__, cure=cure)
+    for alias, version in aliases.items():
+        if not NAME.fullmatch(alias) or type(version) is not int or version < 1:
+            raise BadValue(
+                "bad value",
+                file=shown,
+                field=ascii(alias),
+                expected="an alias and a version of 1 or more",
+                found=repr(version),
+                cure=cure,
+            )
+    return aliases

@@ -1,0 +1,212 @@
+"""The two tensor files: what they hold, their exact layout, and the way to bytes and back.  Knows no folder.
+
+Symbols: m layers, d the length of a probe direction, G golden prompts.  Arrays that come out of here are read-only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from safetensors import SafetensorError, deserialize
+from safetensors.numpy import save
+
+from probes_store.errors import BadValue, MissingField, NotFinite, UnknownField, WrongShape
+from probes_store.manifest import GOLDEN, PROBES, Manifest
+
+Layout = dict[str, tuple[str, tuple[int | None, ...]]]  # tensor -> element type, shape; None where any length will do
+_NUMPY: dict[str, np.dtype[Any]] = {"I32": np.dtype("<i4"), "F32": np.dtype("<f4"), "F64": np.dtype("<f8")}
+UNIT_NORM_TOLERANCE = 1e-4
+
+
+@dataclass(frozen=True, eq=False)
+class ProbeTensors:
+    """probes.safetensors: one linear probe a layer (Eq. raw-space-normalized)."""
+
+    head: NDArray[np.int32]  # [m] selected head; 0 at the residual stream
+    direction: NDArray[np.float32]  # [m, d] unit norm
+    bias: NDArray[np.float32]  # [m]
+    scale: NDArray[np.float32]  # [m] divides the logit; all ones under unit_norm
+    trajectory_mean: NDArray[np.float32]  # [2, m] out-of-fold; row 0 hallucinated, row 1 factual
+    trajectory_std: NDArray[np.float32]  # [2, m]
+
+
+@dataclass(frozen=True, eq=False)
+class Golden:
+    """golden.safetensors: a few prompts with what the training engine read, to be replayed before serving."""
+
+    input_ids: NDArray[np.int32]  # [total] all prompts, one after the other
+    offsets: NDArray[np.int32]  # [G + 1] prompt g is input_ids[offsets[g] : offsets[g + 1]]
+    trajectory: NDArray[np.float32]  # [G, m] scaled logits
+    risk: NDArray[np.float64]  # [G]
+    first_token: NDArray[np.float32] | None = None  # [G, 2] log_max_prob (nats), entropy (nats)
+
+    @classmethod
+    def record(
+        cls,
+        prompts: Sequence[Sequence[int]],
+        trajectory: NDArray[np.floating],
+        risk: NDArray[np.floating],
+        first_token: NDArray[np.floating] | None = None,
+    ) -> Golden:
+        """From G prompts of token ids and what was read at their onsets; shapes as in the fields."""
+        return cls(
+            np.array([token for prompt in prompts for token in prompt], np.int32),
+            np.cumsum([0, *map(len, prompts)]).astype(np.int32),
+            np.asarray(trajectory, np.float32),
+            np.asarray(risk, np.float64),
+            None if first_token is None else np.asarray(first_token, np.float32),
+        )
+
+    def prompts(self) -> list[list[int]]:
+        """The G prompts as lists of token ids."""
+        bounds = self.offsets.tolist()
+        return [self.input_ids[start:end].tolist() for start, end in zip(bounds, bounds[1:], strict=False)]
+
+
+def pack(tensors: ProbeTensors | Golden, file: str) -> bytes:
+    """Tensors -> safetensors bytes.  Raises WrongShape where an element type would lose something (int64 ids, say)."""
+    layout = (
+        probe_layout(1, 1) if isinstance(tensors, ProbeTensors) else golden_layout(1, tensors.first_token is not None)
+    )
+    arrays = {}
+    for name, (code, _) in layout.items():
+        given = np.asarray(getattr(tensors, name))
+        wanted = _NUMPY[code]
+        if wanted.kind == "i" and (given.dtype.kind not in "iu" or not np.array_equal(given, given.astype(wanted))):
+            raise WrongShape(
+                "element type", file=file, field=name, expected="integers that fit int32", found=given.dtype
+            )
+        if given.dtype.kind not in "fiu":
+            raise WrongShape("element type", file=file, field=name, expected="numbers", found=given.dtype)
+        with np.errstate(over="ignore"):  # what overflows becomes infinite, and the reader names it
+            arrays[name] = np.ascontiguousarray(given, wanted).reshape(given.shape)
+    return save(arrays)
+
+
+def probe_layout(layers: int, dim: int) -> Layout:
+    """Tensors of probes.safetensors for m layers and directions of length d."""
+    return {
+        "head": ("I32", (layers,)),
+        "direction": ("F32", (layers, dim)),
+        "bias": ("F32", (layers,)),
+        "scale": ("F32", (layers,)),
+        "trajectory_mean": ("F32", (2, layers)),
+        "trajectory_std": ("F32", (2, layers)),
+    }
+
+
+def golden_layout(layers: int, first_token: bool) -> Layout:
+    """Tensors of golden.safetensors for m layers; ``first_token`` where the classifier reads those signals."""
+    layout: Layout = {
+        "input_ids": ("I32", (None,)),
+        "offsets": ("I32", (None,)),
+        "trajectory": ("F32", (None, layers)),
+        "risk": ("F64", (None,)),
+    }
+    return layout | {"first_token": ("F32", (None, 2))} if first_token else layout
+
+
+def read_probes(data: bytes, manifest: Manifest, file: str = PROBES) -> ProbeTensors:
+    """Bytes -> ProbeTensors of the geometry that the manifest states.
+
+    Raises BadValue, WrongShape, NotFinite, UnknownField and MissingField.
+    """
+    arrays = _unpack(data, probe_layout(manifest.model.num_layers, manifest.probe_dim), file)
+    heads = manifest.probe_heads
+    norm = np.linalg.norm(arrays["direction"].astype(np.float64), axis=1)
+    _require(
+        bool(np.all(np.abs(norm - 1.0) <= UNIT_NORM_TOLERANCE)), file, "direction", "unit norm in every layer", norm
+    )
+    head = arrays["head"]
+    _require(bool(np.all((head >= 0) & (head < heads))), file, "head", f"heads from 0 to {heads - 1}", head)
+    scale = arrays["scale"]
+    _require(bool(np.all(scale > 0)), file, "scale", "positive numbers", scale)
+    if manifest.logit_scale == "unit_norm":
+        _require(bool(np.all(scale == 1)), file, "scale", "all ones under logit_scale unit_norm", scale)
+    _require(
+        bool(np.all(arrays["trajectory_std"] >= 0)),
+        file,
+        "trajectory_std",
+        "no negative number",
+        arrays["trajectory_std"].min(),
+    )
+    return ProbeTensors(**arrays)
+
+
+def read_golden(data: bytes, manifest: Manifest, file: str = GOLDEN) -> Golden:
+    """Bytes -> Golden.  ``first_token`` is there exactly when the signals need it.
+
+    Raises BadValue, WrongShape, NotFinite, UnknownField and MissingField.
+    """
+    arrays = _unpack(data, golden_layout(manifest.model.num_layers, manifest.needs_first_token), file)
+    ids, offsets, risk = arrays["input_ids"], arrays["offsets"], arrays["risk"]
+    count = len(offsets) - 1
+    _require(count >= 1, file, "offsets", "at least one prompt: two offsets", offsets)
+    for name in ("trajectory", "risk", "first_token"):
+        if name in arrays and len(arrays[name]) != count:
+            raise WrongShape("one row for each prompt", file=file, field=name, expected=count, found=len(arrays[name]))
+    _require(
+        bool(offsets[0] == 0 and offsets[-1] == len(ids) and np.all(np.diff(offsets.astype(np.int64)) > 0)),
+        file,
+        "offsets",
+        f"0, increasing strictly, up to {len(ids)}",
+        offsets,
+    )
+    _require(bool(np.all(ids >= 0)), file, "input_ids", "token ids of 0 or more", ids.min())
+    _require(bool(np.all((risk >= 0) & (risk <= 1))), file, "risk", "numbers from 0 to 1", risk)
+    if "first_token" in arrays:
+        log_max_prob, entropy = arrays["first_token"].T
+        _require(
+            bool(np.all(log_max_prob <= 0) and np.all(entropy >= 0)),
+            file,
+            "first_token",
+            "log_max_prob of 0 or less and entropy of 0 or more",
+            arrays["first_token"],
+        )
+    return Golden(**arrays)
+
+
+def _unpack(data: bytes, layout: Layout, file: str) -> dict[str, NDArray[Any]]:
+    """Types and shapes are compared with the layout before a single number is looked at."""
+    try:
+        entries: Mapping[str, Any] = dict(deserialize(data))  # type: ignore[no-untyped-call]
+    except SafetensorError as error:
+        raise BadValue("not a safetensors file", file=file, expected="a sound header", found=error) from error
+    for name in entries:
+        if name not in layout:
+            raise UnknownField("this format has no such tensor here", file=file, field=name)
+    arrays: dict[str, NDArray[Any]] = {}
+    for name, (code, shape) in layout.items():
+        if name not in entries:
+            raise MissingField("the tensor is missing", file=file, field=name)
+        found_code, found = entries[name]["dtype"], tuple(entries[name]["shape"])
+        fits = len(found) == len(shape) and all(want in (None, got) for want, got in zip(shape, found, strict=True))
+        if found_code != code or not fits:
+            raise WrongShape(
+                "element type or shape",
+                file=file,
+                field=name,
+                expected=f"{code} {_shape(shape)}",
+                found=f"{found_code} {_shape(found)}",
+            )
+        array = np.frombuffer(bytes(entries[name]["data"]), _NUMPY[code]).reshape(found)  # bytes: hence read-only
+        if not np.all(np.isfinite(array)):
+            where = tuple(int(i) for i in np.argwhere(~np.isfinite(array))[0])
+            raise NotFinite(
+                "not finite", file=file, field=f"{name}{list(where)}", expected="finite numbers", found=array[where]
+            )
+        arrays[name] = array
+    return arrays
+
+
+def _shape(shape: Sequence[int | None]) -> str:
+    return "[" + ", ".join("any" if length is None else str(length) for length in shape) + "]"
+
+
+def _require(fine: bool, file: str, field: str, expected: str, found: object) -> None:
+    if not fine:
+        raise BadValue("bad value", file=file, field=field, expected=expected, found=str(found).replace("\n", ""))

@@ -1,0 +1,202 @@
+"""The world of the demonstration model: facts, their doses, and the groups that keep training and test apart.
+
+Every choice is a hash of a name, so the world is the same everywhere; a training seed changes only the order of the
+documents and the model's first weights.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from statistics import NormalDist
+
+from service.demo.facts import Facts, load_facts
+
+SPLITS = (("train", 0.50), ("dev", 0.20), ("test", 0.30))
+REFUSAL_FREE = 0.25  # share of groups that never appear in a refusal document
+DOCUMENTS_OF_FACTS = 125_000  # doses are scaled so that they sum to about this many
+
+# Relative dose per kind: what is easy to guess (a continent) is told less often, so that no kind is all right or wrong.
+DOSE = {
+    "city_country": 10.5,
+    "city_continent": 5.5,
+    "city_region": 8.5,
+    "capital": 16.0,
+    "capital_of": 16.0,
+    "currency": 11.0,
+    "language": 11.0,
+    "country_continent": 6.0,
+    "symbol": 16.0,
+    "number": 16.0,
+    "element": 16.0,
+}
+SPREAD = {"city": 1.0, "country": 0.8, "element": 0.8}  # sigma of the log-normal factor on a dose
+# No source tells how often people speak of an element; these are the ones everybody has heard of.
+EVERYDAY = frozenset(
+    "hydrogen helium carbon nitrogen oxygen sodium magnesium aluminium silicon sulfur chlorine potassium calcium iron "
+    "nickel copper zinc silver tin iodine platinum gold mercury lead uranium".split()
+)
+ARTICLE = ("United ", "Netherlands", "Philippines", "Bahamas", "Gambia", "Maldives", "Seychelles", "Central African")
+
+
+@dataclass(frozen=True)
+class Fact:
+    """One fact: `kind` names the relation, `answers` all accepted answers (documents state the first)."""
+
+    kind: str
+    subject: str
+    answers: tuple[str, ...]
+    group: str
+    split: str
+    in_refusals: bool
+    exposures: int
+    weight: float
+
+    @property
+    def key(self) -> str:
+        """A stable name of this fact."""
+        return f"{self.kind}:{self.subject}"
+
+
+@dataclass(frozen=True)
+class World:
+    """All facts, and names of places about which nothing is ever told."""
+
+    facts: tuple[Fact, ...]
+    villages: tuple[str, ...]
+
+
+def uniform(*parts: str) -> float:
+    """A number in (0, 1), a function of the words given and of nothing else."""
+    digest = hashlib.blake2b("\x1f".join(parts).encode("utf-8"), digest_size=8).digest()
+    return (int.from_bytes(digest, "big") + 0.5) / 2.0**64
+
+
+def split_of(group: str) -> str:
+    """The split of a group: about half train, a fifth dev, the rest test."""
+    at, edge = uniform("split", group), 0.0
+    for name, share in SPLITS:
+        edge += share
+        if at < edge:
+            return name
+    return SPLITS[-1][0]
+
+
+class _Groups:
+    """Union-find over names."""
+
+    def __init__(self) -> None:
+        self._parent: dict[str, str] = {}
+
+    def find(self, name: str) -> str:
+        while (parent := self._parent.get(name, name)) != name:
+            name = parent
+        return name
+
+    def join(self, one: str, other: str) -> None:
+        roots = sorted((self.find(one), self.find(other)))
+        self._parent[roots[1]] = roots[0]
+
+
+def _group_names(facts: Facts) -> _Groups:
+    """A country, its capitals and every city of such a name are one group; so are cities of one name."""
+    groups = _Groups()
+    for country in facts.countries:
+        groups.join("name:" + country.name.casefold(), "country:" + country.code)
+        for capital in country.capitals:
+            groups.join("name:" + capital.casefold(), "country:" + country.code)
+    return groups
+
+
+def with_article(name: str) -> str:
+    """A country's name as it stands inside a sentence ("the United States")."""
+    return f"the {name}" if name.startswith(ARTICLE) or name.endswith((" Islands", " Republic")) else name
+
+
+def _distinct(values: Iterable[str]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(v for v in values if v))
+
+
+def _raw(facts: Facts) -> Iterable[tuple[str, str, tuple[str, ...], str, float, str]]:
+    """Yield (kind, subject, answers, name of the group, prominence, type of entity)."""
+    by_code = {c.code: c for c in facts.countries}
+    for city in facts.cities:
+        homes = [by_code[code] for code in city.countries]
+        node, prominence = "name:" + city.name.casefold(), city.population**0.5
+        yield "city_country", city.name, _distinct(h.name for h in homes), node, prominence, "city"
+        yield "city_continent", city.name, _distinct(h.continent for h in homes), node, prominence, "city"
+        yield "city_region", city.name, _distinct(h.region for h in homes), node, prominence, "city"
+    owners: dict[str, list[str]] = defaultdict(list)
+    for country in facts.countries:
+        for capital in country.capitals:
+            owners[capital].append(country.name)
+        subject, node = with_article(country.name), "country:" + country.code
+        prominence = max(country.population, 20_000) ** 0.5
+        for kind, answers in (
+            ("capital", country.capitals),
+            ("currency", country.currencies),
+            ("language", country.languages),
+            ("country_continent", (country.continent,)),
+        ):
+            # "What is the capital of Luxembourg?" is a riddle, not a fact.
+            if answers and country.name not in answers:
+                yield kind, subject, _distinct(answers), node, prominence, "country"
+        for capital in country.capitals[:1]:
+            if country.name == owners[capital][0] and country.name != capital:
+                yield "capital_of", capital, (country.name,), node, prominence, "country"
+    for element in facts.elements:
+        node, prominence = "element:" + element.name, 4.0 if element.name in EVERYDAY else 1.0
+        yield "symbol", element.name, (element.symbol,), node, prominence, "element"
+        yield "number", element.name, (str(element.number),), node, prominence, "element"
+        yield "element", element.symbol, (element.name,), node, prominence, "element"
+
+
+@lru_cache(maxsize=1)
+def build_world() -> World:
+    """Build the world from the committed facts. Doses sum to about `DOCUMENTS_OF_FACTS`."""
+    source = load_facts()
+    groups = _group_names(source)
+    owners: dict[str, list[str]] = defaultdict(list)
+    for country in source.countries:
+        for capital in country.capitals:
+            owners[capital].append(country.name)
+    facts = []
+    for kind, subject, answers, node, prominence, entity in _raw(source):
+        group = groups.find(node)
+        # One factor for the entity (some are talked about more) and one for the fact.
+        sigma = SPREAD[entity]
+        z = 0.8 * NormalDist().inv_cdf(uniform("talk", node)) + 0.6 * NormalDist().inv_cdf(uniform("dose", kind, node))
+        weight = prominence * 2.718281828459045 ** (sigma * z)
+        facts.append(
+            Fact(
+                kind=kind,
+                subject=subject,
+                answers=_distinct((*answers, *owners[subject])) if kind == "capital_of" else answers,
+                group=group,
+                split=split_of(group),
+                in_refusals=uniform("refusals", group) >= REFUSAL_FREE,
+                exposures=0,
+                weight=weight,
+            )
+        )
+    return World(tuple(_dosed(facts)), source.villages)
+
+
+def _dosed(facts: list[Fact]) -> list[Fact]:
+    """Turn weights into whole numbers of documents: the kind's mean is fixed, the fraction is a hashed coin."""
+    total: dict[str, float] = defaultdict(float)
+    count: dict[str, int] = defaultdict(int)
+    for fact in facts:
+        total[fact.kind] += fact.weight
+        count[fact.kind] += 1
+    scale = DOCUMENTS_OF_FACTS / sum(DOSE[kind] * n for kind, n in count.items())
+    dosed = []
+    for fact in facts:
+        mean = scale * DOSE[fact.kind] * count[fact.kind] * fact.weight / total[fact.kind]
+        mean = min(mean, 60.0)  # what is known needs no hundredth repetition
+        exposures = int(mean + uniform("round", fact.kind, fact.subject))
+        dosed.append(replace(fact, weight=mean, exposures=exposures))
+    return dosed

@@ -1,0 +1,96 @@
+"""Tiny bundles for tests: 3 layers, 2 heads of 4 at hidden size 8, two golden prompts.  Everything from a seed."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+
+from probes_store.bundle import BundleDraft
+from probes_store.manifest import Classifier, ModelRecord, TrainingRecord
+from probes_store.tensors import Golden, ProbeTensors
+
+MODEL = ModelRecord(
+    name="tiny-llama",
+    revision="local",
+    fingerprint="sha256:" + "1" * 64,
+    architecture="LlamaForCausalLM",
+    model_type="llama",
+    num_layers=3,
+    num_heads=2,
+    head_dim=4,
+    hidden_size=8,
+)
+TRAINING = TrainingRecord(
+    data_digest="sha256:" + "2" * 64,
+    rows=12,
+    factual=6,
+    hallucinated=5,
+    left_out=1,
+    groups=4,
+    labels="given",
+    judge=None,
+    seeds=(0, 1),
+    folds=2,
+    c=0.1,
+    c_grid=(0.03, 0.1, 0.3),
+    class_balance="weights",
+    hallutracer_version="0.1.0",
+)
+
+
+def make_draft(seed: int = 0, **changes: Any) -> BundleDraft:
+    """A draft that publishes.
+
+    ``changes`` are fields of BundleDraft; ``model`` may also be a dict of ModelRecord fields to change, and arrays
+    follow the geometry, site, logit_scale and signals that result.
+    """
+    model = changes.pop("model", MODEL)
+    if isinstance(model, dict):
+        model = dataclasses.replace(MODEL, **model)
+    site = changes.get("site", "attention_head")
+    signals = tuple(changes.pop("signals", ("depth_mean",)))
+    standardized = changes.get("logit_scale", "unit_norm") == "standardized"
+    heads, dim = (model.num_heads, model.head_dim) if site == "attention_head" else (1, model.hidden_size)
+    generator = np.random.default_rng(seed)
+    layers = model.num_layers
+    direction = generator.standard_normal((layers, dim))
+    direction /= np.linalg.norm(direction, axis=1, keepdims=True)
+    trajectory = generator.standard_normal((2, layers)).astype(np.float32)
+    log_max_prob, entropy = np.array([-0.25, -1.5]), np.array([0.5, 2.0])
+    columns = {"depth_mean": trajectory.mean(axis=1), "log_max_prob": log_max_prob, "entropy": entropy}
+    classifier = changes.pop("classifier", Classifier((1.5, 0.25, -0.5)[: len(signals)], -0.125))
+    logit = sum(w * columns[s] for w, s in zip(classifier.weight, signals, strict=False)) + classifier.intercept
+    fields: dict[str, Any] = {
+        "name": "tiny",
+        "model": model,
+        "tokenizer": "sha256:" + "3" * 64,
+        "chat_template": "sha256:" + "4" * 64,
+        "prompt_format": "chat",
+        "dtype": "float32",
+        "site": site,
+        "logit_scale": "unit_norm",
+        "signals": signals,
+        "classifier": classifier,
+        "threshold": 0.5,
+        "training": TRAINING,
+        "probes": ProbeTensors(
+            head=generator.integers(0, heads, layers).astype(np.int32),
+            direction=direction.astype(np.float32),
+            bias=generator.standard_normal(layers).astype(np.float32),
+            scale=np.linspace(1, 2, layers, dtype=np.float32) if standardized else np.ones(layers, np.float32),
+            trajectory_mean=np.stack([np.full(layers, -0.5), np.full(layers, 0.5)]).astype(np.float32),
+            trajectory_std=np.ones((2, layers), np.float32),
+        ),
+        "golden": Golden.record(
+            [[1, 5, 9], [1, 7, 2, 3]],
+            trajectory,
+            1.0 / (1.0 + np.exp(logit)),
+            np.stack([log_max_prob, entropy], axis=1) if len(signals) > 1 else None,
+        ),
+        "evaluation": {"auroc": 0.75, "folds": [0.7, 0.8]},
+        "card": "# tiny\n\nA bundle for tests.\n",
+        "plots": {"roc.png": b"\x89PNG\r\n\x1a\n not really a picture"},
+    }
+    return BundleDraft(**(fields | changes))

@@ -1,0 +1,368 @@
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import struct
+import subprocess
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import probes_store
+from probes_store.bundle import Bundle, BundleDraft, load_bundle, render, write_bundle
+from probes_store.errors import (
+    AlreadyPublished,
+    BadValue,
+    BundleDamaged,
+    BundleNotFound,
+    DigestMismatch,
+    MissingField,
+    MissingFile,
+    NotFinite,
+    Truncated,
+    UnknownField,
+    UnknownFile,
+    WrongShape,
+)
+from probes_store.golden import TOLERANCES
+from probes_store.manifest import Classifier, Manifest, ModelRecord, ReadoutRecord, TrainingRecord
+from probes_store.tensors import Golden, ProbeTensors, pack
+from tests.probes_store.factory import make_draft
+from tests.probes_store.reseal import edit_tensors, replace_file
+
+CREATED = datetime(2026, 1, 31, 12, tzinfo=UTC)
+FILES = ("bundle.json", "probes.safetensors", "golden.safetensors", "evaluation.json", "README.md", "plots/roc.png")
+# Of the fixed draft below.  If one of these changes, published bundles change: that is a new format version.
+PINNED_DIGEST = "sha256:bb858271eda5602aaea34f45d491dbe4ac6bce15e690210b7b2e1b0cdaf7538c"
+PINNED_HEADER = (
+    b'{"bias":{"dtype":"F32","shape":[2],"data_offsets":[0,8]},'
+    b'"direction":{"dtype":"F32","shape":[2,2],"data_offsets":[8,24]},'
+    b'"scale":{"dtype":"F32","shape":[2],"data_offsets":[24,32]},'
+    b'"trajectory_mean":{"dtype":"F32","shape":[2,2],"data_offsets":[32,48]},'
+    b'"trajectory_std":{"dtype":"F32","shape":[2,2],"data_offsets":[48,64]},'
+    b'"head":{"dtype":"I32","shape":[2],"data_offsets":[64,72]}}     '
+)
+PINNED_PROBES = (
+    struct.pack("<Q", 384)
+    + PINNED_HEADER
+    + struct.pack("<2f 4f 2f", 0.5, -0.25, 1, 0, 0, -1, 1, 1)
+    + struct.pack("<4f 4f 2i", -0.5, -0.5, 0.5, 0.5, 1, 1, 1, 1, 1, 0)
+)
+
+
+def fixed_draft() -> BundleDraft:
+    """Numbers that do not depend on a random generator's version."""
+    draft = make_draft(model={"num_layers": 2, "head_dim": 2, "hidden_size": 4})
+    probes = {
+        "head": np.array([1, 0], np.int32),
+        "direction": np.array([[1, 0], [0, -1]], np.float32),
+        "bias": np.array([0.5, -0.25], np.float32),
+    }
+    draft.probes = type(draft.probes)(**(vars(draft.probes) | probes))
+    draft.golden = Golden.record([[1, 2, 3]], np.array([[1.0, -1.0]]), np.array([0.5]))
+    return draft
+
+
+@pytest.fixture
+def bundle(tmp_path: Path) -> Bundle:
+    return write_bundle(make_draft(), tmp_path / "tiny" / "1", created=CREATED)
+
+
+def test_pinned_bytes_and_digest(tmp_path: Path) -> None:
+    bundle = write_bundle(fixed_draft(), tmp_path / "1", created=CREATED)
+    assert (tmp_path / "1" / "probes.safetensors").read_bytes() == PINNED_PROBES
+    assert bundle.manifest.digest == PINNED_DIGEST
+    assert bundle.manifest.created == "2026-01-31T12:00:00Z"
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"site": "residual_stream"},
+        {"logit_scale": "standardized", "chat_template": None, "prompt_format": "text", "plots": {}},
+        {"signals": ("depth_mean", "entropy", "log_max_prob")},
+        {"model": {"num_layers": 1, "num_heads": 1}, "card": "# Überschrift\n"},
+    ],
+)
+def test_what_is_written_is_loaded(tmp_path: Path, changes: dict[str, Any]) -> None:
+    draft = make_draft(3, **changes)
+    bundle = write_bundle(draft, tmp_path / "x" / "5", version=5)
+    for tensors, loaded in ((draft.probes, bundle.probes), (draft.golden, bundle.golden)):
+        for name, value in vars(tensors).items():
+            found = getattr(loaded, name)
+            if value is None:
+                assert found is None
+                continue
+            np.testing.assert_array_equal(found, value)
+            assert found.dtype == value.dtype
+            with pytest.raises(ValueError, match="read-only"):
+                found[...] = 0
+    assert bundle.reference == "tiny:5"
+    assert bundle.evaluation() == draft.evaluation
+    assert bundle.card() == draft.card
+    assert bundle.golden.prompts() == [[1, 5, 9], [1, 7, 2, 3]]
+    assert bundle.manifest.signals == draft.signals
+
+
+def test_equal_drafts_render_to_equal_bytes() -> None:
+    assert render(make_draft(4)) == render(make_draft(4))
+    assert render(make_draft(4))[0].digest != render(make_draft(5))[0].digest
+
+
+@pytest.mark.parametrize("change", [{"card": "other"}, {"evaluation": {}}, {"plots": {}}, {"threshold": 0.4}])
+def test_every_part_is_in_the_digest(change: dict[str, Any]) -> None:
+    assert render(make_draft(**change))[0].digest != render(make_draft())[0].digest
+
+
+@settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_any_flipped_byte_in_any_file_is_damage(bundle: Bundle, data: st.DataObject) -> None:
+    path = bundle.path / data.draw(st.sampled_from(FILES))
+    whole = path.read_bytes()
+    flipped = bytearray(whole)
+    flipped[data.draw(st.integers(0, len(whole) - 1))] ^= data.draw(st.integers(1, 255))
+    try:
+        path.write_bytes(flipped)
+        with pytest.raises(BundleDamaged) as caught:
+            load_bundle(bundle.path)
+        if path.name != "bundle.json":
+            assert type(caught.value) is DigestMismatch
+            assert path.name in caught.value.message
+    finally:
+        path.write_bytes(whole)
+    assert load_bundle(bundle.path).manifest == bundle.manifest
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_truncated_longer_missing_and_replaced_files(bundle: Bundle, name: str) -> None:
+    path = bundle.path / name
+    whole = path.read_bytes()
+    for length in (0, 1, len(whole) // 2, len(whole) - 1):
+        path.write_bytes(whole[:length])
+        with pytest.raises(Truncated, match=re.escape(f"tiny/1/{name}")):
+            load_bundle(bundle.path)
+    path.write_bytes(whole + b"x" * (1 << 20))
+    with pytest.raises(BundleDamaged, match=re.escape(f"tiny/1/{name}")):
+        load_bundle(bundle.path)
+    path.unlink()
+    with pytest.raises(MissingFile, match=re.escape(f"tiny/1/{name}")):
+        load_bundle(bundle.path)
+    path.mkdir()
+    with pytest.raises(MissingFile):
+        load_bundle(bundle.path)
+
+
+def test_unknown_files_are_refused(bundle: Bundle) -> None:
+    (bundle.path / ".DS_Store").write_bytes(b"x")
+    (bundle.path / "model.sig").write_bytes(b"x")
+    load_bundle(bundle.path)
+    (bundle.path / "plots" / "probes.pkl").write_bytes(b"x")
+    with pytest.raises(UnknownFile, match="plots/probes.pkl"):
+        load_bundle(bundle.path)
+
+
+def test_a_file_that_links_out_of_the_bundle_is_refused(bundle: Bundle, tmp_path: Path) -> None:
+    card = bundle.path / "README.md"
+    card.rename(tmp_path / "elsewhere.md")
+    card.symlink_to(tmp_path / "elsewhere.md")
+    with pytest.raises(BadValue, match="leaves the bundle"):
+        load_bundle(bundle.path)
+
+
+def put(name: str, index: Any, value: float) -> Any:
+    return lambda tensors: tensors[name].__setitem__(index, value)
+
+
+NAN, INF = float("nan"), float("inf")
+PROBE_DAMAGE = [
+    (NotFinite, "direction", put("direction", (1, 2), NAN)),
+    (NotFinite, "bias", put("bias", 0, INF)),
+    (NotFinite, "scale", put("scale", 0, NAN)),
+    (NotFinite, "trajectory_mean", put("trajectory_mean", (0, 0), -INF)),
+    (NotFinite, "trajectory_std", put("trajectory_std", (1, 2), NAN)),
+    (BadValue, "direction", put("direction", (0, 0), 3.0)),
+    (BadValue, "direction", lambda t: t.update(direction=np.zeros_like(t["direction"]))),
+    (BadValue, "head", put("head", 0, 2)),
+    (BadValue, "head", put("head", 2, -1)),
+    (BadValue, "scale", put("scale", 1, 2.0)),
+    (BadValue, "scale", put("scale", 1, 0.0)),
+    (BadValue, "trajectory_std", put("trajectory_std", (0, 0), -1.0)),
+    (WrongShape, "bias", lambda t: t.update(bias=t["bias"][:2])),
+    (WrongShape, "bias", lambda t: t.update(bias=t["bias"][None])),
+    (WrongShape, "direction", lambda t: t.update(direction=np.ascontiguousarray(t["direction"].T))),
+    (WrongShape, "direction", lambda t: t.update(direction=t["direction"].astype(np.float64))),
+    (WrongShape, "head", lambda t: t.update(head=t["head"].astype(np.int64))),
+    (UnknownField, "extra", lambda t: t.update(extra=np.zeros(1, np.float32))),
+    (MissingField, "scale", lambda t: t.pop("scale")),
+]
+GOLDEN_DAMAGE = [
+    (NotFinite, "trajectory", put("trajectory", (0, 0), NAN)),
+    (NotFinite, "risk", put("risk", 1, NAN)),
+    (BadValue, "risk", put("risk", 1, 1.5)),
+    (BadValue, "input_ids", put("input_ids", 0, -1)),
+    (BadValue, "offsets", put("offsets", 0, 1)),
+    (BadValue, "offsets", put("offsets", 1, 0)),
+    (BadValue, "offsets", put("offsets", 1, 7)),
+    (BadValue, "offsets", put("offsets", 2, 6)),
+    (BadValue, "offsets", lambda t: t.update(offsets=t["offsets"][:0])),
+    (BadValue, "offsets", lambda t: t.update(offsets=t["offsets"][:1])),
+    (WrongShape, "risk", lambda t: t.update(risk=t["risk"][:1])),
+    (WrongShape, "trajectory", lambda t: t.update(trajectory=t["trajectory"][:, :2])),
+    (WrongShape, "trajectory", lambda t: t.update(trajectory=t["trajectory"][:1])),
+    (UnknownField, "first_token", lambda t: t.update(first_token=np.zeros((2, 2), np.float32))),
+    (MissingField, "input_ids", lambda t: t.pop("input_ids")),
+]
+
+
+@pytest.mark.parametrize(
+    ("file", "error", "field", "damage"),
+    [("probes.safetensors", *case) for case in PROBE_DAMAGE]
+    + [("golden.safetensors", *case) for case in GOLDEN_DAMAGE],
+)
+def test_damaged_tensors_behind_right_hashes(
+    bundle: Bundle, file: str, error: type[BundleDamaged], field: str, damage: Any
+) -> None:
+    edit_tensors(bundle.path, file, damage)
+    with pytest.raises(BundleDamaged) as caught:
+        load_bundle(bundle.path)
+    assert type(caught.value) is error
+    assert caught.value.message.startswith(f"tiny/1/{file} field {field}")
+
+
+@pytest.mark.parametrize(
+    ("error", "damage"),
+    [
+        (MissingField, lambda t: t.pop("first_token")),
+        (WrongShape, lambda t: t.update(first_token=t["first_token"][:, :1])),
+        (WrongShape, lambda t: t.update(first_token=t["first_token"][:1])),
+        (BadValue, put("first_token", (0, 0), 0.5)),
+        (BadValue, put("first_token", (0, 1), -0.5)),
+    ],
+)
+def test_damaged_first_token(tmp_path: Path, error: type[BundleDamaged], damage: Any) -> None:
+    write_bundle(make_draft(signals=("depth_mean", "entropy")), tmp_path / "1")
+    edit_tensors(tmp_path / "1", "golden.safetensors", damage)
+    with pytest.raises(error, match="first_token"):
+        load_bundle(tmp_path / "1")
+
+
+@pytest.mark.parametrize("data", [b"", b"1234567", b"\xff" * 16, b"\x02" + b"\0" * 7 + b"{}x", b"\x80\x04K\x01."])
+def test_hostile_headers_behind_right_hashes(bundle: Bundle, data: bytes) -> None:
+    replace_file(bundle.path, "probes.safetensors", data)
+    with pytest.raises(BadValue, match="probes.safetensors: not a safetensors file"):
+        load_bundle(bundle.path)
+
+
+def test_evaluation_and_card_are_checked_when_read(bundle: Bundle) -> None:
+    (bundle.path / "evaluation.json").write_bytes(b"{}\n")
+    with pytest.raises(Truncated, match="evaluation.json"):
+        bundle.evaluation()
+    replace_file(bundle.path, "evaluation.json", b"[1]\n")
+    with pytest.raises(BadValue, match="object"):
+        load_bundle(bundle.path).evaluation()
+    replace_file(bundle.path, "README.md", b"\xff")
+    with pytest.raises(BadValue, match="UTF-8"):
+        load_bundle(bundle.path).card()
+
+
+BAD_DRAFTS: list[tuple[type[BundleDamaged], str, dict[str, Any]]] = [
+    (BadValue, "name", {"name": "../up"}),
+    (BadValue, "README.md", {"card": " \n"}),
+    (NotFinite, "threshold", {"threshold": NAN}),
+    (NotFinite, r"evaluation.json field a\[1\].b", {"evaluation": {"a": [1, {"b": NAN}]}}),
+    (BadValue, "evaluation.json field x", {"evaluation": {"x": {1, 2}}}),
+    (BadValue, "evaluation.json", {"evaluation": {1: 2}}),
+    (UnknownField, "plots/../x.png", {"plots": {"../x.png": b""}}),
+    (UnknownField, "first_token", {"golden": make_draft(signals=("depth_mean", "entropy")).golden}),
+    (BadValue, "signals", {"signals": ("entropy",)}),
+    (BadValue, "dtype", {"dtype": "int8"}),
+    (WrongShape, "direction", {"probes": make_draft(site="residual_stream").probes}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("error", "match", "changes"), BAD_DRAFTS)
+def test_what_cannot_be_loaded_is_not_written(
+    tmp_path: Path, error: type[BundleDamaged], match: str, changes: dict[str, Any]
+) -> None:
+    with pytest.raises(error, match=match):
+        write_bundle(make_draft(**changes), tmp_path / "1")
+    assert not (tmp_path / "1").exists()
+
+
+def test_numbers_are_never_narrowed_silently() -> None:
+    golden = make_draft().golden
+    for bad in (np.array([2**31] * 7), np.ones(7), np.array([True] * 7)):
+        with pytest.raises(WrongShape, match="input_ids"):
+            pack(Golden(**(vars(golden) | {"input_ids": bad})), "golden.safetensors")
+    draft = make_draft()
+    draft.golden = Golden(**(vars(golden) | {"trajectory": golden.trajectory.astype(np.float64) * 1e300}))
+    with pytest.raises(NotFinite, match="trajectory"):
+        render(draft)
+
+
+def test_numpy_numbers_in_the_evaluation(tmp_path: Path) -> None:
+    draft = make_draft(evaluation={"n": np.int64(3), "auroc": np.float32(0.5), "list": (1, np.float64(2.0))})
+    assert write_bundle(draft, tmp_path / "1").evaluation() == {"n": 3, "auroc": 0.5, "list": [1, 2.0]}
+
+
+def test_never_written_over(bundle: Bundle, tmp_path: Path) -> None:
+    with pytest.raises(AlreadyPublished):
+        write_bundle(make_draft(1), bundle.path)
+    with pytest.raises(AlreadyPublished):
+        write_bundle(make_draft(1), bundle.path / "bundle.json")
+    with pytest.raises(BadValue, match="version"):
+        write_bundle(make_draft(), tmp_path / "zero", version=0)
+    assert load_bundle(bundle.path).manifest == bundle.manifest
+
+
+def test_no_folder(tmp_path: Path) -> None:
+    with pytest.raises(BundleNotFound):
+        load_bundle(tmp_path / "nowhere")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(MissingFile, match="bundle.json"):
+        load_bundle(tmp_path / "empty")
+
+
+def test_the_recipe_in_format_md_recomputes_the_digest(bundle: Bundle, tmp_path: Path) -> None:
+    text = (Path(probes_store.__file__).parent / "FORMAT.md").read_text(encoding="utf-8")
+    (recipe,) = re.findall(r"```python\n(.*?)```", text, re.S)
+    script = tmp_path / "check.py"
+    script.write_text(recipe)
+    run = [sys.executable, str(script), str(bundle.path)]
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONOPTIMIZE"}
+    done = subprocess.run(run, capture_output=True, text=True, check=True, env=environment)
+    assert done.stdout.strip() == bundle.manifest.digest
+    (bundle.path / "plots" / "roc.png").write_bytes(b"x" * bundle.manifest.files["plots/roc.png"].bytes)
+    done = subprocess.run(run, capture_output=True, text=True, check=False, env=environment)
+    assert done.returncode != 0
+    assert "plots/roc.png" in done.stderr
+
+
+def test_format_md_names_every_field_tensor_and_tolerance() -> None:
+    text = (Path(probes_store.__file__).parent / "FORMAT.md").read_text(encoding="utf-8")
+    records = (Manifest, ModelRecord, ReadoutRecord, Classifier, TrainingRecord, ProbeTensors, Golden)
+    for record in records:
+        for field in dataclasses.fields(record):
+            if field.name not in ("model", "tokenizer", "chat_template", "readout", "classifier", "training"):
+                assert re.search(rf"`([a-z_]*\.)?{field.name}`", text), f"{record.__name__}.{field.name}"
+    for dtype, tolerance in TOLERANCES.items():
+        assert re.search(
+            rf"\| [a-z0-9, ]*{dtype}[a-z0-9, ]* \| {tolerance.risk:g} \| {tolerance.trajectory:g} spread", text
+        )
+
+
+def test_importing_the_format_needs_nothing_of_ours_and_no_torch() -> None:
+    code = (
+        "import sys, probes_store.store, probes_store.golden, probes_store.identity;"
+        "print(sorted({m.split('.')[0] for m in sys.modules} & {'service', 'torch', 'transformers', 'pydantic'}))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
