@@ -39,9 +39,7 @@ class RiskReport:
 def probes_of(bundle: Bundle) -> Probes:
     """What the engine needs of a bundle."""
     tensors = bundle.probes
-    return Probes(
-        Site(bundle.manifest.readout.site), tensors.head, tensors.direction, tensors.bias, tensors.scale
-    )
+    return Probes(Site(bundle.manifest.readout.site), tensors.head, tensors.direction, tensors.bias, tensors.scale)
 
 
 def signal_vector(onset: Onset, trajectory: NDArray[np.float64], signals: Sequence[str]) -> NDArray[np.float64]:

@@ -148,7 +148,7 @@ class Engine(Protocol):
         """Prefill only.  Without ``first_token`` the forward stops after the last readout: no lm_head."""
         ...
 
-    def begin(self, prompts: Sequence[TokenIds], probes: Sequence[Probes]) -> list[Continuation]:
+    def begin(self, prompts: Sequence[TokenIds], probes: Sequence[Probes]) -> Sequence[Continuation]:
         """Prefill and keep the KV cache, so that any of the prompts can go on decoding."""
         ...
 

@@ -1,0 +1,168 @@
+"""hallutracer score: one prompt to the terminal, or JSONL in and JSONL out, without a server."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, TextIO
+
+import typer
+
+from service.cli import options as o
+from service.cli.loading import bundle_names, engine_options, load_engine, load_scorers, open_store
+from service.errors import DataError, HalluTracerError
+from service.settings import env
+
+if TYPE_CHECKING:
+    from service.engines.base import Completion
+    from service.scoring import RiskReport, Scorer
+
+BATCH = 256  # JSONL rows held in memory at a time; the engine cuts its own batches from them
+
+
+def score(
+    prompt: Annotated[str | None, typer.Argument(help="One question.  Leave it out with --input.")] = None,
+    input: Annotated[
+        Path | None,
+        typer.Option(help="JSONL with 'prompt' or 'messages' in each row; - reads stdin.", envvar=env("input")),
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option(help="Where the rows go, each with its risk.  Default: stdout.", envvar=env("output"))
+    ] = None,
+    model: o.Model = None,
+    bundle: Annotated[str | None, typer.Option(help="name, name@alias or name:version", envvar=env("bundle"))] = None,
+    store: o.StoreOption = o.STORE_DEFAULT,
+    threshold: o.Threshold = None,
+    generate: Annotated[
+        int, typer.Option(min=0, help="Answer with up to N tokens where the decision allows.", envvar=env("generate"))
+    ] = 0,
+    trajectory: Annotated[
+        bool, typer.Option("--trajectory", help="Add the truth logits to JSON output.", envvar=env("trajectory"))
+    ] = False,
+    as_json: o.Json = False,
+    revision: o.Revision = None,
+    dtype: o.DtypeOption = o.Dtype.AUTO,
+    device: o.DeviceOption = o.Device.AUTO,
+    max_batch_tokens: o.MaxBatchTokens = 8192,
+    threads: o.Threads = None,
+) -> None:
+    """Score one question, or a JSONL file of them, before anything is decoded.
+
+    Examples:  hallutracer score "What is the capital of France?" --generate 16
+               hallutracer score --input questions.jsonl --output risks.jsonl
+    """
+    if (prompt is None) == (input is None):
+        raise typer.BadParameter("give a question, or --input FILE, and not both", param_hint="PROMPT")
+    rows = None if input is None else _read_rows(input)
+    opened = open_store(store).load(bundle_names(model, [bundle] if bundle else [])[0])
+    engine = load_engine(engine_options(model, revision, dtype.value, device.value, max_batch_tokens), threads)
+    (scorer,) = load_scorers(engine, [opened])
+    if rows is not None:
+        _score_file(scorer, rows, output, threshold, generate, trajectory)
+        return
+    report = _reports(scorer, [{"prompt": prompt}], threshold, generate)[0]
+    if as_json:
+        typer.echo(json.dumps(_as_dict(scorer, report, trajectory)))
+        return
+    from service.cli.terminal import draw_report
+
+    draw_report(scorer.bundle, report)
+
+
+def _reports(scorer: Scorer, rows: list[dict[str, Any]], threshold: float | None, generate: int) -> list[RiskReport]:
+    from service.engines.base import Sampling
+
+    prompts = [scorer.render(row.get("prompt"), row.get("messages")) for row in rows]
+    if generate:
+        return scorer.score_or_continue(prompts, Sampling(max_tokens=generate), threshold)
+    return scorer.score(prompts, threshold)
+
+
+def _as_dict(scorer: Scorer, report: RiskReport, trajectory: bool) -> dict[str, Any]:
+    row: dict[str, Any] = {
+        "risk": report.risk,
+        "depth_mean": report.depth_mean,
+        "decision": report.decision.value,
+        "threshold": report.threshold,
+        "bundle": scorer.bundle.reference,
+    }
+    if trajectory:
+        row["trajectory"] = report.trajectory.tolist()
+    completion: Completion | None = report.completion
+    if completion is not None:
+        row["completion"] = completion.text
+    return row
+
+
+def _read_rows(path: Path) -> list[dict[str, Any]]:
+    """Read and check every line before the model is loaded."""
+    with ExitStack() as stack:
+        lines: TextIO = sys.stdin if str(path) == "-" else stack.enter_context(path.open(encoding="utf-8"))
+        rows, problems = [], []
+        try:
+            for number, line in enumerate(lines, 1):
+                if not line.strip():
+                    continue
+                problem = _row_problem(line)
+                if problem:
+                    problems.append(f"line {number}: {problem}")
+                else:
+                    rows.append(json.loads(line))
+        except UnicodeDecodeError as error:
+            raise DataError(str(path), [f"not UTF-8: {error.reason} at byte {error.start}"]) from None
+    if problems or not rows:
+        raise DataError(str(path), problems or ["no rows"])
+    return rows
+
+
+def _row_problem(line: str) -> str | None:
+    try:
+        row = json.loads(line)
+    except ValueError as error:
+        return f"invalid JSON: {error}"
+    if not isinstance(row, dict):
+        return "not a JSON object"
+    if ("prompt" in row) == ("messages" in row):
+        return "give exactly one of 'prompt' and 'messages'"
+    if "prompt" in row and not (isinstance(row["prompt"], str) and row["prompt"].strip()):
+        return "'prompt' must be a non-empty string"
+    if "messages" in row and not (isinstance(row["messages"], list) and row["messages"]):
+        return "'messages' must be a non-empty list"
+    return None
+
+
+def _score_file(
+    scorer: Scorer,
+    rows: list[dict[str, Any]],
+    output: Path | None,
+    threshold: float | None,
+    generate: int,
+    trajectory: bool,
+) -> None:
+    from tqdm import tqdm
+
+    def scored() -> Iterator[str]:
+        with tqdm(total=len(rows), unit="prompt", file=sys.stderr, disable=not sys.stderr.isatty()) as bar:
+            for start in range(0, len(rows), BATCH):
+                batch = rows[start : start + BATCH]
+                for row, report in zip(batch, _reports(scorer, batch, threshold, generate), strict=True):
+                    yield json.dumps(row | _as_dict(scorer, report, trajectory), ensure_ascii=False)
+                bar.update(len(batch))
+
+    if output is None:
+        for line in scored():
+            sys.stdout.write(line + "\n")
+        return
+    # Written aside, then renamed: an interrupted run leaves no half file under the final name.
+    partial = output.with_name(output.name + ".part")
+    try:
+        with partial.open("w", encoding="utf-8") as sink:
+            for line in scored():
+                sink.write(line + "\n")
+    except OSError as error:
+        raise HalluTracerError(f"cannot write {output}: {error.strerror}") from None
+    partial.replace(output)
+    typer.echo(f"{len(rows)} risks written to {output}", err=True)

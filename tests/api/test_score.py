@@ -1,0 +1,213 @@
+"""The wire of /score, on the scripted engine."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fastapi.testclient import TestClient
+
+from service.api.app import create_app
+from service.api.state import ServiceState
+from service.engines.scripted import ScriptedEngine
+from service.scoring import Scorer
+from service.settings import ServiceSettings
+from tests.serving import matching_bundle
+
+
+class Service:
+    """A running app with its engine in reach."""
+
+    def __init__(self, tmp_path: Path) -> None:
+        self.engine = ScriptedEngine()
+        self.bundles = [matching_bundle(self.engine, tmp_path, name, seed) for seed, name in enumerate(("one", "two"))]
+        settings = ServiceSettings(max_body_bytes=20_000, max_prompts=8)
+        self.state = ServiceState(lambda: [Scorer(self.engine, bundle) for bundle in self.bundles], settings)
+        self.client = TestClient(create_app(self.state), raise_server_exceptions=False)
+
+    def post(self, **body: Any) -> Any:
+        return self.client.post("/score", json=body)
+
+
+@pytest.fixture
+def service(tmp_path: Path) -> Iterator[Service]:
+    service = Service(tmp_path)
+    with service.client as client:
+        for _ in range(500):
+            if client.get("/health/ready").status_code == 200:
+                break
+            time.sleep(0.01)
+        yield service
+
+
+def test_one_prompt(service: Service) -> None:
+    response = service.post(prompt="What is the capital of France?")
+    body = response.json()
+    assert response.status_code == 200, body
+    assert body["object"] == "risk.list"
+    assert body["bundle"] == {"name": "one", "version": 1, "digest": service.bundles[0].manifest.digest}
+    (row,) = body["data"]
+    assert set(row) == {"index", "risk", "depth_mean", "decision", "threshold"}
+    assert 0 <= row["risk"] <= 1
+    assert row["decision"] == ("abstain" if row["risk"] >= row["threshold"] else "continue")
+    tokens = len(service.engine.render_chat([{"role": "user", "content": "What is the capital of France?"}]))
+    assert body["usage"] == {
+        "prompt_tokens": tokens, "cached_tokens": 0, "completion_tokens": 0, "total_tokens": tokens,
+    }  # fmt: skip
+    assert float(response.headers["x-hallutracer-risk"]) == pytest.approx(row["risk"], abs=1e-6)
+    assert response.headers["x-hallutracer-decision"] == row["decision"]
+    for header in ("x-queue-time", "x-inference-time", "x-total-time"):
+        assert float(response.headers[header]) >= 0
+
+
+def test_a_list_messages_and_ids_agree_with_single_prompts(service: Service) -> None:
+    both = service.post(prompt=["a", "b"]).json()["data"]
+    assert [row["index"] for row in both] == [0, 1]
+    assert both[1]["risk"] == service.post(prompt="b").json()["data"][0]["risk"]
+    message = [{"role": "user", "content": "b"}]
+    assert both[1]["risk"] == service.post(messages=message).json()["data"][0]["risk"]
+    ids = service.engine.render_chat(message)
+    assert both[1]["risk"] == service.post(input_ids=ids).json()["data"][0]["risk"]
+    assert both[1]["risk"] == service.post(input_ids=[ids, ids]).json()["data"][1]["risk"]
+
+
+def test_both_routes_are_one(service: Service) -> None:
+    long = service.client.post("/v1/risk/score", json={"prompt": "b"}).json()
+    assert long["data"] == service.post(prompt="b").json()["data"]
+
+
+def test_include(service: Service) -> None:
+    (row,) = service.post(prompt="b", include=["trajectory", "running_mean"]).json()["data"]
+    assert len(row["trajectory"]) == len(row["running_mean"]) == 4
+    assert row["running_mean"][-1] == pytest.approx(row["depth_mean"])
+    assert sum(row["trajectory"]) / 4 == pytest.approx(row["depth_mean"])
+
+
+def test_bundles_by_name_and_reference(service: Service) -> None:
+    for reference in ("two", "two:1"):
+        assert service.post(prompt="b", bundle=reference).json()["bundle"]["name"] == "two"
+    missing = service.post(prompt="b", bundle="three")
+    assert missing.status_code == 404
+    assert "one:1, two:1" in missing.json()["error"]["message"]
+    assert service.post(prompt="b", model="other").json()["error"]["param"] == "model"
+    assert service.post(prompt="b", model="scripted").status_code == 200
+
+
+def test_generate_goes_on_only_below_the_threshold(service: Service) -> None:
+    gated = service.post(prompt="b", threshold=0, generate={}).json()
+    assert gated["data"][0]["decision"] == "abstain"
+    assert "completion" not in gated["data"][0]
+    assert service.engine.counters.decode_steps == 0
+    (row,) = service.post(prompt="b", threshold=1, generate={"max_tokens": 4}).json()["data"]
+    assert row["completion"] == {"text": "It i", "finish_reason": "length", "completion_tokens": 4}
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "param"),
+    [
+        ({}, 422, None),
+        ({"prompt": "a", "input_ids": [1]}, 422, None),
+        ({"prompt": ""}, 422, None),
+        ({"prompt": []}, 422, None),
+        ({"prompt": ["a", " "]}, 422, "prompt"),
+        ({"prompt": 3}, 422, "prompt.str"),
+        ({"prompt": "a", "treshold": 0.1}, 422, "treshold"),
+        ({"prompt": "a", "threshold": 1.5}, 422, "threshold"),
+        ({"prompt": "a", "threshold": "0.5x"}, 422, "threshold"),
+        ({"prompt": "a", "include": ["all"]}, 422, "include.0"),
+        ({"prompt": "a" * 600}, 413, "prompt"),
+        ({"prompt": ["a"] * 9}, 422, "prompt"),
+        ({"input_ids": [-1]}, 422, "input_ids"),
+        ({"input_ids": [[1], []]}, 422, "input_ids"),
+        ({"input_ids": [999_999]}, 422, "input_ids"),
+        ({"messages": []}, 422, None),
+        ({"messages": [{"role": "robot", "content": "a"}]}, 422, "messages.0.role"),
+        ({"prompt": "a", "generate": {"max_tokens": 0}}, 422, "generate.max_tokens"),
+        ({"prompt": "a", "generate": {"max_tokens": 10**6}}, 422, "generate.max_tokens"),
+    ],
+)
+def test_bad_requests(service: Service, body: dict[str, Any], status: int, param: str | None) -> None:
+    response = service.client.post("/score", json=body)
+    error = response.json()["error"]
+    assert response.status_code == status, error
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["param"] == param
+    assert error["type"] == "invalid_request_error"
+    assert error["message"]
+
+
+@pytest.mark.parametrize(
+    ("content", "status"),
+    [(b"{", 400), (b"\xff\xfe", 400), (b'{"prompt": "a", "threshold": NaN}', 422), (b'{"prompt": "\\ud800"}', 422),
+     (b"[]", 422), (b'{"prompt": "' + b"a" * 30_000 + b'"}', 413)],
+)  # fmt: skip
+def test_bad_bodies(service: Service, content: bytes, status: int) -> None:
+    response = service.client.post("/score", content=content, headers={"content-type": "application/json"})
+    assert response.status_code == status, response.text
+    assert response.json()["error"]["message"]
+
+
+def test_a_chunked_body_meets_the_same_limit(service: Service) -> None:
+    def chunks() -> Iterator[bytes]:
+        yield b'{"prompt": "'
+        for _ in range(40):
+            yield b"a" * 1000
+        yield b'"}'
+
+    response = service.client.post("/score", content=chunks(), headers={"content-type": "application/json"})
+    assert response.status_code == 413, response.text
+
+
+def test_request_ids(service: Service) -> None:
+    given = service.client.post("/score", json={"prompt": "a"}, headers={"X-Request-Id": "abc-1"})
+    assert given.headers["x-request-id"] == "abc-1"
+    assert given.json()["id"] == "risk-abc-1"
+    made = service.client.post("/score", json={"prompt": "a"}, headers={"X-Request-Id": "bad id\t"})
+    assert len(made.headers["x-request-id"]) == 32
+
+
+def test_engine_failures_are_500_without_details(service: Service) -> None:
+    service.engine.fail = RuntimeError("secret detail")
+    response = service.post(prompt="a")
+    assert response.status_code == 500
+    assert "secret" not in response.text
+    service.engine.fail = None
+    service.engine.nan_layer = 0
+    assert service.post(prompt="a").json()["error"]["code"] == "non_finite_readout"
+
+
+def test_unknown_paths_and_methods_use_the_envelope(service: Service) -> None:
+    assert service.client.get("/nothing").json()["error"]["code"] == "not_found"
+    assert service.client.get("/score").json()["error"]["code"] == "method_not_allowed"
+
+
+def test_openapi_names_the_examples(service: Service) -> None:
+    schema = service.client.get("/openapi.json").json()
+    assert "/v1/risk/score" in schema["paths"]
+    assert "capital of France" in json.dumps(schema)
+
+
+def test_not_ready_before_loading_and_after_a_failure(tmp_path: Path) -> None:
+    state = ServiceState(lambda: [])
+    app = create_app(state)
+    early = TestClient(app).post("/score", json={"prompt": "a"})  # without the lifespan nothing is loaded
+    assert early.status_code == 503
+    assert early.headers["retry-after"] == "1"
+
+    def broken() -> list[Scorer]:
+        raise RuntimeError("no such model")
+
+    state = ServiceState(broken)
+    with TestClient(create_app(state)) as client:
+        for _ in range(500):
+            if state.failure:
+                break
+            time.sleep(0.01)
+        assert client.get("/health/live").status_code == 200
+        ready = client.get("/health/ready")
+    assert ready.status_code == 503
+    assert "no such model" in ready.json()["error"]["message"]

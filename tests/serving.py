@@ -1,0 +1,58 @@
+"""A scripted engine with a bundle that matches it: for tests of the HTTP layer and of scoring."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from probes_store.bundle import Bundle, write_bundle
+from probes_store.manifest import Classifier, ModelRecord
+from probes_store.tensors import Golden
+from service.engines.base import Engine
+from service.engines.scripted import ScriptedEngine
+from service.readout import Probes, Site
+from service.risk import depth_mean, risk
+from tests.probes_store.factory import make_draft
+
+GOLDEN = [[256, 65, 66], [256, 67]]
+WEIGHT, INTERCEPT = 2.0, 0.1
+
+
+def matching_bundle(engine: Engine, folder: Path, name: str = "tiny", seed: int = 0, **changes: object) -> Bundle:
+    """A bundle of random probes for ``engine``, its golden prompts recorded through ``engine.score``."""
+    identity = engine.identity
+    shape = identity.geometry
+    model = ModelRecord(
+        name=identity.model,
+        revision=identity.revision,
+        fingerprint=identity.fingerprint,
+        architecture=identity.architecture,
+        model_type=identity.model_type,
+        num_layers=shape.num_layers,
+        num_heads=shape.num_heads,
+        head_dim=shape.head_dim,
+        hidden_size=shape.hidden_size,
+    )
+    draft = make_draft(
+        seed,
+        name=name,
+        model=model,
+        tokenizer=identity.tokenizer,
+        chat_template=identity.chat_template,
+        classifier=Classifier((WEIGHT,), INTERCEPT),
+    )
+    tensors = draft.probes
+    probes = Probes(Site.ATTENTION_HEAD, tensors.head, tensors.direction, tensors.bias, tensors.scale)
+    trajectory = np.stack([onset.trajectories[0] for onset in engine.score(GOLDEN, [probes])])
+    risks = risk(depth_mean(trajectory)[:, None], np.array([WEIGHT]), INTERCEPT)
+    draft.golden = Golden.record(GOLDEN, trajectory, risks, None)
+    for field, value in changes.items():
+        setattr(draft, field, value)
+    return write_bundle(draft, folder / name)
+
+
+def scripted(tmp_path: Path, **options: object) -> tuple[ScriptedEngine, Bundle]:
+    """An engine and a bundle of its own."""
+    engine = ScriptedEngine(**options)  # type: ignore[arg-type]
+    return engine, matching_bundle(engine, tmp_path)

@@ -1,0 +1,85 @@
+"""Imports go one way, and importing the package stays cheap."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+# Each layer may import the layers below it and itself; siblings (same line) do not import each other.
+LAYERS = [
+    ["service.cli"],
+    ["service.demo"],
+    ["service.api", "service.evaluation"],
+    ["service.trainer"],
+    ["service.scoring"],
+    ["service.prompts", "service.guard"],
+    ["service.engines"],
+    ["service.risk"],
+    ["service.readout"],
+    ["service.datasets"],
+    ["probes_store"],
+    ["service.errors", "service.settings", "service.measures"],
+]
+RANK = {name: rank for rank, layer in enumerate(LAYERS) for name in layer}
+
+
+def owner(module: str) -> str | None:
+    """The layer entry that a dotted module belongs to."""
+    return next((name for name in RANK if module == name or module.startswith(name + ".")), None)
+
+
+def module_name(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+def imported(path: Path) -> set[str]:
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            assert node.level == 0, f"{path}: relative import"
+            found |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
+    return found
+
+
+SOURCES = sorted(p for folder in ("service", "probes_store") for p in (ROOT / folder).rglob("*.py"))
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=module_name)
+def test_imports_go_one_way(path: Path) -> None:
+    module = module_name(path)
+    if module == "service":
+        return
+    own = owner(module)
+    assert own is not None, f"{module} has no place in the layers: add it to tests/test_imports.py"
+    for target in imported(path):
+        other = owner(target)
+        if other is None or other == own:
+            continue
+        assert not (own == "probes_store" and other.startswith("service")), "probes_store imports nothing of ours"
+        assert RANK[own] < RANK[other], f"{module} imports {target}, which is not below it"
+
+
+def test_every_source_file_is_seen() -> None:
+    assert len(SOURCES) > 20
+
+
+def test_a_wrong_direction_would_be_caught(tmp_path: Path) -> None:
+    bad = tmp_path / "bad.py"
+    bad.write_text("from service.cli.main import main\n")
+    assert "service.cli.main" in imported(bad)
+    assert RANK["service.risk"] > RANK["service.cli"]
+
+
+@pytest.mark.parametrize("module", ["service", "service.cli", "service.risk", "probes_store", "service.demo"])
+def test_import_stays_light(module: str) -> None:
+    code = f"import sys, {module}; print([m for m in ('torch', 'vllm', 'transformers', 'sklearn') if m in sys.modules])"
+    out = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert out.stdout.strip() == "[]"
