@@ -1,0 +1,100 @@
+"""From prompts of many lengths to padded micro-batches and back.  Knows no model, no hooks and no text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from service.engines.base import TokenIds
+from service.errors import EmptyPrompt, PromptTooLong, RequestError
+
+Tensor = torch.Tensor
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Prompts padded to one length.
+
+    ``index`` says which of the caller's prompts each row is.  ``attention_mask`` and ``position_ids`` are None where
+    causal attention alone keeps padding out of sight: right padding, or prompts of one length.
+    """
+
+    index: tuple[int, ...]
+    lengths: tuple[int, ...]
+    starts: tuple[int, ...]  # column of each row's first real token
+    input_ids: Tensor  # [batch, columns]
+    attention_mask: Tensor | None
+    position_ids: Tensor | None
+
+    @property
+    def onsets(self) -> list[int]:
+        """Column of t* per row."""
+        return [start + length - 1 for start, length in zip(self.starts, self.lengths, strict=True)]
+
+
+def check_prompts(prompts: Sequence[TokenIds], *, vocabulary: int, max_tokens: int) -> None:
+    """Raise EmptyPrompt, PromptTooLong or RequestError for the first prompt at fault, by its number."""
+    for number, prompt in enumerate(prompts):
+        if len(prompt) == 0:
+            raise EmptyPrompt(
+                f"prompt {number} has no tokens, so it has no answer onset; send at least one token", param="input_ids"
+            )
+        if len(prompt) > max_tokens:
+            raise PromptTooLong(
+                f"prompt {number} has {len(prompt)} tokens and the model's context holds {max_tokens}; "
+                "shorten the prompt (it is never truncated silently)",
+                param="prompt",
+            )
+        try:
+            ids = np.asarray(prompt)
+        except ValueError:  # nested lists of several lengths
+            ids = np.asarray(None)
+        if ids.ndim != 1 or ids.dtype.kind not in "iu":
+            raise RequestError(f"prompt {number} is not a flat list of integer token ids", param="input_ids")
+        if ids.min() < 0 or ids.max() >= vocabulary:
+            at_fault = int(ids.min()) if ids.min() < 0 else int(ids.max())
+            raise RequestError(
+                f"prompt {number} holds token id {at_fault}; this model's vocabulary is 0 to {vocabulary - 1}",
+                param="input_ids",
+            )
+
+
+def micro_batches(lengths: Sequence[int], budget: int, *, equal_lengths: bool = False) -> list[list[int]]:
+    """Group prompts by length so that rows x longest <= budget; a longer prompt goes alone.
+
+    ``equal_lengths`` forbids padding, for models whose position encoding depends on the batch's longest prompt.
+    """
+    groups: list[list[int]] = []
+    for index in sorted(range(len(lengths)), key=lambda i: lengths[i]):  # ascending: the newest is the longest
+        current = groups[-1] if groups else []
+        fits = bool(current) and (len(current) + 1) * lengths[index] <= budget
+        if fits and not (equal_lengths and lengths[index] != lengths[current[0]]):
+            current.append(index)
+        else:
+            groups.append([index])
+    return groups
+
+
+def pad(prompts: Sequence[TokenIds], index: Sequence[int], side: str, filler: int, device: torch.device) -> Batch:
+    """Make one micro-batch of ``prompts[i] for i in index``; ``side`` is "left" or "right"."""
+    lengths = [len(prompts[i]) for i in index]
+    columns = max(lengths)
+    starts = [columns - length if side == "left" else 0 for length in lengths]
+    ids = np.full((len(index), columns), filler, np.int64)
+    for row, (i, start, length) in enumerate(zip(index, starts, lengths, strict=True)):
+        ids[row, start : start + length] = prompts[i]
+    mask = positions = None
+    if any(starts):
+        mask = torch.from_numpy(np.arange(columns) >= np.array(starts)[:, None]).to(device).long()
+        positions = (mask.cumsum(dim=-1) - 1).clamp(min=0)
+    return Batch(
+        index=tuple(index),
+        lengths=tuple(lengths),
+        starts=tuple(starts),
+        input_ids=torch.from_numpy(ids).to(device),
+        attention_mask=mask,
+        position_ids=positions,
+    )

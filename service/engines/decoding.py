@@ -1,0 +1,112 @@
+"""Choosing tokens and turning them into text piece by piece.  Knows no model and no cache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from service.engines.base import Sampling
+from service.errors import RequestError
+
+INCOMPLETE = "\ufffd"  # what a tokenizer writes for bytes that are not a whole character yet
+
+
+def check_sampling(sampling: Sampling) -> None:
+    """Raise RequestError naming the option at fault."""
+    if sampling.max_tokens < 1:
+        raise RequestError(f"max_tokens is {sampling.max_tokens}; it must be at least 1", param="max_tokens")
+    if not 0.0 <= sampling.temperature < float("inf"):
+        raise RequestError(
+            f"temperature is {sampling.temperature}; it must be 0 (greedy) or a positive number", param="temperature"
+        )
+    if not 0.0 < sampling.top_p <= 1.0:
+        raise RequestError(f"top_p is {sampling.top_p}; it must lie in (0, 1]", param="top_p")
+    if any(not stop for stop in sampling.stop):
+        raise RequestError("stop holds an empty string, which would end every answer at once; remove it", param="stop")
+
+
+def generator_for(sampling: Sampling, device: torch.device) -> torch.Generator | None:
+    """A seeded generator for sampled decoding; None for greedy decoding."""
+    if sampling.temperature == 0.0:
+        return None
+    generator = torch.Generator(device=device)
+    if sampling.seed is None:
+        generator.seed()
+    else:
+        generator.manual_seed(sampling.seed)
+    return generator
+
+
+def pick(logits: torch.Tensor, sampling: Sampling, generator: torch.Generator | None) -> int:
+    """The next token from float32 logits [vocab]: greedy at temperature 0, else from the nucleus of mass top_p."""
+    if generator is None:
+        return int(logits.argmax())
+    # The largest is subtracted first, so that a tiny temperature cannot overflow.
+    probabilities = torch.softmax((logits - logits.max()) / sampling.temperature, dim=-1)
+    if sampling.top_p < 1.0:
+        ordered, order = probabilities.sort(descending=True)
+        outside = ordered.cumsum(dim=-1) - ordered >= sampling.top_p  # the token that crosses top_p stays
+        probabilities = probabilities.scatter(0, order, ordered.masked_fill(outside, 0.0))
+    return int(torch.multinomial(probabilities, 1, generator=generator))
+
+
+class TextStream:
+    """Tokens in, text out, such that the pieces joined are the tokenizer's own decoding of the whole.
+
+    Never yields half a character: text that ends in an incomplete one waits for the next token.  Text that may be
+    the start of a stop string waits too; a stop string itself is never yielded.
+    """
+
+    def __init__(self, detokenize: Callable[[Sequence[int]], str], stop: Sequence[str] = ()) -> None:
+        self._detokenize = detokenize
+        self._stop = tuple(stop)
+        self._ids: list[int] = []
+        # A short window of ids is decoded again at each step, because a token's text may depend on its left
+        # neighbour (SentencePiece drops the first space): ids[_window:_done] is text already taken.
+        self._window = self._done = 0
+        self._held = ""
+        self.text = ""
+        self.stopped = False
+
+    def push(self, token: int) -> str:
+        """Take one token; return what may be shown now, possibly nothing."""
+        self._ids.append(token)
+        text = self._fresh()
+        if not text or text.endswith(INCOMPLETE):
+            return ""
+        self._window, self._done = self._done, len(self._ids)
+        return self._release(text)
+
+    def finish(self) -> str:
+        """The rest at the end of the answer; bytes of a character that never became whole are left out."""
+        if self.stopped:
+            return ""
+        rest = self._release(self._fresh().rstrip(INCOMPLETE))
+        held, self._held = self._held, ""  # no more tokens can complete a stop string
+        self.text += held
+        return rest + held
+
+    def _fresh(self) -> str:
+        taken = self._detokenize(self._ids[self._window : self._done])
+        return self._detokenize(self._ids[self._window :])[len(taken) :]
+
+    def _release(self, text: str) -> str:
+        self._held += text
+        found = [at for stop in self._stop if (at := self._held.find(stop)) >= 0]
+        if found:
+            out, self._held, self.stopped = self._held[: min(found)], "", True
+        else:
+            keep = max((_overlap(self._held, stop) for stop in self._stop), default=0)
+            cut = len(self._held) - keep
+            out, self._held = self._held[:cut], self._held[cut:]
+        self.text += out
+        return out
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Length of the longest end of ``text`` that begins ``stop``."""
+    for length in range(min(len(text), len(stop) - 1), 0, -1):
+        if text.endswith(stop[:length]):
+            return length
+    return 0

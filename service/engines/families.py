@@ -1,0 +1,149 @@
+"""Where the blocks and attention output projections are, per model family: one table.
+
+Knows neither probes, nor batches, nor how a model is loaded; torch is imported for type checking only.
+To support another family, add one row to ``FAMILIES`` and one config to ``tests/engines/tiny.py``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from service.errors import EngineError, UnknownFamily
+from service.readout import Geometry
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """One row: how to walk from the causal-LM module to the readouts.
+
+    ``projection`` is the module whose INPUT holds the concatenated head outputs (Eq. readout); it is relative to a
+    block.  ``attention`` is the module around it, which the tests hook to check the first.
+    """
+
+    name: str
+    model_types: tuple[str, ...]  # config.model_type
+    blocks: str
+    projection: str
+    notes: str = ""
+
+    @property
+    def attention(self) -> str:
+        """The attention module within a block."""
+        return self.projection.rpartition(".")[0]
+
+
+FAMILIES: tuple[Family, ...] = (
+    Family("Llama 2 and 3", ("llama",), "model.layers", "self_attn.o_proj"),
+    Family("Qwen2, Qwen2.5", ("qwen2",), "model.layers", "self_attn.o_proj", "biases on q, k and v only"),
+    Family("Qwen3", ("qwen3",), "model.layers", "self_attn.o_proj", "head_dim differs from hidden / heads"),
+    Family("Mistral", ("mistral",), "model.layers", "self_attn.o_proj", "older ones have a sliding window"),
+    Family("Gemma 2", ("gemma2",), "model.layers", "self_attn.o_proj", "a norm follows o_proj; windows alternate"),
+    Family("Gemma 3 text", ("gemma3_text",), "model.layers", "self_attn.o_proj", "a norm follows o_proj"),
+    Family("Gemma 3 multimodal", ("gemma3",), "model.language_model.layers", "self_attn.o_proj", "text prompts only"),
+    Family("Phi-3", ("phi3",), "model.layers", "self_attn.o_proj", "one qkv_proj; longrope depends on the length"),
+    Family("OLMo-2", ("olmo2",), "model.layers", "self_attn.o_proj", "norms follow the attention, not precede it"),
+    Family("GPT-NeoX, Pythia", ("gpt_neox",), "gpt_neox.layers", "attention.dense", "attention and MLP in parallel"),
+    Family("GPT-2", ("gpt2",), "transformer.h", "attn.c_proj", "Conv1D: the weight is [in, out]"),
+    Family("Mixtral", ("mixtral",), "model.layers", "self_attn.o_proj", "mixture of experts"),
+    Family("Qwen2-MoE", ("qwen2_moe",), "model.layers", "self_attn.o_proj", "mixture of experts"),
+    Family("Qwen3-MoE", ("qwen3_moe",), "model.layers", "self_attn.o_proj", "mixture of experts"),
+    Family("OLMoE", ("olmoe",), "model.layers", "self_attn.o_proj", "mixture of experts"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """A model's blocks and projections, located and checked: both have ``geometry.num_layers`` entries."""
+
+    geometry: Geometry
+    blocks: tuple[nn.Module, ...]
+    projections: tuple[nn.Module, ...]
+
+
+def family_of(config: Any) -> Family:
+    """The row for a transformers config.  Raises UnknownFamily."""
+    model_type = str(getattr(config, "model_type", ""))
+    for family in FAMILIES:
+        if model_type in family.model_types:
+            return family
+    known = ", ".join(sorted(name for family in FAMILIES for name in family.model_types))
+    raise UnknownFamily(
+        f"model_type {model_type!r} is not a known model family. Known: {known}. "
+        "To add it, write one row in service/engines/families.py (FAMILIES): where its blocks are, and the attention "
+        "output projection within a block."
+    )
+
+
+def text_config(config: Any) -> Any:
+    """The language model's part of a config; the config itself for text-only models."""
+    nested = getattr(config, "get_text_config", None)
+    return nested() if nested is not None else config
+
+
+def geometry(config: Any) -> Geometry:
+    """Layers, QUERY heads and head size from a transformers config.
+
+    ``head_dim`` comes from the config where it has one that is not None, else hidden_size / num_attention_heads.
+    Raises EngineError where that division leaves a remainder.
+    """
+    text = text_config(config)
+    hidden, heads = int(text.hidden_size), int(text.num_attention_heads)
+    head_dim = getattr(text, "head_dim", None)
+    if head_dim is None:
+        if hidden % heads:
+            raise EngineError(
+                f"config: hidden_size {hidden} is not a multiple of num_attention_heads {heads} and there is no "
+                "head_dim; the heads cannot be told apart"
+            )
+        head_dim = hidden // heads
+    return Geometry(num_layers=int(text.num_hidden_layers), num_heads=heads, head_dim=int(head_dim), hidden_size=hidden)
+
+
+def locate(model: nn.Module) -> Layout:
+    """Find a loaded model's blocks and projections and check them against its config.
+
+    Raises UnknownFamily for an unlisted model type and EngineError where the module tree contradicts the table.
+    """
+    config: Any = model.config
+    family, shape = family_of(config), geometry(config)
+    blocks = tuple(_children(_submodule(model, family.blocks, family)))
+    if len(blocks) != shape.num_layers:
+        raise EngineError(
+            f"{family.name}: {family.blocks} has {len(blocks)} blocks where the config's num_hidden_layers says "
+            f"{shape.num_layers}; correct the row in service/engines/families.py or the config"
+        )
+    projections = tuple(_submodule(block, family.projection, family) for block in blocks)
+    expected = shape.num_heads * shape.head_dim
+    for layer, projection in enumerate(projections):
+        if (width := input_width(projection)) != expected:
+            raise EngineError(
+                f"{family.name}: {family.blocks}.{layer}.{family.projection} takes {width} inputs where "
+                f"{shape.num_heads} heads of {shape.head_dim} make {expected}; correct the row in "
+                "service/engines/families.py or the config"
+            )
+    return Layout(geometry=shape, blocks=blocks, projections=projections)
+
+
+def input_width(projection: nn.Module) -> int:
+    """How many inputs a projection takes: ``in_features`` of a Linear, the first axis of GPT-2's Conv1D weight."""
+    in_features = getattr(projection, "in_features", None)
+    weight: Any = projection.weight if in_features is None else None
+    return int(weight.shape[0]) if in_features is None else int(in_features)
+
+
+def _children(module: nn.Module) -> list[nn.Module]:
+    return list(module.children())
+
+
+def _submodule(root: nn.Module, path: str, family: Family) -> nn.Module:
+    try:
+        return root.get_submodule(path)
+    except AttributeError as error:
+        raise EngineError(
+            f"{family.name}: {type(root).__name__} has no module {path!r} ({error}); correct the row in "
+            "service/engines/families.py"
+        ) from error

@@ -1,0 +1,204 @@
+"""Reading rows out of a running forward pass: hooks that live for one call.
+
+Knows a model's layout and where t* lies in the batch; knows neither tokens nor caches nor bundles.
+A *sink* decides what becomes of a row: ``TruthLogits`` turns it into one number per probe on the spot (Eq. logit),
+``RowBuffer`` keeps it for training.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from service.engines.families import Layout
+from service.errors import EngineError
+from service.readout import Geometry, Probes, Site
+
+Tensor = torch.Tensor
+
+
+class LastReadout(Exception):  # noqa: N818 - not an error: it ends a forward pass that has nothing left to read
+    """Raised by the last hook so that nothing after the last readout runs."""
+
+
+class Sink(Protocol):
+    """Takes rows as layers run."""
+
+    @property
+    def sites(self) -> tuple[Site, ...]:
+        """Where to read."""
+        ...
+
+    def take(self, site: Site, layer: int, rows: Tensor) -> None:
+        """``rows`` [batch, width] at t*, in the model's dtype; a view that is only good during the call."""
+        ...
+
+
+class OnsetIndex:
+    """Picks t* out of [batch, positions, width] tensors."""
+
+    def __init__(self, positions: Sequence[int], device: torch.device) -> None:
+        self._common = positions[0] if len(set(positions)) == 1 else None  # one column: a view, no gather
+        if self._common is None:
+            self._batch = torch.arange(len(positions), device=device)
+            self._position = torch.tensor(positions, device=device)
+
+    def of(self, states: Tensor) -> Tensor:
+        """[batch, positions, width] -> [batch, width]."""
+        if self._common is not None:
+            return states.select(1, self._common)
+        return states[self._batch, self._position]
+
+
+class ProbeStack:
+    """Several bundles' probes on the device, one weight [m, width, P] per site.
+
+    A probe's direction stands in its head's slice of the row and zeros elsewhere, so one small matrix product per
+    layer serves every probe of a site.  Probes that look at different heads cost the same as probes that agree.
+    """
+
+    def __init__(self, probes: Sequence[Probes], geometry: Geometry, device: torch.device) -> None:
+        self.probes = tuple(probes)
+        self.sites = tuple(site for site in Site if any(probe.site is site for probe in probes))
+        self.columns = {site: [i for i, probe in enumerate(probes) if probe.site is site] for site in self.sites}
+        self.weights = {site: self._weights(site, geometry, device) for site in self.sites}
+        self._bias = _columns([probe.bias for probe in probes], geometry)  # applied after the one transfer
+        self._scale = _columns([probe.scale for probe in probes], geometry)
+
+    def _weights(self, site: Site, geometry: Geometry, device: torch.device) -> list[Tensor]:
+        layers, dim = geometry.num_layers, geometry.dim(site)
+        dense = np.zeros((layers, geometry.width(site), len(self.columns[site])), np.float32)
+        for column, index in enumerate(self.columns[site]):
+            probe = self.probes[index]
+            check_probe(probe, geometry)
+            for layer, head in enumerate(probe.head):
+                dense[layer, head * dim : (head + 1) * dim, column] = probe.direction[layer]
+        return list(torch.from_numpy(dense).to(device).unbind(0))
+
+    def finish(self, sums: dict[Site, NDArray[np.float32]]) -> NDArray[np.float64]:
+        """Products per site [m, n, P_site] -> truth logits [m, n, P] in the caller's order of probes (Eq. logit)."""
+        first = next(iter(sums.values()))
+        logits = np.empty((*first.shape[:2], len(self.probes)), np.float64)
+        for site, columns in self.columns.items():
+            logits[:, :, columns] = sums[site]
+        return np.asarray((logits + self._bias) / self._scale, np.float64)
+
+
+def _columns(values: Sequence[NDArray[np.float32]], geometry: Geometry) -> NDArray[np.float64]:
+    """One [m] per probe -> [m, 1, P] in float64."""
+    columns = [np.asarray(value, np.float64).reshape(geometry.num_layers, 1, 1) for value in values]
+    return np.concatenate(columns, axis=-1) if columns else np.empty((geometry.num_layers, 1, 0))
+
+
+class TruthLogits:
+    """The streaming sink: per layer one product into a preallocated buffer, nothing leaves the device."""
+
+    def __init__(self, stack: ProbeStack, batch: int, device: torch.device) -> None:
+        self._stack = stack
+        self.buffers = {
+            site: torch.empty(len(weights), batch, weights[0].shape[1], dtype=torch.float32, device=device)
+            for site, weights in stack.weights.items()
+        }
+        self._rows = {site: buffer.unbind(0) for site, buffer in self.buffers.items()}
+
+    @property
+    def sites(self) -> tuple[Site, ...]:
+        """The probes' sites."""
+        return self._stack.sites
+
+    def take(self, site: Site, layer: int, rows: Tensor) -> None:
+        """v_l . a_l in float32 for every probe at once."""
+        torch.mm(rows.float(), self._stack.weights[site][layer], out=self._rows[site][layer])
+
+
+class RowBuffer:
+    """The training sink: keeps whole rows, [m, batch, width] float32 per site."""
+
+    def __init__(self, sites: Sequence[Site], geometry: Geometry, batch: int, device: torch.device) -> None:
+        self._sites = tuple(sites)
+        self.buffers = {
+            site: torch.empty(geometry.num_layers, batch, geometry.width(site), dtype=torch.float32, device=device)
+            for site in self._sites
+        }
+
+    @property
+    def sites(self) -> tuple[Site, ...]:
+        """The sites asked for."""
+        return self._sites
+
+    def take(self, site: Site, layer: int, rows: Tensor) -> None:
+        """Copy the rows before the model may overwrite them."""
+        self.buffers[site][layer].copy_(rows)
+
+
+@contextmanager
+def reading(layout: Layout, head: torch.nn.Module, sink: Sink, onset: OnsetIndex, *, stop: bool) -> Iterator[None]:
+    """Attach the hooks of one forward pass and remove them whatever happens.
+
+    ``attention_head`` rows are the INPUT of the output projection, ``residual_stream`` rows the block's OUTPUT.
+    With ``stop`` the last readout raises LastReadout.  Without it the language-model head sees only the rows at
+    t*, so logits are [batch, 1, vocab] whatever the prompts' lengths, in every family and with its own soft-capping.
+    """
+    last = layout.geometry.num_layers - 1
+    stop_at = (Site.RESIDUAL_STREAM if Site.RESIDUAL_STREAM in sink.sites else Site.ATTENTION_HEAD) if stop else None
+
+    def before_projection(layer: int) -> Any:
+        ends = stop_at is Site.ATTENTION_HEAD and layer == last
+
+        def hook(_module: torch.nn.Module, inputs: tuple[Tensor, ...]) -> None:
+            sink.take(Site.ATTENTION_HEAD, layer, onset.of(inputs[0]))
+            if ends:
+                raise LastReadout
+
+        return hook
+
+    def after_block(layer: int) -> Any:
+        ends = stop_at is Site.RESIDUAL_STREAM and layer == last
+
+        def hook(_module: torch.nn.Module, _inputs: Any, output: Tensor | tuple[Tensor, ...]) -> None:
+            states = output[0] if isinstance(output, tuple) else output
+            sink.take(Site.RESIDUAL_STREAM, layer, onset.of(states))
+            if ends:
+                raise LastReadout
+
+        return hook
+
+    def before_head(_module: torch.nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor]:
+        return (onset.of(inputs[0]).unsqueeze(1),)
+
+    handles = []
+    try:
+        if Site.ATTENTION_HEAD in sink.sites:
+            for layer, projection in enumerate(layout.projections):
+                handles.append(projection.register_forward_pre_hook(before_projection(layer)))
+        if Site.RESIDUAL_STREAM in sink.sites:
+            for layer, block in enumerate(layout.blocks):
+                handles.append(block.register_forward_hook(after_block(layer)))
+        if not stop:
+            handles.append(head.register_forward_pre_hook(before_head))
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def check_probe(probe: Probes, geometry: Geometry) -> None:
+    """Refuse probes of another geometry.  Raises EngineError naming the array and both shapes."""
+    m, d = geometry.num_layers, geometry.dim(probe.site)
+    expected = {"head": (m,), "direction": (m, d), "bias": (m,), "scale": (m,)}
+    for name, shape in expected.items():
+        if (found := np.shape(getattr(probe, name))) != shape:
+            raise EngineError(
+                f"the probes' {name} has shape {found} where this model needs {shape} at site {probe.site}; "
+                "the bundle was fitted on another model or site"
+            )
+    heads = geometry.heads(probe.site)
+    if np.any((probe.head < 0) | (probe.head >= heads)):
+        raise EngineError(
+            f"the probes' head must lie in [0, {heads}) at site {probe.site}; found {probe.head.tolist()}"
+        )

@@ -1,0 +1,161 @@
+"""From engine options to a model, a tokenizer and a fingerprint, or a ModelLoadError that says what was wrong."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.utils.hub import cached_file
+
+from service.engines.base import EngineOptions
+from service.engines.families import family_of, text_config
+from service.engines.identity import folder_fingerprint, weight_files
+from service.errors import ModelLoadError
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+EXTRA = frozenset({"attn_implementation"})
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What the engine is built from."""
+
+    model: Any
+    tokenizer: Any
+    name: str
+    fingerprint: str
+
+
+def load(options: EngineOptions) -> Loaded:
+    """Load a folder or a hub name.  Raises ModelLoadError naming the cause; UnknownFamily before any weight is read."""
+    check_options(options)
+    device = choose_device(options.device)
+    local = Path(options.model).expanduser()
+    if local.is_dir():
+        check_folder(local)
+        where: dict[str, Any] = {"pretrained_model_name_or_path": str(local), "local_files_only": True}
+    elif looks_like_path(options.model):
+        raise ModelLoadError(
+            f"there is no folder {local}; give a folder with config.json, or a hub name", param="model"
+        )
+    else:
+        where = {"pretrained_model_name_or_path": options.model, "revision": options.revision}
+    where["trust_remote_code"] = options.trust_remote_code
+
+    config = _attempt("configuration", options, lambda: AutoConfig.from_pretrained(**where))
+    family_of(config)
+    dtype = choose_dtype(options.dtype, config, device)
+    tokenizer = _attempt("tokenizer", options, lambda: AutoTokenizer.from_pretrained(**where))
+    model, report = _attempt(
+        "weights",
+        options,
+        lambda: AutoModelForCausalLM.from_pretrained(
+            **where, config=config, dtype=dtype, output_loading_info=True, **options.extra
+        ),
+    )
+    if missing := sorted(report["missing_keys"]):
+        raise ModelLoadError(
+            f"the checkpoint of {options.model} lacks {len(missing)} parameter(s), first {missing[0]}; they would be "
+            "random. Fetch the model again, or check that config.json belongs to these weights",
+            param="model",
+        )
+    model = _attempt("weights", options, lambda: model.to(device))
+    folder = (
+        local
+        if local.is_dir()
+        else Path(str(cached_file(options.model, "config.json", revision=options.revision))).parent
+    )
+    return Loaded(model=model, tokenizer=tokenizer, name=options.model, fingerprint=folder_fingerprint(folder))
+
+
+def check_options(options: EngineOptions) -> None:
+    """Refuse what no model could honour.  Raises ModelLoadError."""
+    if options.dtype != "auto" and options.dtype not in DTYPES:
+        raise ModelLoadError(
+            f"dtype {options.dtype!r} is not supported; choose auto, {', '.join(DTYPES)}", param="dtype"
+        )
+    if options.padding_side not in ("left", "right"):
+        raise ModelLoadError(
+            f"padding_side is {options.padding_side!r}; it must be left or right", param="padding_side"
+        )
+    if options.max_batch_tokens < 1:
+        raise ModelLoadError(
+            f"max_batch_tokens is {options.max_batch_tokens}; it must be at least 1", param="max_batch_tokens"
+        )
+    if unknown := sorted(set(options.extra) - EXTRA):
+        raise ModelLoadError(
+            f"the transformers engine has no option {', '.join(unknown)}; it takes {', '.join(sorted(EXTRA))}",
+            param="extra",
+        )
+
+
+def check_folder(folder: Path) -> None:
+    """Refuse a folder without a config or without weights.  Raises ModelLoadError."""
+    if not (folder / "config.json").is_file():
+        raise ModelLoadError(f"{folder} has no config.json; it is not a transformers model folder", param="model")
+    if not weight_files(folder):
+        raise ModelLoadError(
+            f"{folder} has no weights; expected model.safetensors or pytorch_model.bin, or an index of shards",
+            param="model",
+        )
+
+
+def choose_device(device: str) -> torch.device:
+    """``auto`` is cuda where there is one.  Raises ModelLoadError for a device that is not here."""
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        chosen = torch.device(device)
+    except RuntimeError as error:
+        raise ModelLoadError(
+            f"device {device!r} is not one torch knows; use cpu, cuda or cuda:0", param="device"
+        ) from error
+    if chosen.type not in ("cpu", "cuda"):
+        raise ModelLoadError(f"device {device!r} is not supported; use cpu or cuda", param="device")
+    if chosen.type == "cuda" and (chosen.index or 0) >= torch.cuda.device_count():
+        raise ModelLoadError(
+            f"device {device!r} is not here: torch sees {torch.cuda.device_count()} CUDA device(s); use cpu",
+            param="device",
+        )
+    return chosen
+
+
+def choose_dtype(dtype: str, config: Any, device: torch.device) -> torch.dtype:
+    """``auto``: float32 on CPU, the checkpoint's own on CUDA.  Raises ModelLoadError for others."""
+    if dtype != "auto":
+        return DTYPES[dtype]
+    if device.type == "cpu":
+        return torch.float32
+    own: torch.dtype = getattr(config, "dtype", None) or getattr(text_config(config), "dtype", None) or torch.float32
+    if own not in DTYPES.values():
+        raise ModelLoadError(f"the checkpoint's dtype {own} is not supported; set dtype to bfloat16", param="dtype")
+    return own
+
+
+def looks_like_path(model: str) -> bool:
+    """A hub name is ``name`` or ``owner/name``; anything else was meant as a folder."""
+    return model.startswith((".", "/", "~")) or model.count("/") > 1 or "\\" in model or not model
+
+
+def _attempt(what: str, options: EngineOptions, action: Any) -> Any:
+    try:
+        return action()
+    except (torch.OutOfMemoryError, MemoryError) as error:
+        raise _out_of_memory(options) from error
+    except Exception as error:  # file formats raise their own types (safetensors, tokenizers)
+        if "out of memory" in str(error).lower() or "can't allocate memory" in str(error).lower():
+            raise _out_of_memory(options) from error
+        raise ModelLoadError(
+            f"the {what} of {options.model} cannot be loaded: {type(error).__name__}: {error}", param="model"
+        ) from error
+
+
+def _out_of_memory(options: EngineOptions) -> ModelLoadError:
+    return ModelLoadError(
+        f"{options.model} does not fit into memory on device {options.device}; use a smaller model, dtype bfloat16 or "
+        "another device",
+        param="model",
+    )

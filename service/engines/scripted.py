@@ -1,0 +1,255 @@
+"""A deterministic engine without a model: for tests of everything above the engines.  Ships, and imports no torch.
+
+Rows are drawn from a generator seeded by the sha256 of the token ids, so equal prompts read equal rows in any batch
+and process.  Text is UTF-8 bytes.  The knobs are plain attributes, to be turned between calls.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from service.engines.base import (
+    Completion,
+    Counters,
+    Extraction,
+    FirstToken,
+    ModelIdentity,
+    Onset,
+    Sampling,
+    TokenIds,
+)
+from service.errors import EmptyPrompt, EngineError, PromptTooLong, RequestError
+from service.readout import Geometry, Probes, Site
+from service.risk import truth_logits
+
+BOS, CHAT, END = 256, 257, 258  # ids beyond the bytes
+VOCABULARY = 259
+
+
+class ScriptedEngine:
+    """Implements ``base.Engine`` with invented numbers.
+
+    ``answer`` is what every completion says, one byte per token.  ``sleep_s`` delays every forward and decode step,
+    ``fail`` is raised by the next forward (and every one after), ``nan_layer`` puts a NaN into that layer's rows, and
+    ``before`` is called with the method's name at the start of each forward, so that a test can block or count.
+    """
+
+    def __init__(
+        self,
+        geometry: Geometry | None = None,
+        *,
+        model: str = "scripted",
+        answer: str = "It is so.",
+        max_tokens: int = 512,
+        chat: bool = True,
+    ) -> None:
+        self.answer = answer
+        self.sleep_s = 0.0
+        self.fail: Exception | None = None
+        self.nan_layer: int | None = None
+        self.before: Callable[[str], None] | None = None
+        self.closed = False
+        self._chat = chat
+        self._counters = Counters()
+        self._identity = ModelIdentity(
+            model=model,
+            revision="local",
+            fingerprint=hashlib.sha256(b"scripted").hexdigest(),
+            architecture="ScriptedForCausalLM",
+            model_type="scripted",
+            tokenizer=hashlib.sha256(b"utf-8").hexdigest(),
+            chat_template=hashlib.sha256(b"role: content").hexdigest() if chat else None,
+            dtype="float32",
+            geometry=geometry or Geometry(num_layers=4, num_heads=2, head_dim=8, hidden_size=16),
+            max_tokens=max_tokens,
+        )
+
+    @property
+    def identity(self) -> ModelIdentity:
+        """An invented model."""
+        return self._identity
+
+    @property
+    def counters(self) -> Counters:
+        """Work pretended so far."""
+        return self._counters
+
+    def tokenize(self, text: str) -> list[int]:
+        """BOS and the UTF-8 bytes.  Raises RequestError on lone surrogates."""
+        return [BOS, *_utf8(text)]
+
+    def render_chat(self, messages: Sequence[dict[str, str]]) -> list[int]:
+        """``role: content`` lines and a generation mark.  Raises RequestError without messages or a template."""
+        if not self._chat:
+            raise RequestError("this model's tokenizer has no chat template", param="messages")
+        if not messages:
+            raise RequestError("messages is empty; send at least one message", param="messages")
+        text = "".join(f"{message['role']}: {message['content']}\n" for message in messages)
+        return [BOS, *_utf8(text), CHAT]
+
+    def detokenize(self, token_ids: TokenIds) -> str:
+        """Bytes to text, special ids left out."""
+        return bytes(token for token in token_ids if token < 256).decode("utf-8", "replace")
+
+    def rows(self, prompt: TokenIds, site: Site) -> NDArray[np.float32]:
+        """The rows [m, width] that this prompt reads, so that a test can compute what to expect."""
+        seed = hashlib.sha256(repr((str(site), [int(token) for token in prompt])).encode()).digest()
+        geometry = self._identity.geometry
+        generator = np.random.default_rng(int.from_bytes(seed[:16], "big"))
+        rows = generator.standard_normal((geometry.num_layers, geometry.width(site)), dtype=np.float32)
+        if self.nan_layer is not None:
+            rows[self.nan_layer] = np.nan
+        return rows
+
+    def first_token(self, prompt: TokenIds) -> FirstToken:
+        """The invented first-token distribution of a prompt."""
+        byte = hashlib.sha256(repr([int(token) for token in prompt]).encode()).digest()[0]
+        probability = (byte + 1) / 257
+        entropy = -probability * np.log(probability) - (1 - probability) * np.log1p(-probability)
+        token = self.answer.encode()[0] if self.answer else END
+        return FirstToken(log_max_prob=float(np.log(probability)), entropy=float(entropy), token=token)
+
+    def score(self, prompts: Sequence[TokenIds], probes: Sequence[Probes], *, first_token: bool = False) -> list[Onset]:
+        """Truth logits of the invented rows; NaN is passed on, for tests of what stands above."""
+        self._forward("score", prompts)
+        return [self._onset(prompt, probes, first_token) for prompt in prompts]
+
+    def begin(self, prompts: Sequence[TokenIds], probes: Sequence[Probes]) -> list[ScriptedContinuation]:
+        """As ``score``, with a script to go on with."""
+        self._forward("begin", prompts)
+        return [ScriptedContinuation(self, self._onset(prompt, probes, True)) for prompt in prompts]
+
+    def extract(self, prompts: Sequence[TokenIds], sites: Sequence[Site]) -> Extraction:
+        """The invented rows [n, m, width]."""
+        self._forward("extract", prompts)
+        geometry = self._identity.geometry
+        rows = {}
+        for site in sites:
+            rows[site] = np.empty((len(prompts), geometry.num_layers, geometry.width(site)), np.float32)
+            for index, prompt in enumerate(prompts):
+                rows[site][index] = self.rows(prompt, site)
+        return Extraction(rows=rows, first_tokens=tuple(self.first_token(prompt) for prompt in prompts))
+
+    def generate(self, prompts: Sequence[TokenIds], sampling: Sampling) -> list[Completion]:
+        """The script, for every prompt."""
+        completions = []
+        for continuation in self.begin(prompts, ()):
+            for _ in continuation.decode(sampling):
+                pass
+            assert continuation.completion is not None
+            completions.append(continuation.completion)
+        return completions
+
+    def close(self) -> None:
+        """Later calls raise EngineError."""
+        self.closed = True
+
+    def wait(self) -> None:
+        """One step's pretended work."""
+        if self.sleep_s:
+            time.sleep(self.sleep_s)
+
+    def _forward(self, method: str, prompts: Sequence[TokenIds]) -> None:
+        if self.closed:
+            raise EngineError("this engine is closed; load the model again")
+        limit = self._identity.max_tokens
+        for number, prompt in enumerate(prompts):
+            if len(prompt) == 0:
+                raise EmptyPrompt(f"prompt {number} has no tokens", param="input_ids")
+            if len(prompt) > limit:
+                raise PromptTooLong(
+                    f"prompt {number} has {len(prompt)} tokens and the model's context holds {limit}", param="prompt"
+                )
+            if min(prompt) < 0 or max(prompt) >= VOCABULARY:
+                raise RequestError(f"prompt {number} holds a token id outside 0 to {VOCABULARY - 1}", param="input_ids")
+        if self.before is not None:
+            self.before(method)
+        self.wait()
+        if self.fail is not None:
+            raise self.fail
+        self._counters.prefills += len(prompts)
+        self._counters.forward_tokens += sum(len(prompt) for prompt in prompts)
+
+    def _onset(self, prompt: TokenIds, probes: Sequence[Probes], first_token: bool) -> Onset:
+        geometry = self._identity.geometry
+        trajectories = []
+        for probe in probes:
+            readout = geometry.select(self.rows(prompt, probe.site), probe.head, probe.site)
+            trajectories.append(truth_logits(readout, probe.direction, probe.bias, probe.scale))
+        return Onset(tuple(trajectories), self.first_token(prompt) if first_token else None, len(prompt))
+
+
+class ScriptedContinuation:
+    """Says the engine's ``answer``, one character at a time.  Implements ``base.Continuation``."""
+
+    def __init__(self, engine: ScriptedEngine, onset: Onset) -> None:
+        self._engine = engine
+        self._onset = onset
+        self._completion: Completion | None = None
+        self._open = True
+        engine.counters.open_continuations += 1
+
+    @property
+    def onset(self) -> Onset:
+        """What was read at t*."""
+        return self._onset
+
+    @property
+    def completion(self) -> Completion | None:
+        """The answer so far; None before ``decode``."""
+        return self._completion
+
+    def decode(self, sampling: Sampling, cancelled: Callable[[], bool] = lambda: False) -> Iterator[str]:
+        """Yield the script's characters; each of a character's UTF-8 bytes counts as a token."""
+        if not self._open:
+            raise EngineError("this continuation is closed; call begin again")
+        if self._completion is not None:
+            raise EngineError("this continuation is already being decoded; call begin again for another answer")
+        self._completion = Completion("", (), "cancelled")
+        return self._decode(sampling, cancelled)
+
+    def _decode(self, sampling: Sampling, cancelled: Callable[[], bool]) -> Iterator[str]:
+        text, reason = "", "cancelled"
+        ids: list[int] = []
+        answer = self._engine.answer
+        ends = [at for stop in sampling.stop if (at := answer.find(stop)) >= 0]
+        script = answer[: min(ends)] if ends else answer
+        limit = min(sampling.max_tokens, self._engine.identity.max_tokens - self._onset.prompt_tokens)
+        try:
+            for character in script:
+                if cancelled() or not self._open:
+                    return
+                encoded = character.encode()
+                if len(ids) + len(encoded) > limit:
+                    reason = "length"
+                    return
+                if ids:
+                    self._engine.wait()
+                    self._engine.counters.decode_steps += len(encoded)
+                    self._engine.counters.forward_tokens += len(encoded)
+                ids += encoded
+                text += character
+                self._completion = Completion(text, tuple(ids), reason)
+                yield character
+            reason = "stop"
+        finally:
+            self._completion = Completion(text, tuple(ids), reason)
+            self.close()
+
+    def close(self) -> None:
+        """Safe to call twice."""
+        if self._open:
+            self._engine.counters.open_continuations -= 1
+        self._open = False
+
+
+def _utf8(text: str) -> bytes:
+    try:
+        return text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise RequestError("the text holds a lone surrogate; send well-formed Unicode", param="prompt") from error

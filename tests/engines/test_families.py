@@ -1,0 +1,114 @@
+"""Every row of the table, against a model built from the family's own config class."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from service.engines.families import FAMILIES, family_of, geometry, locate
+from service.errors import EngineError, UnknownFamily
+from service.readout import Site
+from tests.engines import tiny
+
+
+def capture(model: Any, modules: list[Any], prompt: list[int], *, inputs: bool = False) -> list[torch.Tensor]:
+    """Run one prompt and keep what goes into, or comes out of, each module: [positions, width]."""
+    kept: list[torch.Tensor] = []
+
+    def keep(_module: Any, given: Any, output: Any) -> None:
+        tensor = given[0] if inputs else output[0] if isinstance(output, tuple) else output
+        kept.append(tensor[0].detach().clone())
+
+    handles = [module.register_forward_hook(keep) for module in modules]
+    with torch.no_grad():
+        model(input_ids=torch.tensor([prompt]), use_cache=False)
+    for handle in handles:
+        handle.remove()
+    return kept
+
+
+def test_every_model_type_of_the_table_is_tested():
+    assert sorted(name for family in FAMILIES for name in family.model_types) == tiny.ALL
+
+
+@pytest.mark.parametrize("name", tiny.ALL)
+def test_heads_put_back_through_the_projection_give_the_attention_output(name: str):
+    engine = tiny.shared_engine(name)
+    model = engine._model
+    layout, family = locate(model), family_of(model.config)
+    prompt = tiny.prompts([11])[0]
+    attention = capture(model, [block.get_submodule(family.attention) for block in layout.blocks], prompt)
+    rows = engine.extract([prompt], [Site.ATTENTION_HEAD]).rows[Site.ATTENTION_HEAD][0]
+    heads = layout.geometry.by_head(rows, Site.ATTENTION_HEAD)  # [m, K, d]
+    assert np.abs(rows).max() > 1e-3
+    for layer, projection in enumerate(layout.projections):
+        weight: Any = projection.weight
+        weight = (weight if name == "gpt2" else weight.T).detach().numpy()  # [K d, hidden]
+        d = layout.geometry.head_dim
+        rebuilt = sum(
+            heads[layer, k].astype(np.float64) @ weight[k * d : (k + 1) * d] for k in range(layout.geometry.num_heads)
+        )
+        bias: Any = getattr(projection, "bias", None)
+        if bias is not None:
+            rebuilt = rebuilt + bias.detach().numpy()
+        np.testing.assert_allclose(rebuilt, attention[layer][-1].numpy(), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", tiny.ALL)
+def test_rows_equal_an_independent_capture(name: str):
+    engine = tiny.shared_engine(name)
+    model, layout = engine._model, locate(engine._model)
+    prompt = tiny.prompts([13], seed=5)[0]
+    rows = engine.extract([prompt], list(Site)).rows
+    blocks = capture(model, list(layout.blocks), prompt)
+    projected = capture(model, list(layout.projections), prompt, inputs=True)
+    with torch.no_grad():
+        hidden = model(input_ids=torch.tensor([prompt]), output_hidden_states=True, use_cache=False).hidden_states
+    for layer in range(layout.geometry.num_layers):
+        residual = rows[Site.RESIDUAL_STREAM][0, layer]
+        np.testing.assert_allclose(residual, blocks[layer][-1].numpy(), rtol=1e-5, atol=1e-6)
+        if layer < layout.geometry.num_layers - 1:  # transformers' last one has passed the final norm
+            np.testing.assert_allclose(residual, hidden[layer + 1][0, -1].numpy(), rtol=1e-5, atol=1e-6)
+        head = rows[Site.ATTENTION_HEAD][0, layer]
+        np.testing.assert_allclose(head, projected[layer][-1].numpy(), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", tiny.ALL)
+def test_geometry_counts_query_heads_and_takes_the_configs_head_dim(name: str):
+    shape = geometry(tiny.CONFIGS[name]())
+    wide = name in {"llama", "qwen3", "mistral", "gemma2", "gemma3_text", "gemma3", "mixtral", "qwen3_moe"}
+    assert (shape.num_layers, shape.num_heads, shape.hidden_size) == (3, 4, 32)
+    assert shape.head_dim == (16 if wide else 8)
+
+
+def test_head_dim_none_falls_back_to_the_quotient():
+    config = tiny.CONFIGS["mixtral"]()
+    config.head_dim = None
+    assert geometry(config).head_dim == 8
+    config.hidden_size = 33
+    with pytest.raises(EngineError, match="not a multiple"):
+        geometry(config)
+
+
+def test_an_unknown_family_names_the_known_ones_and_the_place_to_add_it():
+    class Config:
+        model_type = "mamba"
+
+    with pytest.raises(UnknownFamily, match="mamba") as caught:
+        family_of(Config())
+    assert "qwen3_moe" in caught.value.message
+    assert "service/engines/families.py" in caught.value.message
+
+
+def test_a_config_that_contradicts_the_modules_is_refused():
+    model = tiny.model("llama")
+    model.config.num_hidden_layers = 4
+    with pytest.raises(EngineError, match="3 blocks where .* 4"):
+        locate(model)
+    model.config.num_hidden_layers = 3
+    model.config.head_dim = 8
+    with pytest.raises(EngineError, match="takes 64 inputs"):
+        locate(model)

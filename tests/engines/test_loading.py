@@ -1,0 +1,219 @@
+"""Loading from a folder: what is wrong is named, and the identity is stable."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from service.engines import loading
+from service.engines.base import Engine, EngineOptions
+from service.engines.identity import folder_fingerprint, memory_fingerprint
+from service.engines.transformers_engine import TransformersEngine
+from service.errors import ModelLoadError, UnknownFamily
+from tests.engines import tiny
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    tiny.model("llama").save_pretrained(folder)
+    tiny.tokenizer().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def folder(saved: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(saved, tmp_path / "copy"))
+
+
+def load(folder: Path, **options: str) -> TransformersEngine:
+    return TransformersEngine.load(EngineOptions(model=str(folder), device="cpu", **options))  # type: ignore[arg-type]
+
+
+def test_a_loaded_model_reads_what_the_one_in_memory_reads(saved: Path):
+    engine: Engine = load(saved)
+    memory = tiny.shared_engine("llama")
+    prompts, probe = tiny.prompts([5, 12]), tiny.probes(memory.identity.geometry)
+    for ours, theirs in zip(engine.score(prompts, [probe]), memory.score(prompts, [probe]), strict=True):
+        np.testing.assert_allclose(ours.trajectories[0], theirs.trajectories[0], rtol=0, atol=1e-6)
+    identity = engine.identity
+    assert identity.model == str(saved)
+    assert identity.revision == "local"
+    assert identity.architecture == "LlamaForCausalLM"
+    assert (identity.model_type, identity.dtype, identity.max_tokens) == ("llama", "float32", tiny.CONTEXT)
+    assert identity.tokenizer == memory.identity.tokenizer
+    assert identity.chat_template == memory.identity.chat_template
+    assert identity.geometry == memory.identity.geometry
+    assert engine.tokenize("x") == memory.tokenize("x")
+    assert not any(parameter.requires_grad for parameter in engine._model.parameters())  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_the_dtype_is_the_one_asked_for(saved: Path, dtype: str):
+    engine = load(saved, dtype=dtype)
+    assert engine.identity.dtype == dtype
+    assert engine.identity.fingerprint == load(saved).identity.fingerprint
+
+
+def test_a_fingerprint_ignores_where_and_by_what_it_was_saved(saved: Path, folder: Path):
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"transformers_version": "0.0", "_name_or_path": "elsewhere", "dtype": "float16", "torch_dtype": "x"}
+    (folder / "config.json").write_text(json.dumps(config, indent=7))
+    assert folder_fingerprint(folder) == folder_fingerprint(saved)
+
+
+def test_a_fingerprint_sees_the_config_the_weights_and_their_size(saved: Path, folder: Path):
+    original = folder_fingerprint(saved)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 1e-3}))
+    assert folder_fingerprint(folder) != original
+    shutil.copy(saved / "config.json", folder)
+    assert folder_fingerprint(folder) == original
+    weights = folder / "model.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    weights.write_bytes(content)
+    assert folder_fingerprint(folder) != original
+    weights.write_bytes((saved / "model.safetensors").read_bytes() + b"\0")
+    assert folder_fingerprint(folder) != original
+
+
+def test_a_fingerprint_reads_every_shard(folder: Path):
+    tensors = load_file(folder / "model.safetensors")
+    names = sorted(tensors)
+    (folder / "model.safetensors").unlink()
+    halves = {"model-1.safetensors": names[:9], "model-2.safetensors": names[9:]}
+    for file, part in halves.items():
+        save_file({name: tensors[name] for name in part}, folder / file, metadata={"format": "pt"})
+    index = {"metadata": {}, "weight_map": {name: file for file, part in halves.items() for name in part}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    whole = folder_fingerprint(folder)
+    assert load(folder).identity.fingerprint == whole
+    content = bytearray((folder / "model-2.safetensors").read_bytes())
+    content[-1] ^= 1
+    (folder / "model-2.safetensors").write_bytes(content)
+    assert folder_fingerprint(folder) != whole
+    (folder / "model-2.safetensors").unlink()
+    with pytest.raises(ModelLoadError, match="names model-2.safetensors, which is not there"):
+        load(folder)
+
+
+def test_the_fingerprint_in_memory_follows_every_parameter():
+    model = tiny.model("llama")
+    original = memory_fingerprint(model)
+    assert original == memory_fingerprint(tiny.model("llama"))
+    with torch.no_grad():
+        model.model.norm.weight[3] += 1e-3
+    assert memory_fingerprint(model) != original
+    assert memory_fingerprint(tiny.model("llama").bfloat16()) != original
+
+
+def test_no_such_folder():
+    for name in ("/no/such/folder", "./nothing-here", "a/b/c", ""):
+        if name:
+            with pytest.raises(ModelLoadError, match="there is no folder"):
+                load(Path(name) if name != "./nothing-here" else name)  # type: ignore[arg-type]
+    assert loading.looks_like_path("")
+    assert not loading.looks_like_path("owner/model")
+
+
+def test_no_config(folder: Path):
+    (folder / "config.json").unlink()
+    with pytest.raises(ModelLoadError, match=r"has no config\.json"):
+        load(folder)
+
+
+def test_no_weights(folder: Path):
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(ModelLoadError, match=r"has no weights; expected model\.safetensors"):
+        load(folder)
+
+
+def test_a_broken_config_and_broken_weights(folder: Path):
+    (folder / "model.safetensors").write_bytes(b"\x08\0\0\0\0\0\0\0notjson!")
+    with pytest.raises(ModelLoadError, match="weights of .* cannot be loaded"):
+        load(folder)
+    (folder / "config.json").write_text("{")
+    with pytest.raises(ModelLoadError, match="configuration of .* cannot be loaded"):
+        load(folder)
+
+
+def test_weights_that_lack_a_parameter_are_not_filled_with_noise(folder: Path):
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["model.layers.1.self_attn.o_proj.weight"]
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelLoadError, match=r"lacks 1 parameter.*layers\.1\.self_attn\.o_proj"):
+        load(folder)
+
+
+def test_no_tokenizer(folder: Path):
+    for file in folder.glob("*token*"):
+        file.unlink()
+    with pytest.raises(ModelLoadError, match="tokenizer of .* cannot be loaded"):
+        load(folder)
+
+
+def test_an_unknown_family_is_refused_before_the_weights_are_read(folder: Path):
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"model_type": "opt", "architectures": ["OPTForCausalLM"]}))
+    (folder / "model.safetensors").write_bytes(b"never read")
+    with pytest.raises(UnknownFamily, match="'opt'"):
+        load(folder)
+
+
+@pytest.mark.parametrize(
+    ("options", "param"),
+    [
+        ({"dtype": "int4"}, "dtype"),
+        ({"padding_side": "middle"}, "padding_side"),
+        ({"max_batch_tokens": 0}, "max_batch_tokens"),
+        ({"device": "abacus"}, "device"),
+        ({"device": "meta"}, "device"),
+        ({"device": "cuda:99"}, "device"),
+        ({"extra": {"speed": "fast"}}, "extra"),
+    ],
+)
+def test_options_no_model_can_honour(saved: Path, options: dict[str, object], param: str):
+    with pytest.raises(ModelLoadError) as caught:
+        TransformersEngine.load(EngineOptions(model=str(saved), **options))  # type: ignore[arg-type]
+    assert caught.value.param == param
+
+
+def test_out_of_memory_is_told_apart(saved: Path, monkeypatch: pytest.MonkeyPatch):
+    def full(*_args: object, **_kwargs: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB")
+
+    monkeypatch.setattr(loading.AutoModelForCausalLM, "from_pretrained", full)
+    with pytest.raises(ModelLoadError, match="does not fit into memory"):
+        load(saved)
+
+
+def test_auto_dtype_is_float32_on_cpu_and_the_checkpoints_own_elsewhere():
+    config = tiny.CONFIGS["llama"]()
+    config.dtype = torch.bfloat16
+    assert loading.choose_dtype("auto", config, torch.device("cpu")) is torch.float32
+    assert loading.choose_dtype("auto", config, torch.device("cuda")) is torch.bfloat16
+    assert loading.choose_dtype("float16", config, torch.device("cuda")) is torch.float16
+    config.dtype = torch.float64
+    with pytest.raises(ModelLoadError, match="float64 is not supported"):
+        loading.choose_dtype("auto", config, torch.device("cuda"))
+
+
+def test_a_config_without_a_context_length_is_refused():
+    model = tiny.model("llama")
+    model.config.max_position_embeddings = 0
+    with pytest.raises(ModelLoadError, match="max_position_embeddings"):
+        TransformersEngine(model, tiny.tokenizer())
+
+
+def test_attn_implementation_is_passed_on(saved: Path):
+    engine = TransformersEngine.load(
+        EngineOptions(model=str(saved), device="cpu", extra={"attn_implementation": "eager"})
+    )
+    assert engine._model.config._attn_implementation == "eager"

@@ -1,0 +1,266 @@
+"""Trajectories from a batch: the right rows, whatever stands beside them, and nothing run that is not needed."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from service.engines.base import Engine
+from service.errors import EmptyPrompt, EngineError, NonFiniteReadout, PromptTooLong, RequestError
+from service.readout import Probes, Site
+from service.risk import truth_logits
+from tests.engines import tiny
+
+LENGTHS = [3, 20, 7, 20, 1, 33, 12, 7]
+
+
+def hooks_of(model: Any) -> int:
+    return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
+
+
+@pytest.mark.parametrize("side", ["right", "left"])
+@pytest.mark.parametrize("name", tiny.ALL)
+def test_score_equals_the_formula_on_single_prompt_rows(name: str, side: str):
+    engine: Engine = tiny.shared_engine(name, side, 60)
+    shape = engine.identity.geometry
+    asked = [
+        tiny.probes(shape, Site.ATTENTION_HEAD, 1),
+        tiny.probes(shape, Site.RESIDUAL_STREAM, 2, scaled=True),
+        tiny.probes(shape, Site.ATTENTION_HEAD, 3, scaled=True),
+    ]
+    prompts = tiny.prompts(LENGTHS)
+    onsets = engine.score(prompts, asked)
+    assert [onset.prompt_tokens for onset in onsets] == LENGTHS
+    for prompt, onset in zip(prompts, onsets, strict=True):
+        rows = engine.extract([prompt], list(Site)).rows
+        assert onset.first_token is None
+        assert len(onset.trajectories) == 3
+        for probe, trajectory in zip(asked, onset.trajectories, strict=True):
+            readout = shape.select(rows[probe.site][0], probe.head, probe.site)
+            expected = truth_logits(readout, probe.direction, probe.bias, probe.scale)
+            assert trajectory.dtype == np.float64
+            np.testing.assert_allclose(trajectory, expected, rtol=0, atol=1e-5)
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    lengths=st.lists(st.integers(1, 40), min_size=1, max_size=6),
+    side=st.sampled_from(["left", "right"]),
+    name=st.sampled_from(["llama", "gemma2", "gpt2", "mistral", "qwen3_moe"]),
+    budget=st.sampled_from([1, 50, 8192]),
+    seed=st.integers(0, 1000),
+)
+def test_a_trajectory_does_not_depend_on_batch_mates(lengths, side, name, budget, seed):
+    engine = tiny.shared_engine(name, side, budget)
+    probe = tiny.probes(engine.identity.geometry, Site.ATTENTION_HEAD)
+    prompts = tiny.prompts(lengths, seed)
+    together = engine.score(prompts, [probe])
+    for prompt, onset in zip(prompts, together, strict=True):
+        alone = tiny.shared_engine(name).score([prompt], [probe])[0]
+        np.testing.assert_allclose(onset.trajectories[0], alone.trajectories[0], rtol=0, atol=1e-5)
+
+
+def test_longrope_prompts_keep_their_own_frequencies_beside_long_ones():
+    engine = tiny.longrope_engine()
+    probe = tiny.probes(engine.identity.geometry)
+    prompts = tiny.prompts([5, 40])
+    together = engine.score(prompts, [probe])
+    alone = engine.score(prompts[:1], [probe])
+    np.testing.assert_allclose(together[0].trajectories[0], alone[0].trajectories[0], rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", tiny.ALL)
+@pytest.mark.parametrize("side", ["right", "left"])
+def test_first_token_equals_the_models_own_logits(name: str, side: str):
+    engine = tiny.shared_engine(name, side)
+    prompts = tiny.prompts([9, 17, 4])
+    probe = tiny.probes(engine.identity.geometry)
+    scored = engine.score(prompts, [probe], first_token=True)
+    plain = engine.score(prompts, [probe])
+    extracted = engine.extract(prompts, [Site.RESIDUAL_STREAM]).first_tokens
+    for prompt, with_token, without, other in zip(prompts, scored, plain, extracted, strict=True):
+        with torch.no_grad():
+            logits = engine._model(input_ids=torch.tensor([prompt])).logits[0, -1].double()
+        log_probabilities = torch.log_softmax(logits, -1)
+        first = with_token.first_token
+        assert first is not None
+        assert first.token == other.token == int(logits.argmax())
+        assert first.log_max_prob == pytest.approx(float(log_probabilities.max()), abs=1e-4)
+        entropy = float(-(log_probabilities.exp() * log_probabilities).sum())
+        assert first.entropy == pytest.approx(entropy, abs=1e-4)
+        np.testing.assert_allclose(with_token.trajectories[0], without.trajectories[0], rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt2", "gpt_neox"])
+def test_nothing_runs_after_the_last_readout(name: str):
+    engine = tiny.engine(name)
+    model, ran = engine._model, []
+    last = engine._layout.projections[-1]
+    watched = {"head": model.get_output_embeddings(), "projection": last, "block": engine._layout.blocks[-1]}
+    for label, module in watched.items():
+        module.register_forward_hook(lambda *_args, label=label: ran.append(label))
+    shape, prompts = engine.identity.geometry, tiny.prompts([5, 6])
+    engine.score(prompts, [tiny.probes(shape)])
+    assert ran == []
+    engine.score(prompts, [tiny.probes(shape, Site.RESIDUAL_STREAM), tiny.probes(shape)])
+    assert set(ran) == {"projection", "block"}  # the block ends, the head does not begin
+    engine.score(prompts, [tiny.probes(shape)], first_token=True)
+    assert "head" in ran
+
+
+def test_the_head_sees_one_row_per_prompt():
+    engine, shapes = tiny.engine("llama"), []
+    engine._head.register_forward_hook(lambda _module, given, _output: shapes.append(tuple(given[0].shape)))
+    engine.score(tiny.prompts([5, 30, 9]), [tiny.probes(engine.identity.geometry)], first_token=True)
+    assert shapes == [(3, 1, 32)]
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_hooks_are_gone_after_success_and_after_failure(name: str, monkeypatch: pytest.MonkeyPatch):
+    engine = tiny.engine(name)
+    before = hooks_of(engine._model)
+    prompts, probe = tiny.prompts([5, 8]), tiny.probes(engine.identity.geometry)
+    engine.score(prompts, [probe])
+    engine.extract(prompts, list(Site))
+    for continuation in engine.begin(prompts, [probe]):
+        continuation.close()
+    assert hooks_of(engine._model) == before
+
+    def broken(*_args: Any, **_kwargs: Any) -> None:
+        raise RuntimeError("broken block")
+
+    monkeypatch.setattr(engine._layout.blocks[1], "forward", broken)
+    with pytest.raises(RuntimeError, match="broken block"):
+        engine.score(prompts, [probe])
+    assert hooks_of(engine._model) == before
+    monkeypatch.undo()
+    assert len(engine.score(prompts, [probe])) == 2  # and the engine is not left busy
+
+
+def test_a_second_thread_is_refused_not_mixed_in():
+    engine = tiny.engine("llama")
+    inside, go_on, errors = threading.Event(), threading.Event(), []
+
+    def block(*_args: Any) -> None:
+        inside.set()
+        go_on.wait(10)
+
+    handle = engine._layout.blocks[0].register_forward_pre_hook(block)
+    probe, prompts = tiny.probes(engine.identity.geometry), tiny.prompts([4])
+    results: list[Any] = []
+    worker = threading.Thread(target=lambda: results.extend(engine.score(prompts, [probe])))
+    worker.start()
+    assert inside.wait(10)
+    try:
+        engine.score(prompts, [probe])
+    except EngineError as error:
+        errors.append(error.message)
+    go_on.set()
+    worker.join()
+    handle.remove()
+    assert len(results) == 1
+    assert "one thread at a time" in errors[0]
+
+
+def test_bad_prompts_are_named_and_never_truncated():
+    engine = tiny.shared_engine("llama")
+    probe = [tiny.probes(engine.identity.geometry)]
+    good = tiny.prompts([4])[0]
+    with pytest.raises(EmptyPrompt, match="prompt 1 has no tokens"):
+        engine.score([good, []], probe)
+    with pytest.raises(PromptTooLong, match=f"prompt 0 has {tiny.CONTEXT + 1} tokens .* {tiny.CONTEXT}"):
+        engine.begin(tiny.prompts([tiny.CONTEXT + 1]), probe)
+    for bad in ([1, tiny.VOCABULARY], [-1, 3]):
+        with pytest.raises(RequestError, match="vocabulary is 0 to 263"):
+            engine.extract([bad], [Site.ATTENTION_HEAD])
+    for bad in ([1.5, 2.0], [True], [[1], [2, 3]], [[1, 2]], ["a"]):  # type: ignore[assignment]
+        with pytest.raises(RequestError, match="integer"):
+            engine.score([good, bad], probe)
+    assert len(engine.score(tiny.prompts([tiny.CONTEXT]), probe)) == 1
+    assert engine.score([], probe) == []
+    assert engine.extract([], [Site.ATTENTION_HEAD]).rows[Site.ATTENTION_HEAD].shape == (0, 3, 64)
+
+
+def test_a_nan_is_refused_with_its_layer_and_prompt():
+    engine = tiny.engine("llama")
+    prompts = tiny.prompts([4, 6, 5])
+    probe = tiny.probes(engine.identity.geometry)
+    poison = prompts[1][0]
+    others = {token for index in (0, 2) for token in prompts[index]}
+    assert poison not in others
+    with torch.no_grad():
+        engine._layout.projections[0].weight[:] = 0.0  # layer 0 still reads finite rows
+        engine._model.get_input_embeddings().weight[poison] = float("nan")
+    with pytest.raises(NonFiniteReadout, match="layer 0 .* prompt 1"):
+        engine.score(prompts, [probe])
+    with pytest.raises(NonFiniteReadout, match="layer 0 .* prompt 1"):
+        engine.extract(prompts, [Site.RESIDUAL_STREAM])
+    with pytest.raises(NonFiniteReadout):
+        engine.begin(prompts, [])
+    assert engine.counters.open_continuations == 0
+    assert len(engine.score([prompts[0], prompts[2]], [probe])) == 2
+
+
+def test_probes_of_another_geometry_are_refused():
+    engine = tiny.shared_engine("llama")
+    good = tiny.probes(engine.identity.geometry)
+    short = Probes(good.site, good.head[:2], good.direction, good.bias, good.scale)
+    with pytest.raises(EngineError, match=r"head has shape \(2,\) where this model needs \(3,\)"):
+        engine.score(tiny.prompts([4]), [short])
+    outside = Probes(good.site, np.array([0, 4, 0]), good.direction, good.bias, good.scale)
+    with pytest.raises(EngineError, match=r"head must lie in \[0, 4\)"):
+        engine.score(tiny.prompts([4]), [outside])
+    other_site = Probes(Site.RESIDUAL_STREAM, good.head, good.direction, good.bias, good.scale)
+    with pytest.raises(EngineError, match="direction has shape"):
+        engine.score(tiny.prompts([4]), [other_site])
+
+
+def test_no_probes_means_no_trajectories_but_still_first_tokens():
+    engine = tiny.shared_engine("llama")
+    onsets = engine.score(tiny.prompts([4, 9]), [], first_token=True)
+    assert [onset.trajectories for onset in onsets] == [(), ()]
+    assert all(onset.first_token is not None for onset in onsets)
+
+
+def test_counters_count_real_tokens_only():
+    engine = tiny.engine("llama", max_batch_tokens=40)
+    engine.score(tiny.prompts([3, 20, 9]), [tiny.probes(engine.identity.geometry)])
+    assert (engine.counters.forward_tokens, engine.counters.prefills, engine.counters.decode_steps) == (32, 3, 0)
+
+
+def test_probe_stacks_are_kept_but_not_without_end():
+    engine = tiny.engine("llama")
+    shape, prompts = engine.identity.geometry, tiny.prompts([4])
+    probe = tiny.probes(shape, seed=0)
+    engine.score(prompts, [probe])
+    stack = engine._stack([probe])
+    assert engine._stack([probe]) is stack
+    for seed in range(1, 30):
+        engine.score(prompts, [tiny.probes(shape, seed=seed)])
+    assert len(engine._stacks) == 8
+    assert engine._stack([probe]) is not stack
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_gives_float32_logits_near_the_full_ones(dtype: torch.dtype):
+    half = tiny.TransformersEngine(tiny.model("llama").to(dtype), tiny.tokenizer())
+    full = tiny.shared_engine("llama")
+    assert half.identity.dtype == str(dtype).removeprefix("torch.")
+    probe, prompts = tiny.probes(full.identity.geometry), tiny.prompts([12, 5])
+    for a, b in zip(half.score(prompts, [probe], first_token=True), full.score(prompts, [probe]), strict=True):
+        assert np.abs(a.trajectories[0] - b.trajectories[0]).max() < 0.1
+        assert np.abs(a.trajectories[0] - b.trajectories[0]).max() > 0
+
+
+def test_a_closed_engine_says_so():
+    engine = tiny.engine("llama")
+    engine.close()
+    engine.close()
+    with pytest.raises(EngineError, match="closed"):
+        engine.score(tiny.prompts([4]), [])

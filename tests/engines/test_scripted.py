@@ -1,0 +1,127 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from service.engines.base import Engine, Sampling
+from service.engines.scripted import ScriptedEngine
+from service.errors import EmptyPrompt, EngineError, PromptTooLong, RequestError
+from service.readout import Geometry, Probes, Site
+from service.risk import truth_logits
+
+
+def probes(geometry: Geometry, site: Site = Site.ATTENTION_HEAD) -> Probes:
+    m, d = geometry.num_layers, geometry.dim(site)
+    direction = np.full((m, d), d**-0.5, np.float32)
+    head = np.arange(m) % geometry.heads(site)
+    return Probes(site, head, direction, np.zeros(m, np.float32), np.ones(m, np.float32))
+
+
+def test_it_imports_no_torch():
+    code = "import sys, service.engines.scripted; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@given(st.lists(st.text(min_size=1, max_size=20), min_size=1, max_size=4))
+def test_equal_prompts_read_equal_rows_in_any_batch_and_engine(texts: list[str]):
+    engine: Engine = ScriptedEngine()
+    probe = probes(engine.identity.geometry)
+    prompts = [engine.tokenize(text) for text in texts]
+    together = engine.score(prompts, [probe], first_token=True)
+    for prompt, onset in zip(prompts, together, strict=True):
+        alone = ScriptedEngine().score([prompt], [probe], first_token=True)[0]
+        np.testing.assert_array_equal(onset.trajectories[0], alone.trajectories[0])
+        assert onset.first_token == alone.first_token
+        assert onset.first_token is not None
+        assert onset.first_token.log_max_prob <= 0 <= onset.first_token.entropy
+
+
+def test_score_is_the_formula_on_its_own_extraction():
+    engine = ScriptedEngine()
+    geometry = engine.identity.geometry
+    prompt = engine.render_chat([{"role": "user", "content": "hm?"}])
+    rows = engine.extract([prompt], list(Site)).rows
+    for site in Site:
+        probe = probes(geometry, site)
+        expected = truth_logits(geometry.select(rows[site][0], probe.head, site), probe.direction, probe.bias)
+        np.testing.assert_allclose(engine.score([prompt], [probe])[0].trajectories[0], expected, rtol=1e-12)
+    assert engine.tokenize("a") != engine.tokenize("b")
+    assert not np.array_equal(engine.rows([1], Site.ATTENTION_HEAD), engine.rows([2], Site.ATTENTION_HEAD))
+
+
+def test_the_script_is_spoken_counted_and_freed():
+    engine = ScriptedEngine(answer="Zürich")
+    continuation = engine.begin([[1, 2, 3]], [])[0]
+    assert engine.counters.open_continuations == 1
+    assert list(continuation.decode(Sampling())) == list("Zürich")
+    assert continuation.completion is not None
+    assert continuation.completion.finish_reason == "stop"
+    assert engine.detokenize(continuation.completion.token_ids) == "Zürich"
+    assert engine.counters.open_continuations == 0
+    assert engine.generate([[1]], Sampling(max_tokens=2))[0].finish_reason == "length"
+    assert engine.generate([[1]], Sampling(stop=("ri",)))[0].text == "Zü"
+
+
+def test_cancelling_and_closing():
+    engine = ScriptedEngine()
+    one, two = engine.begin([[1], [2]], [])
+    spoken: list[str] = []
+    spoken.extend(one.decode(Sampling(), lambda: len(spoken) >= 2))
+    assert one.completion is not None
+    assert one.completion.finish_reason == "cancelled"
+    stream = two.decode(Sampling())
+    next(stream)
+    two.close()
+    assert list(stream) == []
+    assert engine.counters.open_continuations == 0
+    with pytest.raises(EngineError):
+        two.decode(Sampling())
+
+
+def test_the_knobs():
+    engine = ScriptedEngine()
+    probe = probes(engine.identity.geometry)
+    called: list[str] = []
+    engine.before = called.append
+    engine.nan_layer = 2
+    trajectory = engine.score([[1]], [probe])[0].trajectories[0]
+    assert np.isnan(trajectory).tolist() == [False, False, True, False]
+    engine.fail = RuntimeError("as told")
+    with pytest.raises(RuntimeError, match="as told"):
+        engine.begin([[1]], [probe])
+    assert called == ["score", "begin"]
+    assert engine.counters.prefills == 1
+    engine.close()
+    with pytest.raises(EngineError, match="closed"):
+        engine.score([[1]], [probe])
+
+
+def test_sleep_is_slept(monkeypatch: pytest.MonkeyPatch):
+    slept: list[float] = []
+    monkeypatch.setattr("service.engines.scripted.time.sleep", slept.append)
+    engine = ScriptedEngine(answer="abc")
+    engine.score([[1]], [])
+    assert slept == []
+    engine.sleep_s = 0.25
+    engine.generate([[1]], Sampling())
+    assert slept == [0.25] * 3  # the prefill and two steps
+
+
+def test_bad_requests_are_refused_as_by_a_real_engine():
+    engine = ScriptedEngine(max_tokens=5, chat=False)
+    with pytest.raises(EmptyPrompt):
+        engine.score([[]], [])
+    with pytest.raises(PromptTooLong):
+        engine.score([[1] * 6], [])
+    with pytest.raises(RequestError):
+        engine.score([[999]], [])
+    with pytest.raises(RequestError):
+        engine.tokenize("\ud800")
+    with pytest.raises(RequestError):
+        engine.render_chat([{"role": "user", "content": "x"}])
+    assert engine.identity.chat_template is None

@@ -1,0 +1,100 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from service.engines.tokens import Tokens
+from service.errors import RequestError
+from tests.engines import tiny
+
+USER = [{"role": "user", "content": "Who?"}]
+
+
+def test_plain_text_gets_the_tokenizers_own_special_tokens_once():
+    assert Tokens(tiny.tokenizer()).tokenize("Hi")[0] == tiny.BOS
+    assert Tokens(tiny.tokenizer()).tokenize("Hi").count(tiny.BOS) == 1
+
+
+def test_chat_ends_in_the_generation_prompt_and_has_one_bos():
+    tokens = Tokens(tiny.tokenizer())
+    ids = tokens.render_chat(USER)
+    assert ids[0] == tiny.BOS
+    assert ids.count(tiny.BOS) == 1
+    assert ids[-1] == tiny.CHAT
+    assert tokens.detokenize(ids) == "user: Who?\n"
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        [],
+        [{"role": "user"}],
+        [{"content": "x"}],
+        [{"role": "user", "content": None}],
+        [{"role": "tool", "content": "x"}],
+    ],
+)
+def test_messages_the_template_cannot_take_are_the_requests_fault(messages: list[dict[str, str]]):
+    with pytest.raises(RequestError) as caught:
+        Tokens(tiny.tokenizer()).render_chat(messages)
+    assert caught.value.param == "messages"
+
+
+def test_the_templates_own_words_reach_the_user():
+    with pytest.raises(RequestError, match="no tools here"):
+        Tokens(tiny.tokenizer()).render_chat([{"role": "tool", "content": "x"}])
+
+
+def test_no_template_says_what_to_send_instead():
+    with pytest.raises(RequestError, match="no chat template; send `prompt`"):
+        Tokens(tiny.tokenizer(template=None)).render_chat(USER)
+
+
+@given(st.text(max_size=60).filter(lambda text: "<" not in text))
+def test_text_round_trips(text: str):
+    tokens = Tokens(tiny.tokenizer())
+    assert tokens.detokenize(tokens.tokenize(text)) == text
+
+
+def test_lone_surrogates_are_refused_by_position():
+    tokens = Tokens(tiny.tokenizer())
+    with pytest.raises(RequestError, match=r"character 2 .* U\+D83D"):
+        tokens.tokenize("ab\ud83d")
+    with pytest.raises(RequestError, match="surrogate"):
+        tokens.render_chat([{"role": "user", "content": "\udc80"}])
+
+
+def test_the_digest_survives_a_save_and_a_padded_call_and_sees_a_change(tmp_path):
+    from transformers import AutoTokenizer
+
+    original = tiny.tokenizer()
+    digest = Tokens(original).digest
+    original.save_pretrained(tmp_path)
+    loaded = AutoTokenizer.from_pretrained(tmp_path)
+    loaded(["a", "longer"], padding=True, truncation=True, max_length=3)
+    assert Tokens(loaded).digest == digest
+    assert Tokens(loaded).chat_template_digest == Tokens(original).chat_template_digest
+    loaded.add_tokens(["new"])
+    assert Tokens(loaded).digest != digest
+
+
+def test_the_chat_template_digest_is_none_without_one_and_follows_its_text():
+    assert Tokens(tiny.tokenizer(template=None)).chat_template_digest is None
+    one, two = (Tokens(tiny.tokenizer(template=text)).chat_template_digest for text in ("a", "b"))
+    assert one != two
+
+
+def test_a_slow_tokenizer_is_digested_by_vocabulary_and_special_tokens():
+    class Slow:
+        special_tokens_map = {"eos_token": "</s>"}
+
+        def __init__(self, vocabulary: dict[str, int]) -> None:
+            self._vocabulary = vocabulary
+
+        def get_vocab(self) -> dict[str, int]:
+            return self._vocabulary
+
+    digest = Tokens(Slow({"a": 0, "b": 1})).digest
+    assert digest == Tokens(Slow({"b": 1, "a": 0})).digest
+    assert digest != Tokens(Slow({"a": 1, "b": 0})).digest

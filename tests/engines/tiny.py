@@ -1,0 +1,158 @@
+"""Tiny random models of every family, and a byte-level tokenizer: nothing is downloaded.
+
+GQA wherever the family has it, head_dim apart from hidden / heads wherever the config permits, and weights large
+enough that a mistake shows.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+import transformers as hf
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+
+from service.engines.base import EngineOptions
+from service.engines.transformers_engine import TransformersEngine
+from service.readout import Geometry, Probes, Site
+
+VOCABULARY, BOS, EOS, PAD, CHAT = 264, 256, 257, 258, 259
+CONTEXT = 96
+WINDOW = 8  # of the sliding families: shorter than the tests' prompts
+CHAT_TEMPLATE = (
+    "<s>{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}"
+    "{{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+BASE: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": CONTEXT,
+    "initializer_range": 0.15,
+    "bos_token_id": BOS,
+    "eos_token_id": EOS,
+    "pad_token_id": PAD,
+}
+WIDE = BASE | {"head_dim": 16}  # 4 heads x 16 = 64, while hidden is 32
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+NO_GQA = {key: value for key, value in BASE.items() if key != "num_key_value_heads"}
+SLIDING = {"sliding_window": WINDOW}
+
+
+def _gemma3_multimodal() -> hf.Gemma3Config:
+    vision = {
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "image_size": 28,
+        "patch_size": 14,
+    }
+    text = WIDE | SLIDING | {"query_pre_attn_scalar": 16}
+    ends = {"bos_token_id": BOS, "eos_token_id": EOS, "pad_token_id": PAD}
+    tokens = {"image_token_index": 260, "boi_token_index": 261, "eoi_token_index": 262}
+    return hf.Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4, **tokens, **ends)
+
+
+CONFIGS: dict[str, Any] = {
+    "llama": lambda: hf.LlamaConfig(**WIDE),
+    "qwen2": lambda: hf.Qwen2Config(**BASE),
+    "qwen3": lambda: hf.Qwen3Config(**WIDE),
+    "mistral": lambda: hf.MistralConfig(**WIDE, **SLIDING),
+    "gemma2": lambda: hf.Gemma2Config(**WIDE, **SLIDING, query_pre_attn_scalar=16, final_logit_softcapping=5.0),
+    "gemma3_text": lambda: hf.Gemma3TextConfig(**WIDE, **SLIDING, query_pre_attn_scalar=16),
+    "gemma3": _gemma3_multimodal,
+    "phi3": lambda: hf.Phi3Config(**BASE),
+    "olmo2": lambda: hf.Olmo2Config(**BASE),
+    "gpt_neox": lambda: hf.GPTNeoXConfig(**NO_GQA),
+    "gpt2": lambda: hf.GPT2Config(
+        vocab_size=VOCABULARY,
+        n_positions=CONTEXT,
+        n_embd=32,
+        n_layer=3,
+        n_head=4,
+        initializer_range=0.15,
+        bos_token_id=BOS,
+        eos_token_id=EOS,
+        pad_token_id=PAD,
+    ),
+    "mixtral": lambda: hf.MixtralConfig(**WIDE, num_local_experts=4, num_experts_per_tok=2),
+    "qwen2_moe": lambda: hf.Qwen2MoeConfig(**BASE, **EXPERTS, shared_expert_intermediate_size=24),
+    "qwen3_moe": lambda: hf.Qwen3MoeConfig(**WIDE, **EXPERTS),
+    "olmoe": lambda: hf.OlmoeConfig(**BASE, num_experts=4, num_experts_per_tok=2),
+}
+ALL = sorted(CONFIGS)
+SLIDING_FAMILIES = ["gemma2", "gemma3_text", "gemma3", "mistral"]
+
+
+def model(family: str, seed: int = 0) -> Any:
+    """A fresh random model in float32."""
+    torch.manual_seed(seed)
+    built = hf.AutoModelForCausalLM.from_config(CONFIGS[family]()).float().eval()
+    built.generation_config = hf.GenerationConfig(bos_token_id=BOS, eos_token_id=EOS, pad_token_id=PAD)
+    return built
+
+
+def tokenizer(*, template: str | None = CHAT_TEMPLATE) -> Any:
+    """One token per UTF-8 byte, a BOS in front of plain text, and a chat template."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = Tokenizer(models.BPE(vocab={char: i for i, char in enumerate(alphabet)}, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(["<s>", "</s>", "<pad>", "<|assistant|>"])
+    backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", BOS)])
+    fast = hf.PreTrainedTokenizerFast(
+        tokenizer_object=backend, bos_token="<s>", eos_token="</s>", pad_token="<pad>", model_max_length=CONTEXT
+    )
+    if template is not None:
+        fast.chat_template = template
+    return fast
+
+
+def engine(family: str = "llama", **options: Any) -> TransformersEngine:
+    """A fresh engine; options as in EngineOptions."""
+    return TransformersEngine(model(family), tokenizer(), options=EngineOptions(model=f"tiny-{family}", **options))
+
+
+@cache
+def shared_engine(family: str, padding_side: str = "right", max_batch_tokens: int = 8192) -> TransformersEngine:
+    """One engine for tests that neither count nor close."""
+    return engine(family, padding_side=padding_side, max_batch_tokens=max_batch_tokens)
+
+
+def longrope_engine() -> TransformersEngine:
+    """A Phi-3 whose positions are encoded differently once the longest prompt of a batch passes 16 tokens."""
+    config = CONFIGS["phi3"]()
+    rope = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [8.0] * 4, "rope_theta": 10000.0}
+    config.rope_parameters = rope | {"original_max_position_embeddings": 16, "partial_rotary_factor": 1.0}
+    config.original_max_position_embeddings = 16
+    torch.manual_seed(0)
+    return TransformersEngine(hf.Phi3ForCausalLM(config).eval(), tokenizer())
+
+
+def prompts(lengths: list[int], seed: int = 1) -> list[list[int]]:
+    """Random prompts of these lengths, without special tokens."""
+    generator = np.random.default_rng(seed)
+    return [generator.integers(0, 256, size=length).tolist() for length in lengths]
+
+
+def probes(geometry: Geometry, site: Site = Site.ATTENTION_HEAD, seed: int = 2, *, scaled: bool = False) -> Probes:
+    """Random unit probes for a geometry."""
+    generator = np.random.default_rng(seed)
+    m, d = geometry.num_layers, geometry.dim(site)
+    direction = generator.standard_normal((m, d))
+    direction /= np.linalg.norm(direction, axis=-1, keepdims=True)
+    scale = generator.uniform(0.5, 2.0, m) if scaled else np.ones(m)
+    return Probes(
+        site=site,
+        head=generator.integers(0, geometry.heads(site), m),
+        direction=direction.astype(np.float32),
+        bias=generator.standard_normal(m).astype(np.float32),
+        scale=scale.astype(np.float32),
+    )
