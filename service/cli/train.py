@@ -99,6 +99,14 @@ def train(
     judge_key: Annotated[
         str, typer.Option(help="Bearer key of the openai judge; prefer the environment.", envvar=env("judge-key"))
     ] = "",
+    answer_pattern: Annotated[
+        str,
+        typer.Option(
+            help="Regular expression whose first group is the answer inside the generated text, for judges that compare "
+            "text.  Default: the whole text.",
+            envvar=env("answer-pattern"),
+        ),
+    ] = "",
     abstain_pattern: Annotated[
         str | None,
         typer.Option(
@@ -202,7 +210,7 @@ def train(
         logit_scale=logit_scale.value,
         signals=parse_signals(signals),
         labels=labels.value,
-        judge=JudgeOptions(judge.value, judge_url, judge_model, judge_key),
+        judge=JudgeOptions(judge.value, judge_url, judge_model, judge_key, answer_pattern=answer_pattern),
         max_new_tokens=max_new_tokens,
         prompt_format=prompt_format.value,
         folds=folds,

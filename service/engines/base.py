@@ -23,7 +23,7 @@ TokenIds = Sequence[int]
 class ModelIdentity:
     """What a bundle compares before it agrees to read a model."""
 
-    model: str  # folder name or hub name, as the user gave it
+    model: str  # hub name, or the last part of the folder's path
     revision: str  # hub commit, or "local"
     fingerprint: str  # sha256 over config and weight files' sizes, heads and tails
     architecture: str  # e.g. LlamaForCausalLM
@@ -74,7 +74,7 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """A finished answer."""
+    """A finished answer.  ``token_ids`` includes the end token where there is one, ``text`` does not."""
 
     text: str
     token_ids: tuple[int, ...]
@@ -92,7 +92,7 @@ class Counters:
 
 
 class Continuation(Protocol):
-    """One prefilled prompt that may go on decoding from the same KV cache."""
+    """One prefilled prompt that may go on decoding from the same KV cache.  Whoever called ``begin`` closes it."""
 
     @property
     def onset(self) -> Onset:

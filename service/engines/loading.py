@@ -68,7 +68,9 @@ def load(options: EngineOptions) -> Loaded:
         if local.is_dir()
         else Path(str(cached_file(options.model, "config.json", revision=options.revision))).parent
     )
-    return Loaded(model=model, tokenizer=tokenizer, name=options.model, fingerprint=folder_fingerprint(folder))
+    # A folder goes by its own name: the name is sent to clients, and the path to it is nobody's business.
+    name = local.resolve().name if local.is_dir() else options.model
+    return Loaded(model=model, tokenizer=tokenizer, name=name, fingerprint=folder_fingerprint(folder))
 
 
 def check_options(options: EngineOptions) -> None:

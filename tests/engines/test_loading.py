@@ -43,7 +43,7 @@ def test_a_loaded_model_reads_what_the_one_in_memory_reads(saved: Path):
     for ours, theirs in zip(engine.score(prompts, [probe]), memory.score(prompts, [probe]), strict=True):
         np.testing.assert_allclose(ours.trajectories[0], theirs.trajectories[0], rtol=0, atol=1e-6)
     identity = engine.identity
-    assert identity.model == str(saved)
+    assert identity.model == saved.name
     assert identity.revision == "local"
     assert identity.architecture == "LlamaForCausalLM"
     assert (identity.model_type, identity.dtype, identity.max_tokens) == ("llama", "float32", tiny.CONTEXT)

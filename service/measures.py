@@ -1,0 +1,135 @@
+"""How good a risk is: ranking, calibration, threshold.  A leaf: knows labels and numbers, nothing else of ours.
+
+Labels: 1 factual, 0 hallucinated.  A risk is P(hallucinated).  Thin over scikit-learn for AUPRC and Brier; AUROC
+(counted pairs), ECE, the within-stratum AUROC and Youden's cut are ours.  AUPRC is given for either class as the
+positive one, because the paper does not say which it takes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+from sklearn.metrics import average_precision_score, brier_score_loss
+
+Labels = NDArray[np.integer]
+Floats = NDArray[np.floating]
+
+ECE_BINS = 15
+SUMMARY = ("auroc", "auprc_hallucinated", "auprc_factual", "brier", "ece", "accuracy")
+
+
+def auroc(label: Labels, score: Floats) -> float:
+    """P(score of a factual row > score of a hallucinated row), ties count half: label [N], score [N].
+
+    ``score`` rises with factuality (a truth logit).  ValueError where a class is missing.
+    """
+    values = _two_classes(label)
+    hallucinated, factual = np.sort(np.asarray(score)[values == 0]), np.sort(np.asarray(score)[values == 1])
+    # Counted pairs, not scikit-learn's curve: the same number, and head selection asks for it many thousand times.
+    below = np.searchsorted(hallucinated, factual, "left").sum() + np.searchsorted(hallucinated, factual, "right").sum()
+    return float(below) / (2.0 * len(hallucinated) * len(factual))
+
+
+def risk_auroc(label: Labels, risk: Floats) -> float:
+    """AUROC of a risk, which rises with hallucination; hallucinated is the positive class."""
+    return auroc(label, -np.asarray(risk))
+
+
+def auprc(label: Labels, risk: Floats, *, positive: int) -> float:
+    """Average precision with ``positive`` 0 (hallucinated, ranked by risk) or 1 (factual, ranked by 1 - risk)."""
+    if positive not in (0, 1):
+        raise ValueError(f"positive must be 0 (hallucinated) or 1 (factual), not {positive}")
+    _two_classes(label)
+    score = np.asarray(risk) if positive == 0 else -np.asarray(risk)
+    return float(average_precision_score(label == positive, score))
+
+
+def brier(label: Labels, risk: Floats) -> float:
+    """Mean squared difference between the risk and the truth (1 hallucinated)."""
+    return float(brier_score_loss(1 - np.asarray(label), risk, pos_label=1))
+
+
+def reliability(
+    label: Labels, risk: Floats, bins: int = ECE_BINS
+) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.int64]]:
+    """Mean risk, share hallucinated and size of equal-mass bins, each [b <= bins].
+
+    Rows are sorted by risk and cut into ``bins`` runs of (nearly) equal length; equal risks stay in one bin, the one
+    of the first of them, so the order of rows cannot matter.
+    """
+    order = np.argsort(risk, kind="stable")
+    ranked = np.asarray(risk, np.float64)[order]
+    truth = 1.0 - np.asarray(label, np.float64)[order]
+    first = np.searchsorted(ranked, ranked, side="left")
+    bin_of = first * bins // len(ranked)
+    _, index = np.unique(bin_of, return_inverse=True)
+    size = np.bincount(index)
+    return np.bincount(index, ranked) / size, np.bincount(index, truth) / size, size
+
+
+def ece(label: Labels, risk: Floats, bins: int = ECE_BINS) -> float:
+    """Expected calibration error over equal-mass bins: sum_b n_b / N |mean risk - share hallucinated|."""
+    predicted, observed, size = reliability(label, risk, bins)
+    return float(np.sum(size * np.abs(predicted - observed)) / np.sum(size))
+
+
+def youden_threshold(label: Labels, risk: Floats) -> float:
+    """The cut with the largest J = TPR - FPR for "hallucinated where risk >= cut", strictly between 0 and 1.
+
+    It lies half-way between two neighbouring distinct risks; of equally good cuts the lowest, which flags more.  Where
+    no cut separates anything (all risks equal), that risk itself.
+    """
+    hallucinated = _two_classes(label) == 0
+    levels, index = np.unique(np.asarray(risk, np.float64), return_inverse=True)
+    bad = np.bincount(index, hallucinated, len(levels))
+    good = np.bincount(index, ~hallucinated, len(levels))
+    if len(levels) == 1:
+        return float(np.clip(levels[0], 1e-9, 1 - 1e-9))
+    flagged_bad = np.cumsum(bad[::-1])[::-1][1:] / bad.sum()  # cut between level i - 1 and level i
+    flagged_good = np.cumsum(good[::-1])[::-1][1:] / good.sum()
+    best = int(np.argmax(np.round(flagged_bad - flagged_good, 12)))
+    return float(np.clip((levels[best] + levels[best + 1]) / 2, 1e-9, 1 - 1e-9))
+
+
+def accuracy(label: Labels, risk: Floats, threshold: float) -> float:
+    """Share of rows on the right side: hallucinated exactly where risk >= threshold."""
+    return float(np.mean((np.asarray(risk) >= threshold) == (np.asarray(label) == 0)))
+
+
+def within_stratum_auroc(label: Labels, risk: Floats, strata: Sequence[Hashable]) -> float | None:
+    """AUROC among rows of the same stratum: mean over strata weighted by their (hallucinated, factual) pairs.
+
+    It says what is left once the stratum (the kind of question, say) is known.  None where no stratum has both classes.
+    """
+    codes: dict[Hashable, int] = {}
+    index = np.array([codes.setdefault(stratum, len(codes)) for stratum in strata])
+    total = pairs = 0.0
+    for code in range(len(codes)):
+        inside = index == code
+        weight = float(np.sum(label[inside] == 0)) * float(np.sum(label[inside] == 1))
+        if weight:
+            total += weight * risk_auroc(label[inside], risk[inside])
+            pairs += weight
+    return total / pairs if pairs else None
+
+
+def summary(label: Labels, risk: Floats, threshold: float) -> dict[str, float]:
+    """Every measure of one set of risks, by the names in ``SUMMARY``."""
+    return {
+        "auroc": risk_auroc(label, risk),
+        "auprc_hallucinated": auprc(label, risk, positive=0),
+        "auprc_factual": auprc(label, risk, positive=1),
+        "brier": brier(label, risk),
+        "ece": ece(label, risk),
+        "accuracy": accuracy(label, risk, threshold),
+    }
+
+
+def _two_classes(label: Labels) -> NDArray[np.int64]:
+    values = np.asarray(label, np.int64)
+    ones, zeros = int(np.sum(values == 1)), int(np.sum(values == 0))
+    if not ones or not zeros or ones + zeros != len(values):
+        raise ValueError(f"both classes (1 factual, 0 hallucinated) are needed, found {sorted(set(values.tolist()))}")
+    return values

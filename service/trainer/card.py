@@ -1,0 +1,261 @@
+"""The model card, README.md of the bundle: YAML front matter as the Hugging Face hub reads it, then plain text.
+
+The same facts give the same bytes: no time, no path, no version of the store.  Knows no engine and no folder.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from probes_store.manifest import ModelRecord, TrainingRecord
+from service.trainer.calibrate import FinalClassifier
+from service.trainer.options import LogitScale
+
+METRICS = {
+    "auroc": "AUROC",
+    "auprc_hallucinated": "AUPRC (hallucinated positive)",
+    "auprc_factual": "AUPRC (factual positive)",
+    "brier": "Brier",
+    "ece": "ECE",
+    "ece_pooled": "ECE, folds pooled",
+    "accuracy": "accuracy",
+}
+SIGNALS = {
+    "bundle": "this bundle",
+    "depth_mean_unit_norm": "depth mean, unit norm (the paper's rule)",
+    "depth_mean_standardized": "depth mean, standardised logits",
+    "fused_unit_norm": "fused: depth mean (unit norm) and first token",
+    "fused_standardized": "fused: depth mean (standardised) and first token",
+    "best_head": "best single head",
+    "best_layer": "best single layer",
+    "first_token_max_prob": "first-token maximum probability",
+    "first_token_entropy": "first-token entropy",
+    "prompt_length": "prompt length",
+}
+WITHIN = {"auroc_within_kind": "within kind", "auroc_within_kind_x_template": "within kind x template"}
+PLOTS = {
+    "roc.png": "ROC",
+    "precision_recall.png": "Precision and recall",
+    "reliability.png": "Reliability",
+    "trajectories.png": "Class-mean trajectories",
+    "layers.png": "AUROC by layer",
+}
+
+
+@dataclass(frozen=True, eq=False)
+class CardFacts:
+    """What the card tells."""
+
+    name: str
+    model: ModelRecord
+    site: str
+    logit_scale: LogitScale
+    signals: tuple[str, ...]
+    prompt_format: str
+    dtype: str
+    classifier: FinalClassifier
+    signal_std: Sequence[float]  # of each signal, out of fold: weight x std compares signals
+    training: TrainingRecord
+    data_name: str
+    left_out: Mapping[str, int]  # reason -> rows
+    evaluation: Mapping[str, Any]
+    own_signal: str  # the bundle's row in the table of the cross-validation
+    plots: Sequence[str]
+
+
+def write_card(facts: CardFacts) -> str:
+    """The whole README.md."""
+    sections = (_what(facts), _data(facts), _figures(facts), _carries(facts), _limits(facts), _load(facts))
+    return _front_matter(facts) + "\n" + "\n".join(sections)
+
+
+def _front_matter(facts: CardFacts) -> str:
+    lines = ["library_name: hallutracer", "pipeline_tag: text-classification"]
+    lines += ["tags:", "- hallucination-detection", "- linear-probe", "- hallutracer"]
+    lines += [f"base_model: {_yaml(facts.model.name)}", "metrics:", "- roc_auc", "- brier_score", "- accuracy"]
+    scores = _own_scores(facts)
+    if scores:
+        lines += ["model-index:", f"- name: {_yaml(facts.name)}", "  results:"]
+        lines += ["  - task:", "      type: text-classification", "      name: Hallucination risk at the answer onset"]
+        lines += ["    dataset:", f"      name: {_yaml(facts.data_name)}", f"      type: {_yaml(facts.data_name)}"]
+        lines += ["    metrics:"]
+        for key, kind in (("auroc", "roc_auc"), ("brier", "brier_score"), ("accuracy", "accuracy")):
+            name = f"{METRICS[key]}, {scores[1]}"
+            lines += [f"    - type: {kind}", f"      value: {scores[0][key]:.4f}", f"      name: {_yaml(name)}"]
+    return "---\n" + "\n".join(lines) + "\n---\n"
+
+
+def _own_scores(facts: CardFacts) -> tuple[dict[str, float], str] | None:
+    """The bundle's own figures and where they come from; held-out rows first."""
+    test, crossed = facts.evaluation.get("held_out"), facts.evaluation.get("cross_validation")
+    if test is not None:
+        return test["signals"]["bundle"], "held-out rows"
+    if crossed is not None:
+        row = crossed["signals"][facts.own_signal]
+        return {key: cell["mean"] for key, cell in row.items() if cell is not None}, "nested cross-validation"
+    return None
+
+
+def _what(facts: CardFacts) -> str:
+    model = facts.model
+    where = (
+        f"one attention head of each of the {model.num_layers} layers (the slice of the attention output projection's "
+        f"input, {model.head_dim} numbers)"
+        if facts.site == "attention_head"
+        else f"the residual stream after each of the {model.num_layers} blocks ({model.hidden_size} numbers)"
+    )
+    scale = (
+        "the plain mean of unit-norm logits, the paper's rule"
+        if facts.logit_scale == "unit_norm"
+        else "the mean of logits that were each divided by their within-class standard deviation"
+    )
+    extra = (
+        ", together with the first answer token's log maximum probability and entropy,"
+        if len(facts.signals) > 1
+        else ""
+    )
+    return (
+        f"# {facts.name}\n\n"
+        f"A HalluTracer bundle: the risk that {model.name} ({model.architecture}, revision {model.revision}) is about "
+        f"to give a hallucinated answer, read at the last prompt token, before the first answer token is decoded.\n\n"
+        f"It reads {where}. A linear probe per layer gives a truth logit; the depth mean is {scale}. A logistic "
+        f"regression turns it{extra} into a risk between 0 and 1. The probes belong to this model, tokenizer and chat "
+        f"template only; loading refuses any other.\n"
+    )
+
+
+def _data(facts: CardFacts) -> str:
+    training = facts.training
+    used = training.factual + training.hallucinated
+    left = ", ".join(f"{count} {reason}" for reason, count in facts.left_out.items())
+    labels = (
+        "the data file's own"
+        if training.labels == "given"
+        else f"the model's own greedy answers, judged by `{training.judge}`"
+    )
+    c = f"C = {training.c:g}"
+    if training.c_grid:
+        c += f", chosen by grouped cross-validation from {', '.join(f'{value:g}' for value in training.c_grid)}"
+    penalty = "L1" if facts.site == "attention_head" else "L2"
+    return (
+        "## Training data\n\n"
+        "| | |\n| --- | --- |\n"
+        f"| file | `{facts.data_name}`, `{training.data_digest}` |\n"
+        f"| rows | {training.rows}, of which {used} took part: {training.factual} factual, "
+        f"{training.hallucinated} hallucinated |\n"
+        f"| left out | {training.left_out}{f' ({left})' if left else ''} |\n"
+        f"| groups kept together in folds | {training.groups} |\n"
+        f"| labels | {labels} |\n"
+        f"| prompts | rendered as `{facts.prompt_format}`, activations in {facts.dtype} |\n"
+        f"| probes | {penalty} logistic regression, {c}; class balance: {training.class_balance} |\n"
+        f"| classifier | fitted on out-of-fold signals, {training.folds} folds, seeds "
+        f"{', '.join(map(str, training.seeds))} |\n"
+    )
+
+
+def _figures(facts: CardFacts) -> str:
+    parts = ["## Figures\n"]
+    crossed, test = facts.evaluation.get("cross_validation"), facts.evaluation.get("held_out")
+    if crossed is not None:
+        protocol = crossed["protocol"]
+        parts.append(
+            f"Nested cross-validation: {protocol['folds']} stratified, group-disjoint folds, seeds "
+            f"{', '.join(map(str, protocol['seeds']))}; scaling, head, C, classifier and threshold come from the "
+            f"training side of each fold. Mean +/- standard deviation over folds and seeds. The bundle's "
+            f"own row is bold.\n"
+        )
+        parts.append(_table(crossed["signals"], _mean_std, facts.own_signal))
+    if test is not None:
+        parts.append(
+            f"Held-out file: {test['rows']} rows ({test['factual']} factual, {test['hallucinated']} hallucinated) that "
+            f"took no part in training; the references were fitted on the training rows.\n"
+        )
+        parts.append(_table(test["signals"], lambda cell: f"{cell:.3f}", "bundle"))
+    if crossed is None and test is None:
+        parts.append("This bundle was trained without an evaluation: how well it works is not known.\n")
+    else:
+        parts.append(
+            "AUROC is of the risk, hallucinated positive. ECE: 15 equal-mass bins, larger on few rows by its nature. "
+            "Accuracy: at the cut with the "
+            "largest Youden's J on the training side. A `within` column counts only pairs of rows of one kind "
+            "(and template): what is left once the sort of question is known.\n"
+        )
+    parts += [f"![{PLOTS[name]}](plots/{name})\n" for name in PLOTS if name in facts.plots]
+    return "\n".join(parts)
+
+
+def _mean_std(cell: Mapping[str, float]) -> str:
+    return f"{cell['mean']:.3f} +/- {cell['std']:.3f}"
+
+
+def _table(signals: Mapping[str, Mapping[str, Any]], show: Callable[[Any], str], own: str) -> str:
+    every = METRICS | WITHIN
+    columns = {key: text for key, text in every.items() if any(key in row for row in signals.values())}
+    lines = ["| signal | " + " | ".join(columns.values()) + " |", "| --- " * (len(columns) + 1) + "|"]
+    for name, row in signals.items():
+        cells = [show(row[key]) if row.get(key) is not None else "-" for key in columns]
+        title = f"**{SIGNALS[name]}**" if name == own else SIGNALS[name]
+        lines.append(f"| {title} | " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def _carries(facts: CardFacts) -> str:
+    classifier = facts.classifier
+    lines = ["## Classifier\n", "| signal | weight | weight x standard deviation |", "| --- | --- | --- |"]
+    strength = {}
+    for name, weight, std in zip(facts.signals, classifier.weight.tolist(), facts.signal_std, strict=True):
+        strength[name] = abs(weight * std)
+        lines.append(f"| {name} | {weight:+.4f} | {weight * std:+.3f} |")
+    text = (
+        f"\nrisk = 1 - sigmoid(sum of weight x signal {classifier.intercept:+.4f}); flagged at a risk of "
+        f"{classifier.threshold:.4f} or more (the largest Youden's J on out-of-fold training risks).\n"
+    )
+    if len(strength) > 1:
+        carrier = max(strength, key=lambda name: strength[name])
+        share = strength[carrier] / (sum(strength.values()) or 1.0)
+        text += (
+            f"\nOver the training rows `{carrier}` carries this bundle: {share:.0%} of the sum of |weight x "
+            f"standard deviation|. Signals that move together share their weight in no unique way, so read it "
+            f"beside the table.\n"
+        )
+    if classifier.weight[0] <= 0:
+        text += (
+            "\n**The weight of the depth mean is not positive: the probes found no usable signal in these data. Do not "
+            "serve this bundle.**\n"
+        )
+    return "\n".join(lines) + "\n" + text
+
+
+def _limits(facts: CardFacts) -> str:
+    used = facts.training.factual + facts.training.hallucinated
+    share = facts.training.hallucinated / used
+    return (
+        "## Limits\n\n"
+        f"- The risk is calibrated for prompts like the training rows, of which {share:.1%} are hallucinated. Where "
+        "the share or the kind of prompt differs, rank by it, and calibrate again before reading it as a probability.\n"
+        "- It speaks of the model's state before the answer, not of the answer: a model can state a falsehood that it "
+        "represents as true.\n"
+        "- A signal may follow the sort of question and not the model's knowledge: compare the `within` columns.\n"
+        "- The same prompt in another language, template or precision is another distribution.\n"
+    )
+
+
+def _load(facts: CardFacts) -> str:
+    return (
+        "## How to load\n\n"
+        "```python\n"
+        "from pathlib import Path\n"
+        "from probes_store.store import Store\n\n"
+        f'bundle = Store(Path("STORE")).load("{facts.name}")\n'
+        "```\n\n"
+        f"`hallutracer serve --model MODEL --bundle {facts.name}` replays the golden prompts and serves only if the "
+        f"model reads what the trainer read. Written by hallutracer {facts.training.hallutracer_version}.\n"
+    )
+
+
+def _yaml(text: str) -> str:
+    """A JSON string is a YAML string, whatever it holds."""
+    return json.dumps(text)

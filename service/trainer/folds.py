@@ -1,0 +1,50 @@
+"""Stratified, group-disjoint folds (App. baseline-impl), checked.  Knows labels and groups only."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+from sklearn.model_selection import StratifiedGroupKFold
+
+from service.errors import TrainingError
+
+Index = NDArray[np.int64]
+
+
+def group_folds(
+    label: NDArray[np.integer], group: NDArray[np.integer], rows: Index, folds: int, seed: int, *, what: str = "fold"
+) -> list[tuple[Index, Index]]:
+    """(train, test) positions, both inside ``rows``: label [n], group [n], rows [r].
+
+    No group stands on both sides, every row is tested once, and either side of every fold has both classes.
+
+    Raises:
+        TrainingError: a side of a fold lacks a class; names seed, fold and cure.
+    """
+    groups = len(np.unique(group[rows]))
+    if groups < folds:
+        raise TrainingError(f"{folds} {what}s need {folds} groups, there are {groups}: add rows or lower the folds")
+    pairs = []
+    chosen = (np.asarray(values[rows], np.int64).tobytes() for values in (label, group))
+    for number, (train, test) in enumerate(_split(*chosen, folds, seed)):
+        for side, name in ((train, "training"), (test, "test")):
+            missing = {0: "hallucinated", 1: "factual"}
+            for value in np.unique(label[rows[side]]):
+                del missing[int(value)]
+            if missing:
+                lacking = " and no ".join(missing.values())
+                raise TrainingError(
+                    f"seed {seed}, {what} {number + 1} of {folds}: the {name} side has no {lacking} row; "
+                    f"give more groups of that class, fewer folds or another seed"
+                )
+        pairs.append((rows[train].astype(np.int64), rows[test].astype(np.int64)))
+    return pairs
+
+
+@lru_cache(maxsize=2)  # the choice of C and the cross-fit ask for the same folds, and a split takes a second
+def _split(label: bytes, group: bytes, folds: int, seed: int) -> tuple[tuple[Index, Index], ...]:
+    y, groups = np.frombuffer(label, np.int64), np.frombuffer(group, np.int64)
+    splitter = StratifiedGroupKFold(folds, shuffle=True, random_state=seed)
+    return tuple(splitter.split(y, y, groups))

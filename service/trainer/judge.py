@@ -1,0 +1,141 @@
+"""Is a generated answer factual?  Four judges, and the pattern of answers that abstain.
+
+``exact`` and ``contains`` compare normalised text with the accepted answers, ``regex`` takes these as patterns, and
+``openai`` asks any endpoint that speaks /v1/chat/completions.  Knows no engine and no run folder.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+import unicodedata
+from collections.abc import Callable, Sequence
+
+import httpx
+
+from service.errors import TrainingError
+from service.trainer.options import JudgeOptions
+
+Judge = Callable[[str, str, Sequence[str]], bool]  # question, answer, accepted answers -> factual
+
+_ARTICLES = frozenset(("a", "an", "the"))
+_INSTRUCTION = (
+    "You grade answers. Say whether the given answer states the same fact as one of the accepted answers. "
+    "Reply with exactly one word: yes or no."
+)
+_BACKOFF_S = 0.5
+
+
+def normalise(text: str) -> str:
+    """NFKC, casefold, punctuation and symbols to spaces, English articles out, single spaces.
+
+    An apostrophe joins ("don't" -> "dont"), so that spelling with and without it agrees.
+    """
+    folded = unicodedata.normalize("NFKC", unicodedata.normalize("NFKC", text).casefold())
+    joined = re.sub(r"(?<=\w)['\u2019](?=\w)", "", folded)
+    spaced = "".join(" " if unicodedata.category(char)[0] in "PSZC" else char for char in joined)
+    return " ".join(word for word in spaced.split() if word not in _ARTICLES)
+
+
+def exact(question: str, answer: str, accepted: Sequence[str]) -> bool:
+    """The normalised answer is one of the normalised accepted ones."""
+    return normalise(answer) in {normalise(one) for one in accepted}
+
+
+def contains(question: str, answer: str, accepted: Sequence[str]) -> bool:
+    """A normalised accepted answer occurs in the normalised answer as whole words."""
+    text = f" {normalise(answer)} "
+    return any(f" {normalise(one)} " in text for one in accepted if normalise(one))
+
+
+def regex(question: str, answer: str, accepted: Sequence[str]) -> bool:
+    """One of the accepted answers, taken as a case-insensitive pattern, is found in the answer."""
+    return any(re.search(pattern, answer, re.IGNORECASE) for pattern in accepted)
+
+
+def answer_problems(options: JudgeOptions, answers: Sequence[str]) -> list[str]:
+    """What this judge cannot use among a row's accepted answers; asked before a model is loaded."""
+    problems = []
+    for answer in answers:
+        if options.name == "regex":
+            try:
+                re.compile(answer)
+            except re.error as error:
+                problems.append(f"answer {answer!r} is not a regular expression: {error}")
+        elif options.name in ("exact", "contains") and not normalise(answer):
+            problems.append(f"answer {answer!r} is empty once punctuation and articles are left out")
+    return problems
+
+
+def make_judge(options: JudgeOptions) -> Judge:
+    """The judge that the options name, applied to what ``answer_pattern`` cuts out of the generated text.
+
+    A text that the pattern does not match is judged whole.
+    """
+    judge: Judge
+    if options.name == "openai":
+        judge = OpenAIJudge(options)
+    else:
+        judge = {"exact": exact, "contains": contains, "regex": regex}[options.name]
+    if not options.answer_pattern:
+        return judge
+    pattern = re.compile(options.answer_pattern)
+
+    def cut(question: str, answer: str, accepted: Sequence[str]) -> bool:
+        found = pattern.search(answer)
+        return judge(question, found.group(1) or "" if found else answer, accepted)
+
+    return cut
+
+
+class OpenAIJudge:
+    """Asks a chat model for yes or no, at temperature 0."""
+
+    def __init__(self, options: JudgeOptions, sleep: Callable[[float], None] = time.sleep) -> None:
+        self._options = options
+        self._url = options.base_url.rstrip("/") + "/chat/completions"
+        headers = {"Authorization": f"Bearer {options.api_key}"} if options.api_key else {}
+        self._client = httpx.Client(timeout=options.timeout_s, headers=headers)
+        self._sleep = sleep
+
+    def __call__(self, question: str, answer: str, accepted: Sequence[str]) -> bool:
+        """Raises TrainingError where the endpoint cannot be reached, refuses, or says neither yes nor no."""
+        listed = "\n".join(f"- {one}" for one in accepted)
+        text = f"Question:\n{question}\n\nAccepted answers:\n{listed}\n\nGiven answer:\n{answer}\n\nyes or no?"
+        body = {
+            "model": self._options.model,
+            "temperature": 0,
+            "max_tokens": 8,
+            "messages": [{"role": "system", "content": _INSTRUCTION}, {"role": "user", "content": text}],
+        }
+        cause = ""
+        for attempt in range(self._options.retries + 1):
+            if attempt:
+                self._sleep(_BACKOFF_S * 2 ** (attempt - 1))
+            try:
+                response = self._client.post(self._url, json=body)
+            except httpx.HTTPError as error:
+                cause = f"cannot be reached ({type(error).__name__}: {error}); is the server up and the base url right?"
+                continue
+            if response.status_code == 429 or response.status_code >= 500:
+                cause = f"answered {response.status_code}: {response.text[:200]}"
+                continue
+            if response.status_code != 200:
+                raise self._error(f"answered {response.status_code}: {response.text[:200]}; check model and key")
+            verdict, cause = _verdict(response)
+            if verdict is not None:
+                return verdict
+        raise self._error(f"{cause} (after {self._options.retries + 1} tries; judged answers are kept, run again)")
+
+    def _error(self, cause: str) -> TrainingError:
+        return TrainingError(f"the judge at {self._url} {cause}", param="judge")
+
+
+def _verdict(response: httpx.Response) -> tuple[bool | None, str]:
+    """yes or no, or None and what came instead.  Only one word counts: "yes, but" is no verdict."""
+    try:
+        said = response.json()["choices"][0]["message"]["content"]
+    except (ValueError, LookupError, TypeError):
+        return None, f"did not answer like /v1/chat/completions: {response.text[:200]!r}"
+    word = said.strip().strip(".!\"'*").casefold() if isinstance(said, str) else ""
+    return {"yes": True, "no": False}.get(word), f"said {said!r} where yes or no was asked for"

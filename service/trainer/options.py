@@ -1,0 +1,132 @@
+"""Every choice of a training run, documented where it is declared.  Knows no engine and no file format."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from joblib import cpu_count
+
+from service.errors import TrainingError
+from service.readout import Site
+
+DEPTH_MEAN, LOG_MAX_PROB, ENTROPY = "depth_mean", "log_max_prob", "entropy"
+FIRST_TOKEN = (LOG_MAX_PROB, ENTROPY)  # what "first_token" on the command line stands for
+C_GRID = (0.01, 0.03, 0.1, 0.3, 1.0)
+ABSTAIN = (
+    r"(?i)\b(i am|i'm|im)\s+(not\s+(entirely\s+|quite\s+|really\s+)?(sure|certain)|unsure|uncertain|unable to)\b"
+    r"|\bi\s+(do\s+not|don't|dont|really don't|cannot|can't)\s+(know|recall|remember|say|answer|tell|determine)\b"
+    r"|\b(no|not enough|insufficient)\s+(idea|information)\b|\bunknown to me\b"
+)
+
+LogitScale = Literal["unit_norm", "standardized"]
+Labels = Literal["given", "generate"]
+JudgeName = Literal["exact", "contains", "regex", "openai"]
+ClassBalance = Literal["weights", "downsample"]
+
+
+def parse_signals(text: str) -> tuple[str, ...]:
+    """``depth_mean`` or ``depth_mean,first_token`` as written on the command line -> names as in the manifest."""
+    parts = [part.strip() for part in text.split(",") if part.strip()]
+    if parts == [DEPTH_MEAN]:
+        return (DEPTH_MEAN,)
+    if sorted(parts) == [DEPTH_MEAN, "first_token"]:
+        return (DEPTH_MEAN, *FIRST_TOKEN)
+    raise TrainingError(f"signals must be 'depth_mean' or 'depth_mean,first_token', not {text!r}", param="signals")
+
+
+@dataclass(frozen=True)
+class JudgeOptions:
+    """How a generated answer is compared with the accepted ones."""
+
+    name: JudgeName = "contains"  # see trainer/judge.py
+    base_url: str = ""  # openai: an endpoint up to and including /v1
+    model: str = ""  # openai: the judging model
+    api_key: str = ""  # openai: sent as a bearer token where not empty; never written to a file
+    timeout_s: float = 60.0  # openai: per request
+    answer_pattern: str = ""  # its first group is the answer inside the generated text; empty: the whole text
+    retries: int = 3  # openai: further tries after a failure that may pass (connection, 429, 5xx, no yes or no)
+
+    def described(self) -> str:
+        """What the manifest records."""
+        name = f"openai:{self.model}" if self.name == "openai" else self.name
+        return f"{name} of {self.answer_pattern}" if self.answer_pattern else name
+
+
+@dataclass(frozen=True)
+class TrainOptions:
+    """One training run.  Raises TrainingError where a value makes no sense, before anything is loaded."""
+
+    data: Path  # JSONL rows, see trainer/dataset.py
+    name: str  # the bundle's name
+    run_dir: Path  # readouts, answers and the progress journal; a run resumes from here
+    test: Path | None = None  # held-out rows, scored with the final bundle and used for nothing else
+    readout: Site = Site.ATTENTION_HEAD  # where a_l is taken (Eq. readout)
+    sites: tuple[Site, ...] = ()  # further sites to collect in the same pass, for diagnostics
+    logit_scale: LogitScale = "unit_norm"  # the paper's rule, or each L_l over its within-class training std
+    signals: tuple[str, ...] = (DEPTH_MEAN,)  # what the classifier reads; or (depth_mean, log_max_prob, entropy)
+    labels: Labels = "given"  # the rows' own, or the model's answers judged against the rows' `answers`
+    judge: JudgeOptions = JudgeOptions()  # only with labels="generate"
+    abstain_pattern: str = ABSTAIN  # only with labels="generate": such answers belong to neither class
+    max_new_tokens: int = 48  # only with labels="generate": length of an answer; decoding is greedy
+    prompt_format: Literal["auto", "chat", "text"] = "auto"  # how a bare `prompt` is rendered; auto: chat if it can
+    folds: int = 5  # outer folds of the evaluation, and of the cross-fit behind the final classifier
+    inner_folds: int = 3  # folds inside a training partition: choice of C, and the classifier's cross-fit
+    seeds: tuple[int, ...] = (0, 1, 2)  # one shuffle of the folds each
+    c: float | Literal["auto"] = "auto"  # inverse strength of the probes' regularisation
+    c_grid: tuple[float, ...] = C_GRID  # what "auto" chooses from
+    class_balance: ClassBalance = "weights"  # probe fit only: class weights, or drop rows of the larger class
+    batch_rows: int = 32  # prompts in one call of the engine; part of the run's identity, since padding rounds
+    evaluate: bool = True  # the nested evaluation; without it the card reports no performance
+    jobs: int = 0  # processes for the probe fits; 0: all cores
+
+    def __post_init__(self) -> None:
+        """Check ranges; types are the type checker's business."""
+
+        def require(fine: bool, field: str, expected: str) -> None:
+            if not fine:
+                raise TrainingError(f"{field} must be {expected}, not {getattr(self, field)!r}", param=field)
+
+        require(self.signals in ((DEPTH_MEAN,), (DEPTH_MEAN, *FIRST_TOKEN)), "signals",
+                f"{(DEPTH_MEAN,)} or {(DEPTH_MEAN, *FIRST_TOKEN)}")  # fmt: skip
+        require(self.logit_scale in ("unit_norm", "standardized"), "logit_scale", "'unit_norm' or 'standardized'")
+        require(self.labels in ("given", "generate"), "labels", "'given' or 'generate'")
+        require(self.class_balance in ("weights", "downsample"), "class_balance", "'weights' or 'downsample'")
+        require(self.prompt_format in ("auto", "chat", "text"), "prompt_format", "'auto', 'chat' or 'text'")
+        require(self.folds >= 2, "folds", "2 or more")
+        require(self.inner_folds >= 2, "inner_folds", "2 or more")
+        require(len(self.seeds) > 0 and len(set(self.seeds)) == len(self.seeds), "seeds", "one or more distinct seeds")
+        require(all(0 <= seed < 2**32 for seed in self.seeds), "seeds", "numbers from 0 to 2**32 - 1")
+        require(self.c == "auto" or (isinstance(self.c, int | float) and 0 < self.c < math.inf), "c",
+                "'auto' or a positive number")  # fmt: skip
+        require(len(self.c_grid) > 0 and all(0 < c < math.inf for c in self.c_grid), "c_grid", "positive numbers")
+        require(self.batch_rows >= 1, "batch_rows", "1 or more")
+        require(self.max_new_tokens >= 1, "max_new_tokens", "1 or more")
+        require(self.jobs >= 0, "jobs", "0 (all cores) or more")
+        for field, pattern in (
+            ("abstain_pattern", self.abstain_pattern),
+            ("answer_pattern", self.judge.answer_pattern),
+        ):
+            try:
+                groups = re.compile(pattern).groups
+            except re.error as error:
+                raise TrainingError(f"{field} is not a regular expression: {error}", param=field) from error
+            if field == "answer_pattern" and pattern and groups < 1:
+                raise TrainingError(
+                    f"answer_pattern has no group: put (...) around the answer in {pattern!r}", param=field
+                )
+        if self.labels == "generate" and self.judge.name == "openai" and not (self.judge.base_url and self.judge.model):
+            raise TrainingError("the openai judge needs a base url (up to /v1) and a model", param="judge")
+
+    @property
+    def collected_sites(self) -> tuple[Site, ...]:
+        """Every site that collection writes, the run's own first."""
+        return tuple(dict.fromkeys((self.readout, *self.sites)))
+
+    @property
+    def workers(self) -> int:
+        """Processes for the probe fits; all cores that this process may use by default."""
+        return int(self.jobs or cpu_count())

@@ -1,0 +1,283 @@
+"""One training run, top to bottom: dataset -> collect -> label -> fit -> calibrate -> evaluate -> publish.
+
+Nothing slow starts before the data file and the options are known to be sound.  The same data, model, options and seeds
+give a bundle of the same digest, also where a run was killed and started again.  Parses no command line.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+import service
+from probes_store.bundle import Bundle
+from probes_store.manifest import NAME, TrainingRecord
+from probes_store.store import Store
+from service.engines.base import Engine
+from service.errors import TrainingError
+from service.prompts import PromptFormat, default_prompt_format
+from service.trainer.calibrate import (
+    FitOptions,
+    OutOfFold,
+    choose_c,
+    cross_fit,
+    fit_classifier,
+    refit,
+    scale_shift,
+    signal_matrix,
+    stacked,
+)
+from service.trainer.card import CardFacts, write_card
+from service.trainer.collect import Collection, collect
+from service.trainer.dataset import Dataset, check_disjoint, class_problems, read_dataset
+from service.trainer.evaluate import Evaluation, Inputs, evaluate, held_out, layer_aurocs, name_of, rounded
+from service.trainer.fit import Floats, ProbeFit, Readouts
+from service.trainer.label import Labelled, check_answers, given_labels, judged_labels
+from service.trainer.options import TrainOptions
+from service.trainer.plots import PlotData, draw
+from service.trainer.publish import Fitted, as_probes, draft, golden_rows, model_record, record_golden, trajectories
+
+
+class Console(Protocol):
+    """Where progress is told; a ``rich.console.Console`` will do."""
+
+    def print(self, *objects: Any) -> None:
+        """Print a line."""
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """One data file, collected and labelled."""
+
+    dataset: Dataset
+    collection: Collection
+    labelled: Labelled
+    inputs: Inputs
+
+
+def train(options: TrainOptions, engine_factory: Callable[[], Engine], store: Store, *, console: Console) -> Bundle:
+    """Train one bundle and publish it.
+
+    Raises:
+        DataError: rows of a data file are at fault, by line number.
+        RunMismatch: the run folder belongs to another run.
+        NoDirection, TrainingError: the data do not carry a probe under these options.
+        probes_store.errors.BundleError: the store refused the bundle.
+    """
+    if not NAME.fullmatch(options.name):
+        raise TrainingError(f"name must match {NAME.pattern}, not {options.name!r}", param="name")
+    dataset, test = _read(options)
+    console.print(f"{len(dataset)} rows in {options.data.name}" + (f", {len(test)} held out" if test else ""))
+
+    engine = engine_factory()
+    try:
+        prompt_format: PromptFormat = (
+            default_prompt_format(engine) if options.prompt_format == "auto" else options.prompt_format
+        )
+        part = _collect(engine, dataset, options, prompt_format, "train", folds=options.folds)
+        held = _collect(engine, test, options, prompt_format, "test", folds=0) if test else None
+        told = _counts(part)
+        console.print(f"{told['factual']} factual, {told['hallucinated']} hallucinated, {told['left_out']} left out")
+
+        # Fit and calibrate.  Every number of the bundle comes from here.
+        fit_options = FitOptions.of(options)
+        inputs = part.inputs
+        rows = np.arange(len(inputs.label))
+        choice = choose_c(inputs.readouts, inputs.group, rows, options.seeds[0], fit_options)
+        console.print(f"C = {choice.c:g}; cross-fitting {options.folds} folds x {len(options.seeds)} seeds")
+        crossed = cross_fit(inputs.readouts, inputs.group, rows, choice.c, options.folds, options.seeds, fit_options)
+        final = refit(inputs.readouts, rows, rows, choice.c, fit_options)
+        fitted, signals = _calibrate(options, inputs, crossed, final)
+
+        # Evaluate.  Nothing below changes the bundle's numbers.
+        nested = None
+        if options.evaluate:
+            nested = evaluate(inputs, folds=options.folds, seeds=options.seeds, options=fit_options)
+        own = _scaled(final, options)
+        document = _document(options, part, crossed, own, choice.auroc, nested)
+        if held is not None:
+            scored = trajectories(held.inputs.readouts, fitted.probes)
+            document["held_out"] = held_out(held.inputs, fitted.classifier, scored, options.signals, inputs)
+            document["held_out"]["left_out"] = sum(held.labelled.left_out.values())
+        plots = draw(_plot_data(options, inputs, crossed, fitted, nested))
+
+        # Publish.
+        chosen = golden_rows(fitted.classifier.risk(signal_matrix(own, inputs.first_token, options.signals)))
+        golden = record_golden(
+            engine,
+            part.collection.prompts,
+            inputs.readouts.index[chosen],
+            fitted,
+            options.signals,
+            trajectories(inputs.readouts, fitted.probes)[chosen],
+        )
+        training = _training_record(options, part, choice.c)
+        card = write_card(
+            CardFacts(
+                name=options.name,
+                model=model_record(engine.identity),
+                site=str(options.readout),
+                logit_scale=options.logit_scale,
+                signals=options.signals,
+                prompt_format=prompt_format,
+                dtype=engine.identity.dtype,
+                classifier=fitted.classifier,
+                signal_std=signals.std(axis=0).tolist(),
+                training=training,
+                data_name=options.data.name,
+                left_out=part.labelled.left_out,
+                evaluation=document,
+                own_signal=name_of(options.signals, options.logit_scale),
+                plots=sorted(plots),
+            )
+        )
+        bundle = store.publish(
+            draft(options, engine.identity, prompt_format, fitted, golden, training, document, card, plots)
+        )
+    finally:
+        engine.close()
+    console.print(f"published {bundle.reference} ({bundle.manifest.digest})")
+    return bundle
+
+
+def _read(options: TrainOptions) -> tuple[Dataset, Dataset | None]:
+    """Both data files, checked."""
+    dataset = read_dataset(options.data, options.labels, folds=options.folds)
+    test = read_dataset(options.test, options.labels, folds=0) if options.test is not None else None
+    for one in (dataset, test):
+        if one is not None and options.labels == "generate":
+            check_answers(one, options.judge)
+    if test is not None:
+        check_disjoint(dataset, test)
+    return dataset, test
+
+
+def _collect(
+    engine: Engine, dataset: Dataset, options: TrainOptions, prompt_format: PromptFormat, name: str, *, folds: int
+) -> Part:
+    """Run one file through the engine and label it."""
+    folder = options.run_dir / name
+    collection = collect(
+        engine,
+        dataset,
+        folder,
+        sites=options.collected_sites,
+        prompt_format=prompt_format,
+        batch_rows=options.batch_rows,
+        max_new_tokens=options.max_new_tokens if options.labels == "generate" else None,
+    )
+    if options.labels == "given":
+        labelled = given_labels(dataset)
+    else:
+        labelled = judged_labels(dataset, folder, options.judge, options.abstain_pattern)
+        problems = class_problems(labelled.label, dataset.groups[labelled.index], folds)
+        if problems:
+            raise TrainingError(f"{dataset.path}, labelled by its answers: {'; '.join(problems)}", param="labels")
+    index = labelled.index
+    inputs = Inputs(
+        readouts=Readouts(collection.rows[options.readout], index, labelled.label),
+        group=dataset.groups[index],
+        first_token=collection.first_token[index],
+        prompt_tokens=collection.prompts.lengths[index],
+        strata=tuple(dataset.rows[row].strata for row in index.tolist()),
+    )
+    return Part(dataset, collection, labelled, inputs)
+
+
+def _scaled(fit: ProbeFit, options: TrainOptions) -> Floats:
+    return fit.trajectory / fit.scale if options.logit_scale == "standardized" else fit.trajectory
+
+
+def _calibrate(options: TrainOptions, inputs: Inputs, crossed: OutOfFold, final: ProbeFit) -> tuple[Fitted, Floats]:
+    """The classifier on out-of-fold signals, beside the refitted probes; and those signals, [seeds n, k]."""
+    trajectory = crossed.trajectory(options.logit_scale)
+    signals, label = stacked(signal_matrix(trajectory, inputs.first_token, options.signals), inputs.label)
+    by_class = [trajectory[:, inputs.label == value].reshape(-1, trajectory.shape[-1]) for value in (0, 1)]
+    fitted = Fitted(
+        probes=as_probes(final, options.logit_scale, inputs.readouts),
+        classifier=fit_classifier(signals, label),
+        trajectory_mean=np.stack([rows.mean(axis=0) for rows in by_class]),
+        trajectory_std=np.stack([rows.std(axis=0) for rows in by_class]),
+    )
+    return fitted, signals
+
+
+def _document(
+    options: TrainOptions,
+    part: Part,
+    crossed: OutOfFold,
+    own: Floats,
+    search: dict[str, float | None],
+    nested: Evaluation | None,
+) -> dict[str, Any]:
+    """evaluation.json."""
+    label, trajectory = part.inputs.label, crossed.trajectory(options.logit_scale)
+    layers, means = layer_aurocs(label, trajectory)
+    document: dict[str, Any] = {
+        "data": {"file": options.data.name, "digest": part.dataset.digest} | _counts(part),
+        "c_search": rounded(search),
+        "out_of_fold": {
+            "layer_auroc": rounded(layers.mean(axis=0).tolist()),
+            "depth_mean_auroc": rounded(float(means.mean())),
+            "depth_mean_cross_fitted_and_refitted": rounded(
+                scale_shift(trajectory.mean(axis=-1), own.mean(axis=-1), label)
+            ),
+        },
+        "signal_of_the_bundle": name_of(options.signals, options.logit_scale),
+    }
+    if nested is not None:
+        document["cross_validation"] = nested.document
+    return document
+
+
+def _counts(part: Part) -> dict[str, int]:
+    label = part.labelled.label
+    return {
+        "rows": len(part.dataset),
+        "factual": int(label.sum()),
+        "hallucinated": int(len(label) - label.sum()),
+        "left_out": sum(part.labelled.left_out.values()),
+        "groups": len(np.unique(part.inputs.group)),
+    }
+
+
+def _training_record(options: TrainOptions, part: Part, c: float) -> TrainingRecord:
+    return TrainingRecord(
+        data_digest=part.dataset.digest,
+        labels=options.labels,
+        judge=options.judge.described() if options.labels == "generate" else None,
+        seeds=options.seeds,
+        folds=options.folds,
+        c=c,
+        c_grid=tuple(sorted(set(options.c_grid))) if options.c == "auto" else (),
+        class_balance=options.class_balance,
+        hallutracer_version=service.__version__,
+        **_counts(part),
+    )
+
+
+def _plot_data(
+    options: TrainOptions, inputs: Inputs, crossed: OutOfFold, fitted: Fitted, nested: Evaluation | None
+) -> PlotData:
+    layers, means = layer_aurocs(inputs.label, crossed.trajectory(options.logit_scale))
+    risks: dict[str, Floats] = {}
+    if nested is not None:  # the first seed's folds; together they cover every row once
+        own = name_of(options.signals, options.logit_scale)
+        shown = {"depth mean": name_of(options.signals[:1], options.logit_scale)}
+        shown |= {"depth mean and first token": own} if len(options.signals) > 1 else {}
+        shown |= {"first-token probability": "first_token_max_prob", "prompt length": "prompt_length"}
+        risks = {text: nested.risk[name][0] for text, name in shown.items()}
+    unit = "distance from the probe's plane" if options.logit_scale == "unit_norm" else "within-class std"
+    return PlotData(
+        inputs.label,
+        risks,
+        fitted.trajectory_mean,
+        fitted.trajectory_std,
+        layers,
+        means,
+        logit_unit=unit,
+        ranking_only=("prompt length",),
+    )

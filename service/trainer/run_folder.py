@@ -1,0 +1,156 @@
+"""A run's folder: who owns it, what is already in it, and how to add to it so that a kill at any moment loses little.
+
+    run.json             data, model and options of this folder; another run is refused
+    input_ids.i32, offsets.i64     rendered prompts, one after the other
+    rows-<site>.f32      [m, N, width] little-endian float32, row i is data row i
+    first_token.f64      [N, 2] log maximum probability, entropy (nats)
+    journal.jsonl        one line per finished batch, written after its data reached the disk
+    answers.jsonl        generated answers, one line per row, in the order of the plan
+    labels-<key>.jsonl   verdicts of one judge with one set of options
+
+Knows no engine.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from service.errors import RunMismatch
+from service.readout import Geometry, Site
+
+
+def claim(folder: Path, fingerprint: dict[str, Any]) -> None:
+    """Make ``folder`` this run's, or check that it already is.
+
+    Raises:
+        RunMismatch: it belongs to another run; names the first field that differs.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "run.json"
+    wanted = json.loads(json.dumps(fingerprint))
+    if not path.exists():
+        leftover = sorted(entry.name for entry in folder.iterdir() if not entry.name.endswith(".part"))
+        if leftover:
+            raise RunMismatch(f"{folder} has no run.json but holds {leftover[0]!r}: name a new or empty run folder")
+        write_aside(path, (json.dumps(wanted, indent=2, sort_keys=True) + "\n").encode())
+        return
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise RunMismatch(f"{path} is not JSON ({error}): delete {folder} and start again") from error
+    for field, before, now in _differences(found, wanted):
+        raise RunMismatch(
+            f"{folder} was begun with {field} = {before!r}, this run has {now!r}: name another run folder, "
+            f"or delete this one to start again",
+            param=field,
+        )
+
+
+def _differences(found: Any, wanted: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
+    if isinstance(found, dict) and isinstance(wanted, dict):
+        for key in sorted(found.keys() | wanted.keys()):
+            yield from _differences(found.get(key), wanted.get(key), f"{prefix}.{key}" if prefix else key)
+    elif found != wanted:
+        yield prefix, found, wanted
+
+
+def write_aside(path: Path, data: bytes) -> None:
+    """Write next to ``path``, flush, rename: the file is whole or absent."""
+    part = path.with_name(path.name + ".part")
+    with part.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    part.replace(path)
+
+
+def write_at(descriptor: int, data: bytes, offset: int) -> None:
+    """All of ``data`` at ``offset`` of an open file.  Raises OSError where the disk takes less."""
+    written = os.pwrite(descriptor, data, offset)
+    if written != len(data):
+        raise OSError(f"only {written} of {len(data)} bytes could be written; is the disk full?")
+
+
+class AppendLog:
+    """JSON lines that only grow.  A last line torn by a kill is cut off on opening."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._file = path.open("a+b")
+        self._file.seek(0)
+        self.count = 0
+        end = 0
+        for line in self._file:
+            if not line.endswith(b"\n"):
+                break
+            self.count, end = self.count + 1, end + len(line)
+        self._file.truncate(end)
+
+    def append(self, records: Sequence[Any]) -> None:
+        """Add lines; they are on disk when this returns."""
+        text = "".join(json.dumps(record, ensure_ascii=False, sort_keys=True) + "\n" for record in records)
+        self._file.write(text.encode("utf-8", "backslashreplace"))
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self.count += len(records)
+
+    def keep(self, count: int) -> None:
+        """Cut off everything after the first ``count`` lines."""
+        self._file.seek(0)
+        end = sum(len(line) for line, _ in zip(self._file, range(count), strict=False))
+        self._file.truncate(end)
+        self.count = min(self.count, count)
+
+    def read(self) -> Iterator[Any]:
+        """The records, one by one."""
+        with self.path.open("rb") as file:
+            for line in file:
+                yield json.loads(line)
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+@dataclass(frozen=True)
+class RowsFile:
+    """One site's rows on disk, [m, N, width] float32: a layer is one contiguous slice.  Cheap to send to a process."""
+
+    path: Path
+    geometry: Geometry
+    site: Site
+    count: int  # N
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """(m, N, width)."""
+        return (self.geometry.num_layers, self.count, self.geometry.width(self.site))
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the file."""
+        return int(np.prod(self.shape, dtype=np.int64)) * 4
+
+    def layer(self, layer: int) -> NDArray[np.float32]:
+        """Map one layer's rows, [N, width], read-only; the pages are the system's and not this process's."""
+        _, count, width = self.shape
+        return np.memmap(self.path, "<f4", "r", offset=layer * count * width * 4, shape=(count, width))
+
+    def write(self, descriptor: int, index: NDArray[np.integer], rows: NDArray[np.float32]) -> None:
+        """Put rows [n, m, width] at data rows ``index`` [n] of the open file.
+
+        Written row by row and not through a map: dirty pages of a map count as this process's memory.
+        """
+        layers, count, width = self.shape
+        data = np.ascontiguousarray(rows, "<f4")
+        for layer in range(layers):
+            for place, row in enumerate(index):
+                write_at(descriptor, data[place, layer].tobytes(), (layer * count + int(row)) * width * 4)

@@ -1,0 +1,42 @@
+"""Figures: there, small, and a function of the numbers alone."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+
+import numpy as np
+from PIL import Image
+
+from service.trainer.plots import PlotData, draw
+
+
+def data(layers: int = 6, count: int = 500, seed: int = 0) -> PlotData:
+    rng = np.random.default_rng(seed)
+    label = rng.integers(0, 2, count)
+    risk = 1 / (1 + np.exp(2.0 * label - 1 + rng.normal(size=count)))
+    mean = np.stack([-np.linspace(0, 1, layers), np.linspace(0, 1, layers)])
+    risks = {"depth mean": risk, "first-token probability": rng.random(count)}
+    aurocs = 0.6 + 0.2 * rng.random((3, layers))
+    return PlotData(label, risks, mean, np.ones_like(mean), aurocs, np.array([0.8, 0.81, 0.79]), "a unit")
+
+
+def test_the_same_numbers_draw_the_same_bytes() -> None:
+    first, again = draw(data()), draw(data())
+    assert list(first) == ["layers.png", "precision_recall.png", "reliability.png", "roc.png", "trajectories.png"]
+    assert first == again
+    other = draw(data(seed=1))
+    assert all(first[name] != other[name] for name in ("layers.png", "roc.png", "reliability.png"))
+
+
+def test_they_are_small_and_carry_no_metadata() -> None:
+    for layers, count in ((2, 20), (96, 20000)):
+        for name, png in draw(data(layers, count)).items():
+            assert len(png) < 60_000, name
+            image = Image.open(io.BytesIO(png))
+            assert image.info.keys() <= {"dpi", "transparency"}
+            assert min(image.size) > 300
+
+
+def test_without_an_evaluation_only_what_is_known_is_drawn() -> None:
+    assert list(draw(dataclasses.replace(data(), risk={}))) == ["layers.png", "trajectories.png"]

@@ -1,0 +1,239 @@
+"""The whole run on a planted signal: it is found, survives kill -9, and leaves a bundle that serves."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+
+from probes_store.bundle import Bundle
+from probes_store.store import Store
+from service.errors import DataError, RunMismatch, TrainingError
+from service.readout import Site
+from service.scoring import Scorer
+from service.trainer.options import JudgeOptions, TrainOptions, parse_signals
+from service.trainer.run import train
+from tests.trainer.planted import PlantedEngine, Quiet, planted_rows, write_rows
+
+FAST: dict[str, Any] = {"folds": 3, "inner_folds": 2, "seeds": (0, 1), "c_grid": (0.1, 0.3), "jobs": 1}
+FUSED = ("depth_mean", "log_max_prob", "entropy")
+
+
+def run(folder: Path, engine: PlantedEngine | None = None, rows: Any = None, **changes: Any) -> tuple[Bundle, Quiet]:
+    folder.mkdir(exist_ok=True)
+    data = folder / "rows.jsonl"
+    if not data.exists():
+        write_rows(data, planted_rows(240) if rows is None else rows)
+    options: dict[str, Any] = FAST | {"data": data, "name": "planted", "run_dir": folder / "run"} | changes
+    console = Quiet()
+    return train(
+        TrainOptions(**options), lambda: engine or PlantedEngine(), Store(folder / "store"), console=console
+    ), console
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
+    folder = tmp_path_factory.mktemp("trained")
+    test = write_rows(folder / "test.jsonl", planted_rows(200, seed=3))
+    return run(folder, test=test, signals=FUSED, sites=(Site.RESIDUAL_STREAM,))[0]
+
+
+def test_the_planted_signal_is_found_and_recorded(trained: Bundle) -> None:
+    evaluation = trained.evaluation()
+    signals = evaluation["cross_validation"]["signals"]
+    assert signals["depth_mean_unit_norm"]["auroc"]["mean"] > 0.85
+    assert signals["prompt_length"]["auroc"]["mean"] < 0.62
+    assert signals["depth_mean_unit_norm"]["auroc_within_kind_x_template"]["mean"] > 0.8
+    assert evaluation["held_out"]["signals"]["bundle"]["auroc"] > 0.85
+    assert evaluation["held_out"]["rows"] == 200
+    manifest = trained.manifest
+    assert manifest.classifier.weight[0] > 0
+    assert manifest.signals == FUSED
+    assert manifest.training.rows == 240
+    assert manifest.training.groups == 120
+    assert manifest.training.c in manifest.training.c_grid
+    assert set(trained.probes.head.tolist()) <= {1, 2}  # head 0 carries noise alone
+    assert np.all(trained.probes.trajectory_mean[1] > trained.probes.trajectory_mean[0])
+
+
+def test_the_bundle_serves_what_was_evaluated(trained: Bundle) -> None:
+    engine = PlantedEngine()
+    scorer = Scorer(engine, trained)  # replays the golden prompts
+    risks, labels = [], []
+    for row in planted_rows(200, seed=3):
+        risks.append(scorer.score([scorer.render(prompt=row["prompt"])])[0].risk)
+        labels.append(row["label"])
+    label, risk = np.array(labels), np.array(risks)
+    held_out = trained.evaluation()["held_out"]["signals"]["bundle"]
+    assert np.mean((label - (1 - risk)) ** 2) == pytest.approx(held_out["brier"], abs=1e-5)
+    golden = trained.golden
+    assert len(golden.risk) == 8
+    assert np.all(np.diff(golden.risk) >= 0)
+    assert golden.risk[-1] - golden.risk[0] > 0.6
+
+
+def test_the_card_is_valid_and_names_what_carries_the_bundle(trained: Bundle) -> None:
+    card = trained.card()
+    front = yaml.safe_load(card.split("---\n")[1])
+    assert front["library_name"] == "hallutracer"
+    assert front["base_model"] == "scripted"
+    results = front["model-index"][0]["results"][0]
+    held_out = trained.evaluation()["held_out"]["signals"]["bundle"]
+    assert results["metrics"][0]["value"] == pytest.approx(held_out["auroc"], abs=1e-4)
+    assert "`depth_mean` carries this bundle" in card
+    assert "240 rows" in card or "| rows | 240" in card
+    for name in ("roc", "precision_recall", "reliability", "trajectories", "layers"):
+        assert f"plots/{name}.png" in card
+        data = (trained.path / "plots" / f"{name}.png").read_bytes()
+        assert data.startswith(b"\x89PNG")
+        assert len(data) < 60_000
+
+
+def test_nothing_in_the_bundle_tells_the_machine_or_the_hour(trained: Bundle) -> None:
+    for name in ("evaluation.json", "README.md"):
+        text = (trained.path / name).read_text()
+        assert str(trained.path.parents[2]) not in text
+        assert "seconds" not in text
+
+
+@pytest.mark.parametrize("scale", ["unit_norm", "standardized"])
+def test_shuffled_labels_leave_nothing(tmp_path: Path, scale: str) -> None:
+    rows = planted_rows(300, shuffled=True, per_group=1)
+    bundle, _ = run(tmp_path, rows=rows, logit_scale=scale)
+    signals = bundle.evaluation()["cross_validation"]["signals"]
+    for name in ("depth_mean_unit_norm", "depth_mean_standardized", "best_head", "best_layer", "fused_unit_norm"):
+        assert 0.4 < signals[name]["auroc"]["mean"] < 0.6
+    out_of_fold = bundle.evaluation()["out_of_fold"]["depth_mean_auroc"]
+    assert 0.4 < out_of_fold < 0.6
+
+
+def test_the_residual_stream_and_downsampling_and_a_fixed_c(tmp_path: Path) -> None:
+    bundle, _ = run(
+        tmp_path, readout=Site.RESIDUAL_STREAM, logit_scale="standardized", class_balance="downsample", c=0.2,
+        prompt_format="text",
+    )  # fmt: skip
+    manifest = bundle.manifest
+    assert manifest.readout.site == "residual_stream"
+    assert (manifest.training.c, manifest.training.c_grid) == (0.2, ())
+    assert manifest.prompt_format == "text"
+    assert np.all(bundle.probes.scale != 1)
+    assert bundle.evaluation()["cross_validation"]["signals"]["depth_mean_standardized"]["auroc"]["mean"] > 0.75
+    Scorer(PlantedEngine(), bundle)
+
+
+def test_generated_labels_are_judged_and_abstentions_left_out(tmp_path: Path) -> None:
+    bundle, console = run(tmp_path, labels="generate", judge=JudgeOptions("contains"), evaluate=False)
+    training = bundle.manifest.training
+    known = sum("known" in row["prompt"] for row in planted_rows(240))
+    assert training.factual == known
+    assert training.left_out > 10
+    assert training.factual + training.hallucinated + training.left_out == 240
+    assert (training.labels, training.judge) == ("generate", "contains")
+    assert f"| left out | {training.left_out} ({training.left_out} abstained)" in bundle.card()
+    assert "how well it works is not known" in bundle.card()
+    assert "cross_validation" not in bundle.evaluation()
+    engine = PlantedEngine()
+    again, _ = run(tmp_path, engine, labels="generate", judge=JudgeOptions("regex"), evaluate=False)
+    assert engine.extracts == engine.generates == 0  # another judge reads the answers that are there
+    assert again.manifest.training.judge == "regex"
+
+
+def test_answers_of_one_class_are_reported(tmp_path: Path) -> None:
+    rows = [{**row, "answers": ["Paris", "Rome"]} for row in planted_rows(60)]
+    with pytest.raises(TrainingError, match=r"labelled by its answers.*no row is hallucinated"):
+        run(tmp_path, rows=rows, labels="generate")
+
+
+def child(folder: Path, kill_at: int | None, **changes: Any) -> subprocess.CompletedProcess[str]:
+    options = FAST | {"evaluate": False} | changes
+    options |= {"data": str(folder / "rows.jsonl"), "run_dir": str(folder / "run"), "store": str(folder / "store")}
+    options |= {"name": "planted", "batch_rows": 16, "kill_at": kill_at}
+    return subprocess.run(
+        [sys.executable, "-m", "tests.trainer.planted", json.dumps(options)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_kill_9_and_resume_give_the_same_bundle(tmp_path: Path) -> None:
+    digests = set()
+    contents = []
+    for name, kills in (("whole", []), ("killed", [5, 9, 3])):
+        folder = tmp_path / name
+        folder.mkdir()
+        write_rows(folder / "rows.jsonl", planted_rows(160))
+        for kill_at in kills:  # in the readouts; in the readouts again or the answers; in the answers
+            done = child(folder, kill_at, labels="generate")
+            assert done.returncode == -9
+        done = child(folder, None, labels="generate")
+        assert done.returncode == 0, done.stderr
+        digests.add(done.stdout)
+        contents.append({path.name: path.read_bytes() for path in (folder / "run" / "train").iterdir()})
+    assert len(digests) == 1
+    assert next(iter(digests)).startswith("sha256:")
+    assert contents[0] == contents[1]
+
+
+def test_the_same_run_twice_publishes_once(tmp_path: Path) -> None:
+    first, _ = run(tmp_path / "a", evaluate=False)
+    again, _ = run(tmp_path / "a", evaluate=False)
+    elsewhere, _ = run(tmp_path / "b", evaluate=False, jobs=2)
+    assert again.manifest.version == 1
+    assert first.manifest.digest == again.manifest.digest == elsewhere.manifest.digest
+    other, _ = run(tmp_path / "a", evaluate=False, seeds=(0, 2))
+    assert other.manifest.digest != first.manifest.digest
+
+
+def test_bad_data_and_names_are_told_before_a_model_is_loaded(tmp_path: Path) -> None:
+    write_rows(tmp_path / "rows.jsonl", [{"id": "a"}])
+
+    def never() -> PlantedEngine:
+        raise AssertionError("a model was loaded")
+
+    options = TrainOptions(data=tmp_path / "rows.jsonl", name="planted", run_dir=tmp_path / "run")
+    with pytest.raises(DataError, match="line 1"):
+        train(options, never, Store(tmp_path / "store"), console=Quiet())
+    with pytest.raises(TrainingError, match="name must match"):
+        train(
+            TrainOptions(data=tmp_path / "rows.jsonl", name="Bad Name", run_dir=tmp_path / "run"),
+            never, Store(tmp_path / "store"), console=Quiet(),
+        )  # fmt: skip
+    assert not (tmp_path / "run").exists()
+
+
+def test_another_run_in_the_folder_is_refused(tmp_path: Path) -> None:
+    run(tmp_path, evaluate=False)
+    with pytest.raises(RunMismatch):
+        run(tmp_path, evaluate=False, batch_rows=8)
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"signals": ("entropy",)}, "signals"),
+        ({"folds": 1}, "folds"),
+        ({"seeds": (1, 1)}, "seeds"),
+        ({"c": 0.0}, "c"),
+        ({"c_grid": ()}, "c_grid"),
+        ({"abstain_pattern": "("}, "abstain_pattern"),
+        ({"labels": "generate", "judge": JudgeOptions("openai")}, "judge"),
+    ],
+)
+def test_senseless_options_are_refused(tmp_path: Path, change: dict[str, Any], field: str) -> None:
+    with pytest.raises(TrainingError) as caught:
+        TrainOptions(**({"data": tmp_path, "name": "x", "run_dir": tmp_path} | change))
+    assert caught.value.param == field
+
+
+def test_signals_as_written_on_the_command_line() -> None:
+    assert parse_signals("depth_mean") == ("depth_mean",)
+    assert parse_signals("depth_mean, first_token") == FUSED
+    with pytest.raises(TrainingError):
+        parse_signals("first_token")
