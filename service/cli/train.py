@@ -102,8 +102,8 @@ def train(
     answer_pattern: Annotated[
         str,
         typer.Option(
-            help="Regular expression whose first group is the answer inside the generated text, for judges that compare "
-            "text.  Default: the whole text.",
+            help="Regular expression whose first group is the answer inside the generated text, for judges that "
+            "compare text.  Default: the whole text.",
             envvar=env("answer-pattern"),
         ),
     ] = "",

@@ -10,6 +10,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, cast
 
 import numpy as np
@@ -89,7 +90,8 @@ class TransformersEngine:
     def load(cls, options: EngineOptions) -> TransformersEngine:
         """Load a model folder or hub name.  Raises ModelLoadError saying what was wrong, or UnknownFamily."""
         loaded = loading.load(options)
-        return cls(loaded.model, loaded.tokenizer, options=options, fingerprint=loaded.fingerprint)
+        named = replace(options, model=loaded.name)
+        return cls(loaded.model, loaded.tokenizer, options=named, fingerprint=loaded.fingerprint)
 
     @property
     def identity(self) -> ModelIdentity:

@@ -134,7 +134,7 @@ def _data(facts: CardFacts) -> str:
     labels = (
         "the data file's own"
         if training.labels == "given"
-        else f"the model's own greedy answers, judged by `{training.judge}`"
+        else f"the model's own greedy answers, judged by `{(training.judge or '').replace('|', chr(92) + '|')}`"
     )
     c = f"C = {training.c:g}"
     if training.c_grid:

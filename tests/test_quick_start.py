@@ -1,0 +1,151 @@
+"""The quick start, for real: the shipped model, both shipped bundles, the command line and a listening service."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from service.demo.picture import KNOWN, UNKNOWN
+
+ROOT = Path(__file__).parent.parent
+
+
+def environment(store: Path) -> dict[str, str]:
+    return os.environ | {"HALLUTRACER_STORE": str(store), "HALLUTRACER_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+
+
+def hallutracer(store: Path, *arguments: str, check: bool = True, stdin: str = "") -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "service.cli", *arguments]
+    done = subprocess.run(
+        command, input=stdin, capture_output=True, text=True, env=environment(store), cwd=ROOT, timeout=300, check=False
+    )
+    assert not check or done.returncode == 0, done.stderr
+    return done
+
+
+def test_score_prints_risk_decision_and_plot(tmp_path: Path) -> None:
+    out = hallutracer(tmp_path, "score", KNOWN, "--generate", "16").stdout
+    assert re.search(r"risk 0\.\d{3}  decision continue", out)
+    assert "answer It is Paris." in out
+    assert out.count("●") == 9  # eight layers and the legend
+
+
+@pytest.mark.parametrize("bundle", ["demo", "demo-fused"])
+def test_a_known_fact_is_low_and_an_obscure_one_high(tmp_path: Path, bundle: str) -> None:
+    rows = "".join(json.dumps({"prompt": text, "n": n}) + "\n" for n, text in enumerate((KNOWN, UNKNOWN)))
+    done = hallutracer(tmp_path, "score", "--input", "-", "--bundle", bundle, "--trajectory", stdin=rows)
+    known, unknown = map(json.loads, done.stdout.splitlines())
+    assert (known["n"], unknown["n"]) == (0, 1)
+    assert known["risk"] < known["threshold"] <= unknown["risk"]
+    assert (known["decision"], unknown["decision"]) == ("continue", "abstain")
+    assert len(known["trajectory"]) == 8
+
+
+def test_an_output_file_is_whole_or_absent(tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(json.dumps({"prompt": KNOWN}) + "\n")
+    target = tmp_path / "risks.jsonl"
+    hallutracer(tmp_path, "score", "--input", str(rows), "--output", str(target))
+    assert json.loads(target.read_text())["prompt"] == KNOWN
+    missing = hallutracer(
+        tmp_path, "score", "--input", str(rows), "--output", str(tmp_path / "no" / "risks.jsonl"), check=False
+    )
+    assert missing.returncode == 1
+    assert "cannot write" in missing.stderr
+
+
+def test_demo_info_and_questions(tmp_path: Path) -> None:
+    info = json.loads(hallutracer(tmp_path, "demo", "info", "--json").stdout)
+    assert Path(info["model"], "config.json").is_file()
+    assert [bundle["name"] for bundle in info["bundles"]] == ["demo", "demo-fused"]
+    splits = {}
+    for split in ("train", "test"):
+        rows = [
+            json.loads(line)
+            for line in hallutracer(tmp_path, "demo", "questions", "--split", split).stdout.splitlines()
+        ]
+        assert {"id", "prompt", "answers", "group", "kind", "exposures"} <= set(rows[0])
+        splits[split] = {row["group"] for row in rows}
+    assert not splits["train"] & splits["test"]
+
+
+@pytest.mark.parametrize("bundle", ["demo", "demo-fused"])
+def test_the_shipped_bundles_verify(tmp_path: Path, bundle: str) -> None:
+    out = hallutracer(tmp_path, "bundle", "verify", bundle).stdout
+    assert "golden prompts gave the recorded risks" in out
+    card = hallutracer(tmp_path, "bundle", "show", bundle).stdout
+    assert card.startswith("---\n")
+
+
+def test_half_precision_passes_the_golden_replay(tmp_path: Path) -> None:
+    hallutracer(tmp_path, "bundle", "verify", "demo", "--dtype", "bfloat16")
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, subprocess.Popen[str]]]:
+    store = tmp_path_factory.mktemp("store")
+    process = subprocess.Popen(
+        [sys.executable, "-m", "service.cli", "serve", "--port", "0"],
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment(store), cwd=ROOT,
+    )  # fmt: skip
+    assert process.stdout is not None
+    address = ""
+    for line in process.stdout:
+        if found := re.search(r"listening on (http://\S+),", line):
+            address = found.group(1)
+        if line.startswith("API reference"):
+            break
+    assert address, "the service never said that it is ready"
+    yield address, process
+    process.kill()
+    process.wait()
+
+
+def post(service: tuple[str, Any], **body: Any) -> Any:
+    return httpx.post(f"{service[0]}/score", json=body, timeout=60).json()
+
+
+def test_curl_answers(service: tuple[str, subprocess.Popen[str]]) -> None:
+    assert httpx.get(f"{service[0]}/health/ready").json()["bundles"] == ["demo:1", "demo-fused:1"]
+    body = post(service, prompt=[KNOWN, UNKNOWN], generate={"max_tokens": 16})
+    known, unknown = body["data"]
+    assert known["risk"] < known["threshold"] <= unknown["risk"]
+    assert known["completion"]["text"].strip() == "It is Paris."
+    assert "completion" not in unknown
+    assert body["model"] == "hallutracer-demo"
+
+
+def test_a_list_gives_the_risks_of_single_prompts(service: tuple[str, subprocess.Popen[str]]) -> None:
+    prompts = [KNOWN, UNKNOWN, "What is the chemical symbol of gold?", "Which country is Aba in, I wonder?"]
+    together = [row["risk"] for row in post(service, prompt=prompts)["data"]]
+    alone = [post(service, prompt=prompt)["data"][0]["risk"] for prompt in prompts]
+    assert together == pytest.approx(alone, abs=1e-5)
+
+
+def test_a_prompt_beyond_the_context_is_refused(service: tuple[str, subprocess.Popen[str]]) -> None:
+    error = post(service, prompt="why " * 2000)["error"]
+    assert error["code"] == "prompt_too_long"
+
+
+def test_ctrl_c_ends_it_cleanly(service: tuple[str, subprocess.Popen[str]]) -> None:
+    # Last in the file: it ends the module's service.
+    _, process = service
+    process.send_signal(signal.SIGINT)
+    for _ in range(200):
+        if process.poll() is not None:
+            break
+        time.sleep(0.05)
+    assert process.returncode in (0, 130, -signal.SIGINT)
+    assert process.stdout is not None
+    assert "Traceback" not in process.stdout.read()
