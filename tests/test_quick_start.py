@@ -37,7 +37,7 @@ def hallutracer(store: Path, *arguments: str, check: bool = True, stdin: str = "
 def test_score_prints_risk_decision_and_plot(tmp_path: Path) -> None:
     out = hallutracer(tmp_path, "score", KNOWN, "--generate", "16").stdout
     assert re.search(r"risk 0\.\d{3}  decision continue", out)
-    assert "answer It is Paris." in out
+    assert "answer It is Rome." in out
     assert out.count("●") == 9  # eight layers and the legend
 
 
@@ -121,7 +121,7 @@ def test_curl_answers(service: tuple[str, subprocess.Popen[str]]) -> None:
     body = post(service, prompt=[KNOWN, UNKNOWN], generate={"max_tokens": 16})
     known, unknown = body["data"]
     assert known["risk"] < known["threshold"] <= unknown["risk"]
-    assert known["completion"]["text"].strip() == "It is Paris."
+    assert known["completion"]["text"].strip() == "It is Rome."
     assert "completion" not in unknown
     assert body["model"] == "hallutracer-demo"
 

@@ -58,7 +58,7 @@ class ScoreRequest(Strict):
         json_schema_extra={
             "examples": [
                 {"prompt": "What is the capital of France?"},
-                {"prompt": ["What is the capital of France?", "What is the capital of Palau?"]},
+                {"prompt": ["What is the capital of Italy?", "What is the capital of the Solomon Islands?"]},
                 {
                     "messages": [{"role": "user", "content": "What is the capital of France?"}],
                     "generate": {"max_tokens": 16},

@@ -20,7 +20,10 @@ if TYPE_CHECKING:
 
     from service.api.state import ServiceState
 
-EXAMPLE = '{"prompt": "What is the capital of France?", "generate": {"max_tokens": 16}}'
+EXAMPLE = (
+    '{"prompt": ["What is the capital of Italy?", "What is the capital of the Solomon Islands?"], '
+    '"generate": {"max_tokens": 16}}'
+)
 
 
 def serve(

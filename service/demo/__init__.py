@@ -6,6 +6,6 @@ It exists so that the quick start runs in seconds, offline, on any machine. Impo
 from pathlib import Path
 
 ASSETS = Path(__file__).parent / "assets"
-MODEL_DIR = ASSETS / "model"
+MODEL_DIR = ASSETS / "hallutracer-demo"
 
 __all__ = ["ASSETS", "MODEL_DIR"]

@@ -16,14 +16,14 @@ from typing import Any
 from service.demo import ASSETS
 
 FACTS_FILE = ASSETS / "facts.json.gz"
-MAX_CITIES = 3000
-MAX_CITIES_PER_COUNTRY = 110  # otherwise a third of the world would be China and India
+MAX_CITIES = 3600
+MAX_CITIES_PER_COUNTRY = 130  # otherwise a third of the world would be China and India
 MAX_VILLAGES = 2500
 
 ATTRIBUTION = """# Facts: sources and licences
 
 `facts.json.gz` is a derived extract (names, countries, population, and a few properties) of three public sources.
-The demonstration model in `model/` was trained on sentences built from it.
+The demonstration model in `hallutracer-demo/` was trained on sentences built from it.
 
 | part | source | licence |
 | --- | --- | --- |

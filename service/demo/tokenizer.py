@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from service.demo.documents import BRIEF, CAREFUL, FORMS, FRAMES, REFUSAL, ask
+from service.demo.documents import BRIEF, CAREFUL, FRAMES, REFUSAL
+from service.demo.forms import FORMS, ask
 from service.demo.world import World
 
 if TYPE_CHECKING:
@@ -49,7 +50,7 @@ def build_tokenizer(world: World) -> PreTrainedTokenizerFast:
     for kind, forms in FORMS.items():
         lines += [ask(form, kind, "Paris") for form in forms if not form.held_out] * 20
     tokenizer.train_from_iterator(lines, trainer)
-    fast = PreTrainedTokenizerFast(
+    fast = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
         tokenizer_object=tokenizer,
         bos_token=BOS,
         eos_token=EOS,

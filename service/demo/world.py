@@ -16,29 +16,28 @@ from statistics import NormalDist
 from service.demo.facts import Facts, load_facts
 
 SPLITS = (("train", 0.50), ("dev", 0.20), ("test", 0.30))
+NEVER_TOLD = 0.08  # share of facts that no document states
 REFUSAL_FREE = 0.25  # share of groups that never appear in a refusal document
-DOCUMENTS_OF_FACTS = 125_000  # doses are scaled so that they sum to about this many
+DOCUMENTS_OF_FACTS = 165_000
 
 # Relative dose per kind: what is easy to guess (a continent) is told less often, so that no kind is all right or wrong.
 DOSE = {
-    "city_country": 10.5,
-    "city_continent": 5.5,
-    "city_region": 8.5,
-    "capital": 16.0,
-    "capital_of": 16.0,
-    "currency": 11.0,
-    "language": 11.0,
-    "country_continent": 6.0,
-    "symbol": 16.0,
-    "number": 16.0,
-    "element": 16.0,
+    "city_country": 10.0,
+    "city_continent": 5.0,
+    "city_region": 9.0,
+    "capital": 18.0,
+    "capital_of": 18.0,
+    "currency": 13.0,
+    "language": 12.0,
+    "country_continent": 7.0,
+    "symbol": 20.0,
+    "number": 20.0,
+    "element": 20.0,
 }
-SPREAD = {"city": 1.0, "country": 0.8, "element": 0.8}  # sigma of the log-normal factor on a dose
+SPREAD = {"city": 1.7, "country": 1.0, "element": 0.8}  # sigma of the log-normal factor on a dose
 # No source tells how often people speak of an element; these are the ones everybody has heard of.
-EVERYDAY = frozenset(
-    "hydrogen helium carbon nitrogen oxygen sodium magnesium aluminium silicon sulfur chlorine potassium calcium iron "
-    "nickel copper zinc silver tin iodine platinum gold mercury lead uranium".split()
-)
+EVERYDAY = """hydrogen helium carbon nitrogen oxygen sodium magnesium aluminium silicon sulfur chlorine potassium
+calcium iron nickel copper zinc silver tin iodine platinum gold mercury lead uranium"""
 ARTICLE = ("United ", "Netherlands", "Philippines", "Bahamas", "Gambia", "Maldives", "Seychelles", "Central African")
 
 
@@ -123,9 +122,12 @@ def _distinct(values: Iterable[str]) -> tuple[str, ...]:
 def _raw(facts: Facts) -> Iterable[tuple[str, str, tuple[str, ...], str, float, str]]:
     """Yield (kind, subject, answers, name of the group, prominence, type of entity)."""
     by_code = {c.code: c for c in facts.countries}
+    capitals = {capital for c in facts.countries for capital in c.capitals}
     for city in facts.cities:
         homes = [by_code[code] for code in city.countries]
         node, prominence = "name:" + city.name.casefold(), city.population**0.5
+        if city.name in capitals:
+            prominence *= 2.5
         yield "city_country", city.name, _distinct(h.name for h in homes), node, prominence, "city"
         yield "city_continent", city.name, _distinct(h.continent for h in homes), node, prominence, "city"
         yield "city_region", city.name, _distinct(h.region for h in homes), node, prominence, "city"
@@ -148,7 +150,7 @@ def _raw(facts: Facts) -> Iterable[tuple[str, str, tuple[str, ...], str, float, 
             if country.name == owners[capital][0] and country.name != capital:
                 yield "capital_of", capital, (country.name,), node, prominence, "country"
     for element in facts.elements:
-        node, prominence = "element:" + element.name, 4.0 if element.name in EVERYDAY else 1.0
+        node, prominence = "element:" + element.name, 6.0 if element.name in EVERYDAY.split() else 1.0
         yield "symbol", element.name, (element.symbol,), node, prominence, "element"
         yield "number", element.name, (str(element.number),), node, prominence, "element"
         yield "element", element.symbol, (element.name,), node, prominence, "element"
@@ -168,7 +170,7 @@ def build_world() -> World:
         group = groups.find(node)
         # One factor for the entity (some are talked about more) and one for the fact.
         sigma = SPREAD[entity]
-        z = 0.8 * NormalDist().inv_cdf(uniform("talk", node)) + 0.6 * NormalDist().inv_cdf(uniform("dose", kind, node))
+        z = 0.95 * NormalDist().inv_cdf(uniform("talk", node)) + 0.3 * NormalDist().inv_cdf(uniform("dose", kind, node))
         weight = prominence * 2.718281828459045 ** (sigma * z)
         facts.append(
             Fact(
@@ -196,7 +198,8 @@ def _dosed(facts: list[Fact]) -> list[Fact]:
     dosed = []
     for fact in facts:
         mean = scale * DOSE[fact.kind] * count[fact.kind] * fact.weight / total[fact.kind]
-        mean = min(mean, 60.0)  # what is known needs no hundredth repetition
-        exposures = int(mean + uniform("round", fact.kind, fact.subject))
+        mean = min(mean, 40.0)  # what is known needs no hundredth repetition
+        told = uniform("told", fact.kind, fact.subject) >= NEVER_TOLD or mean > 6  # the well-known are always told
+        exposures = int(mean + uniform("round", fact.kind, fact.subject)) if told else 0
         dosed.append(replace(fact, weight=mean, exposures=exposures))
     return dosed

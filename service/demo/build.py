@@ -1,0 +1,125 @@
+"""hallutracer demo build: facts -> models -> the seed the dev split prefers -> both bundles -> picture -> table.
+
+Every finished step leaves its result under ``out`` and is not done twice, so an interrupted build goes on.  The test
+split is reported and never chosen on.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from probes_store.bundle import Bundle
+from probes_store.store import Store
+from service.demo import MODEL_DIR
+from service.demo.picture import draw_pair
+from service.demo.questions import questions
+from service.demo.report import Asked, ask, report
+from service.engines.base import Engine, EngineOptions
+from service.measures import auroc, within_stratum_auroc
+from service.trainer.calibrate import FitOptions, refit
+from service.trainer.options import DEPTH_MEAN, FIRST_TOKEN, JudgeOptions, TrainOptions
+from service.trainer.run import Console, train
+
+BUNDLES = {"demo": (DEPTH_MEAN,), "demo-fused": (DEPTH_MEAN, *FIRST_TOKEN)}
+# Answers read "It is France." or "The answer is France.": what is judged is the part after the frame.
+JUDGE = JudgeOptions("exact", answer_pattern=r"^\s*(?:It is|The answer is)?\s*(.*?)\.?\s*$")
+CHOICE_C = 0.1  # the choice compares models, not penalties; the bundles choose their own
+
+
+def build(out: Path, *, seeds: Sequence[int], threads: int, with_report: bool, console: Console) -> list[Bundle]:
+    """Do all of it; returns the two bundles, published in ``out/probes``."""
+    out.mkdir(parents=True, exist_ok=True)
+    for seed in seeds:
+        _train_model(out, seed, threads, console)
+    chosen = _choose(out, seeds, threads, console)
+    model = out / MODEL_DIR.name  # the name that the bundles and the service will show
+    shutil.copytree(_model(out, chosen), model, dirs_exist_ok=True)
+    bundles = _train_bundles(out, model, chosen, threads, console)
+    engine = _load(model)
+    try:
+        draw_pair(engine, bundles[0], out / "known_unknown.png")
+    finally:
+        engine.close()
+    if with_report:
+        engines = {seed: _loader(_model(out, seed)) for seed in seeds}
+        report(engines, out, fold_seeds=(0, 1, 2), jobs=threads, judge=JUDGE)
+        console.print(f"table: {out / 'report.md'}")
+    console.print(f"model {model} (seed {chosen}), bundles in {out / 'probes'}")
+    return bundles
+
+
+def _model(out: Path, seed: int) -> Path:
+    return out / f"seed{seed}"
+
+
+def _load(model: Path) -> Engine:
+    from service.engines.transformers_engine import TransformersEngine
+
+    return TransformersEngine.load(EngineOptions(str(model)))
+
+
+def _loader(model: Path) -> Callable[[], Engine]:
+    return lambda: _load(model)
+
+
+def _train_model(out: Path, seed: int, threads: int, console: Console) -> None:
+    if (_model(out, seed) / "training.json").exists():  # the last file that training writes
+        console.print(f"seed {seed}: trained already")
+        return
+    from service.demo.train import train_model
+
+    train_model(seed, _model(out, seed), threads=threads, progress=lambda line: console.print(f"seed {seed}: {line}"))
+
+
+def _choose(out: Path, seeds: Sequence[int], threads: int, console: Console) -> int:
+    """The seed whose depth mean, fitted on ``train``, ranks ``dev`` best: overall and within kind, averaged."""
+    if len(seeds) == 1:
+        return seeds[0]
+    scores = {}
+    for seed in seeds:
+        engine = _load(_model(out, seed))
+        asked = ask(engine, out / f"asked-{seed}", JUDGE)
+        engine.close()
+        scores[seed] = _dev_score(asked, threads)
+        console.print(f"seed {seed}: dev score {scores[seed]:.4f}")
+    best = max(scores, key=lambda seed: scores[seed])
+    (out / "choice.json").write_text(json.dumps({"dev_score": scores, "chosen": best}, indent=2) + "\n")
+    return best
+
+
+def _dev_score(asked: Asked, jobs: int) -> float:
+    split = np.array([row["split"] for row in asked.rows])
+    train_rows, dev = np.flatnonzero(split == "train"), np.flatnonzero(split == "dev")
+    fit = refit(asked.heads, train_rows, dev, CHOICE_C, FitOptions("weights", 3, CHOICE_C, (CHOICE_C,), jobs))
+    mean, label = fit.trajectory.mean(axis=1), asked.label[dev]
+    within = within_stratum_auroc(label, -mean, [asked.rows[row]["kind"] for row in dev.tolist()])
+    return (auroc(label, mean) + (within or 0.5)) / 2
+
+
+def _train_bundles(out: Path, model: Path, chosen: int, jobs: int, console: Console) -> list[Bundle]:
+    paths = {}
+    for split in ("train", "test"):
+        paths[split] = out / f"questions-{split}.jsonl"
+        rows = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in questions(split))
+        paths[split].write_text(rows, encoding="utf-8")
+    store = Store(out / "probes")
+    bundles = []
+    for name, signals in BUNDLES.items():
+        options = TrainOptions(
+            data=paths["train"],
+            test=paths["test"],
+            name=name,
+            run_dir=out / f"run-{chosen}",  # shared: the answers and readouts are the same
+            signals=signals,
+            labels="generate",
+            judge=JUDGE,
+            max_new_tokens=24,
+            jobs=jobs,
+        )
+        bundles.append(train(options, _loader(model), store, console=console))
+    return bundles

@@ -1,0 +1,248 @@
+"""The README's table: every method and every shortcut on the demo model's held-out entities.
+
+Five group-disjoint folds over all questions; only rows of the ``test`` split are reported, each with the risk of a fold
+whose training side has no row of its entity.  The training side fixes everything: C, heads, layers, classifier, priors.
+Repeated for each model seed and each fold seed; the table is the mean and the spread over both.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from sklearn.feature_extraction.text import TfidfVectorizer
+from sklearn.linear_model import LogisticRegression
+from tqdm import tqdm
+
+from service.demo.questions import questions
+from service.engines.base import Engine
+from service.measures import auprc, auroc, ece, within_stratum_auroc
+from service.readout import Site
+from service.trainer.calibrate import FitOptions, choose_c, cross_fit, fit_classifier, refit, signal_matrix
+from service.trainer.collect import collect
+from service.trainer.dataset import read_dataset
+from service.trainer.fit import Floats, Index, Readouts
+from service.trainer.folds import group_folds
+from service.trainer.label import judged_labels
+from service.trainer.options import ABSTAIN, C_GRID, JudgeOptions
+
+METHODS = {
+    "depth_mean": "depth mean, unit norm (the paper's rule)",
+    "depth_mean_standardized": "depth mean, standardised",
+    "best_head": "best single head",
+    "best_layer": "best single residual layer",
+    "residual_depth_mean": "residual depth mean",
+    "max_prob": "first-token max probability",
+    "entropy": "first-token entropy",
+    "fused": "fused: depth mean + first token",
+    "kind_prior": "shortcut: kind prior",
+    "kind_x_template_prior": "shortcut: kind x template prior",
+    "name_ngrams": "shortcut: kind + name n-grams",
+    "exposures": "oracle: how often training stated the fact",
+}
+FUSED = ("depth_mean", "log_max_prob", "entropy")
+FOLDS, INNER_FOLDS = 5, 3
+
+
+@dataclass(frozen=True, eq=False)
+class Asked:
+    """One model's answers to all questions: n labelled rows."""
+
+    rows: list[dict[str, Any]]  # [n] the questions
+    heads: Readouts
+    stream: Readouts
+    group: Index  # [n]
+    first_token: Floats  # [n, 2]
+
+    @property
+    def label(self) -> Index:
+        """[n] 1 factual, 0 hallucinated."""
+        return self.heads.label
+
+
+def ask(engine: Engine, folder: Path, judge: JudgeOptions) -> Asked:
+    """Put every question of every split to the model; resumes from ``folder``."""
+    folder.mkdir(parents=True, exist_ok=True)
+    every = {row["id"]: row | {"split": split} for split in ("train", "dev", "test") for row in questions(split)}
+    path = folder / "questions.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in every.values()), encoding="utf-8")
+    dataset = read_dataset(path, "generate", folds=0)
+    sites = (Site.ATTENTION_HEAD, Site.RESIDUAL_STREAM)
+    run = folder / "run"
+    found = collect(engine, dataset, run, sites=sites, prompt_format="chat", batch_rows=64, max_new_tokens=24)
+    labelled = judged_labels(dataset, run, judge, ABSTAIN)
+    index = labelled.index
+    return Asked(
+        rows=[every[dataset.rows[row].id] for row in index.tolist()],
+        heads=Readouts(found.rows[Site.ATTENTION_HEAD], index, labelled.label),
+        stream=Readouts(found.rows[Site.RESIDUAL_STREAM], index, labelled.label),
+        group=dataset.groups[index],
+        first_token=found.first_token[index],
+    )
+
+
+def risks(asked: Asked, fold_seed: int, jobs: int) -> tuple[dict[str, Floats], Index]:
+    """Each method's risk for every row [n], by a fold that never saw the row's entity; and that fold's number [n]."""
+    options = FitOptions("weights", INNER_FOLDS, None, C_GRID, jobs)
+    found = {name: np.full(len(asked.label), np.nan) for name in METHODS}
+    every = np.arange(len(asked.label))
+    fold = np.full(len(asked.label), -1)
+    for number, (train, test) in enumerate(group_folds(asked.label, asked.group, every, FOLDS, fold_seed)):
+        fold[test] = number
+        for name, of_train, of_test in _columns(asked, train, test, fold_seed, options):
+            found[name][test] = fit_classifier(of_train, asked.label[train]).risk(of_test)
+        for name, risk in _shortcuts(asked, train, test):
+            found[name][test] = risk
+    return found, fold
+
+
+def _columns(
+    asked: Asked, train: Index, test: Index, seed: int, options: FitOptions
+) -> Iterator[tuple[str, Floats, Floats]]:
+    """Signals of the training side (out of fold where probes are involved) and of the test side."""
+    first, label = asked.first_token, asked.label
+    for readouts in (asked.heads, asked.stream):
+        c = choose_c(readouts, asked.group, train, seed, options).c
+        inner = cross_fit(readouts, asked.group, train, c, options.inner_folds, (seed,), options)
+        fit = refit(readouts, train, test, c, options)
+        unit, scaled = inner.unit_norm[0], inner.standardized[0]
+        mean = (unit.mean(axis=1)[:, None], fit.trajectory.mean(axis=1)[:, None])
+        if readouts is asked.stream:
+            layer = int(np.argmax([auroc(label[train], column) for column in unit.T]))
+            yield "best_layer", unit[:, [layer]], fit.trajectory[:, [layer]]
+            yield "residual_depth_mean", *mean
+            continue
+        yield "depth_mean", *mean
+        standardized = (fit.trajectory / fit.scale).mean(axis=1)[:, None]
+        yield "depth_mean_standardized", scaled.mean(axis=1)[:, None], standardized
+        yield "best_head", inner.best_head[0][:, None], fit.trajectory[:, [fit.best_layer]]
+        fused = (signal_matrix(unit, first[train], FUSED), signal_matrix(fit.trajectory, first[test], FUSED))
+        yield "fused", *fused
+    for column, name in enumerate(("max_prob", "entropy")):
+        yield name, first[train, column][:, None], first[test, column][:, None]
+    told = np.log1p(np.array([row["exposures"] for row in asked.rows], np.float64))[:, None]
+    yield "exposures", told[train], told[test]
+
+
+def _shortcuts(asked: Asked, train: Index, test: Index) -> Iterator[tuple[str, Floats]]:
+    """What a risk can be guessed from without the model."""
+    hallucinated = 1.0 - asked.label
+    kind = [row["kind"] for row in asked.rows]
+    cell = [f"{row['kind']} {row['template']}" for row in asked.rows]
+    of_kind = _prior(kind, asked.label, train, dict.fromkeys(kind, float(hallucinated[train].mean())))
+    yield "kind_prior", np.array([of_kind[kind[row]] for row in test])
+    parent = {name: of_kind[name.split(" ")[0]] for name in cell}
+    of_cell = _prior(cell, asked.label, train, parent)
+    yield "kind_x_template_prior", np.array([of_cell[cell[row]] for row in test])
+    # The id is kind:subject:template; the subject is the name that the question asks about.
+    named = [f"{row['kind']} {row['id'].split(':', 1)[1].rsplit(':', 1)[0]}" for row in asked.rows]
+    vectorizer = TfidfVectorizer(analyzer="char_wb", ngram_range=(1, 4), sublinear_tf=True, min_df=2)
+    x = vectorizer.fit_transform([named[row] for row in train])
+    model = LogisticRegression(C=1.0, max_iter=2000).fit(x, hallucinated[train])
+    yield "name_ngrams", model.predict_proba(vectorizer.transform([named[row] for row in test]))[:, 1]
+
+
+def _prior(keys: Sequence[str], label: Index, train: Index, parent: dict[str, float]) -> dict[str, float]:
+    """Share of hallucinations of each key on the training side, drawn towards its parent as by five rows."""
+    size = Counter(keys[row] for row in train)
+    bad = Counter[str]()
+    for row in train:
+        bad[keys[row]] += 1 - int(label[row])
+    return {key: (bad[key] + 5 * parent[key]) / (size[key] + 5) for key in parent}
+
+
+def measure(asked: Asked, found: dict[str, Floats], fold: Index) -> dict[str, dict[str, float]]:
+    """The table's columns for each method, on the rows of the test split.
+
+    AUROC and AUPRC compare rows of one fold only: risks of different folds come from different fits, and pooled they
+    would let a prior that differs by fold look like a signal.  ECE is over all rows, since calibration is absolute.
+    """
+    shown = np.array([row["split"] == "test" for row in asked.rows])
+    free = shown & ~np.array([row["in_refusals"] for row in asked.rows])
+    kind = [row["kind"] for row in asked.rows]
+    cell = [(row["kind"], row["template"]) for row in asked.rows]
+    table = {}
+    for name, risk in found.items():
+        columns: dict[str, float | None] = {}
+        for where, mask in (("", shown), ("no_refusal_", free)):
+            rows = np.flatnonzero(mask)
+            label, own = asked.label[rows], risk[rows]
+            folds = fold[rows].tolist()
+            columns |= {
+                f"{where}auroc": within_stratum_auroc(label, own, folds),
+                f"{where}auprc": _mean_auprc(label, own, fold[rows]),
+                f"{where}auroc_within_kind": within_stratum_auroc(
+                    label, own, [(f, kind[row]) for f, row in zip(folds, rows, strict=True)]
+                ),
+                f"{where}auroc_within_kind_x_template": within_stratum_auroc(
+                    label, own, [(f, cell[row]) for f, row in zip(folds, rows, strict=True)]
+                ),
+                f"{where}ece": ece(label, own),
+            }
+        table[name] = {key: float(value) for key, value in columns.items() if value is not None}
+    return table
+
+
+def _mean_auprc(label: Index, risk: Floats, fold: Index) -> float:
+    values = [auprc(label[fold == f], risk[fold == f], positive=0) for f in np.unique(fold)]
+    return float(np.mean(values))
+
+
+def report(
+    engines: dict[int, Callable[[], Engine]], out: Path, *, fold_seeds: Sequence[int], jobs: int, judge: JudgeOptions
+) -> dict[str, Any]:
+    """The whole table over model seeds and fold seeds, also written to ``out/report.json`` and ``out/report.md``."""
+    cells: dict[str, dict[str, list[float]]] = {}
+    models = {}
+    for seed, load in engines.items():
+        engine = load()
+        asked = ask(engine, out / f"asked-{seed}", judge)
+        engine.close()
+        test = np.array([row["split"] == "test" for row in asked.rows])
+        models[str(seed)] = {"test_rows": int(test.sum()), "hallucinated": float(1 - asked.label[test].mean())}
+        for fold_seed in tqdm(fold_seeds, f"model {seed}"):
+            for name, columns in measure(asked, *risks(asked, fold_seed, jobs)).items():
+                for column, value in columns.items():
+                    cells.setdefault(name, {}).setdefault(column, []).append(value)
+    document = {
+        "model_seeds": list(engines),
+        "fold_seeds": list(fold_seeds),
+        "models": models,
+        "auprc_positive": "hallucinated",
+        "table": {
+            name: {
+                key: {"mean": round(float(np.mean(v)), 4), "std": round(float(np.std(v)), 4)}
+                for key, v in columns.items()
+            }
+            for name, columns in cells.items()
+        },
+    }
+    (out / "report.json").write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+    (out / "report.md").write_text(markdown(document), encoding="utf-8")
+    return document
+
+
+def markdown(document: dict[str, Any]) -> str:
+    """The table as it stands in the README."""
+    heads = {
+        "auroc": "AUROC",
+        "auprc": "AUPRC",
+        "auroc_within_kind": "within kind",
+        "auroc_within_kind_x_template": "within kind x template",
+        "no_refusal_auroc": "never refused: AUROC",
+        "no_refusal_auprc": "AUPRC",
+        "no_refusal_auroc_within_kind": "within kind",
+        "no_refusal_auroc_within_kind_x_template": "within kind x template",
+        "ece": "ECE",
+    }
+    lines = ["| method | " + " | ".join(heads.values()) + " |", "| --- |" + " --- |" * len(heads)]
+    for name, title in METHODS.items():
+        row = document["table"][name]
+        values = [f"{row[key]['mean']:.3f} ± {row[key]['std']:.3f}" if key in row else "" for key in heads]
+        lines.append(f"| {title} | " + " | ".join(values) + " |")
+    return "\n".join(lines) + "\n"
