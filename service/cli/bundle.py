@@ -34,8 +34,9 @@ def list_(store: o.StoreOption = o.STORE_DEFAULT, as_json: o.Json = False) -> No
     table = Table(box=None, pad_edge=False)
     for column in rows[0]:
         if column != "path":
-            table.add_column(column, overflow="fold")
+            table.add_column(column, overflow="fold", no_wrap=column in ("bundle", "digest"))
     for row in rows:
+        row["digest"] = (row["digest"] or "").removeprefix("sha256:")[:12]
         table.add_row(*(", ".join(v) if isinstance(v, list) else str(v or "") for k, v in row.items() if k != "path"))
     Console(highlight=False).print(table)
 
@@ -48,7 +49,7 @@ def _described(summary: BundleSummary) -> dict[str, Any]:
         "model": manifest.model.name if manifest else None,
         "readout": manifest.readout.site if manifest else None,
         "signals": list(manifest.signals) if manifest else [],
-        "digest": manifest.digest[:19] if manifest else None,
+        "digest": manifest.digest if manifest else None,
         "problem": str(summary.error) if summary.error else None,
         "path": str(summary.path),
     }

@@ -27,7 +27,7 @@ def draw_pair(engine: Engine, bundle: Bundle, path: Path, known: str = KNOWN, un
     reports = scorer.score_or_continue(ids, Sampling(max_tokens=24), threshold=1.0)
     layers = np.arange(bundle.manifest.model.num_layers)
     probes = bundle.probes
-    figure, axes = plt.subplots(figsize=(8, 4.2), dpi=110, layout="constrained")
+    figure, axes = plt.subplots(figsize=(8, 4.6), dpi=110, layout="constrained")
     for value, name, colour in ((1, "factual rows", "#0072b2"), (0, "hallucinated rows", "#d55e00")):
         mean, std = probes.trajectory_mean[value], probes.trajectory_std[value]
         axes.fill_between(layers, mean - std, mean + std, color=colour, alpha=0.12, linewidth=0)
@@ -42,7 +42,7 @@ def draw_pair(engine: Engine, bundle: Bundle, path: Path, known: str = KNOWN, un
     axes.set_ylabel("truth logit")
     axes.set_title("Read at the last prompt token, before the first answer token", fontsize=11)
     axes.set_xticks(layers)
-    axes.legend(fontsize=8, frameon=False)
+    figure.legend(loc="outside lower center", ncols=2, fontsize=8, frameon=False)
     axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, metadata={"Software": None})
     plt.close(figure)
