@@ -8,6 +8,7 @@ a rename onto an existing version fails and the next number is tried.
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,6 +51,13 @@ class Store:
     def __init__(self, root: Path, fallbacks: Sequence[Path] = ()) -> None:
         self.root = Path(root)
         self.fallbacks = tuple(Path(fallback) for fallback in fallbacks)
+
+    def check_writable(self) -> None:
+        """Make the root and write into it, so that long work can fail first.  Raises StoreNotWritable."""
+        with writing(self.root):
+            self.root.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=self.root):
+                pass
 
     def publish(self, draft: BundleDraft) -> Bundle:
         """Write a draft as the next version of its name; content that the name already has is returned, not copied.
@@ -128,6 +136,10 @@ class Store:
                 cure=f"Use one of its versions: {known}",
             )
         return _inside(base, base / wanted.name / str(version))
+
+    def version_of(self, reference: str) -> str:
+        """The same bundle as NAME:VERSION.  Raises what ``resolve`` raises."""
+        return f"{parse_reference(reference).name}:{self.resolve(reference).name}"
 
     def load(self, reference: str) -> Bundle:
         """Resolve and load; the whole bundle is validated.  Raises what ``resolve`` and ``load_bundle`` raise."""

@@ -25,6 +25,7 @@ class ServiceState:
     """``load`` builds the scorers (first one: the default bundle); it runs in the worker thread."""
 
     load: Load
+    resolve: Callable[[str], str] = lambda reference: reference  # name@alias -> name:version
     settings: ServiceSettings = field(default_factory=ServiceSettings)
     scorers: list[Scorer] = field(default_factory=list)
     failure: str | None = None
@@ -56,15 +57,19 @@ class ServiceState:
             raise NotReady("the model and its bundles are still loading")
 
     def scorer(self, bundle: str | None, model: str | None) -> Scorer:
-        """The loaded scorer a request names; the first one where it names none.  Raises NotReady or NotFound."""
+        """The loaded scorer a request names; the first one where it names none.
+
+        Raises NotReady, NotFound, and what ``resolve`` raises for an alias that is not there.
+        """
         self.check_ready()
         identity = self.scorers[0].engine.identity
         if model is not None and model != identity.model:
             raise NotFound(f"model {model!r} is not loaded; this service runs {identity.model!r}", param="model")
         if bundle is None:
             return self.scorers[0]
+        wanted = self.resolve(bundle) if "@" in bundle else bundle
         for scorer in self.scorers:
-            if bundle in (scorer.bundle.manifest.name, scorer.bundle.reference):
+            if wanted in (scorer.bundle.manifest.name, scorer.bundle.reference):
                 return scorer
         loaded = ", ".join(scorer.bundle.reference for scorer in self.scorers)
         raise NotFound(f"bundle {bundle!r} is not loaded; loaded: {loaded}", param="bundle")

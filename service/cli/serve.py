@@ -56,7 +56,9 @@ def serve(
     from service.api.app import create_app
     from service.api.state import ServiceState
 
-    state = ServiceState(lambda: load_scorers(load_engine(loading, threads), bundles), settings)
+    state = ServiceState(
+        lambda: load_scorers(load_engine(loading, threads), bundles), books.version_of, settings=settings
+    )
 
     def loaded(state: ServiceState) -> None:
         if state.failure is not None:

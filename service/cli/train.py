@@ -222,10 +222,10 @@ def train(
         **chosen,
     )
     loading = engine_options(model, revision, dtype.value, device.value, max_batch_tokens)
-    bundle = run(
-        options,
-        lambda: load_engine(loading, threads),
-        open_store(store),
-        console=Console(stderr=True, highlight=False, soft_wrap=True),
-    )
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    try:
+        bundle = run(options, lambda: load_engine(loading, threads), open_store(store), console=console)
+    except KeyboardInterrupt:
+        console.print(f"interrupted; the same command goes on from {options.run_dir}")
+        raise
     typer.echo(f"{bundle.reference}  {bundle.manifest.digest}\n{bundle.path}")

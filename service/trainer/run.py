@@ -65,11 +65,16 @@ def train(options: TrainOptions, engine_factory: Callable[[], Engine], store: St
         DataError: rows of a data file are at fault, by line number.
         RunMismatch: the run folder belongs to another run.
         NoDirection, TrainingError: the data do not carry a probe under these options.
-        probes_store.errors.BundleError: the store refused the bundle.
+        probes_store.errors.BundleError: the store cannot be written (said first) or refused the bundle.
     """
     if not NAME.fullmatch(options.name):
-        raise TrainingError(f"name must match {NAME.pattern}, not {options.name!r}", param="name")
+        raise TrainingError(
+            "name must be 1 to 64 of a-z 0-9 . _ -, begin with a letter or digit and have no '..'; "
+            f"not {options.name!r}",
+            param="name",
+        )
     dataset, test = _read(options)
+    store.check_writable()
     console.print(f"{len(dataset)} rows in {options.data.name}" + (f", {len(test)} held out" if test else ""))
 
     engine = engine_factory()

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from fastapi.testclient import TestClient
 
+from probes_store.errors import BundleNotFound
 from service.api.app import create_app
 from service.api.state import ServiceState
 from service.engines.scripted import ScriptedEngine
@@ -26,8 +27,15 @@ class Service:
         self.engine = ScriptedEngine()
         self.bundles = [matching_bundle(self.engine, tmp_path, name, seed) for seed, name in enumerate(("one", "two"))]
         settings = ServiceSettings(max_body_bytes=20_000, max_prompts=8)
-        self.state = ServiceState(lambda: [Scorer(self.engine, bundle) for bundle in self.bundles], settings)
+        self.state = ServiceState(
+            lambda: [Scorer(self.engine, bundle) for bundle in self.bundles], self.resolve, settings
+        )
         self.client = TestClient(create_app(self.state), raise_server_exceptions=False)
+
+    def resolve(self, reference: str) -> str:
+        if reference != "two@canary":
+            raise BundleNotFound(f"no {reference}")
+        return "two:1"
 
     def post(self, **body: Any) -> Any:
         return self.client.post("/score", json=body)
@@ -88,8 +96,9 @@ def test_include(service: Service) -> None:
 
 
 def test_bundles_by_name_and_reference(service: Service) -> None:
-    for reference in ("two", "two:1"):
+    for reference in ("two", "two:1", "two@canary"):
         assert service.post(prompt="b", bundle=reference).json()["bundle"]["name"] == "two"
+    assert service.post(prompt="b", bundle="two@other").json()["error"]["code"] == "bundle_not_found"
     missing = service.post(prompt="b", bundle="three")
     assert missing.status_code == 404
     assert "one:1, two:1" in missing.json()["error"]["message"]

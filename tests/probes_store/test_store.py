@@ -431,8 +431,15 @@ def test_a_file_where_the_store_should_be(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     store = Store(tmp_path / "file" / "store")
     assert store.list() == []
-    with pytest.raises(StoreNotWritable, match="Make the store writable"):
-        store.publish(make_draft())
+    for attempt in (store.check_writable, lambda: store.publish(make_draft())):
+        with pytest.raises(StoreNotWritable, match="Make the store writable"):
+            attempt()
+
+
+def test_checking_writability_leaves_nothing_but_the_root(tmp_path: Path) -> None:
+    store = Store(tmp_path / "a" / "store")
+    store.check_writable()
+    assert list((tmp_path / "a" / "store").iterdir()) == []
 
 
 def set_aliases(root: str, alias: str) -> None:
