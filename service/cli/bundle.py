@@ -32,12 +32,13 @@ def list_(store: o.StoreOption = o.STORE_DEFAULT, as_json: o.Json = False) -> No
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False)
-    for column in rows[0]:
-        if column != "path":
-            table.add_column(column, overflow="fold", no_wrap=column in ("bundle", "digest"))
+    columns = [name for name in rows[0] if name != "path" and any(row[name] for row in rows)]
+    for name in columns:
+        table.add_column(name, overflow="fold", no_wrap=name in ("bundle", "model", "digest"))
     for row in rows:
         row["digest"] = (row["digest"] or "").removeprefix("sha256:")[:12]
-        table.add_row(*(", ".join(v) if isinstance(v, list) else str(v or "") for k, v in row.items() if k != "path"))
+        cells = (row[name] for name in columns)
+        table.add_row(*("\n".join(cell) if isinstance(cell, list) else str(cell or "") for cell in cells))
     Console(highlight=False).print(table)
 
 
