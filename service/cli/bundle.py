@@ -32,14 +32,18 @@ def list_(store: o.StoreOption = o.STORE_DEFAULT, as_json: o.Json = False) -> No
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False)
-    columns = [name for name in rows[0] if name != "path" and any(row[name] for row in rows)]
+    columns = [name for name in rows[0] if name not in ("path", "problem") and any(row[name] for row in rows)]
     for name in columns:
         table.add_column(name, overflow="fold", no_wrap=name in ("bundle", "model", "digest"))
     for row in rows:
         row["digest"] = (row["digest"] or "").removeprefix("sha256:")[:12]
         cells = (row[name] for name in columns)
         table.add_row(*("\n".join(cell) if isinstance(cell, list) else str(cell or "") for cell in cells))
-    Console(highlight=False).print(table)
+    console = Console(highlight=False)
+    console.print(table)
+    for row in rows:
+        if row["problem"]:
+            console.print(f"{row['bundle']} is damaged: {row['problem']}", style="red", soft_wrap=True, markup=False)
 
 
 def _described(summary: BundleSummary) -> dict[str, Any]:
