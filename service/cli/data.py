@@ -44,7 +44,8 @@ def convert(
 ) -> None:
     """Print JSONL rows (id, prompt, label, group, kind); counts go to stderr.
 
-    Example:  hallutracer data convert truefalse ~/true_false_data > truefalse.jsonl
+    \b
+    hallutracer data convert truefalse ~/true_false_data > truefalse.jsonl
     """
     rows, counts = READERS[name](folder)
     for row in rows:

@@ -51,8 +51,9 @@ def score(
 ) -> None:
     """Score one question, or a JSONL file of them, before anything is decoded.
 
-    Examples:  hallutracer score "What is the capital of France?" --generate 16
-               hallutracer score --input questions.jsonl --output risks.jsonl
+    \b
+    hallutracer score "What is the capital of France?" --generate 16
+    hallutracer score --input questions.jsonl --output risks.jsonl
     """
     if (prompt is None) == (input is None):
         raise typer.BadParameter("give a question, or --input FILE, and not both", param_hint="PROMPT")

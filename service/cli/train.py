@@ -188,7 +188,8 @@ def train(
     fits a probe for each head and layer, calibrates on out-of-fold depth means, and publishes NAME:VERSION with its
     model card, evaluation and plots.  Interrupt it whenever you like: the same command goes on where it stopped.
 
-    Example:  hallutracer train --model ./my-model --data questions.jsonl --labels generate --name my-probe
+    \b
+    hallutracer train --model ./my-model --data questions.jsonl --labels generate --name my-probe
     """  # fmt: skip
     from rich.console import Console
 
