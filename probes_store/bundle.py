@@ -115,7 +115,7 @@ def load_bundle(path: Path) -> Bundle:
     manifest = read_manifest(_read(path, MANIFEST, LARGEST_MANIFEST), _shown(path, MANIFEST))
     for found in path.rglob("*"):
         name = found.relative_to(path).as_posix()
-        known = name in (*manifest.files, MANIFEST, SIGNATURE, "plots") or name.startswith(".")
+        known = name in (*manifest.files, MANIFEST, SIGNATURE, "plots") or name.rsplit("/", 1)[-1].startswith(".")
         if not known:
             raise UnknownFile("the manifest does not list this file", file=_shown(path, name))
     files = {name: _read_listed(path, name, record) for name, record in manifest.files.items()}
@@ -216,7 +216,8 @@ def _read(folder: Path, name: str, limit: int) -> bytes:
         if not path.resolve().is_relative_to(folder.resolve()):
             raise BadValue("a link that leaves the bundle", file=shown, expected="a file", found=path.resolve())
         with open(path, "rb") as file:
-            data = file.read(limit + 1)
+            # Not more than there is: the manifest's size may be anything, and reading allocates what it is asked for.
+            data = file.read(min(limit, path.stat().st_size) + 1)
     except OSError as error:
         raise MissingFile(f"the file cannot be read: {error.strerror}", file=shown) from error
     if len(data) > limit:

@@ -26,8 +26,8 @@ _SUBJECT = {
         re.IGNORECASE,
     ),
     "cities": re.compile(r"^(.*?) is a (?:name of|city in)"),
-    "companies": re.compile(r"^(.*?) (?:engages|has|is|operates|provides)\b"),
-    "elements": re.compile(r"^(.*?) (?:is|has|appears|was|are)\b"),
+    "companies": re.compile(r"^(.*?) (?:engages|has|is|operates|provides|produces|acts|manages)\b"),
+    "elements": re.compile(r"^(.*?) (?:is|has|appears|was|are|forms|reacts)\b"),
     "inventions": re.compile(r"^(.*?) (?:invented|lived)\b"),
 }
 _NO_USES = re.compile(r"^There are no specific human uses for (.*?)\.")

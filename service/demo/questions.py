@@ -21,7 +21,7 @@ def _asked(fact: Fact) -> int:
 def questions(split: str) -> list[dict[str, Any]]:
     """Rows of one split ("train", "dev", "test"), always the same ones in the same order.
 
-    `prompt` is the user's turn. A fifth of the rows are in forms that no training document uses. `exposures` counts
+    `prompt` is the user's turn. About a tenth of the rows are in forms no training document uses. `exposures` counts
     the training documents that state the fact; it is the same for every training seed.
     """
     if split not in ("train", "dev", "test"):

@@ -30,6 +30,7 @@ from service.trainer.fit import Floats, Index, Readouts
 from service.trainer.folds import group_folds
 from service.trainer.label import judged_labels
 from service.trainer.options import ABSTAIN, C_GRID, JudgeOptions
+from service.trainer.run_folder import locked
 
 METHODS = {
     "depth_mean": "depth mean, unit norm (the paper's rule)",
@@ -74,8 +75,9 @@ def ask(engine: Engine, folder: Path, judge: JudgeOptions) -> Asked:
     dataset = read_dataset(path, "generate", folds=0)
     sites = (Site.ATTENTION_HEAD, Site.RESIDUAL_STREAM)
     run = folder / "run"
-    found = collect(engine, dataset, run, sites=sites, prompt_format="chat", batch_rows=64, max_new_tokens=24)
-    labelled = judged_labels(dataset, run, judge, ABSTAIN)
+    with locked(run):
+        found = collect(engine, dataset, run, sites=sites, prompt_format="chat", batch_rows=64, max_new_tokens=24)
+        labelled = judged_labels(dataset, run, judge, ABSTAIN)
     index = labelled.index
     return Asked(
         rows=[every[dataset.rows[row].id] for row in index.tolist()],

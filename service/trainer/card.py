@@ -80,7 +80,7 @@ def _front_matter(facts: CardFacts) -> str:
     if scores:
         lines += ["model-index:", f"- name: {_yaml(facts.name)}", "  results:"]
         lines += ["  - task:", "      type: text-classification", "      name: Hallucination risk at the answer onset"]
-        lines += ["    dataset:", f"      name: {_yaml(facts.data_name)}", f"      type: {_yaml(facts.data_name)}"]
+        lines += ["    dataset:", f"      name: {_yaml(scores[2])}", f"      type: {_yaml(scores[2])}"]
         lines += ["    metrics:"]
         for key, kind in (("auroc", "roc_auc"), ("brier", "brier_score"), ("accuracy", "accuracy")):
             name = f"{METRICS[key]}, {scores[1]}"
@@ -88,14 +88,18 @@ def _front_matter(facts: CardFacts) -> str:
     return "---\n" + "\n".join(lines) + "\n---\n"
 
 
-def _own_scores(facts: CardFacts) -> tuple[dict[str, float], str] | None:
-    """The bundle's own figures and where they come from; held-out rows first."""
+def _own_scores(facts: CardFacts) -> tuple[dict[str, float], str, str] | None:
+    """The bundle's own figures, how they were come by and on which file; held-out rows first."""
     test, crossed = facts.evaluation.get("held_out"), facts.evaluation.get("cross_validation")
     if test is not None:
-        return test["signals"]["bundle"], "held-out rows"
+        return test["signals"]["bundle"], "held-out rows", test["file"]
     if crossed is not None:
         row = crossed["signals"][facts.own_signal]
-        return {key: cell["mean"] for key, cell in row.items() if cell is not None}, "nested cross-validation"
+        return (
+            {key: cell["mean"] for key, cell in row.items() if cell is not None},
+            "nested cross-validation",
+            facts.data_name,
+        )
     return None
 
 

@@ -97,6 +97,8 @@ def collect(
     journal = AppendLog(folder / "journal.jsonl")
     try:
         _reserve(folder, sizes, started=journal.count > 0)
+        if [record["batch"] for record in journal.read()] != list(range(min(journal.count, len(plan)))):
+            raise RunMismatch(f"{journal.path} is not the journal of one run: delete {folder} and start again")
         _extract(engine, prompts, plan, files, first_token, journal)
     finally:
         journal.close()

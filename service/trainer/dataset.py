@@ -1,17 +1,18 @@
 """JSONL rows: read as a stream, every problem reported by line number before a model is loaded.
 
 A row: ``id``; ``prompt`` or ``messages``; ``label`` (1 factual, 0 hallucinated) or ``answers`` (accepted answers, for
-labels that are generated and judged); ``group`` (rows that folds keep together; default: the id).  Other keys are
-metadata; ``kind`` and ``template`` name strata of the report.  Prompts are not held: ``Dataset.prompts`` reads the file
-again.  Knows no engine and no tokenizer.
+labels that are generated and judged); ``group`` (rows that folds keep together; rows of one prompt are together
+anyway).  Other keys are metadata; ``kind`` and ``template`` name strata of the report.  Prompts are not held:
+``Dataset.prompts`` reads the file again.  Knows no engine and no tokenizer.
 """
 
 from __future__ import annotations
 
+import codecs
 import hashlib
 import json
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,7 @@ class Row:
 
     line: int  # 1-based
     id: str
-    group: str
+    group: str  # "" where the row names none
     label: int | None  # 1 factual, 0 hallucinated; None where it is to be generated
     answers: tuple[str, ...]
     strata: dict[str, str]  # those of STRATA that the row has
@@ -54,9 +55,12 @@ class Dataset:
 
     @property
     def groups(self) -> NDArray[np.int64]:
-        """Group of each row as a number, in order of first appearance: [N]."""
-        codes: dict[str, int] = {}
-        return np.array([codes.setdefault(row.group, len(codes)) for row in self.rows], np.int64)
+        """Group of each row as a number, in order of first appearance: [N].
+
+        Rows of one named group are together, and so are rows of one prompt whatever they name: the readout of a prompt
+        is the same under every id, so a copy on the other side of a fold would be known already.
+        """
+        return _merged(self.rows)
 
     def prompts(self) -> Iterator[tuple[Row, str | None, list[Message] | None]]:
         """Row, prompt and messages (exactly one of the two), streamed from the file.
@@ -96,7 +100,7 @@ def read_dataset(path: Path, labels: Labels, *, folds: int) -> Dataset:
             Row(
                 line=line,
                 id=value["id"],
-                group=value.get("group", value["id"]),
+                group=value.get("group", ""),
                 label=value["label"] if labels == "given" else None,
                 answers=tuple(value.get("answers", ())) if labels == "generate" else (),
                 strata={key: str(value[key]) for key in STRATA if value.get(key) is not None},
@@ -107,7 +111,7 @@ def read_dataset(path: Path, labels: Labels, *, folds: int) -> Dataset:
     if not rows and not problems:
         problems.append("the file has no rows: one JSON object per line is expected")
     if not problems and labels == "given":
-        problems += class_problems(np.array([row.label for row in rows]), np.array([row.group for row in rows]), folds)
+        problems += class_problems(np.array([row.label for row in rows]), _merged(rows), folds)
     if problems:
         raise DataError(str(path), sorted(problems, key=_line_of))
     return Dataset(path, tuple(rows), f"sha256:{digest.hexdigest()}", own_groups)
@@ -135,11 +139,27 @@ def check_disjoint(train: Dataset, test: Dataset) -> None:
     for row in test.rows:
         if row.prompt_digest in prompts:
             problems.append(f"line {row.line}: its prompt is also {train.path} line {prompts[row.prompt_digest]}")
-        elif row.group in groups:
+        elif row.group and row.group in groups:
             there = f"{train.path} line {groups[row.group]}"
             problems.append(f"line {row.line}: its group {row.group!r} is also in {there}")
     if problems:
         raise DataError(str(test.path), problems)
+
+
+def _merged(rows: Sequence[Row]) -> NDArray[np.int64]:
+    """Numbers of the groups after joining those that share a prompt (union-find)."""
+    parent: dict[object, object] = {}
+
+    def root(node: object) -> object:
+        while (above := parent.setdefault(node, node)) != node:
+            parent[node] = node = parent[above]
+        return node
+
+    for row in rows:
+        if row.group:
+            parent[root(row.group)] = root(row.prompt_digest)
+    codes: dict[object, int] = {}
+    return np.array([codes.setdefault(root(row.prompt_digest), len(codes)) for row in rows], np.int64)
 
 
 def _objects(path: Path, problems: list[str]) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -152,6 +172,8 @@ def _objects(path: Path, problems: list[str]) -> Iterator[tuple[int, dict[str, A
         for line, data in enumerate(file, 1):
             if not data.strip():
                 continue
+            if line == 1:
+                data = data.removeprefix(codecs.BOM_UTF8)
             try:
                 value = json.loads(data.decode("utf-8"), parse_constant=_refuse, object_pairs_hook=_no_repeats)
             except UnicodeDecodeError as error:
@@ -221,10 +243,12 @@ def _check_answers(value: dict[str, Any]) -> Iterator[str]:
         yield "'answers' must be a non-empty list of strings"
     elif not all(isinstance(answer, str) and answer.strip() for answer in answers):
         yield "'answers' must hold non-empty strings only"
+    elif any("\ud800" <= char <= "\udfff" for answer in answers for char in answer):
+        yield "'answers' has half of a surrogate pair (\\ud800 to \\udfff): it is not text"
 
 
 def _across(rows: list[Row]) -> Iterator[str]:
-    """Problems between rows: an id twice, one prompt of one group with both labels."""
+    """Problems between rows: an id twice; one prompt of one group, or of no named group, with both labels."""
     first: dict[str, int] = {}
     seen: dict[tuple[bytes, str], Row] = {}
     for row in rows:
@@ -240,7 +264,9 @@ def _across(rows: list[Row]) -> Iterator[str]:
 
 
 def _prompt_digest(value: dict[str, Any]) -> bytes:
-    canonical = json.dumps([value.get("prompt"), value.get("messages")], sort_keys=True)
+    # A prompt and a conversation of one user turn with the same words are the same prompt.
+    turns = value["messages"] if "messages" in value else [{"role": "user", "content": value["prompt"]}]
+    canonical = json.dumps(turns, sort_keys=True)
     return hashlib.blake2b(canonical.encode(), digest_size=16).digest()
 
 

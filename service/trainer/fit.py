@@ -2,7 +2,9 @@
 
 Fits run in processes, not threads: liblinear draws its coordinate order from one random state per process, so that
 threads would disturb each other and no fit could be repeated bit by bit.  Each process reads one layer at a time from
-the rows file.  Knows no engine, no folds and no classifier.
+the rows file: at its peak one layer's slice in float32 and, of the head being fitted, its training rows in float32 and
+float64 beside the solver's own copy (at the residual stream the head is the whole slice).  Knows no engine, no folds
+and no classifier.
 """
 
 from __future__ import annotations
@@ -32,6 +34,7 @@ Index = NDArray[np.int64]
 # liblinear penalises the intercept like a weight.  It sees a constant column of this height instead of 1, so that the
 # penalty on an intercept b is |b| / 100: nothing beside the weights', while larger heights only slow it down.
 _INTERCEPT_HEIGHT = 100.0
+_CHUNK = 4096  # rows
 _HAS_PENALTY = inspect.signature(LogisticRegression).parameters["penalty"].default == "l2"  # scikit-learn before 1.8
 
 
@@ -99,7 +102,7 @@ class ProbeFit:
 
 
 def fit_head(
-    x: Floats, label: NDArray[np.integer], c: float, site: Site, balance: ClassBalance
+    x: NDArray[np.floating], label: NDArray[np.integer], c: float, site: Site, balance: ClassBalance
 ) -> tuple[Floats, float] | None:
     """Raw-space weight [d] and bias of one head's probe, not yet divided by its norm: x [n, d], label [n].
 
@@ -109,11 +112,14 @@ def fit_head(
     if balance == "downsample":
         kept = _downsample(label)
         x, label = x[kept], label[kept]
-    mean, std = x.mean(axis=0), x.std(axis=0)
+    z = x.astype(np.float64)  # the one copy; at the residual stream it is a whole layer's
+    mean = z.mean(axis=0)
+    z -= mean
+    std = np.sqrt(np.einsum("nd,nd->d", z, z) / len(z))
     # A constant column's computed deviation is rounding, not zero; divided by it, it would become a feature of noise.
     constant = std <= 1e-9 * np.abs(mean)
     std[constant] = 1.0
-    z = (x - mean) / std
+    z /= std
     z[:, constant] = 0.0
     l1 = site is Site.ATTENTION_HEAD
     options: dict[str, Any] = (
@@ -197,20 +203,28 @@ def _fit_layer(
         for head in heads:
             columns = slice((head - first) * dim, (head - first + 1) * dim)
             for number, task in enumerate(tasks):
-                x, label = block[task.train, columns].astype(np.float64), readouts.label[task.train]
-                fitted = fit_head(x, label, task.c, readouts.file.site, balance)
+                label = readouts.label[task.train]
+                fitted = fit_head(block[task.train, columns], label, task.c, readouts.file.site, balance)
                 if fitted is None:
                     continue
                 norm = float(np.linalg.norm(fitted[0]))
                 direction, bias = fitted[0] / norm, fitted[1] / norm
-                logits = x @ direction + bias
+                logits = _project(block, task.train, columns, direction, bias)
                 quality = auroc(label, logits)
                 current = best[number]
                 if current is None or quality > current[0].auroc:  # ties stay with the lower head
                     probe = LayerProbe(layer, head, direction, bias, within_class_std(label, logits), quality)
-                    test = block[task.test, columns].astype(np.float64) @ direction + bias
-                    best[number] = (probe, test)
+                    best[number] = (probe, _project(block, task.test, columns, direction, bias))
     return best
+
+
+def _project(block: NDArray[np.float32], rows: Index, columns: slice, direction: Floats, bias: float) -> Floats:
+    """Truth logits of ``rows`` [n] in float64, a few thousand rows at a time so that no whole copy is made."""
+    logits = np.empty(len(rows))
+    for start in range(0, len(rows), _CHUNK):
+        chunk = rows[start : start + _CHUNK]
+        logits[start : start + _CHUNK] = block[chunk, columns].astype(np.float64) @ direction + bias
+    return logits
 
 
 def within_class_std(label: NDArray[np.integer], values: Floats) -> float:

@@ -18,6 +18,7 @@ from service.trainer.options import JudgeOptions
 
 Judge = Callable[[str, str, Sequence[str]], bool]  # question, answer, accepted answers -> factual
 
+_UNSPACED = re.compile("[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]")
 _ARTICLES = frozenset(("a", "an", "the"))
 _INSTRUCTION = (
     "You grade answers. Say whether the given answer states the same fact as one of the accepted answers. "
@@ -27,14 +28,19 @@ _BACKOFF_S = 0.5
 
 
 def normalise(text: str) -> str:
-    """NFKC, casefold, punctuation and symbols to spaces, English articles out, single spaces.
+    """NFKC, casefold, punctuation and symbols to spaces, English articles before a word out, single spaces.
 
-    An apostrophe joins ("don't" -> "dont"), so that spelling with and without it agrees.
+    An apostrophe joins ("don't" -> "dont"), so that spelling with and without it agrees; a minus before a digit and a
+    point or comma inside a number keep their meaning ("-5", "1,000" -> "1000"), and the last word stays ("Vitamin A").
     """
     folded = unicodedata.normalize("NFKC", unicodedata.normalize("NFKC", text).casefold())
-    joined = re.sub(r"(?<=\w)['\u2019](?=\w)", "", folded)
-    spaced = "".join(" " if unicodedata.category(char)[0] in "PSZC" else char for char in joined)
-    return " ".join(word for word in spaced.split() if word not in _ARTICLES)
+    joined = re.sub(r"(?<=\w)['\u2019](?=\w)|(?<=\d),(?=\d{3})", "", folded)
+    kept = {found.start() for found in re.finditer(r"(?<!\w)[-\u2212](?=\d)|(?<=\d)\.(?=\d)", joined)}
+    words = "".join(
+        char.replace("\u2212", "-") if place in kept or unicodedata.category(char)[0] not in "PSZC" else " "
+        for place, char in enumerate(joined)
+    ).split()
+    return " ".join(word for place, word in enumerate(words) if word not in _ARTICLES or place == len(words) - 1)
 
 
 def exact(question: str, answer: str, accepted: Sequence[str]) -> bool:
@@ -43,9 +49,13 @@ def exact(question: str, answer: str, accepted: Sequence[str]) -> bool:
 
 
 def contains(question: str, answer: str, accepted: Sequence[str]) -> bool:
-    """A normalised accepted answer occurs in the normalised answer as whole words."""
+    """A normalised accepted answer occurs in the normalised answer as whole words.
+
+    In scripts that write no spaces between words (Chinese, Japanese, Thai, ...) as a substring.
+    """
     text = f" {normalise(answer)} "
-    return any(f" {normalise(one)} " in text for one in accepted if normalise(one))
+    wanted = [one for one in map(normalise, accepted) if one]
+    return any(one in text if _UNSPACED.search(one) else f" {one} " in text for one in wanted)
 
 
 def regex(question: str, answer: str, accepted: Sequence[str]) -> bool:

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tqdm import tqdm
 
-from service.errors import DataError
+from service.errors import DataError, RunMismatch
 from service.trainer.dataset import Dataset, Message
 from service.trainer.judge import answer_problems, make_judge
 from service.trainer.options import JudgeOptions
@@ -68,7 +68,7 @@ def judged_labels(dataset: Dataset, folder: Path, options: JudgeOptions, abstain
             text = answers[place]
             if not text.strip():
                 verdict = "empty"
-            elif abstains.search(text):
+            elif abstains.search(text.replace("\u2019", "'")):
                 verdict = "abstained"
             else:
                 verdict = "factual" if judge(_question(prompt, messages), text, row.answers) else "hallucinated"
@@ -77,7 +77,10 @@ def judged_labels(dataset: Dataset, folder: Path, options: JudgeOptions, abstain
                 log.append(pending)
                 pending = []
         log.append(pending)
-        verdicts = [record["verdict"] for record in log.read()]
+        records = list(log.read())
+        if [record["id"] for record in records] != [row.id for row in dataset.rows]:
+            raise RunMismatch(f"{log.path} does not hold one verdict for each row, in order: delete it and run again")
+        verdicts = [record["verdict"] for record in records]
     finally:
         log.close()
     used = [place for place, verdict in enumerate(verdicts) if verdict in ("factual", "hallucinated")]

@@ -20,6 +20,7 @@ ABSTAIN = (
     r"(?i)\b(i am|i'm|im)\s+(not\s+(entirely\s+|quite\s+|really\s+)?(sure|certain)|unsure|uncertain|unable to)\b"
     r"|\bi\s+(do\s+not|don't|dont|really don't|cannot|can't)\s+(know|recall|remember|say|answer|tell|determine)\b"
     r"|\b(no|not enough|insufficient)\s+(idea|information)\b|\bunknown to me\b"
+    r"|\bi\s+(do\s+not|don't|dont)\s+have\s+((that|any|enough|this)\s+)?information\b"
 )
 
 LogitScale = Literal["unit_norm", "standardized"]

@@ -39,6 +39,7 @@ from service.trainer.label import Labelled, check_answers, given_labels, judged_
 from service.trainer.options import TrainOptions
 from service.trainer.plots import PlotData, draw
 from service.trainer.publish import Fitted, as_probes, draft, golden_rows, model_record, record_golden, trajectories
+from service.trainer.run_folder import locked
 
 
 class Console(Protocol):
@@ -77,6 +78,21 @@ def train(options: TrainOptions, engine_factory: Callable[[], Engine], store: St
     store.check_writable()
     console.print(f"{len(dataset)} rows in {options.data.name}" + (f", {len(test)} held out" if test else ""))
 
+    with locked(options.run_dir):
+        bundle = _run(options, dataset, test, engine_factory, store, console)
+    console.print(f"published {bundle.reference} ({bundle.manifest.digest})")
+    return bundle
+
+
+def _run(
+    options: TrainOptions,
+    dataset: Dataset,
+    test: Dataset | None,
+    engine_factory: Callable[[], Engine],
+    store: Store,
+    console: Console,
+) -> Bundle:
+    """Everything that needs the model."""
     engine = engine_factory()
     try:
         prompt_format: PromptFormat = (
@@ -106,6 +122,7 @@ def train(options: TrainOptions, engine_factory: Callable[[], Engine], store: St
         if held is not None:
             scored = trajectories(held.inputs.readouts, fitted.probes)
             document["held_out"] = held_out(held.inputs, fitted.classifier, scored, options.signals, inputs)
+            document["held_out"] |= {"file": held.dataset.path.name, "digest": held.dataset.digest}
             document["held_out"]["left_out"] = sum(held.labelled.left_out.values())
         plots = draw(_plot_data(options, inputs, crossed, fitted, nested))
 
@@ -144,7 +161,6 @@ def train(options: TrainOptions, engine_factory: Callable[[], Engine], store: St
         )
     finally:
         engine.close()
-    console.print(f"published {bundle.reference} ({bundle.manifest.digest})")
     return bundle
 
 

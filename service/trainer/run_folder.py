@@ -13,9 +13,11 @@ Knows no engine.
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +27,27 @@ from numpy.typing import NDArray
 
 from service.errors import RunMismatch
 from service.readout import Geometry, Site
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Keep other processes out of ``folder``; the lock dies with this one, however it ends.
+
+    Two writers would mix their journals, and a later run would take rows for done that nobody wrote.  Raises
+    RunMismatch where another process holds it.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise RunMismatch(
+                f"{folder} is in use by another process: wait for it, or name another run folder", param="run_dir"
+            ) from error
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def claim(folder: Path, fingerprint: dict[str, Any]) -> None:

@@ -204,3 +204,12 @@ def test_memory_does_not_grow_with_the_rows_on_disk(tmp_path: Path) -> None:
     on_disk = 2400 * 8 * 512 * 4  # what the larger run writes more
     assert (tmp_path / "3200" / "run" / "rows-attention_head.f32").stat().st_size == on_disk // 3 * 4
     assert peak[3200] - peak[800] < on_disk / 3
+
+
+def test_a_journal_of_two_writers_is_refused(dataset: Dataset, tmp_path: Path) -> None:
+    run(dataset, tmp_path / "run", max_new_tokens=None)
+    journal = tmp_path / "run" / "journal.jsonl"
+    lines = journal.read_text().splitlines(keepends=True)
+    journal.write_text("".join(lines[:2] + lines[:2] + lines[2:3]))
+    with pytest.raises(RunMismatch, match="not the journal of one run"):
+        run(dataset, tmp_path / "run", max_new_tokens=None)

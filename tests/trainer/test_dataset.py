@@ -171,3 +171,29 @@ def test_held_out_rows_may_not_be_training_rows(tmp_path: Path) -> None:
     with pytest.raises(DataError) as caught:
         check_disjoint(train, test)
     assert [problem.split(":")[0] for problem in caught.value.problems] == ["line 1", "line 2"]
+
+
+def test_rows_of_one_prompt_share_a_group_whatever_they_name(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    rows = [
+        {"id": "a", "prompt": "Where is Lyon?", "label": 1, "group": "g"},
+        {"id": "b", "messages": [{"role": "user", "content": "Where is Lyon?"}], "label": 1, "group": "h"},
+        {"id": "c", "prompt": "Where is Oslo?", "label": 0, "group": "h"},
+        {"id": "d", "prompt": "Where is Rome?", "label": 0},
+        {"id": "e", "prompt": "Where is Rome?", "label": 0},
+        {"id": "f", "prompt": "Where is Bonn?", "label": 1},
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert read_dataset(path, "given", folds=2).groups.tolist() == [0, 0, 0, 1, 1, 2]
+
+
+def test_one_prompt_with_both_labels_needs_no_group_to_be_reported(tmp_path: Path) -> None:
+    twice = [{"id": "x", "prompt": "Same?", "label": 0}, {"id": "y", "prompt": "Same?", "label": 1}]
+    (problem,) = problems_of(tmp_path, [*enough(), *twice])
+    assert problem.startswith("line 8: same prompt")
+
+
+def test_a_byte_order_mark_is_no_problem(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\r\n" for row in enough()), encoding="utf-8-sig")
+    assert len(read_dataset(path, "given", folds=2)) == 6

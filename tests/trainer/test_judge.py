@@ -44,7 +44,7 @@ def test_regex_takes_answers_as_patterns() -> None:
     assert judge.regex("", "around 1 905", [r"19\s?05", r"1\s905"])
     assert not judge.regex("", "1806", [r"19\d\d"])
     assert "not a regular expression" in judge.answer_problems(JudgeOptions("regex"), ["("])[0]
-    assert "empty once" in judge.answer_problems(JudgeOptions("contains"), ["The"])[0]
+    assert "empty once" in judge.answer_problems(JudgeOptions("contains"), ["?!"])[0]
     assert judge.answer_problems(JudgeOptions("exact"), ["Paris"]) == []
 
 
@@ -163,3 +163,26 @@ def test_an_answer_pattern_without_a_group_is_refused(tmp_path: Path) -> None:
     for pattern in ("It is", "("):
         with pytest.raises(TrainingError, match="answer_pattern"):
             TrainOptions(tmp_path / "x", "x", tmp_path, judge=JudgeOptions("exact", answer_pattern=pattern))
+
+
+@pytest.mark.parametrize(
+    ("answer", "accepted", "expected"),
+    [
+        ("It is Vitamin C.", "Vitamin A", False),
+        ("It is vitamin A.", "Vitamin A", True),
+        ("The answer is -5.", "5", False),
+        ("about 1,000 people", "1000", True),
+        ("it is 3.14", "314", False),
+        ("答案是东京。", "东京", True),
+        ("答案是大阪。", "东京", False),
+        ("It is the United States", "United States", True),
+        ("unbelievable", "able", False),
+    ],
+)
+def test_contains_keeps_what_tells_answers_apart(answer: str, accepted: str, expected: bool) -> None:
+    assert judge.contains("", answer, [accepted]) is expected
+
+
+@pytest.mark.parametrize("text", ["I don\u2019t know.", "I\u2019m not sure.", "I do not have that information."])
+def test_abstentions_in_other_spellings(text: str) -> None:
+    assert re.search(ABSTAIN, text.replace("\u2019", "'"))

@@ -200,7 +200,7 @@ def test_bad_data_and_names_are_told_before_a_model_is_loaded(tmp_path: Path) ->
     options = TrainOptions(data=tmp_path / "rows.jsonl", name="planted", run_dir=tmp_path / "run")
     with pytest.raises(DataError, match="line 1"):
         train(options, never, Store(tmp_path / "store"), console=Quiet())
-    with pytest.raises(TrainingError, match="name must match"):
+    with pytest.raises(TrainingError, match="name must be 1 to 64"):
         train(
             TrainOptions(data=tmp_path / "rows.jsonl", name="Bad Name", run_dir=tmp_path / "run"),
             never, Store(tmp_path / "store"), console=Quiet(),
