@@ -61,7 +61,21 @@ def test_the_table(asked: Asked) -> None:
     assert markdown({"table": cells}).count("\n") == len(METHODS) + 2
 
 
-def test_only_rows_of_the_test_split_are_reported(asked: Asked) -> None:
+def test_only_rows_of_the_test_split_are_reported_and_hallucinated_is_positive(asked: Asked) -> None:
     shown = np.array([row["split"] == "test" for row in asked.rows])
-    perfect = np.where(shown, 1.0 - asked.label, asked.label)
-    assert measure(asked, {"depth_mean": perfect}, np.arange(N) % 5)["depth_mean"]["auroc"] == 1.0
+    free = np.array([not row["in_refusals"] for row in asked.rows])
+    truth = 1.0 - asked.label
+    fold = np.arange(N) % 5
+
+    def columns(risk: np.ndarray) -> dict[str, float]:
+        return measure(asked, {"depth_mean": risk}, fold)["depth_mean"]
+
+    perfect = columns(np.where(shown, truth, 1 - truth))
+    assert perfect["auroc"] == perfect["auprc"] == perfect["auroc_within_kind"] == 1.0
+    assert perfect["ece"] == 0.0
+    backwards = columns(1 - truth)
+    assert backwards["auroc"] == 0.0
+    assert backwards["auprc"] < 0.7
+    only_free = columns(np.where(free, truth, 1 - truth))
+    assert only_free["no_refusal_auroc"] == only_free["no_refusal_auprc"] == 1.0
+    assert only_free["auroc"] < 0.7
