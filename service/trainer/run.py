@@ -35,6 +35,7 @@ from service.trainer.collect import Collection, collect
 from service.trainer.dataset import Dataset, check_disjoint, class_problems, read_dataset
 from service.trainer.evaluate import Evaluation, Inputs, evaluate, held_out, layer_aurocs, name_of, rounded
 from service.trainer.fit import Floats, ProbeFit, Readouts
+from service.trainer.folds import group_folds
 from service.trainer.label import Labelled, check_answers, given_labels, judged_labels
 from service.trainer.options import TrainOptions
 from service.trainer.plots import PlotData, draw
@@ -173,7 +174,26 @@ def _read(options: TrainOptions) -> tuple[Dataset, Dataset | None]:
             check_answers(one, options.judge)
     if test is not None:
         check_disjoint(dataset, test)
+    if options.labels == "given":
+        _check_folds(options, dataset)
     return dataset, test
+
+
+def _check_folds(options: TrainOptions, dataset: Dataset) -> None:
+    """Make every fold of the run before the model is loaded: a small set may leave one without a class.
+
+    Large sets do not, and there a split takes seconds.  Raises TrainingError naming seed, fold and cure.
+    """
+    label, group = np.array([row.label for row in dataset.rows], np.int64), dataset.groups
+    if min(len(np.unique(group[label == value])) for value in (0, 1)) > 10 * max(options.folds, options.inner_folds):
+        return
+    every = np.arange(len(label))
+    if options.c == "auto":
+        group_folds(label, group, every, options.inner_folds, options.seeds[0], what="inner fold")
+    for seed in options.seeds:
+        for train, _ in group_folds(label, group, every, options.folds, seed):
+            if options.evaluate:
+                group_folds(label, group, train, options.inner_folds, seed, what="inner fold")
 
 
 def _collect(

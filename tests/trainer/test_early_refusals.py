@@ -34,6 +34,14 @@ def test_a_store_that_cannot_be_written(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
+def test_folds_without_a_class(tmp_path: Path) -> None:
+    rare = [{"id": str(n), "prompt": f"q{n}", "label": int(n >= 6)} for n in range(200)]
+    small = options(tmp_path, inner_folds=5)
+    small.data.write_text("".join(json.dumps(row) + "\n" for row in rare))
+    with pytest.raises(TrainingError, match="inner fold"):
+        train(small, no_engine, Store(tmp_path / "store"), console=Console(quiet=True))
+
+
 @pytest.mark.parametrize("name", ["../x", "X", "", "a" * 65])
 def test_a_name_that_is_none(tmp_path: Path, name: str) -> None:
     with pytest.raises(TrainingError, match="begin with a letter or digit"):
