@@ -7,7 +7,7 @@ The way of a request: ``prompts.render`` -> ``Engine.score`` (prefill, readout, 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,12 +15,14 @@ from numpy.typing import NDArray
 from probes_store.bundle import Bundle
 from probes_store.golden import check_golden
 from probes_store.identity import check_identity
-from service.engines.base import Completion, Engine, Onset, Sampling, TokenIds
-from service.errors import NonFiniteReadout, RequestError
+from service.engines.base import Completion, Engine, Onset, Sampling, TokenIds, check_sampling
+from service.errors import NonFiniteReadout
 from service.guard import Decision, decide
 from service.prompts import Message, as_prompt_format, render
 from service.readout import Probes, Site
 from service.risk import depth_mean, risk
+
+KV_TOKENS = 16_384  # prompt tokens whose KV caches are held at once while some of them may go on decoding
 
 
 @dataclass(frozen=True)
@@ -90,26 +92,39 @@ class Scorer:
         threshold: float | None = None,
         cancelled: Callable[[], bool] = lambda: False,
     ) -> list[RiskReport]:
-        """Prefill once; prompts below the threshold decode on from the same KV cache, the others emit no token."""
+        """Prefill once; prompts below the threshold decode on from the same KV cache, the others emit no token.
+
+        Prompts go in groups of at most ``KV_TOKENS``, because every open continuation holds its prompt's cache.
+        """
+        check_sampling(sampling)
+        reports: list[RiskReport] = []
+        start = held = 0
+        for end, prompt in enumerate(prompts):
+            if end > start and held + len(prompt) > KV_TOKENS:
+                reports += self._group(prompts[start:end], sampling, threshold, cancelled)
+                start, held = end, 0
+            held += len(prompt)
+        return reports + self._group(prompts[start:], sampling, threshold, cancelled)
+
+    def _group(
+        self,
+        prompts: Sequence[TokenIds],
+        sampling: Sampling,
+        threshold: float | None,
+        cancelled: Callable[[], bool],
+    ) -> list[RiskReport]:
         continuations = self.engine.begin(prompts, [self._probes])
-        reports = []
         try:
-            for continuation in continuations:
-                report = self._report(continuation.onset, threshold)
-                if report.decision is Decision.CONTINUE:
+            reports = [self._report(continuation.onset, threshold) for continuation in continuations]
+            for continuation, report in zip(continuations, reports, strict=True):
+                if report.decision is not Decision.CONTINUE:
+                    continuation.close()
+            for place, continuation in enumerate(continuations):
+                if reports[place].decision is Decision.CONTINUE:
                     for _ in continuation.decode(sampling, cancelled):
                         pass
-                    report = RiskReport(
-                        report.risk,
-                        report.depth_mean,
-                        report.trajectory,
-                        report.decision,
-                        report.threshold,
-                        report.prompt_tokens,
-                        continuation.completion,
-                    )
-                continuation.close()
-                reports.append(report)
+                    reports[place] = replace(reports[place], completion=continuation.completion)
+                    continuation.close()
         finally:
             for continuation in continuations:
                 continuation.close()
@@ -134,11 +149,3 @@ class Scorer:
             threshold=limit,
             prompt_tokens=onset.prompt_tokens,
         )
-
-
-def check_token_ids(value: Sequence[int]) -> list[int]:
-    """Token ids a user sent: whole, non-negative numbers.  The engine checks them against the vocabulary."""
-    for token in value:
-        if isinstance(token, bool) or not isinstance(token, int) or token < 0:
-            raise RequestError(f"input_ids must be non-negative integers, found {token!r}", param="input_ids")
-    return list(value)

@@ -65,6 +65,16 @@ def test_an_output_file_is_whole_or_absent(tmp_path: Path) -> None:
     assert "cannot write" in missing.stderr
 
 
+def test_a_prompt_that_does_not_fit_is_said_by_line_before_any_output(tmp_path: Path) -> None:
+    rows = [{"prompt": KNOWN}] * 3 + [{"prompt": "why " * 900}]
+    done = hallutracer(
+        tmp_path, "score", "--input", "-", stdin="".join(json.dumps(row) + "\n" for row in rows), check=False
+    )
+    assert done.returncode == 1
+    assert "line 4" in done.stderr
+    assert done.stdout == ""
+
+
 def test_demo_info_and_questions(tmp_path: Path) -> None:
     info = json.loads(hallutracer(tmp_path, "demo", "info", "--json").stdout)
     assert Path(info["model"], "config.json").is_file()

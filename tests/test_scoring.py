@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -42,6 +43,39 @@ def test_gate_and_continue(tmp_path: Path) -> None:
     answered = scorer.score_or_continue(ids, Sampling(), threshold=1.0)
     assert [report.completion.text for report in answered if report.completion] == [engine.answer] * 3
     assert engine.counters.open_continuations == 0
+
+
+def test_open_caches_are_bounded_and_gated_ones_freed_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, bundle = scripted(tmp_path)
+    scorer = Scorer(engine, bundle)
+    ids = [scorer.render(prompt=f"prompt {n}") for n in range(20)]
+    monkeypatch.setattr("service.scoring.KV_TOKENS", 3 * len(ids[0]) + 5)
+    most = 0
+    begin = engine.begin
+
+    def watched(*arguments: Any) -> Any:
+        nonlocal most
+        opened = begin(*arguments)
+        most = max(most, engine.counters.open_continuations)
+        return opened
+
+    monkeypatch.setattr(engine, "begin", watched)
+    alone = scorer.score(ids)
+    middle = sorted(report.risk for report in alone)[10]
+    reports = scorer.score_or_continue(ids, Sampling(), threshold=middle)
+    assert most <= 3
+    assert engine.counters.open_continuations == 0
+    assert [report.risk for report in reports] == [report.risk for report in alone]
+    assert [report.completion is None for report in reports] == [report.risk >= middle for report in alone]
+
+
+def test_impossible_sampling_costs_no_prefill(tmp_path: Path) -> None:
+    engine, bundle = scripted(tmp_path)
+    scorer = Scorer(engine, bundle)
+    before = engine.counters.prefills
+    with pytest.raises(RequestError):
+        scorer.score_or_continue([[256, 65]], Sampling(seed=2**64), 1.0)
+    assert engine.counters.prefills == before
 
 
 def test_a_failure_while_decoding_leaves_no_cache_behind(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from fastapi import FastAPI
 from service import __version__
 from service.api import health, problems, score
 from service.api.middleware import RequestFrame
+from service.api.problems import log
 from service.api.state import ServiceState
 
 
@@ -26,6 +27,8 @@ def create_app(state: ServiceState, on_loaded: Callable[[ServiceState], None] | 
 
         loading = asyncio.create_task(load())
         yield
+        if not state.scorers and state.failure is None:
+            log.warning("stopping: waiting for the model to finish loading")
         loading.cancel()
         await asyncio.to_thread(state.stop)
 

@@ -1,4 +1,4 @@
-"""Request ids, total time and the body limit, as plain ASGI: no response is buffered."""
+"""Request ids, total time, the body limit and unforeseen errors, as plain ASGI: no response is buffered."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from service.api.problems import envelope
+from service.api.problems import envelope, log
 from service.errors import BodyTooLarge
 
 _ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
@@ -34,6 +34,7 @@ class RequestFrame:
         request_id = given if _ID.fullmatch(given) else uuid.uuid4().hex
         scope.setdefault("state", {})["request_id"] = request_id
         received = 0
+        answering = False
 
         async def bounded() -> Message:
             nonlocal received
@@ -45,7 +46,9 @@ class RequestFrame:
             return message
 
         async def framed(message: Message) -> None:
+            nonlocal answering
             if message["type"] == "http.response.start":
+                answering = True
                 out = MutableHeaders(scope=message)
                 out["x-request-id"] = request_id
                 out["x-total-time"] = f"{(time.perf_counter() - started) * 1e3:.3f}"
@@ -55,7 +58,14 @@ class RequestFrame:
         if length.isdigit() and int(length) > self.max_body_bytes:
             await envelope(413, self._limit(), BodyTooLarge.code)(scope, receive, framed)
             return
-        await self.app(scope, bounded, framed)
+        try:
+            await self.app(scope, bounded, framed)
+        except Exception as error:
+            log.error("request %s: unhandled error on %s", request_id, scope["path"], exc_info=error)
+            if answering:
+                raise
+            message = "an internal error; the server's log has the details under this request id"
+            await envelope(500, message, "internal_error")(scope, receive, framed)
 
     def _limit(self) -> str:
         return f"the body is larger than {self.max_body_bytes} bytes; split the list of prompts over several requests"

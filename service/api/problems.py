@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -13,6 +14,8 @@ from probes_store.errors import BundleError
 from service.errors import BodyTooLarge, HalluTracerError, Overloaded
 
 log = logging.getLogger("hallutracer")
+_FIELD = re.compile(r"[A-Za-z_]\w*")
+_TAGS = ("body", "str", "int", "float")
 CODES = {400: "invalid_json", 404: "not_found", 405: "method_not_allowed", 413: BodyTooLarge.code}
 
 
@@ -40,8 +43,9 @@ async def _bundles(_: Request, error: Exception) -> JSONResponse:
 
 async def _invalid(_: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, RequestValidationError)
-    first = error.errors()[0]
-    where = [str(part) for part in first["loc"] if part != "body"]
+    # A union's branches each report; the one that got deepest into the value is about what the user meant.
+    first = max(error.errors(), key=lambda one: len(_place(one["loc"])))
+    where = _place(first["loc"])
     if first["type"] == "json_invalid":
         reason = first.get("ctx", {}).get("error", "invalid")
         return envelope(400, f"the body is not valid JSON: {reason}", "invalid_json")
@@ -51,6 +55,11 @@ async def _invalid(_: Request, error: Exception) -> JSONResponse:
     return envelope(422, f"{path}: {message}" if path else message, "invalid_request", path or None)
 
 
+def _place(location: tuple[int | str, ...]) -> list[str]:
+    """The path inside the request: pydantic's names of union branches and constraints are not part of it."""
+    return [str(part) for part in location if isinstance(part, int) or _FIELD.fullmatch(part) and part not in _TAGS]
+
+
 async def _http(_: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, HTTPException)
     code = CODES.get(error.status_code, "http_error")
@@ -58,15 +67,9 @@ async def _http(_: Request, error: Exception) -> JSONResponse:
     return envelope(error.status_code, str(error.detail), code, headers=headers)
 
 
-async def _unexpected(request: Request, error: Exception) -> JSONResponse:
-    log.error("unhandled error on %s", request.url.path, exc_info=error)
-    return envelope(500, "an internal error; the server's log has the details", "internal_error")
-
-
 def install(app: FastAPI) -> None:
-    """Register the handlers."""
+    """Register the handlers; what none of them takes is ``middleware.RequestFrame``'s."""
     app.add_exception_handler(HalluTracerError, _ours)
     app.add_exception_handler(BundleError, _bundles)
     app.add_exception_handler(RequestValidationError, _invalid)
     app.add_exception_handler(HTTPException, _http)
-    app.add_exception_handler(Exception, _unexpected)

@@ -8,6 +8,11 @@ from pydantic import BaseModel, ConfigDict, Field, StrictInt, StrictStr, model_v
 
 Include = Literal["trajectory", "running_mean"]
 Risk = Annotated[float, Field(ge=0.0, le=1.0, allow_inf_nan=False)]
+# One error is enough: a body of a million wrong elements must not become a million error records on the event loop.
+Texts = Annotated[list[StrictStr], Field(fail_fast=True)]
+Ids = Annotated[list[StrictInt], Field(fail_fast=True)]
+Batches = Annotated[list[Ids], Field(fail_fast=True)]
+MOST_FIELDS = 32
 
 
 class Strict(BaseModel):
@@ -27,30 +32,30 @@ class Generate(Strict):
     """Decode on from the same KV cache where the decision is ``continue``."""
 
     max_tokens: StrictInt = Field(64, ge=1, description="at most this many answer tokens")
-    temperature: float = Field(0.0, ge=0.0, le=2.0, description="0 is greedy")
-    top_p: float = Field(1.0, gt=0.0, le=1.0)
-    seed: StrictInt | None = None
+    temperature: float = Field(0.0, ge=0.0, le=2.0, strict=True, description="0 is greedy")
+    top_p: float = Field(1.0, gt=0.0, le=1.0, strict=True)
+    seed: StrictInt | None = Field(None, ge=-(2**63), lt=2**63)
     stop: list[Annotated[StrictStr, Field(min_length=1)]] = Field(default_factory=list, max_length=8)
 
 
 class ScoreRequest(Strict):
     """Exactly one of ``prompt``, ``messages`` and ``input_ids``."""
 
-    prompt: StrictStr | list[StrictStr] | None = Field(
+    prompt: StrictStr | Texts | None = Field(
         None,
         description="a question or a list of them, rendered as the bundle's training prompts were "
         "(its prompt_format: one chat turn, or plain text)",
     )
-    messages: list[Message] | None = Field(
+    messages: Annotated[list[Message], Field(fail_fast=True)] | None = Field(
         None, description="one conversation; goes through the chat template with its generation prompt"
     )
-    input_ids: list[StrictInt] | list[list[StrictInt]] | None = Field(
-        None, description="token ids, whose last one is the answer onset"
-    )
+    input_ids: Ids | Batches | None = Field(None, description="token ids, whose last one is the answer onset")
     model: StrictStr | None = Field(None, description="must be the loaded model, where given")
     bundle: StrictStr | None = Field(None, description="name, name@alias or name:version of a loaded bundle")
-    threshold: Risk | None = Field(None, description="abstain at or above this risk; default: the bundle's own")
-    include: list[Include] = Field(default_factory=list)
+    threshold: Risk | None = Field(
+        None, strict=True, description="abstain at or above this risk; default: the bundle's own"
+    )
+    include: list[Include] = Field(default_factory=list, max_length=2)
     generate: Generate | None = None
 
     model_config = ConfigDict(
@@ -67,15 +72,19 @@ class ScoreRequest(Strict):
         },
     )
 
+    @model_validator(mode="before")
+    @classmethod
+    def _few_fields(cls, data: Any) -> Any:
+        if isinstance(data, dict) and len(data) > MOST_FIELDS:
+            raise ValueError(f"{len(data)} fields in one request; there are {len(cls.model_fields)}")
+        return data
+
     @model_validator(mode="after")
     def _exactly_one(self) -> ScoreRequest:
         given = [name for name in ("prompt", "messages", "input_ids") if getattr(self, name) is not None]
         if len(given) != 1:
             found = " and ".join(given) if given else "none of them"
             raise ValueError(f"give exactly one of 'prompt', 'messages', 'input_ids'; found {found}")
-        value = getattr(self, given[0])
-        if not value:
-            raise ValueError(f"'{given[0]}' is empty: there is no token at which a risk could be read")
         return self
 
 

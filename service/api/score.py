@@ -18,9 +18,9 @@ from service.api.schemas import (
 )
 from service.api.state import ServiceState
 from service.engines.base import Sampling
-from service.errors import RequestError
+from service.errors import EmptyPrompt, RequestError
 from service.risk import running_means
-from service.scoring import RiskReport, Scorer, check_token_ids
+from service.scoring import RiskReport, Scorer
 
 router = APIRouter(tags=["risk"])
 
@@ -41,12 +41,14 @@ def _token_ids(scorer: Scorer, body: ScoreRequest, max_prompts: int) -> list[lis
         field = "prompt"
     else:
         assert body.input_ids is not None
-        nested = isinstance(body.input_ids[0], list)
+        nested = bool(body.input_ids) and isinstance(body.input_ids[0], list)
         items = body.input_ids if nested else [body.input_ids]  # type: ignore[assignment]
         field = "input_ids"
+    if not items:
+        raise EmptyPrompt(f"{field!r} is an empty list: give at least one prompt", param=field)
     if len(items) > max_prompts:
         raise RequestError(f"{len(items)} prompts in one request; at most {max_prompts} are taken", param=field)
-    return [scorer.render(prompt=item) if isinstance(item, str) else check_token_ids(item) for item in items]
+    return [scorer.render(prompt=item) if isinstance(item, str) else item for item in items]
 
 
 def _sampling(body: ScoreRequest, limit: int) -> Sampling | None:
@@ -95,7 +97,7 @@ async def score(
         token_ids = _token_ids(scorer, body, state.settings.max_prompts)
         if sampling is None:
             return scorer.score(token_ids, threshold)
-        return scorer.score_or_continue(token_ids, sampling, threshold)
+        return scorer.score_or_continue(token_ids, sampling, threshold, state.stopping.is_set)
 
     reports, queue_ms, inference_ms = await state.run(work)
     manifest = scorer.bundle.manifest

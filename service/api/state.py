@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from threading import Event
 from typing import TypeVar
 
 from service.errors import NotFound, NotReady
@@ -30,6 +31,7 @@ class ServiceState:
     scorers: list[Scorer] = field(default_factory=list)
     failure: str | None = None
     error: BaseException | None = None
+    stopping: Event = field(default_factory=Event)
     _worker: ThreadPoolExecutor = field(
         default_factory=lambda: ThreadPoolExecutor(max_workers=1, thread_name_prefix="engine")
     )
@@ -43,7 +45,8 @@ class ServiceState:
             self.error = error
 
     def stop(self) -> None:
-        """Finish what runs, then free the model."""
+        """Refuse new work, end running decodes at their next token, wait for the worker, free the model."""
+        self.stopping.set()
         self._worker.shutdown(wait=True, cancel_futures=True)
         if self.scorers:
             self.scorers[0].engine.close()
@@ -51,6 +54,8 @@ class ServiceState:
 
     def check_ready(self) -> None:
         """Raise NotReady with the reason unless scores can be served."""
+        if self.stopping.is_set():
+            raise NotReady("the service is shutting down")
         if self.failure is not None:
             raise NotReady(f"loading failed: {self.failure}")
         if not self.scorers:
@@ -83,4 +88,9 @@ class ServiceState:
             result = work()
             return result, (started - queued) * 1e3, (time.perf_counter() - started) * 1e3
 
-        return await asyncio.get_running_loop().run_in_executor(self._worker, timed)
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._worker, timed)
+        except (asyncio.CancelledError, RuntimeError):
+            # Queued work that the worker's shutdown dropped; a real cancellation or failure goes on as it is.
+            self.check_ready()
+            raise

@@ -71,6 +71,7 @@ def show(reference: Reference, store: o.StoreOption = o.STORE_DEFAULT, as_json: 
 def verify(
     reference: Reference,
     model: o.Model = None,
+    revision: o.Revision = None,
     store: o.StoreOption = o.STORE_DEFAULT,
     dtype: o.DtypeOption = o.Dtype.AUTO,
     device: o.DeviceOption = o.Device.AUTO,
@@ -85,7 +86,7 @@ def verify(
         return
     from service.cli.loading import engine_options, load_engine, load_scorers
 
-    engine = load_engine(engine_options(model, None, dtype.value, device.value, 8192), None)
+    engine = load_engine(engine_options(model, revision, dtype.value, device.value, 8192), None)
     load_scorers(engine, [bundle])
     typer.echo(
         f"{bundle.reference}: {len(bundle.golden.risk)} golden prompts gave the recorded risks on "

@@ -13,13 +13,14 @@ import typer
 
 from service.cli import options as o
 from service.cli.loading import bundle_names, engine_options, load_engine, load_scorers, open_store
-from service.errors import DataError, HalluTracerError
+from service.errors import DataError, HalluTracerError, RequestError
 from service.settings import env
 
 if TYPE_CHECKING:
     from service.engines.base import Completion
     from service.scoring import RiskReport, Scorer
 
+Rows = list[tuple[int, dict[str, Any]]]  # line number, object
 BATCH = 256  # JSONL rows held in memory at a time; the engine cuts its own batches from them
 
 
@@ -58,13 +59,17 @@ def score(
     if (prompt is None) == (input is None):
         raise typer.BadParameter("give a question, or --input FILE, and not both", param_hint="PROMPT")
     rows = None if input is None else _read_rows(input)
-    opened = open_store(store).load(bundle_names(model, [bundle] if bundle else [])[0])
+    if output is not None and output.is_dir():
+        raise typer.BadParameter(f"{output} is a folder; name a file", param_hint="--output")
+    opened = open_store(store).load(bundle_names(model, bundle.split() if bundle else [])[0])
     engine = load_engine(engine_options(model, revision, dtype.value, device.value, max_batch_tokens), threads)
     (scorer,) = load_scorers(engine, [opened])
     if rows is not None:
-        _score_file(scorer, rows, output, threshold, generate, trajectory)
+        assert input is not None
+        prompts = _render_rows(scorer, rows, input)
+        _score_file(scorer, rows, prompts, output, threshold, generate, trajectory)
         return
-    report = _reports(scorer, [{"prompt": prompt}], threshold, generate)[0]
+    report = _reports(scorer, [scorer.render(prompt)], threshold, generate)[0]
     if as_json:
         typer.echo(json.dumps(_as_dict(scorer, report, trajectory)))
         return
@@ -73,13 +78,27 @@ def score(
     draw_report(scorer.bundle, report)
 
 
-def _reports(scorer: Scorer, rows: list[dict[str, Any]], threshold: float | None, generate: int) -> list[RiskReport]:
+def _reports(scorer: Scorer, prompts: list[list[int]], threshold: float | None, generate: int) -> list[RiskReport]:
     from service.engines.base import Sampling
 
-    prompts = [scorer.render(row.get("prompt"), row.get("messages")) for row in rows]
     if generate:
         return scorer.score_or_continue(prompts, Sampling(max_tokens=generate), threshold)
     return scorer.score(prompts, threshold)
+
+
+def _render_rows(scorer: Scorer, rows: Rows, source: Path) -> list[list[int]]:
+    """All prompts to token ids, before the first is scored: what the model cannot take is said by line, at once."""
+    prompts, problems, limit = [], [], scorer.engine.identity.max_tokens
+    for line, row in rows:
+        try:
+            prompts.append(scorer.render(row.get("prompt"), row.get("messages")))
+            if len(prompts[-1]) > limit:
+                problems.append(f"line {line}: {len(prompts[-1])} tokens are more than the model's {limit}")
+        except RequestError as error:
+            problems.append(f"line {line}: {error}")
+    if problems:
+        raise DataError(str(source), problems)
+    return prompts
 
 
 def _as_dict(scorer: Scorer, report: RiskReport, trajectory: bool) -> dict[str, Any]:
@@ -98,7 +117,7 @@ def _as_dict(scorer: Scorer, report: RiskReport, trajectory: bool) -> dict[str, 
     return row
 
 
-def _read_rows(path: Path) -> list[dict[str, Any]]:
+def _read_rows(path: Path) -> Rows:
     """Read and check every line before the model is loaded."""
     with ExitStack() as stack:
         lines: TextIO = sys.stdin if str(path) == "-" else stack.enter_context(path.open(encoding="utf-8"))
@@ -111,7 +130,7 @@ def _read_rows(path: Path) -> list[dict[str, Any]]:
                 if problem:
                     problems.append(f"line {number}: {problem}")
                 else:
-                    rows.append(json.loads(line))
+                    rows.append((number, json.loads(line)))
         except UnicodeDecodeError as error:
             raise DataError(str(path), [f"not UTF-8: {error.reason} at byte {error.start}"]) from None
     if problems or not rows:
@@ -121,8 +140,11 @@ def _read_rows(path: Path) -> list[dict[str, Any]]:
 
 def _row_problem(line: str) -> str | None:
     try:
-        row = json.loads(line)
-    except ValueError as error:
+        row = json.loads(line, parse_constant=_refuse)
+        json.dumps(row, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return "half of a surrogate pair (\\ud800 to \\udfff): it is not text"
+    except (ValueError, RecursionError) as error:
         return f"invalid JSON: {error}"
     if not isinstance(row, dict):
         return "not a JSON object"
@@ -132,12 +154,20 @@ def _row_problem(line: str) -> str | None:
         return "'prompt' must be a non-empty string"
     if "messages" in row and not (isinstance(row["messages"], list) and row["messages"]):
         return "'messages' must be a non-empty list"
+    for message in row.get("messages", []):
+        if not isinstance(message, dict) or not all(isinstance(message.get(key), str) for key in ("role", "content")):
+            return "each of 'messages' must be an object with the strings 'role' and 'content'"
     return None
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(f"{constant} is not JSON")
 
 
 def _score_file(
     scorer: Scorer,
-    rows: list[dict[str, Any]],
+    rows: Rows,
+    prompts: list[list[int]],
     output: Path | None,
     threshold: float | None,
     generate: int,
@@ -149,7 +179,8 @@ def _score_file(
         with tqdm(total=len(rows), unit="prompt", file=sys.stderr, disable=not sys.stderr.isatty()) as bar:
             for start in range(0, len(rows), BATCH):
                 batch = rows[start : start + BATCH]
-                for row, report in zip(batch, _reports(scorer, batch, threshold, generate), strict=True):
+                reports = _reports(scorer, prompts[start : start + BATCH], threshold, generate)
+                for (_, row), report in zip(batch, reports, strict=True):
                     yield json.dumps(row | _as_dict(scorer, report, trajectory), ensure_ascii=False)
                 bar.update(len(batch))
 

@@ -68,7 +68,7 @@ def serve(
         identity = state.scorers[0].engine.identity
         typer.echo(f"ready: {identity.model} ({identity.dtype}) read by {names}\n\nTry it:\n")
         typer.echo(f"  curl -s {address}/score -H 'Content-Type: application/json' -d {shlex.quote(EXAMPLE)}\n")
-        typer.echo(f"API reference: {address}/docs    Stop: Ctrl-C")
+        typer.echo(f"API reference: {address}/openapi.json    Stop: Ctrl-C")
 
     server = _server(create_app(state, loaded), host, port)
     typer.echo(f"listening on {address}, loading {loading.model} ...")

@@ -14,6 +14,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from service.errors import RequestError
 from service.readout import Geometry, Probes, Site
 
 TokenIds = Sequence[int]
@@ -70,6 +71,22 @@ class Sampling:
     top_p: float = 1.0
     seed: int | None = None
     stop: tuple[str, ...] = ()
+
+
+def check_sampling(sampling: Sampling) -> None:
+    """Raise RequestError naming the option at fault."""
+    if sampling.max_tokens < 1:
+        raise RequestError(f"max_tokens is {sampling.max_tokens}; it must be at least 1", param="max_tokens")
+    if not 0.0 <= sampling.temperature < float("inf"):
+        raise RequestError(
+            f"temperature is {sampling.temperature}; it must be 0 (greedy) or a positive number", param="temperature"
+        )
+    if not 0.0 < sampling.top_p <= 1.0:
+        raise RequestError(f"top_p is {sampling.top_p}; it must lie in (0, 1]", param="top_p")
+    if sampling.seed is not None and not -(2**63) <= sampling.seed < 2**63:
+        raise RequestError(f"seed is {sampling.seed}; it must fit into 64 bits", param="seed")
+    if any(not stop for stop in sampling.stop):
+        raise RequestError("stop holds an empty string, which would end every answer at once; remove it", param="stop")
 
 
 @dataclass(frozen=True, slots=True)

@@ -52,6 +52,11 @@ def check_prompts(prompts: Sequence[TokenIds], *, vocabulary: int, max_tokens: i
             ids = np.asarray(prompt)
         except ValueError:  # nested lists of several lengths
             ids = np.asarray(None)
+        if ids.dtype.kind == "O" and all(type(token) is int for token in prompt):
+            raise RequestError(
+                f"prompt {number} holds a token id beyond 64 bits; this model's vocabulary is 0 to {vocabulary - 1}",
+                param="input_ids",
+            )
         if ids.ndim != 1 or ids.dtype.kind not in "iu":
             raise RequestError(f"prompt {number} is not a flat list of integer token ids", param="input_ids")
         if ids.min() < 0 or ids.max() >= vocabulary:

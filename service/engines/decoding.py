@@ -7,28 +7,14 @@ from collections.abc import Callable, Sequence
 import torch
 
 from service.engines.base import Sampling
-from service.errors import RequestError
 
+GREEDY_BELOW = 1e-6  # a smaller temperature is beyond float32's reach, and its limit is the greedy token
 INCOMPLETE = "\ufffd"  # what a tokenizer writes for bytes that are not a whole character yet
-
-
-def check_sampling(sampling: Sampling) -> None:
-    """Raise RequestError naming the option at fault."""
-    if sampling.max_tokens < 1:
-        raise RequestError(f"max_tokens is {sampling.max_tokens}; it must be at least 1", param="max_tokens")
-    if not 0.0 <= sampling.temperature < float("inf"):
-        raise RequestError(
-            f"temperature is {sampling.temperature}; it must be 0 (greedy) or a positive number", param="temperature"
-        )
-    if not 0.0 < sampling.top_p <= 1.0:
-        raise RequestError(f"top_p is {sampling.top_p}; it must lie in (0, 1]", param="top_p")
-    if any(not stop for stop in sampling.stop):
-        raise RequestError("stop holds an empty string, which would end every answer at once; remove it", param="stop")
 
 
 def generator_for(sampling: Sampling, device: torch.device) -> torch.Generator | None:
     """A seeded generator for sampled decoding; None for greedy decoding."""
-    if sampling.temperature == 0.0:
+    if sampling.temperature < GREEDY_BELOW:
         return None
     generator = torch.Generator(device=device)
     if sampling.seed is None:
@@ -39,7 +25,7 @@ def generator_for(sampling: Sampling, device: torch.device) -> torch.Generator |
 
 
 def pick(logits: torch.Tensor, sampling: Sampling, generator: torch.Generator | None) -> int:
-    """The next token from float32 logits [vocab]: greedy at temperature 0, else from the nucleus of mass top_p."""
+    """The next token from float32 logits [vocab]: greedy without a generator, else from the nucleus of mass top_p."""
     if generator is None:
         return int(logits.argmax())
     # The largest is subtracted first, so that a tiny temperature cannot overflow.
@@ -47,6 +33,7 @@ def pick(logits: torch.Tensor, sampling: Sampling, generator: torch.Generator | 
     if sampling.top_p < 1.0:
         ordered, order = probabilities.sort(descending=True)
         outside = ordered.cumsum(dim=-1) - ordered >= sampling.top_p  # the token that crosses top_p stays
+        outside[0] = False  # also where top_p is zero in float32
         probabilities = probabilities.scatter(0, order, ordered.masked_fill(outside, 0.0))
     return int(torch.multinomial(probabilities, 1, generator=generator))
 

@@ -13,9 +13,9 @@ from typing import Any, Protocol
 import torch
 from transformers import DynamicCache
 
-from service.engines.base import Completion, Counters, Onset, Sampling
+from service.engines.base import Completion, Counters, Onset, Sampling, check_sampling
 from service.engines.batching import Batch
-from service.engines.decoding import TextStream, check_sampling, generator_for, pick
+from service.engines.decoding import TextStream, generator_for, pick
 from service.errors import EngineError
 
 Tensor = torch.Tensor

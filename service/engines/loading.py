@@ -35,6 +35,8 @@ def load(options: EngineOptions) -> Loaded:
     device = choose_device(options.device)
     local = Path(options.model).expanduser()
     if local.is_dir():
+        if options.revision is not None:
+            raise ModelLoadError(f"a revision is of a hub model; {local} is a folder", param="revision")
         check_folder(local)
         where: dict[str, Any] = {"pretrained_model_name_or_path": str(local), "local_files_only": True}
     elif looks_like_path(options.model):

@@ -18,8 +18,14 @@ class Tokens:
         self._digest: str | None = None
 
     def tokenize(self, text: str) -> list[int]:
-        """Plain text to ids, with the tokenizer's own special tokens.  Raises RequestError on lone surrogates."""
-        return self._encode(text, special=True)
+        """Plain text to ids, with the tokenizer's own special tokens in front.  Raises RequestError on lone surrogates.
+
+        An end token that the tokenizer appends by itself is left out: t* is the prompt's last token, not its end.
+        """
+        ids = self._encode(text, special=True)
+        end = getattr(self._tokenizer, "eos_token_id", None)
+        appended = bool(ids) and ids[-1] == end and self._encode(text, special=False)[-1:] != [end]
+        return ids[:-1] if appended else ids
 
     def render_chat(self, messages: Sequence[dict[str, str]]) -> list[int]:
         """Messages to ids through the chat template, with its generation prompt, so that t* is its last token.
@@ -36,7 +42,7 @@ class Tokens:
             raise RequestError("messages is empty; send at least one message", param="messages")
         for number, message in enumerate(messages):
             for field in ("role", "content"):
-                if not isinstance(message.get(field), str):
+                if not isinstance(message, dict) or not isinstance(message.get(field), str):
                     raise RequestError(f"message {number} needs {field!r} as a string", param="messages")
         try:
             text = self._tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False)

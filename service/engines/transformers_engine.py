@@ -27,9 +27,9 @@ from service.engines.base import (
     Onset,
     Sampling,
     TokenIds,
+    check_sampling,
 )
 from service.engines.batching import Batch, check_prompts, micro_batches, pad
-from service.engines.decoding import check_sampling
 from service.engines.families import Layout, locate
 from service.engines.generation import generate_batch
 from service.engines.hooks import LastReadout, OnsetIndex, ProbeStack, RowBuffer, Sink, TruthLogits, reading
@@ -49,7 +49,8 @@ class TransformersEngine:
     """Runs one model.  Implements ``base.Engine``.
 
     Synchronous, one thread at a time; a second thread that enters during a call gets an EngineError.  Hooks exist
-    only while a call runs.  A prompt's readout does not depend on the prompts beside it.
+    only while a call runs.  A prompt's readout does not depend on the prompts beside it: in float32 to 1e-5; in half
+    types as far as their kernels' rounding goes, which differs with the batch's shape.
     """
 
     def __init__(

@@ -7,14 +7,12 @@ give a bundle of the same digest, also where a run was killed and started again.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 
-import service
 from probes_store.bundle import Bundle
-from probes_store.manifest import NAME, TrainingRecord
+from probes_store.manifest import NAME
 from probes_store.store import Store
 from service.engines.base import Engine
 from service.errors import TrainingError
@@ -26,20 +24,20 @@ from service.trainer.calibrate import (
     cross_fit,
     fit_classifier,
     refit,
-    scale_shift,
     signal_matrix,
     stacked,
 )
 from service.trainer.card import CardFacts, write_card
-from service.trainer.collect import Collection, collect
+from service.trainer.collect import collect
 from service.trainer.dataset import Dataset, check_disjoint, class_problems, read_dataset
-from service.trainer.evaluate import Evaluation, Inputs, evaluate, held_out, layer_aurocs, name_of, rounded
+from service.trainer.evaluate import Inputs, evaluate, held_out, name_of
 from service.trainer.fit import Floats, ProbeFit, Readouts
 from service.trainer.folds import group_folds
-from service.trainer.label import Labelled, check_answers, given_labels, judged_labels
+from service.trainer.label import check_answers, given_labels, judged_labels
 from service.trainer.options import TrainOptions
-from service.trainer.plots import PlotData, draw
+from service.trainer.plots import draw
 from service.trainer.publish import Fitted, as_probes, draft, golden_rows, model_record, record_golden, trajectories
+from service.trainer.record import Part, counts, document_of, plot_data, training_record
 from service.trainer.run_folder import locked
 
 
@@ -48,16 +46,6 @@ class Console(Protocol):
 
     def print(self, *objects: Any) -> None:
         """Print a line."""
-
-
-@dataclass(frozen=True, eq=False)
-class Part:
-    """One data file, collected and labelled."""
-
-    dataset: Dataset
-    collection: Collection
-    labelled: Labelled
-    inputs: Inputs
 
 
 def train(options: TrainOptions, engine_factory: Callable[[], Engine], store: Store, *, console: Console) -> Bundle:
@@ -101,7 +89,7 @@ def _run(
         )
         part = _collect(engine, dataset, options, prompt_format, "train", folds=options.folds)
         held = _collect(engine, test, options, prompt_format, "test", folds=0) if test else None
-        told = _counts(part)
+        told = counts(part)
         console.print(f"{told['factual']} factual, {told['hallucinated']} hallucinated, {told['left_out']} left out")
 
         # Fit and calibrate.  Every number of the bundle comes from here.
@@ -119,13 +107,13 @@ def _run(
         if options.evaluate:
             nested = evaluate(inputs, folds=options.folds, seeds=options.seeds, options=fit_options)
         own = _scaled(final, options)
-        document = _document(options, part, crossed, own, choice.auroc, nested)
+        document = document_of(options, part, crossed, own, choice.auroc, nested)
         if held is not None:
             scored = trajectories(held.inputs.readouts, fitted.probes)
             document["held_out"] = held_out(held.inputs, fitted.classifier, scored, options.signals, inputs)
             document["held_out"] |= {"file": held.dataset.path.name, "digest": held.dataset.digest}
             document["held_out"]["left_out"] = sum(held.labelled.left_out.values())
-        plots = draw(_plot_data(options, inputs, crossed, fitted, nested))
+        plots = draw(plot_data(options, inputs, crossed, fitted, nested))
 
         # Publish.
         chosen = golden_rows(fitted.classifier.risk(signal_matrix(own, inputs.first_token, options.signals)))
@@ -137,7 +125,7 @@ def _run(
             options.signals,
             trajectories(inputs.readouts, fitted.probes)[chosen],
         )
-        training = _training_record(options, part, choice.c)
+        training = training_record(options, part, choice.c)
         card = write_card(
             CardFacts(
                 name=options.name,
@@ -244,81 +232,3 @@ def _calibrate(options: TrainOptions, inputs: Inputs, crossed: OutOfFold, final:
         trajectory_std=np.stack([rows.std(axis=0) for rows in by_class]),
     )
     return fitted, signals
-
-
-def _document(
-    options: TrainOptions,
-    part: Part,
-    crossed: OutOfFold,
-    own: Floats,
-    search: dict[str, float | None],
-    nested: Evaluation | None,
-) -> dict[str, Any]:
-    """evaluation.json."""
-    label, trajectory = part.inputs.label, crossed.trajectory(options.logit_scale)
-    layers, means = layer_aurocs(label, trajectory)
-    document: dict[str, Any] = {
-        "data": {"file": options.data.name, "digest": part.dataset.digest} | _counts(part),
-        "c_search": rounded(search),
-        "out_of_fold": {
-            "layer_auroc": rounded(layers.mean(axis=0).tolist()),
-            "depth_mean_auroc": rounded(float(means.mean())),
-            "depth_mean_cross_fitted_and_refitted": rounded(
-                scale_shift(trajectory.mean(axis=-1), own.mean(axis=-1), label)
-            ),
-        },
-        "signal_of_the_bundle": name_of(options.signals, options.logit_scale),
-    }
-    if nested is not None:
-        document["cross_validation"] = nested.document
-    return document
-
-
-def _counts(part: Part) -> dict[str, int]:
-    label = part.labelled.label
-    return {
-        "rows": len(part.dataset),
-        "factual": int(label.sum()),
-        "hallucinated": int(len(label) - label.sum()),
-        "left_out": sum(part.labelled.left_out.values()),
-        "groups": len(np.unique(part.inputs.group)),
-    }
-
-
-def _training_record(options: TrainOptions, part: Part, c: float) -> TrainingRecord:
-    return TrainingRecord(
-        data_digest=part.dataset.digest,
-        labels=options.labels,
-        judge=options.judge.described() if options.labels == "generate" else None,
-        seeds=options.seeds,
-        folds=options.folds,
-        c=c,
-        c_grid=tuple(sorted(set(options.c_grid))) if options.c == "auto" else (),
-        class_balance=options.class_balance,
-        hallutracer_version=service.__version__,
-        **_counts(part),
-    )
-
-
-def _plot_data(
-    options: TrainOptions, inputs: Inputs, crossed: OutOfFold, fitted: Fitted, nested: Evaluation | None
-) -> PlotData:
-    layers, means = layer_aurocs(inputs.label, crossed.trajectory(options.logit_scale))
-    risks: dict[str, Floats] = {}
-    if nested is not None:  # the first seed's folds; together they cover every row once
-        own = name_of(options.signals, options.logit_scale)
-        shown = {"depth mean": name_of(options.signals[:1], options.logit_scale)}
-        shown |= {"depth mean and first token": own} if len(options.signals) > 1 else {}
-        shown |= {"first-token probability": "first_token_max_prob", "prompt length": "prompt_length"}
-        risks = {text: nested.risk[name][0] for text, name in shown.items()}
-    unit = "distance from the probe's plane" if options.logit_scale == "unit_norm" else "within-class std"
-    return PlotData(
-        inputs.label,
-        risks,
-        fitted.trajectory_mean,
-        fitted.trajectory_std,
-        layers,
-        means,
-        logit_unit=unit,
-        ranking_only=("prompt length",),
-    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -120,10 +121,20 @@ def test_generate_goes_on_only_below_the_threshold(service: Service) -> None:
     [
         ({}, 422, None),
         ({"prompt": "a", "input_ids": [1]}, 422, None),
-        ({"prompt": ""}, 422, None),
-        ({"prompt": []}, 422, None),
+        ({"prompt": ""}, 422, "prompt"),
+        ({"prompt": []}, 422, "prompt"),
+        ({"input_ids": []}, 422, "input_ids"),
         ({"prompt": ["a", " "]}, 422, "prompt"),
-        ({"prompt": 3}, 422, "prompt.str"),
+        ({"prompt": 3}, 422, "prompt"),
+        ({"prompt": ["a", 5]}, 422, "prompt.1"),
+        ({"input_ids": [[1, 2], [3, "x"]]}, 422, "input_ids.1.1"),
+        ({"input_ids": [2**70]}, 422, "input_ids"),
+        ({"input_ids": [True]}, 422, "input_ids.0"),
+        ({f"f{n}": 1 for n in range(40)}, 422, None),
+        ({"prompt": "a", "threshold": True}, 422, "threshold"),
+        ({"prompt": "a", "threshold": "0.5"}, 422, "threshold"),
+        ({"prompt": "a", "generate": {"seed": 2**64}}, 422, "generate.seed"),
+        ({"prompt": "a", "generate": {"temperature": True}}, 422, "generate.temperature"),
         ({"prompt": "a", "treshold": 0.1}, 422, "treshold"),
         ({"prompt": "a", "threshold": 1.5}, 422, "threshold"),
         ({"prompt": "a", "threshold": "0.5x"}, 422, "threshold"),
@@ -133,7 +144,7 @@ def test_generate_goes_on_only_below_the_threshold(service: Service) -> None:
         ({"input_ids": [-1]}, 422, "input_ids"),
         ({"input_ids": [[1], []]}, 422, "input_ids"),
         ({"input_ids": [999_999]}, 422, "input_ids"),
-        ({"messages": []}, 422, None),
+        ({"messages": []}, 422, "messages"),
         ({"messages": [{"role": "robot", "content": "a"}]}, 422, "messages.0.role"),
         ({"prompt": "a", "generate": {"max_tokens": 0}}, 422, "generate.max_tokens"),
         ({"prompt": "a", "generate": {"max_tokens": 10**6}}, 422, "generate.max_tokens"),
@@ -181,9 +192,11 @@ def test_request_ids(service: Service) -> None:
 
 def test_engine_failures_are_500_without_details(service: Service) -> None:
     service.engine.fail = RuntimeError("secret detail")
-    response = service.post(prompt="a")
+    response = service.client.post("/score", json={"prompt": "a"}, headers={"X-Request-Id": "abc"})
     assert response.status_code == 500
     assert "secret" not in response.text
+    assert response.json()["error"]["code"] == "internal_error"
+    assert response.headers["x-request-id"] == "abc"
     service.engine.fail = None
     service.engine.nan_layer = 0
     assert service.post(prompt="a").json()["error"]["code"] == "non_finite_readout"
@@ -192,6 +205,41 @@ def test_engine_failures_are_500_without_details(service: Service) -> None:
 def test_unknown_paths_and_methods_use_the_envelope(service: Service) -> None:
     assert service.client.get("/nothing").json()["error"]["code"] == "not_found"
     assert service.client.get("/score").json()["error"]["code"] == "method_not_allowed"
+
+
+def test_many_wrong_elements_are_one_error(service: Service) -> None:
+    for body in ({"input_ids": [""] * 4000}, {"messages": [0] * 4000}, {"prompt": [0] * 4000}):
+        error = service.client.post("/score", json=body).json()["error"]
+        assert len(error["message"]) < 200
+
+
+def test_empty_prompts_have_one_code(service: Service) -> None:
+    for body in ({"prompt": ""}, {"prompt": [""]}, {"prompt": []}, {"input_ids": []}, {"messages": []}):
+        assert service.client.post("/score", json=body).json()["error"]["code"] == "empty_prompt", body
+
+
+def test_shutting_down_answers_503_to_queued_work(service: Service) -> None:
+    entered, release = threading.Event(), threading.Event()
+
+    def block(_: str) -> None:
+        entered.set()
+        release.wait(10)
+
+    service.engine.before = block
+    answers: list[Any] = []
+    threads = [threading.Thread(target=lambda: answers.append(service.post(prompt="a"))) for _ in range(2)]
+    threads[0].start()
+    assert entered.wait(10)
+    threads[1].start()
+    time.sleep(0.2)
+    stopper = threading.Thread(target=service.state.stop)
+    stopper.start()
+    time.sleep(0.2)
+    release.set()
+    for thread in (*threads, stopper):
+        thread.join(20)
+    assert sorted(answer.status_code for answer in answers) == [200, 503]
+    assert all(answer.headers["content-type"] == "application/json" for answer in answers)
 
 
 def test_openapi_names_the_examples(service: Service) -> None:

@@ -77,6 +77,11 @@ def test_a_variable_stands_for_a_flag(
         (['{"prompt": "a", "messages": []}'], "line 1: give exactly one"),
         (["", '{"prompt": " "}'], "line 2: 'prompt' must be a non-empty string"),
         ([], "no rows"),
+        (['{"messages": ["x"]}'], "line 1: each of 'messages'"),
+        (['{"messages": [{"role": "user"}]}'], "line 1: each of 'messages'"),
+        (["[" * 100_000], "line 1: invalid JSON"),
+        (['{"prompt": "a", "note": "\\ud800"}'], "line 1: half of a surrogate pair"),
+        (['{"prompt": "a", "x": NaN}'], "line 1: invalid JSON: NaN is not JSON"),
     ],
 )
 def test_score_reports_lines(

@@ -98,3 +98,16 @@ def test_a_slow_tokenizer_is_digested_by_vocabulary_and_special_tokens():
     digest = Tokens(Slow({"a": 0, "b": 1})).digest
     assert digest == Tokens(Slow({"b": 1, "a": 0})).digest
     assert digest != Tokens(Slow({"a": 1, "b": 0})).digest
+
+
+def test_an_end_token_that_the_tokenizer_appends_is_not_the_answer_onset():
+    from tokenizers.processors import TemplateProcessing
+
+    tokenizer = tiny.tokenizer()
+    plain = Tokens(tokenizer).tokenize("a b")
+    end, number = tokenizer.eos_token, tokenizer.eos_token_id
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single=f"$A {end}", special_tokens=[(end, number)])
+    assert tokenizer("a b")["input_ids"][-1] == number
+    bare = [token for token in plain if token != tokenizer.bos_token_id]
+    assert Tokens(tokenizer).tokenize("a b") == bare
+    assert Tokens(tokenizer).tokenize(f"a b{end}")[-1] == number
