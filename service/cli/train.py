@@ -2,60 +2,18 @@
 
 from __future__ import annotations
 
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
 from service.cli import options as o
 from service.cli.loading import engine_options, load_engine, open_store
 from service.settings import env
+from service.trainer.options import ClassBalance, JudgeName, Labels, LogitScale
 
-
-class Readout(StrEnum):
-    """Where a layer is read."""
-
-    ATTENTION_HEAD = "attention_head"
-    RESIDUAL_STREAM = "residual_stream"
-
-
-class LogitScale(StrEnum):
-    """How the layers' truth logits enter the mean."""
-
-    UNIT_NORM = "unit_norm"
-    STANDARDIZED = "standardized"
-
-
-class Labels(StrEnum):
-    """Where labels come from."""
-
-    GIVEN = "given"
-    GENERATE = "generate"
-
-
-class Judge(StrEnum):
-    """How a generated answer is compared with the accepted ones."""
-
-    CONTAINS = "contains"
-    EXACT = "exact"
-    REGEX = "regex"
-    OPENAI = "openai"
-
-
-class PromptFormat(StrEnum):
-    """How a bare prompt is rendered."""
-
-    AUTO = "auto"
-    CHAT = "chat"
-    TEXT = "text"
-
-
-class ClassBalance(StrEnum):
-    """How the probe fit meets unequal classes."""
-
-    WEIGHTS = "weights"
-    DOWNSAMPLE = "downsample"
+Readout = Literal["attention_head", "residual_stream"]
+PromptFormat = Literal["auto", "chat", "text"]
 
 
 def train(
@@ -83,15 +41,15 @@ def train(
             "model answers greedily and a judge compares with 'answers'.",
             envvar=env("labels"),
         ),
-    ] = Labels.GIVEN,
+    ] = "given",
     judge: Annotated[
-        Judge,
+        JudgeName,
         typer.Option(
-            help="For generated labels: normalised whole-word match, exact match, regular "
-            "expressions, or an OpenAI-compatible endpoint.",
+            help="For generated labels.  exact: equal but for case, punctuation and articles.  contains: an accepted "
+            "answer occurs as whole words.  regex: the answers are patterns.  openai: ask an OpenAI-compatible endpoint.",
             envvar=env("judge"),
         ),
-    ] = Judge.CONTAINS,
+    ] = "contains",
     judge_url: Annotated[
         str, typer.Option(help="Endpoint of the openai judge, up to /v1.", envvar=env("judge-url"))
     ] = "",
@@ -119,7 +77,7 @@ def train(
     ] = 48,
     readout: Annotated[
         Readout, typer.Option(help="attention_head is the paper's default.", envvar=env("readout"))
-    ] = Readout.ATTENTION_HEAD,
+    ] = "attention_head",
     logit_scale: Annotated[
         LogitScale,
         typer.Option(
@@ -127,7 +85,7 @@ def train(
             "layer's logit by its within-class deviation.",
             envvar=env("logit-scale"),
         ),
-    ] = LogitScale.UNIT_NORM,
+    ] = "unit_norm",
     signals: Annotated[
         str, typer.Option(help="depth_mean, or depth_mean,first_token.", envvar=env("signals"))
     ] = "depth_mean",
@@ -137,7 +95,7 @@ def train(
             help="auto: one chat turn where the tokenizer has a chat template, else plain text.",
             envvar=env("prompt-format"),
         ),
-    ] = PromptFormat.AUTO,
+    ] = "auto",
     seeds: Annotated[
         int, typer.Option(min=1, max=100, help="Shuffles of the folds: seeds 0 .. K-1.", envvar=env("seeds"))
     ] = 3,
@@ -153,7 +111,7 @@ def train(
     ] = None,
     class_balance: Annotated[
         ClassBalance, typer.Option(help="In the probe fit only.", envvar=env("class-balance"))
-    ] = ClassBalance.WEIGHTS,
+    ] = "weights",
     evaluate: Annotated[
         bool,
         typer.Option(
@@ -207,16 +165,16 @@ def train(
         name=name,
         run_dir=run_dir if run_dir is not None else Path("runs") / name,
         test=test,
-        readout=Site(readout.value),
-        logit_scale=logit_scale.value,
+        readout=Site(readout),
+        logit_scale=logit_scale,
         signals=parse_signals(signals),
-        labels=labels.value,
-        judge=JudgeOptions(judge.value, judge_url, judge_model, judge_key, answer_pattern=answer_pattern),
+        labels=labels,
+        judge=JudgeOptions(judge, judge_url, judge_model, judge_key, answer_pattern=answer_pattern),
         max_new_tokens=max_new_tokens,
-        prompt_format=prompt_format.value,
+        prompt_format=prompt_format,
         folds=folds,
         seeds=tuple(range(seeds)),
-        class_balance=class_balance.value,
+        class_balance=class_balance,
         batch_rows=batch_rows,
         evaluate=evaluate,
         jobs=jobs,
