@@ -46,7 +46,8 @@ def train(
         JudgeName,
         typer.Option(
             help="For generated labels.  exact: equal but for case, punctuation and articles.  contains: an accepted "
-            "answer occurs as whole words.  regex: the answers are patterns.  openai: ask an OpenAI-compatible endpoint.",
+            "answer occurs as whole words.  regex: the answers are patterns.  openai: ask an OpenAI-compatible "
+            "endpoint.",
             envvar=env("judge"),
         ),
     ] = "contains",
