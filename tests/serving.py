@@ -7,12 +7,13 @@ from pathlib import Path
 import numpy as np
 
 from probes_store.bundle import Bundle, write_bundle
-from probes_store.manifest import Classifier, ModelRecord
+from probes_store.manifest import Classifier
 from probes_store.tensors import Golden
 from service.engines.base import Engine
 from service.engines.scripted import ScriptedEngine
 from service.readout import Probes, Site
 from service.risk import depth_mean, risk
+from service.trainer.publish import model_record
 from tests.probes_store.factory import make_draft
 
 GOLDEN = [[256, 65, 66], [256, 67]]
@@ -22,22 +23,10 @@ WEIGHT, INTERCEPT = 2.0, 0.1
 def matching_bundle(engine: Engine, folder: Path, name: str = "tiny", seed: int = 0, **changes: object) -> Bundle:
     """A bundle of random probes for ``engine``, its golden prompts recorded through ``engine.score``."""
     identity = engine.identity
-    shape = identity.geometry
-    model = ModelRecord(
-        name=identity.model,
-        revision=identity.revision,
-        fingerprint=identity.fingerprint,
-        architecture=identity.architecture,
-        model_type=identity.model_type,
-        num_layers=shape.num_layers,
-        num_heads=shape.num_heads,
-        head_dim=shape.head_dim,
-        hidden_size=shape.hidden_size,
-    )
     draft = make_draft(
         seed,
         name=name,
-        model=model,
+        model=model_record(identity),
         tokenizer=identity.tokenizer,
         chat_template=identity.chat_template,
         classifier=Classifier((WEIGHT,), INTERCEPT),

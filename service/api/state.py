@@ -29,8 +29,7 @@ class ServiceState:
     resolve: Callable[[str], str] = lambda reference: reference  # name@alias -> name:version
     settings: ServiceSettings = field(default_factory=ServiceSettings)
     scorers: list[Scorer] = field(default_factory=list)
-    failure: str | None = None
-    error: BaseException | None = None
+    error: Exception | None = None  # why loading ended without scorers
     stopping: Event = field(default_factory=Event)
     _worker: ThreadPoolExecutor = field(
         default_factory=lambda: ThreadPoolExecutor(max_workers=1, thread_name_prefix="engine")
@@ -41,8 +40,12 @@ class ServiceState:
         try:
             self.scorers = await asyncio.get_running_loop().run_in_executor(self._worker, self.load)
         except Exception as error:
-            self.failure = f"{type(error).__name__}: {error}"
             self.error = error
+
+    @property
+    def failure(self) -> str | None:
+        """The loading error in words; None where there was none."""
+        return None if self.error is None else f"{type(self.error).__name__}: {self.error}"
 
     def stop(self) -> None:
         """Refuse new work, end running decodes at their next token, wait for the worker, free the model."""

@@ -12,11 +12,14 @@ from service import __version__
 from service.cli import bundle, data, demo, score, serve, train
 from service.errors import HalluTracerError
 
+HELP = (
+    "The risk that an LLM's answer is a hallucination, before it decodes the first answer token.\n\n"
+    "A probe in every layer reads the last prompt token; the mean over depth becomes a risk.  "
+    "Without --model every command uses the embedded demo model."
+)
+
 app = typer.Typer(
     name="hallutracer",
-    help="The risk that an LLM's answer is a hallucination, before it decodes the first answer token.\n\n"
-    "A probe in every layer reads the last prompt token; the mean over depth becomes a risk.  "
-    "Without --model every command uses the embedded demo model.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -31,7 +34,7 @@ def _version(wanted: bool) -> None:
         raise typer.Exit
 
 
-@app.callback()
+@app.callback(help=HELP)
 def root(
     version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")] = (
         False
@@ -40,7 +43,6 @@ def root(
     """Root options."""
 
 
-app.callback(help=app.info.help)(root)
 app.command("serve")(serve.serve)
 app.command("score")(score.score)
 app.command("train")(train.train)

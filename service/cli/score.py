@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from service.scoring import RiskReport, Scorer
 
 Rows = list[tuple[int, dict[str, Any]]]  # line number, object
-BATCH = 256  # JSONL rows held in memory at a time; the engine cuts its own batches from them
+BATCH = 256  # rows between two updates of output and progress bar; the engine cuts its own batches from them
 
 
 def score(
@@ -126,11 +126,15 @@ def _read_rows(path: Path) -> Rows:
             for number, line in enumerate(lines, 1):
                 if not line.strip():
                     continue
-                problem = _row_problem(line)
+                try:
+                    row = _parse(line)
+                    problem = _row_problem(row)
+                except ValueError as error:
+                    problem = str(error)
                 if problem:
                     problems.append(f"line {number}: {problem}")
                 else:
-                    rows.append((number, json.loads(line)))
+                    rows.append((number, row))
         except UnicodeDecodeError as error:
             raise DataError(str(path), [f"not UTF-8: {error.reason} at byte {error.start}"]) from None
     if problems or not rows:
@@ -138,14 +142,19 @@ def _read_rows(path: Path) -> Rows:
     return rows
 
 
-def _row_problem(line: str) -> str | None:
+def _parse(line: str) -> Any:
+    """One line's JSON value, of text that can be written out again.  Raises ValueError saying what is wrong."""
     try:
         row = json.loads(line, parse_constant=_refuse)
         json.dumps(row, ensure_ascii=False).encode()
     except UnicodeEncodeError:
-        return "half of a surrogate pair (\\ud800 to \\udfff): it is not text"
+        raise ValueError("half of a surrogate pair (\\ud800 to \\udfff): it is not text") from None
     except (ValueError, RecursionError) as error:
-        return f"invalid JSON: {error}"
+        raise ValueError(f"invalid JSON: {error}") from None
+    return row
+
+
+def _row_problem(row: Any) -> str | None:
     if not isinstance(row, dict):
         return "not a JSON object"
     if ("prompt" in row) == ("messages" in row):

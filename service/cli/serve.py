@@ -73,10 +73,8 @@ def serve(
     server = _server(create_app(state, loaded), host, port)
     typer.echo(f"listening on {address}, loading {loading.model} ...")
     server.run(sockets=[listener])
-    if isinstance(state.error, Exception):
-        raise state.error
     if state.error is not None:
-        raise HalluTracerError(f"the service could not start: {state.failure}")
+        raise state.error
 
 
 def _server(app: object, host: str, port: int) -> uvicorn.Server:

@@ -21,11 +21,12 @@ from tqdm import tqdm
 
 from service.demo.questions import questions
 from service.engines.base import Engine
-from service.measures import auprc, auroc, ece, within_stratum_auroc
+from service.measures import auprc, ece, within_stratum_auroc
 from service.readout import Site
-from service.trainer.calibrate import FitOptions, choose_c, cross_fit, fit_classifier, refit, signal_matrix
+from service.trainer.calibrate import FitOptions, fit_classifier
 from service.trainer.collect import collect
 from service.trainer.dataset import read_dataset
+from service.trainer.evaluate import probe_columns
 from service.trainer.fit import Floats, Index, Readouts
 from service.trainer.folds import group_folds
 from service.trainer.label import judged_labels
@@ -46,7 +47,14 @@ METHODS = {
     "name_ngrams": "shortcut: kind + name n-grams",
     "exposures": "oracle: how often training stated the fact",
 }
-FUSED = ("depth_mean", "log_max_prob", "entropy")
+# What ``evaluate.probe_columns`` calls them -> METHODS, by site.
+HEADS = {
+    "depth_mean_unit_norm": "depth_mean",
+    "depth_mean_standardized": "depth_mean_standardized",
+    "best_head": "best_head",
+    "fused_unit_norm": "fused",
+}
+STREAM = {"best_layer": "best_layer", "depth_mean_unit_norm": "residual_depth_mean"}
 FOLDS, INNER_FOLDS = 5, 3
 
 
@@ -107,24 +115,12 @@ def _columns(
     asked: Asked, train: Index, test: Index, seed: int, options: FitOptions
 ) -> Iterator[tuple[str, Floats, Floats]]:
     """Signals of the training side (out of fold where probes are involved) and of the test side."""
-    first, label = asked.first_token, asked.label
-    for readouts in (asked.heads, asked.stream):
-        c = choose_c(readouts, asked.group, train, seed, options).c
-        inner = cross_fit(readouts, asked.group, train, c, options.inner_folds, (seed,), options)
-        fit = refit(readouts, train, test, c, options)
-        unit, scaled = inner.unit_norm[0], inner.standardized[0]
-        mean = (unit.mean(axis=1)[:, None], fit.trajectory.mean(axis=1)[:, None])
-        if readouts is asked.stream:
-            layer = int(np.argmax([auroc(label[train], column) for column in unit.T]))
-            yield "best_layer", unit[:, [layer]], fit.trajectory[:, [layer]]
-            yield "residual_depth_mean", *mean
-            continue
-        yield "depth_mean", *mean
-        standardized = (fit.trajectory / fit.scale).mean(axis=1)[:, None]
-        yield "depth_mean_standardized", scaled.mean(axis=1)[:, None], standardized
-        yield "best_head", inner.best_head[0][:, None], fit.trajectory[:, [fit.best_layer]]
-        fused = (signal_matrix(unit, first[train], FUSED), signal_matrix(fit.trajectory, first[test], FUSED))
-        yield "fused", *fused
+    first = asked.first_token
+    for readouts, names in ((asked.heads, HEADS), (asked.stream, STREAM)):
+        _, found = probe_columns(readouts, asked.group, first, train, test, seed, options)
+        for name, columns in found:
+            if name in names:
+                yield names[name], *columns
     for column, name in enumerate(("max_prob", "entropy")):
         yield name, first[train, column][:, None], first[test, column][:, None]
     told = np.log1p(np.array([row["exposures"] for row in asked.rows], np.float64))[:, None]

@@ -150,11 +150,14 @@ def rounded(value: Any) -> Any:
     return round(float(value), 6) if isinstance(value, float | np.floating) else value
 
 
-def _signals(
-    inputs: Inputs, train: Index, test: Index, seed: int, options: FitOptions
+def probe_columns(
+    readouts: Readouts, group: Index, first_token: Floats, train: Index, test: Index, seed: int, options: FitOptions
 ) -> tuple[float, list[tuple[str, tuple[Floats, Floats]]]]:
-    """C, and each signal's columns on the training rows (out of fold where probes are involved) and the test rows."""
-    readouts, group, label = inputs.readouts, inputs.group, inputs.label
+    """C, and by the names in ``NAMES`` what probes make of one outer fold: columns [n_train, k] and [n_test, k].
+
+    Everything is fitted on ``train``; its own columns are out of fold.  group [n], first_token [n, 2].
+    """
+    label = readouts.label
     c = choose_c(readouts, group, train, seed, options).c
     inner = cross_fit(readouts, group, train, c, options.inner_folds, (seed,), options)
     fit = refit(readouts, train, test, c, options)
@@ -166,13 +169,21 @@ def _signals(
     for names in ((DEPTH_MEAN,), FUSED):
         for scale, (of_train, of_test) in scaled.items():
             columns = (
-                signal_matrix(of_train, inputs.first_token[train], names),
-                signal_matrix(of_test, inputs.first_token[test], names),
+                signal_matrix(of_train, first_token[train], names),
+                signal_matrix(of_test, first_token[test], names),
             )
             found.append((name_of(names, scale), columns))
     found.append(("best_head", (inner.best_head[0][:, None], fit.trajectory[:, [fit.best_layer]])))
     layer = int(np.argmax([auroc(label[train], column) for column in inner.unit_norm[0].T]))
     found.append(("best_layer", (inner.unit_norm[0][:, [layer]], fit.trajectory[:, [layer]])))
+    return c, found
+
+
+def _signals(
+    inputs: Inputs, train: Index, test: Index, seed: int, options: FitOptions
+) -> tuple[float, list[tuple[str, tuple[Floats, Floats]]]]:
+    """C and every signal of the table, the free references included."""
+    c, found = probe_columns(inputs.readouts, inputs.group, inputs.first_token, train, test, seed, options)
     found += [(name, (column[train], column[test])) for name, column in _references(inputs)]
     return c, found
 

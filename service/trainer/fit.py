@@ -46,6 +46,10 @@ class Readouts:
     index: Index  # [n]
     label: NDArray[np.int64]  # [n] 1 factual, 0 hallucinated
 
+    def subset(self, rows: NDArray[np.integer]) -> Readouts:
+        """The same file, only these rows."""
+        return Readouts(self.file, self.index[rows], self.label[rows])
+
 
 @dataclass(frozen=True, eq=False)
 class Task:

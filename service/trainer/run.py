@@ -123,7 +123,7 @@ def _run(
             inputs.readouts.index[chosen],
             fitted,
             options.signals,
-            trajectories(inputs.readouts, fitted.probes)[chosen],
+            trajectories(inputs.readouts.subset(chosen), fitted.probes),
         )
         training = training_record(options, part, choice.c)
         card = write_card(
