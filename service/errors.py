@@ -8,6 +8,7 @@
     |-- Unauthorized                401 unauthorized
     |-- NotFound                    404 not_found            no such bundle or model
     |-- Overloaded                  429 overloaded           the queue is full; carries Retry-After
+    |-- ClientGone                  499 client_closed_request   nobody is there to read the answer
     |-- NotReady                    503 not_ready
     |-- DeadlineExceeded            504 deadline_exceeded
     |-- UnknownFamily               500 unknown_family       no entry in engines/families.py
@@ -33,6 +34,7 @@ class HalluTracerError(Exception):
 
     status: int = 500
     code: str = "internal_error"
+    retry_after_s: int | None = None  # when it is worth trying again; None: not by itself
 
     def __init__(self, message: str, *, param: str | None = None) -> None:
         super().__init__(message)
@@ -86,10 +88,17 @@ class Overloaded(HalluTracerError):
         self.retry_after_s = retry_after_s
 
 
+class ClientGone(HalluTracerError):
+    """The client closed its connection before its answer was there; seen in logs and metrics only."""
+
+    status, code = 499, "client_closed_request"
+
+
 class NotReady(HalluTracerError):
     """No bundle has matched its golden prompts yet."""
 
     status, code = 503, "not_ready"
+    retry_after_s = 1
 
 
 class DeadlineExceeded(HalluTracerError):

@@ -1,12 +1,12 @@
 """A request without HTTP: token ids -> engine -> risk report, gated or continued.
 
 The way of a request: ``prompts.render`` -> ``Engine.score`` (prefill, readout, truth logits) -> ``risk.risk`` ->
-``guard.decide`` -> perhaps ``Continuation.decode``.  Knows neither HTTP nor where bundles are stored.
+``guard.judge`` -> perhaps ``Continuation.decode``.  Knows neither HTTP nor where bundles are stored.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -17,7 +17,7 @@ from probes_store.golden import check_golden
 from probes_store.identity import check_identity
 from service.engines.base import Completion, Engine, Onset, Sampling, TokenIds, check_sampling
 from service.errors import NonFiniteReadout
-from service.guard import Decision, decide
+from service.guard import GATE, Decision, Policy, Verdict, judge
 from service.prompts import Message, as_prompt_format, render
 from service.readout import Probes, Site
 from service.risk import depth_mean, risk
@@ -32,10 +32,14 @@ class RiskReport:
     risk: float
     depth_mean: float
     trajectory: NDArray[np.float64]
-    decision: Decision
-    threshold: float
+    verdict: Verdict
     prompt_tokens: int
     completion: Completion | None = None
+
+    @property
+    def decision(self) -> Decision:
+        """What happens to the request."""
+        return self.verdict.decision
 
 
 def probes_of(bundle: Bundle) -> Probes:
@@ -66,33 +70,28 @@ class Scorer:
         self.engine = engine
         self.bundle = bundle
         self.prompt_format = as_prompt_format(bundle.manifest.prompt_format)
-        self._probes = probes_of(bundle)
+        self.probes = probes_of(bundle)
         self._signals = bundle.manifest.signals
         self._weight = np.array(bundle.manifest.classifier.weight, np.float64)
-        self._needs_first_token = len(self._signals) > 1
-        onsets = engine.score(bundle.golden.prompts(), [self._probes], first_token=self._needs_first_token)
+        self.needs_first_token = len(self._signals) > 1
+        onsets = engine.score(bundle.golden.prompts(), [self.probes], first_token=self.needs_first_token)
         trajectories = np.stack([onset.trajectories[0] for onset in onsets])
-        check_golden(
-            bundle, trajectories, np.array([self._risk(onset) for onset in onsets]), dtype=engine.identity.dtype
-        )
+        risks = np.array([self._risk(onset, onset.trajectories[0]) for onset in onsets])
+        check_golden(bundle, trajectories, risks, dtype=engine.identity.dtype)
 
     def render(self, prompt: str | None = None, messages: Sequence[Message] | None = None) -> list[int]:
         """Token ids, rendered the way this bundle's training prompts were."""
         return render(self.engine, prompt, messages, self.prompt_format)
 
-    def score(self, prompts: Sequence[TokenIds], threshold: float | None = None) -> list[RiskReport]:
-        """Prefill and report; nothing is decoded.  ``threshold`` None takes the bundle's own."""
-        onsets = self.engine.score(prompts, [self._probes], first_token=self._needs_first_token)
-        return [self._report(onset, threshold) for onset in onsets]
+    def score(self, prompts: Sequence[TokenIds], policy: Policy = GATE) -> list[RiskReport]:
+        """Prefill and report; nothing is decoded."""
+        onsets = self.engine.score(prompts, [self.probes], first_token=self.needs_first_token)
+        return [self.report(onset, onset.trajectories[0], policy) for onset in onsets]
 
     def score_or_continue(
-        self,
-        prompts: Sequence[TokenIds],
-        sampling: Sampling,
-        threshold: float | None = None,
-        cancelled: Callable[[], bool] = lambda: False,
+        self, prompts: Sequence[TokenIds], sampling: Sampling, policy: Policy = GATE
     ) -> list[RiskReport]:
-        """Prefill once; prompts below the threshold decode on from the same KV cache, the others emit no token.
+        """Prefill once; prompts that may continue decode on from the same KV cache, the others emit no token.
 
         Prompts go in groups of at most ``KV_TOKENS``, because every open continuation holds its prompt's cache.
         """
@@ -101,27 +100,35 @@ class Scorer:
         start = held = 0
         for end, prompt in enumerate(prompts):
             if end > start and held + len(prompt) > KV_TOKENS:
-                reports += self._group(prompts[start:end], sampling, threshold, cancelled)
+                reports += self._group(prompts[start:end], sampling, policy)
                 start, held = end, 0
             held += len(prompt)
-        return reports + self._group(prompts[start:], sampling, threshold, cancelled)
+        return reports + self._group(prompts[start:], sampling, policy)
 
-    def _group(
-        self,
-        prompts: Sequence[TokenIds],
-        sampling: Sampling,
-        threshold: float | None,
-        cancelled: Callable[[], bool],
-    ) -> list[RiskReport]:
-        continuations = self.engine.begin(prompts, [self._probes])
+    def report(self, onset: Onset, trajectory: NDArray[np.float64], policy: Policy) -> RiskReport:
+        """What one prompt's onset says.  ``trajectory`` [m] is this bundle's among the onset's.
+
+        Raises NonFiniteReadout rather than report a NaN.
+        """
+        value = self._risk(onset, trajectory)
+        return RiskReport(
+            risk=value,
+            depth_mean=float(depth_mean(trajectory)),
+            trajectory=trajectory,
+            verdict=judge(value, policy, self.bundle.manifest.threshold),
+            prompt_tokens=onset.prompt_tokens,
+        )
+
+    def _group(self, prompts: Sequence[TokenIds], sampling: Sampling, policy: Policy) -> list[RiskReport]:
+        continuations = self.engine.begin(prompts, [self.probes])
         try:
-            reports = [self._report(continuation.onset, threshold) for continuation in continuations]
+            reports = [self.report(c.onset, c.onset.trajectories[0], policy) for c in continuations]
             for continuation, report in zip(continuations, reports, strict=True):
                 if report.decision is not Decision.CONTINUE:
                     continuation.close()
             for place, continuation in enumerate(continuations):
                 if reports[place].decision is Decision.CONTINUE:
-                    for _ in continuation.decode(sampling, cancelled):
+                    for _ in continuation.decode(sampling):
                         pass
                     reports[place] = replace(reports[place], completion=continuation.completion)
                     continuation.close()
@@ -130,22 +137,9 @@ class Scorer:
                 continuation.close()
         return reports
 
-    def _risk(self, onset: Onset) -> float:
-        vector = signal_vector(onset, onset.trajectories[0], self._signals)
+    def _risk(self, onset: Onset, trajectory: NDArray[np.float64]) -> float:
+        vector = signal_vector(onset, trajectory, self._signals)
         value = float(risk(vector, self._weight, self.bundle.manifest.classifier.intercept))
         if not np.isfinite(value):
             raise NonFiniteReadout("the forward pass gave a NaN or an infinity at the answer onset; no risk is served")
         return value
-
-    def _report(self, onset: Onset, threshold: float | None) -> RiskReport:
-        limit = self.bundle.manifest.threshold if threshold is None else threshold
-        value = self._risk(onset)
-        trajectory = onset.trajectories[0]
-        return RiskReport(
-            risk=value,
-            depth_mean=float(depth_mean(trajectory)),
-            trajectory=trajectory,
-            decision=decide(value, limit),
-            threshold=limit,
-            prompt_tokens=onset.prompt_tokens,
-        )

@@ -23,11 +23,21 @@ DEFAULT_STORE = Path("~/.hallutracer/probes").expanduser()
 
 @dataclass(frozen=True, slots=True)
 class ServiceSettings:
-    """How the service listens and what it refuses."""
+    """How the service listens, how much it takes on, and what it refuses."""
 
     host: str = "127.0.0.1"  # loopback: opening up is a decision
     port: int = 8765
     max_body_bytes: int = 4 * 1024 * 1024
     max_prompts: int = 256  # prompts in one request
     max_new_tokens: int = 1024  # ceiling on generate.max_tokens
-    threshold: float | None = None  # None: each bundle's own
+    max_batch_tokens: int = 8192  # padded tokens in one forward pass
+    max_kv_tokens: int = 16_384  # prompt and answer tokens of all answers under way
+    max_queue: int = 1024  # prompts that may wait
+    max_wait_ms: float = 2.0  # how long a batch waits for company, when there was some last time
+    deadline_s: float = 30.0  # a request's longest time, its own deadline_ms included
+    drain_s: float = 30.0  # how long running requests may go on once the service is asked to stop
+    threshold: float | None = None  # for policies that name none; None: each bundle's own
+    policy: str = "gate"  # for requests that name none
+    api_keys: tuple[str, ...] = ()  # none: open to whoever reaches the port
+    protect_metrics: bool = False
+    cors_origins: tuple[str, ...] = ()  # none: no cross-origin page may read an answer

@@ -16,15 +16,16 @@ LAYERS = [
     ["service.cli"],
     ["service.demo"],
     ["service.api", "service.evaluation"],
-    ["service.trainer"],
+    ["service.trainer", "service.serving"],
     ["service.scoring"],
-    ["service.prompts", "service.guard"],
+    ["service.prompts", "service.policies"],
+    ["service.guard"],
     ["service.engines"],
     ["service.risk"],
     ["service.readout"],
     ["service.datasets"],
     ["probes_store"],
-    ["service.errors", "service.settings", "service.measures"],
+    ["service.errors", "service.settings", "service.measures", "service.client"],
 ]
 RANK = {name: rank for rank, layer in enumerate(LAYERS) for name in layer}
 

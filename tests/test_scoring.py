@@ -12,11 +12,11 @@ from probes_store.errors import GoldenMismatch, WrongModel
 from service.engines.base import Sampling
 from service.engines.scripted import ScriptedEngine
 from service.errors import EmptyPrompt, NonFiniteReadout, RequestError
-from service.guard import Decision, decide
+from service.guard import GATE, Decision
 from service.readout import Site
 from service.risk import depth_mean, risk, truth_logits
 from service.scoring import Scorer
-from tests.serving import INTERCEPT, WEIGHT, matching_bundle, scripted
+from tests.matching import INTERCEPT, WEIGHT, matching_bundle, scripted
 
 
 def test_risk_is_the_papers_rule_on_the_engines_rows(tmp_path: Path) -> None:
@@ -37,10 +37,10 @@ def test_gate_and_continue(tmp_path: Path) -> None:
     engine, bundle = scripted(tmp_path)
     scorer = Scorer(engine, bundle)
     ids = [scorer.render(prompt=text) for text in ("a", "b", "c")]
-    gated = scorer.score_or_continue(ids, Sampling(), threshold=0.0)
+    gated = scorer.score_or_continue(ids, Sampling(), GATE.at(0.0))
     assert all(report.decision is Decision.ABSTAIN and report.completion is None for report in gated)
     assert engine.counters.decode_steps == 0
-    answered = scorer.score_or_continue(ids, Sampling(), threshold=1.0)
+    answered = scorer.score_or_continue(ids, Sampling(), GATE.at(1.0))
     assert [report.completion.text for report in answered if report.completion] == [engine.answer] * 3
     assert engine.counters.open_continuations == 0
 
@@ -62,7 +62,7 @@ def test_open_caches_are_bounded_and_gated_ones_freed_first(tmp_path: Path, monk
     monkeypatch.setattr(engine, "begin", watched)
     alone = scorer.score(ids)
     middle = sorted(report.risk for report in alone)[10]
-    reports = scorer.score_or_continue(ids, Sampling(), threshold=middle)
+    reports = scorer.score_or_continue(ids, Sampling(), GATE.at(middle))
     assert most <= 3
     assert engine.counters.open_continuations == 0
     assert [report.risk for report in reports] == [report.risk for report in alone]
@@ -74,15 +74,16 @@ def test_impossible_sampling_costs_no_prefill(tmp_path: Path) -> None:
     scorer = Scorer(engine, bundle)
     before = engine.counters.prefills
     with pytest.raises(RequestError):
-        scorer.score_or_continue([[256, 65]], Sampling(seed=2**64), 1.0)
+        scorer.score_or_continue([[256, 65]], Sampling(seed=2**64))
     assert engine.counters.prefills == before
 
 
-def test_a_failure_while_decoding_leaves_no_cache_behind(tmp_path: Path) -> None:
+def test_a_failure_while_decoding_leaves_no_cache_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine, bundle = scripted(tmp_path)
     scorer = Scorer(engine, bundle)
+    monkeypatch.setattr(engine, "wait", lambda: 1 // 0)
     with pytest.raises(ZeroDivisionError):
-        scorer.score_or_continue([[256, 65]] * 3, Sampling(), 1.0, cancelled=lambda: 1 // 0 > 0)
+        scorer.score_or_continue([[256, 65]] * 3, Sampling(), GATE.at(1.0))
     assert engine.counters.open_continuations == 0
 
 
@@ -115,11 +116,3 @@ def test_an_empty_prompt_is_refused(tmp_path: Path, prompt: str) -> None:
     scorer = Scorer(*scripted(tmp_path))
     with pytest.raises(EmptyPrompt):
         scorer.render(prompt=prompt)
-
-
-def test_threshold_edges() -> None:
-    assert decide(0.0, 0.0) is Decision.ABSTAIN
-    assert decide(0.999, 1.0) is Decision.CONTINUE
-    for bad in (float("nan"), -0.1, 1.1, float("inf")):
-        with pytest.raises(RequestError):
-            decide(0.5, bad)

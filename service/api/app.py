@@ -5,14 +5,20 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from typing import Any
 
 from fastapi import FastAPI
+from starlette.middleware.cors import CORSMiddleware
 
 from service import __version__
-from service.api import health, problems, score
+from service.api import catalogue, health, problems, score
+from service.api.auth import BearerKeys
 from service.api.middleware import RequestFrame
-from service.api.problems import log
+from service.api.request_log import log
 from service.api.state import ServiceState
+
+READABLE = ["x-request-id", "x-queue-time", "x-inference-time", "x-total-time", "retry-after",
+            "x-hallutracer-bundle", "x-hallutracer-risk", "x-hallutracer-decision"]  # fmt: skip
 
 
 def create_app(state: ServiceState, on_loaded: Callable[[ServiceState], None] | None = None) -> FastAPI:
@@ -27,7 +33,7 @@ def create_app(state: ServiceState, on_loaded: Callable[[ServiceState], None] | 
 
         loading = asyncio.create_task(load())
         yield
-        if not state.scorers and state.failure is None:
+        if not loading.done():
             log.warning("stopping: waiting for the model to finish loading")
         loading.cancel()
         await asyncio.to_thread(state.stop)
@@ -39,8 +45,37 @@ def create_app(state: ServiceState, on_loaded: Callable[[ServiceState], None] | 
         lifespan=lifespan,
     )
     app.state.service = state
-    app.add_middleware(RequestFrame, max_body_bytes=state.settings.max_body_bytes)
+    settings = state.settings
+    # The one added last is outermost: a refusal without a key still has a request id, a log line and CORS headers.
+    if settings.api_keys:
+        app.add_middleware(BearerKeys, keys=settings.api_keys, protect_metrics=settings.protect_metrics)
+        _declare_keys(app, settings.protect_metrics)
+    if settings.cors_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=settings.cors_origins,
+            allow_methods=["GET", "POST"],
+            allow_headers=["authorization", "content-type", "x-request-id"],
+            expose_headers=READABLE,
+        )
+    app.add_middleware(RequestFrame, max_body_bytes=settings.max_body_bytes, metrics=state.metrics)
     problems.install(app)
-    app.include_router(score.router)
-    app.include_router(health.router)
+    for router in (score.router, catalogue.router, health.router):
+        app.include_router(router)
     return app
+
+
+def _declare_keys(app: FastAPI, protect_metrics: bool) -> None:
+    """Say in the OpenAPI document what ``BearerKeys`` guards."""
+    build = app.openapi
+
+    def openapi() -> dict[str, Any]:
+        document = build()
+        document.setdefault("components", {})["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+        for path, operations in document["paths"].items():
+            if not path.startswith("/health") and (protect_metrics or path != "/metrics"):
+                for operation in operations.values():
+                    operation["security"] = [{"key": []}]
+        return document
+
+    app.openapi = openapi  # type: ignore[method-assign]

@@ -1,30 +1,45 @@
-"""Live and ready.  Ready means: the model is loaded and every bundle's golden prompts matched."""
+"""For probes and scrapers: live, ready, metrics.  Ready: the model is loaded, every bundle's golden prompts matched."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated
 
-from fastapi import APIRouter, Depends
+from fastapi import APIRouter, Depends, Response
 
+from service.api.response_schema import Status, errors
 from service.api.score import service_state
 from service.api.state import ServiceState
 
-router = APIRouter(tags=["health"])
+router = APIRouter(tags=["operations"])
+NOT_READY = errors(_503="loading, loading failed, or shutting down; the message says which")
 
 
-@router.get("/health/live")
-async def live() -> dict[str, str]:
+@router.get("/health/live", response_model_exclude_none=True)
+async def live() -> Status:
     """The process answers."""
-    return {"status": "live"}
+    return Status(status="live")
 
 
-@router.get("/health/ready")
-@router.get("/health")
-async def ready(state: Annotated[ServiceState, Depends(service_state)]) -> dict[str, Any]:
+@router.get("/health/ready", response_model_exclude_none=True, responses=NOT_READY)
+@router.get("/health", response_model_exclude_none=True, responses=NOT_READY)
+async def ready(state: Annotated[ServiceState, Depends(service_state)]) -> Status:
     """200 once scores can be served, 503 with the reason before that."""
     state.check_ready()
-    return {
-        "status": "ready",
-        "model": state.scorers[0].engine.identity.model,
-        "bundles": [scorer.bundle.reference for scorer in state.scorers],
-    }
+    return Status(
+        status="ready",
+        model=state.scorers[0].engine.identity.model,
+        bundles=[scorer.bundle.reference for scorer in state.scorers],
+    )
+
+
+@router.get(
+    "/metrics",
+    response_class=Response,
+    responses={
+        200: {"content": {"text/plain": {"schema": {"type": "string"}}}, "description": "Prometheus' text format"}
+    },
+)
+def metrics(state: Annotated[ServiceState, Depends(service_state)]) -> Response:
+    """Counters, histograms and gauges of this service."""
+    body, content_type = state.metrics.render()
+    return Response(body, media_type=content_type)

@@ -1,68 +1,99 @@
-"""What the running service holds: one engine, its scorers, one worker thread, and whether it is ready.
+"""What the running service holds: one engine with its scorers, the room that works with it, policies, metrics.
 
-The engine is used from this one thread only, so the event loop never waits for a forward pass.
+Also whether it is ready, and why not.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from threading import Event
-from typing import TypeVar
 
+from service.api.metrics import Metrics
 from service.errors import NotFound, NotReady
+from service.guard import Policy
+from service.policies import built_in
 from service.scoring import Scorer
+from service.serving.room import EngineRoom
+from service.serving.tokenizing import Tokenizing
 from service.settings import ServiceSettings
 
-T = TypeVar("T")
 Load = Callable[[], list[Scorer]]
 
 
 @dataclass
 class ServiceState:
-    """``load`` builds the scorers (first one: the default bundle); it runs in the worker thread."""
+    """``load`` builds the scorers (first one: the default bundle) in a thread of its own."""
 
     load: Load
     resolve: Callable[[str], str] = lambda reference: reference  # name@alias -> name:version
     settings: ServiceSettings = field(default_factory=ServiceSettings)
+    policies: Mapping[str, Policy] = field(default_factory=built_in)
+    metrics: Metrics = field(default_factory=Metrics)
     scorers: list[Scorer] = field(default_factory=list)
     error: Exception | None = None  # why loading ended without scorers
-    stopping: Event = field(default_factory=Event)
-    _worker: ThreadPoolExecutor = field(
-        default_factory=lambda: ThreadPoolExecutor(max_workers=1, thread_name_prefix="engine")
-    )
+    stopping: bool = False
+    created: int = field(default_factory=lambda: int(time.time()))
+    _room: EngineRoom | None = None
+    tokenizing: Tokenizing = field(default_factory=Tokenizing)
 
     async def start(self) -> None:
         """Load in the background: live at once, ready once every bundle has matched its golden prompts."""
         try:
-            self.scorers = await asyncio.get_running_loop().run_in_executor(self._worker, self.load)
+            scorers = await asyncio.to_thread(self.load)
         except Exception as error:
             self.error = error
+            return
+        settings = self.settings
+        self._room = EngineRoom(
+            scorers,
+            self.metrics,
+            max_queue=settings.max_queue,
+            max_batch_tokens=settings.max_batch_tokens,
+            max_kv_tokens=settings.max_kv_tokens,
+            max_wait_s=settings.max_wait_ms / 1e3,
+        )
+        self.scorers = scorers
+        for scorer in scorers:
+            manifest = scorer.bundle.manifest
+            self.metrics.bundle(scorer.engine.identity.model, manifest.reference, manifest.digest)
+        self.metrics.ready(True)
 
     @property
     def failure(self) -> str | None:
         """The loading error in words; None where there was none."""
         return None if self.error is None else f"{type(self.error).__name__}: {self.error}"
 
+    @property
+    def room(self) -> EngineRoom:
+        """Where work is submitted.  Raises NotReady."""
+        self.check_ready()
+        assert self._room is not None
+        return self._room
+
     def stop(self) -> None:
-        """Refuse new work, end running decodes at their next token, wait for the worker, free the model."""
-        self.stopping.set()
-        self._worker.shutdown(wait=True, cancel_futures=True)
+        """Refuse new work, end what still runs, wait for the engine's thread, free the model."""
+        self.stopping = True
+        self.metrics.ready(False)
+        self.tokenizing.close()
+        if self._room is not None:
+            self._room.close()
         if self.scorers:
             self.scorers[0].engine.close()
         self.scorers = []
+        self.metrics.close()
 
     def check_ready(self) -> None:
         """Raise NotReady with the reason unless scores can be served."""
-        if self.stopping.is_set():
+        if self.stopping:
             raise NotReady("the service is shutting down")
         if self.failure is not None:
             raise NotReady(f"loading failed: {self.failure}")
-        if not self.scorers:
+        if self._room is None:
             raise NotReady("the model and its bundles are still loading")
+        if not self._room.alive:
+            raise NotReady("the engine's thread has died; the server's log says why; restart the service")
 
     def scorer(self, bundle: str | None, model: str | None) -> Scorer:
         """The loaded scorer a request names; the first one where it names none.
@@ -82,18 +113,15 @@ class ServiceState:
         loaded = ", ".join(scorer.bundle.reference for scorer in self.scorers)
         raise NotFound(f"bundle {bundle!r} is not loaded; loaded: {loaded}", param="bundle")
 
-    async def run(self, work: Callable[[], T]) -> tuple[T, float, float]:
-        """Run ``work`` on the engine's thread; returns its result, ms waited and ms worked."""
-        queued = time.perf_counter()
+    def policy(self, name: str | None, threshold: float | None) -> Policy:
+        """The policy a request names, or the service's; thresholds: the request's, the policy's, the service's.
 
-        def timed() -> tuple[T, float, float]:
-            started = time.perf_counter()
-            result = work()
-            return result, (started - queued) * 1e3, (time.perf_counter() - started) * 1e3
-
-        try:
-            return await asyncio.get_running_loop().run_in_executor(self._worker, timed)
-        except (asyncio.CancelledError, RuntimeError):
-            # Queued work that the worker's shutdown dropped; a real cancellation or failure goes on as it is.
-            self.check_ready()
-            raise
+        Raises NotFound.
+        """
+        wanted = self.settings.policy if name is None else name
+        if wanted not in self.policies:
+            raise NotFound(
+                f"policy {wanted!r} is not known here; known: {', '.join(sorted(self.policies))}", param="policy"
+            )
+        policy = self.policies[wanted]
+        return policy.at(self.settings.threshold if policy.threshold is None else None).at(threshold)

@@ -80,10 +80,12 @@ def score(
 
 def _reports(scorer: Scorer, prompts: list[list[int]], threshold: float | None, generate: int) -> list[RiskReport]:
     from service.engines.base import Sampling
+    from service.guard import GATE
 
+    policy = GATE.at(threshold)
     if generate:
-        return scorer.score_or_continue(prompts, Sampling(max_tokens=generate), threshold)
-    return scorer.score(prompts, threshold)
+        return scorer.score_or_continue(prompts, Sampling(max_tokens=generate), policy)
+    return scorer.score(prompts, policy)
 
 
 def _render_rows(scorer: Scorer, rows: Rows, source: Path) -> list[list[int]]:
@@ -106,7 +108,7 @@ def _as_dict(scorer: Scorer, report: RiskReport, trajectory: bool) -> dict[str, 
         "risk": report.risk,
         "depth_mean": report.depth_mean,
         "decision": report.decision.value,
-        "threshold": report.threshold,
+        "threshold": report.verdict.threshold,
         "bundle": scorer.bundle.reference,
     }
     if trajectory:

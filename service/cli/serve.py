@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import errno
 import logging
+import math
 import shlex
+import signal
 import socket
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -19,7 +22,9 @@ if TYPE_CHECKING:
     import uvicorn
 
     from service.api.state import ServiceState
+    from service.guard import Policy
 
+DEFAULTS = ServiceSettings()
 EXAMPLE = (
     '{"prompt": ["What is the capital of Italy?", "What is the capital of the Solomon Islands?"], '
     '"generate": {"max_tokens": 16}}'
@@ -41,14 +46,102 @@ def serve(
     device: o.DeviceOption = o.Device.AUTO,
     max_batch_tokens: o.MaxBatchTokens = 8192,
     threads: o.Threads = None,
+    policy: Annotated[
+        str,
+        typer.Option(help="What happens to a flagged prompt where a request names no policy.", envvar=env("policy")),
+    ] = DEFAULTS.policy,
+    policies: Annotated[
+        Path | None,
+        typer.Option(
+            help="TOML file of named policies: [name] action = observe|abstain|block, threshold, message.",
+            envvar=env("policies"),
+            dir_okay=False,
+        ),
+    ] = None,
+    abstain_message: Annotated[
+        str, typer.Option(help="What an abstaining policy says instead of an answer.", envvar=env("abstain-message"))
+    ] = "I am not sure.",
+    api_key: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Bearer key, repeatable; guards every route but health and metrics.  Default: none is asked for.",
+            envvar=env("api-key"),
+            show_default=False,
+        ),
+    ] = None,
+    api_key_file: Annotated[
+        Path | None,
+        typer.Option(help="File of bearer keys, one a line; keeps them out of 'ps'.", envvar=env("api-key-file")),
+    ] = None,
+    protect_metrics: Annotated[
+        bool, typer.Option("--protect-metrics", help="Ask for a key on /metrics too.", envvar=env("protect-metrics"))
+    ] = False,
+    cors_origin: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Origin whose pages may call the service, repeatable.  Default: none.",
+            envvar=env("cors-origin"),
+            show_default=False,
+        ),
+    ] = None,
+    max_queue: Annotated[
+        int, typer.Option(min=1, help="Prompts that may wait; more get 429.", envvar=env("max-queue"))
+    ] = DEFAULTS.max_queue,
+    max_wait_ms: Annotated[
+        float,
+        typer.Option(min=0.0, max=1000.0, help="How long a batch waits for company.", envvar=env("max-wait-ms")),
+    ] = DEFAULTS.max_wait_ms,
+    deadline_s: Annotated[
+        float, typer.Option(min=0.001, help="Longest time of one request; then 504.", envvar=env("deadline-s"))
+    ] = DEFAULTS.deadline_s,
+    drain_s: Annotated[
+        float,
+        typer.Option(min=0.0, help="After SIGTERM or Ctrl-C, how long requests may finish.", envvar=env("drain-s")),
+    ] = DEFAULTS.drain_s,
+    max_prompts: Annotated[
+        int, typer.Option(min=1, help="Prompts in one request.", envvar=env("max-prompts"))
+    ] = DEFAULTS.max_prompts,
+    max_new_tokens: Annotated[
+        int, typer.Option(min=1, help="Ceiling on a request's generate.max_tokens.", envvar=env("max-new-tokens"))
+    ] = DEFAULTS.max_new_tokens,
+    max_kv_tokens: Annotated[
+        int,
+        typer.Option(min=1, help="Prompt and answer tokens of all answers under way.", envvar=env("max-kv-tokens")),
+    ] = DEFAULTS.max_kv_tokens,
+    max_body_bytes: Annotated[
+        int, typer.Option(min=1024, help="Largest request body.", envvar=env("max-body-bytes"))
+    ] = DEFAULTS.max_body_bytes,
 ) -> None:
     """Serve POST /score: a risk for each prompt before its first answer token.
 
     Listens at once, is ready once the model is loaded and every bundle's golden prompts gave the recorded risks.
+    stdout is for people; stderr has one JSON line per request, which never holds a prompt.
+
+    \b
+    hallutracer serve --policy observe                 watch /metrics before you gate
+    hallutracer serve --model ./my-model --bundle my-probe --host 0.0.0.0 --api-key-file keys.txt
     """
     books = open_store(store)
     bundles = [books.load(name) for name in bundle_names(model, bundle or [], all_demo=True)]
-    settings = ServiceSettings(host=host, port=port, threshold=threshold)
+    settings = ServiceSettings(
+        host=host,
+        port=port,
+        max_body_bytes=max_body_bytes,
+        max_prompts=max_prompts,
+        max_new_tokens=max_new_tokens,
+        max_batch_tokens=max_batch_tokens,
+        max_kv_tokens=max_kv_tokens,
+        max_queue=max_queue,
+        max_wait_ms=max_wait_ms,
+        deadline_s=deadline_s,
+        drain_s=drain_s,
+        threshold=threshold,
+        policy=policy,
+        api_keys=_keys(api_key or [], api_key_file),
+        protect_metrics=protect_metrics,
+        cors_origins=tuple(cors_origin or []),
+    )
+    known = _policies(policies, abstain_message, policy)
     listener = _listen(host, port)
     loading = engine_options(model, revision, dtype.value, device.value, max_batch_tokens)
     address = f"http://{_bracketed(host)}:{listener.getsockname()[1]}"
@@ -57,7 +150,7 @@ def serve(
     from service.api.state import ServiceState
 
     state = ServiceState(
-        lambda: load_scorers(load_engine(loading, threads), bundles), books.version_of, settings=settings
+        lambda: load_scorers(load_engine(loading, threads), bundles), books.version_of, settings, known
     )
 
     def loaded(state: ServiceState) -> None:
@@ -70,19 +163,63 @@ def serve(
         typer.echo(f"  curl -s {address}/score -H 'Content-Type: application/json' -d {shlex.quote(EXAMPLE)}\n")
         typer.echo(f"API reference: {address}/openapi.json    Stop: Ctrl-C")
 
-    server = _server(create_app(state, loaded), host, port)
+    server = _server(create_app(state, loaded), settings)
     typer.echo(f"listening on {address}, loading {loading.model} ...")
+    # uvicorn raises the signal that ended it once more: a service that drained as it was told has not failed.
+    signal.signal(signal.SIGTERM, lambda *_: None)
     server.run(sockets=[listener])
     if state.error is not None:
         raise state.error
 
 
-def _server(app: object, host: str, port: int) -> uvicorn.Server:
+def _server(app: object, settings: ServiceSettings) -> uvicorn.Server:
     import uvicorn
 
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
-    logging.getLogger("httpx").setLevel(logging.WARNING)
-    return uvicorn.Server(uvicorn.Config(app, host=host, port=port, log_level="warning", access_log=False))  # type: ignore[arg-type]
+    from service.api.request_log import JsonLines
+
+    lines = logging.StreamHandler()
+    lines.setFormatter(JsonLines())
+    logging.basicConfig(level=logging.INFO, handlers=[lines])
+    for library in ("httpx", "uvicorn"):
+        logging.getLogger(library).setLevel(logging.WARNING)
+    return uvicorn.Server(
+        uvicorn.Config(
+            app,  # type: ignore[arg-type]
+            host=settings.host,
+            port=settings.port,
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            timeout_graceful_shutdown=math.ceil(settings.drain_s),
+        )
+    )
+
+
+def _policies(path: Path | None, message: str, default: str) -> dict[str, Policy]:
+    from service.policies import built_in, read_policies
+
+    if not message.strip():
+        raise typer.BadParameter("must not be empty", param_hint="--abstain-message")
+    known = built_in(message) if path is None else read_policies(path, message)
+    if default not in known:
+        raise typer.BadParameter(f"{default!r} is none of {', '.join(sorted(known))}", param_hint="--policy")
+    return known
+
+
+def _keys(given: list[str], path: Path | None) -> tuple[str, ...]:
+    """Keys from the options and the file.  An empty file is an error: it must not open the service."""
+    keys = list(given)
+    if path is not None:
+        try:
+            found = path.read_text(encoding="utf-8").split()
+        except (OSError, UnicodeDecodeError) as error:
+            raise HalluTracerError(f"cannot read the keys file {path}: {error}") from None
+        if not found:
+            raise HalluTracerError(f"the keys file {path} is empty; put one key on each line")
+        keys += found
+    if any(not key.strip() for key in keys):
+        raise typer.BadParameter("a key must not be empty", param_hint="--api-key")
+    return tuple(keys)
 
 
 def _listen(host: str, port: int) -> socket.socket:

@@ -23,11 +23,11 @@ COLUMN = 5  # characters a layer takes, where the terminal is wide enough
 def draw_report(bundle: Bundle, report: RiskReport, console: Console | None = None) -> None:
     """Print risk, decision, the answer where there is one, and the trajectory between the class means."""
     console = console or Console(highlight=False)
-    gated = report.decision is Decision.ABSTAIN
+    gated = report.decision is not Decision.CONTINUE
     verdict = Text.assemble(
         ("risk ", "bold"),
         (f"{report.risk:.3f}", "bold red" if gated else "bold green"),
-        f"  decision {report.decision.value} (threshold {report.threshold:.3f})",
+        f"  decision {report.decision.value} (threshold {report.verdict.threshold:.3f})",
         f"  depth mean {report.depth_mean:+.3f}  {bundle.reference}",
     )
     console.print(verdict)

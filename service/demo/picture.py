@@ -8,6 +8,7 @@ import numpy as np
 
 from probes_store.bundle import Bundle
 from service.engines.base import Engine, Sampling
+from service.guard import GATE
 from service.risk import running_means
 from service.scoring import Scorer
 
@@ -24,7 +25,7 @@ def draw_pair(engine: Engine, bundle: Bundle, path: Path, known: str = KNOWN, un
 
     scorer = Scorer(engine, bundle)
     ids = [scorer.render(prompt=text) for text in (known, unknown)]
-    reports = scorer.score_or_continue(ids, Sampling(max_tokens=24), threshold=1.0)
+    reports = scorer.score_or_continue(ids, Sampling(max_tokens=24), GATE.at(1.0))
     layers = np.arange(bundle.manifest.model.num_layers)
     probes = bundle.probes
     figure, axes = plt.subplots(figsize=(8, 4.6), dpi=110, layout="constrained")

@@ -2,7 +2,8 @@
 
 Token ids in, numbers out.  The same engine that serves also feeds the trainer (``extract`` and ``generate``), so a
 probe never meets an activation that was computed by other code than the one it was fitted on.
-Engines are synchronous and used from one thread at a time; the service puts a worker thread in front.
+Engines are synchronous and used from one thread at a time; ``service.serving`` puts a thread in front.  Only
+``tokenize``, ``render_chat`` and ``check`` may be called beside a running forward.
 """
 
 from __future__ import annotations
@@ -159,6 +160,10 @@ class Engine(Protocol):
 
     def detokenize(self, token_ids: TokenIds) -> str:
         """Ids to text, special tokens left out."""
+        ...
+
+    def check(self, prompts: Sequence[TokenIds]) -> None:
+        """Raise EmptyPrompt, PromptTooLong or RequestError for the first prompt that no forward would take."""
         ...
 
     def score(self, prompts: Sequence[TokenIds], probes: Sequence[Probes], *, first_token: bool = False) -> list[Onset]:

@@ -114,6 +114,19 @@ class ScriptedEngine:
         token = self.answer.encode()[0] if self.answer else END
         return FirstToken(log_max_prob=float(np.log(probability)), entropy=float(entropy), token=token)
 
+    def check(self, prompts: Sequence[TokenIds]) -> None:
+        """Raise EmptyPrompt, PromptTooLong or RequestError for the first prompt at fault."""
+        limit = self._identity.max_tokens
+        for number, prompt in enumerate(prompts):
+            if len(prompt) == 0:
+                raise EmptyPrompt(f"prompt {number} has no tokens", param="input_ids")
+            if len(prompt) > limit:
+                raise PromptTooLong(
+                    f"prompt {number} has {len(prompt)} tokens and the model's context holds {limit}", param="prompt"
+                )
+            if min(prompt) < 0 or max(prompt) >= VOCABULARY:
+                raise RequestError(f"prompt {number} holds a token id outside 0 to {VOCABULARY - 1}", param="input_ids")
+
     def score(self, prompts: Sequence[TokenIds], probes: Sequence[Probes], *, first_token: bool = False) -> list[Onset]:
         """Truth logits of the invented rows; NaN is passed on, for tests of what stands above."""
         self._forward("score", prompts)
@@ -157,16 +170,7 @@ class ScriptedEngine:
     def _forward(self, method: str, prompts: Sequence[TokenIds]) -> None:
         if self.closed:
             raise EngineError("this engine is closed; load the model again")
-        limit = self._identity.max_tokens
-        for number, prompt in enumerate(prompts):
-            if len(prompt) == 0:
-                raise EmptyPrompt(f"prompt {number} has no tokens", param="input_ids")
-            if len(prompt) > limit:
-                raise PromptTooLong(
-                    f"prompt {number} has {len(prompt)} tokens and the model's context holds {limit}", param="prompt"
-                )
-            if min(prompt) < 0 or max(prompt) >= VOCABULARY:
-                raise RequestError(f"prompt {number} holds a token id outside 0 to {VOCABULARY - 1}", param="input_ids")
+        self.check(prompts)
         if self.before is not None:
             self.before(method)
         self.wait()

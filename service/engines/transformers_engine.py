@@ -126,6 +126,10 @@ class TransformersEngine:
         """Ids to text, special tokens left out."""
         return self._tokens.detokenize(token_ids)
 
+    def check(self, prompts: Sequence[TokenIds]) -> None:
+        """Raise EmptyPrompt, PromptTooLong or RequestError for the first prompt that no forward would take."""
+        check_prompts(prompts, vocabulary=self._vocabulary, max_tokens=self.max_tokens)
+
     def score(self, prompts: Sequence[TokenIds], probes: Sequence[Probes], *, first_token: bool = False) -> list[Onset]:
         """Trajectories (Eq. trajectory) at t*, one per probe and prompt.
 
@@ -215,7 +219,7 @@ class TransformersEngine:
         if not self._busy.acquire(blocking=False):
             raise EngineError("this engine is running another call; use it from one thread at a time")
         try:
-            check_prompts(prompts, vocabulary=self._vocabulary, max_tokens=self.max_tokens)
+            self.check(prompts)
             with torch.inference_mode():
                 yield
         finally:

@@ -18,7 +18,7 @@ from service.api.state import ServiceState
 from service.engines.scripted import ScriptedEngine
 from service.scoring import Scorer
 from service.settings import ServiceSettings
-from tests.serving import matching_bundle
+from tests.matching import matching_bundle
 
 
 class Service:
@@ -60,7 +60,7 @@ def test_one_prompt(service: Service) -> None:
     assert body["object"] == "risk.list"
     assert body["bundle"] == {"name": "one", "version": 1, "digest": service.bundles[0].manifest.digest}
     (row,) = body["data"]
-    assert set(row) == {"index", "risk", "depth_mean", "decision", "threshold"}
+    assert set(row) == {"index", "risk", "depth_mean", "decision", "flagged", "threshold"}
     assert 0 <= row["risk"] <= 1
     assert row["decision"] == ("abstain" if row["risk"] >= row["threshold"] else "continue")
     tokens = len(service.engine.render_chat([{"role": "user", "content": "What is the capital of France?"}]))

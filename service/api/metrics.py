@@ -1,0 +1,244 @@
+"""What the service counts, in Prometheus' words.  Knows neither engines nor HTTP frameworks: numbers in, text out.
+
+Labels are ``model_name``, ``bundle`` ("name:version"), ``decision``, ``status`` and ``code``: words of ours, never
+anything a user typed, so that the number of series stays bounded.  Every label set that can be known beforehand is
+there as a 0 from the first scrape: a rate or a ratio over a series that has yet to appear is an empty panel and an
+alert that cannot fire.
+
+Several processes of one machine: set ``PROMETHEUS_MULTIPROC_DIR`` to an empty folder before they start.  Each then
+writes its numbers there and any of them renders the sum.  The variable is the client library's own; it is read here
+because the library itself reads it wherever it is imported.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest, values
+from prometheus_client.metrics_core import Metric
+from prometheus_client.multiprocess import MultiProcessCollector, mark_process_dead
+
+from probes_store.errors import BundleNotFound, InvalidReference
+from service import __version__
+from service.errors import HalluTracerError
+from service.guard import Decision
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+FOLDER_VARIABLE = "PROMETHEUS_MULTIPROC_DIR"
+SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+TENTHS = tuple(n / 10 for n in range(1, 11))
+PROMPTS_A_FORWARD = tuple(2**n for n in range(11))  # 1 .. 1,024
+TOKENS = tuple(2**n for n in range(18))  # 1 .. 131,072
+BUNDLE = ("model_name", "bundle")
+
+
+def _tree(root: type[HalluTracerError]) -> Iterator[type[HalluTracerError]]:
+    yield root
+    for child in root.__subclasses__():
+        yield from _tree(child)
+
+
+# The last line: what HTTP itself gives rise to.  A test compares it with service/api/problems.py.
+STATUS_OF: dict[str, int] = {error.code: error.status for error in _tree(HalluTracerError)} | {
+    **{error.code: error.status for error in (BundleNotFound, InvalidReference)},
+    **{"invalid_json": 400, "method_not_allowed": 405},
+}
+
+
+class _Registry(CollectorRegistry):
+    """Without the ``*_created`` twins that the client adds to each series: nothing reads them."""
+
+    def collect(self) -> Iterator[Metric]:
+        for family in super().collect():
+            family.samples = [sample for sample in family.samples if not sample.name.endswith("_created")]
+            yield family
+
+
+class Metrics:
+    """One process's counters.  Thread-safe; each instance has a registry of its own.
+
+    Raises:
+        HalluTracerError: ``PROMETHEUS_MULTIPROC_DIR`` names no folder that can be written to, or was set or unset
+            after ``prometheus_client`` had been imported.
+    """
+
+    def __init__(self) -> None:
+        self._folder = _shared_folder()
+        self._registry = registry = _Registry()
+
+        def counter(name: str, text: str, labels: Iterable[str] = ()) -> Counter:
+            return Counter(f"hallutracer_{name}", text, labels, registry=registry)
+
+        def histogram(name: str, text: str, buckets: tuple[float, ...], labels: Iterable[str] = ()) -> Histogram:
+            return Histogram(f"hallutracer_{name}", text, labels, buckets=buckets, registry=registry)
+
+        self._prompts = counter("prompts_total", "Prompts scored, by decision.", (*BUNDLE, "decision"))
+        self._flagged = counter("flagged_total", "Prompts whose risk reached the threshold.", BUNDLE)
+        self._prompt_tokens = counter("prompt_tokens_total", "Prompt tokens of scored prompts.", BUNDLE)
+        self._completion_tokens = counter("completion_tokens_total", "Answer tokens decoded.", BUNDLE)
+        self._errors = counter("errors_total", "Requests that ended in an error, by wire code.", ("code",))
+        self._requests = counter("http_requests_total", "Scoring requests, by HTTP status.", ("status",))
+
+        self._risk = histogram("risk", "Risk of each scored prompt.", TENTHS, BUNDLE)
+        self._request_s = histogram("request_seconds", "A whole scoring request.", SECONDS)
+        self._queue_s = histogram("queue_seconds", "A prompt's wait for a forward pass.", SECONDS)
+        self._prefill_s = histogram("prefill_seconds", "The forward pass that a prompt was in.", SECONDS)
+        self._probe_s = histogram("probe_seconds", "Readouts to risk, for the batch a prompt was in.", SECONDS)
+        self._decode_s = histogram("decode_seconds", "Decoding one prompt's answer.", SECONDS)
+        self._batch_prompts = histogram("batch_prompts", "Prompts in one forward pass.", PROMPTS_A_FORWARD)
+        self._batch_tokens = histogram("batch_tokens", "Prompt tokens in one forward pass.", TOKENS)
+        self._length = histogram("prompt_length_tokens", "Tokens of one prompt.", TOKENS)
+
+        # livesum: a process that ended holds no work.  livemin: ready means that each process is.
+        self._waiting = self._gauge("queue_depth", "Prompts waiting for a forward pass.", "livesum")
+        self._decoding = self._gauge("running_decodes", "Answers being decoded.", "livesum")
+        self._in_flight = self._gauge("requests_in_flight", "Scoring requests being served.", "livesum")
+        self._ready = self._gauge("ready", "1 once scores can be served, else 0.", "livemin")
+        self._info = self._gauge("bundle_info", "Always 1: a loaded bundle.", "livemax", (*BUNDLE, "digest"))
+        self._gauge("build_info", "Always 1: the version.", "livemax", ("version",)).labels(__version__).set(1)
+        for gauge in (self._waiting, self._decoding, self._in_flight, self._ready):
+            gauge.set(0)  # a shared folder may hold the last words of an earlier process with this id
+
+        self._by_bundle: dict[tuple[str, str], _PerBundle] = {}
+        self._by_code = {code: self._errors.labels(code) for code in STATUS_OF}
+        self._by_status = {status: self._requests.labels(str(status)) for status in {200, *STATUS_OF.values()}}
+
+    def _gauge(self, name: str, text: str, mode: str, labels: Iterable[str] = ()) -> Gauge:
+        return Gauge(f"hallutracer_{name}", text, labels, multiprocess_mode=mode, registry=self._registry)  # type: ignore[arg-type]
+
+    def batch(self, prompts: int, tokens: int) -> None:
+        """One forward pass over ``prompts`` prompts of ``tokens`` tokens together."""
+        self._batch_prompts.observe(prompts)
+        self._batch_tokens.observe(tokens)
+
+    def queue(self, waiting: int, decoding: int) -> None:
+        """How many prompts wait and how many decode at this moment."""
+        self._waiting.set(waiting)
+        self._decoding.set(decoding)
+
+    def prompt(
+        self,
+        *,
+        model_name: str,
+        bundle: str,
+        decision: str,
+        flagged: bool,
+        risk: float,
+        prompt_tokens: int,
+        completion_tokens: int,
+        queue_s: float,
+        prefill_s: float,
+        probe_s: float,
+        decode_s: float | None,
+    ) -> None:
+        """One prompt is done.  ``bundle`` is "name:version"; times are seconds, ``decode_s`` None if none decoded."""
+        own = self._of(model_name, bundle)
+        own.prompts(decision).inc()
+        if flagged:
+            own.flagged.inc()
+        own.risk.observe(risk)
+        own.prompt_tokens.inc(prompt_tokens)
+        own.completion_tokens.inc(completion_tokens)
+        self._length.observe(prompt_tokens)
+        self._queue_s.observe(queue_s)
+        self._prefill_s.observe(prefill_s)
+        self._probe_s.observe(probe_s)
+        if decode_s is not None:
+            self._decode_s.observe(decode_s)
+
+    def request_started(self) -> None:
+        """A scoring request came in; ``request_ended`` must follow, whatever happens."""
+        self._in_flight.inc()
+
+    def request_ended(self, status: int, code: str | None, seconds: float) -> None:
+        """A scoring request is over: HTTP ``status``, and the wire ``code`` of its error where there was one."""
+        self._in_flight.dec()
+        self._request_s.observe(seconds)
+        (self._by_status.get(status) or self._requests.labels(str(status))).inc()
+        if code is not None:
+            (self._by_code.get(code) or self._errors.labels(code)).inc()
+
+    def ready(self, value: bool) -> None:
+        """Whether scores can be served."""
+        self._ready.set(int(value))
+
+    def bundle(self, model_name: str, bundle: str, digest: str) -> None:
+        """A bundle is loaded: its series appear, all 0."""
+        self._of(model_name, bundle)
+        self._info.labels(model_name, bundle, digest).set(1)
+
+    def render(self) -> tuple[bytes, str]:
+        """The body of ``GET /metrics`` and its content type; in a shared folder, over all its processes."""
+        if self._folder is None:
+            return generate_latest(self._registry), CONTENT_TYPE
+        _forget_the_dead(self._folder)
+        everyone = CollectorRegistry()
+        MultiProcessCollector(everyone, path=str(self._folder))  # type: ignore[no-untyped-call]
+        return generate_latest(everyone), CONTENT_TYPE
+
+    def close(self) -> None:
+        """Take this process's gauges out of a shared folder; its counters stay, or the sums would fall."""
+        if self._folder is not None:
+            mark_process_dead(os.getpid(), str(self._folder))  # type: ignore[no-untyped-call]
+
+    def _of(self, model_name: str, bundle: str) -> _PerBundle:
+        found = self._by_bundle.get((model_name, bundle))
+        if found is None:
+            found = self._by_bundle[model_name, bundle] = _PerBundle(self, model_name, bundle)
+        return found
+
+
+class _PerBundle:
+    """The series of one bundle, looked up once."""
+
+    def __init__(self, metrics: Metrics, model_name: str, bundle: str) -> None:
+        self.flagged = metrics._flagged.labels(model_name, bundle)
+        self.risk = metrics._risk.labels(model_name, bundle)
+        self.prompt_tokens = metrics._prompt_tokens.labels(model_name, bundle)
+        self.completion_tokens = metrics._completion_tokens.labels(model_name, bundle)
+        self._prompts = {str(one): metrics._prompts.labels(model_name, bundle, str(one)) for one in Decision}
+
+    def prompts(self, decision: str) -> Counter:
+        return self._prompts[decision]
+
+
+def _shared_folder() -> Path | None:
+    """The folder that processes share, checked by writing to it; None where this process counts alone."""
+    name = os.environ.get(FOLDER_VARIABLE)
+    # The client decides between memory and files once, when it is imported.
+    if (name is not None) == (values.ValueClass is values.MutexValue):
+        change = "set" if name is not None else "unset"
+        raise HalluTracerError(
+            f"{FOLDER_VARIABLE} was {change} after prometheus_client was imported; {change} it before Python starts"
+        )
+    if name is None:
+        return None
+    cure = f"make it, empty and writable, before the service starts, or unset {FOLDER_VARIABLE}"
+    if not name:
+        raise HalluTracerError(f"{FOLDER_VARIABLE} is empty: name a folder and {cure}")
+    try:
+        with tempfile.TemporaryFile(dir=name):
+            return Path(name)
+    except OSError as error:
+        reason = error.strerror or error
+        raise HalluTracerError(f"{FOLDER_VARIABLE}={name}: cannot write there ({reason}); {cure}") from None
+
+
+def _forget_the_dead(folder: Path) -> None:
+    """Drop the gauges of processes that were killed before they could ``close``."""
+    for pid in {path.stem.rpartition("_")[2] for path in folder.glob("gauge_live*_*.db")}:
+        if pid.isdigit() and not _alive(int(pid)):
+            mark_process_dead(int(pid), str(folder))  # type: ignore[no-untyped-call]
+
+
+def _alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True

@@ -1,0 +1,127 @@
+"""From reports to the wire: the body, the headers, the log record and the metrics of one scoring request."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+from service.api.metrics import Metrics
+from service.api.request_log import RequestRecord
+from service.api.request_schema import Include
+from service.api.response_schema import BundleRef, CompletionOut, RiskOut, ScoreResponse, Usage
+from service.engines.base import Completion
+from service.guard import Policy
+from service.risk import running_means
+from service.scoring import RiskReport, Scorer
+from service.serving.job import Ticket
+
+
+@dataclass
+class Reply:
+    """What is the same for all of one request's events."""
+
+    scorer: Scorer
+    policy: Policy
+    ticket: Ticket
+    include: list[Include]
+    record: RequestRecord
+    metrics: Metrics
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    @property
+    def id(self) -> str:
+        """The same in every event of a stream."""
+        return f"risk-{self.record.request_id}"
+
+    def body(self, reports: list[RiskReport]) -> ScoreResponse:
+        """The whole answer, or a stream's first event."""
+        manifest = self.scorer.bundle.manifest
+        return ScoreResponse(
+            id=self.id,
+            created=self.created,
+            model=self.scorer.engine.identity.model,
+            policy=self.policy.name,
+            bundle=BundleRef(name=manifest.name, version=manifest.version, digest=manifest.digest),
+            data=[self._risk(index, report) for index, report in enumerate(reports)],
+            usage=self.usage(reports),
+        )
+
+    def usage(self, reports: list[RiskReport]) -> Usage:
+        """Token counts of the request."""
+        prompts = sum(report.prompt_tokens for report in reports)
+        answers = sum(len(report.completion.token_ids) for report in reports if report.completion)
+        return Usage(prompt_tokens=prompts, completion_tokens=answers, total_tokens=prompts + answers)
+
+    def headers(self, reports: list[RiskReport]) -> dict[str, str]:
+        """Times in ms, of the prompt that took longest; risk and decision where there is one prompt."""
+        timings = [job.timings for job in self.ticket.jobs]
+        headers = {
+            "x-queue-time": f"{max(t.queue for t in timings) * 1e3:.3f}",
+            "x-inference-time": f"{max(t.prefill + t.probe + (t.decode or 0.0) for t in timings) * 1e3:.3f}",
+            "x-hallutracer-bundle": self.scorer.bundle.reference,
+        }
+        if len(reports) == 1:
+            headers["x-hallutracer-risk"] = f"{reports[0].risk:.6f}"
+            headers["x-hallutracer-decision"] = reports[0].decision.value
+        return headers
+
+    def account(self) -> None:
+        """Tell the log and the metrics of every prompt that was scored.  Once, when nothing more will be sent."""
+        scored = [(job.timings, job.report) for job in self.ticket.jobs if job.report is not None]
+        reports = [report for _, report in scored]
+        model, reference = self.scorer.engine.identity.model, self.scorer.bundle.reference
+        for timings, report in scored:
+            self.metrics.prompt(
+                model_name=model,
+                bundle=reference,
+                decision=report.decision.value,
+                flagged=report.verdict.flagged,
+                risk=report.risk,
+                prompt_tokens=report.prompt_tokens,
+                completion_tokens=len(report.completion.token_ids) if report.completion else 0,
+                queue_s=timings.queue,
+                prefill_s=timings.prefill,
+                probe_s=timings.probe,
+                decode_s=timings.decode,
+            )
+        record, manifest = self.record, self.scorer.bundle.manifest
+        record.model, record.bundle, record.digest = model, reference, manifest.digest
+        record.policy = self.policy.name
+        record.risks = [report.risk for report in reports]
+        record.decisions = [report.decision.value for report in reports]
+        if scored:
+            usage = self.usage(reports)
+            record.threshold = reports[0].verdict.threshold
+            record.prompt_tokens, record.completion_tokens = usage.prompt_tokens, usage.completion_tokens
+            record.queue_ms = max(timings.queue for timings, _ in scored) * 1e3
+            record.prefill_ms = max(timings.prefill for timings, _ in scored) * 1e3
+            record.probe_ms = max(timings.probe for timings, _ in scored) * 1e3
+            decodes = [timings.decode for timings, _ in scored if timings.decode is not None]
+            record.decode_ms = max(decodes) * 1e3 if decodes else None
+
+    def _risk(self, index: int, report: RiskReport) -> RiskOut:
+        verdict = report.verdict
+        return RiskOut(
+            index=index,
+            risk=report.risk,
+            depth_mean=report.depth_mean,
+            decision=verdict.decision.value,
+            flagged=verdict.flagged,
+            threshold=verdict.threshold,
+            message=verdict.message,
+            trajectory=report.trajectory.tolist() if "trajectory" in self.include else None,
+            running_mean=running_means(report.trajectory).tolist() if "running_mean" in self.include else None,
+            completion=_completion(report.completion),
+        )
+
+
+def _completion(completion: Completion | None) -> CompletionOut | None:
+    if completion is None:
+        return None
+    reason = completion.finish_reason
+    assert reason != "cancelled", "a cancelled answer has no reader"
+    return CompletionOut(
+        text=completion.text,
+        finish_reason="stop" if reason == "stop" else "length",
+        completion_tokens=len(completion.token_ids),
+    )

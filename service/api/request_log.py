@@ -1,0 +1,74 @@
+"""What is remembered of a request: one structured log line each, as JSON.  Never a prompt, an answer or a key."""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+
+from starlette.requests import Request
+
+log = logging.getLogger("hallutracer")
+access = logging.getLogger("hallutracer.request")
+
+
+@dataclass(slots=True)
+class RequestRecord:
+    """Filled while a request is served; what stays None or empty is left out of the line."""
+
+    request_id: str
+    method: str
+    path: str
+    status: int | None = None
+    code: str | None = None  # the error's
+    model: str | None = None
+    bundle: str | None = None
+    digest: str | None = None
+    policy: str | None = None
+    threshold: float | None = None
+    risks: list[float] = field(default_factory=list)
+    decisions: list[str] = field(default_factory=list)
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+    queue_ms: float | None = None
+    prefill_ms: float | None = None
+    probe_ms: float | None = None
+    decode_ms: float | None = None
+    total_ms: float | None = None
+
+    def write(self) -> None:
+        """One line; probes and scrapes only at level debug, because they come every few seconds for ever."""
+        routine = self.path == "/metrics" or self.path.startswith("/health")
+        access.log(logging.DEBUG if routine else logging.INFO, "request", extra={"record": self})
+
+
+def record_of(request: Request) -> RequestRecord:
+    """The record that ``middleware.RequestFrame`` opened."""
+    record = request.state.record
+    assert isinstance(record, RequestRecord)
+    return record
+
+
+class JsonLines(logging.Formatter):
+    """Every log record as one JSON object on one line."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The line; exceptions are inside it as text."""
+        line: dict[str, object] = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname.lower(),
+            "message": record.getMessage(),
+        }
+        served = getattr(record, "record", None)
+        if isinstance(served, RequestRecord):
+            line |= {
+                name: round(value, 6) if isinstance(value, float) else value
+                for name, value in asdict(served).items()
+                if value is not None and value != []
+            }
+        else:
+            line["logger"] = record.name
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return json.dumps(line)

@@ -1,0 +1,131 @@
+"""What /v1/risk/score takes, field by field.  Knows no engine; unknown fields are refused."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, StrictStr, model_validator
+
+Include = Literal["trajectory", "running_mean"]
+Risk = Annotated[float, Field(ge=0.0, le=1.0, allow_inf_nan=False)]
+# One error is enough: a body of a million wrong elements must not become a million error records on the event loop.
+Texts = Annotated[list[StrictStr], Field(fail_fast=True)]
+Ids = Annotated[list[StrictInt], Field(fail_fast=True)]
+Batches = Annotated[list[Ids], Field(fail_fast=True)]
+MOST_FIELDS = 32
+
+
+class Strict(BaseModel):
+    """No unknown fields, no NaN."""
+
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+
+
+class Message(Strict):
+    """One chat turn."""
+
+    role: Literal["system", "user", "assistant"]
+    content: StrictStr
+
+
+class Generate(Strict):
+    """Decode on from the same KV cache where the decision is ``continue``."""
+
+    max_tokens: StrictInt = Field(64, ge=1, description="at most this many answer tokens")
+    temperature: float = Field(0.0, ge=0.0, le=2.0, strict=True, description="0 is greedy")
+    top_p: float = Field(1.0, gt=0.0, le=1.0, strict=True)
+    seed: StrictInt | None = Field(None, ge=-(2**63), lt=2**63)
+    stop: list[Annotated[StrictStr, Field(min_length=1)]] = Field(default_factory=list, max_length=8)
+
+
+class ScoreRequest(Strict):
+    """Exactly one of ``prompt``, ``messages`` and ``input_ids``."""
+
+    prompt: StrictStr | Texts | None = Field(
+        None,
+        description="a question or a list of them, rendered as the bundle's training prompts were "
+        "(its prompt_format: one chat turn, or plain text)",
+    )
+    messages: Annotated[list[Message], Field(fail_fast=True)] | None = Field(
+        None, description="one conversation; goes through the chat template with its generation prompt"
+    )
+    input_ids: Ids | Batches | None = Field(None, description="token ids, whose last one is the answer onset")
+    model: StrictStr | None = Field(None, description="must be the loaded model, where given")
+    bundle: StrictStr | None = Field(None, description="name, name@alias or name:version of a loaded bundle")
+    threshold: Risk | None = Field(
+        None, strict=True, description="abstain at or above this risk; default: the bundle's own"
+    )
+    policy: StrictStr | None = Field(
+        None, description="observe, gate, block or a policy of this service; default: the service's own"
+    )
+    include: list[Include] = Field(default_factory=list, max_length=2)
+    generate: Generate | None = Field(None, description="answer at once, where the decision allows")
+    stream: StrictBool = Field(
+        False, description="server-sent events: the risk first, then the answer; needs 'generate' and one prompt"
+    )
+    deadline_ms: StrictInt | None = Field(
+        None, ge=1, description="give up with 504 after this many milliseconds; default and most: the service's own"
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _few_fields(cls, data: Any) -> Any:
+        if isinstance(data, dict) and len(data) > MOST_FIELDS:
+            raise ValueError(f"{len(data)} fields in one request; there are {len(cls.model_fields)}")
+        return data
+
+    @model_validator(mode="after")
+    def _exactly_one(self) -> ScoreRequest:
+        given = [name for name in ("prompt", "messages", "input_ids") if getattr(self, name) is not None]
+        if len(given) != 1:
+            found = " and ".join(given) if given else "none of them"
+            raise ValueError(f"give exactly one of 'prompt', 'messages', 'input_ids'; found {found}")
+        if self.stream and self.generate is None:
+            raise ValueError("'stream' needs 'generate': there is nothing to stream after a risk alone")
+        if self.stream and self.prompt_count() != 1:
+            raise ValueError("'stream' takes exactly one prompt; send one request for each")
+        return self
+
+    def prompt_count(self) -> int:
+        """How many prompts this is."""
+        if isinstance(self.prompt, list):
+            return len(self.prompt)
+        if self.input_ids and isinstance(self.input_ids[0], list):
+            return len(self.input_ids)
+        return 0 if self.input_ids == [] else 1
+
+    def size(self) -> int:
+        """Characters or token ids in all, to tell a short request from a long one."""
+        if self.messages is not None:
+            return sum(len(message.content) for message in self.messages)
+        items = self.prompt if self.prompt is not None else self.input_ids
+        assert items is not None
+        return len(items) if isinstance(items, str) else sum(len(i) if isinstance(i, str | list) else 1 for i in items)
+
+
+REQUEST_EXAMPLES: dict[str, Any] = {
+    "one question": {"value": {"prompt": "What is the capital of France?"}},
+    "several questions": {
+        "value": {"prompt": ["What is the capital of Italy?", "What is the capital of the Solomon Islands?"]}
+    },
+    "a conversation, answered where the risk allows": {
+        "value": {
+            "messages": [
+                {"role": "system", "content": "Be brief."},
+                {"role": "user", "content": "What is the capital of France?"},
+            ],
+            "generate": {"max_tokens": 16},
+        }
+    },
+    "a stream": {
+        "summary": "the risk first, then the answer's text",
+        "value": {"prompt": "What is the capital of Italy?", "generate": {"max_tokens": 16}, "stream": True},
+    },
+    "watch without gating": {
+        "value": {"prompt": "What is the capital of Nauru?", "policy": "observe", "generate": {"max_tokens": 16}}
+    },
+    "your own threshold, and the readings of every layer": {
+        "value": {"prompt": "What is the capital of Chad?", "threshold": 0.2, "include": ["trajectory", "running_mean"]}
+    },
+    "token ids and another bundle": {"value": {"input_ids": [[1, 300, 301], [1, 302]], "bundle": "demo-fused"}},
+}

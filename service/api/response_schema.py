@@ -1,0 +1,226 @@
+"""What the service answers, field by field, with the examples of the OpenAPI document.  Knows no engine."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, Field
+
+from service.api.request_schema import Risk, Strict
+
+
+class BundleRef(Strict):
+    """Which probes gave the risk."""
+
+    name: str
+    version: int
+    digest: str
+
+
+class CompletionOut(Strict):
+    """The answer, decoded from the same KV cache as the risk."""
+
+    text: str
+    finish_reason: Literal["stop", "length"]
+    completion_tokens: int
+
+
+class RiskOut(Strict):
+    """One prompt's risk."""
+
+    index: int
+    risk: Risk
+    depth_mean: float
+    decision: Literal["continue", "abstain", "block"]
+    flagged: bool = Field(description="the risk reached the threshold, also where the policy only observes")
+    threshold: float
+    message: str | None = Field(None, description="what to say instead of an answer, where the decision is abstain")
+    trajectory: list[float] | None = Field(None, description="truth logit of each layer")
+    running_mean: list[float] | None = Field(None, description="mean of the truth logits up to each layer")
+    completion: CompletionOut | None = None
+
+
+class Usage(Strict):
+    """Token counts, as vLLM and OpenAI name them."""
+
+    prompt_tokens: int
+    cached_tokens: int = 0
+    completion_tokens: int = 0
+    total_tokens: int
+
+
+class ScoreResponse(Strict):
+    """A list of risks, in the order of the prompts."""
+
+    id: str
+    object: Literal["risk.list"] = "risk.list"
+    created: int
+    model: str
+    policy: str
+    bundle: BundleRef
+    data: list[RiskOut]
+    usage: Usage
+
+
+class Delta(Strict):
+    """A piece of an answer."""
+
+    text: str
+
+
+class CompletionChunk(Strict):
+    """One event of a stream, after the risk.  The last one has a ``finish_reason`` and the usage."""
+
+    id: str
+    object: Literal["completion.chunk"] = "completion.chunk"
+    index: int = 0
+    delta: Delta
+    finish_reason: Literal["stop", "length"] | None = None
+    usage: Usage | None = None
+
+
+class ModelCard(Strict):
+    """The loaded model, as OpenAI lists models."""
+
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: str = "hallutracer"
+    architecture: str
+    revision: str
+    dtype: str
+    max_model_len: int
+    bundles: list[str] = Field(description="references of the bundles that read it; the first is the default")
+
+
+class ModelList(Strict):
+    """GET /v1/models."""
+
+    object: Literal["list"] = "list"
+    data: list[ModelCard]
+
+
+class BundleCard(Strict):
+    """A loaded bundle."""
+
+    id: str = Field(description="name:version")
+    object: Literal["bundle"] = "bundle"
+    name: str
+    version: int
+    digest: str
+    created: str
+    model: str
+    site: str = Field(description="where a layer is read: attention_head or residual_stream")
+    logit_scale: str
+    signals: list[str]
+    prompt_format: str
+    threshold: float
+    default: bool
+
+
+class BundleList(Strict):
+    """GET /v1/bundles."""
+
+    object: Literal["list"] = "list"
+    data: list[BundleCard]
+    policies: list[str] = Field(description="names that a request's 'policy' may take; the first is the default")
+
+
+class Status(Strict):
+    """A health check's answer."""
+
+    status: Literal["live", "ready"]
+    model: str | None = None
+    bundles: list[str] | None = None
+
+
+class ErrorBody(BaseModel):
+    """What went wrong and what to do."""
+
+    message: str
+    type: Literal["invalid_request_error", "server_error"]
+    param: str | None
+    code: str
+
+
+class ErrorResponse(BaseModel):
+    """The one error envelope."""
+
+    error: ErrorBody
+
+
+RISK_EXAMPLE: dict[str, Any] = {
+    "id": "risk-c67afd5b1cb64cdeadfda66467e28928",
+    "object": "risk.list",
+    "created": 1795186131,
+    "model": "hallutracer-demo",
+    "policy": "gate",
+    "bundle": {"name": "demo", "version": 1, "digest": "sha256:" + "b" * 64},
+    "data": [
+        {
+            "index": 0, "risk": 0.0321, "depth_mean": 1.986, "decision": "continue", "flagged": False,
+            "threshold": 0.3098,
+            "completion": {"text": " It is Rome.", "finish_reason": "stop", "completion_tokens": 5},
+        },
+        {
+            "index": 1, "risk": 0.8138, "depth_mean": -1.422, "decision": "abstain", "flagged": True,
+            "threshold": 0.3098, "message": "I am not sure.",
+        },
+    ],
+    "usage": {"prompt_tokens": 22, "cached_tokens": 0, "completion_tokens": 5, "total_tokens": 27},
+}  # fmt: skip
+
+STREAM_EXAMPLE = (
+    'data: {"id": "risk-1f", "object": "risk.list", "data": [{"index": 0, "risk": 0.0321, "decision": "continue", '
+    "...}], ...}\n\n"
+    'data: {"id": "risk-1f", "object": "completion.chunk", "index": 0, "delta": {"text": " It"}}\n\n'
+    'data: {"id": "risk-1f", "object": "completion.chunk", "index": 0, "delta": {"text": ""}, '
+    '"finish_reason": "stop", "usage": {...}}\n\n'
+    "data: [DONE]\n\n"
+)
+
+HEADERS: dict[str, Any] = {
+    name: {"description": description, "schema": {"type": "string"}}
+    for name, description in {
+        "x-request-id": "the request's, or one made here",
+        "x-queue-time": "milliseconds until the forward pass began",
+        "x-inference-time": "milliseconds of prefill, probe and decoding",
+        "x-hallutracer-bundle": "name:version of the bundle",
+        "x-hallutracer-risk": "where there is one prompt",
+        "x-hallutracer-decision": "where there is one prompt",
+    }.items()
+}
+_RETRY = {"Retry-After": {"description": "seconds to wait", "schema": {"type": "integer"}}}
+
+
+def errors(**descriptions: str) -> dict[int | str, dict[str, Any]]:
+    """OpenAPI responses of the error envelope: ``errors(_404="no such bundle")``."""
+    return {
+        int(status.removeprefix("_")): {"model": ErrorResponse, "description": description}
+        | ({"headers": _RETRY} if status in ("_429", "_503") else {})
+        for status, description in descriptions.items()
+    }
+
+
+_SCORED: dict[int | str, dict[str, Any]] = {
+    200: {
+        "model": ScoreResponse,
+        "description": "the risks, or with 'stream' the events: the risk first, then the answer",
+        "headers": HEADERS,
+        "content": {
+            "application/json": {"example": RISK_EXAMPLE},
+            "text/event-stream": {"schema": {"type": "string"}, "example": STREAM_EXAMPLE},
+        },
+    }
+}
+SCORE_RESPONSES = _SCORED | errors(
+    _400="the body is not JSON",
+    _401="no bearer key, or an unknown one",
+    _404="no such model, bundle or policy is loaded",
+    _413="the body or a prompt is too large; prompts are never truncated",
+    _422="a field is wrong",
+    _429="the queue is full",
+    _500="the engine failed",
+    _503="not ready: loading, or shutting down",
+    _504="the deadline passed",
+)

@@ -1,0 +1,75 @@
+"""Server-sent events: the risk first, then the answer as it is decoded, then [DONE]."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+from pydantic import BaseModel
+from starlette.responses import StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from service.api.problems import error_body
+from service.api.reply import Reply
+from service.api.response_schema import CompletionChunk, Delta
+from service.errors import ClientGone, HalluTracerError
+from service.guard import Decision
+from service.scoring import RiskReport
+
+DONE = b"data: [DONE]\n\n"
+
+
+class EventStream(StreamingResponse):
+    """Starts once the risks are known; whatever ends it also ends the work behind it."""
+
+    def __init__(self, reply: Reply, reports: list[RiskReport]) -> None:
+        headers = {"cache-control": "no-cache", "x-accel-buffering": "no", **reply.headers(reports)}
+        super().__init__(_events(reply, reports), media_type="text/event-stream", headers=headers)
+        self._reply = reply
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the events; a client that goes away stops the decoding."""
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            ticket = self._reply.ticket
+            if not ticket.finished:
+                self._reply.record.code = ClientGone.code
+            ticket.cancel()
+            self._reply.account()
+
+
+async def _events(reply: Reply, reports: list[RiskReport]) -> AsyncIterator[bytes]:
+    yield _event(reply.body(reports))
+    if reports[0].decision is Decision.CONTINUE:
+        try:
+            async for piece in reply.ticket.pieces():
+                yield _event(CompletionChunk(id=reply.id, delta=Delta(text=piece)))
+            answers = await reply.ticket.answers()
+        except Exception as error:
+            yield _failure(reply, error)
+        else:
+            completion = reply.body(answers).data[0].completion
+            assert completion is not None
+            yield _event(
+                CompletionChunk(
+                    id=reply.id,
+                    delta=Delta(text=""),
+                    finish_reason=completion.finish_reason,
+                    usage=reply.usage(answers),
+                )
+            )
+    yield DONE
+
+
+def _event(content: BaseModel) -> bytes:
+    return b"data: " + content.model_dump_json(exclude_none=True).encode() + b"\n\n"
+
+
+def _failure(reply: Reply, error: Exception) -> bytes:
+    """An error after the status line has been sent; one that is not ours keeps its details to itself."""
+    known = error if isinstance(error, HalluTracerError) else HalluTracerError("an internal error under way")
+    reply.record.code = known.code
+    content: dict[str, Any] = error_body(known.status, known.message, known.code, known.param)
+    return b"data: " + json.dumps(content).encode() + b"\n\n"

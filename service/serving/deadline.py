@@ -1,0 +1,35 @@
+"""How long a request may take, from its arrival to its last token."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from service.errors import DeadlineExceeded
+
+
+class Deadline:
+    """``seconds`` from now, on the monotonic clock."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self._at = time.monotonic() + seconds
+
+    @property
+    def left(self) -> float:
+        """Seconds that remain; negative once it has passed."""
+        return self._at - time.monotonic()
+
+    @asynccontextmanager
+    async def enforced(self) -> AsyncIterator[None]:
+        """Raise DeadlineExceeded inside the block when the time is up."""
+        try:
+            async with asyncio.timeout(self.left):
+                yield
+        except TimeoutError:
+            raise DeadlineExceeded(
+                f"no answer within the deadline of {self.seconds:g} s; try again, or give it more time with "
+                "'deadline_ms'"
+            ) from None

@@ -1,0 +1,281 @@
+"""The engine room: the one thread that uses the engine, turn by turn.
+
+A turn: gather a batch from the waiting room, run its forward pass for every bundle in it at once, judge each risk,
+close what is gated, then give running answers as long as the forward pass took, one token each in rotation.  So
+neither a flood of scores nor a few long answers can starve the other.  Knows no HTTP and no metrics library.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from service.engines.base import Continuation, Onset
+from service.errors import NotReady
+from service.guard import Decision
+from service.scoring import Scorer
+from service.serving.deadline import Deadline
+from service.serving.job import Event, Job, Ticket
+from service.serving.waiting import WaitingRoom
+
+log = logging.getLogger("hallutracer")
+NEW_SPEED = 0.2  # weight of the newest batch in the running speed
+
+
+class Observer(Protocol):
+    """Who is told about batches and queues; called on the engine's thread."""
+
+    def batch(self, prompts: int, tokens: int) -> None:
+        """A forward pass over ``prompts`` prompts of ``tokens`` real tokens ended well."""
+        ...
+
+    def queue(self, waiting: int, decoding: int) -> None:
+        """How many prompts wait and how many answers are being decoded."""
+        ...
+
+
+@dataclass(eq=False, slots=True)
+class _Answer:
+    """A prompt that goes on decoding."""
+
+    job: Job
+    continuation: Continuation
+    pieces: Iterator[str]
+    started: float
+
+
+class EngineRoom:
+    """Takes tickets from the event loop, works on them in its own thread, and tells the loop what became of them."""
+
+    def __init__(
+        self,
+        scorers: Sequence[Scorer],
+        observer: Observer,
+        *,
+        max_queue: int,
+        max_batch_tokens: int,
+        max_kv_tokens: int,
+        max_wait_s: float,
+    ) -> None:
+        """All ``scorers`` share one engine.  Call on the event loop that will submit."""
+        self._scorers = tuple(scorers)
+        self._engine = scorers[0].engine
+        self._observer = observer
+        self._max_wait_s = max_wait_s
+        self._waiting = WaitingRoom(max_queue, max_batch_tokens, max_kv_tokens)
+        self._changed = threading.Condition()
+        self._closing = False
+        self._answers: deque[_Answer] = deque()
+        self._kv_held = 0
+        self._last_batch = 0
+        self._speed: float | None = None  # prompt tokens a second while there was a queue
+        self._crowded_since: float | None = None
+        self._outbox: list[tuple[Job, Event, str | BaseException | None]] = []
+        self._loop = asyncio.get_running_loop()
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._thread.start()
+
+    @property
+    def alive(self) -> bool:
+        """Whether work is still being done."""
+        return self._thread.is_alive() and not self._closing
+
+    def check_space(self, prompts: int, deadline: Deadline) -> None:
+        """Raise Overloaded, or NotReady after ``close``: call it before a request's prompts are tokenized."""
+        with self._changed:
+            self._check_space(prompts, deadline)
+
+    def submit(self, ticket: Ticket) -> None:
+        """Queue a ticket's jobs, all or none.  Raises as ``check_space`` does."""
+        with self._changed:
+            self._check_space(len(ticket.jobs), ticket.deadline)
+            self._waiting.add(ticket.jobs)
+            self._report_queue()
+            self._changed.notify()
+
+    def close(self) -> None:
+        """Finish the running forward pass, refuse everything else with NotReady, end the thread."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify()
+        self._thread.join()
+
+    def _check_space(self, prompts: int, deadline: Deadline) -> None:
+        if not self.alive:
+            raise _shutting_down()
+        self._waiting.check_space(prompts, deadline.left, self._speed)
+
+    def _run(self) -> None:
+        batch: list[Job] | None = []
+        try:
+            while (batch := self._next_batch()) is not None:
+                started = time.monotonic()
+                if batch:
+                    self._prefill(batch)
+                    self._deliver()
+                self._decode(time.monotonic() - started)
+        except BaseException:
+            log.critical("the engine's thread broke; the service is not ready any more", exc_info=True)
+        finally:
+            self._abandon(batch or [])
+
+    def _next_batch(self) -> list[Job] | None:
+        """The jobs to prefill now, none where only answers are under way; None once the room closes."""
+        with self._changed:
+            self._report_queue()
+            while not (self._closing or self._answers or len(self._waiting)):
+                self._changed.wait()
+            self._wait_for_company()
+            if self._closing:
+                return None
+            self._waiting.remove(lambda job: job.cancelled or job.deadline.left < 0)  # their tickets know
+            batch = self._waiting.gather(self._kv_held)
+            self._report_queue()
+            return batch
+
+    def _wait_for_company(self) -> None:
+        """A moment for as many as came last time; a lone client never waits."""
+        if self._answers or self._last_batch < 2:
+            return
+        until = time.monotonic() + self._max_wait_s
+        while len(self._waiting) < self._last_batch and not self._closing:
+            if (left := until - time.monotonic()) <= 0:
+                return
+            self._changed.wait(left)
+
+    def _prefill(self, batch: Sequence[Job]) -> None:
+        started = time.monotonic()
+        several = any(job.scorer is not batch[0].scorer for job in batch)
+        scorers = self._scorers if several else (batch[0].scorer,)
+        probes = [scorer.probes for scorer in scorers]
+        prompts = [job.token_ids for job in batch]
+        continuations: Sequence[Continuation | None] = [None] * len(batch)
+        onsets: Sequence[Onset]
+        try:
+            if batch[0].continues:
+                continuations = self._engine.begin(prompts, probes)
+                onsets = [continuation.onset for continuation in continuations if continuation is not None]
+            else:
+                first_token = any(scorer.needs_first_token for scorer in scorers)
+                onsets = self._engine.score(prompts, probes, first_token=first_token)
+        except Exception as error:
+            if len(batch) == 1:
+                self._fail(batch[0], error)
+                return
+            for job in batch:  # one prompt's fault must not be its neighbours': each on its own
+                self._prefill([job])
+            return
+        ended = time.monotonic()
+        tokens = sum(len(prompt) for prompt in prompts)
+        self._observer.batch(len(batch), tokens)
+        self._note_speed(tokens, ended)
+        self._last_batch = len(batch)
+        for job, onset, continuation in zip(batch, onsets, continuations, strict=True):
+            job.timings.queue = started - job.queued
+            job.timings.prefill = ended - started
+            self._judge(job, onset, scorers.index(job.scorer), continuation)
+
+    def _judge(self, job: Job, onset: Onset, place: int, continuation: Continuation | None) -> None:
+        started = time.monotonic()
+        try:
+            job.report = job.scorer.report(onset, onset.trajectories[place], job.policy)
+            job.timings.probe = time.monotonic() - started
+            goes_on = continuation is not None and job.report.decision is Decision.CONTINUE and not job.cancelled
+            if continuation is not None and goes_on:
+                assert job.sampling is not None
+                pieces = continuation.decode(job.sampling, lambda: job.cancelled)
+                self._answers.append(_Answer(job, continuation, pieces, time.monotonic()))
+                self._kv_held += job.kv_tokens
+                self._outbox.append((job, Event.SCORED, None))
+                return
+            self._outbox.append((job, Event.DONE, None))
+        except Exception as error:
+            self._fail(job, error)
+        if continuation is not None:
+            continuation.close()
+
+    def _decode(self, share: float) -> None:
+        """One step at least, and as many as fit into ``share`` seconds."""
+        until = time.monotonic() + share
+        while self._answers:
+            answer = self._answers.popleft()
+            if self._step(answer):
+                self._answers.append(answer)
+            else:
+                answer.continuation.close()
+                self._kv_held -= answer.job.kv_tokens
+            self._deliver()
+            if time.monotonic() >= until:
+                return
+
+    def _step(self, answer: _Answer) -> bool:
+        """One token of one answer; False once nothing more comes of it."""
+        job = answer.job
+        if job.cancelled:
+            return False
+        try:
+            piece = next(answer.pieces, None)
+        except Exception as error:
+            self._fail(job, error)
+            return False
+        if piece is not None:
+            if job.streams:
+                self._outbox.append((job, Event.PIECE, piece))
+            return True
+        job.timings.decode = time.monotonic() - answer.started
+        job.report = replace(job.outcome(), completion=answer.continuation.completion)
+        self._outbox.append((job, Event.DONE, None))
+        return False
+
+    def _note_speed(self, tokens: int, ended: float) -> None:
+        # From batch to batch while someone was waiting, so that decoding's share of the time is in it; an idle
+        # engine's small batches say nothing about what it can do.
+        if self._crowded_since is not None:
+            newest = tokens / max(ended - self._crowded_since, 1e-6)
+            self._speed = newest if self._speed is None else self._speed + NEW_SPEED * (newest - self._speed)
+        self._crowded_since = ended if len(self._waiting) else None
+
+    def _fail(self, job: Job, error: BaseException) -> None:
+        self._outbox.append((job, Event.FAILED, error))
+
+    def _deliver(self) -> None:
+        if not self._outbox:
+            return
+        events, self._outbox = self._outbox, []
+        try:
+            self._loop.call_soon_threadsafe(_hand_over, events)
+        except RuntimeError:  # the loop is gone, and with it everyone who waited
+            log.warning("%d results came after the event loop had closed", len(events))
+
+    def _report_queue(self) -> None:
+        self._observer.queue(len(self._waiting), len(self._answers))
+
+    def _abandon(self, unfinished: Sequence[Job]) -> None:
+        """Nothing is left behind, whether the room was closed or its thread broke during a batch."""
+        with self._changed:
+            self._closing = True
+            left = self._waiting.remove(lambda _: True)
+        for job in (*unfinished, *left):
+            self._fail(job, _shutting_down())
+        for answer in self._answers:
+            answer.continuation.close()
+            self._fail(answer.job, _shutting_down())
+        self._answers.clear()
+        self._kv_held = 0
+        self._deliver()
+        self._report_queue()
+
+
+def _hand_over(events: Sequence[tuple[Job, Event, str | BaseException | None]]) -> None:
+    for job, event, value in events:
+        job.ticket.take(job, event, value)
+
+
+def _shutting_down() -> NotReady:
+    return NotReady("the service is shutting down")

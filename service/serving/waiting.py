@@ -1,0 +1,104 @@
+"""The waiting room: who may come in, and which of those waiting make the next batch.  No threads, no clock, no engine.
+
+A batch is a bucket of like lengths around the prompt that has waited longest: others join in order of arrival as long
+as the padding stays small, so nobody waits for ever and no forward pass is mostly padding.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+
+from service.errors import Overloaded
+from service.serving.job import Job
+
+MOST_PADDING = 1.25  # padded over real tokens in one forward pass
+FREE_PADDING = 512  # padded tokens up to which a forward pass is too small for padding to matter
+LONGEST_RETRY_S = 60
+
+
+class WaitingRoom:
+    """Jobs in order of arrival, at most ``max_prompts``.  Not thread-safe: its owner holds a lock."""
+
+    def __init__(self, max_prompts: int, max_batch_tokens: int, max_kv_tokens: int) -> None:
+        self._max_prompts = max_prompts
+        self._max_batch_tokens = max_batch_tokens
+        self._max_kv_tokens = max_kv_tokens
+        self._jobs: deque[Job] = deque()
+        self._tokens = 0
+
+    def __len__(self) -> int:
+        return len(self._jobs)
+
+    def check_space(self, prompts: int, seconds: float, tokens_per_second: float | None) -> None:
+        """Raise Overloaded where ``prompts`` more do not fit, or could not be answered within ``seconds``.
+
+        ``tokens_per_second`` is the engine's recent speed under load; None where it has not been seen.
+        """
+        wait = self._tokens / tokens_per_second if tokens_per_second else 0.0
+        retry = min(LONGEST_RETRY_S, max(1, math.ceil(wait)))
+        if len(self._jobs) + prompts > self._max_prompts:
+            raise Overloaded(
+                f"the queue holds {len(self._jobs)} of at most {self._max_prompts} prompts; try again in {retry} s",
+                retry_after_s=retry,
+            )
+        if wait > seconds:
+            raise Overloaded(
+                f"about {wait:.1f} s of work is waiting, more than the {seconds:.1f} s that this request has left; "
+                f"try again in {retry} s",
+                retry_after_s=retry,
+            )
+
+    def add(self, jobs: Sequence[Job]) -> None:
+        """Let jobs in that ``check_space`` has let through."""
+        self._jobs.extend(jobs)
+        self._tokens += sum(len(job.token_ids) for job in jobs)
+
+    def remove(self, condition: Callable[[Job], bool]) -> list[Job]:
+        """Take out every job that ``condition`` names."""
+        out = [job for job in self._jobs if condition(job)]
+        self._take(out)
+        return out
+
+    def gather(self, kv_held: int) -> list[Job]:
+        """The next batch; empty where none can start.
+
+        Jobs that may go on decoding keep a KV cache and come in batches of their own, as long as ``kv_held`` and
+        theirs stay within the limit; one that is larger than the whole limit goes alone, when nothing is held.
+        """
+        batch: list[Job] = []
+        longest = total = 0
+        for job in self._startable(kv_held):
+            if batch and job.continues != batch[0].continues:
+                continue
+            length = len(job.token_ids)
+            padded = max(longest, length) * (len(batch) + 1)
+            wasteful = padded > max(FREE_PADDING, MOST_PADDING * (total + length))
+            if batch and (padded > self._max_batch_tokens or wasteful):
+                continue
+            batch.append(job)
+            longest, total = max(longest, length), total + length
+            if longest * (len(batch) + 1) > self._max_batch_tokens:
+                break
+        self._take(batch)
+        return batch
+
+    def _startable(self, kv_held: int) -> Iterator[Job]:
+        """Jobs in order of arrival, without those for whose cache there is no room now."""
+        blocked = False
+        for job in self._jobs:
+            if job.continues:
+                # Nobody overtakes a job that waits for room: a large one would never find any.
+                blocked = blocked or (kv_held > 0 and kv_held + job.kv_tokens > self._max_kv_tokens)
+                if blocked:
+                    continue
+                kv_held += job.kv_tokens
+            yield job
+
+    def _take(self, jobs: Sequence[Job]) -> None:
+        if not jobs:
+            return
+        gone = set(jobs)
+        self._jobs = deque(job for job in self._jobs if job not in gone)
+        self._tokens -= sum(len(job.token_ids) for job in jobs)

@@ -1,0 +1,191 @@
+"""What needs a real socket: clients that leave, streams, a stop while requests run."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.running import Running, running, until
+
+
+@pytest.fixture
+def service(tmp_path: Path) -> Iterator[Running]:
+    with running(tmp_path) as service:
+        yield service
+
+
+def events(text: str) -> list[Any]:
+    lines = [line.removeprefix("data: ") for line in text.split("\n\n") if line]
+    assert lines[-1] == "[DONE]"
+    return [json.loads(line) for line in lines[:-1]]
+
+
+def send(service: Running, body: dict[str, Any], *, cut: int = 0) -> socket.socket:
+    """Open a connection and send a request, without its last ``cut`` bytes."""
+    content = json.dumps(body).encode()
+    head = (
+        f"POST /score HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(content)}\r\n\r\n"
+    )
+    connection = socket.create_connection(("127.0.0.1", service.port), timeout=20)
+    connection.sendall(head.encode() + content[: len(content) - cut])
+    return connection
+
+
+def idle(service: Running) -> bool:
+    gauges = ("hallutracer_queue_depth", "hallutracer_running_decodes", "hallutracer_requests_in_flight")
+    return all(service.metric(name) == 0 for name in gauges) and service.engine.counters.open_continuations == 0
+
+
+def test_a_stream_is_the_risk_then_the_answer(service: Running) -> None:
+    response = service.post(prompt="a", generate={"max_tokens": 5}, threshold=1, stream=True)
+    assert response.headers["content-type"].startswith("text/event-stream")
+    first, *pieces, last = events(response.text)
+    plain = service.post(prompt="a", generate={"max_tokens": 5}, threshold=1).json()
+    assert first["object"] == "risk.list"
+    assert "completion" not in first["data"][0]
+    assert first["data"][0]["risk"] == plain["data"][0]["risk"] == pytest.approx(
+        float(response.headers["x-hallutracer-risk"]), abs=1e-6
+    )  # fmt: skip
+    assert {piece["object"] for piece in pieces} == {"completion.chunk"}
+    assert "".join(piece["delta"]["text"] for piece in pieces) == plain["data"][0]["completion"]["text"]
+    assert last["finish_reason"] == plain["data"][0]["completion"]["finish_reason"] == "length"
+    assert last["usage"] == plain["usage"]
+    assert {event["id"] for event in (first, *pieces, last)} == {f"risk-{response.headers['x-request-id']}"}
+
+
+@pytest.mark.parametrize("policy", ["gate", "block"])
+def test_a_gated_stream_carries_no_token(service: Running, policy: str) -> None:
+    response = service.post(prompt="a", generate={}, threshold=0, policy=policy, stream=True)
+    (only,) = events(response.text)
+    assert only["data"][0]["decision"] == {"gate": "abstain", "block": "block"}[policy]
+    assert only["data"][0].get("message") == {"gate": "I am not sure.", "block": None}[policy]
+    assert service.engine.counters.decode_steps == 0
+
+
+def test_a_failure_after_the_risk_is_an_event(service: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    turns = 0
+
+    def wait() -> None:
+        nonlocal turns
+        turns += 1
+        time.sleep(0.05)
+        if turns == 5:
+            raise ZeroDivisionError
+
+    monkeypatch.setattr(service.engine, "wait", wait)
+    response = service.post(prompt="a", generate={}, threshold=1, stream=True)
+    assert response.status_code == 200
+    assert events(response.text)[-1]["error"]["code"] == "internal_error"
+    assert service.metric("hallutracer_errors_total") == 1
+
+
+def test_an_error_before_the_risk_is_a_plain_error(service: Running) -> None:
+    response = service.post(prompt="a" * 5000, generate={}, stream=True)
+    assert response.status_code == 413
+    assert response.json()["error"]["code"] == "prompt_too_long"
+
+
+def test_a_deadline_under_way_is_an_event(service: Running) -> None:
+    service.engine.answer = "x" * 400
+    service.engine.sleep_s = 0.01
+    response = service.post(prompt="a", generate={"max_tokens": 400}, threshold=1, stream=True, deadline_ms=300)
+    assert events(response.text)[-1]["error"]["code"] == "deadline_exceeded"
+    until(lambda: idle(service))
+
+
+def test_clients_that_leave_take_their_work_with_them(service: Running) -> None:
+    service.engine.answer = "x" * 400
+    entered, release = threading.Event(), threading.Event()
+
+    def block(_: str) -> None:
+        entered.set()
+        release.wait(20)
+
+    service.engine.before = block
+    holder = send(service, {"prompt": "held"})
+    assert entered.wait(20)
+    prefills = service.engine.counters.prefills
+    answer = {"prompt": "a", "threshold": 1, "generate": {"max_tokens": 400}}
+    for body, cut in (({"prompt": "b"}, 0), (answer, 0), (answer | {"stream": True}, 0), ({"prompt": "c"}, 3)):
+        send(service, body, cut=cut).close()
+    until(lambda: service.metric("hallutracer_requests_in_flight") == 1)
+    release.set()
+    until(lambda: idle(service))
+    assert service.engine.counters.prefills == prefills + 1  # only the one that was held
+    holder.close()
+    assert service.metric("hallutracer_errors_total") == 4
+
+    service.engine.before, service.engine.sleep_s = None, 0.005
+    streaming = send(service, answer | {"stream": True})
+    text = b""
+    while b"risk.list" not in text:
+        text += streaming.recv(4096)
+    steps = service.engine.counters.decode_steps
+    streaming.close()
+    until(lambda: idle(service))
+    assert service.engine.counters.decode_steps - steps < 300
+    assert service.post(prompt="a").status_code == 200
+
+
+def test_stopping_finishes_what_is_in_flight(tmp_path: Path) -> None:
+    with running(tmp_path) as service:
+        service.engine.answer, service.engine.sleep_s = "x" * 100, 0.01
+        streaming = send(service, {"prompt": "a", "threshold": 1, "generate": {"max_tokens": 100}, "stream": True})
+        text = streaming.recv(4096)
+        service.server.should_exit = True
+        while chunk := streaming.recv(4096):
+            text += chunk
+        assert text.count(b"completion.chunk") == 101
+        assert b"[DONE]" in text
+        with pytest.raises(httpx.ConnectError):
+            service.post(prompt="b")
+
+
+def test_the_same_answer_with_and_without_a_stream_in_a_crowd(service: Running) -> None:
+    service.engine.answer = "Zürich, 日本 and 🙂"
+    results: list[tuple[str, str]] = []
+
+    def ask(n: int) -> None:
+        body = {"prompt": f"prompt {n}", "generate": {"max_tokens": 64}, "policy": "observe"}
+        plain = service.post(**body).json()["data"][0]["completion"]["text"]
+        streamed = events(service.post(**body, stream=True).text)
+        results.append((plain, "".join(event["delta"]["text"] for event in streamed[1:])))
+
+    threads = [threading.Thread(target=ask, args=(n,)) for n in range(12)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert results == [(service.engine.answer, service.engine.answer)] * 12
+    until(lambda: idle(service))
+
+
+def test_a_full_queue_is_429_with_retry_after(tmp_path: Path) -> None:
+    with running(tmp_path, max_queue=2, max_prompts=2) as service:
+        entered, release = threading.Event(), threading.Event()
+
+        def block(_: str) -> None:
+            entered.set()
+            release.wait(20)
+
+        service.engine.before = block
+        first = send(service, {"prompt": "held"})
+        assert entered.wait(20)
+        second = send(service, {"prompt": ["a", "b"]})
+        until(lambda: service.metric("hallutracer_queue_depth") == 2)
+        refused = service.post(prompt="c")
+        assert refused.status_code == 429
+        assert int(refused.headers["retry-after"]) >= 1
+        assert refused.json()["error"]["code"] == "overloaded"
+        release.set()
+        for connection in (first, second):
+            assert connection.recv(4096).startswith(b"HTTP/1.1 200")
+            connection.close()

@@ -1,0 +1,71 @@
+"""An app on a real socket, served by uvicorn in a thread: for what a test client cannot show."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import uvicorn
+
+from service.api.app import create_app
+from service.api.state import ServiceState
+from service.engines.scripted import ScriptedEngine
+from service.scoring import Scorer
+from service.settings import ServiceSettings
+from tests.matching import matching_bundle
+
+
+class Running:
+    """A service on the scripted engine, listening."""
+
+    def __init__(self, tmp_path: Path, **settings: Any) -> None:
+        self.engine = ScriptedEngine()
+        self.bundles = [matching_bundle(self.engine, tmp_path, name, seed) for seed, name in enumerate(("one", "two"))]
+        self.state = ServiceState(
+            lambda: [Scorer(self.engine, bundle) for bundle in self.bundles], settings=ServiceSettings(**settings)
+        )
+        self.app = create_app(self.state)
+        self.server = uvicorn.Server(uvicorn.Config(self.app, log_level="warning", timeout_graceful_shutdown=10))
+        self.server.install_signal_handlers = lambda: None  # type: ignore[attr-defined]
+        self.socket = socket.create_server(("127.0.0.1", 0))
+        self.port: int = self.socket.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+
+    def post(self, **body: Any) -> httpx.Response:
+        return httpx.post(f"{self.url}/score", json=body, timeout=30)
+
+    def metric(self, name: str) -> float:
+        """The sum of a metric's series, as a scraper reads it."""
+        lines = httpx.get(f"{self.url}/metrics").text.splitlines()
+        found = [float(line.rsplit(" ", 1)[1]) for line in lines if line.split("{")[0].split(" ")[0] == name]
+        assert found, f"{name} is not on /metrics"
+        return sum(found)
+
+
+@contextmanager
+def running(tmp_path: Path, **settings: Any) -> Iterator[Running]:
+    """A ready service; stopped, and its thread ended, afterwards."""
+    service = Running(tmp_path, **settings)
+    thread = threading.Thread(target=lambda: service.server.run(sockets=[service.socket]))
+    thread.start()
+    try:
+        until(lambda: service.state._room is not None)
+        yield service
+    finally:
+        service.server.should_exit = True
+        thread.join(30)
+        assert not thread.is_alive()
+
+
+def until(condition: Any, seconds: float = 20.0) -> None:
+    """Wait for a condition; fail where it does not come."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "the condition never became true"
+        time.sleep(0.01)

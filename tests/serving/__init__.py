@@ -1,0 +1,1 @@
+from tests.matching import *  # noqa: F403

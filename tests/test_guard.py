@@ -1,0 +1,79 @@
+"""Policies, verdicts and the policies file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from service.errors import HalluTracerError, RequestError
+from service.guard import BLOCK, GATE, OBSERVE, Action, Decision, Policy, judge
+from service.policies import built_in, read_policies
+
+
+def test_threshold_edges() -> None:
+    assert judge(0.0, GATE, 0.0).decision is Decision.ABSTAIN
+    assert judge(0.999, GATE, 1.0).decision is Decision.CONTINUE
+    assert judge(0.5, GATE.at(0.4), 1.0).flagged
+    for bad in (float("nan"), -0.1, 1.1, float("inf")):
+        with pytest.raises(RequestError):
+            judge(0.5, GATE, bad)
+        with pytest.raises(RequestError):
+            GATE.at(bad)
+
+
+@pytest.mark.parametrize(
+    ("policy", "decision"), [(OBSERVE, Decision.CONTINUE), (GATE, Decision.ABSTAIN), (BLOCK, Decision.BLOCK)]
+)
+def test_what_a_policy_does_with_a_flagged_prompt(policy: Policy, decision: Decision) -> None:
+    verdict = judge(0.7, policy, 0.5)
+    assert (verdict.decision, verdict.flagged, verdict.threshold) == (decision, True, 0.5)
+    below = judge(0.3, policy, 0.5)
+    assert (below.decision, below.flagged) == (Decision.CONTINUE, False)
+
+
+def test_only_an_abstaining_verdict_carries_the_message() -> None:
+    gate = built_in("No idea.")["gate"]
+    assert judge(0.7, gate, 0.5).message == "No idea."
+    assert judge(0.3, gate, 0.5).message is None
+    assert judge(0.7, Policy("b", Action.BLOCK, message="x"), 0.5).message is None
+
+
+def test_a_file_adds_to_the_built_in_policies(tmp_path: Path) -> None:
+    path = tmp_path / "policies.toml"
+    path.write_text('[gate]\naction = "abstain"\nthreshold = 0\n[strict]\naction = "block"\nthreshold = 0.2\n')
+    policies = read_policies(path, "No.")
+    assert set(policies) == {"observe", "gate", "block", "strict"}
+    assert policies["gate"] == Policy("gate", Action.ABSTAIN, 0, "No.")
+    assert policies["strict"] == Policy("strict", Action.BLOCK, 0.2, None)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("a", "is not TOML"),
+        ("x = 1", "'x' stands outside a table"),
+        ("[Strict]\n", "a name has lower-case"),
+        ("[a]\n", "action must be one of observe, abstain, block, not None"),
+        ('[a]\naction = "stop"', "not 'stop'"),
+        ('[a]\naction = "block"\ntreshold = 1', "unknown key 'treshold'"),
+        ('[a]\naction = "block"\nthreshold = 2', "must lie in [0, 1]"),
+        ('[a]\naction = "block"\nthreshold = nan', "must lie in [0, 1]"),
+        ('[a]\naction = "block"\nthreshold = true', "must be a number"),
+        ('[a]\naction = "block"\nmessage = "x"', "only action 'abstain'"),
+        ('[a]\naction = "abstain"\nmessage = " "', "non-empty"),
+        ('[a]\naction = ["abstain"]', "action must be one of"),
+    ],
+)
+def test_faults_of_the_file_name_their_place(tmp_path: Path, text: str, said: str) -> None:
+    path = tmp_path / "policies.toml"
+    path.write_text(text)
+    with pytest.raises(HalluTracerError) as error:
+        read_policies(path)
+    assert str(path) in str(error.value)
+    assert said in str(error.value)
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(HalluTracerError, match="cannot read the policies file"):
+        read_policies(tmp_path / "none.toml")
