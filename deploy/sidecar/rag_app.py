@@ -1,0 +1,241 @@
+"""Retrieval with HalluTracer as its guard: retrieve only where the model does not know, answer only where it does.
+
+    ask the model's risk ── below the threshold ──> its answer
+            │ flagged
+    retrieve, ask again with the passages ── below the threshold ──> its answer, with the passages
+            │ flagged
+    no answer of the model: the passages themselves
+
+Run:  python deploy/sidecar/rag_app.py "What is the capital of Italy?" "What is the capital of the Solomon Islands?"
+      uvicorn --app-dir deploy/sidecar rag_app:app
+Environment: HALLUTRACER_URL, HALLUTRACER_API_KEY_FILE, RAG_PASSAGES (a file, one passage a line; without it the demo
+model's own facts), RAG_WHEN_GUARD_FAILS (refuse | passages).  Knows the service only through its client.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from fastapi import FastAPI, HTTPException, Request
+from pydantic import BaseModel, Field
+from rich.console import Console
+from rich.table import Table
+from sklearn.feature_extraction.text import TfidfVectorizer
+
+from service.client import AsyncClient, ClientError, Generate, RequestRefused, Risk
+from service.demo.world import build_world
+
+TOP_K = 3
+SENTENCES = {
+    "capital": "{a} is the capital of {s}.",
+    "currency": "The currency of {s} is the {a}.",
+    "language": "The language of {s} is {a}.",
+    "country_continent": "The continent of {s} is {a}.",
+    "symbol": "The chemical symbol of {s} is {a}.",
+    "number": "The atomic number of {s} is {a}.",
+}
+
+
+def demo_passages() -> list[str]:
+    """One sentence per fact; a city's three facts share one."""
+    facts = {(fact.kind, fact.subject): fact for fact in build_world().facts}
+
+    def answers(kind: str, subject: str) -> str:
+        *others, last = facts[kind, subject].answers
+        return f"{', '.join(others)} and {last}" if others else last
+
+    texts = [
+        SENTENCES[kind].format(s=subject, a=answers(kind, subject)) for kind, subject in facts if kind in SENTENCES
+    ] + [
+        f"{city} is a city in {answers('city_country', city)}, in {answers('city_region', city)}, "
+        f"on the continent of {answers('city_continent', city)}."
+        for kind, city in facts
+        if kind == "city_country"
+    ]
+    return list(dict.fromkeys(texts))
+
+
+@dataclass(frozen=True)
+class Passage:
+    """A retrieved text and its cosine similarity to the question."""
+
+    text: str
+    score: float
+
+
+def passages_from_environment() -> list[str]:
+    """The lines of RAG_PASSAGES, or the demo's facts.  Raises OSError, ValueError."""
+    if (path := os.environ.get("RAG_PASSAGES")) is None:
+        return demo_passages()
+    lines = [line.strip() for line in Path(path).read_text(encoding="utf-8").splitlines()]
+    if not any(lines):
+        raise ValueError(f"RAG_PASSAGES: {path} is empty; it needs one passage a line")
+    return [line for line in lines if line]
+
+
+class Retriever:
+    """TF-IDF over words and pairs of words."""
+
+    def __init__(self, texts: Sequence[str]) -> None:
+        self._texts = list(texts)
+        self._words = TfidfVectorizer(ngram_range=(1, 2), sublinear_tf=True, token_pattern=r"(?u)\b\w+\b")
+        self._matrix = self._words.fit_transform(self._texts)  # [texts, words]
+
+    def find(self, question: str, k: int = TOP_K) -> list[Passage]:
+        """The ``k`` nearest texts, nearest first; those that share no word are left out."""
+        scores = (self._matrix @ self._words.transform([question]).T).toarray().ravel()
+        return [Passage(self._texts[i], round(float(scores[i]), 4)) for i in (-scores).argsort()[:k] if scores[i] > 0]
+
+
+@dataclass(frozen=True)
+class Reply:
+    """``source`` is ``model`` (``answer`` is its text) or ``passages`` (``answer`` is None).
+
+    A risk is None where it was not asked for, or, under ``passages``, where the guard could not be asked.
+    """
+
+    answer: str | None
+    source: str
+    risk_before: float | None
+    risk_after: float | None
+    passages: tuple[Passage, ...]
+
+
+def with_passages(question: str, passages: Sequence[Passage]) -> list[dict[str, str]]:
+    """The question with its passages, as one user turn."""
+    listed = "\n".join(f"- {passage.text}" for passage in passages)
+    return [{"role": "user", "content": f"Passages:\n{listed}\n\nQuestion: {question}"}]
+
+
+class GuardedRag:
+    """The pattern itself."""
+
+    def __init__(self, client: AsyncClient, retriever: Retriever, *, max_tokens: int = 64) -> None:
+        self._client = client
+        self._retriever = retriever
+        self._generate = Generate(max_tokens=max_tokens, temperature=0.0)
+
+    async def ask(self, question: str) -> Reply:
+        """Answer, or hand over what was found.  Raises ClientError: without the guard nothing is answered."""
+        before = await self._guarded([{"role": "user", "content": question}])
+        if before.completion is not None:
+            return Reply(before.completion.text.strip(), "model", before.risk, None, ())
+        passages = tuple(self._retriever.find(question))
+        after = await self._second_look(question, passages)
+        if after is not None and after.completion is not None:
+            return Reply(after.completion.text.strip(), "model", before.risk, after.risk, passages)
+        return Reply(None, "passages", before.risk, after.risk if after else None, passages)
+
+    async def _second_look(self, question: str, passages: Sequence[Passage]) -> Risk | None:
+        """The risk with passages; None where there are none, or where they do not fit into the model's context."""
+        if not passages:
+            return None
+        try:
+            return await self._guarded(with_passages(question, passages))
+        except RequestRefused as error:
+            if error.code == "prompt_too_long":
+                return None
+            raise
+
+    def found(self, question: str) -> Reply:
+        """Without the guard: the passages only."""
+        return Reply(None, "passages", None, None, tuple(self._retriever.find(question)))
+
+    async def _guarded(self, messages: list[dict[str, str]]) -> Risk:
+        """One call: the risk, and the answer where the gate is open."""
+        result = await self._client.score(messages=messages, policy="gate", generate=self._generate)
+        return result.only
+
+
+def client_from_environment() -> AsyncClient:
+    """The guard's client, with the first key of the key file.  Raises OSError, ValueError."""
+    key = None
+    if (path := os.environ.get("HALLUTRACER_API_KEY_FILE")) is not None:
+        keys = Path(path).read_text(encoding="utf-8").split()
+        if not keys:
+            raise ValueError(f"HALLUTRACER_API_KEY_FILE: {path} is empty; it needs a key")
+        key = keys[0]
+    return AsyncClient(os.environ.get("HALLUTRACER_URL", "http://127.0.0.1:8765"), api_key=key, timeout=10.0)
+
+
+@asynccontextmanager
+async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+    """Read the environment, index the passages."""
+    app.state.when_guard_fails = os.environ.get("RAG_WHEN_GUARD_FAILS", "refuse")
+    if app.state.when_guard_fails not in ("refuse", "passages"):
+        raise ValueError(f"RAG_WHEN_GUARD_FAILS is refuse or passages, not {app.state.when_guard_fails!r}")
+    async with client_from_environment() as client:
+        app.state.client = client
+        app.state.rag = GuardedRag(client, Retriever(passages_from_environment()))
+        yield
+
+
+app = FastAPI(title="A guarded RAG example", lifespan=lifespan)
+
+
+class Ask(BaseModel):
+    """The body of /ask."""
+
+    question: Annotated[str, Field(min_length=1, max_length=2000)]
+
+
+@app.post("/ask")
+async def ask(body: Ask, request: Request) -> dict[str, Any]:
+    """Answer from the model or from the passages; 503 where the guard cannot be asked."""
+    rag: GuardedRag = request.app.state.rag
+    try:
+        return asdict(await rag.ask(body.question))
+    except ClientError as error:
+        if isinstance(error, RequestRefused) and error.status in (413, 422):
+            raise HTTPException(422, error.message) from None
+        if request.app.state.when_guard_fails == "passages":
+            return asdict(rag.found(body.question))
+        raise HTTPException(503, f"not answered, because the guard could not be asked: {error}") from None
+
+
+@app.get("/health")
+async def health(request: Request) -> dict[str, Any]:
+    """200 while this app runs; ``guard`` says whether the guard is ready."""
+    client: AsyncClient = request.app.state.client
+    try:
+        return {"status": "ok", "guard": bool(await client.ready())}
+    except ClientError:
+        return {"status": "ok", "guard": False}
+
+
+def _row(question: str, reply: Reply) -> list[str]:
+    risks = [f"{risk:.2f}" if risk is not None else "-" for risk in (reply.risk_before, reply.risk_after)]
+    if reply.answer is None:
+        found = "\n".join(passage.text for passage in reply.passages)
+        return [question, *risks, "withheld: see the passages", found or "nothing was found"]
+    return [question, *risks, "answered with passages" if reply.passages else "answered at once", reply.answer]
+
+
+async def _ask_all(questions: list[str]) -> Table:
+    table = Table("question", "risk before", "risk after", "decision", "answer or passages", show_lines=True)
+    async with client_from_environment() as client:
+        rag = GuardedRag(client, Retriever(passages_from_environment()))
+        for question in questions:
+            table.add_row(*_row(question, await rag.ask(question)))
+    return table
+
+
+def main(questions: Annotated[list[str], typer.Argument(help="What to ask.")]) -> None:
+    """Ask each question and show what the guard decided."""
+    try:
+        Console(markup=False, emoji=False).print(asyncio.run(_ask_all(questions)))
+    except (ClientError, OSError, ValueError) as error:
+        typer.echo(f"error: {error}", err=True)
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    typer.run(main)

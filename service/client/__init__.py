@@ -1,0 +1,67 @@
+"""The Python client of a HalluTracer service: ``Client`` and ``AsyncClient``.
+
+Imports httpx, httpx-sse and pydantic; nothing else of ours, no model and no server.
+"""
+
+from service.client.asynchronous import AsyncAnswer, AsyncClient
+from service.client.errors import (
+    APIError,
+    ClientError,
+    DeadlineExceeded,
+    NotFound,
+    NotReady,
+    Overloaded,
+    RequestRefused,
+    ServerError,
+    TimedOut,
+    TransportError,
+    Unauthorized,
+    UnexpectedAnswer,
+    Withheld,
+)
+from service.client.question import Generate, ScoreOptions
+from service.client.results import (
+    Bundle,
+    BundleList,
+    Completion,
+    LoadedBundle,
+    LoadedModel,
+    ModelList,
+    Readiness,
+    Risk,
+    ScoreResult,
+    Usage,
+)
+from service.client.synchronous import Answer, Client
+
+__all__ = [
+    "APIError",
+    "Answer",
+    "AsyncAnswer",
+    "AsyncClient",
+    "Bundle",
+    "BundleList",
+    "Client",
+    "ClientError",
+    "Completion",
+    "DeadlineExceeded",
+    "Generate",
+    "LoadedBundle",
+    "LoadedModel",
+    "ModelList",
+    "NotFound",
+    "NotReady",
+    "Overloaded",
+    "Readiness",
+    "RequestRefused",
+    "Risk",
+    "ScoreOptions",
+    "ScoreResult",
+    "ServerError",
+    "TimedOut",
+    "TransportError",
+    "Unauthorized",
+    "UnexpectedAnswer",
+    "Usage",
+    "Withheld",
+]

@@ -1,0 +1,246 @@
+"""What comes back, as frozen dataclasses that check themselves.  Knows no HTTP.
+
+Unknown fields are ignored, so an older client reads a newer service; a missing or wrong one is an error naming it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Annotated, ClassVar, Literal, TypeVar
+
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+
+from service.client.errors import Withheld
+
+T = TypeVar("T")
+Share = Annotated[float, Field(ge=0.0, le=1.0)]
+Count = Annotated[int, Field(ge=0)]
+
+
+class Checked:
+    """Types are taken as they are (no "1" for 1), and no NaN."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(strict=True, allow_inf_nan=False)
+
+
+@dataclass(frozen=True)
+class Bundle(Checked):
+    """Which probes gave the risk."""
+
+    name: str
+    version: int
+    digest: str
+
+    @property
+    def reference(self) -> str:
+        """NAME:VERSION."""
+        return f"{self.name}:{self.version}"
+
+
+@dataclass(frozen=True)
+class Completion(Checked):
+    """The answer, decoded from the same prefill as the risk.  ``finish_reason`` is ``stop`` or ``length``."""
+
+    text: str
+    finish_reason: str
+    completion_tokens: Count
+
+
+@dataclass(frozen=True)
+class Usage(Checked):
+    """Tokens of the whole request."""
+
+    prompt_tokens: Count
+    cached_tokens: Count
+    completion_tokens: Count
+    total_tokens: Count
+
+
+@dataclass(frozen=True)
+class Risk(Checked):
+    """One prompt.  ``risk`` is P(hallucinated); ``trajectory`` and ``running_mean`` have one number per layer."""
+
+    index: Count
+    risk: Share
+    depth_mean: float
+    decision: str  # continue, abstain or block; a decision this client does not know is gated too
+    flagged: bool  # risk >= threshold, whatever the policy then does
+    threshold: Share
+    message: str | None = None  # what to show instead of an answer, where the policy has such a text
+    trajectory: tuple[float, ...] | None = None
+    running_mean: tuple[float, ...] | None = None
+    completion: Completion | None = None
+
+    @property
+    def gated(self) -> bool:
+        """No answer may be shown: the decision is anything but ``continue``."""
+        return self.decision != "continue"
+
+
+@dataclass(frozen=True)
+class ScoreResult(Checked):
+    """The service's answer to one request; ``data`` has one ``Risk`` per prompt, in order."""
+
+    id: str
+    object: Literal["risk.list"] = field(repr=False)
+    created: int  # Unix time in seconds
+    model: str
+    policy: str
+    bundle: Bundle
+    data: Annotated[tuple[Risk, ...], Field(min_length=1)]
+    usage: Usage
+
+    @property
+    def request_id(self) -> str:
+        """The id the server logged."""
+        return self.id.removeprefix("risk-")
+
+    @property
+    def only(self) -> Risk:
+        """The one prompt's risk; ValueError where several were asked."""
+        if len(self.data) != 1:
+            raise ValueError(f"{len(self.data)} prompts were asked: read 'data', one entry per prompt")
+        return self.data[0]
+
+    @property
+    def risk(self) -> float:
+        """P(hallucinated) of the one prompt."""
+        return self.only.risk
+
+    @property
+    def decision(self) -> str:
+        """The decision on the one prompt."""
+        return self.only.decision
+
+    @property
+    def gated(self) -> bool:
+        """Whether the one prompt's answer is withheld."""
+        return self.only.gated
+
+    @property
+    def text(self) -> str | None:
+        """The one prompt's answer: None where none was asked for.  Raises Withheld where the gate held it back."""
+        if self.only.gated:
+            raise Withheld(self.only)
+        return None if self.only.completion is None else self.only.completion.text
+
+
+@dataclass(frozen=True)
+class LoadedModel(Checked):
+    """One entry of ``/v1/models``; the first of ``bundles`` (NAME:VERSION) is the default."""
+
+    id: str
+    architecture: str
+    revision: str
+    dtype: str
+    max_model_len: Count
+    bundles: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class ModelList(Checked):
+    """The loaded model, as a list of one."""
+
+    object: Literal["list"] = field(repr=False)
+    data: tuple[LoadedModel, ...]
+
+
+@dataclass(frozen=True)
+class LoadedBundle(Bundle):
+    """One entry of ``/v1/bundles``."""
+
+    model: str
+    site: str  # where a layer is read: attention_head or residual_stream
+    logit_scale: str
+    signals: tuple[str, ...]
+    prompt_format: str
+    threshold: Share
+    default: bool
+
+
+@dataclass(frozen=True)
+class BundleList(Checked):
+    """The loaded bundles, and the policies a request may name, the default first."""
+
+    object: Literal["list"] = field(repr=False)
+    data: tuple[LoadedBundle, ...]
+    policies: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Readiness:
+    """Whether scores can be served now; where not, ``reason`` says why.  True or false in a condition."""
+
+    ready: bool
+    model: str | None = None
+    bundles: tuple[str, ...] = ()
+    reason: str | None = None
+
+    def __bool__(self) -> bool:
+        return self.ready
+
+
+@dataclass(frozen=True)
+class ReadyBody(Checked):
+    """``/health/ready`` with 200."""
+
+    status: Literal["ready"]
+    model: str
+    bundles: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class ErrorBody(Checked):
+    """Inside the one error envelope."""
+
+    message: str
+    type: str
+    code: str
+    param: str | None = None
+
+
+@dataclass(frozen=True)
+class ErrorEnvelope(Checked):
+    """Every failure: ``{"error": {...}}``."""
+
+    error: ErrorBody
+
+
+@dataclass(frozen=True)
+class Delta(Checked):
+    """A piece of the answer."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class Chunk(Checked):
+    """One event of a stream after the risk; the last one has ``finish_reason`` and ``usage``."""
+
+    object: Literal["completion.chunk"]
+    index: Count
+    delta: Delta
+    finish_reason: str | None = None
+    usage: Usage | None = None
+
+
+class NotOurs(Exception):
+    """The JSON does not have the expected shape; the message names the first field at fault, never its value."""
+
+
+@cache
+def _adapter(shape: type[T]) -> TypeAdapter[T]:
+    return TypeAdapter(shape)
+
+
+def parse(shape: type[T], text: str | bytes) -> T:
+    """Read JSON ``text`` as ``shape``.  Raises NotOurs."""
+    try:
+        adapter: TypeAdapter[T] = _adapter(shape)  # type: ignore[arg-type]  # a class is hashable
+        return adapter.validate_json(text)
+    except ValidationError as error:
+        first = error.errors(include_input=False, include_url=False, include_context=False)[0]
+        path = ".".join(map(str, first["loc"]))
+        message = f"field {path!r}: {first['msg']}" if path else str(first["msg"])
+    raise NotOurs(message)

@@ -1,0 +1,138 @@
+"""What is sent."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import subprocess
+import sys
+from typing import Any, cast
+
+import httpx
+import numpy as np
+import pytest
+
+from service.api.request_schema import ScoreRequest
+from service.client import AsyncClient, Client, Generate, ScoreOptions
+from service.client.question import body_of
+from tests.client import bodies
+from tests.client.conftest import MakeFace
+
+GOOD: list[dict[str, Any]] = [
+    {"prompt": "a"},
+    {"prompt": ("a", "b"), "include": ("trajectory", "running_mean"), "threshold": 0.0},
+    {"messages": [{"role": "user", "content": "é 北京"}], "bundle": "demo@canary", "policy": "block", "deadline_ms": 9},
+    {"input_ids": np.array([[1, 2], [3, 4]]), "model": "m"},
+    {"input_ids": [np.int64(3), 4], "generate": Generate(16, 0.5, 0.9, 7, ("\n",))},
+    {"input_ids": [], "generate": Generate()},
+]
+
+
+@pytest.mark.parametrize("options", GOOD)
+def test_the_service_takes_what_we_send(options: dict[str, Any]) -> None:
+    taken = ScoreRequest.model_validate_json(body_of(cast(ScoreOptions, options)))
+    sent = json.loads(body_of(cast(ScoreOptions, options)))
+    assert set(sent) == {name for name, value in options.items()}
+    for name in sent:
+        assert getattr(taken, name) is not None
+
+
+def test_a_stream_asks_for_an_answer() -> None:
+    assert json.loads(body_of({"prompt": "a"}, stream=True)) == {"prompt": "a", "generate": {}, "stream": True}
+    assert ScoreRequest.model_validate_json(body_of({"prompt": "a"}, stream=True)).stream
+
+
+def test_what_is_not_given_is_not_sent() -> None:
+    options: ScoreOptions = {"prompt": "a", "threshold": None, "include": (), "generate": None}
+    assert json.loads(body_of(options)) == {"prompt": "a"}
+    assert Generate(max_tokens=3).body() == {"max_tokens": 3}
+
+
+def test_the_options_are_the_services_fields() -> None:
+    assert set(ScoreOptions.__annotations__) | {"stream"} == set(ScoreRequest.model_fields)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "says"),
+    [({}, ValueError, "none of them"), ({"prompt": "a", "input_ids": [1]}, ValueError, "prompt and input_ids"),
+     ({"promt": "a"}, TypeError, "'promt'"), ({"prompt": "a", "include": "trajectory"}, TypeError, "include="),
+     ({"prompt": "a", "generate": {"max_tokens": 3}}, TypeError, "Generate"),
+     ({"prompt": "a", "generate": Generate(stop="x")}, TypeError, "stop="),
+     ({"prompt": "a", "threshold": float("nan")}, ValueError, "NaN"), ({"prompt": "\ud800"}, ValueError, "surrogate"),
+     ({"input_ids": [1.5]}, TypeError, "integer"), ({"input_ids": "abc"}, TypeError, "integer")],
+)  # fmt: skip
+def test_wrong_arguments_fail_before_anything_is_sent(
+    face: MakeFace, options: Any, error: type[Exception], says: str
+) -> None:
+    sent: list[httpx.Request] = []
+
+    def handler(request: httpx.Request) -> httpx.Response:
+        sent.append(request)
+        return httpx.Response(200, json=bodies.result())
+
+    client = face(handler)
+    for call in (client.score, client.stream):
+        with pytest.raises(error, match=says) as caught:
+            call(**options)
+        assert caught.value.__cause__ is None
+        assert caught.value.__context__ is None  # a codec's error carries the whole prompt
+    assert sent == []
+
+
+def test_headers_and_paths(face: MakeFace) -> None:
+    seen: list[httpx.Request] = []
+
+    def handler(request: httpx.Request) -> httpx.Response:
+        seen.append(request)
+        return httpx.Response(200, json=bodies.result())
+
+    face(handler, base_url="https://host.test/guard/", api_key="k1").score(prompt="é")
+    face(handler).score(prompt="a")
+    assert [str(request.url) for request in seen] == [
+        "https://host.test/guard/v1/risk/score", "http://guard.test/v1/risk/score",
+    ]  # fmt: skip
+    assert seen[0].headers["authorization"] == "Bearer k1"
+    assert seen[0].headers["content-type"] == "application/json"
+    assert json.loads(seen[0].content) == {"prompt": "é"}
+    assert "authorization" not in seen[1].headers
+
+
+@pytest.mark.parametrize("key", ["", "a b", "key\n", "schlüssel", "a\rb"])
+def test_a_key_no_header_can_hold_is_refused_unseen(face: MakeFace, key: str) -> None:
+    with pytest.raises(ValueError, match="api_key") as caught:
+        face(lambda _: httpx.Response(200), api_key=key)
+    assert not key or key not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "address", ["", "127.0.0.1:8765", "ftp://host", "http://", "http://host?x=1", "http://user:pass@host", "http://h:x"]
+)
+def test_an_address_that_is_none_is_refused(face: MakeFace, address: str) -> None:
+    with pytest.raises(ValueError, match="base_url") as caught:
+        face(lambda _: httpx.Response(200), base_url=address)
+    assert "pass@" not in str(caught.value)
+
+
+def test_nothing_is_read_from_the_environment(face: MakeFace, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy"):
+        monkeypatch.setenv(name, "http://proxy.invalid:1")
+    monkeypatch.setenv("HALLUTRACER_API_KEY", "from-the-environment")
+    client = face().client
+    assert client._http._mounts == {}
+    assert "authorization" not in client._http.headers
+
+
+def test_both_clients_have_the_same_methods() -> None:
+    def public(kind: type) -> dict[str, list[str]]:
+        named = {name: value for name, value in vars(kind).items() if name[0] != "_" or name == "__init__"}
+        return {name: list(inspect.signature(value).parameters) for name, value in named.items()}
+
+    renamed = {("close" if name == "aclose" else name): value for name, value in public(AsyncClient).items()}
+    assert public(Client) == renamed
+
+
+def test_importing_it_stays_light() -> None:
+    heavy = "('torch', 'transformers', 'fastapi', 'starlette', 'sklearn', 'numpy', 'service.errors', 'service.api')"
+    code = f"import sys, service.client; print([m for m in {heavy} if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

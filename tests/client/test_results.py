@@ -1,0 +1,181 @@
+"""Answers: what is read, what is refused, and that every error names its cause and nothing private."""
+
+from __future__ import annotations
+
+import copy
+import json
+import traceback
+from dataclasses import FrozenInstanceError
+from typing import Any
+
+import httpx
+import pytest
+
+from service.client import (
+    APIError,
+    ClientError,
+    DeadlineExceeded,
+    Generate,
+    NotFound,
+    NotReady,
+    Overloaded,
+    RequestRefused,
+    ScoreResult,
+    ServerError,
+    Unauthorized,
+    UnexpectedAnswer,
+    Withheld,
+)
+from service.client.results import NotOurs, parse
+from tests.client import bodies
+from tests.client.conftest import MakeFace
+
+SECRET, PROMPT = "sk-very-secret", "why is my private question here"
+
+
+def test_one_prompt(face: MakeFace) -> None:
+    completion = {"text": " It is Rome.", "finish_reason": "stop", "completion_tokens": 5}
+    body = bodies.result(bodies.row(0.03, trajectory=[1, 2.5], running_mean=[1, 1.75], completion=completion))
+    result = face(lambda _: httpx.Response(200, json=body)).score(prompt="a")
+    assert (result.risk, result.decision, result.gated, result.text) == (0.03, "continue", False, " It is Rome.")
+    assert result.only.trajectory == (1.0, 2.5)
+    assert result.bundle.reference == "demo:3"
+    assert result.request_id == "abc"
+    assert result.usage.prompt_tokens == 7
+    with pytest.raises(FrozenInstanceError):
+        result.model = "other"
+
+
+def test_several_prompts_have_no_single_risk(face: MakeFace) -> None:
+    body = bodies.result(bodies.row(), bodies.row(0.9, "abstain", index=1))
+    result = face(lambda _: httpx.Response(200, json=body)).score(prompt=["a", "b"])
+    assert [one.gated for one in result.data] == [False, True]
+    with pytest.raises(ValueError, match="2 prompts"):
+        _ = result.risk
+
+
+@pytest.mark.parametrize("decision", ["abstain", "block", "something of a later version"])
+def test_whatever_is_not_continue_is_gated(face: MakeFace, decision: str) -> None:
+    body = bodies.result(bodies.row(0.9, decision, message="I am not sure."))
+    result = face(lambda _: httpx.Response(200, json=body)).score(prompt="a", generate=Generate())
+    assert result.gated
+    with pytest.raises(Withheld, match=r"risk 0\.900") as caught:
+        _ = result.text
+    assert caught.value.risk.message == "I am not sure."
+
+
+def test_unknown_fields_are_read_over() -> None:
+    body = bodies.result(bodies.row(ood=0.3), guarantee={"alpha": 0.1})
+    assert parse(ScoreResult, json.dumps(body)).risk == 0.1
+
+
+REQUIRED = ["id", "object", "created", "model", "policy", "bundle", "data", "usage", "bundle.digest", "data.0.risk",
+            "data.0.depth_mean", "data.0.decision", "data.0.flagged", "data.0.threshold", "data.0.index",
+            "usage.prompt_tokens", "usage.total_tokens"]  # fmt: skip
+
+
+def _place(body: Any, path: str) -> tuple[Any, Any]:
+    *parents, last = [int(part) if part.isdigit() else part for part in path.split(".")]
+    for part in parents:
+        body = body[part]
+    return body, last
+
+
+@pytest.mark.parametrize("path", REQUIRED)
+def test_a_missing_field_is_named(face: MakeFace, path: str) -> None:
+    body = copy.deepcopy(bodies.result())
+    holder, last = _place(body, path)
+    del holder[last]
+    with pytest.raises(UnexpectedAnswer, match=f"field '{path}'"):
+        face(lambda _: httpx.Response(200, json=body)).score(prompt="a")
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [("object", "list"), ("data", []), ("data", {}), ("data.0.risk", "0.1"), ("data.0.risk", 1.5),
+     ("data.0.flagged", 1), ("data.0.decision", None), ("bundle.version", "3"), ("usage.prompt_tokens", -1),
+     ("data.0.trajectory", ["x"])],
+)  # fmt: skip
+def test_a_wrong_value_is_named_and_not_repeated(path: str, value: Any) -> None:
+    body = copy.deepcopy(bodies.result())
+    holder, last = _place(body, path)
+    holder[last] = value
+    with pytest.raises(NotOurs, match=f"field '{path}"):
+        parse(ScoreResult, json.dumps(body))
+
+
+@pytest.mark.parametrize("field", ["risk", "depth_mean", "threshold"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_what_is_not_finite_is_no_number(field: str, value: float) -> None:
+    with pytest.raises(NotOurs, match=f"data.0.{field}"):
+        parse(ScoreResult, json.dumps(bodies.result(bodies.row() | {field: value})))
+
+
+@pytest.mark.parametrize(
+    ("status", "content"),
+    [(502, {"html": "<h1>Bad Gateway</h1>"}), (200, {"html": "<p>hello</p>"}), (200, {"json": []}), (200, {}),
+     (200, {"json": {"object": "chat.completion", "choices": []}}), (404, {"json": {"detail": "Not Found"}}),
+     (418, {"content": b"\xff\xfe"}), (301, {"headers": {"location": "http://elsewhere.test/"}})],
+)  # fmt: skip
+def test_answers_of_others_are_said_to_be_so(face: MakeFace, status: int, content: dict[str, Any]) -> None:
+    client = face(lambda _: httpx.Response(status, **content), max_retries=0)
+    for call in (client.score, client.stream):
+        with pytest.raises(UnexpectedAnswer, match="a proxy in between") as caught:
+            call(prompt="a")
+        assert f"http://guard.test/v1/risk/score answered {status}" in str(caught.value)
+        assert caught.value.status == status
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "kind"),
+    [(400, "invalid_json", RequestRefused), (401, "unauthorized", Unauthorized), (404, "bundle_not_found", NotFound),
+     (405, "method_not_allowed", RequestRefused), (413, "prompt_too_long", RequestRefused),
+     (422, "empty_prompt", RequestRefused), (429, "overloaded", Overloaded), (500, "engine_error", ServerError),
+     (503, "not_ready", NotReady), (504, "deadline_exceeded", DeadlineExceeded)],
+)  # fmt: skip
+def test_every_status_has_its_class(face: MakeFace, status: int, code: str, kind: type[APIError]) -> None:
+    client = face(lambda _: bodies.error(status, code, "the cause", **{"retry-after": "7"}), max_retries=0)
+    with pytest.raises(kind) as caught:
+        client.score(prompt="a")
+    error = caught.value
+    assert type(error) is kind
+    assert (error.status, error.code, error.message) == (status, code, "the cause")
+    assert (error.request_id, error.retry_after) == ("rid-1", 7.0)
+    assert str(error) == f"{status} {code}: the cause [request rid-1]"
+
+
+def _hung_up(_: httpx.Request) -> httpx.Response:
+    raise httpx.ReadError("reset")
+
+
+@pytest.mark.parametrize(
+    "handler",
+    [_hung_up, lambda _: bodies.error(422, "invalid_request"), lambda r: httpx.Response(502, content=r.content),
+     lambda r: httpx.Response(200, json={"error": r.headers["authorization"], "data": r.content.decode()})],
+)  # fmt: skip
+def test_neither_key_nor_prompt_is_ever_shown(face: MakeFace, handler: Any) -> None:
+    client = face(handler, api_key=SECRET, max_retries=0)
+    with pytest.raises(ClientError) as caught:
+        client.score(prompt=PROMPT)
+    shown = "".join(traceback.format_exception(caught.value)) + repr(caught.value) + repr(client.client)
+    source = "client.score(prompt=PROMPT)"
+    assert source in shown  # the traceback is there, with names instead of values
+    assert SECRET not in shown
+    assert PROMPT not in shown
+
+
+def test_models_and_bundles(face: MakeFace) -> None:
+    bundle = {"id": "demo:3", "object": "bundle", "name": "demo", "version": 3, "digest": "sha256:00", "created": "x",
+              "model": "m", "site": "attention_head", "logit_scale": "unit_norm", "signals": ["depth_mean"],
+              "prompt_format": "chat", "threshold": 0.3, "default": True}  # fmt: skip
+    model = {"id": "m", "object": "model", "created": 1, "owned_by": "hallutracer", "architecture": "LlamaForCausalLM",
+             "revision": "local", "dtype": "float32", "max_model_len": 512, "bundles": ["demo:3"]}  # fmt: skip
+    lists: dict[str, dict[str, Any]] = {
+        "/v1/models": {"data": [model]},
+        "/v1/bundles": {"data": [bundle], "policies": ["gate", "observe"]},
+    }
+    client = face(lambda r: httpx.Response(200, json={"object": "list", **lists[r.url.path]}))
+    assert client.models().data[0].bundles == ("demo:3",)
+    listed = client.bundles()
+    assert listed.policies == ("gate", "observe")
+    assert (listed.data[0].reference, listed.data[0].default) == ("demo:3", True)

@@ -1,0 +1,179 @@
+"""What is tried again, when, and when no more."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import pytest
+
+from service.client import (
+    APIError,
+    ClientError,
+    NotReady,
+    Overloaded,
+    ServerError,
+    TimedOut,
+    TransportError,
+    UnexpectedAnswer,
+)
+from service.client.retry import Attempts, RetryPolicy, retry_after_s
+from tests.client import bodies
+from tests.client.conftest import MakeFace
+
+
+class Script:
+    """Answers one by one; counts the requests."""
+
+    def __init__(self, *steps: Any) -> None:
+        self.steps = list(steps)
+        self.seen: list[httpx.Request] = []
+
+    def __call__(self, request: httpx.Request) -> httpx.Response:
+        self.seen.append(request)
+        step = self.steps[min(len(self.seen), len(self.steps)) - 1]
+        if isinstance(step, Exception):
+            raise step
+        return step() if callable(step) else step  # type: ignore[no-any-return]
+
+
+def ok() -> httpx.Response:
+    return httpx.Response(200, json=bodies.result())
+
+
+def busy(after: str | None = None) -> Callable[[], httpx.Response]:
+    return lambda: bodies.error(429, "overloaded", **({"retry-after": after} if after else {}))
+
+
+@pytest.mark.parametrize(
+    "failure",
+    [busy(), lambda: bodies.error(503, "not_ready"), lambda: httpx.Response(503, html="<h1>busy</h1>"),
+     httpx.ConnectError("refused"), httpx.ConnectTimeout("slow"), httpx.RemoteProtocolError("hung up"),
+     httpx.ReadError("reset")],
+)  # fmt: skip
+def test_these_are_tried_again(face: MakeFace, failure: Any) -> None:
+    script = Script(failure, failure, ok)
+    client = face(script)
+    assert client.score(prompt="a").risk == 0.1
+    assert len(script.seen) == 3
+    assert client.time.slept == [0.125, 0.25]  # half of 0.25 and of 0.5, the jitter drawing 0.5
+    assert script.seen[0].content == script.seen[2].content
+
+
+@pytest.mark.parametrize(
+    ("failure", "kind"),
+    [(lambda: bodies.error(500, "engine_error"), ServerError), (lambda: bodies.error(422, "invalid_request"), APIError),
+     (lambda: bodies.error(504, "deadline_exceeded"), ServerError), (lambda: httpx.Response(502), UnexpectedAnswer),
+     (httpx.ReadTimeout("slow"), TimedOut), (httpx.WriteTimeout("slow"), TimedOut),
+     (lambda: httpx.Response(200, json={}), UnexpectedAnswer)],
+)  # fmt: skip
+def test_these_are_not(face: MakeFace, failure: Any, kind: type[ClientError]) -> None:
+    script = Script(failure, ok)
+    client = face(script)
+    with pytest.raises(kind):
+        client.score(prompt="a")
+    assert len(script.seen) == 1
+    assert client.time.slept == []
+
+
+def test_the_last_error_is_the_one_raised(face: MakeFace) -> None:
+    script = Script(httpx.ConnectError("refused"), busy("3"))
+    client = face(script, max_retries=1)
+    with pytest.raises(Overloaded) as caught:
+        client.score(prompt="a")
+    assert caught.value.retry_after == 3.0
+    assert len(script.seen) == 2
+
+
+@pytest.mark.parametrize("max_retries", [0, 1, 4])
+def test_at_most_max_retries(face: MakeFace, max_retries: int) -> None:
+    script = Script(httpx.ConnectError("refused"))
+    with pytest.raises(TransportError, match="is the service running there"):
+        face(script, max_retries=max_retries).score(prompt="a")
+    assert len(script.seen) == max_retries + 1
+
+
+def test_retry_after_is_a_least_wait(face: MakeFace) -> None:
+    client = face(Script(busy("2"), ok))
+    client.score(prompt="a")
+    assert client.time.slept == [2.125]
+
+
+@pytest.mark.parametrize("after", ["Wed, 21 Oct 2026 07:28:00 GMT", "-3", "1e9", "", "\u0663"])
+def test_an_unreadable_retry_after_leaves_it_to_the_backoff(after: str) -> None:
+    assert retry_after_s(after) is None
+
+
+@pytest.mark.parametrize(("after", "timeout"), [("2", 2.0), ("61", 1000.0), ("999999999", 1e12)])
+def test_a_wait_that_is_too_long_fails_at_once(face: MakeFace, after: str, timeout: float) -> None:
+    script = Script(busy(after), ok)
+    client = face(script, timeout=timeout)
+    with pytest.raises(Overloaded):
+        client.score(prompt="a")
+    assert client.time.slept == []
+    assert len(script.seen) == 1
+
+
+def test_the_timeout_bounds_all_attempts_together(face: MakeFace) -> None:
+    client = face()  # made below: the handler needs its clock
+
+    def slow(request: httpx.Request) -> httpx.Response:
+        left.append(request.extensions["timeout"]["read"])
+        client.time.now += 4.0
+        raise httpx.ReadError("reset")
+
+    left: list[float] = []
+    client = face(slow, timeout=10.0, max_retries=50)
+    with pytest.raises(TransportError):
+        client.score(prompt="a")
+    assert client.time.now - 1000.0 <= 12.5  # the third attempt may start inside the time and end outside
+    assert left[0] == 10.0
+    assert left == sorted(left, reverse=True)
+    assert len(left) == 3
+
+
+def test_connecting_may_not_take_the_whole_time(face: MakeFace) -> None:
+    script = Script(ok)
+    face(script, timeout=60.0).score(prompt="a")
+    face(script, timeout=2.0).score(prompt="a")
+    assert [request.extensions["timeout"]["connect"] for request in script.seen] == [5.0, 2.0]
+
+
+def test_a_stream_is_tried_again_only_before_it_began(face: MakeFace) -> None:
+    whole = bodies.events(bodies.result(), bodies.chunk("It"), bodies.chunk("", "stop", 1))
+    script = Script(busy(), httpx.ConnectError("refused"), lambda: bodies.stream(whole))
+    _, pieces = face(script).stream(prompt="a")
+    assert pieces == ["It"]
+    assert len(script.seen) == 3
+    broken = Script(lambda: bodies.stream(bodies.events(bodies.result(), bodies.chunk("It"), done=False)))
+    with pytest.raises(TransportError, match="broke off after 1 piece"):
+        face(broken).stream(prompt="a")
+    assert len(broken.seen) == 1
+    empty = Script(lambda: bodies.stream(b""))
+    with pytest.raises(TransportError, match="broke off after 0 pieces"):
+        face(empty).stream(prompt="a")
+    assert len(empty.seen) == 1
+
+
+def test_readiness_is_asked_once(face: MakeFace) -> None:
+    script = Script(lambda: bodies.error(503, "not_ready", "still loading"))
+    ready = face(script).ready()
+    assert not ready
+    assert ready.reason == "still loading"
+    assert len(script.seen) == 1
+    with pytest.raises(UnexpectedAnswer):
+        face(Script(httpx.Response(503, html="<h1>maintenance</h1>"))).ready()
+
+
+def test_jitter_is_full_and_the_backoff_is_capped() -> None:
+    for draw, waits in ((0.0, [0.0] * 8), (0.999, [0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 8.0, 8.0])):
+        attempts = Attempts(RetryPolicy(8), 1e6, lambda: 0.0, lambda draw=draw: draw)  # type: ignore[misc]
+        got = [attempts.pause(NotReady("", status=503, code="not_ready")) for _ in range(8)]
+        assert got == pytest.approx([wait * 0.999 for wait in waits])
+
+
+def test_settings_that_make_no_sense_are_refused(face: MakeFace) -> None:
+    for options in ({"timeout": 0}, {"timeout": float("nan")}, {"timeout": float("inf")}, {"max_retries": -1}):
+        with pytest.raises(ValueError):
+            face(Script(ok), **options)

@@ -1,0 +1,233 @@
+"""Both clients against the real app over a real socket."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from service.client import (
+    Client,
+    Completion,
+    DeadlineExceeded,
+    Generate,
+    NotFound,
+    Overloaded,
+    RequestRefused,
+    ServerError,
+    TimedOut,
+    TransportError,
+    Unauthorized,
+    Withheld,
+)
+from service.client.stream import AnswerBase
+from service.settings import ServiceSettings
+from tests.client.conftest import MakeFace
+from tests.client.running import Running, running, until
+
+KEY = "test-key"
+GONE = 'hallutracer_errors_total{code="client_closed_request"}'
+OPEN, SHUT = 1.0, 0.0  # thresholds that let everything or nothing through
+LONG = "Ωmega, then a rather long answer: " * 40  # two-byte characters, one byte a token
+
+
+@pytest.fixture(scope="module")
+def module_service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    settings = ServiceSettings(api_keys=(KEY,), max_prompts=4, max_queue=4, deadline_s=20.0)
+    with running(tmp_path_factory.mktemp("bundles"), settings) as service:
+        yield service
+
+
+@pytest.fixture
+def service(module_service: Running) -> Iterator[Running]:
+    engine = module_service.engine
+    yield module_service
+    engine.answer, engine.sleep_s, engine.fail, engine.before = "It is so.", 0.0, None, None
+
+
+def test_a_score(face: MakeFace, service: Running) -> None:
+    client = face(base_url=service.url, api_key=KEY)
+    result = client.score(prompt="a", include=["trajectory", "running_mean"])
+    scorer = service.state.scorers[0]
+    (report,) = scorer.score([scorer.render(prompt="a")])
+    assert result.risk == pytest.approx(report.risk)
+    assert result.only.depth_mean == pytest.approx(report.depth_mean)
+    assert result.only.trajectory == pytest.approx(report.trajectory.tolist())
+    assert result.only.running_mean[-1] == pytest.approx(result.only.depth_mean)
+    assert result.only.flagged == (result.risk >= result.only.threshold)
+    assert (result.bundle.name, result.bundle.digest) == ("one", scorer.bundle.manifest.digest)
+    assert result.text is None or result.gated
+
+
+def test_lists_messages_and_ids(face: MakeFace, service: Running) -> None:
+    client = face(base_url=service.url, api_key=KEY)
+    both = client.score(prompt=["a", "b"], bundle="two:1")
+    assert [one.index for one in both.data] == [0, 1]
+    message = client.score(messages=[{"role": "user", "content": "b"}], bundle="two")
+    assert message.risk == pytest.approx(both.data[1].risk)
+    assert client.score(input_ids=[[1, 2], [3]]).usage.prompt_tokens == 3
+
+
+def test_policies_and_thresholds(face: MakeFace, service: Running) -> None:
+    client = face(base_url=service.url, api_key=KEY)
+    ask = Generate(max_tokens=32)
+    shut = client.score(prompt="a", threshold=SHUT, generate=ask)
+    assert (shut.decision, shut.only.message, shut.policy) == ("abstain", "I am not sure.", "gate")
+    with pytest.raises(Withheld):
+        _ = shut.text
+    assert client.score(prompt="a", threshold=SHUT, policy="block", generate=ask).decision == "block"
+    watched = client.score(prompt="a", threshold=SHUT, policy="observe", generate=ask)
+    assert (watched.gated, watched.only.flagged, watched.text) == (False, True, "It is so.")
+    assert client.score(prompt="a", threshold=OPEN, generate=Generate(max_tokens=2)).only.completion == Completion(
+        "It", "length", 2
+    )
+
+
+def test_a_stream_and_a_score_say_the_same(face: MakeFace, service: Running) -> None:
+    service.engine.answer = LONG
+    client = face(base_url=service.url, api_key=KEY)
+    at_first: list[AnswerBase] = []
+    answer, pieces = client.stream(prompt="a", threshold=OPEN, generate=Generate(max_tokens=300), look=at_first.append)
+    whole = client.score(prompt="a", threshold=OPEN, generate=Generate(max_tokens=300))
+    assert len(pieces) > 10
+    assert answer.completion == whole.only.completion
+    assert answer.usage == whole.usage
+    assert dataclasses.replace(whole.only, completion=None) == answer.first
+    assert "".join(pieces) == LONG.encode()[:300].decode()
+
+
+def test_a_withheld_stream(face: MakeFace, service: Running) -> None:
+    client = face(base_url=service.url, api_key=KEY)
+    answer, _ = client.stream(prompt="a", threshold=SHUT, take=0)
+    assert (answer.gated, answer.message, answer.completion) == (True, "I am not sure.", None)
+    with pytest.raises(Withheld):
+        client.stream(prompt="a", threshold=SHUT)
+
+
+def test_leaving_a_stream_stops_the_decoding(face: MakeFace, service: Running) -> None:
+    service.engine.answer, service.engine.sleep_s = LONG, 0.02
+    given_up = service.metric(GONE)
+    client = face(base_url=service.url, api_key=KEY)
+    _, pieces = client.stream(prompt="a", threshold=OPEN, generate=Generate(max_tokens=400), take=2)
+    assert len(pieces) == 2
+    service.engine.sleep_s = 0.0
+    # 400 tokens at 20 ms were under way: a next request is served because they were given up.
+    assert client.score(prompt="b", threshold=OPEN, generate=Generate(max_tokens=2)).text == LONG[:1]
+    assert until(lambda: service.metric(GONE) == given_up + 1)
+
+
+def test_an_engine_that_breaks_under_way(face: MakeFace, service: Running) -> None:
+    client = face(base_url=service.url, api_key=KEY, max_retries=0)
+    service.engine.fail = RuntimeError("secret detail")
+    for call in (client.score, client.stream):
+        with pytest.raises(ServerError) as caught:
+            call(prompt="a")
+        assert "secret" not in str(caught.value)
+        assert caught.value.request_id
+
+
+def test_refusals(face: MakeFace, service: Running) -> None:
+    client = face(base_url=service.url, api_key=KEY)
+    with pytest.raises(NotFound, match="policy"):
+        client.score(prompt="a", policy="none such")
+    with pytest.raises(NotFound, match="bundle"):
+        client.score(prompt="a", bundle="three")
+    for options, param in (({"prompt": ["a"] * 5}, "prompt"), ({"prompt": "a", "deadline_ms": 10**9}, "deadline_ms")):
+        with pytest.raises(RequestRefused) as caught:
+            client.score(**options)
+        assert (caught.value.status, caught.value.param) == (422, param)
+    with pytest.raises(RequestRefused, match="one prompt"):
+        client.stream(prompt=["a", "b"])
+
+
+def test_keys(face: MakeFace, service: Running) -> None:
+    for key in (None, "wrong"):
+        client = face(base_url=service.url, api_key=key)
+        for call in (client.score, client.stream):
+            with pytest.raises(Unauthorized, match="401 unauthorized"):
+                call(prompt="a")
+        with pytest.raises(Unauthorized):
+            client.models()
+        assert client.ready()
+
+
+def test_catalogue(face: MakeFace, service: Running) -> None:
+    client = face(base_url=service.url, api_key=KEY)
+    assert client.models().data[0].id == "scripted"
+    listed = client.bundles()
+    assert [one.reference for one in listed.data] == ["one:1", "two:1"]
+    assert [one.default for one in listed.data] == [True, False]
+    assert listed.policies[0] == "gate"
+    ready = client.ready()
+    assert (ready.ready, ready.model, ready.bundles) == (True, "scripted", ("one:1", "two:1"))
+
+
+@contextmanager
+def held(service: Running) -> Iterator[Callable[[], None]]:
+    """The engine stands still inside one request's forward pass until the block ends or calls what it got."""
+    entered, release = threading.Event(), threading.Event()
+
+    def block(_: str) -> None:
+        entered.set()
+        release.wait(30)
+
+    service.engine.before = block
+    with Client(service.url, api_key=KEY) as client:
+        first = threading.Thread(target=client.score, kwargs={"prompt": "first"})
+        first.start()
+        assert entered.wait(20)
+        try:
+            yield release.set
+        finally:
+            release.set()
+            first.join(30)
+
+
+def test_a_deadline_and_a_timeout(face: MakeFace, service: Running) -> None:
+    with held(service):
+        with pytest.raises(DeadlineExceeded):
+            face(base_url=service.url, api_key=KEY).score(prompt="a", deadline_ms=50)
+        with pytest.raises(TimedOut, match=r"within 0\.2 s"):
+            face(base_url=service.url, api_key=KEY, timeout=0.2).score(prompt="a")
+
+
+def test_a_full_queue_is_said_and_then_waited_for(face: MakeFace, service: Running) -> None:
+    slept: list[float] = []
+    with held(service) as let_go, Client(service.url, api_key=KEY) as other:
+        four = threading.Thread(target=other.score, kwargs={"prompt": ["a"] * 4})
+        four.start()
+        try:
+            assert until(lambda: service.metric("hallutracer_queue_depth") == 4)
+            with pytest.raises(Overloaded) as caught:
+                face(base_url=service.url, api_key=KEY, max_retries=0).score(prompt="b")
+            assert caught.value.retry_after is not None
+
+            def sleep(seconds: float) -> None:
+                slept.append(seconds)
+                let_go()
+                four.join(30)
+
+            async def asleep(seconds: float) -> None:
+                sleep(seconds)
+
+            patient = face(base_url=service.url, api_key=KEY)
+            patient.client._sleep = sleep if patient.kind == "sync" else asleep
+            assert patient.score(prompt="b").data
+        finally:
+            let_go()
+            four.join(30)
+    assert len(slept) == 1
+    assert slept[0] >= caught.value.retry_after
+
+
+def test_a_service_that_is_gone(face: MakeFace, service: Running, tmp_path_factory: pytest.TempPathFactory) -> None:
+    with running(tmp_path_factory.mktemp("gone"), ServiceSettings()) as other:
+        client = face(base_url=other.url, max_retries=1, timeout=10.0)
+        assert client.score(prompt="a").data
+        address = other.url
+    for call in (client.score, client.stream):
+        with pytest.raises(TransportError, match=f"cannot connect to {address}"):
+            call(prompt="a")

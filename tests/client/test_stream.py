@@ -1,0 +1,177 @@
+"""Streams: the risk first, a gate that cannot be overlooked, and text that survives any cut of the bytes."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import httpx
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from service.client import (
+    Completion,
+    DeadlineExceeded,
+    RequestRefused,
+    ServerError,
+    TimedOut,
+    TransportError,
+    UnexpectedAnswer,
+    Withheld,
+)
+from service.client.stream import AnswerBase
+from tests.client import bodies
+from tests.client.conftest import MakeFace
+from tests.client.faces import Face
+
+
+class Chunks(httpx.SyncByteStream, httpx.AsyncByteStream):
+    """A body in given pieces, perhaps with a failure at its end; remembers being closed."""
+
+    def __init__(self, pieces: list[bytes], failure: Exception | None = None) -> None:
+        self.pieces, self.failure, self.closed = pieces, failure, False
+
+    def __iter__(self) -> Iterator[bytes]:
+        yield from self.pieces
+        if self.failure is not None:
+            raise self.failure
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        for piece in self:
+            yield piece
+
+    def close(self) -> None:
+        self.closed = True
+
+    async def aclose(self) -> None:
+        self.closed = True
+
+
+def answering(body: bytes | Chunks) -> Any:
+    content = body if isinstance(body, Chunks) else Chunks([body])
+    return lambda _: httpx.Response(200, stream=content, headers={"content-type": "text/event-stream"})
+
+
+WHOLE = bodies.events(bodies.result(), bodies.chunk(" It"), bodies.chunk(" is."), bodies.chunk("", "stop", 2))
+
+
+def test_the_risk_is_there_before_the_text(face: MakeFace) -> None:
+    seen: list[Any] = []
+
+    def look(answer: AnswerBase) -> None:
+        seen.extend([answer.risk, answer.decision, answer.gated, answer.completion, answer.usage.completion_tokens])
+
+    answer, pieces = face(answering(WHOLE)).stream(prompt="a", look=look)
+    assert seen == [0.1, "continue", False, None, 0]
+    assert pieces == [" It", " is."]
+    assert answer.completion == Completion(" It is.", "stop", 2)
+    assert answer.usage.total_tokens == 9
+    assert answer.score.bundle.reference == "demo:3"
+
+
+def test_reading_a_withheld_answer_is_an_error(face: MakeFace) -> None:
+    gated = bodies.events(bodies.result(bodies.row(0.9, "abstain", message="I am not sure.")))
+    answer, pieces = face(answering(gated)).stream(prompt="a", take=0)
+    assert answer.gated
+    assert answer.message == "I am not sure."
+    assert answer.completion is None
+    assert pieces == []
+    with pytest.raises(Withheld):
+        face(answering(gated)).stream(prompt="a")
+
+
+def test_leaving_early_closes_the_connection_and_leaves_no_completion(face: MakeFace) -> None:
+    body = Chunks([WHOLE])
+    answer, pieces = face(answering(body)).stream(prompt="a", take=1)
+    assert pieces == [" It"]
+    assert answer.completion is None
+    assert body.closed
+
+
+def test_a_stream_is_read_inside_its_block(face: MakeFace) -> None:
+    client = face(answering(WHOLE))
+    for take in (0, 1):
+        answer, _ = client.stream(prompt="a", take=take)
+        with pytest.raises(RuntimeError, match="inside its 'with'"):
+            client.rest(answer)
+    ended, _ = client.stream(prompt="a")
+    assert client.rest(ended) == []
+    assert ended.completion is not None
+
+
+@pytest.mark.parametrize(
+    ("code", "kind"),
+    [("deadline_exceeded", DeadlineExceeded), ("engine_error", ServerError), ("unheard_of", ServerError)],
+)
+def test_a_failure_under_way_is_raised(face: MakeFace, code: str, kind: type[Exception]) -> None:
+    failure = bodies.error(500, code, "the engine broke").json()
+    read: list[str] = []
+    body = Chunks([bodies.events(bodies.result(), bodies.chunk(" It"), failure)])
+    with pytest.raises(kind, match=f"in the stream {code}: the engine broke") as caught:
+        read += face(answering(body)).stream(prompt="a")[1]
+    assert caught.value.status is None  # type: ignore[attr-defined]
+    assert body.closed
+
+
+def test_a_failure_instead_of_the_risk(face: MakeFace) -> None:
+    with pytest.raises(RequestRefused):
+        face(answering(bodies.events(bodies.error(422, "empty_prompt").json()))).stream(prompt="a")
+
+
+@pytest.mark.parametrize(
+    ("failure", "kind", "says"),
+    [(httpx.ReadError("reset"), TransportError, "broke: reset"), (httpx.ReadTimeout(""), TimedOut, "silent for 30 s"),
+     (httpx.RemoteProtocolError("cut"), TransportError, "cut")],
+)  # fmt: skip
+def test_a_connection_that_breaks_is_no_end(
+    face: MakeFace, failure: Exception, kind: type[Exception], says: str
+) -> None:
+    first = bodies.events(bodies.result(), bodies.chunk(" It"), done=False)
+    for pieces in ([first], []):
+        body = Chunks(pieces, failure)
+        with pytest.raises(kind, match=says):
+            face(answering(body)).stream(prompt="a")
+        assert body.closed
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [(bodies.events(), "no risk in it"), (bodies.events(bodies.chunk("a")), "field 'object'"),
+     (b"data: {\n\n", "Invalid JSON"), (bodies.events(bodies.result(bodies.row(), bodies.row())), "2 risks"),
+     (bodies.events(bodies.result(), bodies.chunk("a")), "without 'finish_reason'"),
+     (bodies.events(bodies.result(), {"object": "completion.chunk", "index": 0}), "field 'delta'")],
+)  # fmt: skip
+def test_streams_of_others_are_said_to_be_so(face: MakeFace, content: bytes, says: str) -> None:
+    with pytest.raises(UnexpectedAnswer, match=says):
+        face(answering(content)).stream(prompt="a")
+
+
+def test_a_plain_json_answer_is_no_stream(face: MakeFace) -> None:
+    with pytest.raises(UnexpectedAnswer, match="not an event stream"):
+        face(lambda _: httpx.Response(200, json=bodies.result())).stream(prompt="a")
+
+
+def test_comments_other_fields_and_empty_events_are_read_over(face: MakeFace) -> None:
+    noisy = b": ping\n\nevent: message\nid: 4\nretry: 10\n" + WHOLE.replace(b"\n\n", b"\n\n: ping\n\ndata:\n\n")
+    assert face(answering(noisy)).stream(prompt="a")[1] == [" It", " is."]
+
+
+@given(
+    texts=st.lists(st.text(st.characters(exclude_categories=["Cs"]), min_size=1), max_size=5),
+    newline=st.sampled_from([b"\n", b"\r\n", b"\r"]),
+    cuts=st.lists(st.integers(0, 4000), max_size=40),
+    kind=st.sampled_from(["sync", "async"]),
+)
+def test_any_cut_of_the_bytes_gives_the_same_text(texts: list[str], newline: bytes, cuts: list[int], kind: str) -> None:
+    sent = bodies.events(bodies.result(), *map(bodies.chunk, texts), bodies.chunk("", "length", len(texts)))
+    sent = sent.replace(b"\n", newline)  # inside the JSON a line break is written \\n
+    at = sorted({0, len(sent), *(cut for cut in cuts if cut < len(sent))})
+    pieces = [sent[start:end] for start, end in zip(at, at[1:], strict=False)]
+    client = Face(kind, "http://guard.test", answering(Chunks(pieces)))
+    try:
+        answer, got = client.stream(prompt="a")
+    finally:
+        client.close()
+    assert got == texts
+    assert answer.completion == Completion("".join(texts), "length", len(texts))

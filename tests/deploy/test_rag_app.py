@@ -1,0 +1,302 @@
+"""The RAG example for real: the demo model behind a listening service, its facts as the corpus."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from fastapi.testclient import TestClient
+
+from service.client import AsyncClient
+from service.demo.picture import KNOWN, UNKNOWN
+from tests.client import bodies
+
+ROOT = Path(__file__).resolve().parents[2]
+FOLDER = ROOT / "deploy" / "sidecar"
+
+
+def environment(**more: str) -> dict[str, str]:
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(("HALLUTRACER_", "RAG_"))}
+    return clean | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1", **more}
+
+
+@pytest.fixture(scope="module")
+def key_file(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("keys") / "api-keys"
+    path.write_text("the-key\nanother\n")
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def guard(tmp_path_factory: pytest.TempPathFactory, key_file: str) -> Iterator[str]:
+    store = str(tmp_path_factory.mktemp("store"))
+    process = subprocess.Popen(
+        [sys.executable, "-m", "service.cli", "serve", "--port", "0"], cwd=ROOT, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+        env=environment(HALLUTRACER_STORE=store, HALLUTRACER_THREADS="1", HALLUTRACER_API_KEY_FILE=key_file),
+    )  # fmt: skip
+    assert process.stdout is not None
+    try:
+        address = ""
+        for line in process.stdout:
+            if found := re.search(r"listening on (http://\S+),", line):
+                address = found.group(1)
+            if line.startswith("API reference"):
+                break
+        assert address, "the service never said that it is ready"
+        yield address
+    finally:
+        process.terminate()
+        process.wait(60)
+
+
+@pytest.fixture
+def nowhere() -> str:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        return f"http://127.0.0.1:{taken.getsockname()[1]}"
+
+
+@pytest.fixture(autouse=True)
+def example(monkeypatch: pytest.MonkeyPatch) -> Any:
+    for name in list(os.environ):
+        if name.startswith(("HALLUTRACER_", "RAG_")):
+            monkeypatch.delenv(name)
+    monkeypatch.syspath_prepend(str(FOLDER))
+    import rag_app
+
+    return rag_app
+
+
+def cli(*questions: str, script: str = "rag_app.py", **more: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, str(FOLDER / script), *questions], capture_output=True, text=True, timeout=120, check=False,
+        env=environment(COLUMNS="160", **more),
+    )  # fmt: skip
+
+
+def test_the_known_is_answered_and_the_unknown_is_looked_up(
+    guard: str, key_file: str, example: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HALLUTRACER_URL", guard)
+    monkeypatch.setenv("HALLUTRACER_API_KEY_FILE", key_file)
+    with TestClient(example.app) as app:
+        known = app.post("/ask", json={"question": KNOWN}).json()
+        unknown = app.post("/ask", json={"question": UNKNOWN}).json()
+        assert app.get("/health").json() == {"status": "ok", "guard": True}
+    assert (known["source"], known["answer"], known["risk_after"]) == ("model", "It is Rome.", None)
+    assert known["passages"] == []
+    assert (unknown["source"], unknown["answer"]) == ("passages", None)
+    assert unknown["passages"][0]["text"] == "Honiara is the capital of the Solomon Islands."
+    assert known["risk_before"] < 0.3 < unknown["risk_before"]
+    assert 0.3 < unknown["risk_after"] <= 1
+
+
+def test_without_its_key_nothing_is_answered(guard: str) -> None:
+    done = cli(KNOWN, HALLUTRACER_URL=guard)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "401 unauthorized" in done.stderr
+
+
+def test_the_command_line_shows_both(guard: str, key_file: str) -> None:
+    done = cli(KNOWN, UNKNOWN, HALLUTRACER_URL=guard, HALLUTRACER_API_KEY_FILE=key_file)
+    assert done.returncode == 0, done.stderr
+    rows = [line for line in done.stdout.splitlines() if "│" in line]
+    assert "answered at once" in rows[0]
+    assert "It is Rome." in rows[0]
+    assert "withheld" in rows[1]
+    assert "Honiara is the capital" in rows[1]
+
+
+def test_the_figures_come_out(guard: str, key_file: str) -> None:
+    done = cli(
+        "--split", "dev", "--limit", "12",
+        script="rag_figures.py", HALLUTRACER_URL=guard, HALLUTRACER_API_KEY_FILE=key_file,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("12 questions of dev")
+    figures = dict(re.findall(r"^ *(\S.*?)  +(\d+ of \d+)", done.stdout, re.MULTILINE))
+    assert figures["answers right without a guard"].endswith(" of 12")
+    flagged = int(figures["flagged without passages"].split()[0])
+    assert figures["passages shown instead"].endswith(f" of {flagged}")
+
+
+def test_the_readmes_code_runs(guard: str, key_file: str, example: Any) -> None:
+    pattern, streaming = re.findall(r"```python\n(.*?)```", (FOLDER / "README.md").read_text(), re.DOTALL)
+    pattern = pattern.replace("http://127.0.0.1:8765", guard)
+    indented = "".join(f"    {line}\n" for line in streaming.splitlines())
+    streaming = f"async def reply_to(messages, send):\n{indented}"
+    found, sent = example.Retriever(example.demo_passages()), []
+
+    async def retrieve(question: str) -> Any:
+        return found.find(question)
+
+    async def send(piece: str) -> None:
+        sent.append(piece)
+
+    names: dict[str, Any] = {
+        "key": Path(key_file).read_text().split()[0], "retrieve": retrieve, "with_passages": example.with_passages,
+        "quote": lambda passages: passages[0].text,
+    }  # fmt: skip
+    exec(compile(pattern + streaming, "README.md", "exec"), names)
+
+    async def run() -> list[str | None]:
+        asked = [[{"role": "user", "content": question}] for question in (KNOWN, UNKNOWN)]
+        async with names["guard"]:
+            return [await names["answer"](KNOWN), await names["answer"](UNKNOWN),
+                    *[await names["reply_to"](messages, send) for messages in asked]]  # fmt: skip
+
+    assert asyncio.run(run()) == [
+        " It is Rome.", "Honiara is the capital of the Solomon Islands.", None, "I am not sure.",
+    ]  # fmt: skip
+    assert "".join(sent) == " It is Rome."
+
+
+def test_without_the_guard_nothing_is_answered(nowhere: str, example: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HALLUTRACER_URL", nowhere)
+    with TestClient(example.app) as app:
+        response = app.post("/ask", json={"question": KNOWN})
+        assert response.status_code == 503
+        assert "not answered, because the guard could not be asked" in response.json()["detail"]
+        assert app.get("/health").json() == {"status": "ok", "guard": False}
+    done = cli(KNOWN, HALLUTRACER_URL=nowhere)
+    assert done.returncode == 1
+    assert "cannot connect" in done.stderr
+    assert "Rome" not in done.stdout
+
+
+def test_without_the_guard_passages_may_be_shown(nowhere: str, example: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HALLUTRACER_URL", nowhere)
+    monkeypatch.setenv("RAG_WHEN_GUARD_FAILS", "passages")
+    with TestClient(example.app) as app:
+        reply = app.post("/ask", json={"question": UNKNOWN}).json()
+    assert (reply["source"], reply["answer"], reply["risk_before"], reply["risk_after"]) == (
+        "passages",
+        None,
+        None,
+        None,
+    )
+    assert "Honiara" in reply["passages"][0]["text"]
+
+
+def scripted(example: Any, *answers: httpx.Response) -> tuple[Any, list[Any]]:
+    """The pattern over a guard that gives ``answers`` in turn, and what it was asked."""
+    asked: list[Any] = []
+
+    def handler(request: httpx.Request) -> httpx.Response:
+        asked.append(json.loads(request.content))
+        return answers[len(asked) - 1]
+
+    client = AsyncClient("http://guard.test", transport=httpx.MockTransport(handler), max_retries=0)
+    return example.GuardedRag(client, example.Retriever(["Honiara is the capital.", "Rome is old."])), asked
+
+
+def scored(risk: float, text: str | None) -> httpx.Response:
+    completion = {"text": text, "finish_reason": "stop", "completion_tokens": 3}
+    row = bodies.row(risk, "continue", completion=completion) if text else bodies.row(risk, "abstain")
+    return httpx.Response(200, json=bodies.result(row))
+
+
+@pytest.fixture
+def ask(example: Any, nowhere: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    monkeypatch.setenv("HALLUTRACER_URL", nowhere)
+    with TestClient(example.app) as app:
+
+        def with_answers(question: str, answers: Sequence[httpx.Response]) -> tuple[Any, list[Any]]:
+            example.app.state.rag, asked = scripted(example, *answers)
+            return app.post("/ask", json={"question": question}), asked
+
+        yield with_answers
+
+
+def test_an_answer_from_passages(ask: Any) -> None:
+    response, asked = ask("Which capital is it?", [scored(0.9, None), scored(0.2, " Honiara. ")])
+    reply = response.json()
+    assert (reply["source"], reply["answer"], reply["risk_before"], reply["risk_after"]) == (
+        "model",
+        "Honiara.",
+        0.9,
+        0.2,
+    )
+    assert [passage["text"] for passage in reply["passages"]] == ["Honiara is the capital.", "Rome is old."]
+    (first,), (second,) = (body["messages"] for body in asked)
+    assert first == {"role": "user", "content": "Which capital is it?"}
+    assert "Honiara is the capital." in second["content"]
+    assert second["content"].endswith("Question: Which capital is it?")
+
+
+def test_nothing_found_is_not_asked_again(ask: Any) -> None:
+    response, asked = ask("xyzzy", [scored(0.9, None)])
+    assert response.json() == {
+        "answer": None, "source": "passages", "risk_before": 0.9, "risk_after": None, "passages": [],
+    }  # fmt: skip
+    assert len(asked) == 1
+
+
+def test_passages_that_do_not_fit_are_shown(ask: Any) -> None:
+    response, _ = ask("capital?", [scored(0.9, None), bodies.error(413, "prompt_too_long", "too long")])
+    reply = response.json()
+    assert (reply["source"], reply["risk_before"], reply["risk_after"]) == ("passages", 0.9, None)
+    assert reply["passages"][0]["text"] == "Honiara is the capital."
+
+
+def test_a_question_that_does_not_fit_is_the_askers_fault(ask: Any) -> None:
+    response, _ = ask("capital?", [bodies.error(413, "prompt_too_long", "too long")])
+    assert (response.status_code, response.json()) == (422, {"detail": "too long"})
+
+
+@pytest.mark.parametrize(
+    "refusal",
+    [bodies.error(429, "overloaded", "full"), bodies.error(503, "not_ready", "loading"),
+     bodies.error(401, "unauthorized", "no key"), httpx.Response(502, html="<p>bad gateway</p>"),
+     bodies.error(500, "engine_error", "broken")],
+)  # fmt: skip
+def test_what_the_guard_cannot_say_is_not_answered(ask: Any, refusal: httpx.Response) -> None:
+    first, _ = ask("capital?", [refusal])
+    second, asked = ask("capital?", [scored(0.9, None), refusal])
+    assert len(asked) == 2
+    for response in (first, second):
+        assert response.status_code == 503
+        assert set(response.json()) == {"detail"}
+
+
+@pytest.mark.parametrize("question", ["", "a" * 2001])
+def test_a_question_has_a_length(ask: Any, question: str) -> None:
+    assert ask(question, [])[0].status_code == 422
+
+
+def test_the_environment(example: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    empty = tmp_path / "empty"
+    empty.write_text("\n")
+    monkeypatch.setenv("HALLUTRACER_API_KEY_FILE", str(empty))
+    with pytest.raises(ValueError, match="it needs a key"):
+        example.client_from_environment()
+    monkeypatch.delenv("HALLUTRACER_API_KEY_FILE")
+    monkeypatch.setenv("RAG_PASSAGES", str(empty))
+    with pytest.raises(ValueError, match="one passage a line"):
+        example.passages_from_environment()
+    texts = tmp_path / "texts"
+    texts.write_text("one\n\n two \n")
+    monkeypatch.setenv("RAG_PASSAGES", str(texts))
+    assert example.passages_from_environment() == ["one", "two"]
+    monkeypatch.setenv("RAG_WHEN_GUARD_FAILS", "answer anyway")
+    with pytest.raises(ValueError, match="refuse or passages"), TestClient(example.app):
+        pass
+
+
+def test_every_passage_states_facts_of_the_demo(example: Any) -> None:
+    texts = example.demo_passages()
+    assert len(texts) == len(set(texts)) > 4000
+    assert "Rome is the capital of Italy." in texts
+    assert "Shanghai is a city in China, in Eastern Asia, on the continent of Asia." in texts
+    assert "The atomic number of gold is 79." in texts
