@@ -1,0 +1,94 @@
+# syntax=docker/dockerfile:1
+# Two images from one file.  Targets: cpu (the default) and cuda.
+#   docker build -t hallutracer:0.1.0 .
+#   docker build --target cuda -t hallutracer:0.1.0-cuda .
+# Give a digest with --build-arg PYTHON_IMAGE=python@sha256:... where builds must be repeatable to the byte.
+ARG PYTHON_IMAGE=python:3.11-slim-trixie
+
+# --- What to install.  A stage of its own: an edit of pyproject.toml that leaves the dependencies alone gives the same
+# requirements.txt, and the layers with torch are taken from the cache.
+FROM ${PYTHON_IMAGE} AS pins
+WORKDIR /pins
+COPY pyproject.toml constraints.txt ./
+RUN python -c "import pathlib, tomllib; d = tomllib.loads(pathlib.Path('pyproject.toml').read_text())['project']['dependencies']; pathlib.Path('requirements.txt').write_text('\n'.join(d) + '\n')"
+
+# --- An environment without pip in it; the image's own pip fills it from outside.
+FROM ${PYTHON_IMAGE} AS venv
+ENV PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_ROOT_USER_ACTION=ignore
+WORKDIR /build
+RUN python -m venv --without-pip /opt/venv
+
+FROM venv AS dependencies-cpu
+COPY --from=pins /pins/requirements.txt /pins/constraints.txt ./
+# First torch alone, from the CPU index; the pin torch==2.13.0 then holds for 2.13.0+cpu, and PyPI's CUDA build stays out.
+RUN --mount=type=cache,target=/root/.cache/pip \
+    pip --python /opt/venv install --no-deps --index-url https://download.pytorch.org/whl/cpu \
+        --constraint constraints.txt torch \
+    && pip --python /opt/venv install --constraint constraints.txt --requirement requirements.txt
+
+# --- CUDA from PyPI's nvidia wheels on the same slim base, not from an nvidia/cuda image: torch's wheel loads exactly the
+# CUDA libraries it was built with, so that base would carry a second, unused set.  The driver comes from the host.
+FROM venv AS dependencies-cuda
+COPY --from=pins /pins/requirements.txt /pins/constraints.txt ./
+RUN --mount=type=cache,target=/root/.cache/pip \
+    pip --python /opt/venv install --constraint constraints.txt --requirement requirements.txt
+# On a platform whose PyPI build of torch knows no CUDA this fails here, not at the first request.
+RUN /opt/venv/bin/python -c "import sys, torch; sys.exit(0 if torch.version.cuda else 'this torch was built without CUDA')"
+
+# --- The project itself, apart from what it depends on: a change of the sources makes one layer of a few megabytes.
+FROM venv AS app
+RUN --mount=type=cache,target=/root/.cache/pip \
+    pip install setuptools==84.2.1
+COPY pyproject.toml README.md LICENSE ./
+COPY service ./service
+COPY probes_store ./probes_store
+RUN pip wheel --no-cache-dir --no-build-isolation --no-deps --wheel-dir /wheels . \
+    && pip --python /opt/venv install --no-cache-dir --no-index --no-deps --target /opt/app /wheels/*.whl
+
+# --- What both images share.  Nothing here builds anything, and the image's own pip goes too.
+FROM ${PYTHON_IMAGE} AS runtime
+RUN groupadd --gid 10001 hallutracer \
+    && useradd --uid 10001 --gid 10001 --no-create-home --home-dir /var/lib/hallutracer --shell /usr/sbin/nologin hallutracer \
+    && install --directory --owner=10001 --group=10001 /var/lib/hallutracer/probes /var/cache/huggingface \
+    && python -m pip uninstall --yes --root-user-action=ignore pip
+# Runs with a read-only root: probes and models have their folders, every other cache goes to /tmp (give it a tmpfs).
+ENV PATH=/opt/app/bin:/opt/venv/bin:$PATH \
+    PYTHONPATH=/opt/app \
+    PYTHONUNBUFFERED=1 \
+    PYTHONDONTWRITEBYTECODE=1 \
+    HALLUTRACER_HOST=0.0.0.0 \
+    HALLUTRACER_PORT=8765 \
+    HALLUTRACER_STORE=/var/lib/hallutracer/probes \
+    HF_HOME=/var/cache/huggingface \
+    HF_HUB_DISABLE_TELEMETRY=1 \
+    MPLCONFIGDIR=/tmp/matplotlib \
+    TORCHINDUCTOR_CACHE_DIR=/tmp/torchinductor \
+    TRITON_CACHE_DIR=/tmp/triton \
+    XDG_CACHE_HOME=/tmp/cache
+ARG VERSION=0.1.0
+ARG REVISION=unknown
+LABEL org.opencontainers.image.title="HalluTracer" \
+      org.opencontainers.image.description="The risk that an LLM's answer is a hallucination, before it decodes the first answer token." \
+      org.opencontainers.image.licenses="Apache-2.0" \
+      org.opencontainers.image.version="${VERSION}" \
+      org.opencontainers.image.revision="${REVISION}"
+USER 10001:10001
+WORKDIR /var/lib/hallutracer
+VOLUME ["/var/lib/hallutracer/probes"]
+EXPOSE 8765
+STOPSIGNAL SIGTERM
+# http.client, not urllib: a proxy named in the environment must not be asked about our own port.
+HEALTHCHECK --interval=10s --timeout=5s --start-period=180s --retries=3 \
+    CMD ["python", "-c", "import http.client, os, sys; c = http.client.HTTPConnection('127.0.0.1', int(os.environ.get('HALLUTRACER_PORT', '8765')), timeout=4); c.request('GET', '/health/ready'); sys.exit(c.getresponse().status != 200)"]
+ENTRYPOINT ["hallutracer"]
+CMD ["serve"]
+
+FROM runtime AS cuda
+ENV NVIDIA_VISIBLE_DEVICES=all \
+    NVIDIA_DRIVER_CAPABILITIES=compute,utility
+COPY --from=dependencies-cuda /opt/venv /opt/venv
+COPY --from=app /opt/app /opt/app
+
+FROM runtime AS cpu
+COPY --from=dependencies-cpu /opt/venv /opt/venv
+COPY --from=app /opt/app /opt/app

@@ -1,0 +1,117 @@
+"""A real Prometheus with our own configuration: where its binaries are, how to start it, how to ask it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+ROOT = Path(__file__).parent.parent.parent
+OURS = ROOT / "deploy" / "prometheus"
+REQUIRE = "HALLUTRACER_REQUIRE_TOOLS"
+
+
+def binary(name: str) -> str:
+    """``prometheus`` or ``promtool``: on PATH, else in .tools/bin; skips without it, fails where tools are required."""
+    found = shutil.which(name) or shutil.which(name, path=str(ROOT / ".tools" / "bin"))
+    if found is None:
+        reason = f"{name} is neither on PATH nor in .tools/bin; get it with deploy/tools.sh"
+        if os.environ.get(REQUIRE) == "1":
+            pytest.fail(f"{reason} ({REQUIRE}=1)")
+        pytest.skip(reason)
+    return found
+
+
+def promtool(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    command = [binary("promtool"), *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+
+
+def configuration(folder: Path, target: str) -> Path:
+    """Our folder copied; in prometheus.yml only the target's address and the intervals are others."""
+    shutil.copytree(OURS, folder)
+    path = folder / "prometheus.yml"
+    text = path.read_text()
+    for old, new in {
+        '"hallutracer:8765"': f'"{target}"',
+        "scrape_interval: 15s": "scrape_interval: 1s",
+        "scrape_timeout: 10s": "scrape_timeout: 1s",
+        "evaluation_interval: 15s": "evaluation_interval: 1s",
+    }.items():
+        assert text.count(old) == 1, f"prometheus.yml should say {old} once"
+        text = text.replace(old, new)
+    path.write_text(text)
+    return path
+
+
+@dataclass(frozen=True)
+class Prometheus:
+    """The HTTP API of a running server."""
+
+    url: str
+
+    def get(self, path: str, **parameters: Any) -> Any:
+        answer = httpx.get(f"{self.url}/api/v1/{path}", params=parameters, timeout=20).json()
+        assert answer["status"] == "success", f"{parameters}: {answer.get('error')}"
+        return answer["data"]
+
+    def query(self, expression: str, at: float) -> dict[str, float]:
+        """Labels as text -> value."""
+        found = self.get("query", query=expression, time=at)["result"]
+        return {str(series["metric"]): float(series["value"][1]) for series in found}
+
+    def query_range(self, expression: str, start: float, end: float, step: float) -> dict[str, list[float]]:
+        """Labels as text -> values."""
+        found = self.get("query_range", query=expression, start=start, end=end, step=step)["result"]
+        return {str(series["metric"]): [float(value) for _, value in series["values"]] for series in found}
+
+    def rules(self) -> list[dict[str, Any]]:
+        return [rule for group in self.get("rules")["groups"] for rule in group["rules"]]
+
+
+@contextmanager
+def running(config: Path, storage: Path) -> Iterator[Prometheus]:
+    """Start the server on a free port; another port where somebody was faster to take it."""
+    for _ in range(5):
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        log = storage.with_suffix(".log")
+        with log.open("w") as out:
+            process = subprocess.Popen(
+                [
+                    binary("prometheus"), f"--config.file={config}", f"--storage.tsdb.path={storage}",
+                    f"--web.listen-address=127.0.0.1:{port}", "--log.level=info",
+                ],
+                stdout=out, stderr=out, env=os.environ | {"GOMAXPROCS": "1"},
+            )  # fmt: skip
+        try:
+            if _ready(f"http://127.0.0.1:{port}", process):
+                yield Prometheus(f"http://127.0.0.1:{port}")
+                return
+            assert "address already in use" in log.read_text(), log.read_text()
+        finally:
+            process.terminate()
+            process.wait()
+    pytest.fail("no free port for Prometheus in five attempts")
+
+
+def _ready(url: str, process: subprocess.Popen[bytes]) -> bool:
+    while process.poll() is None:
+        try:
+            if httpx.get(f"{url}/-/ready", timeout=5).status_code == 200:
+                return True
+        except httpx.HTTPError:
+            pass
+        time.sleep(0.05)
+    return False
