@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 HOST ?= 127.0.0.1
 PORT ?= 8765
 
-.PHONY: help install run test check bench clean
+.PHONY: help install run tools test bench clean
 
 help:            ## show this
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -27,6 +27,9 @@ test: install    ## ruff, mypy --strict, pytest
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/python -m pytest
+
+tools:           ## the real Prometheus that some tests ask for: Debian's package, unpacked into .tools/
+	deploy/tools.sh
 
 bench: install   ## the readout's cost, side by side with the bare forward
 	$(BIN)/python tests/bench/readout_cost.py

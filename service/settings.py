@@ -1,7 +1,7 @@
 """Frozen settings, and the names of the environment variables behind every command-line flag.
 
 The command line's parser is the only reader of the environment: it takes each name from ``env`` below.  Nothing else
-in the project looks at ``os.environ``.
+in the project looks at ``os.environ``, but for ``PROMETHEUS_MULTIPROC_DIR``, which is the metrics library's own.
 """
 
 from __future__ import annotations

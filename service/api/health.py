@@ -41,5 +41,6 @@ async def ready(state: Annotated[ServiceState, Depends(service_state)]) -> Statu
 )
 def metrics(state: Annotated[ServiceState, Depends(service_state)]) -> Response:
     """Counters, histograms and gauges of this service."""
+    state.metrics.ready(state.is_ready)
     body, content_type = state.metrics.render()
     return Response(body, media_type=content_type)

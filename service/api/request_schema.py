@@ -38,8 +38,26 @@ class Generate(Strict):
     stop: list[Annotated[StrictStr, Field(min_length=1)]] = Field(default_factory=list, max_length=8)
 
 
+_PROMPTS = ("prompt", "messages", "input_ids")
+_NULL, _GIVEN = {"type": "null"}, {"not": {"type": "null"}}
+# What the validators below say, for those who only read the OpenAPI document.
+RULES: dict[str, Any] = {
+    "oneOf": [
+        {
+            "required": [given],
+            "properties": {name: _GIVEN if name == given else _NULL for name in _PROMPTS},
+        }
+        for given in _PROMPTS
+    ],
+    "if": {"required": ["stream"], "properties": {"stream": {"const": True}}},
+    "then": {"required": ["generate"], "properties": {"generate": {"type": "object"}}},
+}
+
+
 class ScoreRequest(Strict):
     """Exactly one of ``prompt``, ``messages`` and ``input_ids``."""
+
+    model_config = ConfigDict(json_schema_extra=RULES)
 
     prompt: StrictStr | Texts | None = Field(
         None,
@@ -76,7 +94,7 @@ class ScoreRequest(Strict):
 
     @model_validator(mode="after")
     def _exactly_one(self) -> ScoreRequest:
-        given = [name for name in ("prompt", "messages", "input_ids") if getattr(self, name) is not None]
+        given = [name for name in _PROMPTS if getattr(self, name) is not None]
         if len(given) != 1:
             found = " and ".join(given) if given else "none of them"
             raise ValueError(f"give exactly one of 'prompt', 'messages', 'input_ids'; found {found}")

@@ -179,6 +179,16 @@ STREAM_EXAMPLE = (
     "data: [DONE]\n\n"
 )
 
+EVENT: dict[str, Any] = {
+    "type": "object",
+    "required": ["data"],
+    "properties": {
+        "data": {
+            "type": "string",
+            "description": "JSON: first one risk.list, then completion.chunk objects or an error; at last [DONE]",
+        }
+    },
+}
 HEADERS: dict[str, Any] = {
     name: {"description": description, "schema": {"type": "string"}}
     for name, description in {
@@ -209,7 +219,7 @@ _SCORED: dict[int | str, dict[str, Any]] = {
         "headers": HEADERS,
         "content": {
             "application/json": {"example": RISK_EXAMPLE},
-            "text/event-stream": {"schema": {"type": "string"}, "example": STREAM_EXAMPLE},
+            "text/event-stream": {"schema": EVENT, "example": STREAM_EXAMPLE},
         },
     }
 }

@@ -58,7 +58,6 @@ class ServiceState:
         for scorer in scorers:
             manifest = scorer.bundle.manifest
             self.metrics.bundle(scorer.engine.identity.model, manifest.reference, manifest.digest)
-        self.metrics.ready(True)
 
     @property
     def failure(self) -> str | None:
@@ -75,7 +74,6 @@ class ServiceState:
     def stop(self) -> None:
         """Refuse new work, end what still runs, wait for the engine's thread, free the model."""
         self.stopping = True
-        self.metrics.ready(False)
         self.tokenizing.close()
         if self._room is not None:
             self._room.close()
@@ -83,6 +81,15 @@ class ServiceState:
             self.scorers[0].engine.close()
         self.scorers = []
         self.metrics.close()
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether scores can be served."""
+        try:
+            self.check_ready()
+        except NotReady:
+            return False
+        return True
 
     def check_ready(self) -> None:
         """Raise NotReady with the reason unless scores can be served."""

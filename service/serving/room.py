@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from service.engines.base import Continuation, Onset
-from service.errors import NotReady
+from service.errors import NotReady, Overloaded
 from service.guard import Decision
 from service.scoring import Scorer
 from service.serving.deadline import Deadline
@@ -109,7 +109,16 @@ class EngineRoom:
     def _check_space(self, prompts: int, deadline: Deadline) -> None:
         if not self.alive:
             raise _shutting_down()
-        self._waiting.check_space(prompts, deadline.left, self._speed)
+        try:
+            self._waiting.check_space(prompts, deadline.left, self._speed)
+        except Overloaded:
+            if not self._drop_abandoned():
+                raise
+            self._waiting.check_space(prompts, deadline.left, self._speed)
+
+    def _drop_abandoned(self) -> bool:
+        """Take out jobs that nobody waits for any more; their tickets know."""
+        return bool(self._waiting.remove(lambda job: job.cancelled or job.deadline.left < 0))
 
     def _run(self) -> None:
         batch: list[Job] | None = []
@@ -134,7 +143,7 @@ class EngineRoom:
             self._wait_for_company()
             if self._closing:
                 return None
-            self._waiting.remove(lambda job: job.cancelled or job.deadline.left < 0)  # their tickets know
+            self._drop_abandoned()
             batch = self._waiting.gather(self._kv_held)
             self._report_queue()
             return batch

@@ -22,6 +22,12 @@ def service(tmp_path: Path) -> Iterator[Running]:
         yield service
 
 
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    with running(tmp_path_factory.mktemp("shared")) as service:
+        yield service
+
+
 def events(text: str) -> list[Any]:
     lines = [line.removeprefix("data: ") for line in text.split("\n\n") if line]
     assert lines[-1] == "[DONE]"
@@ -91,6 +97,39 @@ def test_an_error_before_the_risk_is_a_plain_error(service: Running) -> None:
     response = service.post(prompt="a" * 5000, generate={}, stream=True)
     assert response.status_code == 413
     assert response.json()["error"]["code"] == "prompt_too_long"
+
+
+@pytest.mark.parametrize(
+    ("content", "status", "code"),
+    [
+        (json.dumps({"input_ids": [65] * 100_000}).encode(), 413, "prompt_too_long"),
+        (json.dumps({"prompt": "why " * 100_000}).encode(), 413, "prompt_too_long"),
+        (b'{"input_ids": []}', 422, "empty_prompt"),
+        (b'{"input_ids": [[]]}', 422, "empty_prompt"),
+        (b'{"prompt": ""}', 422, "empty_prompt"),
+        (b"", 422, "invalid_request"),
+        (b'{"prompt": "a"', 400, "invalid_json"),
+        (b'{"prompt": "\xff\xfe"}', 400, "invalid_json"),
+        (b'{"prompt": "\\ud800"}', 422, "invalid_request"),
+        (b'{"prompt": "a", "threshold": NaN}', 422, "invalid_request"),
+        (b'{"prompt": "a", "threshold": "0.5"}', 422, "invalid_request"),
+        (b'{"prompt": {"a": 1}}', 422, "invalid_request"),
+        (b'{"prompt": "' + b"a" * (4 * 1024 * 1024) + b'"}', 413, "body_too_large"),
+        (b'{"prompt": "a", "stream": true}', 422, "invalid_request"),
+        (b'{"prompt": ["a", "b"], "generate": {}, "stream": true}', 422, "invalid_request"),
+        (b'{"prompt": "a", "deadline_ms": 0}', 422, "invalid_request"),
+        (b'{"prompt": "a", "deadline_ms": 40000}', 422, "invalid_request"),
+        (b'{"prompt": "a", "policy": "none"}', 404, "not_found"),
+        (b"[" * 100_000, 400, "invalid_json"),
+    ],
+)
+def test_what_cannot_be_scored_gets_its_documented_error(
+    shared: Running, content: bytes, status: int, code: str
+) -> None:
+    response = httpx.post(f"{shared.url}/score", content=content, headers={"content-type": "application/json"})
+    assert (response.status_code, response.json()["error"]["code"]) == (status, code), response.text[:300]
+    assert response.json()["error"]["message"]
+    assert idle(shared)
 
 
 def test_a_deadline_under_way_is_an_event(service: Running) -> None:

@@ -1,1 +1,0 @@
-from tests.matching import *  # noqa: F403

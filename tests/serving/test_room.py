@@ -284,6 +284,16 @@ async def test_a_full_queue_refuses_and_takes_all_or_none(bench: Bench) -> None:
             await ticket.answers()
 
 
+async def test_those_who_left_hold_no_place_in_the_queue(bench: Bench) -> None:
+    async with bench.open(max_queue=3):
+        held = await bench.hold()
+        bench.ticket("a", "b", "c").cancel()
+        kept = bench.ticket("d", "e", "f")
+        bench.release.set()
+        for ticket in (held, kept):
+            await ticket.answers()
+
+
 async def test_closing_finishes_the_forward_and_refuses_the_rest(bench: Bench) -> None:
     async with bench.open():
         held = await bench.hold()

@@ -1,0 +1,46 @@
+"""Thousands of requests made from the OpenAPI document: no 5xx, and every answer is one the document describes."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.running import Running, running
+
+HERE = Path(__file__).parent
+EXAMPLES, LEAST = 2_000, 5_000  # for each of the two scoring routes; altogether
+
+
+def run(service: Running, folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    command = [
+        sys.executable, "-m", "schemathesis.cli", "--config-file", str(HERE / "schemathesis.toml"),
+        "run", f"{service.url}/openapi.json", "--no-color", "--phases", "examples,coverage,fuzzing", *options,
+    ]  # fmt: skip
+    return subprocess.run(
+        command, cwd=folder, env=os.environ | {"HALLUTRACER_URL": service.url}, capture_output=True, text=True,
+        timeout=1200, check=False,
+    )  # fmt: skip
+
+
+def test_five_thousand_requests(tmp_path: Path) -> None:
+    with running(tmp_path) as service:
+        done = run(service, tmp_path, "--max-examples", str(EXAMPLES), "--seed", "1")
+        assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+        generated = re.search(r"([\d,]+) generated", done.stdout)
+        assert generated, done.stdout[-2000:]
+        assert int(generated.group(1).replace(",", "")) >= LEAST
+        assert service.metric("hallutracer_requests_in_flight") == 0
+        assert service.engine.counters.open_continuations == 0
+
+
+def test_the_checks_can_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with running(tmp_path) as service:
+        service.engine.fail = RuntimeError("broken")
+        done = run(service, tmp_path, "--max-examples", "10", "--include-path", "/score")
+    assert done.returncode == 1
+    assert "Server error" in done.stdout
