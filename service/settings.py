@@ -30,7 +30,6 @@ class ServiceSettings:
     max_body_bytes: int = 4 * 1024 * 1024
     max_prompts: int = 256  # prompts in one request
     max_new_tokens: int = 1024  # ceiling on generate.max_tokens
-    max_batch_tokens: int = 8192  # padded tokens in one forward pass
     max_kv_tokens: int = 16_384  # prompt and answer tokens of all answers under way
     max_queue: int = 1024  # prompts that may wait
     max_wait_ms: float = 2.0  # how long a batch waits for company, when there was some last time

@@ -46,10 +46,13 @@ class RequestFrame:
         )
         scope.setdefault("state", {})["record"] = record
         received = 0
+        whole = gone = False  # the request's body; its client, before that
 
         async def bounded() -> Message:
-            nonlocal received
+            nonlocal received, whole, gone
             message = await receive()
+            gone = gone or (message["type"] == "http.disconnect" and not whole)
+            whole = whole or (message["type"] == "http.request" and not message.get("more_body", False))
             received += len(message.get("body", b""))
             if received > self.max_body_bytes:
                 # FastAPI passes only this class on while it reads a body; any other becomes a plain 400.
@@ -86,7 +89,7 @@ class RequestFrame:
             await respond(HalluTracerError(message), scope, receive, framed)
         finally:
             seconds = time.perf_counter() - started
-            if record.status is None:  # nobody was there to be answered
+            if record.status is None or gone:  # nobody was there to be answered, whatever was said
                 record.status, record.code = ClientGone.status, ClientGone.code
             record.total_ms = seconds * 1e3
             record.write()

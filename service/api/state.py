@@ -50,7 +50,7 @@ class ServiceState:
             scorers,
             self.metrics,
             max_queue=settings.max_queue,
-            max_batch_tokens=settings.max_batch_tokens,
+            max_batch_tokens=scorers[0].engine.max_batch_tokens,
             max_kv_tokens=settings.max_kv_tokens,
             max_wait_s=settings.max_wait_ms / 1e3,
         )

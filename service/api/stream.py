@@ -45,14 +45,14 @@ async def _events(reply: Reply, reports: list[RiskReport]) -> AsyncIterator[byte
     if reports[0].decision is Decision.CONTINUE:
         try:
             async for piece in reply.ticket.pieces():
-                yield _event(CompletionChunk(id=reply.id, delta=Delta(text=piece)))
+                yield _chunk(CompletionChunk(id=reply.id, delta=Delta(text=piece)))
             answers = await reply.ticket.answers()
         except Exception as error:
             yield _failure(reply, error)
         else:
             completion = reply.body(answers).data[0].completion
             assert completion is not None
-            yield _event(
+            yield _chunk(
                 CompletionChunk(
                     id=reply.id,
                     delta=Delta(text=""),
@@ -65,6 +65,12 @@ async def _events(reply: Reply, reports: list[RiskReport]) -> AsyncIterator[byte
 
 def _event(content: BaseModel) -> bytes:
     return b"data: " + content.model_dump_json(exclude_none=True).encode() + b"\n\n"
+
+
+def _chunk(content: CompletionChunk) -> bytes:
+    """As ``_event``, but with the ``"finish_reason": null`` that readers of OpenAI's streams look for."""
+    left_out = {"usage"} if content.usage is None else None
+    return b"data: " + content.model_dump_json(exclude=left_out).encode() + b"\n\n"
 
 
 def _failure(reply: Reply, error: Exception) -> bytes:

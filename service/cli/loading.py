@@ -25,7 +25,7 @@ def open_store(root: Path) -> Store:
 
 
 def engine_options(
-    model: str | None, revision: str | None, dtype: str, device: str, max_batch_tokens: int
+    model: str | None, revision: str | None, dtype: str, device: str, max_batch_tokens: int | None
 ) -> EngineOptions:
     """Engine options; without a model, the demo model."""
     from service.demo import MODEL_DIR

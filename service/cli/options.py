@@ -43,7 +43,13 @@ DtypeOption = Annotated[
 ]
 DeviceOption = Annotated[Device, typer.Option("--device", help="auto: CUDA where there is one.", envvar=env("device"))]
 MaxBatchTokens = Annotated[
-    int, typer.Option(min=1, help="Padded tokens in one forward pass.", envvar=env("max-batch-tokens"))
+    int | None,
+    typer.Option(
+        min=1,
+        help="Padded tokens in one forward pass.  Default: 512 on CPU, 8192 on CUDA.",
+        envvar=env("max-batch-tokens"),
+        show_default=False,
+    ),
 ]
 Threads = Annotated[
     int | None,

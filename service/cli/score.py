@@ -47,7 +47,7 @@ def score(
     revision: o.Revision = None,
     dtype: o.DtypeOption = o.Dtype.AUTO,
     device: o.DeviceOption = o.Device.AUTO,
-    max_batch_tokens: o.MaxBatchTokens = 8192,
+    max_batch_tokens: o.MaxBatchTokens = None,
     threads: o.Threads = None,
 ) -> None:
     """Score one question, or a JSONL file of them, before anything is decoded.

@@ -44,7 +44,7 @@ def serve(
     revision: o.Revision = None,
     dtype: o.DtypeOption = o.Dtype.AUTO,
     device: o.DeviceOption = o.Device.AUTO,
-    max_batch_tokens: o.MaxBatchTokens = 8192,
+    max_batch_tokens: o.MaxBatchTokens = None,
     threads: o.Threads = None,
     policy: Annotated[
         str,
@@ -129,7 +129,6 @@ def serve(
         max_body_bytes=max_body_bytes,
         max_prompts=max_prompts,
         max_new_tokens=max_new_tokens,
-        max_batch_tokens=max_batch_tokens,
         max_kv_tokens=max_kv_tokens,
         max_queue=max_queue,
         max_wait_ms=max_wait_ms,
@@ -225,7 +224,8 @@ def _keys(given: list[str], path: Path | None) -> tuple[str, ...]:
 def _listen(host: str, port: int) -> socket.socket:
     """Bind before the model is loaded: a taken port is said at once, not after minutes."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
+    # asyncio turns Nagle's algorithm off only for sockets that name TCP; with it a lone answer waits 40 ms for an ACK.
+    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((host, port))

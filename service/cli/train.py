@@ -138,7 +138,7 @@ def train(
     revision: o.Revision = None,
     dtype: o.DtypeOption = o.Dtype.AUTO,
     device: o.DeviceOption = o.Device.AUTO,
-    max_batch_tokens: o.MaxBatchTokens = 8192,
+    max_batch_tokens: o.MaxBatchTokens = None,
     threads: o.Threads = None,
 ) -> None:
     """Train a probe bundle on your own model and publish it.

@@ -25,6 +25,7 @@ from service.trainer.calibrate import FitOptions, refit
 from service.trainer.options import DEPTH_MEAN, FIRST_TOKEN, JudgeOptions, TrainOptions
 from service.trainer.run import Console, train
 
+BATCH_TOKENS = 8192  # what the shipped bundles were built with: their last bits depend on it
 BUNDLES = {"demo": (DEPTH_MEAN,), "demo-fused": (DEPTH_MEAN, *FIRST_TOKEN)}
 # Answers read "It is France." or "The answer is France.": what is judged is the part after the frame.
 JUDGE = JudgeOptions("exact", answer_pattern=r"^\s*(?:It is|The answer is)?\s*(.*?)\.?\s*$")
@@ -60,7 +61,7 @@ def _model(out: Path, seed: int) -> Path:
 def _load(model: Path) -> Engine:
     from service.engines.transformers_engine import TransformersEngine
 
-    return TransformersEngine.load(EngineOptions(str(model)))
+    return TransformersEngine.load(EngineOptions(str(model), max_batch_tokens=BATCH_TOKENS))
 
 
 def _loader(model: Path) -> Callable[[], Engine]:

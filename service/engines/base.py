@@ -162,6 +162,11 @@ class Engine(Protocol):
         """Ids to text, special tokens left out."""
         ...
 
+    @property
+    def max_batch_tokens(self) -> int:
+        """Padded tokens in one forward pass, at most."""
+        ...
+
     def check(self, prompts: Sequence[TokenIds]) -> None:
         """Raise EmptyPrompt, PromptTooLong or RequestError for the first prompt that no forward would take."""
         ...
@@ -195,7 +200,7 @@ class EngineOptions:
     revision: str | None = None
     dtype: str = "auto"  # auto: float32 on CPU, the checkpoint's own on CUDA
     device: str = "auto"  # auto: cuda where there is one
-    max_batch_tokens: int = 8192  # padded tokens in one forward pass
+    max_batch_tokens: int | None = None  # padded tokens in one forward pass; None: what suits the device
     padding_side: str = "right"
     trust_remote_code: bool = False
     extra: dict[str, str] = field(default_factory=dict)

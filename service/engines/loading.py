@@ -85,7 +85,7 @@ def check_options(options: EngineOptions) -> None:
         raise ModelLoadError(
             f"padding_side is {options.padding_side!r}; it must be left or right", param="padding_side"
         )
-    if options.max_batch_tokens < 1:
+    if options.max_batch_tokens is not None and options.max_batch_tokens < 1:
         raise ModelLoadError(
             f"max_batch_tokens is {options.max_batch_tokens}; it must be at least 1", param="max_batch_tokens"
         )

@@ -79,6 +79,11 @@ class ScriptedEngine:
         """Work pretended so far."""
         return self._counters
 
+    @property
+    def max_batch_tokens(self) -> int:
+        """Padded tokens in one forward pass, at most."""
+        return 8192
+
     def tokenize(self, text: str) -> list[int]:
         """BOS and the UTF-8 bytes.  Raises RequestError on lone surrogates."""
         return [BOS, *_utf8(text)]

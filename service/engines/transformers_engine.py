@@ -43,6 +43,9 @@ from service.readout import Probes, Site
 
 Tensor = torch.Tensor
 STACKS_KEPT = 8
+BATCH_TOKENS = {
+    "cpu": 512
+}  # measured: beyond it a CPU's caches overflow and more prompts at once are slower, not faster
 
 
 class TransformersEngine:
@@ -113,6 +116,11 @@ class TransformersEngine:
     def max_tokens(self) -> int:
         """Longest prompt plus answer."""
         return self._identity.max_tokens
+
+    @property
+    def max_batch_tokens(self) -> int:
+        """Padded tokens in one forward pass, at most."""
+        return self._options.max_batch_tokens or BATCH_TOKENS.get(self._device.type, 8192)
 
     def tokenize(self, text: str) -> list[int]:
         """Plain text to ids, with the tokenizer's own special tokens.  Raises RequestError."""
@@ -189,7 +197,7 @@ class TransformersEngine:
         with self._running(prompts):
             answers: list[Completion | None] = [None] * len(prompts)
             budgets = [len(prompt) + min(sampling.max_tokens, self.max_tokens) for prompt in prompts]
-            for group in micro_batches(budgets, self._options.max_batch_tokens, equal_lengths=self._equal_lengths):
+            for group in micro_batches(budgets, self.max_batch_tokens, equal_lengths=self._equal_lengths):
                 batch = pad(prompts, group, "left", self._filler(), self._device)
                 for index, answer in zip(group, generate_batch(self, self._model, batch, sampling), strict=True):
                     answers[index] = answer
@@ -231,7 +239,7 @@ class TransformersEngine:
 
     def _batches(self, prompts: Sequence[TokenIds]) -> Iterator[Batch]:
         lengths = [len(prompt) for prompt in prompts]
-        for group in micro_batches(lengths, self._options.max_batch_tokens, equal_lengths=self._equal_lengths):
+        for group in micro_batches(lengths, self.max_batch_tokens, equal_lengths=self._equal_lengths):
             yield pad(prompts, group, self._options.padding_side, self._filler(), self._device)
 
     def _prefill(self, batch: Batch, sink: Sink, *, full: bool, cache: Any = None) -> Tensor | None:

@@ -189,6 +189,7 @@ class EngineRoom:
             job.timings.queue = started - job.queued
             job.timings.prefill = ended - started
             self._judge(job, onset, scorers.index(job.scorer), continuation)
+        self._report_queue()
 
     def _judge(self, job: Job, onset: Onset, place: int, continuation: Continuation | None) -> None:
         started = time.monotonic()
@@ -219,6 +220,7 @@ class EngineRoom:
             else:
                 answer.continuation.close()
                 self._kv_held -= answer.job.kv_tokens
+                self._report_queue()
             self._deliver()
             if time.monotonic() >= until:
                 return

@@ -14,7 +14,7 @@ from service.errors import Overloaded
 from service.serving.job import Job
 
 MOST_PADDING = 1.25  # padded over real tokens in one forward pass
-FREE_PADDING = 512  # padded tokens up to which a forward pass is too small for padding to matter
+FREE_PADDING = 128  # padded tokens up to which a forward pass is too small for padding to matter
 LONGEST_RETRY_S = 60
 
 

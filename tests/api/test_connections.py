@@ -161,6 +161,7 @@ def test_clients_that_leave_take_their_work_with_them(service: Running) -> None:
     assert service.engine.counters.prefills == prefills + 1  # only the one that was held
     holder.close()
     assert service.metric("hallutracer_errors_total") == 4
+    assert 'errors_total{code="client_closed_request"} 4.0' in httpx.get(f"{service.url}/metrics").text
 
     service.engine.before, service.engine.sleep_s = None, 0.005
     streaming = send(service, answer | {"stream": True})

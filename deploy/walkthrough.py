@@ -1,0 +1,181 @@
+"""What docker compose would start, as plain processes: the service and a real Prometheus; then traffic, then a picture.
+
+    make tools                                    # once: Debian's prometheus, unpacked into .tools/
+    python deploy/walkthrough.py --out risk.png   # four minutes; --seconds 60 for a short one
+
+Users first ask about what the demo model knows well, then the topic shifts to what it hardly knows, then it mixes.  The
+picture shows what a dashboard would: decisions, the gated share, and where the risks lie, drawn from nothing but
+Prometheus' own HTTP API.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import os
+import random
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import matplotlib
+import numpy as np
+
+from service.client import Client, Generate
+from service.demo.questions import questions
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt  # noqa: E402 - after the choice of a backend that needs no display
+
+HERE = Path(__file__).parent
+TOOLS = HERE.parent / ".tools" / "bin"
+STEP = 2  # seconds between two scrapes, and two points of the picture
+WINDOW = "20s"
+PHASES = ("well known", "hardly known", "mixed")
+DECISIONS = {"continue": "#0072b2", "abstain": "#d55e00"}
+
+
+@contextmanager
+def process(command: list[str], log: Path, **environment: str) -> Iterator[subprocess.Popen[bytes]]:
+    """A child that is asked to stop at the end, whatever happens."""
+    with log.open("wb") as out:
+        child = subprocess.Popen(command, stdout=out, stderr=out, env=os.environ | environment)
+    try:
+        yield child
+    finally:
+        child.terminate()
+        child.wait(60)
+
+
+def wait_for(child: subprocess.Popen[bytes], log: Path, pattern: str, seconds: float = 120) -> str:
+    """The pattern's first group, once the child has written it.  Exits with its log where it never does."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end and child.poll() is None:
+        if found := re.search(pattern, log.read_text(errors="replace")):
+            return found.group(1)
+        time.sleep(0.1)
+    sys.exit(f"{log.name} never said {pattern!r}:\n{log.read_text(errors='replace')[-2000:]}")
+
+
+def prometheus_config(folder: Path, address: str) -> Path:
+    """The shipped configuration and rules, with this service's address and short intervals."""
+    shutil.copytree(HERE / "prometheus", folder)
+    path = folder / "prometheus.yml"
+    text = path.read_text().replace("hallutracer:8765", address.removeprefix("http://"))
+    text = re.sub(r"(scrape_interval|evaluation_interval): \w+", rf"\1: {STEP}s", text)
+    path.write_text(re.sub(r"scrape_timeout: \w+", f"scrape_timeout: {STEP}s", text))
+    return path
+
+
+def ask_away(url: str, rows: list[list[str]], seconds: float, rate: float) -> Iterator[str]:
+    """Send each phase's questions for its share of the time, at ``rate`` a second on average; yields phase names."""
+    with Client(url) as client:
+        for name, texts in zip(PHASES, rows, strict=True):
+            yield name
+            end = time.monotonic() + seconds / len(PHASES)
+            for text in itertools.cycle(random.Random(name).sample(texts, len(texts))):
+                if time.monotonic() >= end:
+                    break
+                client.score(prompt=text, generate=Generate(max_tokens=16))
+                time.sleep(random.Random(text).expovariate(rate))
+
+
+def series(url: str, query: str, start: float, end: float) -> dict[tuple[str, ...], tuple[Any, Any]]:
+    """Prometheus' answer to a range query: label values -> (times, values)."""
+    parameters = {"query": query, "start": start, "end": end, "step": STEP}
+    answer = httpx.get(f"{url}/api/v1/query_range", params=parameters, timeout=30).json()
+    if answer["status"] != "success":
+        sys.exit(f"Prometheus refuses {query!r}: {answer.get('error')}")
+    found = {}
+    for one in answer["data"]["result"]:
+        points = np.array(one["values"], dtype=float)
+        found[tuple(value for _, value in sorted(one["metric"].items()))] = (points[:, 0] - start, points[:, 1])
+    return found
+
+
+def draw(url: str, start: float, starts: list[float], end: float, path: Path) -> None:
+    """Three panels over time: decisions a second, gated share, distribution of the risk."""
+    prompts = f"sum by (decision) (rate(hallutracer_prompts_total[{WINDOW}]))"
+    share = (
+        f'sum(rate(hallutracer_prompts_total{{decision!="continue"}}[{WINDOW}]))'
+        f" / sum(rate(hallutracer_prompts_total[{WINDOW}]))"
+    )
+    buckets = series(url, f"sum by (le) (increase(hallutracer_risk_bucket[{WINDOW}]))", start, end)
+    figure, axes = plt.subplots(3, 1, figsize=(9, 7.5), dpi=110, sharex=True, layout="constrained")
+    for (decision,), (x, y) in sorted(series(url, prompts, start, end).items()):
+        if decision in DECISIONS:
+            axes[0].plot(x, y, color=DECISIONS[decision], label=decision)
+    axes[0].set_ylabel("prompts / s")
+    axes[0].legend(frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
+    for x, y in series(url, share, start, end).values():
+        axes[1].plot(x, 100 * y, color=DECISIONS["abstain"])
+    axes[1].set_ylabel("gated, %")
+    axes[1].set_ylim(0, 100)
+    bounds = sorted((le for (le,) in buckets if le != "+Inf"), key=float)
+    times = buckets[bounds[0],][0]
+    counts = np.diff(np.stack([buckets[le,][1] for le in bounds]), axis=0, prepend=0)
+    portion = counts / np.maximum(counts.sum(axis=0), 1e-9)
+    mesh = axes[2].pcolormesh(times, np.arange(0.05, 1, 0.1), portion, cmap="Oranges", shading="nearest", vmin=0)
+    figure.colorbar(mesh, ax=axes[2], label="share of prompts")
+    axes[2].set_ylabel("risk")
+    axes[2].set_xlabel("seconds")
+    for axis in axes:
+        for begin in starts[1:]:
+            axis.axvline(begin, color="0.5", linewidth=0.8, linestyle=":")
+        axis.spines[["top", "right"]].set_visible(False)
+    for name, begin in zip(PHASES, starts, strict=True):
+        axes[0].text(begin + 2, axes[0].get_ylim()[1], name, va="bottom", fontsize=9, color="0.3")
+    axes[0].set_xlim(0, end - start)
+    figure.savefig(path, metadata={"Software": None})
+
+
+def main() -> None:
+    """Parse, start, ask, draw, stop."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("risk_rates.png"), help="where the picture goes")
+    parser.add_argument("--seconds", type=float, default=240, help="how long to send traffic")
+    parser.add_argument("--rate", type=float, default=10, help="questions a second")
+    options = parser.parse_args()
+    prometheus = shutil.which("prometheus") or shutil.which("prometheus", path=str(TOOLS))
+    if prometheus is None:
+        sys.exit("there is no prometheus on PATH or in .tools/bin; get it with: make tools")
+    rows = questions("test")
+    known = [row["prompt"] for row in rows if row["exposures"] >= 16]
+    hardly = [row["prompt"] for row in rows if row["exposures"] <= 2]
+    with tempfile.TemporaryDirectory() as temporary:
+        work = Path(temporary)
+        log = work / "service.log"
+        command = [sys.executable, "-m", "service.cli", "serve", "--port", "0"]
+        with process(command, log, PYTHONUNBUFFERED="1", HALLUTRACER_STORE=str(work)) as service:
+            address = wait_for(service, log, r"listening on (http://\S+),")
+            wait_for(service, log, r"(API reference)")
+            with socket.socket() as free:
+                free.bind(("127.0.0.1", 0))
+                url = f"http://127.0.0.1:{free.getsockname()[1]}"
+            config, seen = prometheus_config(work / "prometheus", address), work / "prometheus.log"
+            command = [prometheus, f"--config.file={config}", f"--storage.tsdb.path={work / 'data'}"]
+            with process([*command, f"--web.listen-address={url.removeprefix('http://')}"], seen) as scraper:
+                wait_for(scraper, seen, r"(Server is ready)")
+                print(f"service {address}   Prometheus {url}", flush=True)
+                time.sleep(2 * STEP)
+                start, starts = time.time(), []
+                for name in ask_away(address, [known, hardly, known + hardly], options.seconds, options.rate):
+                    starts.append(time.time() - start)
+                    print(f"{starts[-1]:5.0f} s  questions: {name}", flush=True)
+                end = time.time()
+                time.sleep(2 * STEP)
+                draw(url, start, starts, end, options.out)
+    print(f"drawn from Prometheus' API: {options.out}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,236 @@
+"""Model folders and bundles for the load tests, and a process that calls the engine on them directly.
+
+    python -m tests.bench.bench_model prepare --shape qwen2.5-0.5b --cache DIR     prints what to serve, as JSON
+    python -m tests.bench.bench_model direct --shape ... --cache ... [--threads N]  answers JSON lines on stdin
+
+Knows nothing of HTTP.  The callers (``Prepared``, ``Direct``) load no torch: only these two processes do.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from tests.bench.service_process import ROOT
+
+if TYPE_CHECKING:
+    from probes_store.store import Store
+    from service.engines.base import Engine
+
+SHAPES = ("qwen2.5-0.5b", "demo")
+RECIPE = 1  # raise it when what lies in the cache must be made anew
+CACHE = Path(tempfile.gettempdir()) / "hallutracer-bench"
+QUESTIONS = ["What is the capital of Italy?", "What is the capital of the Solomon Islands?", "Who are you?", "Hello."]
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What to serve: arguments of ``hallutracer serve``, two bundles of one model, and the model's context."""
+
+    shape: str
+    arguments: list[str]
+    bundles: tuple[str, str]
+    max_tokens: int
+
+
+def prepare(shape: str, cache: Path = CACHE) -> Prepared:
+    """Make the folder and the bundles where they are not there yet, in a process of its own."""
+    command = [sys.executable, "-m", "tests.bench.bench_model", "prepare", "--shape", shape, "--cache", str(cache)]
+    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
+    answer = json.loads(done.stdout.splitlines()[-1])
+    return Prepared(shape, answer["arguments"], tuple(answer["bundles"]), answer["max_tokens"])
+
+
+class Direct:
+    """The engine in a process of its own, called without a server."""
+
+    def __init__(self, shape: str, cache: Path = CACHE, threads: int | None = None) -> None:
+        command = [sys.executable, "-m", "tests.bench.bench_model", "direct", "--shape", shape, "--cache", str(cache)]
+        if threads is not None:
+            command += ["--threads", str(threads)]
+        self._process = subprocess.Popen(
+            command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
+        )
+        self.threads = int(self._read()["threads"])
+
+    @property
+    def pid(self) -> int:
+        """The process id."""
+        return self._process.pid
+
+    def score(self, prompts: list[list[int]], batch: int) -> list[float]:
+        """Seconds of each ``engine.score`` call on ``batch`` prompts, in order."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps({"prompts": prompts, "batch": batch}) + "\n")
+        return [float(value) for value in self._read()["seconds"]]
+
+    def _read(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise RuntimeError("the process that calls the engine directly ended; its error is above")
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+    def __enter__(self) -> Direct:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait(60)
+
+
+def _paths(shape: str, cache: Path) -> tuple[Path, Path]:
+    return cache / shape, cache / f"{shape}-probes"
+
+
+def _prepare(shape: str, cache: Path) -> dict[str, Any]:
+    from service.demo import MODEL_DIR
+
+    folder, store = _paths(shape, cache)
+    if shape == "demo":
+        store.mkdir(parents=True, exist_ok=True)  # empty: the shipped bundles are found, and none of the user's
+        context = json.loads((MODEL_DIR / "config.json").read_text())["max_position_embeddings"]
+        return {"arguments": ["--store", str(store)], "bundles": ["demo", "demo-fused"], "max_tokens": context}
+    names = ["bench", "bench-other"]
+    done = folder / "recipe.json"
+    if not done.is_file() or json.loads(done.read_text()) != _recipe():
+        shutil.rmtree(folder, ignore_errors=True)
+        shutil.rmtree(store, ignore_errors=True)
+        _save(folder)
+        _publish(folder, store, names)
+        done.write_text(json.dumps(_recipe()))
+    arguments = ["--model", str(folder), "--store", str(store), *(f"--bundle={name}" for name in names)]
+    context = json.loads((folder / "config.json").read_text())["max_position_embeddings"]
+    return {"arguments": arguments, "bundles": names, "max_tokens": context}
+
+
+def _recipe() -> dict[str, Any]:
+    import torch
+    import transformers
+
+    return {"recipe": RECIPE, "torch": torch.__version__, "transformers": transformers.__version__}
+
+
+def _save(folder: Path) -> None:
+    """Random weights in the shape of Qwen2.5-0.5B, with the demo model's tokenizer."""
+    import torch
+    from transformers import AutoTokenizer
+
+    from service.demo import MODEL_DIR
+    from tests.bench.readout_cost import build
+
+    model, _ = build("qwen2.5-0.5b")
+    tokenizer = AutoTokenizer.from_pretrained(MODEL_DIR)
+    # Ids that the tokenizer does not have, and the end token, are given no weight: greedy answers are then text,
+    # and as long as was asked.  The work stays the same.
+    with torch.no_grad():
+        embedding: torch.Tensor = model.get_parameter("model.embed_tokens.weight")
+        embedding[len(tokenizer) :] = 0
+        embedding[tokenizer.all_special_ids] = 0
+    model.config.eos_token_id = model.generation_config.eos_token_id = tokenizer.eos_token_id
+    model.config.bos_token_id = model.generation_config.bos_token_id = tokenizer.bos_token_id
+    folder.mkdir(parents=True)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def _publish(folder: Path, store: Path, names: list[str]) -> None:
+    """Bundles of random probes, whose golden prompts are recorded through the engine that serves."""
+    import numpy as np
+
+    from probes_store.manifest import Classifier
+    from probes_store.store import Store
+    from probes_store.tensors import Golden
+    from service.engines.base import EngineOptions
+    from service.engines.transformers_engine import TransformersEngine
+    from service.readout import Probes, Site
+    from service.risk import depth_mean, risk
+    from service.trainer.publish import model_record
+    from tests.probes_store.factory import make_draft
+
+    engine = TransformersEngine.load(EngineOptions(str(folder)))
+    identity = engine.identity
+    golden = [engine.render_chat([{"role": "user", "content": question}]) for question in QUESTIONS]
+    for seed, name in enumerate(names):
+        draft = make_draft(
+            seed,
+            name=name,
+            model=model_record(identity),
+            tokenizer=identity.tokenizer,
+            chat_template=identity.chat_template,
+            dtype=identity.dtype,
+            classifier=Classifier((2.0,), 0.1),
+            card=f"# {name}\n\nRandom probes on random weights, for load tests.\n",
+            evaluation={},
+            plots={},
+        )
+        tensors = draft.probes
+        probes = Probes(Site.ATTENTION_HEAD, tensors.head, tensors.direction, tensors.bias, tensors.scale)
+        trajectory = np.stack([onset.trajectories[0] for onset in engine.score(golden, [probes])])
+        risks = risk(depth_mean(trajectory)[:, None], np.array(draft.classifier.weight), draft.classifier.intercept)
+        draft.golden = Golden.record(golden, trajectory, risks, None)
+        Store(store).publish(draft)
+
+
+def load(shape: str, cache: Path) -> tuple[Engine, Store]:
+    """The engine and the store of a prepared shape."""
+    from probes_store.store import SHIPPED, Store
+    from service.demo import MODEL_DIR
+    from service.engines.base import EngineOptions
+    from service.engines.transformers_engine import TransformersEngine
+
+    folder, store = _paths(shape, cache)
+    model = MODEL_DIR if shape == "demo" else folder
+    return TransformersEngine.load(EngineOptions(str(model))), Store(store, fallbacks=[SHIPPED])
+
+
+def _direct(shape: str, cache: Path, threads: int | None) -> None:
+    import torch
+
+    from service.scoring import probes_of
+
+    if threads is not None:
+        torch.set_num_threads(threads)
+    engine, store = load(shape, cache)
+    probes = [probes_of(store.load(_prepare(shape, cache)["bundles"][0]))]
+    print(json.dumps({"threads": torch.get_num_threads()}), flush=True)
+    for line in sys.stdin:
+        job = json.loads(line)
+        prompts, batch = job["prompts"], job["batch"]
+        seconds = []
+        for start in range(0, len(prompts), batch):
+            begun = time.perf_counter()
+            engine.score(prompts[start : start + batch], probes)
+            seconds.append(time.perf_counter() - begun)
+        print(json.dumps({"seconds": seconds}), flush=True)
+
+
+def main() -> None:
+    """The two processes."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=["prepare", "direct"])
+    parser.add_argument("--shape", choices=SHAPES, required=True)
+    parser.add_argument("--cache", type=Path, default=CACHE)
+    parser.add_argument("--threads", type=int)
+    options = parser.parse_args()
+    if options.what == "prepare":
+        print(json.dumps(_prepare(options.shape, options.cache)))
+    else:
+        _direct(options.shape, options.cache, options.threads)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,271 @@
+"""The pure parts of the load tests: arrivals, percentiles, summaries, verdicts; and the client on a scripted server."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from itertools import cycle
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.bench.http_client import Pool, post
+from tests.bench.load_stats import (
+    Check,
+    Outcome,
+    bad_refusals,
+    goodput,
+    percentile,
+    poisson_arrivals,
+    slope,
+    spread,
+    statuses,
+    steady,
+    summarise,
+    table,
+)
+from tests.bench.loadgen import MIXES, closed_loop, make_prompts, open_loop, score_requests
+from tests.bench.service_process import Metrics
+
+Exchange = Callable[[tuple[str, int]], Awaitable[None]]
+
+
+def outcome(done: float, status: int = 200, intended: float = 0.0, wait: str | None = None) -> Outcome:
+    return Outcome(intended, intended, done, status, wait, None if status else "timeout")
+
+
+def test_arrivals_are_a_poisson_process() -> None:
+    times = poisson_arrivals(50.0, 400.0, seed=0)
+    assert np.all(np.diff(times) > 0)
+    assert times[0] >= 0
+    assert times[-1] < 400.0
+    assert len(times) == pytest.approx(20_000, rel=0.03)  # four standard deviations
+    counts = np.bincount(times.astype(int), minlength=400)
+    assert counts.var() / counts.mean() == pytest.approx(1.0, abs=0.3)  # a constant rate would give 0
+    assert np.array_equal(times, poisson_arrivals(50.0, 400.0, seed=0))
+    assert not np.array_equal(times[:10], poisson_arrivals(50.0, 400.0, seed=1)[:10])
+
+
+def test_arrivals_fill_the_whole_time_even_where_the_first_draw_was_too_short() -> None:
+    assert all(poisson_arrivals(1.0, 30.0, seed)[-1] > 15.0 for seed in range(50))
+
+
+@pytest.mark.parametrize(("rate", "seconds"), [(0.0, 1.0), (1.0, 0.0), (-1.0, 1.0)])
+def test_arrivals_need_a_rate_and_a_time(rate: float, seconds: float) -> None:
+    with pytest.raises(ValueError, match="must be positive"):
+        poisson_arrivals(rate, seconds, 0)
+
+
+@given(st.lists(st.floats(0, 1e6), min_size=1), st.floats(0.001, 1.0))
+def test_a_percentile_was_observed_and_covers_its_share(values: list[float], share: float) -> None:
+    found = percentile(values, share)
+    assert found in values
+    assert sum(value <= found for value in values) >= share * len(values) - 1e-6
+    assert sum(value < found for value in values) < share * len(values)
+
+
+def test_percentiles_by_hand() -> None:
+    values = list(range(1, 101))
+    assert [percentile(values, share) for share in (0.5, 0.99, 0.991, 1.0)] == [50, 99, 100, 100]
+    with pytest.raises(ValueError, match="0 values"):
+        percentile([], 0.5)
+
+
+def test_latency_counts_from_the_intended_time() -> None:
+    assert Outcome(intended=1.0, sent=3.0, done=3.5, status=200).latency == 2.5
+
+
+def test_summary() -> None:
+    found = summarise([outcome(0.1), outcome(0.2), outcome(0.3, 429, wait="1"), outcome(9.0, 0)], seconds=2.0)
+    assert (found.requests, found.rate) == (4, 1.0)
+    assert found.statuses == {"200": 2, "429": 1, "timeout": 1}
+    assert (found.p50_ms, found.p99_ms, found.worst_ms) == pytest.approx((100, 200, 200))
+    assert np.isnan(summarise([outcome(1.0, 503)], 1.0).p50_ms)
+
+
+def test_steady_leaves_the_warm_up_out() -> None:
+    kept, seconds = steady([outcome(done) for done in (4.0, 1.0, 2.0, 3.0)], warm=2)
+    assert [one.done for one in kept] == [3.0, 4.0]
+    assert seconds == 2.0
+    with pytest.raises(ValueError, match="run longer"):
+        steady([outcome(1.0)], warm=1)
+
+
+def test_goodput_counts_answers_within_the_deadline() -> None:
+    outcomes = [
+        outcome(1.0),
+        outcome(5.0, intended=1.0),
+        outcome(5.0, intended=0.5),  # 4.5 s: late
+        outcome(12.0, intended=9.0),  # good, after the window
+        outcome(2.0, 429, wait="1"),
+    ]
+    found = goodput(outcomes, deadline_s=4.0, window_s=10.0)
+    assert (found.good, found.late) == (3, 1)
+    assert found.in_window == pytest.approx(0.2)
+    assert found.overall == pytest.approx(3 / 12)
+
+
+def test_only_429_and_503_with_a_number_of_seconds_are_refusals() -> None:
+    outcomes = [
+        outcome(1, 200),
+        outcome(1, 429, wait="1"),
+        outcome(1, 503, wait="30"),
+        outcome(1, 429),
+        outcome(1, 503, wait="soon"),
+        outcome(1, 429, wait="0"),
+        outcome(1, 504, wait="1"),
+        outcome(1, 0),
+    ]
+    assert bad_refusals(outcomes) == {
+        "429 with Retry-After None": 1,
+        "503 with Retry-After soon": 1,
+        "429 with Retry-After 0": 1,
+        "504": 1,
+        "timeout": 1,
+    }
+
+
+def test_spread_is_median_and_middle() -> None:
+    found = spread(np.arange(101))
+    assert (found.median, found.low, found.high) == (50, 5, 95)
+    assert str(found) == "50.000 [5.000, 95.000]"
+
+
+def test_slope_finds_growth_and_its_interval_covers_it() -> None:
+    seconds = np.arange(600.0)
+    noise = np.random.default_rng(0).normal(size=600)
+    flat, growing = slope(seconds, 500 + noise), slope(seconds, 500 + seconds / 60 * 2 + noise)
+    assert flat.low < 0 < flat.high
+    assert flat.high - flat.low < 0.2
+    assert growing.low < 2.0 < growing.high
+    assert growing.low > 1.5
+    with pytest.raises(ValueError, match="four blocks"):
+        slope([0.0, 1.0, 2.0], [1.0, 1.0, 1.0])
+
+
+def test_table_names_what_falls_short() -> None:
+    lines = table([Check("a", "1", ">= 2", False, "why"), Check("bb", "22", "", None), Check("c", "3", "3", True)])
+    assert "FALLS SHORT" in lines.splitlines()[0]
+    assert lines.splitlines()[1].strip() == "why"
+    assert lines.splitlines()[3].endswith("pass")
+
+
+def test_prompts_have_the_lengths_of_their_mix() -> None:
+    lengths = {mix: {len(prompt) for prompt in make_prompts(3_000, mix, 0)} for mix in MIXES}
+    assert lengths == {"mixed 32-96": set(range(32, 97)), "fixed 64": {64}}
+    assert make_prompts(3, "fixed 64", 1) == make_prompts(3, "fixed 64", 1) != make_prompts(3, "fixed 64", 2)
+
+
+def test_metrics_are_added_up_by_label() -> None:
+    metrics = Metrics(
+        '# HELP x_total what, "quoted" {braces}\n# TYPE x_total counter\n'
+        'x_total{bundle="a:1",decision="continue"} 3.0\nx_total{bundle="a:1",decision="abstain"} 2.0\n'
+        'x_total{bundle="b:1",decision="continue"} 1e1\ny 4\n'
+    )
+    assert metrics.total("x_total") == 15
+    assert metrics.total("x_total", bundle="a:1") == 5
+    assert metrics.by("x_total", "decision") == {"abstain": 2, "continue": 13}
+    assert metrics.by("x_total", "decision", bundle="a:1") == {"abstain": 2, "continue": 3}
+    assert (metrics.total("y"), metrics.total("z")) == (4, 0)
+    assert (metrics.has("y"), metrics.has("z")) == (True, False)
+
+
+def serve(answer: Callable[[bytes], list[bytes]], use: Exchange) -> None:
+    """Run ``use`` against a server that answers each request's body with raw writes; no write: hang up."""
+
+    async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            while True:
+                head = await reader.readuntil(b"\r\n\r\n")
+                length = int(head.lower().split(b"content-length:")[1].split(b"\r\n")[0])
+                writes = answer(await reader.readexactly(length))
+                for part in writes:
+                    writer.write(part)
+                    await writer.drain()
+                    await asyncio.sleep(0)
+                if not writes:
+                    break
+        except asyncio.IncompleteReadError:
+            pass
+        finally:
+            writer.close()
+
+    async def main() -> None:
+        server = await asyncio.start_server(connected, "127.0.0.1", 0)
+        async with server:
+            host, port = server.sockets[0].getsockname()[:2]
+            await use((host, port))
+
+    asyncio.run(main())
+
+
+def plain(body: bytes, status: str = "200 OK", more: str = "") -> list[bytes]:
+    return [f"HTTP/1.1 {status}\r\nContent-Length: {len(body)}\r\n{more}\r\n".encode(), body]
+
+
+def test_client_reads_plain_and_chunked_answers_in_any_pieces() -> None:
+    chunked = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nhello\r\n3;x=y\r\n, w\r\n0\r\n\r\n"
+
+    def answer(body: bytes) -> list[bytes]:
+        return plain(body[::-1]) if body != b"chunks" else [chunked[i : i + 1] for i in range(len(chunked))]
+
+    async def use(address: tuple[str, int]) -> None:
+        pool = Pool(*address)
+        for body, expected in ((b"abc", b"cba"), (b"chunks", b"hello, w"), (b"", b""), (b"xy", b"yx")):
+            reply = await pool.exchange(post("/", body), 5)
+            assert (reply.status, reply.body) == (200, expected)
+        assert pool.opened == 1  # kept alive
+        pool.close()
+
+    serve(answer, use)
+
+
+def test_a_broken_connection_is_a_failed_request_and_the_next_one_is_not() -> None:
+    def answer(body: bytes) -> list[bytes]:
+        return [] if body == b"bad" else plain(b"good")
+
+    async def use(address: tuple[str, int]) -> None:
+        pool = Pool(*address)
+        with pytest.raises(ConnectionError):
+            await pool.exchange(post("/", b"bad"), 5)
+        assert (await pool.exchange(post("/", b"x"), 5)).body == b"good"
+        assert pool.opened == 2
+        pool.close()
+
+    serve(answer, use)
+
+
+def test_loops_send_everything_and_report_what_came_back() -> None:
+    def answer(body: bytes) -> list[bytes]:
+        return plain(b"{}", "429 Too Many Requests", "retry-after: 7\r\n") if b"[11]" in body else plain(b"{}")
+
+    async def use(address: tuple[str, int]) -> None:
+        requests = score_requests([[10], [11], [12]])
+        closed = await closed_loop(address, iter(requests * 10), clients=4)
+        assert statuses(closed) == {"200": 20, "429": 10}
+        assert {one.retry_after for one in closed if one.status == 429} == {"7"}
+        assert len(await closed_loop(address, cycle(requests), 4, lambda sent, elapsed: sent < 9)) == 9
+        arrivals = [0.0, 0.01, 0.02, 0.02, 0.03, 0.05]
+        opened = await open_loop(address, cycle(requests), arrivals)
+        assert [one.intended for one in opened] == arrivals
+        assert all(one.intended <= one.sent <= one.done for one in opened)
+        assert statuses(opened) == {"200": 4, "429": 2}
+
+    serve(answer, use)
+
+
+def test_nobody_listening_is_an_outcome() -> None:
+    async def use(address: tuple[str, int]) -> None:
+        pass
+
+    async def refused() -> list[Outcome]:
+        server = await asyncio.start_server(lambda reader, writer: None, "127.0.0.1", 0)
+        host, port = server.sockets[0].getsockname()[:2]
+        server.close()
+        await server.wait_closed()
+        return await closed_loop((host, port), iter(score_requests([[1]])), clients=1)
+
+    (one,) = asyncio.run(refused())
+    assert (one.status, one.error) == (0, "ConnectionRefusedError")
