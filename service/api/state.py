@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 from service.api.metrics import Metrics
@@ -40,11 +41,16 @@ class ServiceState:
 
     async def start(self) -> None:
         """Load in the background: live at once, ready once every bundle has matched its golden prompts."""
+        # A thread that ends with the loading: a second one that has run torch and stays makes OpenMP count twice the
+        # threads, find too few cores and stop spinning, and every forward pass of a small model takes 2.5 times as long.
+        loader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="load")
         try:
-            scorers = await asyncio.to_thread(self.load)
+            scorers = await asyncio.get_running_loop().run_in_executor(loader, self.load)
         except Exception as error:
             self.error = error
             return
+        finally:
+            loader.shutdown(wait=False)
         settings = self.settings
         self._room = EngineRoom(
             scorers,
