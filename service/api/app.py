@@ -15,6 +15,7 @@ from service.api import catalogue, health, problems, score
 from service.api.auth import BearerKeys
 from service.api.middleware import RequestFrame
 from service.api.request_log import log
+from service.api.shedding import LoadShedder
 from service.api.state import ServiceState
 
 READABLE = ["x-request-id", "x-queue-time", "x-inference-time", "x-total-time", "retry-after",
@@ -46,6 +47,7 @@ def create_app(state: ServiceState, on_loaded: Callable[[ServiceState], None] | 
     )
     app.state.service = state
     settings = state.settings
+    app.add_middleware(LoadShedder, check_not_full=state.check_not_full)
     # The one added last is outermost: a refusal without a key still has a request id, a log line and CORS headers.
     if settings.api_keys:
         app.add_middleware(BearerKeys, keys=settings.api_keys, protect_metrics=settings.protect_metrics)

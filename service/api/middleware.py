@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import re
 import time
-import uuid
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
@@ -40,7 +40,7 @@ class RequestFrame:
         headers = Headers(scope=scope)
         given = headers.get("x-request-id", "")
         record = RequestRecord(
-            request_id=given if _ID.fullmatch(given) else uuid.uuid4().hex,
+            request_id=given if _ID.fullmatch(given) else f"{random.getrandbits(128):032x}",
             method=scope["method"],
             path=scope["path"][:256],
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, fields
 from datetime import UTC, datetime
 
 from starlette.requests import Request
@@ -43,6 +43,9 @@ class RequestRecord:
         access.log(logging.DEBUG if routine else logging.INFO, "request", extra={"record": self})
 
 
+FIELDS = tuple(one.name for one in fields(RequestRecord))
+
+
 def record_of(request: Request) -> RequestRecord:
     """The record that ``middleware.RequestFrame`` opened."""
     record = request.state.record
@@ -62,11 +65,10 @@ class JsonLines(logging.Formatter):
         }
         served = getattr(record, "record", None)
         if isinstance(served, RequestRecord):
-            line |= {
-                name: round(value, 6) if isinstance(value, float) else value
-                for name, value in asdict(served).items()
-                if value is not None and value != []
-            }
+            for name in FIELDS:
+                value = getattr(served, name)
+                if value is not None and value != []:
+                    line[name] = round(value, 6) if isinstance(value, float) else value
         else:
             line["logger"] = record.name
         if record.exc_info:

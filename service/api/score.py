@@ -25,8 +25,8 @@ from service.settings import ServiceSettings
 router = APIRouter(tags=["risk"])
 
 
-def service_state(request: Request) -> ServiceState:
-    """The state that the app factory attached."""
+async def service_state(request: Request) -> ServiceState:
+    """The state that the app factory attached.  A coroutine: FastAPI sends plain functions through a thread pool."""
     state = request.app.state.service
     assert isinstance(state, ServiceState)
     return state

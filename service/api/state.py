@@ -41,8 +41,8 @@ class ServiceState:
 
     async def start(self) -> None:
         """Load in the background: live at once, ready once every bundle has matched its golden prompts."""
-        # A thread that ends with the loading: a second one that has run torch and stays makes OpenMP count twice the
-        # threads, find too few cores and stop spinning, and every forward pass of a small model takes 2.5 times as long.
+        # A thread that ends with the loading: while a second one that has run torch is there, OpenMP counts twice the
+        # threads, finds too few cores, stops spinning, and a forward pass of a small model takes 2.5 times as long.
         loader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="load")
         try:
             scorers = await asyncio.get_running_loop().run_in_executor(loader, self.load)
@@ -87,6 +87,11 @@ class ServiceState:
             self.scorers[0].engine.close()
         self.scorers = []
         self.metrics.close()
+
+    def check_not_full(self) -> None:
+        """Raise Overloaded where not even one more prompt may wait; whatever else is wrong is said elsewhere."""
+        if self._room is not None and self._room.alive:
+            self._room.check_not_full()
 
     @property
     def is_ready(self) -> bool:

@@ -189,6 +189,7 @@ def _server(app: object, settings: ServiceSettings) -> uvicorn.Server:
             log_config=None,
             access_log=False,
             server_header=False,
+            proxy_headers=False,  # nothing here looks at the client's address
             timeout_graceful_shutdown=math.ceil(settings.drain_s),
         )
     )

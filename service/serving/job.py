@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 
@@ -86,6 +86,7 @@ class Ticket:
         """``sampling`` None scores only; with ``streams`` the answers' text comes piece by piece."""
         self.deadline = deadline
         self.jobs = [Job(ids, scorer, policy, sampling, deadline, streams, self) for ids in prompts]
+        self.on_cancel: Callable[[], None] = lambda: None  # whoever queues the jobs may want to know
         self._unscored = self._unfinished = len(self.jobs)
         self._scored, self._done = asyncio.Event(), asyncio.Event()
         self._pieces: asyncio.Queue[str | None] = asyncio.Queue()
@@ -125,6 +126,7 @@ class Ticket:
         """Give up: the engine's thread drops the jobs at its next look; whoever waits gets ``reason``."""
         for job in self.jobs:
             job.cancelled = True
+        self.on_cancel()
         if reason is not None:
             self._fail(reason)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import threading
 import time
 from collections import deque
@@ -71,6 +72,7 @@ class EngineRoom:
         self._waiting = WaitingRoom(max_queue, max_batch_tokens, max_kv_tokens)
         self._changed = threading.Condition()
         self._closing = False
+        self._abandoned = False  # whether a waiting job may have been cancelled
         self._answers: deque[_Answer] = deque()
         self._kv_held = 0
         self._last_batch = 0
@@ -91,10 +93,17 @@ class EngineRoom:
         with self._changed:
             self._check_space(prompts, deadline)
 
+    def check_not_full(self) -> None:
+        """Raise Overloaded where not even one more prompt may wait: cheap enough to ask before a body is read."""
+        with self._changed:
+            if self._waiting.full and not self._drop_abandoned():
+                self._waiting.check_space(1, math.inf, self._speed)
+
     def submit(self, ticket: Ticket) -> None:
         """Queue a ticket's jobs, all or none.  Raises as ``check_space`` does."""
         with self._changed:
             self._check_space(len(ticket.jobs), ticket.deadline)
+            ticket.on_cancel = self._note_abandoned
             self._waiting.add(ticket.jobs)
             self._report_queue()
             self._changed.notify()
@@ -117,8 +126,14 @@ class EngineRoom:
             self._waiting.check_space(prompts, deadline.left, self._speed)
 
     def _drop_abandoned(self) -> bool:
-        """Take out jobs that nobody waits for any more; their tickets know."""
-        return bool(self._waiting.remove(lambda job: job.cancelled or job.deadline.left < 0))
+        """Take out jobs that nobody waits for any more, late ones among them: their tickets know."""
+        if not self._abandoned:  # looking through a long queue at each turn would cost more than a small model's turn
+            return False
+        self._abandoned = False
+        return bool(self._waiting.remove(lambda job: job.cancelled))
+
+    def _note_abandoned(self) -> None:
+        self._abandoned = True
 
     def _run(self) -> None:
         batch: list[Job] | None = []

@@ -31,6 +31,11 @@ class WaitingRoom:
     def __len__(self) -> int:
         return len(self._jobs)
 
+    @property
+    def full(self) -> bool:
+        """Whether not even one more prompt may come in."""
+        return len(self._jobs) >= self._max_prompts
+
     def check_space(self, prompts: int, seconds: float, tokens_per_second: float | None) -> None:
         """Raise Overloaded where ``prompts`` more do not fit, or could not be answered within ``seconds``.
 
