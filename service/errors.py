@@ -145,7 +145,7 @@ class DataError(TrainingError):
     def __init__(self, source: str, problems: Sequence[str], *, shown: int = 20) -> None:
         head = "\n".join(f"  {problem}" for problem in problems[:shown])
         more = f"\n  ... and {len(problems) - shown} more" if len(problems) > shown else ""
-        super().__init__(f"{source}: {len(problems)} problem(s); nothing was published\n{head}{more}")
+        super().__init__(f"{source}: {len(problems)} problem(s); nothing was done\n{head}{more}")
         self.problems = list(problems)
 
 

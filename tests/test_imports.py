@@ -23,7 +23,7 @@ LAYERS = [
     ["service.engines"],
     ["service.risk"],
     ["service.readout"],
-    ["service.datasets"],
+    ["service.datasets", "service.rows"],
     ["probes_store"],
     ["service.errors", "service.settings", "service.measures", "service.client"],
 ]

@@ -16,7 +16,11 @@ from typing import Any
 import httpx
 import pytest
 
+from service.demo import MODEL_DIR
 from service.demo.picture import KNOWN, UNKNOWN
+from service.demo.questions import questions
+from service.engines.base import EngineOptions, Sampling
+from service.engines.transformers_engine import TransformersEngine
 
 ROOT = Path(__file__).parent.parent
 
@@ -126,6 +130,13 @@ def post(service: tuple[str, Any], **body: Any) -> Any:
     return httpx.post(f"{service[0]}/score", json=body, timeout=60).json()
 
 
+def events(service: tuple[str, Any], **body: Any) -> list[Any]:
+    text = httpx.post(f"{service[0]}/score", json=body | {"stream": True}, timeout=60).text
+    lines = [line.removeprefix("data: ") for line in text.split("\n\n") if line]
+    assert lines.pop() == "[DONE]"
+    return [json.loads(line) for line in lines]
+
+
 def test_curl_answers(service: tuple[str, subprocess.Popen[str]]) -> None:
     assert httpx.get(f"{service[0]}/health/ready").json()["bundles"] == ["demo:1", "demo-fused:1"]
     body = post(service, prompt=[KNOWN, UNKNOWN], generate={"max_tokens": 16})
@@ -134,6 +145,26 @@ def test_curl_answers(service: tuple[str, subprocess.Popen[str]]) -> None:
     assert known["completion"]["text"].strip() == "It is Rome."
     assert "completion" not in unknown
     assert body["model"] == "hallutracer-demo"
+
+
+def test_streams_and_answers_equal_the_engines_own_greedy_ones(service: tuple[str, subprocess.Popen[str]]) -> None:
+    engine = TransformersEngine.load(EngineOptions(str(MODEL_DIR)))
+    texts = [row["prompt"] for row in questions("dev")[::150]]
+    ids = [engine.render_chat([{"role": "user", "content": text}]) for text in texts]
+    expected = [completion.text for completion in engine.generate(ids, Sampling(max_tokens=24))]
+    assert len(set(expected)) > 5
+    gated = 0
+    for text, answer in zip(texts, expected, strict=True):
+        body = {"prompt": text, "generate": {"max_tokens": 24}}
+        assert post(service, **body, policy="observe")["data"][0]["completion"]["text"] == answer
+        first, *rest = events(service, **body)
+        pieces = [event["delta"]["text"] for event in rest]
+        if first["data"][0]["decision"] == "continue":
+            assert "".join(pieces).encode() == answer.encode()
+        else:
+            assert pieces == []
+            gated += 1
+    assert 0 < gated < len(texts)
 
 
 def test_a_list_gives_the_risks_of_single_prompts(service: tuple[str, subprocess.Popen[str]]) -> None:

@@ -86,8 +86,9 @@ def _count(body: ScoreRequest, settings: ServiceSettings) -> int:
     count, field = body.prompt_count(), "input_ids" if body.prompt is None else "prompt"
     if count == 0:
         raise EmptyPrompt(f"{field!r} is an empty list: give at least one prompt", param=field)
-    if count > settings.max_prompts:
-        raise RequestError(f"{count} prompts in one request; at most {settings.max_prompts} are taken", param=field)
+    most = min(settings.max_prompts, settings.max_queue)
+    if count > most:
+        raise RequestError(f"{count} prompts in one request; at most {most} are taken", param=field)
     return count
 
 

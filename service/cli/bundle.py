@@ -73,8 +73,8 @@ def verify(
     model: o.Model = None,
     revision: o.Revision = None,
     store: o.StoreOption = o.STORE_DEFAULT,
-    dtype: o.DtypeOption = o.Dtype.AUTO,
-    device: o.DeviceOption = o.Device.AUTO,
+    dtype: o.Dtype = "auto",
+    device: o.Device = "auto",
     files_only: Annotated[
         bool, typer.Option("--files-only", help="Check the files, load no model.", envvar=env("files-only"))
     ] = False,
@@ -86,7 +86,7 @@ def verify(
         return
     from service.cli.loading import engine_options, load_engine, load_scorers
 
-    engine = load_engine(engine_options(model, revision, dtype.value, device.value, 8192), None)
+    engine = load_engine(engine_options(model, revision, dtype, device, None), None)
     load_scorers(engine, [bundle])
     typer.echo(
         f"{bundle.reference}: {len(bundle.golden.risk)} golden prompts gave the recorded risks on "

@@ -2,31 +2,15 @@
 
 from __future__ import annotations
 
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
 from service.settings import DEFAULT_STORE, env
 
-
-class Dtype(StrEnum):
-    """Precision of the forward pass."""
-
-    AUTO = "auto"
-    FLOAT32 = "float32"
-    BFLOAT16 = "bfloat16"
-    FLOAT16 = "float16"
-
-
-class Device(StrEnum):
-    """Where the model runs."""
-
-    AUTO = "auto"
-    CPU = "cpu"
-    CUDA = "cuda"
-
+DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
+DeviceName = Literal["auto", "cpu", "cuda"]
 
 Model = Annotated[
     str | None,
@@ -37,11 +21,11 @@ Model = Annotated[
 Revision = Annotated[
     str | None, typer.Option(help="Hub revision of the model.", envvar=env("revision"), show_default=False)
 ]
-DtypeOption = Annotated[
-    Dtype,
+Dtype = Annotated[
+    DtypeName,
     typer.Option("--dtype", help="auto: float32 on CPU, the checkpoint's own on CUDA.", envvar=env("dtype")),
 ]
-DeviceOption = Annotated[Device, typer.Option("--device", help="auto: CUDA where there is one.", envvar=env("device"))]
+Device = Annotated[DeviceName, typer.Option("--device", help="auto: CUDA where there is one.", envvar=env("device"))]
 MaxBatchTokens = Annotated[
     int | None,
     typer.Option(

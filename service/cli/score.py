@@ -5,15 +5,15 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TextIO
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from service.cli import options as o
 from service.cli.loading import bundle_names, engine_options, load_engine, load_scorers, open_store
 from service.errors import DataError, HalluTracerError, RequestError
+from service.rows import check_prompt, objects
 from service.settings import env
 
 if TYPE_CHECKING:
@@ -45,8 +45,8 @@ def score(
     ] = False,
     as_json: o.Json = False,
     revision: o.Revision = None,
-    dtype: o.DtypeOption = o.Dtype.AUTO,
-    device: o.DeviceOption = o.Device.AUTO,
+    dtype: o.Dtype = "auto",
+    device: o.Device = "auto",
     max_batch_tokens: o.MaxBatchTokens = None,
     threads: o.Threads = None,
 ) -> None:
@@ -62,7 +62,7 @@ def score(
     if output is not None and output.is_dir():
         raise typer.BadParameter(f"{output} is a folder; name a file", param_hint="--output")
     opened = open_store(store).load(bundle_names(model, bundle.split() if bundle else [])[0])
-    engine = load_engine(engine_options(model, revision, dtype.value, device.value, max_batch_tokens), threads)
+    engine = load_engine(engine_options(model, revision, dtype, device, max_batch_tokens), threads)
     (scorer,) = load_scorers(engine, [opened])
     if rows is not None:
         assert input is not None
@@ -121,58 +121,24 @@ def _as_dict(scorer: Scorer, report: RiskReport, trajectory: bool) -> dict[str, 
 
 def _read_rows(path: Path) -> Rows:
     """Read and check every line before the model is loaded."""
-    with ExitStack() as stack:
-        lines: TextIO = sys.stdin if str(path) == "-" else stack.enter_context(path.open(encoding="utf-8"))
-        rows, problems = [], []
-        try:
-            for number, line in enumerate(lines, 1):
-                if not line.strip():
-                    continue
-                try:
-                    row = _parse(line)
-                    problem = _row_problem(row)
-                except ValueError as error:
-                    problem = str(error)
-                if problem:
-                    problems.append(f"line {number}: {problem}")
-                else:
-                    rows.append((number, row))
-        except UnicodeDecodeError as error:
-            raise DataError(str(path), [f"not UTF-8: {error.reason} at byte {error.start}"]) from None
+    problems: list[str] = []
+    rows = []
+    for line, row in objects(path, problems):
+        found = list(check_prompt(row)) or _unwritable(row)
+        problems += [f"line {line}: {problem}" for problem in found]
+        rows.append((line, row))
     if problems or not rows:
-        raise DataError(str(path), problems or ["no rows"])
+        raise DataError(str(path), problems or ["no rows: one JSON object per line is expected"])
     return rows
 
 
-def _parse(line: str) -> Any:
-    """One line's JSON value, of text that can be written out again.  Raises ValueError saying what is wrong."""
+def _unwritable(row: dict[str, Any]) -> list[str]:
+    """Every row is written out again, whatever else it holds."""
     try:
-        row = json.loads(line, parse_constant=_refuse)
         json.dumps(row, ensure_ascii=False).encode()
     except UnicodeEncodeError:
-        raise ValueError("half of a surrogate pair (\\ud800 to \\udfff): it is not text") from None
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"invalid JSON: {error}") from None
-    return row
-
-
-def _row_problem(row: Any) -> str | None:
-    if not isinstance(row, dict):
-        return "not a JSON object"
-    if ("prompt" in row) == ("messages" in row):
-        return "give exactly one of 'prompt' and 'messages'"
-    if "prompt" in row and not (isinstance(row["prompt"], str) and row["prompt"].strip()):
-        return "'prompt' must be a non-empty string"
-    if "messages" in row and not (isinstance(row["messages"], list) and row["messages"]):
-        return "'messages' must be a non-empty list"
-    for message in row.get("messages", []):
-        if not isinstance(message, dict) or not all(isinstance(message.get(key), str) for key in ("role", "content")):
-            return "each of 'messages' must be an object with the strings 'role' and 'content'"
-    return None
-
-
-def _refuse(constant: str) -> None:
-    raise ValueError(f"{constant} is not JSON")
+        return ["half of a surrogate pair (\\ud800 to \\udfff): it is not text"]
+    return []
 
 
 def _score_file(

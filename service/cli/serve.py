@@ -42,8 +42,8 @@ def serve(
     port: Annotated[int, typer.Option(min=0, max=65535, help="0: any free port.", envvar=env("port"))] = 8765,
     threshold: o.Threshold = None,
     revision: o.Revision = None,
-    dtype: o.DtypeOption = o.Dtype.AUTO,
-    device: o.DeviceOption = o.Device.AUTO,
+    dtype: o.Dtype = "auto",
+    device: o.Device = "auto",
     max_batch_tokens: o.MaxBatchTokens = None,
     threads: o.Threads = None,
     policy: Annotated[
@@ -142,7 +142,7 @@ def serve(
     )
     known = _policies(policies, abstain_message, policy)
     listener = _listen(host, port)
-    loading = engine_options(model, revision, dtype.value, device.value, max_batch_tokens)
+    loading = engine_options(model, revision, dtype, device, max_batch_tokens)
     address = f"http://{_bracketed(host)}:{listener.getsockname()[1]}"
 
     from service.api.app import create_app

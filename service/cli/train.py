@@ -136,8 +136,8 @@ def train(
         int, typer.Option(min=0, help="Processes for the probe fits; 0: all cores.", envvar=env("jobs"))
     ] = 0,
     revision: o.Revision = None,
-    dtype: o.DtypeOption = o.Dtype.AUTO,
-    device: o.DeviceOption = o.Device.AUTO,
+    dtype: o.Dtype = "auto",
+    device: o.Device = "auto",
     max_batch_tokens: o.MaxBatchTokens = None,
     threads: o.Threads = None,
 ) -> None:
@@ -181,7 +181,7 @@ def train(
         jobs=jobs,
         **chosen,
     )
-    loading = engine_options(model, revision, dtype.value, device.value, max_batch_tokens)
+    loading = engine_options(model, revision, dtype, device, max_batch_tokens)
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     try:
         bundle = run(options, lambda: load_engine(loading, threads), open_store(store), console=console)

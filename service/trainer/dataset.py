@@ -8,11 +8,9 @@ anyway).  Other keys are metadata; ``kind`` and ``template`` name strata of the 
 
 from __future__ import annotations
 
-import codecs
 import hashlib
 import json
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from service.errors import DataError
+from service.rows import check_prompt, check_text, objects
 from service.trainer.options import Labels
 
 Message = dict[str, str]
@@ -68,7 +67,7 @@ class Dataset:
         Raises DataError where the file was changed since it was read.
         """
         rows = iter(self.rows)
-        for line, value in _objects(self.path, []):
+        for line, value in objects(self.path, []):
             row = next(rows, None)
             if row is None or row.line != line or row.prompt_digest != _prompt_digest(value):
                 raise DataError(str(self.path), [f"line {line}: changed while the run was reading it; start again"])
@@ -89,7 +88,7 @@ def read_dataset(path: Path, labels: Labels, *, folds: int) -> Dataset:
     rows: list[Row] = []
     digest = hashlib.sha256()
     own_groups = False
-    for line, value in _objects(path, problems):
+    for line, value in objects(path, problems):
         found = list(_check(value, labels))
         problems += [f"line {line}: {problem}" for problem in found]
         if found:
@@ -162,68 +161,12 @@ def _merged(rows: Sequence[Row]) -> NDArray[np.int64]:
     return np.array([codes.setdefault(root(row.prompt_digest), len(codes)) for row in rows], np.int64)
 
 
-def _objects(path: Path, problems: list[str]) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Line number and object of each non-blank line; lines that hold none go to ``problems``."""
-    try:
-        file = path.open("rb")
-    except OSError as error:
-        raise DataError(str(path), [f"cannot be read: {error.strerror}"]) from error
-    with file:
-        for line, data in enumerate(file, 1):
-            if not data.strip():
-                continue
-            if line == 1:
-                data = data.removeprefix(codecs.BOM_UTF8)
-            try:
-                value = json.loads(data.decode("utf-8"), parse_constant=_refuse, object_pairs_hook=_no_repeats)
-            except UnicodeDecodeError as error:
-                problems.append(f"line {line}: not UTF-8 at byte {error.start + 1}: save the file as UTF-8")
-            except (ValueError, RecursionError) as error:
-                problems.append(f"line {line}: invalid JSON: {error}")
-            else:
-                if isinstance(value, dict):
-                    yield line, value
-                else:
-                    problems.append(f"line {line}: a JSON object is expected, found {_kind(value)}")
-
-
 def _check(value: dict[str, Any], labels: Labels) -> Iterator[str]:
     """Problems of one object."""
-    yield from _check_text(value, "id", required=True)
-    yield from _check_text(value, "group", required=False)
-    if ("prompt" in value) == ("messages" in value):
-        both = "prompt" in value
-        yield "has both 'prompt' and 'messages': keep one" if both else "'prompt' (or 'messages') is missing"
-    elif "prompt" in value:
-        yield from _check_text(value, "prompt", required=True)
-    else:
-        yield from _check_messages(value["messages"])
+    yield from check_text(value, "id", required=True)
+    yield from check_text(value, "group", required=False)
+    yield from check_prompt(value)
     yield from _check_label(value) if labels == "given" else _check_answers(value)
-
-
-def _check_text(value: dict[str, Any], key: str, *, required: bool) -> Iterator[str]:
-    if key not in value:
-        if required:
-            yield f"{key!r} is missing"
-    elif not isinstance(value[key], str):
-        yield f"{key!r} must be a string, found {_kind(value[key])}"
-    elif not value[key].strip():
-        yield f"{key!r} is empty"
-    elif any("\ud800" <= char <= "\udfff" for char in value[key]):
-        yield f"{key!r} has half of a surrogate pair (\\ud800 to \\udfff): it is not text"
-
-
-def _check_messages(messages: Any) -> Iterator[str]:
-    if not isinstance(messages, list) or not messages:
-        yield "'messages' must be a non-empty list of objects with 'role' and 'content'"
-        return
-    for place, message in enumerate(messages):
-        if not isinstance(message, dict) or set(message) != {"role", "content"}:
-            yield f"'messages[{place}]' must be an object with exactly 'role' and 'content'"
-        else:
-            for key in ("role", "content"):
-                for problem in _check_text(message, key, required=True):
-                    yield f"'messages[{place}]': {problem}"
 
 
 def _check_label(value: dict[str, Any]) -> Iterator[str]:
@@ -268,31 +211,6 @@ def _prompt_digest(value: dict[str, Any]) -> bytes:
     turns = value["messages"] if "messages" in value else [{"role": "user", "content": value["prompt"]}]
     canonical = json.dumps(turns, sort_keys=True)
     return hashlib.blake2b(canonical.encode(), digest_size=16).digest()
-
-
-def _refuse(constant: str) -> None:
-    raise ValueError(f"{constant} is not JSON")
-
-
-def _no_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    counts: dict[str, int] = defaultdict(int)
-    for key, _ in pairs:
-        counts[key] += 1
-    twice = [key for key, count in counts.items() if count > 1]
-    if twice:
-        raise ValueError(f"key {twice[0]!r} appears twice")
-    return dict(pairs)
-
-
-def _kind(value: Any) -> str:
-    names: tuple[tuple[Callable[[Any], bool], str], ...] = (
-        (lambda v: v is None, "null"),
-        (lambda v: isinstance(v, bool), "a boolean"),
-        (lambda v: isinstance(v, int | float), "a number"),
-        (lambda v: isinstance(v, str), "a string"),
-        (lambda v: isinstance(v, list), "a list"),
-    )
-    return next((name for matches, name in names if matches(value)), "an object")
 
 
 def _line_of(problem: str) -> int:

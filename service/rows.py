@@ -1,0 +1,104 @@
+"""JSONL as users write it: one object a line, every problem named by its line.  Knows what a prompt is, no more."""
+
+from __future__ import annotations
+
+import codecs
+import json
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from service.errors import DataError
+
+
+def objects(path: Path, problems: list[str]) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Line number and object of each non-blank line; lines that hold none go to ``problems``.
+
+    ``-`` reads stdin.  Raises DataError where the file cannot be opened.
+    """
+    with ExitStack() as stack:
+        try:
+            file = sys.stdin.buffer if str(path) == "-" else stack.enter_context(path.open("rb"))
+        except OSError as error:
+            raise DataError(str(path), [f"cannot be read: {error.strerror}"]) from error
+        for line, data in enumerate(file, 1):
+            if not data.strip():
+                continue
+            if line == 1:
+                data = data.removeprefix(codecs.BOM_UTF8)
+            try:
+                value = json.loads(data.decode("utf-8"), parse_constant=_refuse, object_pairs_hook=_no_repeats)
+            except UnicodeDecodeError as error:
+                problems.append(f"line {line}: not UTF-8 at byte {error.start + 1}: save the file as UTF-8")
+            except (ValueError, RecursionError) as error:
+                problems.append(f"line {line}: invalid JSON: {error}")
+            else:
+                if isinstance(value, dict):
+                    yield line, value
+                else:
+                    problems.append(f"line {line}: a JSON object is expected, found {_kind(value)}")
+
+
+def check_text(value: dict[str, Any], key: str, *, required: bool) -> Iterator[str]:
+    """What is wrong with an object's text ``key``."""
+    if key not in value:
+        if required:
+            yield f"{key!r} is missing"
+    elif not isinstance(value[key], str):
+        yield f"{key!r} must be a string, found {_kind(value[key])}"
+    elif not value[key].strip():
+        yield f"{key!r} is empty"
+    elif any("\ud800" <= char <= "\udfff" for char in value[key]):
+        yield f"{key!r} has half of a surrogate pair (\\ud800 to \\udfff): it is not text"
+
+
+def check_prompt(value: dict[str, Any]) -> Iterator[str]:
+    """What is wrong with an object's ``prompt`` or ``messages``."""
+    if ("prompt" in value) == ("messages" in value):
+        both = "prompt" in value
+        yield "has both 'prompt' and 'messages': keep one" if both else "'prompt' (or 'messages') is missing"
+    elif "prompt" in value:
+        yield from check_text(value, "prompt", required=True)
+    else:
+        yield from _check_messages(value["messages"])
+
+
+def _check_messages(messages: Any) -> Iterator[str]:
+    if not isinstance(messages, list) or not messages:
+        yield "'messages' must be a non-empty list of objects with 'role' and 'content'"
+        return
+    for place, message in enumerate(messages):
+        if not isinstance(message, dict) or set(message) != {"role", "content"}:
+            yield f"'messages[{place}]' must be an object with exactly 'role' and 'content'"
+        else:
+            for key in ("role", "content"):
+                for problem in check_text(message, key, required=True):
+                    yield f"'messages[{place}]': {problem}"
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(f"{constant} is not JSON")
+
+
+def _no_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    counts: dict[str, int] = defaultdict(int)
+    for key, _ in pairs:
+        counts[key] += 1
+    twice = [key for key, count in counts.items() if count > 1]
+    if twice:
+        raise ValueError(f"key {twice[0]!r} appears twice")
+    return dict(pairs)
+
+
+def _kind(value: Any) -> str:
+    names: tuple[tuple[Callable[[Any], bool], str], ...] = (
+        (lambda v: v is None, "null"),
+        (lambda v: isinstance(v, bool), "a boolean"),
+        (lambda v: isinstance(v, int | float), "a number"),
+        (lambda v: isinstance(v, str), "a string"),
+        (lambda v: isinstance(v, list), "a list"),
+    )
+    return next((name for matches, name in names if matches(value)), "an object")
