@@ -2,6 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+PIP := $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 HOST ?= 127.0.0.1
 PORT ?= 8765
 
@@ -12,11 +13,15 @@ help:            ## show this
 
 install: $(VENV)/.installed   ## make .venv/ with everything pinned
 
-# The pins keep torch at a version that exists as a CPU build; an open range would pull gigabytes of CUDA packages.
+# On Linux PyPI's torch is the CUDA build, gigabytes more: the CPU build of the same pin comes from PyTorch's own index
+# first.  For a GPU:  make run TORCH_INDEX=
+TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 $(VENV)/.installed: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "HalluTracer needs Python 3.11 or newer; set PYTHON=/path/to/python3.11"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[test]'
+	@test -z '$(TORCH_INDEX)' || $(PIP) --no-deps --retries 0 --timeout 10 --index-url '$(TORCH_INDEX)' torch || \
+		echo "$(TORCH_INDEX) did not give torch; taking the default index's build"
+	$(PIP) --editable '.[test]'
 	@touch $@
 
 run: install     ## serve the embedded demo model on $(HOST):$(PORT)

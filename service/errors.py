@@ -4,7 +4,8 @@
     |-- RequestError                422 invalid_request      the request is at fault
     |   |-- EmptyPrompt             422 empty_prompt
     |   |-- PromptTooLong           413 prompt_too_long      longer than the model's context; never truncated
-    |   `-- BodyTooLarge            413 body_too_large
+    |   |-- BodyTooLarge            413 body_too_large
+    |   `-- BodyTooSlow             408 body_too_slow
     |-- Unauthorized                401 unauthorized
     |-- NotFound                    404 not_found            no such bundle or model
     |-- Overloaded                  429 overloaded           the queue is full; carries Retry-After
@@ -64,6 +65,12 @@ class BodyTooLarge(RequestError):
     """The request body exceeds the configured limit."""
 
     status, code = 413, "body_too_large"
+
+
+class BodyTooSlow(RequestError):
+    """The request body did not arrive before the deadline."""
+
+    status, code = 408, "body_too_slow"
 
 
 class Unauthorized(HalluTracerError):

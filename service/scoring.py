@@ -21,8 +21,7 @@ from service.guard import GATE, Decision, Policy, Verdict, judge
 from service.prompts import Message, as_prompt_format, render
 from service.readout import Probes, Site
 from service.risk import depth_mean, risk
-
-KV_TOKENS = 16_384  # prompt tokens whose KV caches are held at once while some of them may go on decoding
+from service.settings import KV_TOKENS
 
 
 @dataclass(frozen=True)

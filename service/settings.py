@@ -21,6 +21,10 @@ DEFAULT_STORE = Path("~/.hallutracer/probes").expanduser()
 """Where bundles are published and looked up first; the bundles shipped with the package come second."""
 
 
+KV_TOKENS = 16_384
+"""Prompt and answer tokens of all answers under way, unless said otherwise: each holds its keys and values."""
+
+
 @dataclass(frozen=True, slots=True)
 class ServiceSettings:
     """How the service listens, how much it takes on, and what it refuses."""
@@ -30,7 +34,7 @@ class ServiceSettings:
     max_body_bytes: int = 4 * 1024 * 1024
     max_prompts: int = 256  # prompts in one request
     max_new_tokens: int = 1024  # ceiling on generate.max_tokens
-    max_kv_tokens: int = 16_384  # prompt and answer tokens of all answers under way
+    max_kv_tokens: int = KV_TOKENS
     max_queue: int = 1024  # prompts that may wait
     max_wait_ms: float = 2.0  # how long a batch waits for company, when there was some last time
     deadline_s: float = 30.0  # a request's longest time, its own deadline_ms included

@@ -32,7 +32,6 @@ class Running:
         )
         self.app = create_app(self.state)
         self.server = uvicorn.Server(uvicorn.Config(self.app, log_level="warning", timeout_graceful_shutdown=10))
-        self.server.install_signal_handlers = lambda: None  # type: ignore[attr-defined]
         self.socket = socket.create_server(("127.0.0.1", 0))
         self.port: int = self.socket.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"

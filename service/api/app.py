@@ -14,7 +14,6 @@ from service import __version__
 from service.api import catalogue, health, problems, score
 from service.api.auth import BearerKeys
 from service.api.middleware import RequestFrame
-from service.api.request_log import log
 from service.api.shedding import LoadShedder
 from service.api.state import ServiceState
 
@@ -34,8 +33,6 @@ def create_app(state: ServiceState, on_loaded: Callable[[ServiceState], None] | 
 
         loading = asyncio.create_task(load())
         yield
-        if not loading.done():
-            log.warning("stopping: waiting for the model to finish loading")
         loading.cancel()
         await asyncio.to_thread(state.stop)
 
@@ -60,7 +57,9 @@ def create_app(state: ServiceState, on_loaded: Callable[[ServiceState], None] | 
             allow_headers=["authorization", "content-type", "x-request-id"],
             expose_headers=READABLE,
         )
-    app.add_middleware(RequestFrame, max_body_bytes=settings.max_body_bytes, metrics=state.metrics)
+    app.add_middleware(
+        RequestFrame, max_body_bytes=settings.max_body_bytes, body_seconds=settings.deadline_s, metrics=state.metrics
+    )
     problems.install(app)
     for router in (score.router, catalogue.router, health.router):
         app.include_router(router)

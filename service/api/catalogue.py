@@ -7,8 +7,7 @@ from typing import Annotated
 from fastapi import APIRouter, Depends
 
 from service.api.response_schema import BundleCard, BundleList, ModelCard, ModelList, errors
-from service.api.score import service_state
-from service.api.state import ServiceState
+from service.api.state import ServiceState, service_state
 
 router = APIRouter(tags=["catalogue"])
 RESPONSES = errors(_401="no bearer key, or an unknown one", _503="not ready: loading, or shutting down")

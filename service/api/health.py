@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Response
 
 from service.api.response_schema import Status, errors
-from service.api.score import service_state
-from service.api.state import ServiceState
+from service.api.state import ServiceState, service_state
 
 router = APIRouter(tags=["operations"])
+_TEXT: dict[int | str, dict[str, Any]] = {
+    200: {"content": {"text/plain": {"schema": {"type": "string"}}}, "description": "Prometheus' text format"}
+}
+SCRAPED = _TEXT | errors(_401="keys are asked for here too, and none was sent")
 NOT_READY = errors(_503="loading, loading failed, or shutting down; the message says which")
 
 
-@router.get("/health/live", response_model_exclude_none=True)
-async def live() -> Status:
-    """The process answers."""
+@router.get("/health/live", response_model_exclude_none=True, responses=errors(_503="only a new process helps"))
+async def live(state: Annotated[ServiceState, Depends(service_state)]) -> Status:
+    """The process answers, and is not past help."""
+    state.check_alive()
     return Status(status="live")
 
 
@@ -32,13 +36,7 @@ async def ready(state: Annotated[ServiceState, Depends(service_state)]) -> Statu
     )
 
 
-@router.get(
-    "/metrics",
-    response_class=Response,
-    responses={
-        200: {"content": {"text/plain": {"schema": {"type": "string"}}}, "description": "Prometheus' text format"}
-    },
-)
+@router.get("/metrics", response_class=Response, responses=SCRAPED)
 def metrics(state: Annotated[ServiceState, Depends(service_state)]) -> Response:
     """Counters, histograms and gauges of this service."""
     state.metrics.ready(state.is_ready)

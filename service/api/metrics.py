@@ -33,6 +33,7 @@ TENTHS = tuple(n / 10 for n in range(1, 11))
 PROMPTS_A_FORWARD = tuple(2**n for n in range(11))  # 1 .. 1,024
 TOKENS = tuple(2**n for n in range(18))  # 1 .. 131,072
 BUNDLE = ("model_name", "bundle")
+WORKED_ON = {200, 500, 504}  # a refusal takes no time, and a thousand of them would hide a slow answer
 
 
 def _tree(root: type[HalluTracerError]) -> Iterator[type[HalluTracerError]]:
@@ -83,10 +84,18 @@ class Metrics:
         self._requests = counter("http_requests_total", "Scoring requests, by HTTP status.", ("status",))
 
         self._risk = histogram("risk", "Risk of each scored prompt.", TENTHS, BUNDLE)
-        self._request_s = histogram("request_seconds", "A whole scoring request.", SECONDS)
+        self._request_s = histogram(
+            "request_seconds",
+            "A whole scoring request that was worked on: answered, failed or late, not refused.",
+            SECONDS,
+        )
         self._queue_s = histogram("queue_seconds", "A prompt's wait for a forward pass.", SECONDS)
         self._prefill_s = histogram("prefill_seconds", "The forward pass that a prompt was in.", SECONDS)
-        self._probe_s = histogram("probe_seconds", "Readouts to risk, for the batch a prompt was in.", SECONDS)
+        self._probe_s = histogram(
+            "probe_seconds",
+            "One prompt's truth logits to a verdict; the readout itself is inside the prefill.",
+            SECONDS,
+        )
         self._decode_s = histogram("decode_seconds", "Decoding one prompt's answer.", SECONDS)
         self._batch_prompts = histogram("batch_prompts", "Prompts in one forward pass.", PROMPTS_A_FORWARD)
         self._batch_tokens = histogram("batch_tokens", "Prompt tokens in one forward pass.", TOKENS)
@@ -156,7 +165,8 @@ class Metrics:
     def request_ended(self, status: int, code: str | None, seconds: float) -> None:
         """A scoring request is over: HTTP ``status``, and the wire ``code`` of its error where there was one."""
         self._in_flight.dec()
-        self._request_s.observe(seconds)
+        if status in WORKED_ON:
+            self._request_s.observe(seconds)
         (self._by_status.get(status) or self._requests.labels(str(status))).inc()
         if code is not None:
             (self._by_code.get(code) or self._errors.labels(code)).inc()

@@ -14,21 +14,22 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from service.api.metrics import Metrics
 from service.api.problems import respond
 from service.api.request_log import RequestRecord, log
-from service.errors import BodyTooLarge, ClientGone, HalluTracerError
+from service.api.request_schema import ROUTES
+from service.errors import BodyTooLarge, BodyTooSlow, ClientGone, HalluTracerError, NotReady
 
 _ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
-SCORING = frozenset({"/score", "/v1/risk/score"})
 
 
 class RequestFrame:
-    """Echoes or makes X-Request-Id, measures x-total-time (ms), refuses bodies over the limit with 413.
+    """Echoes or makes X-Request-Id, measures x-total-time (ms), refuses bodies that are too large or too slow.
 
     Writes one log line a request and tells ``metrics`` of those to the scoring routes.
     """
 
-    def __init__(self, app: ASGIApp, max_body_bytes: int, metrics: Metrics) -> None:
+    def __init__(self, app: ASGIApp, max_body_bytes: int, body_seconds: float, metrics: Metrics) -> None:
         self.app = app
         self.max_body_bytes = max_body_bytes
+        self.body_seconds = body_seconds
         self.metrics = metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -45,19 +46,7 @@ class RequestFrame:
             path=scope["path"][:256],
         )
         scope.setdefault("state", {})["record"] = record
-        received = 0
-        whole = gone = False  # the request's body; its client, before that
-
-        async def bounded() -> Message:
-            nonlocal received, whole, gone
-            message = await receive()
-            gone = gone or (message["type"] == "http.disconnect" and not whole)
-            whole = whole or (message["type"] == "http.request" and not message.get("more_body", False))
-            received += len(message.get("body", b""))
-            if received > self.max_body_bytes:
-                # FastAPI passes only this class on while it reads a body; any other becomes a plain 400.
-                raise HTTPException(BodyTooLarge.status, self._too_large().message)
-            return message
+        body = _Body(receive, self.max_body_bytes, self.body_seconds)
 
         async def framed(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -67,36 +56,70 @@ class RequestFrame:
                 out["x-total-time"] = f"{(time.perf_counter() - started) * 1e3:.3f}"
             await send(message)
 
-        scoring = record.path in SCORING
+        scoring = record.path in ROUTES
         if scoring:
             self.metrics.request_started()
         try:
             length = headers.get("content-length", "")
             if length.isdigit() and int(length) > self.max_body_bytes:
-                await respond(self._too_large(), scope, receive, framed)
+                await respond(body.too_large(), scope, receive, framed)
             else:
-                await self.app(scope, bounded, framed)
+                await self.app(scope, body.receive, framed)
         except asyncio.CancelledError:
-            record.code = ClientGone.code
+            if body.gone:
+                return  # there is nobody to tell
+            if record.status is None:
+                await respond(NotReady("the service is shutting down"), scope, receive, framed)
             raise
         except Exception as error:
             log.error("request %s: unhandled error on %s", record.request_id, record.path, exc_info=error)
-            answering = record.status is not None
-            message = "an internal error; the server's log has the details under this request id"
-            if answering:
-                record.code = HalluTracerError.code
+            record.code = HalluTracerError.code
+            if record.status is not None:
                 raise
+            message = "an internal error; the server's log has the details under this request id"
             await respond(HalluTracerError(message), scope, receive, framed)
         finally:
             seconds = time.perf_counter() - started
-            if record.status is None or gone:  # nobody was there to be answered, whatever was said
+            if record.status is None or body.cut_off:  # nobody was there to be answered, whatever was said
                 record.status, record.code = ClientGone.status, ClientGone.code
             record.total_ms = seconds * 1e3
             record.write()
             if scoring:
                 self.metrics.request_ended(record.status, record.code, seconds)
 
-    def _too_large(self) -> BodyTooLarge:
+
+class _Body:
+    """A request's body on its way in: counted, timed, and whether its client is still there."""
+
+    def __init__(self, receive: Receive, most: int, seconds: float) -> None:
+        self._receive = receive
+        self._most = most
+        self._until = time.monotonic() + seconds
+        self._received = 0
+        self._whole = False
+        self.gone = False
+        self.cut_off = False  # gone before the body was whole
+
+    async def receive(self) -> Message:
+        """The next message.  FastAPI passes only HTTPException on while it reads a body; others become a plain 400."""
+        if self._whole:
+            message = await self._receive()
+        else:
+            try:
+                async with asyncio.timeout(self._until - time.monotonic()):
+                    message = await self._receive()
+            except TimeoutError:
+                raise HTTPException(BodyTooSlow.status, "the body did not arrive before the deadline") from None
+        if message["type"] == "http.disconnect":
+            self.gone = True
+            self.cut_off = self.cut_off or not self._whole
+        self._whole = self._whole or (message["type"] == "http.request" and not message.get("more_body", False))
+        self._received += len(message.get("body", b""))
+        if self._received > self._most:
+            raise HTTPException(BodyTooLarge.status, self.too_large().message)
+        return message
+
+    def too_large(self) -> BodyTooLarge:
         return BodyTooLarge(
-            f"the body is larger than {self.max_body_bytes} bytes; split the list of prompts over several requests"
+            f"the body is larger than {self._most} bytes; split the list of prompts over several requests"
         )

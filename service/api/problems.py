@@ -8,16 +8,17 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from probes_store.errors import BundleError
 from service.api.request_log import record_of
-from service.errors import BodyTooLarge, ClientGone, HalluTracerError, Unauthorized
+from service.errors import BodyTooLarge, BodyTooSlow, HalluTracerError, Unauthorized
 
 _FIELD = re.compile(r"[A-Za-z_]\w*")
 _TAGS = ("body", "str", "int", "float")
 CODES = {400: "invalid_json", 404: "not_found", 405: "method_not_allowed", 413: BodyTooLarge.code}
+CODES[408] = BodyTooSlow.code
+MOST_SEEN = 100  # of one body's errors
 
 
 def error_body(status: int, message: str, code: str, param: str | None = None) -> dict[str, object]:
@@ -59,7 +60,7 @@ async def _bundles(request: Request, error: Exception) -> JSONResponse:
 async def _invalid(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, RequestValidationError)
     # A union's branches each report; the one that got deepest into the value is about what the user meant.
-    first = max(error.errors(), key=lambda one: len(_place(one["loc"])))
+    first = max(error.errors()[:MOST_SEEN], key=lambda one: len(_place(one["loc"])))
     where = _place(first["loc"])
     if first["type"] == "json_invalid":
         reason = first.get("ctx", {}).get("error", "invalid")
@@ -82,15 +83,9 @@ async def _http(request: Request, error: Exception) -> JSONResponse:
     return _answer(request, error.status_code, str(error.detail), code, headers=headers)
 
 
-async def _gone(request: Request, _: Exception) -> JSONResponse:
-    """The client left while its body was read: the answer goes nowhere, the log says why."""
-    return await _ours(request, ClientGone("the client closed its connection while it was sending"))
-
-
 def install(app: FastAPI) -> None:
     """Register the handlers; what none of them takes is ``middleware.RequestFrame``'s."""
     app.add_exception_handler(HalluTracerError, _ours)
     app.add_exception_handler(BundleError, _bundles)
     app.add_exception_handler(RequestValidationError, _invalid)
     app.add_exception_handler(HTTPException, _http)
-    app.add_exception_handler(ClientDisconnect, _gone)

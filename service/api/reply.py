@@ -67,10 +67,16 @@ class Reply:
 
     def account(self) -> None:
         """Tell the log and the metrics of every prompt that was scored.  Once, when nothing more will be sent."""
-        scored = [(job.timings, job.report) for job in self.ticket.jobs if job.report is not None]
-        reports = [report for _, report in scored]
+        jobs = self.ticket.jobs
+        # What was decoded before a reader left was decoded all the same.
+        scored = [
+            (job.timings, job.report, len(job.report.completion.token_ids) if job.report.completion else job.tokens)
+            for job in jobs
+            if job.report is not None
+        ]
+        reports = [report for _, report, _ in scored]
         model, reference = self.scorer.engine.identity.model, self.scorer.bundle.reference
-        for timings, report in scored:
+        for timings, report, tokens in scored:
             self.metrics.prompt(
                 model_name=model,
                 bundle=reference,
@@ -78,7 +84,7 @@ class Reply:
                 flagged=report.verdict.flagged,
                 risk=report.risk,
                 prompt_tokens=report.prompt_tokens,
-                completion_tokens=len(report.completion.token_ids) if report.completion else 0,
+                completion_tokens=tokens,
                 queue_s=timings.queue,
                 prefill_s=timings.prefill,
                 probe_s=timings.probe,
@@ -90,13 +96,13 @@ class Reply:
         record.risks = [report.risk for report in reports]
         record.decisions = [report.decision.value for report in reports]
         if scored:
-            usage = self.usage(reports)
             record.threshold = reports[0].verdict.threshold
-            record.prompt_tokens, record.completion_tokens = usage.prompt_tokens, usage.completion_tokens
-            record.queue_ms = max(timings.queue for timings, _ in scored) * 1e3
-            record.prefill_ms = max(timings.prefill for timings, _ in scored) * 1e3
-            record.probe_ms = max(timings.probe for timings, _ in scored) * 1e3
-            decodes = [timings.decode for timings, _ in scored if timings.decode is not None]
+            record.prompt_tokens = sum(report.prompt_tokens for report in reports)
+            record.completion_tokens = sum(tokens for _, _, tokens in scored)
+            record.queue_ms = max(timings.queue for timings, _, _ in scored) * 1e3
+            record.prefill_ms = max(timings.prefill for timings, _, _ in scored) * 1e3
+            record.probe_ms = max(timings.probe for timings, _, _ in scored) * 1e3
+            decodes = [timings.decode for timings, _, _ in scored if timings.decode is not None]
             record.decode_ms = max(decodes) * 1e3 if decodes else None
 
     def _risk(self, index: int, report: RiskReport) -> RiskOut:

@@ -13,6 +13,8 @@ Texts = Annotated[list[StrictStr], Field(fail_fast=True)]
 Ids = Annotated[list[StrictInt], Field(fail_fast=True)]
 Batches = Annotated[list[Ids], Field(fail_fast=True)]
 MOST_FIELDS = 32
+TURN = 16  # characters that a chat template adds to a message, about
+ROUTES = ("/v1/risk/score", "/score")
 
 
 class Strict(BaseModel):
@@ -21,14 +23,25 @@ class Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
 
-class Message(Strict):
+class Asked(Strict):
+    """What a client sends: one error about a million fields must not become a million errors on the event loop."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _few_fields(cls, data: Any) -> Any:
+        if isinstance(data, dict) and len(data) > MOST_FIELDS:
+            raise ValueError(f"{len(data)} fields where there are {len(cls.model_fields)}")
+        return data
+
+
+class Message(Asked):
     """One chat turn."""
 
     role: Literal["system", "user", "assistant"]
     content: StrictStr
 
 
-class Generate(Strict):
+class Generate(Asked):
     """Decode on from the same KV cache where the decision is ``continue``."""
 
     max_tokens: StrictInt = Field(64, ge=1, description="at most this many answer tokens")
@@ -54,7 +67,7 @@ RULES: dict[str, Any] = {
 }
 
 
-class ScoreRequest(Strict):
+class ScoreRequest(Asked):
     """Exactly one of ``prompt``, ``messages`` and ``input_ids``."""
 
     model_config = ConfigDict(json_schema_extra=RULES)
@@ -64,14 +77,16 @@ class ScoreRequest(Strict):
         description="a question or a list of them, rendered as the bundle's training prompts were "
         "(its prompt_format: one chat turn, or plain text)",
     )
-    messages: Annotated[list[Message], Field(fail_fast=True)] | None = Field(
+    messages: Annotated[list[Message], Field(fail_fast=True, max_length=1024)] | None = Field(
         None, description="one conversation; goes through the chat template with its generation prompt"
     )
     input_ids: Ids | Batches | None = Field(None, description="token ids, whose last one is the answer onset")
     model: StrictStr | None = Field(None, description="must be the loaded model, where given")
     bundle: StrictStr | None = Field(None, description="name, name@alias or name:version of a loaded bundle")
     threshold: Risk | None = Field(
-        None, strict=True, description="abstain at or above this risk; default: the bundle's own"
+        None,
+        strict=True,
+        description="flag at or above this risk; default: the policy's, else the service's, else the bundle's",
     )
     policy: StrictStr | None = Field(
         None, description="observe, gate, block or a policy of this service; default: the service's own"
@@ -84,13 +99,6 @@ class ScoreRequest(Strict):
     deadline_ms: StrictInt | None = Field(
         None, ge=1, description="give up with 504 after this many milliseconds; default and most: the service's own"
     )
-
-    @model_validator(mode="before")
-    @classmethod
-    def _few_fields(cls, data: Any) -> Any:
-        if isinstance(data, dict) and len(data) > MOST_FIELDS:
-            raise ValueError(f"{len(data)} fields in one request; there are {len(cls.model_fields)}")
-        return data
 
     @model_validator(mode="after")
     def _exactly_one(self) -> ScoreRequest:
@@ -115,10 +123,12 @@ class ScoreRequest(Strict):
     def size(self) -> int:
         """Characters or token ids in all, to tell a short request from a long one."""
         if self.messages is not None:
-            return sum(len(message.content) for message in self.messages)
+            return sum(len(message.content) + TURN for message in self.messages)
         items = self.prompt if self.prompt is not None else self.input_ids
         assert items is not None
-        return len(items) if isinstance(items, str) else sum(len(i) if isinstance(i, str | list) else 1 for i in items)
+        if isinstance(items, str) or not items or isinstance(items[0], int):
+            return len(items)
+        return sum(len(item) for item in items if not isinstance(item, int))
 
 
 REQUEST_EXAMPLES: dict[str, Any] = {

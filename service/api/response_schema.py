@@ -194,6 +194,7 @@ HEADERS: dict[str, Any] = {
     for name, description in {
         "x-request-id": "the request's, or one made here",
         "x-queue-time": "milliseconds until the forward pass began",
+        "x-total-time": "milliseconds until the answer began",
         "x-inference-time": "milliseconds of prefill, probe and decoding",
         "x-hallutracer-bundle": "name:version of the bundle",
         "x-hallutracer-risk": "where there is one prompt",
@@ -227,6 +228,7 @@ SCORE_RESPONSES = _SCORED | errors(
     _400="the body is not JSON",
     _401="no bearer key, or an unknown one",
     _404="no such model, bundle or policy is loaded",
+    _408="the body did not arrive in time",
     _413="the body or a prompt is too large; prompts are never truncated",
     _422="a field is wrong",
     _429="the queue is full",

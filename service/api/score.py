@@ -11,9 +11,9 @@ from fastapi import APIRouter, Body, Depends, Request, Response
 
 from service.api.reply import Reply
 from service.api.request_log import record_of
-from service.api.request_schema import REQUEST_EXAMPLES, ScoreRequest
+from service.api.request_schema import REQUEST_EXAMPLES, ROUTES, ScoreRequest
 from service.api.response_schema import SCORE_RESPONSES
-from service.api.state import ServiceState
+from service.api.state import ServiceState, service_state
 from service.api.stream import EventStream
 from service.engines.base import Sampling
 from service.errors import ClientGone, EmptyPrompt, RequestError
@@ -25,15 +25,8 @@ from service.settings import ServiceSettings
 router = APIRouter(tags=["risk"])
 
 
-async def service_state(request: Request) -> ServiceState:
-    """The state that the app factory attached.  A coroutine: FastAPI sends plain functions through a thread pool."""
-    state = request.app.state.service
-    assert isinstance(state, ServiceState)
-    return state
-
-
-@router.post("/v1/risk/score", responses=SCORE_RESPONSES)
-@router.post("/score", responses=SCORE_RESPONSES)
+@router.post(ROUTES[0], responses=SCORE_RESPONSES)
+@router.post(ROUTES[1], responses=SCORE_RESPONSES)
 async def score(
     body: Annotated[ScoreRequest, Body(openapi_examples=REQUEST_EXAMPLES)],
     request: Request,
@@ -46,38 +39,48 @@ async def score(
     sampling = _sampling(body, settings.max_new_tokens)
     deadline = _deadline(body, settings)
     count = _count(body, settings)
-    state.room.check_space(count, deadline)  # before any work is spent on what would be refused
-    async with deadline.enforced():
-        token_ids = await state.tokenizing.run(body.size(), lambda: _token_ids(scorer, body))
-    ticket = Ticket(token_ids, scorer, policy, sampling=sampling, deadline=deadline, streams=body.stream)
-    reply = Reply(scorer, policy, ticket, body.include, record_of(request), state.metrics)
-    state.room.submit(ticket)
-    async with _until_gone(request, ticket):
-        if body.stream:
-            return EventStream(reply, await ticket.risks())
+    # Before any work is spent on what would be refused.
+    state.room.check_space(count, deadline, continues=sampling is not None)
+    async with _while_connected(request):
+        async with deadline.enforced():
+            token_ids = await state.tokenizing.run(body.size(), lambda: _token_ids(scorer, body))
+        ticket = Ticket(token_ids, scorer, policy, sampling=sampling, deadline=deadline, streams=body.stream)
+        reply = Reply(scorer, policy, ticket, body.include, record_of(request), state.metrics)
+        state.room.submit(ticket)
         try:
-            reports = await ticket.answers()
-        finally:
+            reports = await (ticket.risks() if body.stream else ticket.answers())
+        except BaseException:
+            ticket.cancel()
             reply.account()
+            raise
+    if body.stream:
+        return EventStream(reply, reports)
+    reply.account()
     content = reply.body(reports).model_dump_json(exclude_none=True)
     return Response(content, media_type="application/json", headers=reply.headers(reports))
 
 
 @asynccontextmanager
-async def _until_gone(request: Request, ticket: Ticket) -> AsyncIterator[None]:
-    """Give the ticket up when its client closes the connection, or when the block fails for any other reason."""
+async def _while_connected(request: Request) -> AsyncIterator[None]:
+    """Raise ClientGone inside the block when the client closes its connection, as a timeout would."""
+    task = asyncio.current_task()
+    assert task is not None
+    gone = False
 
     async def watch() -> None:
+        nonlocal gone
         while (await request.receive())["type"] != "http.disconnect":
             pass
-        ticket.cancel(ClientGone("the client closed its connection before its answer was there"))
+        gone = True
+        task.cancel()
 
     watcher = asyncio.create_task(watch())
     try:
         yield
-    except BaseException:
-        ticket.cancel()
-        raise
+    except asyncio.CancelledError:
+        if not gone or task.uncancel() > 0:
+            raise  # the server's own, at its shutdown
+        raise ClientGone("the client closed its connection before its answer was there") from None
     finally:
         watcher.cancel()
 

@@ -9,8 +9,8 @@ from collections.abc import Callable
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from service.api.middleware import SCORING
 from service.api.problems import respond
+from service.api.request_schema import ROUTES
 from service.errors import Overloaded
 
 
@@ -23,7 +23,7 @@ class LoadShedder:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve or refuse one request."""
-        if scope["type"] == "http" and scope["path"] in SCORING:
+        if scope["type"] == "http" and scope["path"] in ROUTES:
             try:
                 self._check_not_full()
             except Overloaded as full:

@@ -6,10 +6,13 @@ Also whether it is ready, and why not.
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass, field
+
+from fastapi import Request
 
 from service.api.metrics import Metrics
 from service.errors import NotFound, NotReady
@@ -33,41 +36,45 @@ class ServiceState:
     policies: Mapping[str, Policy] = field(default_factory=built_in)
     metrics: Metrics = field(default_factory=Metrics)
     scorers: list[Scorer] = field(default_factory=list)
-    error: Exception | None = None  # why loading ended without scorers
+    error: BaseException | None = None  # why loading ended without scorers, or what broke the engine's thread
+    on_broken: Callable[[], None] = lambda: None  # after the engine's thread broke: only a new process helps
     stopping: bool = False
     created: int = field(default_factory=lambda: int(time.time()))
     _room: EngineRoom | None = None
-    tokenizing: Tokenizing = field(default_factory=Tokenizing)
+    tokenizing: Tokenizing = field(init=False)
+
+    def __post_init__(self) -> None:
+        """As many requests may be tokenized as prompts may wait."""
+        self.tokenizing = Tokenizing(self.settings.max_queue)
 
     async def start(self) -> None:
         """Load in the background: live at once, ready once every bundle has matched its golden prompts."""
-        # A thread that ends with the loading: while a second one that has run torch is there, OpenMP counts twice the
-        # threads, finds too few cores, stops spinning, and a forward pass of a small model takes 2.5 times as long.
-        loader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="load")
         try:
-            scorers = await asyncio.get_running_loop().run_in_executor(loader, self.load)
+            scorers = await asyncio.wrap_future(_in_a_thread_of_its_own(self.load))
+            self._room = self._open(scorers)
         except Exception as error:
             self.error = error
             return
-        finally:
-            loader.shutdown(wait=False)
+        self.scorers = scorers
+        for scorer in scorers:
+            manifest = scorer.bundle.manifest
+            self.metrics.bundle(scorer.engine.identity.model, manifest.reference, manifest.digest)
+
+    def _open(self, scorers: list[Scorer]) -> EngineRoom:
         settings = self.settings
-        self._room = EngineRoom(
+        return EngineRoom(
             scorers,
             self.metrics,
             max_queue=settings.max_queue,
             max_batch_tokens=scorers[0].engine.max_batch_tokens,
             max_kv_tokens=settings.max_kv_tokens,
             max_wait_s=settings.max_wait_ms / 1e3,
+            on_broken=self._broken,
         )
-        self.scorers = scorers
-        for scorer in scorers:
-            manifest = scorer.bundle.manifest
-            self.metrics.bundle(scorer.engine.identity.model, manifest.reference, manifest.digest)
 
     @property
     def failure(self) -> str | None:
-        """The loading error in words; None where there was none."""
+        """The error that no waiting will mend, in words; None where there was none."""
         return None if self.error is None else f"{type(self.error).__name__}: {self.error}"
 
     @property
@@ -76,6 +83,10 @@ class ServiceState:
         self.check_ready()
         assert self._room is not None
         return self._room
+
+    def _broken(self, error: BaseException) -> None:
+        self.error = error
+        self.on_broken()
 
     def stop(self) -> None:
         """Refuse new work, end what still runs, wait for the engine's thread, free the model."""
@@ -87,6 +98,11 @@ class ServiceState:
             self.scorers[0].engine.close()
         self.scorers = []
         self.metrics.close()
+
+    def check_alive(self) -> None:
+        """Raise NotReady where only a new process helps; a service that loads or drains is alive."""
+        if self.failure is not None:
+            self.check_ready()
 
     def check_not_full(self) -> None:
         """Raise Overloaded where not even one more prompt may wait; whatever else is wrong is said elsewhere."""
@@ -107,11 +123,10 @@ class ServiceState:
         if self.stopping:
             raise NotReady("the service is shutting down")
         if self.failure is not None:
-            raise NotReady(f"loading failed: {self.failure}")
+            what = "loading failed" if self._room is None else "the engine broke, restart the service"
+            raise NotReady(f"{what}: {self.failure}")
         if self._room is None:
             raise NotReady("the model and its bundles are still loading")
-        if not self._room.alive:
-            raise NotReady("the engine's thread has died; the server's log says why; restart the service")
 
     def scorer(self, bundle: str | None, model: str | None) -> Scorer:
         """The loaded scorer a request names; the first one where it names none.
@@ -143,3 +158,28 @@ class ServiceState:
             )
         policy = self.policies[wanted]
         return policy.at(self.settings.threshold if policy.threshold is None else None).at(threshold)
+
+
+async def service_state(request: Request) -> ServiceState:
+    """The state that the app factory attached.  A coroutine: FastAPI sends plain functions through a thread pool."""
+    state = request.app.state.service
+    assert isinstance(state, ServiceState)
+    return state
+
+
+def _in_a_thread_of_its_own(load: Load) -> Future[list[Scorer]]:
+    """A thread that ends with the loading, and does not hold the process up if it is told to stop meanwhile.
+
+    While a second thread that has run torch is there, OpenMP counts twice the threads, finds too few cores, stops
+    spinning, and a forward pass of a small model takes 2.5 times as long.
+    """
+    done: Future[list[Scorer]] = Future()
+
+    def run() -> None:
+        try:
+            done.set_result(load())
+        except BaseException as error:
+            done.set_exception(error)
+
+    threading.Thread(target=run, name="load", daemon=True).start()
+    return done

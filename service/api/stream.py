@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import AsyncIterator
 from typing import Any
@@ -13,11 +14,12 @@ from starlette.types import Receive, Scope, Send
 from service.api.problems import error_body
 from service.api.reply import Reply
 from service.api.response_schema import CompletionChunk, Delta
-from service.errors import ClientGone, HalluTracerError
+from service.errors import ClientGone, DeadlineExceeded, HalluTracerError
 from service.guard import Decision
 from service.scoring import RiskReport
 
 DONE = b"data: [DONE]\n\n"
+SLOW_READER_S = 5.0  # beyond the deadline, for a reader that is slow rather than gone
 
 
 class EventStream(StreamingResponse):
@@ -30,12 +32,16 @@ class EventStream(StreamingResponse):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the events; a client that goes away stops the decoding."""
+        ticket, record = self._reply.ticket, self._reply.record
         try:
-            await super().__call__(scope, receive, send)
+            # A reader that takes nothing blocks a send for ever, which no deadline of ours would see.
+            async with asyncio.timeout(max(0.0, ticket.deadline.left) + SLOW_READER_S):
+                await super().__call__(scope, receive, send)
+        except TimeoutError:
+            record.code = DeadlineExceeded.code  # the server closes the connection of an unfinished response
         finally:
-            ticket = self._reply.ticket
-            if not ticket.finished:
-                self._reply.record.code = ClientGone.code
+            if record.code is None and not ticket.finished:
+                record.code = ClientGone.code
             ticket.cancel()
             self._reply.account()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 import math
+import os
 import shlex
 import signal
 import socket
@@ -16,6 +17,7 @@ import typer
 from service.cli import options as o
 from service.cli.loading import bundle_names, engine_options, load_engine, load_scorers, open_store
 from service.errors import HalluTracerError
+from service.policies import DEFAULT_MESSAGE
 from service.settings import ServiceSettings, env
 
 if TYPE_CHECKING:
@@ -60,7 +62,7 @@ def serve(
     ] = None,
     abstain_message: Annotated[
         str, typer.Option(help="What an abstaining policy says instead of an answer.", envvar=env("abstain-message"))
-    ] = "I am not sure.",
+    ] = DEFAULT_MESSAGE,
     api_key: Annotated[
         list[str] | None,
         typer.Option(
@@ -140,6 +142,8 @@ def serve(
         protect_metrics=protect_metrics,
         cors_origins=tuple(cors_origin or []),
     )
+    if protect_metrics and not settings.api_keys:
+        raise typer.BadParameter("needs --api-key or --api-key-file", param_hint="--protect-metrics")
     known = _policies(policies, abstain_message, policy)
     listener = _listen(host, port)
     loading = engine_options(model, revision, dtype, device, max_batch_tokens)
@@ -162,6 +166,10 @@ def serve(
         typer.echo(f"  curl -s {address}/score -H 'Content-Type: application/json' -d {shlex.quote(EXAMPLE)}\n")
         typer.echo(f"API reference: {address}/openapi.json    Stop: Ctrl-C")
 
+    def broken() -> None:
+        server.should_exit = True  # with status 1, so that whoever supervises the service starts it again
+
+    state.on_broken = broken
     server = _server(create_app(state, loaded), settings)
     typer.echo(f"listening on {address}, loading {loading.model} ...")
     # uvicorn raises the signal that ended it once more: a service that drained as it was told has not failed.
@@ -179,6 +187,7 @@ def _server(app: object, settings: ServiceSettings) -> uvicorn.Server:
     lines = logging.StreamHandler()
     lines.setFormatter(JsonLines())
     logging.basicConfig(level=logging.INFO, handlers=[lines])
+    logging.captureWarnings(True)
     for library in ("httpx", "uvicorn"):
         logging.getLogger(library).setLevel(logging.WARNING)
     return uvicorn.Server(
@@ -207,18 +216,22 @@ def _policies(path: Path | None, message: str, default: str) -> dict[str, Policy
 
 
 def _keys(given: list[str], path: Path | None) -> tuple[str, ...]:
-    """Keys from the options and the file.  An empty file is an error: it must not open the service."""
+    """Keys from the options and the file.  What is set but holds no key is an error: it must not open the service."""
+    for flag in ("api-key", "api-key-file"):
+        if os.environ.get(env(flag)) == "":
+            raise typer.BadParameter(f"{env(flag)} is set but empty; unset it or give a key", param_hint=f"--{flag}")
     keys = list(given)
     if path is not None:
         try:
-            found = path.read_text(encoding="utf-8").split()
+            lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
         except (OSError, UnicodeDecodeError) as error:
             raise HalluTracerError(f"cannot read the keys file {path}: {error}") from None
+        found = [line for line in lines if line and not line.startswith("#")]
         if not found:
-            raise HalluTracerError(f"the keys file {path} is empty; put one key on each line")
+            raise HalluTracerError(f"the keys file {path} holds no key; put one on each line")
         keys += found
-    if any(not key.strip() for key in keys):
-        raise typer.BadParameter("a key must not be empty", param_hint="--api-key")
+    if any(not key or not key.isprintable() or key.split() != [key] for key in keys):
+        raise typer.BadParameter("a key is one word without spaces", param_hint="--api-key")
     return tuple(keys)
 
 

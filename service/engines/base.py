@@ -3,7 +3,7 @@
 Token ids in, numbers out.  The same engine that serves also feeds the trainer (``extract`` and ``generate``), so a
 probe never meets an activation that was computed by other code than the one it was fitted on.
 Engines are synchronous and used from one thread at a time; ``service.serving`` puts a thread in front.  Only
-``tokenize``, ``render_chat`` and ``check`` may be called beside a running forward.
+``tokenize``, ``render_chat`` and ``check`` may be called beside a running forward, and beside each other.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ class Continuation(Protocol):
         ...
 
     def decode(self, sampling: Sampling, cancelled: Callable[[], bool] = ...) -> Iterator[str]:
-        """Yield pieces of text as they are decoded; ``completion`` holds the whole afterwards.
+        """Yield one piece of text per token, "" where it completes nothing yet; ``completion`` holds the whole.
 
         Stops at once when ``cancelled()`` turns true or the iterator is closed.
         """

@@ -101,7 +101,9 @@ class KvContinuation:
         return Completion(text=self._stream.text, token_ids=tuple(self._ids), finish_reason=self._finish)
 
     def decode(self, sampling: Sampling, cancelled: Callable[[], bool] = never) -> Iterator[str]:
-        """Yield text as it is decoded from the prefill's cache; the prompt is never run again.
+        """Yield each token's text as it is decoded from the prefill's cache; the prompt is never run again.
+
+        A token may release no text yet, or more than its own; the pieces joined are the answer.
 
         A prompt plus its answer never exceeds the model's context: the answer then ends with ``length``.
         Raises RequestError for impossible sampling options and EngineError after ``close`` or a first ``decode``.
@@ -131,8 +133,7 @@ class KvContinuation:
                 if token in self._decoder.end_tokens:
                     self._finish = "stop"
                     break
-                if piece := stream.push(token):
-                    yield piece
+                yield stream.push(token)
                 if stream.stopped:
                     self._finish = "stop"
                     break

@@ -241,6 +241,7 @@ class ScriptedContinuation:
                     self._engine.wait()
                     self._engine.counters.decode_steps += len(encoded)
                     self._engine.counters.forward_tokens += len(encoded)
+                yield from [""] * (len(encoded) - 1)
                 ids += encoded
                 text += character
                 self._completion = Completion(text, tuple(ids), reason)

@@ -52,6 +52,7 @@ class Job:
     queued: float = field(default_factory=time.monotonic)
     cancelled: bool = False  # set by the event loop, read by the engine's thread
     report: RiskReport | None = None
+    tokens: int = 0  # decoded so far
     timings: Timings = field(default_factory=Timings)
 
     @property
@@ -113,12 +114,8 @@ class Ticket:
 
     async def pieces(self) -> AsyncIterator[str]:
         """The text of a streaming job, as it is decoded.  Raises as ``risks`` does."""
-        try:
-            async with self.deadline.enforced():
-                while (piece := await self._pieces.get()) is not None:
-                    yield piece
-        except DeadlineExceeded as late:
-            self.cancel(late)
+        while (piece := await self._next_piece()) is not None:
+            yield piece
         if self._error is not None:
             raise self._error
 
@@ -148,6 +145,15 @@ class Ticket:
             if not self._unfinished:
                 self._done.set()
                 self._pieces.put_nowait(None)
+
+    async def _next_piece(self) -> str | None:
+        # The deadline guards the waiting alone: around a ``yield`` it would fire in whatever the reader is doing.
+        try:
+            async with self.deadline.enforced():
+                return await self._pieces.get()
+        except DeadlineExceeded as late:
+            self.cancel(late)
+            return None
 
     async def _until(self, event: asyncio.Event) -> None:
         if not event.is_set():

@@ -13,12 +13,12 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from service.engines.base import Continuation, Onset
-from service.errors import NotReady, Overloaded
+from service.errors import EngineError, NonFiniteReadout, NotReady, Overloaded, RequestError
 from service.guard import Decision
 from service.scoring import Scorer
 from service.serving.deadline import Deadline
@@ -26,6 +26,8 @@ from service.serving.job import Event, Job, Ticket
 from service.serving.waiting import WaitingRoom
 
 log = logging.getLogger("hallutracer")
+T = TypeVar("T")
+MOST_FAILURES = 32  # prompts in a row
 NEW_SPEED = 0.2  # weight of the newest batch in the running speed
 
 
@@ -63,12 +65,18 @@ class EngineRoom:
         max_batch_tokens: int,
         max_kv_tokens: int,
         max_wait_s: float,
+        on_broken: Callable[[BaseException], None] = lambda _: None,
     ) -> None:
-        """All ``scorers`` share one engine.  Call on the event loop that will submit."""
+        """All ``scorers`` share one engine.  Call on the event loop that will submit.
+
+        ``on_broken`` is called there if the thread ends by itself: a bug, or an engine that fails whatever it is given.
+        """
         self._scorers = tuple(scorers)
         self._engine = scorers[0].engine
         self._observer = observer
         self._max_wait_s = max_wait_s
+        self._on_broken = on_broken
+        self._failures = 0  # prompts that failed on their own since the last one that did not, by no fault of theirs
         self._waiting = WaitingRoom(max_queue, max_batch_tokens, max_kv_tokens)
         self._changed = threading.Condition()
         self._closing = False
@@ -88,10 +96,10 @@ class EngineRoom:
         """Whether work is still being done."""
         return self._thread.is_alive() and not self._closing
 
-    def check_space(self, prompts: int, deadline: Deadline) -> None:
+    def check_space(self, prompts: int, deadline: Deadline, *, continues: bool = False) -> None:
         """Raise Overloaded, or NotReady after ``close``: call it before a request's prompts are tokenized."""
         with self._changed:
-            self._check_space(prompts, deadline)
+            self._check_space(prompts, deadline, continues)
 
     def check_not_full(self) -> None:
         """Raise Overloaded where not even one more prompt may wait: cheap enough to ask before a body is read."""
@@ -102,7 +110,7 @@ class EngineRoom:
     def submit(self, ticket: Ticket) -> None:
         """Queue a ticket's jobs, all or none.  Raises as ``check_space`` does."""
         with self._changed:
-            self._check_space(len(ticket.jobs), ticket.deadline)
+            self._check_space(len(ticket.jobs), ticket.deadline, ticket.jobs[0].continues)
             ticket.on_cancel = self._note_abandoned
             self._waiting.add(ticket.jobs)
             self._report_queue()
@@ -115,15 +123,15 @@ class EngineRoom:
             self._changed.notify()
         self._thread.join()
 
-    def _check_space(self, prompts: int, deadline: Deadline) -> None:
+    def _check_space(self, prompts: int, deadline: Deadline, continues: bool) -> None:
         if not self.alive:
             raise _shutting_down()
         try:
-            self._waiting.check_space(prompts, deadline.left, self._speed)
+            self._waiting.check_space(prompts, deadline.left, self._speed, continues=continues)
         except Overloaded:
             if not self._drop_abandoned():
                 raise
-            self._waiting.check_space(prompts, deadline.left, self._speed)
+            self._waiting.check_space(prompts, deadline.left, self._speed, continues=continues)
 
     def _drop_abandoned(self) -> bool:
         """Take out jobs that nobody waits for any more, late ones among them: their tickets know."""
@@ -144,8 +152,9 @@ class EngineRoom:
                     self._prefill(batch)
                     self._deliver()
                 self._decode(time.monotonic() - started)
-        except BaseException:
-            log.critical("the engine's thread broke; the service is not ready any more", exc_info=True)
+        except BaseException as error:
+            log.critical("the engine's thread broke; nothing can be scored any more", exc_info=True)
+            self._tell_loop(self._on_broken, error)
         finally:
             self._abandon(batch or [])
 
@@ -191,14 +200,19 @@ class EngineRoom:
         except Exception as error:
             if len(batch) == 1:
                 self._fail(batch[0], error)
+                self._count_failure(error)
                 return
             for job in batch:  # one prompt's fault must not be its neighbours': each on its own
-                self._prefill([job])
+                if not job.cancelled:
+                    self._prefill([job])
             return
+        self._failures = 0
         ended = time.monotonic()
         tokens = sum(len(prompt) for prompt in prompts)
         self._observer.batch(len(batch), tokens)
-        self._note_speed(tokens, ended)
+        with self._changed:
+            crowded = self._waiting.startable(self._kv_held)
+        self._note_speed(tokens, ended, crowded)
         self._last_batch = len(batch)
         for job, onset, continuation in zip(batch, onsets, continuations, strict=True):
             job.timings.queue = started - job.queued
@@ -229,10 +243,11 @@ class EngineRoom:
         """One step at least, and as many as fit into ``share`` seconds."""
         until = time.monotonic() + share
         while self._answers:
-            answer = self._answers.popleft()
+            answer = self._answers[0]
             if self._step(answer):
-                self._answers.append(answer)
+                self._answers.rotate(-1)
             else:
+                self._answers.popleft()
                 answer.continuation.close()
                 self._kv_held -= answer.job.kv_tokens
                 self._report_queue()
@@ -251,7 +266,8 @@ class EngineRoom:
             self._fail(job, error)
             return False
         if piece is not None:
-            if job.streams:
+            job.tokens += 1
+            if job.streams and piece:
                 self._outbox.append((job, Event.PIECE, piece))
             return True
         job.timings.decode = time.monotonic() - answer.started
@@ -259,13 +275,19 @@ class EngineRoom:
         self._outbox.append((job, Event.DONE, None))
         return False
 
-    def _note_speed(self, tokens: int, ended: float) -> None:
-        # From batch to batch while someone was waiting, so that decoding's share of the time is in it; an idle
-        # engine's small batches say nothing about what it can do.
+    def _count_failure(self, error: Exception) -> None:
+        # A device in an error state (CUDA keeps one until the process ends) fails every prompt for ever.
+        self._failures += not isinstance(error, RequestError | NonFiniteReadout)
+        if self._failures >= MOST_FAILURES:
+            raise EngineError(f"{self._failures} prompts in a row failed; the last: {error}") from error
+
+    def _note_speed(self, tokens: int, ended: float, crowded: bool) -> None:
+        # From batch to batch while someone who could start was waiting, so that decoding's share of the time is in it;
+        # an idle engine's small batches say nothing about what it can do.
         if self._crowded_since is not None:
             newest = tokens / max(ended - self._crowded_since, 1e-6)
             self._speed = newest if self._speed is None else self._speed + NEW_SPEED * (newest - self._speed)
-        self._crowded_since = ended if len(self._waiting) else None
+        self._crowded_since = ended if crowded else None
 
     def _fail(self, job: Job, error: BaseException) -> None:
         self._outbox.append((job, Event.FAILED, error))
@@ -274,10 +296,13 @@ class EngineRoom:
         if not self._outbox:
             return
         events, self._outbox = self._outbox, []
+        self._tell_loop(_hand_over, events)
+
+    def _tell_loop(self, call: Callable[[T], None], value: T) -> None:
         try:
-            self._loop.call_soon_threadsafe(_hand_over, events)
+            self._loop.call_soon_threadsafe(call, value)
         except RuntimeError:  # the loop is gone, and with it everyone who waited
-            log.warning("%d results came after the event loop had closed", len(events))
+            log.warning("the engine's thread had something to tell after the event loop had closed")
 
     def _report_queue(self) -> None:
         self._observer.queue(len(self._waiting), len(self._answers))

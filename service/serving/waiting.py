@@ -26,7 +26,7 @@ class WaitingRoom:
         self._max_batch_tokens = max_batch_tokens
         self._max_kv_tokens = max_kv_tokens
         self._jobs: deque[Job] = deque()
-        self._tokens = 0
+        self._tokens = {True: 0, False: 0}  # of prompts that may go on decoding, and of those that are only scored
 
     def __len__(self) -> int:
         return len(self._jobs)
@@ -36,12 +36,16 @@ class WaitingRoom:
         """Whether not even one more prompt may come in."""
         return len(self._jobs) >= self._max_prompts
 
-    def check_space(self, prompts: int, seconds: float, tokens_per_second: float | None) -> None:
+    def check_space(
+        self, prompts: int, seconds: float, tokens_per_second: float | None, *, continues: bool = False
+    ) -> None:
         """Raise Overloaded where ``prompts`` more do not fit, or could not be answered within ``seconds``.
 
-        ``tokens_per_second`` is the engine's recent speed under load; None where it has not been seen.
+        ``tokens_per_second`` is the engine's recent speed under load; None where it has not been seen.  Scores pass
+        answers that wait for room in the cache, so these do not count for one that does not ``continue``.
         """
-        wait = self._tokens / tokens_per_second if tokens_per_second else 0.0
+        ahead = self._tokens[False] + (self._tokens[True] if continues else 0)
+        wait = ahead / tokens_per_second if tokens_per_second else 0.0
         retry = min(LONGEST_RETRY_S, max(1, math.ceil(wait)))
         if len(self._jobs) + prompts > self._max_prompts:
             raise Overloaded(
@@ -58,13 +62,18 @@ class WaitingRoom:
     def add(self, jobs: Sequence[Job]) -> None:
         """Let jobs in that ``check_space`` has let through."""
         self._jobs.extend(jobs)
-        self._tokens += sum(len(job.token_ids) for job in jobs)
+        for job in jobs:
+            self._tokens[job.continues] += len(job.token_ids)
 
     def remove(self, condition: Callable[[Job], bool]) -> list[Job]:
         """Take out every job that ``condition`` names."""
         out = [job for job in self._jobs if condition(job)]
         self._take(out)
         return out
+
+    def startable(self, kv_held: int) -> bool:
+        """Whether anyone waits who could start now."""
+        return next(self._startable(kv_held), None) is not None
 
     def gather(self, kv_held: int) -> list[Job]:
         """The next batch; empty where none can start.
@@ -106,4 +115,5 @@ class WaitingRoom:
             return
         gone = set(jobs)
         self._jobs = deque(job for job in self._jobs if job not in gone)
-        self._tokens -= sum(len(job.token_ids) for job in jobs)
+        for job in jobs:
+            self._tokens[job.continues] -= len(job.token_ids)

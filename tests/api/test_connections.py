@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import socket
 import threading
@@ -155,12 +156,11 @@ def test_clients_that_leave_take_their_work_with_them(service: Running) -> None:
     answer = {"prompt": "a", "threshold": 1, "generate": {"max_tokens": 400}}
     for body, cut in (({"prompt": "b"}, 0), (answer, 0), (answer | {"stream": True}, 0), ({"prompt": "c"}, 3)):
         send(service, body, cut=cut).close()
-    until(lambda: service.metric("hallutracer_requests_in_flight") == 1)
+    until(lambda: service.metric("hallutracer_errors_total") == 4)
     release.set()
     until(lambda: idle(service))
     assert service.engine.counters.prefills == prefills + 1  # only the one that was held
     holder.close()
-    assert service.metric("hallutracer_errors_total") == 4
     assert 'errors_total{code="client_closed_request"} 4.0' in httpx.get(f"{service.url}/metrics").text
 
     service.engine.before, service.engine.sleep_s = None, 0.005
@@ -173,6 +173,37 @@ def test_clients_that_leave_take_their_work_with_them(service: Running) -> None:
     until(lambda: idle(service))
     assert service.engine.counters.decode_steps - steps < 300
     assert service.post(prompt="a").status_code == 200
+
+
+def test_a_body_that_never_comes_is_408(tmp_path: Path) -> None:
+    with running(tmp_path, deadline_s=0.3) as service:
+        slow = send(service, {"prompt": "a"}, cut=3)
+        assert slow.recv(4096).startswith(b"HTTP/1.1 408")
+        slow.close()
+        assert service.metric("hallutracer_requests_in_flight") == 0
+
+
+def test_a_reader_that_takes_nothing_is_let_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("service.api.stream.SLOW_READER_S", 0.2)
+    with running(tmp_path, deadline_s=3.0, max_new_tokens=50_000, max_kv_tokens=200_000) as service:
+        service.engine.answer = "x" * 50_000
+        service.engine._identity = dataclasses.replace(service.engine.identity, max_tokens=60_000)
+        body = {"prompt": "a", "threshold": 1, "generate": {"max_tokens": 50_000}, "stream": True}
+        content = json.dumps(body).encode()
+        readers = []
+        for _ in range(2):
+            connection = socket.socket()
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
+            connection.connect(("127.0.0.1", service.port))
+            head = (
+                f"POST /score HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(content)}"
+            )
+            connection.sendall(head.encode() + b"\r\n\r\n" + content)
+            readers.append(connection)
+        until(lambda: service.metric("hallutracer_http_requests_total") == 2)
+        until(lambda: idle(service))
+        for connection in readers:
+            connection.close()
 
 
 def test_stopping_finishes_what_is_in_flight(tmp_path: Path) -> None:
@@ -206,6 +237,21 @@ def test_the_same_answer_with_and_without_a_stream_in_a_crowd(service: Running) 
         thread.join(30)
     assert results == [(service.engine.answer, service.engine.answer)] * 12
     until(lambda: idle(service))
+
+
+def test_a_broken_engine_is_neither_ready_nor_alive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with running(tmp_path) as service:
+        told = threading.Event()
+        service.state.on_broken = told.set
+        assert httpx.get(f"{service.url}/health/live").status_code == 200
+        monkeypatch.setattr(service.state.metrics, "batch", lambda *_: 1 / 0)
+        assert service.post(prompt="a").status_code == 503
+        assert told.wait(20)
+        for path in ("live", "ready"):
+            answer = httpx.get(f"{service.url}/health/{path}")
+            assert answer.status_code == 503
+            assert "the engine broke" in answer.json()["error"]["message"]
+        assert service.metric("hallutracer_ready") == 0
 
 
 def test_a_full_queue_is_429_with_retry_after(tmp_path: Path) -> None:

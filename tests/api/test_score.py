@@ -19,6 +19,7 @@ from service.engines.scripted import ScriptedEngine
 from service.scoring import Scorer
 from service.settings import ServiceSettings
 from tests.matching import matching_bundle
+from tests.running import until
 
 
 class Service:
@@ -231,7 +232,7 @@ def test_shutting_down_answers_503_to_queued_work(service: Service) -> None:
     threads[0].start()
     assert entered.wait(10)
     threads[1].start()
-    time.sleep(0.2)
+    until(lambda: "hallutracer_queue_depth 1.0" in service.client.get("/metrics").text)
     stopper = threading.Thread(target=service.state.stop)
     stopper.start()
     time.sleep(0.2)
@@ -264,7 +265,7 @@ def test_not_ready_before_loading_and_after_a_failure(tmp_path: Path) -> None:
             if state.failure:
                 break
             time.sleep(0.01)
-        assert client.get("/health/live").status_code == 200
+        assert client.get("/health/live").status_code == 503
         ready = client.get("/health/ready")
     assert ready.status_code == 503
     assert "no such model" in ready.json()["error"]["message"]

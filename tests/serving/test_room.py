@@ -13,7 +13,7 @@ import pytest
 
 from service.engines.base import Sampling
 from service.engines.scripted import ScriptedEngine
-from service.errors import DeadlineExceeded, NotReady, Overloaded
+from service.errors import DeadlineExceeded, NotReady, Overloaded, RequestError
 from service.guard import BLOCK, GATE, OBSERVE, Policy
 from service.scoring import RiskReport, Scorer
 from service.serving.deadline import Deadline
@@ -194,7 +194,7 @@ async def test_scores_do_not_wait_for_a_long_answer(bench: Bench) -> None:
 async def test_answers_take_turns(bench: Bench) -> None:
     bench.engine.answer = "x" * 40
     async with bench.open():
-        bench.engine.sleep_s = 0.002
+        bench.engine.sleep_s = 0.03
         long = bench.ticket("long", sampling=Sampling(max_tokens=40), policy=OBSERVE)
         await long.risks()
         short = bench.ticket("short", sampling=Sampling(max_tokens=3), policy=OBSERVE)
@@ -234,7 +234,7 @@ async def test_cancelled_work_is_dropped(bench: Bench) -> None:
                 await ticket.answers()
         bench.release.set()
         await held.answers()
-        bench.engine.sleep_s = 0.002
+        bench.engine.sleep_s = 0.02
         decoding = bench.ticket("a", sampling=Sampling(max_tokens=400), policy=OBSERVE)
         await decoding.risks()
         assert bench.engine.counters.open_continuations == 1
@@ -263,8 +263,8 @@ async def test_a_deadline_that_passes_in_the_queue_costs_no_forward(bench: Bench
 async def test_a_deadline_that_passes_while_decoding_ends_the_answer(bench: Bench) -> None:
     bench.engine.answer = "x" * 400
     async with bench.open():
-        bench.engine.sleep_s = 0.01
-        ticket = bench.ticket("a", sampling=Sampling(max_tokens=400), policy=OBSERVE, streams=True, seconds=0.2)
+        bench.engine.sleep_s = 0.05
+        ticket = bench.ticket("a", sampling=Sampling(max_tokens=400), policy=OBSERVE, streams=True, seconds=3)
         await ticket.risks()
         with pytest.raises(DeadlineExceeded):
             _ = [piece async for piece in ticket.pieces()]
@@ -294,12 +294,34 @@ async def test_those_who_left_hold_no_place_in_the_queue(bench: Bench) -> None:
             await ticket.answers()
 
 
+async def test_scores_are_not_refused_for_answers_that_wait_for_room(bench: Bench) -> None:
+    bench.engine.answer = "x" * 300
+    async with bench.open(max_kv_tokens=700):
+        bench.engine.sleep_s = 0.002
+        answers = [bench.ticket(f"answer {n}", sampling=Sampling(max_tokens=300), policy=OBSERVE) for n in range(12)]
+        await answers[0].risks()
+        for n in range(30):
+            bench.room.check_space(1, Deadline(0.5))
+            await bench.ticket(f"score {n}", seconds=0.5).answers()
+        for answer in answers:
+            answer.cancel()
+
+
+async def test_a_token_without_text_is_still_one_turn(bench: Bench) -> None:
+    bench.engine.answer = "é" * 20
+    async with bench.open():
+        ticket = bench.ticket("a", sampling=Sampling(max_tokens=40), policy=OBSERVE, streams=True)
+        assert [piece async for piece in ticket.pieces()] == ["é"] * 20
+        assert ticket.jobs[0].tokens == 40
+
+
 async def test_closing_finishes_the_forward_and_refuses_the_rest(bench: Bench) -> None:
     async with bench.open():
         held = await bench.hold()
         waiting = bench.ticket("waits")
         closing = asyncio.create_task(asyncio.to_thread(bench.room.close))
-        await asyncio.sleep(0.05)
+        while bench.room.alive:
+            await asyncio.sleep(0.01)
         bench.release.set()
         await closing
         assert len(await held.answers()) == 1
@@ -307,6 +329,30 @@ async def test_closing_finishes_the_forward_and_refuses_the_rest(bench: Bench) -
             await waiting.answers()
         with pytest.raises(NotReady):
             bench.ticket("too late")
+
+
+async def test_an_engine_that_fails_whatever_it_is_given_is_given_up(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("service.serving.room.MOST_FAILURES", 4)
+    broke: list[BaseException] = []
+    async with bench.open(on_broken=broke.append):
+        for failure, times in ((RequestError("not its fault"), 9), (RuntimeError("no memory"), 3), (None, 1)):
+            bench.engine.fail = failure
+            for n in range(times):
+                ticket = bench.ticket(f"prompt {n}")
+                if failure is None:
+                    await ticket.answers()
+                else:
+                    with pytest.raises(type(failure)):
+                        await ticket.answers()
+        bench.engine.fail = RuntimeError("device-side assert")
+        with pytest.raises(RuntimeError):
+            await bench.ticket("a", "b", "c", "d", "e").answers()
+        bench.room._thread.join(20)
+        await asyncio.sleep(0)
+        assert not bench.room.alive
+        assert "4 prompts in a row failed" in str(broke[0])
 
 
 async def test_a_thread_that_breaks_leaves_nobody_waiting(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -100,6 +100,15 @@ def test_what_cannot_be_answered_in_time_is_refused_at_once() -> None:
         waiting.check_space(1, seconds=7, tokens_per_second=100)
 
 
+def test_answers_that_wait_count_for_answers_only() -> None:
+    waiting = room([job(100, 50)] * 8)
+    waiting.check_space(1, seconds=1, tokens_per_second=100)
+    with pytest.raises(Overloaded):
+        waiting.check_space(1, seconds=1, tokens_per_second=100, continues=True)
+    assert waiting.startable(kv_held=0)
+    assert not waiting.startable(kv_held=999)
+
+
 def test_tokens_are_forgotten_with_their_jobs() -> None:
     jobs = [job(100) for _ in range(8)]
     waiting = room(jobs)
