@@ -2,29 +2,22 @@
 
 from __future__ import annotations
 
-import errno
-import logging
-import math
-import os
 import shlex
 import signal
-import socket
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from service.cli import options as o
+from service.cli.access import load_keys, load_policies
+from service.cli.listening import in_url, listen, make_server
 from service.cli.loading import bundle_names, engine_options, load_engine, load_scorers, open_store
-from service.errors import HalluTracerError
 from service.policies import DEFAULT_MESSAGE
 from service.settings import ServiceSettings, env
 
 if TYPE_CHECKING:
-    import uvicorn
-
     from service.api.state import ServiceState
-    from service.guard import Policy
 
 DEFAULTS = ServiceSettings()
 EXAMPLE = (
@@ -138,16 +131,16 @@ def serve(
         drain_s=drain_s,
         threshold=threshold,
         policy=policy,
-        api_keys=_keys(api_key or [], api_key_file),
+        api_keys=load_keys(api_key or [], api_key_file),
         protect_metrics=protect_metrics,
         cors_origins=tuple(cors_origin or []),
     )
     if protect_metrics and not settings.api_keys:
         raise typer.BadParameter("needs --api-key or --api-key-file", param_hint="--protect-metrics")
-    known = _policies(policies, abstain_message, policy)
-    listener = _listen(host, port)
+    known = load_policies(policies, abstain_message, policy)
+    listener = listen(host, port)
     loading = engine_options(model, revision, dtype, device, max_batch_tokens)
-    address = f"http://{_bracketed(host)}:{listener.getsockname()[1]}"
+    address = f"http://{in_url(host)}:{listener.getsockname()[1]}"
 
     from service.api.app import create_app
     from service.api.state import ServiceState
@@ -170,88 +163,10 @@ def serve(
         server.should_exit = True  # with status 1, so that whoever supervises the service starts it again
 
     state.on_broken = broken
-    server = _server(create_app(state, loaded), settings)
+    server = make_server(create_app(state, loaded), settings)
     typer.echo(f"listening on {address}, loading {loading.model} ...")
     # uvicorn raises the signal that ended it once more: a service that drained as it was told has not failed.
     signal.signal(signal.SIGTERM, lambda *_: None)
     server.run(sockets=[listener])
     if state.error is not None:
         raise state.error
-
-
-def _server(app: object, settings: ServiceSettings) -> uvicorn.Server:
-    import uvicorn
-
-    from service.api.request_log import JsonLines
-
-    lines = logging.StreamHandler()
-    lines.setFormatter(JsonLines())
-    logging.basicConfig(level=logging.INFO, handlers=[lines])
-    logging.captureWarnings(True)
-    for library in ("httpx", "uvicorn"):
-        logging.getLogger(library).setLevel(logging.WARNING)
-    return uvicorn.Server(
-        uvicorn.Config(
-            app,  # type: ignore[arg-type]
-            host=settings.host,
-            port=settings.port,
-            log_config=None,
-            access_log=False,
-            server_header=False,
-            proxy_headers=False,  # nothing here looks at the client's address
-            timeout_graceful_shutdown=math.ceil(settings.drain_s),
-        )
-    )
-
-
-def _policies(path: Path | None, message: str, default: str) -> dict[str, Policy]:
-    from service.policies import built_in, read_policies
-
-    if not message.strip():
-        raise typer.BadParameter("must not be empty", param_hint="--abstain-message")
-    known = built_in(message) if path is None else read_policies(path, message)
-    if default not in known:
-        raise typer.BadParameter(f"{default!r} is none of {', '.join(sorted(known))}", param_hint="--policy")
-    return known
-
-
-def _keys(given: list[str], path: Path | None) -> tuple[str, ...]:
-    """Keys from the options and the file.  What is set but holds no key is an error: it must not open the service."""
-    for flag in ("api-key", "api-key-file"):
-        if os.environ.get(env(flag)) == "":
-            raise typer.BadParameter(f"{env(flag)} is set but empty; unset it or give a key", param_hint=f"--{flag}")
-    keys = list(given)
-    if path is not None:
-        try:
-            lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
-        except (OSError, UnicodeDecodeError) as error:
-            raise HalluTracerError(f"cannot read the keys file {path}: {error}") from None
-        found = [line for line in lines if line and not line.startswith("#")]
-        if not found:
-            raise HalluTracerError(f"the keys file {path} holds no key; put one on each line")
-        keys += found
-    if any(not key or not key.isprintable() or key.split() != [key] for key in keys):
-        raise typer.BadParameter("a key is one word without spaces", param_hint="--api-key")
-    return tuple(keys)
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    """Bind before the model is loaded: a taken port is said at once, not after minutes."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # asyncio turns Nagle's algorithm off only for sockets that name TCP; with it a lone answer waits 40 ms for an ACK.
-    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((host, port))
-        listener.listen(2048)
-    except OSError as error:
-        listener.close()
-        if error.errno == errno.EADDRINUSE:
-            message = f"port {port} on {host} is taken; choose another with --port (0: any free)"
-            raise HalluTracerError(message) from None
-        raise HalluTracerError(f"cannot listen on {host}:{port}: {error.strerror or error}") from None
-    return listener
-
-
-def _bracketed(host: str) -> str:
-    return f"[{host}]" if ":" in host else host

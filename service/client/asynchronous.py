@@ -47,9 +47,10 @@ class AsyncClient:
     """A connection pool to one service; close it, or use it in an ``async with``.
 
     ``timeout`` (seconds) is for a whole call: each attempt may connect, send and wait for bytes no longer than what is
-    left of it, and no retry starts after it.  Of a stream, it is the time to the risk and then each silence
-    between two pieces.  ``max_retries`` is for 429, 503 and broken connections, see ``retry``.  Neither the key nor
-    anything else is read from the environment (no proxy, no certificates either): give ``transport`` for those.
+    left of it, and no retry starts after it.  Of a stream, it is the time until the answer's head is there (which comes
+    with the risk), and then, anew, each silence between two pieces.  ``max_retries`` is for 429, 503 and broken
+    connections, see ``retry``.  Neither the key nor anything else is read from the environment (no proxy, no
+    certificates either): give ``transport`` for those.
     """
 
     def __init__(
@@ -98,6 +99,7 @@ class AsyncClient:
         answer = AsyncAnswer(response, self._shared.silence)
         try:
             check_stream(response)
+            self._shared.allow_silence(response)
             answer._begin(await answer._next())
             yield answer
         finally:

@@ -85,6 +85,13 @@ class Shared:
             timeout=httpx.Timeout(remaining_s, connect=min(CONNECT_S, remaining_s)),
         )
 
+    def allow_silence(self, response: httpx.Response) -> None:
+        """Let each gap in a stream whose head is there, and whose body is unread, last as long as a whole call.
+
+        The request was sent with what its attempt had left.  httpcore reads this entry when it begins to read a body.
+        """
+        response.request.extensions["timeout"]["read"] = self.timeout_s
+
 
 @contextmanager
 def transport_errors(url: httpx.URL, late: str) -> Iterator[None]:

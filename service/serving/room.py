@@ -12,15 +12,14 @@ import logging
 import math
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
 from typing import Protocol, TypeVar
 
 from service.engines.base import Continuation, Onset
 from service.errors import EngineError, NonFiniteReadout, NotReady, Overloaded, RequestError
 from service.guard import Decision
 from service.scoring import Scorer
+from service.serving.answers import Answers
 from service.serving.deadline import Deadline
 from service.serving.job import Event, Job, Ticket
 from service.serving.waiting import WaitingRoom
@@ -41,16 +40,6 @@ class Observer(Protocol):
     def queue(self, waiting: int, decoding: int) -> None:
         """How many prompts wait and how many answers are being decoded."""
         ...
-
-
-@dataclass(eq=False, slots=True)
-class _Answer:
-    """A prompt that goes on decoding."""
-
-    job: Job
-    continuation: Continuation
-    pieces: Iterator[str]
-    started: float
 
 
 class EngineRoom:
@@ -81,8 +70,7 @@ class EngineRoom:
         self._changed = threading.Condition()
         self._closing = False
         self._abandoned = False  # whether a waiting job may have been cancelled
-        self._answers: deque[_Answer] = deque()
-        self._kv_held = 0
+        self._answers = Answers(self._tell, self._after_step)
         self._last_batch = 0
         self._speed: float | None = None  # prompt tokens a second while there was a queue
         self._crowded_since: float | None = None
@@ -151,7 +139,7 @@ class EngineRoom:
                 if batch:
                     self._prefill(batch)
                     self._deliver()
-                self._decode(time.monotonic() - started)
+                self._answers.turn(time.monotonic() - started)
         except BaseException as error:
             log.critical("the engine's thread broke; nothing can be scored any more", exc_info=True)
             self._tell_loop(self._on_broken, error)
@@ -162,19 +150,19 @@ class EngineRoom:
         """The jobs to prefill now, none where only answers are under way; None once the room closes."""
         with self._changed:
             self._report_queue()
-            while not (self._closing or self._answers or len(self._waiting)):
+            while not (self._closing or len(self._answers) or len(self._waiting)):
                 self._changed.wait()
             self._wait_for_company()
             if self._closing:
                 return None
             self._drop_abandoned()
-            batch = self._waiting.gather(self._kv_held)
+            batch = self._waiting.gather(self._answers.kv_held)
             self._report_queue()
             return batch
 
     def _wait_for_company(self) -> None:
         """A moment for as many as came last time; a lone client never waits."""
-        if self._answers or self._last_batch < 2:
+        if len(self._answers) or self._last_batch < 2:
             return
         until = time.monotonic() + self._max_wait_s
         while len(self._waiting) < self._last_batch and not self._closing:
@@ -211,7 +199,7 @@ class EngineRoom:
         tokens = sum(len(prompt) for prompt in prompts)
         self._observer.batch(len(batch), tokens)
         with self._changed:
-            crowded = self._waiting.startable(self._kv_held)
+            crowded = self._waiting.startable(self._answers.kv_held)
         self._note_speed(tokens, ended, crowded)
         self._last_batch = len(batch)
         for job, onset, continuation in zip(batch, onsets, continuations, strict=True):
@@ -225,55 +213,15 @@ class EngineRoom:
         try:
             job.report = job.scorer.report(onset, onset.trajectories[place], job.policy)
             job.timings.probe = time.monotonic() - started
-            goes_on = continuation is not None and job.report.decision is Decision.CONTINUE and not job.cancelled
-            if continuation is not None and goes_on:
-                assert job.sampling is not None
-                pieces = continuation.decode(job.sampling, lambda: job.cancelled)
-                self._answers.append(_Answer(job, continuation, pieces, time.monotonic()))
-                self._kv_held += job.kv_tokens
-                self._outbox.append((job, Event.SCORED, None))
+            if continuation is not None and job.report.decision is Decision.CONTINUE and not job.cancelled:
+                self._answers.add(job, continuation)
+                self._tell(job, Event.SCORED, None)
                 return
-            self._outbox.append((job, Event.DONE, None))
+            self._tell(job, Event.DONE, None)
         except Exception as error:
             self._fail(job, error)
         if continuation is not None:
             continuation.close()
-
-    def _decode(self, share: float) -> None:
-        """One step at least, and as many as fit into ``share`` seconds."""
-        until = time.monotonic() + share
-        while self._answers:
-            answer = self._answers[0]
-            if self._step(answer):
-                self._answers.rotate(-1)
-            else:
-                self._answers.popleft()
-                answer.continuation.close()
-                self._kv_held -= answer.job.kv_tokens
-                self._report_queue()
-            self._deliver()
-            if time.monotonic() >= until:
-                return
-
-    def _step(self, answer: _Answer) -> bool:
-        """One token of one answer; False once nothing more comes of it."""
-        job = answer.job
-        if job.cancelled:
-            return False
-        try:
-            piece = next(answer.pieces, None)
-        except Exception as error:
-            self._fail(job, error)
-            return False
-        if piece is not None:
-            job.tokens += 1
-            if job.streams and piece:
-                self._outbox.append((job, Event.PIECE, piece))
-            return True
-        job.timings.decode = time.monotonic() - answer.started
-        job.report = replace(job.outcome(), completion=answer.continuation.completion)
-        self._outbox.append((job, Event.DONE, None))
-        return False
 
     def _count_failure(self, error: Exception) -> None:
         # A device in an error state (CUDA keeps one until the process ends) fails every prompt for ever.
@@ -289,8 +237,15 @@ class EngineRoom:
             self._speed = newest if self._speed is None else self._speed + NEW_SPEED * (newest - self._speed)
         self._crowded_since = ended if crowded else None
 
+    def _tell(self, job: Job, event: Event, value: str | BaseException | None) -> None:
+        self._outbox.append((job, event, value))
+
     def _fail(self, job: Job, error: BaseException) -> None:
-        self._outbox.append((job, Event.FAILED, error))
+        self._tell(job, Event.FAILED, error)
+
+    def _after_step(self) -> None:
+        self._report_queue()
+        self._deliver()
 
     def _deliver(self) -> None:
         if not self._outbox:
@@ -314,11 +269,7 @@ class EngineRoom:
             left = self._waiting.remove(lambda _: True)
         for job in (*unfinished, *left):
             self._fail(job, _shutting_down())
-        for answer in self._answers:
-            answer.continuation.close()
-            self._fail(answer.job, _shutting_down())
-        self._answers.clear()
-        self._kv_held = 0
+        self._answers.abandon(_shutting_down())
         self._deliver()
         self._report_queue()
 

@@ -1,0 +1,65 @@
+"""Listening: a socket that is bound before the model is loaded, and the server around it."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import math
+import socket
+from typing import TYPE_CHECKING
+
+from service.errors import HalluTracerError
+from service.settings import ServiceSettings
+
+if TYPE_CHECKING:
+    import uvicorn
+
+
+def make_server(app: object, settings: ServiceSettings) -> uvicorn.Server:
+    """uvicorn around the app, with every log line as JSON on stderr."""
+    import uvicorn
+
+    from service.api.request_log import JsonLines
+
+    lines = logging.StreamHandler()
+    lines.setFormatter(JsonLines())
+    logging.basicConfig(level=logging.INFO, handlers=[lines])
+    logging.captureWarnings(True)
+    for library in ("httpx", "uvicorn"):
+        logging.getLogger(library).setLevel(logging.WARNING)
+    return uvicorn.Server(
+        uvicorn.Config(
+            app,  # type: ignore[arg-type]
+            host=settings.host,
+            port=settings.port,
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            proxy_headers=False,  # nothing here looks at the client's address
+            timeout_graceful_shutdown=math.ceil(settings.drain_s),
+        )
+    )
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Bind before the model is loaded: a taken port is said at once, not after minutes."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    # asyncio turns Nagle's algorithm off only for sockets that name TCP; with it a lone answer waits 40 ms for an ACK.
+    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+        listener.listen(2048)
+    except OSError as error:
+        listener.close()
+        if error.errno == errno.EADDRINUSE:
+            message = f"port {port} on {host} is taken; choose another with --port (0: any free)"
+            raise HalluTracerError(message) from None
+        raise HalluTracerError(f"cannot listen on {host}:{port}: {error.strerror or error}") from None
+    return listener
+
+
+def in_url(host: str) -> str:
+    """A host as it stands in an address that can be called: IPv6 in brackets, "all interfaces" as loopback."""
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    return f"[{host}]" if ":" in host else host
