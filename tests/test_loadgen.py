@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Awaitable, Callable
 from itertools import cycle
 
@@ -26,8 +27,10 @@ from tests.bench.load_stats import (
     summarise,
     table,
 )
-from tests.bench.loadgen import MIXES, closed_loop, make_prompts, open_loop, score_requests
+from tests.bench.loadgen import MIXES, closed_loop, make_prompts, make_texts, open_loop, score_requests
+from tests.bench.service_load import better
 from tests.bench.service_process import Metrics
+from tests.bench.service_soak import Soak, memory_checks, metric_checks
 
 Exchange = Callable[[tuple[str, int]], Awaitable[None]]
 
@@ -145,6 +148,33 @@ def test_slope_finds_growth_and_its_interval_covers_it() -> None:
         slope([0.0, 1.0, 2.0], [1.0, 1.0, 1.0])
 
 
+def test_a_soaks_memory_is_judged_by_the_best_estimate() -> None:
+    seconds = np.arange(600.0)
+    noise = 40 * np.random.default_rng(1).normal(size=60).repeat(10)  # as slow as a block: it does not average out
+
+    def judged(per_minute: float, most: int = 600) -> Check:
+        series = 20_000 + seconds / 60 * per_minute + noise
+        return memory_checks(list(zip(seconds[:most], series[:most], strict=True)))[-1]
+
+    found = slope(seconds[120:], noise[120:])
+    assert found.low + 2 < 0  # so uncertain that the interval's lower end would let 2 MiB per minute pass
+    assert judged(2.0 - found.per_minute).passed is False
+    assert judged(0.0 - found.per_minute).passed is True
+    assert "beyond 1 is not" in judged(0.0 - found.per_minute).note
+    assert judged(2.0, most=200).passed is None
+
+
+def test_a_soak_in_which_nobody_notices_a_hang_up_falls_short() -> None:
+    soak = Soak()
+    soak.broken["mid-stream"] = 3
+
+    def verdict(closed: int) -> bool | None:
+        after = Metrics(f'hallutracer_errors_total{{code="client_closed_request"}} {closed}\n')
+        return metric_checks(Metrics(""), after, soak, "demo")[-1].passed
+
+    assert [verdict(closed) for closed in (0, 1, 3, 4)] == [False, True, True, False]
+
+
 def test_table_names_what_falls_short() -> None:
     lines = table([Check("a", "1", ">= 2", False, "why"), Check("bb", "22", "", None), Check("c", "3", "3", True)])
     assert "FALLS SHORT" in lines.splitlines()[0]
@@ -156,6 +186,20 @@ def test_prompts_have_the_lengths_of_their_mix() -> None:
     lengths = {mix: {len(prompt) for prompt in make_prompts(3_000, mix, 0)} for mix in MIXES}
     assert lengths == {"mixed 32-96": set(range(32, 97)), "fixed 64": {64}}
     assert make_prompts(3, "fixed 64", 1) == make_prompts(3, "fixed 64", 1) != make_prompts(3, "fixed 64", 2)
+
+
+def test_texts_and_ids_are_sent_as_what_they_are() -> None:
+    texts = make_texts(200, 1)
+    assert texts == make_texts(200, 1)
+    assert len(set(texts)) == 200
+    assert {text.count("?") for text in texts} == set(range(4, 14))
+    bodies = [json.loads(request.partition(b"\r\n\r\n")[2]) for request in score_requests([texts[0], [10, 11]])]
+    assert bodies == [{"prompt": texts[0]}, {"input_ids": [10, 11]}]
+
+
+def test_the_better_way_to_call_the_engine_is_the_denominator() -> None:
+    assert better({32: 3.3, 1: 2.4}) == 32
+    assert better({32: 240.0, 1: 250.0}) == 1
 
 
 def test_metrics_are_added_up_by_label() -> None:

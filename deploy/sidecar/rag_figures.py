@@ -75,6 +75,8 @@ def report(outcomes: Sequence[Outcome]) -> str:
     shown = [o.right_before for o in open_] + [o.right_after for o in released]
     lines = {
         "answers right without a guard": _share([o.right_before for o in outcomes]),
+        "answers right with passages always, no guard": _share([o.right_after for o in outcomes]),
+        "passages always, no model: hold an accepted answer": _share([o.found for o in outcomes]),
         "flagged without passages": _share([o.before.flagged for o in outcomes]),
         "  right where not flagged": _share([o.right_before for o in open_]),
         "  right where flagged": _share([o.right_before for o in flagged]),

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -60,18 +61,27 @@ class Direct:
         self._process = subprocess.Popen(
             command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
         )
-        self.threads = int(self._read()["threads"])
+        hello = self._read()
+        self.threads = int(hello["threads"])
+        self.max_batch_tokens = int(hello["max_batch_tokens"])  # padded tokens in one forward pass
 
     @property
     def pid(self) -> int:
         """The process id."""
         return self._process.pid
 
-    def score(self, prompts: list[list[int]], batch: int) -> list[float]:
-        """Seconds of each ``engine.score`` call on ``batch`` prompts, in order."""
+    def score(self, prompts: Sequence[list[int] | str], batch: int) -> list[float]:
+        """Seconds of each ``engine.score`` call on ``batch`` prompts, in order; strings are rendered first, in them."""
+        return [float(value) for value in self._ask({"prompts": prompts, "batch": batch})["seconds"]]
+
+    def lengths(self, prompts: Sequence[list[int] | str]) -> list[int]:
+        """Tokens of each prompt, strings rendered."""
+        return [int(value) for value in self._ask({"prompts": prompts})["lengths"]]
+
+    def _ask(self, job: dict[str, Any]) -> dict[str, Any]:
         assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps({"prompts": prompts, "batch": batch}) + "\n")
-        return [float(value) for value in self._read()["seconds"]]
+        self._process.stdin.write(json.dumps(job) + "\n")
+        return self._read()
 
     def _read(self) -> dict[str, Any]:
         assert self._process.stdout is not None
@@ -200,20 +210,29 @@ def load(shape: str, cache: Path) -> tuple[Engine, Store]:
 def _direct(shape: str, cache: Path, threads: int | None) -> None:
     import torch
 
+    from service.prompts import as_prompt_format, render
     from service.scoring import probes_of
 
     if threads is not None:
         torch.set_num_threads(threads)
     engine, store = load(shape, cache)
-    probes = [probes_of(store.load(_prepare(shape, cache)["bundles"][0]))]
-    print(json.dumps({"threads": torch.get_num_threads()}), flush=True)
+    bundle = store.load(_prepare(shape, cache)["bundles"][0])
+    probes, prompt_format = [probes_of(bundle)], as_prompt_format(bundle.manifest.prompt_format)
+    print(json.dumps({"threads": torch.get_num_threads(), "max_batch_tokens": engine.max_batch_tokens}), flush=True)
+
+    def ids_of(prompts: list[list[int] | str]) -> list[list[int]]:
+        return [render(engine, one, None, prompt_format) if isinstance(one, str) else one for one in prompts]
+
     for line in sys.stdin:
         job = json.loads(line)
-        prompts, batch = job["prompts"], job["batch"]
+        prompts = job["prompts"]
+        if "batch" not in job:
+            print(json.dumps({"lengths": [len(ids) for ids in ids_of(prompts)]}), flush=True)
+            continue
         seconds = []
-        for start in range(0, len(prompts), batch):
+        for start in range(0, len(prompts), job["batch"]):
             begun = time.perf_counter()
-            engine.score(prompts[start : start + batch], probes)
+            engine.score(ids_of(prompts[start : start + job["batch"]]), probes)
             seconds.append(time.perf_counter() - begun)
         print(json.dumps({"seconds": seconds}), flush=True)
 

@@ -9,7 +9,10 @@ BLUE, RED, GREY = "#1f5a99", "#c0562b", "#666666"
 
 
 def draw(sweeps: dict[str, Any], path: Path) -> None:
-    """Write a PNG.  ``sweeps``: shape -> {"direct_rate", "levels": [{"clients", "p50_ms", "p99_ms", "rate"}]}."""
+    """Write a PNG.
+
+    ``sweeps``: shape -> {"direct_rate", "direct_way", "levels": [{"clients", "p50_ms", "p99_ms", "rate"}]}.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
@@ -32,7 +35,7 @@ def draw(sweeps: dict[str, Any], path: Path) -> None:
         below.plot(clients, rates, "o-", color=BLUE, markersize=4)
         direct = sweep["direct_rate"]
         below.axhline(direct, color=GREY, linestyle="--", linewidth=1)
-        below.annotate("engine called directly, batches of 32", (clients[0], direct), (0, 4),
+        below.annotate(f"engine called directly, {sweep['direct_way']}", (clients[0], direct), (0, 4),
                        textcoords="offset points", color=GREY, fontsize=9)  # fmt: skip
         below.set(xlabel="clients", xscale="log", ylabel="prompts per second" if column == 0 else "")
         below.set_ylim(0, max([*rates, direct]) * 1.18)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
 import resource
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -17,8 +18,11 @@ import numpy as np
 
 from tests.bench.http_client import Pool, Reply, post
 from tests.bench.load_stats import Outcome
+from tests.bench.traffic import CITIES, FORMS
 
-MIXES = {"mixed 32-96": (32, 96), "fixed 64": (64, 64)}
+MIXES = {"mixed 32-96": (32, 96), "fixed 64": (64, 64)}  # token ids: nobody renders or tokenises them
+TEXT = "text"  # strings, which the service or the direct engine's process must render first
+QUESTIONS = (4, 13)  # in a text; about as long as the token ids
 MOST_CONNECTIONS = 4096  # open sockets of an open loop; requests beyond it wait here, and their clocks run
 
 KeepGoing = Callable[[int, float], bool]  # requests sent, seconds since the start -> send another one?
@@ -33,9 +37,22 @@ def make_prompts(count: int, mix: str, seed: int) -> list[list[int]]:
     ]
 
 
-def score_requests(prompts: Iterable[list[int]]) -> list[bytes]:
-    """One POST /score for each prompt."""
-    return [post("/score", json.dumps({"input_ids": prompt}, separators=(",", ":")).encode()) for prompt in prompts]
+def make_texts(count: int, seed: int) -> list[str]:
+    """Random questions, several in a text."""
+    draw = random.Random(seed)
+    return [
+        " ".join(draw.choice(FORMS).format(draw.choice(CITIES)) for _ in range(draw.randint(*QUESTIONS)))
+        for _ in range(count)
+    ]
+
+
+def score_requests(prompts: Iterable[list[int] | str]) -> list[bytes]:
+    """One POST /score for each prompt: ``prompt`` for a string, ``input_ids`` for ids."""
+    return [post("/score", json.dumps({_field(prompt): prompt}, separators=(",", ":")).encode()) for prompt in prompts]
+
+
+def _field(prompt: list[int] | str) -> str:
+    return "prompt" if isinstance(prompt, str) else "input_ids"
 
 
 def raise_file_limit() -> None:

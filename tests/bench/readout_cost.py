@@ -2,14 +2,15 @@
 
     python tests/bench/readout_cost.py [--pairs 30] [--shapes qwen2.5-0.5b,demo] [--tokens 64,256] [--json OUT]
 
-Four ways to spend one prefill on the same ids, interleaved in random order, reported as paired ratios (median, and the
+Ways to spend one prefill on the same ids, interleaved in random order, reported as paired ratios (median, and the
 interval of the middle 90 %), so that a machine whose speed drifts does not decide:
 
   bare      the blocks and the final norm, no lm_head: less than any serving engine does
   bare+head the same with the lm_head on the last position, as a serving engine's prefill does
   score     TransformersEngine.score: readout, depth mean, stop after the last readout
   score+1st the same with first-token signals: the whole forward with the lm_head on the last position
-  hidden    output_hidden_states=True, then numpy: the obvious way
+  hidden    output_hidden_states=True, its last position, then numpy: the obvious way
+  residual  TransformersEngine.score at the residual stream, the site that ``hidden`` reads
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ RATIOS = [
     ("score+1st", "bare+head", "<= 1.02"),
     ("score", "hidden", "< 1"),
     ("residual", "bare", "<= 1.02"),
+    ("residual", "hidden", "< 1"),
 ]
 
 
@@ -87,7 +89,7 @@ def ways(model: PreTrainedModel, engine: TransformersEngine, ids: list[int]) -> 
     @torch.inference_mode()
     def hidden() -> object:
         states = model.base_model(tensor, use_cache=False, output_hidden_states=True).hidden_states
-        rows = np.stack([state[0].float().numpy() for state in states[1:]])[:, -1]
+        rows = np.stack([state[0, -1].float().numpy() for state in states[1:]])
         return np.mean(np.einsum("ld,ld->l", rows, stream.direction) + stream.bias)
 
     return {

@@ -201,7 +201,8 @@ def judge(
         Check("honest clients beside them", f"{len(honest)} requests, {statuses(honest)}", "all 200",
               bool(honest) and set(statuses(honest)) == {"200"}),
         Check("requests afterwards", str(statuses(canary)), "all 200", set(statuses(canary)) == {"200"}),
-        Check("errors_total client_closed_request", f"{closed:g}", "(reported)", None),
+        Check("errors_total client_closed_request", f"{closed:g}", f"1 to {count}", 0 < closed <= count,
+              "0 would mean that nobody noticed a client that hung up"),
     ]  # fmt: skip
     record = {"moments": dict(moments), "peaks": peaks, "left": left, "seconds_to_zero": took, "grown": grown,
               "idle_cpu_s": idle}  # fmt: skip

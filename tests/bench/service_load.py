@@ -6,7 +6,8 @@
 Three processes: the server, the engine called directly (same model, same threads, same prompts), and this one, which
 makes the load.  The server and the direct engine take turns, one idle while the other works.
 
-  rate      /score with 32 clients over engine.score in batches of 32, paired rounds in alternating order
+  rate      /score with 32 clients over engine.score, paired rounds in alternating order; engine.score gets batches
+            of 32 or one prompt at a time, whichever is faster; prompts of token ids, and of text, which both render
   latency   one client over one call at a time, in small paired groups
   sweep     1 to 256 clients: p50, p99 and rate
   overload  open loop, Poisson arrivals at three times the capacity measured before and after, default limits
@@ -28,6 +29,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -49,7 +51,16 @@ from tests.bench.load_stats import (
     table,
     write_json,
 )
-from tests.bench.loadgen import MIXES, closed_loop, make_prompts, open_loop, raise_file_limit, score_requests
+from tests.bench.loadgen import (
+    MIXES,
+    TEXT,
+    closed_loop,
+    make_prompts,
+    make_texts,
+    open_loop,
+    raise_file_limit,
+    score_requests,
+)
 from tests.bench.service_process import CpuMeter, ServiceProcess
 
 CLIENTS = [1, 2, 4, 8, 16, 32, 64, 128, 256]
@@ -78,7 +89,7 @@ class Bench:
             ):
                 say(f"server and direct engine are ready, {direct.threads} threads each")
                 if "rate" in parts:
-                    for mix in MIXES:
+                    for mix in (*MIXES, TEXT):
                         self.rate(server, direct, mix)
                 if "latency" in parts:
                     for mix in MIXES:
@@ -90,12 +101,14 @@ class Bench:
                 self.overload(server)
 
     def rate(self, server: ServiceProcess, direct: Direct, mix: str) -> None:
-        """Fixed work, both ways; a ratio for each round."""
+        """Fixed work, both ways; a ratio for each round, over the better way to call the engine."""
         count = self._work(direct, mix)
-        prompts = make_prompts(count, mix, seed=1)
+        prompts = any_prompts(count, mix, seed=1)
         requests = score_requests(prompts)
-        self._closed(server, requests[: max(BATCH, count // 3)], BATCH)
-        direct.score(prompts[:BATCH], BATCH)
+        some = max(BATCH, count // 3)
+        self._closed(server, requests[:some], BATCH)
+        by_size = self._direct_rates(direct, prompts[:some])
+        size = better(by_size)
         rounds: list[dict[str, float]] = []
         failed: dict[str, int] = {}
         meter = CpuMeter({"server": server.pid, "direct": direct.pid, "load": os.getpid()})
@@ -103,7 +116,7 @@ class Bench:
             seconds = {}
             for side in ("direct", "service") if number % 2 == 0 else ("service", "direct"):
                 if side == "direct":
-                    seconds[side] = sum(direct.score(prompts, BATCH))
+                    seconds[side] = sum(direct.score(prompts, size))
                 else:
                     outcomes = self._closed(server, requests, BATCH)
                     seconds[side] = max(outcome.done for outcome in outcomes)
@@ -113,11 +126,13 @@ class Bench:
         ratio = spread([one["service"] / one["direct"] for one in rounds])
         medians = {side: statistics.median(one[side] for one in rounds) for side in ("direct", "service")}
         cores = meter.cores()
-        alone = prompts[:BATCH]
-        singly = len(alone) / sum(direct.score(alone, 1))  # without padding: on a CPU this may be the better way
+        tokens = statistics.fmean(direct.lengths(prompts))
+        carried = "text, rendered and tokenised on both sides" if mix == TEXT else "token ids, nothing to render"
         note = (
-            f"service {medians['service']:.4g}/s, direct {medians['direct']:.4g}/s (one by one {singly:.4g}/s); "
-            f"{shown(cores)}"
+            f"{carried}, {tokens:.0f} tokens on average; service {medians['service']:.4g}/s, direct "
+            f"{medians['direct']:.4g}/s {way(size)} (beforehand: {way(BATCH)} {by_size[BATCH]:.4g}/s, {way(1)} "
+            f"{by_size[1]:.4g}/s); at most {direct.max_batch_tokens} padded tokens in a forward pass, on both sides "
+            f"unless --flags say otherwise; {shown(cores)}"
         )
         self._add(
             f"rate at {BATCH} clients / direct, {mix}",
@@ -127,7 +142,13 @@ class Bench:
             note + (f"; not answered: {failed}" if failed else ""),
         )
         self.record[f"rate, {mix}"] = {"prompts": count, "rounds": rounds, "ratio": asdict(ratio), "failed": failed}
-        self.record[f"rate, {mix}"] |= {"direct_one_by_one": singly, "cores": cores}
+        self.record[f"rate, {mix}"] |= {
+            "direct_batch": size,
+            "direct_by_batch": by_size,
+            "max_batch_tokens": direct.max_batch_tokens,
+            "mean_tokens": tokens,
+            "cores": cores,
+        }
 
     async def latency(self, server: ServiceProcess, direct: Direct, mix: str) -> None:
         """One at a time, both ways, in groups of about 0.2 s in alternating order; the first two groups are warm-up."""
@@ -183,7 +204,9 @@ class Bench:
         requests = score_requests(prompts)
         seconds = self.options.sweep_seconds
         some = prompts[: min(len(prompts), max(BATCH, self._work(direct, mix)))]
-        record: dict[str, Any] = {"direct_rate": len(some) / sum(direct.score(some, BATCH)), "levels": []}
+        by_size = self._direct_rates(direct, some)
+        size = better(by_size)
+        record: dict[str, Any] = {"direct_rate": by_size[size], "direct_way": way(size), "levels": []}
         say(f"{'clients':>8} {'rate/s':>9} {'p50 ms':>9} {'p99 ms':>9} {'answers':>8}  not 200, and cores in use")
         failed: dict[str, int] = {}
         for clients in self.options.clients:
@@ -282,9 +305,16 @@ class Bench:
             "cores": cores,
         }
 
+    def _direct_rates(self, direct: Direct, prompts: Sequence[list[int] | str]) -> dict[int, float]:
+        """Prompts per second by batch size, 32 and 1 (without padding, on a CPU perhaps the better), each twice."""
+        seconds = {BATCH: 0.0, 1: 0.0}
+        for size in (BATCH, 1, 1, BATCH):
+            seconds[size] += sum(direct.score(prompts, size))
+        return {size: 2 * len(prompts) / value for size, value in seconds.items()}
+
     def _work(self, direct: Direct, mix: str) -> int:
         """How many prompts, a multiple of 32, the direct engine scores in about --round-seconds."""
-        prompts = make_prompts(BATCH, mix, seed=0)
+        prompts = any_prompts(BATCH, mix, seed=0)
         direct.score(prompts, BATCH)
         seconds: float = self.options.round_seconds
         least: int = self.options.least_batches
@@ -328,6 +358,21 @@ def wrk_rate(address: tuple[str, int], requests: list[bytes], seconds: int) -> f
     if found is None:
         raise RuntimeError(f"wrk printed no rate:\n{output}")
     return float(found[1])
+
+
+def any_prompts(count: int, mix: str, seed: int) -> Sequence[list[int] | str]:
+    """Token ids of a mix, or texts."""
+    return make_texts(count, seed) if mix == TEXT else make_prompts(count, mix, seed)
+
+
+def better(rates: dict[int, float]) -> int:
+    """The batch size with the highest rate."""
+    return max(rates, key=lambda size: rates[size])
+
+
+def way(size: int) -> str:
+    """How the engine was called, in words."""
+    return "one by one" if size == 1 else f"in batches of {size}"
 
 
 def not_answered(outcomes: list[Outcome]) -> dict[str, int]:
@@ -395,11 +440,13 @@ def main() -> int:
     for shape in options.shapes.split(","):
         bench = Bench(options, prepare(shape, options.cache))
         say(f"\n{shape}")
-        bench.run(options.parts.split(","))
-        checks += bench.checks
-        record["shapes"][shape] = bench.record
-        if options.json:
-            write_json(options.json, checks, record)
+        try:
+            bench.run(options.parts.split(","))
+        finally:  # a part that fails must not take the figures of those before it along
+            checks += bench.checks
+            record["shapes"][shape] = bench.record
+            if options.json:
+                write_json(options.json, checks, record)
     sweeps = {shape: found["sweep"] for shape, found in record["shapes"].items() if "sweep" in found}
     if options.plot and sweeps:
         draw(sweeps, options.plot)
