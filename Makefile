@@ -37,7 +37,7 @@ tools:           ## the real Prometheus that some tests ask for: Debian's packag
 	deploy/tools.sh
 
 bench: install   ## the readout's cost, side by side with the bare forward
-	$(BIN)/python tests/bench/readout_cost.py
+	$(BIN)/python -m tests.bench.readout_cost
 
 clean:           ## remove .venv/ and caches
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache build *.egg-info

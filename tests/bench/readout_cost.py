@@ -1,6 +1,6 @@
 """What the readout costs: our score-only prefill beside the bare forward of the same engine, in one run.
 
-    python tests/bench/readout_cost.py [--pairs 30] [--shapes qwen2.5-0.5b,demo] [--tokens 64,256] [--json OUT]
+    python -m tests.bench.readout_cost [--pairs 30] [--shapes qwen2.5-0.5b,demo] [--tokens 64,256] [--json OUT]
 
 Ways to spend one prefill on the same ids, interleaved in random order, reported as paired ratios (median, and the
 interval of the middle 90 %), so that a machine whose speed drifts does not decide:

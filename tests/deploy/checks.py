@@ -16,6 +16,7 @@ import yaml
 from service import __version__
 from service.cli.main import app
 from service.settings import PREFIX, ServiceSettings
+from tests.deploy import cluster
 from tests.deploy import packaging as p
 
 PORT = str(ServiceSettings.__dataclass_fields__["port"].default)
@@ -39,7 +40,7 @@ def flags() -> dict[str, dict[str, str]]:
 def faults(root: Path) -> list[str]:
     """Everything wrong with the files under ``root``; empty where they agree."""
     found: list[str] = []
-    for check in (copies, names, versions, ports, compose_services, mounts, kustomized, workloads, selectors):
+    for check in (copies, names, versions, ports, compose_services, mounts, typed, *cluster.CHECKS):
         found += check(root)
     return found
 
@@ -113,20 +114,23 @@ def ports(root: Path) -> Iterator[str]:
         yield from _same(f"compose {name}", PORT, services[name]["ports"][0].split(":")[-1])
     for folder in p.kustomizations(root):
         for pod in p.pods(p.rendered(folder)):
-            notes = pod["metadata"].get("annotations", {})
             for container in p.containers(pod):
                 if container.get("args") == ["serve"] and "ports" in container:
                     yield from _same(f"{folder.name} containerPort", PORT, str(p.port_of(container)))
-                    yield from _same(f"{folder.name} annotation", PORT, notes.get("prometheus.io/port"))
 
 
 def compose_services(root: Path) -> Iterator[str]:
-    """Loopback only, hardened, and more time to stop than the drain takes."""
+    """Loopback only, hardened, built here, restarted with what they stand on, given time to drain."""
     services = p.compose(root)["services"]
     for name, service in services.items():
         shared = service.get("network_mode", "").removeprefix("service:")
         for other in sorted({shared, *service.get("depends_on", {})} - {""} - set(services)):
             yield f"compose {name}: no service {other}"
+        if shared and not service.get("depends_on", {}).get(shared, {}).get("restart"):
+            yield f"compose {name}: is not restarted with {shared}, whose network it shares"
+        built = "build" in service and service.get("pull_policy") == "build"
+        if service["image"].startswith("hallutracer:") and not built:
+            yield f"compose {name}: our image is looked for in a registry"
         for port in service.get("ports", []):
             if not port.startswith("127.0.0.1:"):
                 yield f"compose {name}: {port} is published beyond loopback"
@@ -162,89 +166,19 @@ def mounts(root: Path) -> Iterator[str]:
                 yield f"{path.name}: {source['url']} is not compose's Prometheus"
 
 
-def kustomized(root: Path) -> Iterator[str]:
-    """A file that no kustomization names is a file that nobody applies; examples are left out on purpose."""
-    for folder in p.kustomizations(root):
-        [kustomization] = p.documents(folder / "kustomization.yaml")
-        named = {*kustomization["resources"], *(patch.get("path") for patch in kustomization.get("patches", []))}
-        generated = {name for config in kustomization.get("configMapGenerator", []) for name in config["files"]}
-        yield from (
-            f"{folder.name}: {name} does not exist" for name in sorted(generated) if not (folder / name).exists()
-        )
-        for path in sorted(folder.glob("*.yaml")):
-            if path.name not in named | {"kustomization.yaml"} and not path.name.endswith(".example.yaml"):
-                yield f"{folder.name}: kustomization.yaml does not name {path.name}"
-
-
-def workloads(root: Path) -> Iterator[str]:
-    """Pods: not root, read-only, no service links, volumes that exist, time to drain."""
-    user = next(step.text for step in p.dockerfile(root) if step.verb == "USER")
-    for folder in p.kustomizations(root):
-        for pod in p.pods(p.rendered(folder)):
-            spec, where = pod["spec"], folder.name
-            context = spec.get("securityContext", {})
-            if not context.get("runAsNonRoot") or f"{context.get('runAsUser')}:{context.get('runAsGroup')}" != user:
-                yield f"{where}: runs as another user than the image's {user}"
-            if context.get("seccompProfile") != {"type": "RuntimeDefault"}:
-                yield f"{where}: no seccomp profile"
-            if spec.get("enableServiceLinks") is not False:
-                yield f"{where}: service links would overwrite HALLUTRACER_PORT"
-            declared = {volume["name"] for volume in spec.get("volumes", [])}
-            for container in p.containers(pod):
-                name, own = f"{where} {container['name']}", container.get("securityContext", {})
-                if (own.get("allowPrivilegeEscalation"), own.get("readOnlyRootFilesystem")) != (False, True):
-                    yield f"{name}: privileges or a writable root"
-                if own.get("capabilities") != {"drop": ["ALL"]}:
-                    yield f"{name}: a capability is left"
-                if not {"requests", "limits"} <= set(container.get("resources", {})):
-                    yield f"{name}: no resources"
-                paths = {mount["name"]: mount["mountPath"] for mount in container.get("volumeMounts", [])}
-                yield from (f"{name}: no volume {volume}" for volume in set(paths) - declared)
-                variables = p.variables(container)
-                for file in (value for value in variables.values() if value.startswith("/")):
-                    if str(Path(file).parent) not in paths.values():
-                        yield f"{name}: {file} is not mounted"
-                sleep = container.get("lifecycle", {}).get("preStop", {}).get("exec", {}).get("command", [0])[-1]
-                stopping = float(sleep) + float(variables.get("HALLUTRACER_DRAIN_S", 0))
-                if stopping >= spec["terminationGracePeriodSeconds"]:
-                    yield f"{name}: killed before it has drained"
-                if container.get("args") == ["serve"]:
-                    yield from _probes(name, container)
-
-
-def _probes(name: str, container: p.Document) -> Iterator[str]:
-    for probe, route in (("startupProbe", "ready"), ("readinessProbe", "ready"), ("livenessProbe", "live")):
-        if f"/health/{route}" not in json.dumps(container.get(probe)):
-            yield f"{name}: {probe} does not ask /health/{route}"
-
-
-def selectors(root: Path) -> Iterator[str]:
-    """Every selector finds the pods, the autoscaler its Deployment, the Service its named port, a claim its volume."""
-    for folder in p.kustomizations(root):
-        found = p.rendered(folder)
-        labels = [pod["metadata"]["labels"] for pod in p.pods(found)]
-        open_ports = {port["name"] for pod in p.pods(found) for c in p.containers(pod) for port in c.get("ports", [])}
-        claims = {item["metadata"]["name"] for item in found if item["kind"] == "PersistentVolumeClaim"}
-        for item in found:
-            spec, where = item.get("spec", {}), f"{folder.name} {item['kind']}"
-            selector = spec.get("podSelector", spec.get("selector", {}))
-            wanted = selector.get("matchLabels", selector)
-            if wanted and not any(wanted.items() <= label.items() for label in labels):
-                yield f"{where}: selects no pod"
-            if item["kind"] == "Service" and {port["targetPort"] for port in spec["ports"]} - open_ports:
-                yield f"{where}: no container has its port"
-            if item["kind"] == "HorizontalPodAutoscaler":
-                target = (spec["scaleTargetRef"]["kind"], spec["scaleTargetRef"]["name"])
-                if target not in {(other["kind"], other["metadata"]["name"]) for other in found}:
-                    yield f"{where}: scales {target}, which is not there"
-        for pod in p.pods(found):
-            for volume in pod["spec"]["volumes"]:
-                claim = volume.get("persistentVolumeClaim", {}).get("claimName")
-                if claim is not None and claim not in claims:
-                    yield f"{folder.name}: no claim {claim}"
-                config = volume.get("configMap", {}).get("name")
-                if config is not None and config not in p.generated(folder):
-                    yield f"{folder.name}: no ConfigMap {config}"
+def typed(root: Path) -> Iterator[str]:
+    """Commands in the README: docker waits longer than the drain, and kubectl's files exist in this checkout."""
+    text = (root / "deploy/README.md").read_text()
+    drain = ServiceSettings().drain_s
+    for line in re.findall(r"^docker run .*-p .*$", text, re.MULTILINE):
+        waits = re.search(r"--stop-timeout (\d+)", line)
+        if waits is None or float(waits[1]) <= drain:
+            yield f"README: '{line}' does not wait for the drain of {drain} s"
+    for block in re.findall(r"^```sh\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
+        code = re.sub(r"#.*", "", block)
+        for path in re.findall(r"(?: -f | -k |--from-file=)(?:[\w-]+=)?(\S+)", code):
+            if not (root / path).exists():
+                yield f"README: {path} does not exist"
 
 
 def _same(where: str, expected: str, found: str | None) -> Iterator[str]:

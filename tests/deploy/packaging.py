@@ -115,6 +115,17 @@ def pods(found: list[Document]) -> list[Document]:
     return [document["spec"]["template"] for document in found if document["kind"] == "Deployment"]
 
 
+def documents_of_examples(root: Path) -> list[Document]:
+    """What is applied by hand: every document of the files called *.example.yaml."""
+    return [item for path in sorted((root / "deploy").rglob("*.example.yaml")) for item in documents(path)]
+
+
+def claims(pod: Document) -> set[str]:
+    """The claims that a pod mounts."""
+    found = [volume.get("persistentVolumeClaim", {}).get("claimName") for volume in pod["spec"].get("volumes", [])]
+    return {name for name in found if name is not None}
+
+
 def containers(pod: Document) -> list[Document]:
     """All of a pod's containers, sidecars too."""
     return [*pod["spec"].get("initContainers", []), *pod["spec"]["containers"]]

@@ -61,18 +61,15 @@ def install(tmp_path: Path, edit: tuple[str, str] | None = None) -> Path:
 
 
 def data_files(root: Path) -> set[str]:
-    """The files that are no code but must be in the package: the demo model, its facts, the shipped bundles."""
-    return {
-        str(path.relative_to(root))
-        for folder in ("service/demo/assets", "probes_store/shipped")
-        for path in (root / folder).rglob("*")
-        if path.is_file()
-    }
+    """The files that are no code but must be in the package: demo model, its facts, shipped bundles, type markers."""
+    patterns = ("service/demo/assets/**/*", "probes_store/shipped/**/*", "*/py.typed")
+    return {str(path.relative_to(root)) for pattern in patterns for path in root.glob(pattern) if path.is_file()}
 
 
 def test_the_install_steps_give_a_working_command(tmp_path: Path) -> None:
     package = install(tmp_path)
     assert data_files(package) == data_files(p.ROOT)
+    assert {"service/py.typed", "probes_store/py.typed"} <= data_files(package)
     assert {path.name for path in package.iterdir()} >= {"service", "probes_store", "bin"}
     assert not (package / "tests").exists()
     command = package / "bin" / "hallutracer"
@@ -92,7 +89,7 @@ def test_the_install_steps_give_a_working_command(tmp_path: Path) -> None:
 
 
 def test_package_data_that_is_not_declared_is_missed(tmp_path: Path) -> None:
-    package = install(tmp_path, edit=('service = ["demo/assets/**/*"]', ""))
+    package = install(tmp_path, edit=('"demo/assets/**/*"', '"no-such-file"'))
     assert "service/demo/assets/hallutracer-demo/model.safetensors" in data_files(p.ROOT) - data_files(package)
 
 
@@ -115,16 +112,18 @@ def test_requirements_come_from_the_project_file(tmp_path: Path) -> None:
 
 
 @contextmanager
-def answering(status: int) -> Iterator[tuple[int, list[str]]]:
-    """A server that gives one status to everything; its port and the paths it was asked for."""
+def answering(status: int, body: bytes = b'{"status":"ok","guard":true}') -> Iterator[tuple[int, list[str]]]:
+    """A server that gives one answer to everything; its port and the paths it was asked for."""
     asked: list[str] = []
+    body = body if status == 200 else b'{"error":{}}'
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             asked.append(self.path)
             self.send_response(status)
-            self.send_header("Content-Length", "0")
+            self.send_header("Content-Length", str(len(body)))
             self.end_headers()
+            self.wfile.write(body)
 
         def log_message(self, format: str, *args: Any) -> None:
             pass
@@ -149,6 +148,13 @@ def test_a_health_check_tells_ready_from_not(name: str, status: int, healthy: bo
         assert (run_check(CHECKS[name], port) == 0) == healthy
     route = "/health/live" if "liveness" in name else "/health" if "rag" in name else "/health/ready"
     assert asked == [route]
+
+
+def test_the_rag_app_is_not_healthy_without_its_guard() -> None:
+    for guard, healthy in ((True, True), (False, False)):
+        said = json.dumps({"status": "ok", "guard": guard}).encode()
+        with answering(200, said) as (port, _):
+            assert (run_check(CHECKS["compose rag"], port) == 0) == healthy
 
 
 def test_nobody_listening_is_not_healthy() -> None:
