@@ -16,7 +16,7 @@ import shlex
 import sys
 import time
 from collections import Counter, defaultdict
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -241,7 +241,7 @@ def main() -> int:
             checks.append(Check("open files: before, afterwards", f"{files}, {server.open_files()}", "<= 4 more",
                                 server.open_files() <= files + 4))  # fmt: skip
         checks += memory_checks(soak.memory)
-        record |= {"tally": asdict(soak.tally), "counts": dict(soak.counts), "failures": soak.failures[:100],
+        record |= {"tally": vars(soak.tally), "counts": dict(soak.counts), "failures": soak.failures[:100],
                    "broken": dict(soak.broken), "memory": soak.memory, "cores": cores}  # fmt: skip
     checks.append(Check("exit status after SIGTERM", str(server.returncode), "0", server.returncode == 0))
     rate = total / options.seconds
