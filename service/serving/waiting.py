@@ -16,6 +16,7 @@ from service.serving.job import Job
 MOST_PADDING = 1.25  # padded over real tokens in one forward pass
 FREE_PADDING = 128  # padded tokens up to which a forward pass is too small for padding to matter
 LONGEST_RETRY_S = 60
+HEADROOM = 0.75  # of its time that a request may expect to wait: an estimate errs, and what comes too late is wasted
 
 
 class WaitingRoom:
@@ -52,9 +53,9 @@ class WaitingRoom:
                 f"the queue holds {len(self._jobs)} of at most {self._max_prompts} prompts; try again in {retry} s",
                 retry_after_s=retry,
             )
-        if wait > seconds:
+        if wait > HEADROOM * seconds:
             raise Overloaded(
-                f"about {wait:.1f} s of work is waiting, more than the {seconds:.1f} s that this request has left; "
+                f"about {wait:.1f} s of work is waiting, too much for the {seconds:.1f} s that this request has left; "
                 f"try again in {retry} s",
                 retry_after_s=retry,
             )

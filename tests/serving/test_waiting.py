@@ -95,9 +95,9 @@ def test_a_full_room_says_when_to_come_back() -> None:
 
 def test_what_cannot_be_answered_in_time_is_refused_at_once() -> None:
     waiting = room([job(100)] * 8)
-    waiting.check_space(1, seconds=9, tokens_per_second=100)
+    waiting.check_space(1, seconds=11, tokens_per_second=100)
     with pytest.raises(Overloaded, match="about 8.0 s of work"):
-        waiting.check_space(1, seconds=7, tokens_per_second=100)
+        waiting.check_space(1, seconds=10, tokens_per_second=100)
 
 
 def test_answers_that_wait_count_for_answers_only() -> None:
