@@ -1,7 +1,7 @@
 """The waiting room: who may come in, and which of those waiting make the next batch.  No threads, no clock, no engine.
 
-A batch is a bucket of like lengths around the prompt that has waited longest: others join in order of arrival as long
-as the padding stays small, so nobody waits for ever and no forward pass is mostly padding.
+A batch is a bucket of like lengths around the prompt that has waited longest: those nearest to it in length join while
+they fit and the padding stays small, so nobody waits for ever and no forward pass is mostly padding.
 """
 
 from __future__ import annotations
@@ -9,12 +9,14 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
 
 from service.errors import Overloaded
 from service.serving.job import Job
 
 MOST_PADDING = 1.25  # padded over real tokens in one forward pass
 FREE_PADDING = 128  # padded tokens up to which a forward pass is too small for padding to matter
+LOOKED_AT = 256  # waiting jobs among which a batch is chosen
 LONGEST_RETRY_S = 60
 HEADROOM = 0.75  # of its time that a request may expect to wait: an estimate errs, and what comes too late is wasted
 
@@ -82,20 +84,21 @@ class WaitingRoom:
         Jobs that may go on decoding keep a KV cache and come in batches of their own, as long as ``kv_held`` and
         theirs stay within the limit; one that is larger than the whole limit goes alone, when nothing is held.
         """
-        batch: list[Job] = []
-        longest = total = 0
-        for job in self._startable(kv_held):
-            if batch and job.continues != batch[0].continues:
-                continue
+        waiting = list(islice(self._startable(kv_held), LOOKED_AT))
+        if not waiting:
+            return []
+        oldest = waiting[0]
+        own = len(oldest.token_ids)
+        alike = [job for job in waiting[1:] if job.continues == oldest.continues]
+        alike.sort(key=lambda job: abs(len(job.token_ids) - own))  # stable: among equals the one that came first
+        batch, longest, total = [oldest], own, own
+        for job in alike:
             length = len(job.token_ids)
             padded = max(longest, length) * (len(batch) + 1)
-            wasteful = padded > max(FREE_PADDING, MOST_PADDING * (total + length))
-            if batch and (padded > self._max_batch_tokens or wasteful):
-                continue
+            if padded > self._max_batch_tokens or padded > max(FREE_PADDING, MOST_PADDING * (total + length)):
+                break
             batch.append(job)
             longest, total = max(longest, length), total + length
-            if longest * (len(batch) + 1) > self._max_batch_tokens:
-                break
         self._take(batch)
         return batch
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, cast
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from service.engines.base import Sampling
@@ -32,6 +32,7 @@ def room(jobs: list[Job], *, prompts: int = 1000, batch: int = 4096, kv: int = 1
 JOBS = st.lists(st.builds(job, st.integers(1, 700), st.one_of(st.none(), st.integers(1, 300))), min_size=1, max_size=60)
 
 
+@settings(deadline=None)
 @given(JOBS)
 def test_every_job_leaves_once_in_batches_that_fit(jobs: list[Job]) -> None:
     waiting = room(jobs, batch=1024, kv=500)
@@ -54,13 +55,13 @@ def test_every_job_leaves_once_in_batches_that_fit(jobs: list[Job]) -> None:
 def test_like_lengths_are_gathered_and_others_left_for_the_next_batch() -> None:
     jobs = [job(400), job(40), job(410), job(42), job(395)]
     waiting = room(jobs)
-    assert waiting.gather(0) == [jobs[0], jobs[2], jobs[4]]
+    assert waiting.gather(0) == [jobs[0], jobs[4], jobs[2]]  # nearest first
     assert waiting.gather(0) == [jobs[1], jobs[3]]
 
 
 def test_short_prompts_go_together_whatever_their_lengths() -> None:
     jobs = [job(length) for length in (5, 30, 9, 25)]
-    assert room(jobs).gather(0) == jobs
+    assert set(room(jobs).gather(0)) == set(jobs)
 
 
 def test_answers_wait_for_room_in_the_cache_and_scores_pass_them() -> None:
