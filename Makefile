@@ -19,7 +19,7 @@ TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 $(VENV)/.installed: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "HalluTracer needs Python 3.11 or newer; set PYTHON=/path/to/python3.11"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
-	@test -z '$(TORCH_INDEX)' || $(PIP) --no-deps --retries 0 --timeout 10 --index-url '$(TORCH_INDEX)' torch || \
+	@test -z '$(TORCH_INDEX)' || $(PIP) --no-deps --retries 2 --timeout 15 --index-url '$(TORCH_INDEX)' torch || \
 		echo "$(TORCH_INDEX) did not give torch; taking the default index's build"
 	$(PIP) --editable '.[test]'
 	@touch $@
