@@ -16,8 +16,12 @@ from service.errors import BodyTooLarge, BodyTooSlow, HalluTracerError, Unauthor
 
 _FIELD = re.compile(r"[A-Za-z_]\w*")
 _TAGS = ("body", "str", "int", "float")
-CODES = {400: "invalid_json", 404: "not_found", 405: "method_not_allowed", 413: BodyTooLarge.code}
-CODES[408] = BodyTooSlow.code
+CODES = {
+    400: "invalid_json",
+    404: "not_found",
+    405: "method_not_allowed",
+    **{error.status: error.code for error in (BodyTooSlow, BodyTooLarge)},
+}
 MOST_SEEN = 100  # of one body's errors
 
 

@@ -46,7 +46,6 @@ class Job:
     scorer: Scorer
     policy: Policy
     sampling: Sampling | None
-    deadline: Deadline
     streams: bool
     ticket: Ticket
     queued: float = field(default_factory=time.monotonic)
@@ -86,7 +85,7 @@ class Ticket:
     ) -> None:
         """``sampling`` None scores only; with ``streams`` the answers' text comes piece by piece."""
         self.deadline = deadline
-        self.jobs = [Job(ids, scorer, policy, sampling, deadline, streams, self) for ids in prompts]
+        self.jobs = [Job(ids, scorer, policy, sampling, streams, self) for ids in prompts]
         self.on_cancel: Callable[[], None] = lambda: None  # whoever queues the jobs may want to know
         self._unscored = self._unfinished = len(self.jobs)
         self._scored, self._done = asyncio.Event(), asyncio.Event()

@@ -149,7 +149,6 @@ class EngineRoom:
     def _next_batch(self) -> list[Job] | None:
         """The jobs to prefill now, none where only answers are under way; None once the room closes."""
         with self._changed:
-            self._report_queue()
             while not (self._closing or len(self._answers) or len(self._waiting)):
                 self._changed.wait()
             self._wait_for_company()

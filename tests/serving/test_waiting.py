@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from service.engines.base import Sampling
 from service.errors import Overloaded
 from service.guard import GATE
-from service.serving.deadline import Deadline
 from service.serving.job import Job
 from service.serving.waiting import FREE_PADDING, LONGEST_RETRY_S, MOST_PADDING, WaitingRoom
 
@@ -20,7 +19,7 @@ NOBODY = cast(Any, None)
 
 def job(length: int, answer: int | None = None) -> Job:
     sampling = None if answer is None else Sampling(max_tokens=answer)
-    return Job([1] * length, NOBODY, GATE, sampling, Deadline(30), False, NOBODY)
+    return Job([1] * length, NOBODY, GATE, sampling, False, NOBODY)
 
 
 def room(jobs: list[Job], *, prompts: int = 1000, batch: int = 4096, kv: int = 1000) -> WaitingRoom:
