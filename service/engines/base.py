@@ -135,7 +135,7 @@ class Continuation(Protocol):
 
 
 class Engine(Protocol):
-    """A loaded model."""
+    """A loaded model.  Going on with an answer is a ``SteppingEngine``'s or an ``online.OnlineEngine``'s part."""
 
     @property
     def identity(self) -> ModelIdentity:
@@ -175,10 +175,6 @@ class Engine(Protocol):
         """Prefill only.  Without ``first_token`` the forward stops after the last readout: no lm_head."""
         ...
 
-    def begin(self, prompts: Sequence[TokenIds], probes: Sequence[Probes]) -> Sequence[Continuation]:
-        """Prefill and keep the KV cache, so that any of the prompts can go on decoding."""
-        ...
-
     def extract(self, prompts: Sequence[TokenIds], sites: Sequence[Site]) -> Extraction:
         """Prefill and return every layer's rows, all heads."""
         ...
@@ -189,6 +185,14 @@ class Engine(Protocol):
 
     def close(self) -> None:
         """Free the model."""
+        ...
+
+
+class SteppingEngine(Engine, Protocol):
+    """An engine that runs what it is told, when it is told: whoever uses it makes the batches and takes the turns."""
+
+    def begin(self, prompts: Sequence[TokenIds], probes: Sequence[Probes]) -> Sequence[Continuation]:
+        """Prefill and keep the KV cache, so that any of the prompts can go on decoding."""
         ...
 
 

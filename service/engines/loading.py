@@ -29,10 +29,19 @@ class Loaded:
     fingerprint: str
 
 
-def load(options: EngineOptions) -> Loaded:
-    """Load a folder or a hub name.  Raises ModelLoadError naming the cause; UnknownFamily before any weight is read."""
-    check_options(options)
-    device = choose_device(options.device)
+@dataclass(frozen=True)
+class Found:
+    """A model before its weights are read.  ``where`` is what transformers' loaders take."""
+
+    where: dict[str, Any]
+    config: Any
+    tokenizer: Any
+    name: str
+    folder: Path
+
+
+def find(options: EngineOptions) -> Found:
+    """Configuration and tokenizer of a folder or a hub name.  Raises ModelLoadError naming the cause; UnknownFamily."""
     local = Path(options.model).expanduser()
     if local.is_dir():
         if options.revision is not None:
@@ -49,13 +58,28 @@ def load(options: EngineOptions) -> Loaded:
 
     config = _attempt("configuration", options, lambda: AutoConfig.from_pretrained(**where))
     family_of(config)
-    dtype = choose_dtype(options.dtype, config, device)
     tokenizer = _attempt("tokenizer", options, lambda: AutoTokenizer.from_pretrained(**where))
+    folder = (
+        local
+        if local.is_dir()
+        else Path(str(cached_file(options.model, "config.json", revision=options.revision))).parent
+    )
+    # A folder goes by its own name: the name is sent to clients, and the path to it is nobody's business.
+    name = local.resolve().name if local.is_dir() else options.model
+    return Found(where, config, tokenizer, name, folder)
+
+
+def load(options: EngineOptions) -> Loaded:
+    """Load a folder or a hub name.  Raises ModelLoadError naming the cause; UnknownFamily before any weight is read."""
+    check_options(options)
+    device = choose_device(options.device)
+    found = find(options)
+    dtype = choose_dtype(options.dtype, found.config, device)
     model, report = _attempt(
         "weights",
         options,
         lambda: AutoModelForCausalLM.from_pretrained(
-            **where, config=config, dtype=dtype, output_loading_info=True, **options.extra
+            **found.where, config=found.config, dtype=dtype, output_loading_info=True, **options.extra
         ),
     )
     if missing := sorted(report["missing_keys"]):
@@ -65,14 +89,7 @@ def load(options: EngineOptions) -> Loaded:
             param="model",
         )
     model = _attempt("weights", options, lambda: model.to(device))
-    folder = (
-        local
-        if local.is_dir()
-        else Path(str(cached_file(options.model, "config.json", revision=options.revision))).parent
-    )
-    # A folder goes by its own name: the name is sent to clients, and the path to it is nobody's business.
-    name = local.resolve().name if local.is_dir() else options.model
-    return Loaded(model=model, tokenizer=tokenizer, name=name, fingerprint=folder_fingerprint(folder))
+    return Loaded(model=model, tokenizer=found.tokenizer, name=found.name, fingerprint=folder_fingerprint(found.folder))
 
 
 def check_options(options: EngineOptions) -> None:

@@ -1,0 +1,136 @@
+"""What a request tells the worker, and what the worker sends back with the first token.  Knows neither side's insides.
+
+There: a dictionary under ``KEY`` in ``SamplingParams.extra_args``.  Back: one float32 row in the field that vLLM keeps
+for log probabilities of chosen tokens at the prompt's end (``RequestOutput.prompt_token_id_logprobs``), so that a risk
+and the token it belongs to travel in one message and cannot be confused with another request's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from service.engines.base import FirstToken
+from service.engines.online import Gate
+from service.errors import EngineError, NonFiniteReadout
+from service.readout import Geometry, Site
+
+KEY = "hallutracer"
+EXTRAS = 4  # log max probability, entropy, greedy token, whether the gate closed
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What is compiled into the model: sites, probe slots at each, and whether whole rows can be taken (training)."""
+
+    geometry: Geometry
+    sites: tuple[Site, ...]
+    slots: int
+    rows: bool
+
+    @property
+    def payload(self) -> int:
+        """Floats in a payload without rows."""
+        return len(self.sites) * self.slots * (self.geometry.num_layers + 1) + EXTRAS
+
+    def row_floats(self) -> int:
+        """Floats of one prompt's rows."""
+        return sum(self.geometry.num_layers * self.geometry.width(site) for site in self.sites)
+
+
+@dataclass(frozen=True, slots=True)
+class Directive:
+    """One request's wishes.
+
+    ``slot`` is where the gated probe stands, as a place in ``sites`` x ``slots``; ``end_token`` is what a closed gate
+    samples instead of an answer's first token.
+    """
+
+    first_token: bool = False
+    rows: bool = False
+    slot: int = 0
+    gate: Gate | None = None
+    end_token: int | None = None
+
+    def encode(self) -> dict[str, Any]:
+        """For ``SamplingParams(extra_args=...)``: plain values only, they cross a process border."""
+        wire: dict[str, Any] = {"first_token": self.first_token, "rows": self.rows, "slot": self.slot}
+        if self.gate is not None:
+            wire["gate"] = [*self.gate.weight, self.gate.intercept, self.gate.threshold]
+            wire["end_token"] = self.end_token
+        return {KEY: wire}
+
+    @classmethod
+    def decode(cls, extra_args: Mapping[str, Any] | None) -> Directive | None:
+        """The request's directive; None where it has none."""
+        wire = (extra_args or {}).get(KEY)
+        if not isinstance(wire, Mapping):
+            return None
+        gate = end_token = None
+        if wire.get("gate") is not None:
+            end_token = int(wire["end_token"])
+            *weight, intercept, threshold = (float(value) for value in wire["gate"])
+            gate = Gate((weight[0], weight[1], weight[2]), intercept, threshold)
+        return cls(bool(wire["first_token"]), bool(wire["rows"]), int(wire["slot"]), gate, end_token)
+
+    @property
+    def needs_first_token(self) -> bool:
+        """Whether the first token's distribution has to be summed up."""
+        return self.first_token or self.rows or (self.gate is not None and any(self.gate.weight[1:]))
+
+
+@dataclass(frozen=True)
+class Payload:
+    """What came back: trajectories and depth means of every slot, and what was asked for besides."""
+
+    trajectories: NDArray[np.float64]  # [sites * slots, m]; slots without a probe hold zeros
+    depth_means: NDArray[np.float64]  # [sites * slots], the running mean as the graph added it up
+    first_token: FirstToken | None
+    gated: bool
+    rows: dict[Site, NDArray[np.float32]]  # site -> [m, width], where asked for
+
+    @classmethod
+    def decode(cls, wire: NDArray[np.float32], plan: Plan, directive: Directive) -> Payload:
+        """Raises EngineError for a payload of another length, NonFiniteReadout where a number is a NaN or infinity."""
+        flat = np.asarray(wire, np.float32).reshape(-1)
+        expected = plan.payload + (plan.row_floats() if directive.rows else 0)
+        if flat.size != expected:
+            raise EngineError(
+                f"the worker sent {flat.size} numbers where {expected} belong; worker and server run different "
+                "versions of hallutracer, or different settings"
+            )
+        columns, layers = len(plan.sites) * plan.slots, plan.geometry.num_layers
+        logits = flat[: columns * (layers + 1)].reshape(columns, layers + 1)
+        extras = flat[columns * (layers + 1) : plan.payload]
+        if not np.isfinite(logits).all():
+            layer = int(np.argwhere(~np.isfinite(logits))[0][1])
+            where = f"layer {layer}" if layer < layers else "the depth mean"
+            raise NonFiniteReadout(
+                f"{where} gave a NaN or infinity at the answer onset: the model overflowed (load it with dtype "
+                "bfloat16 or float32), or its compiled graph does not hold the readout"
+            )
+        first = None
+        if directive.needs_first_token:
+            if not np.isfinite(extras[:3]).all():
+                raise NonFiniteReadout("the first token's logits hold a NaN or infinity; the model overflowed")
+            first = FirstToken(min(0.0, float(extras[0])), max(0.0, float(extras[1])), int(extras[2]))
+        rows: dict[Site, NDArray[np.float32]] = {}
+        if directive.rows:
+            start = plan.payload
+            for site in plan.sites:
+                count = layers * plan.geometry.width(site)
+                rows[site] = flat[start : start + count].reshape(layers, -1)
+                start += count
+                if not np.isfinite(rows[site]).all():
+                    raise NonFiniteReadout(f"a row of {site} holds a NaN or infinity; the model overflowed")
+        return cls(
+            trajectories=logits[:, :layers].astype(np.float64),
+            depth_means=logits[:, layers].astype(np.float64),
+            first_token=first,
+            gated=bool(extras[3] > 0.5),
+            rows=rows,
+        )

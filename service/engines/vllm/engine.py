@@ -1,0 +1,408 @@
+"""``VllmEngine``: a vLLM client that knows what to ask for and what comes back.  Knows no bundle storage and no HTTP.
+
+vLLM schedules: prompts come at any time, share steps, are cached, preempted and cancelled by it.  Everything here runs
+on one event loop, on which vLLM's client lives too; the synchronous methods of ``base.Engine`` hand their work to it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncGenerator, Coroutine, Sequence
+from concurrent.futures import Future
+from dataclasses import replace
+from itertools import count
+from typing import Any, TypeVar
+
+import numpy as np
+
+from service.engines import loading
+from service.engines.base import (
+    Completion,
+    Counters,
+    EngineOptions,
+    Extraction,
+    ModelIdentity,
+    Onset,
+    Sampling,
+    TokenIds,
+    check_sampling,
+)
+from service.engines.batching import check_prompts
+from service.engines.families import text_config
+from service.engines.identity import folder_fingerprint, revision_of
+from service.engines.online import Gate, Update
+from service.engines.tokens import Tokens
+from service.engines.vllm import starting
+from service.engines.vllm.directive import Directive, Payload, Plan
+from service.engines.vllm.self_test import self_test
+from service.engines.vllm.slots import Slots
+from service.errors import EngineError, RequestError
+from service.readout import Geometry, Probes, Site
+
+T = TypeVar("T")
+SLOTS = 4
+IN_FLIGHT = 256  # prompts of one synchronous call inside vLLM at a time
+
+
+class VllmEngine:
+    """One model on vLLM.  Implements ``online.OnlineEngine``."""
+
+    def __init__(self, client: Any, found: loading.Found, loop: asyncio.AbstractEventLoop, *, owns_loop: bool) -> None:
+        """Take a started ``AsyncLLM``; ``load`` starts one.  ``loop`` is, or will be, where the client lives.
+
+        Raises EngineError where the worker is not ours or the self-test fails.
+        """
+        self._client, self._loop, self._owns_loop = client, loop, owns_loop
+        self._tokens = Tokens(found.tokenizer)
+        self._vocabulary = int(text_config(found.config).vocab_size)
+        self._end_token = getattr(found.tokenizer, "eos_token_id", None)
+        self._counters = Counters()
+        self._numbers = count()
+        self._closed = False
+        config = client.vllm_config
+        described = self._wait(self._describe())
+        self._plan = Plan(
+            Geometry(*described["geometry"]),
+            tuple(Site(name) for name in described["sites"]),
+            int(described["slots"]),
+            bool(described["rows"]),
+        )
+        self._slots = Slots(self._plan, self._write)
+        self._identity = ModelIdentity(
+            model=found.name,
+            revision=revision_of(found.config),
+            fingerprint=folder_fingerprint(found.folder),
+            architecture=str((found.config.architectures or [type(found.config).__name__])[0]),
+            model_type=str(found.config.model_type),
+            tokenizer=self._tokens.digest,
+            chat_template=self._tokens.chat_template_digest,
+            dtype=str(config.model_config.dtype).removeprefix("torch."),
+            geometry=self._plan.geometry,
+            max_tokens=int(config.model_config.max_model_len),
+        )
+        self_test(self, self._plan, self._vocabulary)
+
+    @classmethod
+    def load(
+        cls,
+        options: EngineOptions,
+        *,
+        sites: Sequence[Site] = tuple(Site),
+        slots: int = SLOTS,
+        rows: bool = False,
+        loop: asyncio.AbstractEventLoop | None = None,
+    ) -> VllmEngine:
+        """Start vLLM on a model folder or hub name and test what it reads.  Not to be called on ``loop``'s thread.
+
+        sites and slots: what is compiled in, and how many bundles can stand there at once.  rows: also take whole rows
+        (``extract``), for training.  loop: a running one to live on; None: one of its own, in a thread.
+        Raises ModelLoadError saying what was wrong, or UnknownFamily.
+        """
+        starting.check_installed()
+        loading.check_options(replace(options, extra={}))
+        found = loading.find(options)
+        client = starting.start(options, found, sites, slots, rows=rows)
+        try:
+            return cls(client, found, loop or _own_loop(), owns_loop=loop is None)
+        except BaseException:
+            client.shutdown()
+            raise
+
+    @property
+    def loop(self) -> asyncio.AbstractEventLoop:
+        """Where the client lives and ``answer`` runs."""
+        return self._loop
+
+    @property
+    def identity(self) -> ModelIdentity:
+        """Which model this is."""
+        return self._identity
+
+    @property
+    def counters(self) -> Counters:
+        """Work done so far."""
+        return self._counters
+
+    @property
+    def plan(self) -> Plan:
+        """What is compiled in."""
+        return self._plan
+
+    @property
+    def max_batch_tokens(self) -> int:
+        """Tokens of one step, at most."""
+        return int(self._client.vllm_config.scheduler_config.max_num_batched_tokens)
+
+    def tokenize(self, text: str) -> list[int]:
+        """Plain text to ids, with the tokenizer's own special tokens.  Raises RequestError."""
+        return self._tokens.tokenize(text)
+
+    def render_chat(self, messages: Sequence[dict[str, str]]) -> list[int]:
+        """Messages to ids through the chat template, generation prompt included.  Raises RequestError."""
+        return self._tokens.render_chat(messages)
+
+    def detokenize(self, token_ids: TokenIds) -> str:
+        """Ids to text, special tokens left out."""
+        return self._tokens.detokenize(token_ids)
+
+    def check(self, prompts: Sequence[TokenIds]) -> None:
+        """Raise EmptyPrompt, PromptTooLong or RequestError for the first prompt that no step would take.
+
+        vLLM samples a token of every prompt, so the context has to hold one more than the prompt.
+        """
+        check_prompts(prompts, vocabulary=self._vocabulary, max_tokens=self._identity.max_tokens - 1)
+
+    def score(self, prompts: Sequence[TokenIds], probes: Sequence[Probes], *, first_token: bool = False) -> list[Onset]:
+        """Trajectories (Eq. trajectory) at t*, one per probe and prompt.  Raises as ``check`` does, NonFiniteReadout,
+        and EngineError where the probes need more slots than there are."""
+        self.check(prompts)
+
+        async def one(prompt: TokenIds) -> Onset:
+            async for update in self.answer(prompt, probes, first_token=first_token):
+                if update.onset is not None:
+                    return update.onset
+            raise EngineError("vLLM ended a prompt without a first token")
+
+        return self._wait(_all([one(prompt) for prompt in prompts]))
+
+    def extract(self, prompts: Sequence[TokenIds], sites: Sequence[Site]) -> Extraction:
+        """Rows of every layer at t*, [n, m, width] float32 per site, and each prompt's first-token distribution.
+
+        Raises as ``score`` does, and EngineError where the engine was not loaded with ``rows`` and these sites.
+        """
+        if not self._plan.rows or not set(sites) <= set(self._plan.sites):
+            raise EngineError("this engine was started for scoring; start it for training (rows=True) to extract rows")
+        self.check(prompts)
+        directive = Directive(rows=True)
+
+        async def one(prompt: TokenIds) -> Payload:
+            async for output in self._outputs(prompt, _score_only(directive)):
+                return self._payload(output, directive)
+            raise EngineError("vLLM ended a prompt without a first token")
+
+        found = self._wait(_all([one(prompt) for prompt in prompts]))
+        rows = {
+            site: np.stack([payload.rows[site] for payload in found])
+            if found
+            else np.empty((0, self._plan.geometry.num_layers, self._plan.geometry.width(site)), np.float32)
+            for site in sites
+        }
+        return Extraction(rows, tuple(payload.first_token for payload in found if payload.first_token is not None))
+
+    def generate(self, prompts: Sequence[TokenIds], sampling: Sampling) -> list[Completion]:
+        """Answers, batched by vLLM.  Raises as ``check`` and ``check_sampling`` do."""
+        check_sampling(sampling)
+        self.check(prompts)
+
+        async def one(prompt: TokenIds) -> Completion:
+            answer = _Answer()
+            async for output in self._outputs(prompt, _parameters(sampling, None)):
+                answer.take(output)
+            return answer.completion()
+
+        return self._wait(_all([one(prompt) for prompt in prompts]))
+
+    async def answer(
+        self,
+        prompt: TokenIds,
+        probes: Sequence[Probes],
+        *,
+        first_token: bool = False,
+        sampling: Sampling | None = None,
+        gate: Gate | None = None,
+    ) -> AsyncGenerator[Update, None]:
+        """One prompt as ``online.OnlineEngine`` says, all of it one request of vLLM's.  Runs on ``loop``."""
+        if sampling is not None:
+            check_sampling(sampling)
+        columns = await self._slots.hold(probes)
+        answer = _Answer()
+        try:
+            gated = gate is not None and sampling is not None and self._end_token is not None
+            directive = Directive(
+                first_token=first_token,
+                slot=columns[0] if columns else 0,
+                gate=gate if gated else None,
+                end_token=self._end_token if gated else None,
+            )
+            parameters = _score_only(directive) if sampling is None else _parameters(sampling, directive)
+            async for output in self._outputs(prompt, parameters):
+                piece, tokens = answer.take(output)
+                if answer.steps > 1:
+                    yield Update(None, piece, tokens, answer.completion() if output.finished else None)
+                    continue
+                payload = self._payload(output, directive)
+                onset = Onset(
+                    tuple(payload.trajectories[column] for column in columns), payload.first_token, len(prompt)
+                )
+                self._slots.release(columns)
+                columns = []
+                goes_on = sampling is not None and not payload.gated
+                queue, prefill = _times(output)
+                yield Update(
+                    onset,
+                    piece if goes_on else "",
+                    tokens if goes_on else 0,
+                    answer.completion() if goes_on and output.finished else None,
+                    cached_tokens=int(output.num_cached_tokens or 0),
+                    queue_s=queue,
+                    prefill_s=prefill,
+                )
+        finally:
+            self._slots.release(columns)
+
+    def close(self) -> None:
+        """End vLLM's processes.  Later calls raise EngineError."""
+        if self._closed:
+            return
+        self._closed = True
+        self._client.shutdown()
+        if self._owns_loop:
+            self._loop.call_soon_threadsafe(self._loop.stop)
+
+    async def _outputs(self, prompt: TokenIds, parameters: Any) -> AsyncGenerator[Any, None]:
+        """One request's outputs, vLLM's errors in our words."""
+        from vllm.exceptions import VLLMClientError
+        from vllm.inputs.engine import tokens_input
+        from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
+
+        if self._closed:
+            raise EngineError("this engine is closed; load the model again")
+        request = f"hallutracer-{next(self._numbers)}"
+        self._counters.open_continuations += 1
+        first = True
+        stream = self._client.generate(tokens_input(list(prompt)), parameters, request)
+        try:
+            async for output in stream:
+                if first:
+                    self._counters.prefills += 1
+                    self._counters.forward_tokens += len(prompt) - int(output.num_cached_tokens or 0)
+                    first = False
+                else:
+                    self._counters.decode_steps += len(output.outputs[0].token_ids)
+                    self._counters.forward_tokens += len(output.outputs[0].token_ids)
+                yield output
+        except EngineDeadError as error:
+            raise EngineError(f"vLLM has ended ({error}); its own messages say why.  Restart the service") from error
+        except EngineGenerateError as error:
+            raise EngineError(f"vLLM failed on this prompt: {error.__cause__ or error}") from error
+        except VLLMClientError as error:
+            raise RequestError(f"vLLM refuses this request: {error}") from error
+        finally:
+            self._counters.open_continuations -= 1
+            await stream.aclose()
+
+    def _payload(self, output: Any, directive: Directive) -> Payload:
+        if output.prompt_token_id_logprobs is None:
+            raise EngineError("vLLM's first token came without a reading; is its worker class hallutracer's?")
+        return Payload.decode(output.prompt_token_id_logprobs, self._plan, directive)
+
+    async def _describe(self) -> dict[str, Any]:
+        try:
+            return dict((await self._client.collective_rpc("hallutracer_describe"))[0])
+        except Exception as error:
+            raise EngineError(
+                f"vLLM runs a worker that does not read ({error}); start it with --worker-cls {starting.WORKER}"
+            ) from error
+
+    async def _write(self, place: int, probes: Probes) -> None:
+        table = np.concatenate([probes.direction, probes.bias[:, None], probes.scale[:, None]], axis=1)
+        head = [int(value) for value in probes.head]
+        numbers = np.ascontiguousarray(table, np.float32).tobytes()
+        await self._client.collective_rpc("hallutracer_write", args=(place, str(probes.site), head, numbers))
+
+    def _wait(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run on the loop, from another thread."""
+        if self._closed:
+            work.close()
+            raise EngineError("this engine is closed; load the model again")
+        future: Future[T] = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
+
+
+class _Answer:
+    """One request's outputs, put together."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self._text: list[str] = []
+        self._tokens: list[int] = []
+        self._reason: str | None = None
+
+    def take(self, output: Any) -> tuple[str, int]:
+        """One output's new text and how many tokens it brought."""
+        new = output.outputs[0]
+        self.steps += 1
+        self._text.append(new.text)
+        self._tokens += list(new.token_ids)
+        self._reason = new.finish_reason
+        return new.text, len(new.token_ids)
+
+    def completion(self) -> Completion:
+        """The answer so far."""
+        reason = self._reason if self._reason in ("stop", "length") else "cancelled"
+        return Completion("".join(self._text), tuple(self._tokens), reason)
+
+
+def _score_only(directive: Directive) -> Any:
+    """One step: the token that vLLM samples there is thrown away."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    return SamplingParams(
+        max_tokens=1,
+        temperature=0.0,
+        detokenize=False,
+        output_kind=RequestOutputKind.DELTA,
+        extra_args=directive.encode(),
+        skip_clone=True,
+    )
+
+
+def _parameters(sampling: Sampling, directive: Directive | None) -> Any:
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    return SamplingParams(
+        max_tokens=sampling.max_tokens,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        seed=sampling.seed,
+        stop=list(sampling.stop) or None,
+        output_kind=RequestOutputKind.DELTA,
+        extra_args=None if directive is None else directive.encode(),
+    )
+
+
+def _times(output: Any) -> tuple[float, float]:
+    """Seconds in vLLM's queue and from its first step to the first token, as vLLM's core has measured them."""
+    metrics = output.metrics
+    if metrics is None or not metrics.first_token_ts:
+        return 0.0, 0.0
+    return max(0.0, metrics.scheduled_ts - metrics.queued_ts), max(0.0, metrics.first_token_ts - metrics.scheduled_ts)
+
+
+async def _all(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+    """Every result in order, ``IN_FLIGHT`` at a time; the first error ends the others."""
+    room = asyncio.Semaphore(IN_FLIGHT)
+
+    async def one(item: Coroutine[Any, Any, T]) -> T:
+        async with room:
+            return await item
+
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(one(item)) for item in work]
+    except BaseExceptionGroup as errors:
+        raise errors.exceptions[0] from None
+    return [task.result() for task in tasks]
+
+
+def _own_loop() -> asyncio.AbstractEventLoop:
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, name="vllm-client", daemon=True).start()
+    return loop

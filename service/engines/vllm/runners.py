@@ -1,0 +1,222 @@
+"""vLLM's two model runners, V1 and V2: the one file that knows how each tells which row is whose.
+
+A runner that is already built becomes an instance of a subclass of its own class.  Both subclasses do the same five
+things (``reader.Reader`` says in which order) at the places where their runner lets them.  Written against vLLM 0.32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from vllm.distributed.parallel_state import get_pp_group, get_tp_group
+from vllm.sequence import IntermediateTensors
+from vllm.v1.outputs import ModelRunnerOutput
+
+from service.engines.vllm.directive import Directive
+from service.engines.vllm.reader import Reader, Scheduled, StageLink, onset_rows
+from service.errors import EngineError
+
+Tensor = torch.Tensor
+HANDED_ON = "hallutracer"  # the readings of earlier pipeline stages, among the tensors that stages hand on anyway
+
+
+class Ranks(StageLink):
+    """Tensor-parallel ranks: sums and parts come from vLLM's own group."""
+
+    def sum(self, values: Tensor) -> Tensor:
+        """One all-reduce of the selected rows' numbers, not of rows."""
+        return get_tp_group().all_reduce(values.contiguous())  # type: ignore[no-any-return]
+
+    def join(self, rows: Tensor) -> Tensor:
+        """Each rank has its own heads of the rows."""
+        return get_tp_group().all_gather(rows.contiguous(), dim=-1)  # type: ignore[no-any-return]
+
+
+def link() -> StageLink:
+    """How this rank's readings become whole."""
+    return Ranks() if get_tp_group().world_size > 1 else StageLink()
+
+
+def adopt(runner: Any, reader: Reader) -> None:
+    """Make a built runner read.  Raises EngineError for one that is neither V1 nor V2."""
+    for name, mixin in (("execute_model_state", V1Reading), ("req_states", V2Reading)):
+        if name == "execute_model_state" and hasattr(runner, "req_states"):
+            continue
+        if hasattr(runner, name):
+            runner.__class__ = type(f"Reading{type(runner).__name__}", (mixin, type(runner)), {})
+            runner.hallutracer = reader
+            runner.hallutracer_directives = {}
+            runner.hallutracer_earlier = None
+            _watch_logits(runner.model, reader)
+            return
+    raise EngineError(f"{type(runner).__name__} is neither of vLLM 0.32's model runners; install vllm==0.32.0")
+
+
+def _watch_logits(model: Any, reader: Reader) -> None:
+    """Both runners ask the model for the step's logits before a sampler may change them in place."""
+    compute: Callable[..., Tensor | None] = model.compute_logits
+
+    def compute_logits(*args: Any, **kwargs: Any) -> Tensor | None:
+        logits = compute(*args, **kwargs)
+        reader.saw_logits(logits)
+        return logits
+
+    model.compute_logits = compute_logits
+
+
+def _take_earlier(intermediate: Any) -> Tensor | None:
+    """What earlier stages have read, out of what they handed on."""
+    if intermediate is None:
+        return None
+    return intermediate.tensors.pop(HANDED_ON, None)  # type: ignore[no-any-return]
+
+
+class V1Reading:
+    """``vllm.v1.worker.gpu_model_runner.GPUModelRunner`` and its CPU subclass."""
+
+    hallutracer: Reader
+    hallutracer_earlier: Tensor | None
+    hallutracer_payloads: dict[str, Tensor]
+
+    def execute_model(self, scheduler_output: Any, intermediate_tensors: Any = None) -> Any:
+        """Take the earlier stages' readings out before the runner copies what it knows."""
+        self.hallutracer_earlier = _take_earlier(intermediate_tensors)
+        return super().execute_model(scheduler_output, intermediate_tensors)  # type: ignore[misc]
+
+    def _model_forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The step's inputs are prepared, the model has not run."""
+        reader = self.hallutracer
+        reader.before(onset_rows(self._scheduled()), _tokens(args, kwargs))
+        output = super()._model_forward(*args, **kwargs)  # type: ignore[misc]
+        values = reader.after(self.hallutracer_earlier)
+        self.hallutracer_earlier = None
+        if values is not None and not get_pp_group().is_last_rank:
+            output.tensors[HANDED_ON] = values
+        return output
+
+    def _scheduled(self) -> list[Scheduled]:
+        runner: Any = self
+        batch = runner.input_batch
+        starts = runner.query_start_loc.np
+        found = []
+        for row, request in enumerate(batch.req_ids):
+            state = runner.requests[request]
+            if state.sampling_params is None or state.sampling_params.extra_args is None:
+                continue
+            found.append(
+                Scheduled(
+                    request=request,
+                    directive=Directive.decode(state.sampling_params.extra_args),
+                    row=row,
+                    start=int(starts[row]),
+                    count=int(starts[row + 1] - starts[row]),
+                    computed=int(batch.num_computed_tokens_cpu[row]),
+                    prompt=int(batch.num_prompt_tokens[row]),
+                )
+            )
+        discarded = runner.discard_request_mask.np
+        return [one for one in found if not discarded[one.row]]
+
+    def _sample(self, logits: Any, spec_decode_metadata: Any) -> Any:
+        """The sampled tokens are there and nobody has looked at them."""
+        output = super()._sample(logits, spec_decode_metadata)  # type: ignore[misc]
+        self.hallutracer.gate(output.sampled_token_ids)
+        # Copies are asked for before the runner records the event that its own, asynchronous output waits for.
+        self.hallutracer_payloads = self.hallutracer.payloads()
+        return output
+
+    def sample_tokens(self, grammar_output: Any) -> Any:
+        """The way back: with the output that brings the first token."""
+        self.hallutracer_payloads = {}
+        output = super().sample_tokens(grammar_output)  # type: ignore[misc]
+        inner = output if isinstance(output, ModelRunnerOutput) else getattr(output, "_model_runner_output", None)
+        if inner is not None and self.hallutracer_payloads:
+            inner.prompt_token_id_logprobs_dict = self.hallutracer_payloads
+        return output
+
+
+class V2Reading:
+    """``vllm.v1.worker.gpu.model_runner.GPUModelRunner``, the default on CUDA."""
+
+    hallutracer: Reader
+    hallutracer_directives: dict[str, Directive]
+    hallutracer_earlier: Tensor | None
+
+    def add_requests(self, scheduler_output: Any) -> None:
+        """This runner keeps no sampling parameters by request: remember what concerns us."""
+        for request in scheduler_output.scheduled_new_reqs:
+            parameters = request.sampling_params
+            directive = None if parameters is None else Directive.decode(parameters.extra_args)
+            if directive is not None:
+                self.hallutracer_directives[request.req_id] = directive
+        super().add_requests(scheduler_output)  # type: ignore[misc]
+
+    def finish_requests(self, scheduler_output: Any) -> None:
+        """Forget what ended; what was preempted comes back by ``add_requests``."""
+        for request in (*scheduler_output.finished_req_ids, *(scheduler_output.preempted_req_ids or ())):
+            self.hallutracer_directives.pop(request, None)
+        super().finish_requests(scheduler_output)  # type: ignore[misc]
+
+    def prepare_inputs(self, *args: Any, **kwargs: Any) -> Any:
+        """The step's rows are laid out, the model has not run."""
+        batch = super().prepare_inputs(*args, **kwargs)  # type: ignore[misc]
+        self.hallutracer.before(onset_rows(self._scheduled(batch)), int(batch.num_tokens_after_padding))
+        return batch
+
+    def execute_model(self, scheduler_output: Any, intermediate_tensors: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """Prepare, run, gather: the same way for a compiled, an eager and a captured forward pass."""
+        earlier = _take_earlier(intermediate_tensors)
+        self.hallutracer.before([], 0)  # a step without inputs prepares none
+        output = super().execute_model(scheduler_output, intermediate_tensors, *args, **kwargs)  # type: ignore[misc]
+        values = self.hallutracer.after(earlier)
+        if values is not None and isinstance(output, IntermediateTensors):
+            output.tensors[HANDED_ON] = values
+        return output
+
+    def _scheduled(self, batch: Any) -> list[Scheduled]:
+        runner: Any = self
+        prompts = runner.req_states.prompt_len.np[batch.idx_mapping_np]
+        counts = np.diff(batch.query_start_loc_np)
+        found = []
+        for row, request in enumerate(batch.req_ids):
+            directive = self.hallutracer_directives.get(request)
+            if directive is None:
+                continue
+            computed = int(batch.num_computed_tokens_np[row])
+            # Tokens known beyond the prompt are answers of before a preemption: this step samples nothing of t*.
+            if int(batch.prefill_len_np[row]) > int(prompts[row]):
+                continue
+            start = int(batch.query_start_loc_np[row])
+            found.append(Scheduled(request, directive, row, start, int(counts[row]), computed, int(prompts[row])))
+        return found
+
+    def sample(self, *args: Any, **kwargs: Any) -> Any:
+        """The sampled tokens are there and nobody has looked at them."""
+        output = super().sample(*args, **kwargs)  # type: ignore[misc]
+        self.hallutracer.gate(output[0].sampled_token_ids)
+        return output
+
+    def sample_tokens(self, grammar_output: Any) -> Any:
+        """The way back: this runner copies the field to the host together with the sampled tokens."""
+        runner: Any = self
+        worker = getattr(runner, "prompt_logprobs_worker", None)
+        if worker is not None and not hasattr(worker, "hallutracer"):
+            worker.hallutracer = True
+            compute = worker.compute_prompt_token_id_logprobs
+
+            def with_payloads(*args: Any, **kwargs: Any) -> dict[str, Tensor]:
+                return {**compute(*args, **kwargs), **self.hallutracer.payloads()}
+
+            worker.compute_prompt_token_id_logprobs = with_payloads
+        return super().sample_tokens(grammar_output)  # type: ignore[misc]
+
+
+def _tokens(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    """Rows of the coming forward pass, padding included."""
+    for value in (*args, *(kwargs.get(name) for name in ("input_ids", "inputs_embeds", "positions"))):
+        if isinstance(value, Tensor):
+            return int(value.shape[-1] if value.dim() == 1 or value.shape[0] == 3 else value.shape[0])
+    raise EngineError("vLLM's forward pass was called without inputs; install vllm==0.32.0")

@@ -1,0 +1,77 @@
+"""Before anything is served: does each prompt get its own reading, from the row and with the probe it should?
+
+Runs on made-up prompts and a made-up probe, through the same requests that serve.  Golden prompts (``Scorer``) then
+compare with recorded numbers; this finds what a single recorded prompt cannot show: a neighbour's row, a row too early,
+a graph that was compiled without the readout, or with an earlier probe in it as a constant.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Protocol
+
+import numpy as np
+
+from service.engines.base import Onset, TokenIds
+from service.engines.vllm.directive import Plan
+from service.errors import EngineError
+from service.readout import Probes
+
+# Of the largest truth logit: kernels round differently in another batch.
+TOLERANCE = {"float32": 1e-3, "float16": 0.05, "bfloat16": 0.2}
+
+
+class Scores(Protocol):
+    """The engine under test."""
+
+    @property
+    def identity(self) -> object:
+        """Which model this is."""
+        ...
+
+    def score(self, prompts: Sequence[TokenIds], probes: Sequence[Probes], *, first_token: bool = False) -> list[Onset]:
+        """As ``base.Engine``'s."""
+        ...
+
+
+def self_test(engine: Scores, plan: Plan, vocabulary: int) -> None:
+    """Raise EngineError saying which property does not hold."""
+    generator = np.random.default_rng(0)
+    tolerance = TOLERANCE[str(getattr(engine.identity, "dtype", "float32"))]
+    lengths = [2, 5, 3, 40, 1, 17, 2, 9]
+    prompts = [generator.integers(0, vocabulary, length).tolist() for length in lengths]
+    other_end = [*prompts[3][:-1], (prompts[3][-1] + 1) % vocabulary]
+    for site in plan.sites:
+        direction = generator.normal(size=(plan.geometry.num_layers, plan.geometry.dim(site)))
+        direction /= np.linalg.norm(direction, axis=1, keepdims=True)
+        layers = plan.geometry.num_layers
+        probes = Probes(
+            site,
+            generator.integers(0, plan.geometry.heads(site), layers),
+            direction.astype(np.float32),
+            np.zeros(layers, np.float32),
+            np.ones(layers, np.float32),
+        )
+        together = _trajectories(engine, [*prompts, other_end], probes)
+        alone = np.concatenate([_trajectories(engine, [prompt], probes) for prompt in prompts])
+        size = float(np.abs(together).max())
+        if not size > 0.0:
+            raise EngineError(f"self-test: the readout at {site} is zero everywhere; the compiled graph lacks it")
+        apart = float(np.abs(together[:-1] - alone).max()) / size
+        if apart > tolerance:
+            raise EngineError(
+                f"self-test: a prompt's readout at {site} depends on the prompts beside it, by {apart:.2g} of its "
+                "size; rows are mixed up, nothing can be served"
+            )
+        if np.abs(together[3] - together[-1]).max() <= tolerance * size / 10:
+            raise EngineError(f"self-test: the readout at {site} does not see the prompt's last token; a row too early")
+        mirrored = _trajectories(engine, prompts[:2], replace(probes, direction=-probes.direction))
+        if np.abs(mirrored + alone[:2]).max() > tolerance * size:
+            raise EngineError(
+                f"self-test: the compiled graph at {site} does not follow a change of its probe; probes would be stale"
+            )
+
+
+def _trajectories(engine: Scores, prompts: Sequence[TokenIds], probes: Probes) -> np.ndarray:
+    return np.stack([onset.trajectories[0] for onset in engine.score(prompts, [probes])])

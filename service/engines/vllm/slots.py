@@ -1,0 +1,94 @@
+"""Which probe stands in which slot of the compiled graph.  Request side; knows no vLLM.
+
+A slot that a running prompt is to be read with keeps its probe until that prompt's onset has come; the others can be
+written over, which is how one bundle replaces another without a restart.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+
+from service.engines.hooks import check_probe
+from service.engines.vllm.directive import Plan
+from service.errors import EngineError
+from service.readout import Probes, Site
+
+Write = Callable[[int, Probes], Awaitable[None]]
+
+
+@dataclass
+class _Slot:
+    site: Site
+    place: int  # among its site's slots
+    probes: Probes | None = None
+    users: int = 0
+    last_used: int = 0
+
+
+class Slots:
+    """Use it on one event loop only."""
+
+    def __init__(self, plan: Plan, write: Write) -> None:
+        """``write(place, probes)`` puts a probe into a slot of its site on every rank."""
+        self._plan = plan
+        self._write = write
+        self._slots = [_Slot(site, place) for site in plan.sites for place in range(plan.slots)]
+        self._lock = asyncio.Lock()
+        self._clock = 0
+
+    async def hold(self, probes: Sequence[Probes]) -> list[int]:
+        """Each probe's column in a payload, its slot kept until ``release``.
+
+        Raises EngineError where a site is not compiled in or every slot of it is in use.
+        """
+        held: list[int] = []
+        try:
+            for probe in probes:
+                column = self._find(probe)
+                if column is None:
+                    async with self._lock:
+                        column = self._find(probe)
+                        if column is None:
+                            column = await self._put(probe)
+                slot = self._slots[column]
+                slot.users += 1
+                self._clock += 1
+                slot.last_used = self._clock
+                held.append(column)
+        except BaseException:
+            self.release(held)
+            raise
+        return held
+
+    def release(self, columns: Sequence[int]) -> None:
+        """The onset has come, or will not."""
+        for column in columns:
+            self._slots[column].users -= 1
+
+    def _find(self, probe: Probes) -> int | None:
+        return next((column for column, slot in enumerate(self._slots) if slot.probes is probe), None)
+
+    async def _put(self, probe: Probes) -> int:
+        if probe.site not in self._plan.sites:
+            raise EngineError(
+                f"this engine was started without the site {probe.site}; start it with a bundle that reads there"
+            )
+        check_probe(probe, self._plan.geometry)
+        free = [column for column, slot in enumerate(self._slots) if slot.site is probe.site and not slot.users]
+        if not free:
+            raise EngineError(
+                f"all {self._plan.slots} probe slots at {probe.site} are in use; start the engine with more "
+                "(--probe-slots)"
+            )
+        column = min(free, key=lambda column: self._slots[column].last_used)
+        slot = self._slots[column]
+        slot.probes = None  # half-written is nobody's
+        slot.users += 1
+        try:
+            await self._write(slot.place, probe)
+        finally:
+            slot.users -= 1
+        slot.probes = probe
+        return column
