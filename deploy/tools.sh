@@ -1,44 +1,63 @@
 #!/usr/bin/env bash
-# prometheus and promtool for tests/deploy, into .tools/bin of this checkout; nothing where both are on PATH already.
-# Needs no root: Debian's or Ubuntu's own package is downloaded and unpacked, not installed.
+# prometheus, promtool and nginx for tests/deploy, into .tools/bin of this checkout; none that is on PATH already.
+# Needs no root: Debian's or Ubuntu's own packages are downloaded and unpacked, not installed.
 set -euo pipefail
 tools="$(cd "$(dirname "$0")/.." && pwd)/.tools"
 
 fail() {
     printf 'deploy/tools.sh: %s\n' "$1" >&2
-    echo "Install Prometheus another way, so that prometheus and promtool are on PATH or in $tools/bin:" >&2
-    echo "  macOS: brew install prometheus      elsewhere: https://prometheus.io/download/" >&2
+    echo "Install them another way, so that prometheus, promtool and nginx are on PATH or in $tools/bin:" >&2
+    echo "  macOS: brew install prometheus nginx      elsewhere: https://prometheus.io/download/ https://nginx.org/" >&2
     exit 1
 }
 
-if command -v prometheus >/dev/null && command -v promtool >/dev/null; then
-    echo "prometheus and promtool are on PATH"
-    exit 0
-fi
-if [ -x "$tools/bin/prometheus" ] && "$tools/bin/promtool" --version >/dev/null 2>&1; then
-    echo "prometheus and promtool are in $tools/bin"
-    exit 0
-fi
-for command in apt-get dpkg-deb; do
-    command -v "$command" >/dev/null || fail "there is no $command here, so no Debian package to take the binaries from"
-done
+# there PROGRAM OPTION: on PATH, or in .tools/bin and able to run
+there() {
+    command -v "$1" >/dev/null || { [ -x "$tools/bin/$1" ] && "$tools/bin/$1" "$2" >/dev/null 2>&1; }
+}
+
+# download PACKAGE: its .deb into the current folder
+download() {
+    if ! apt-get -qq -o "APT::Sandbox::User=$(id -un)" download "$1" >"$work/log" 2>&1; then
+        # Lists and cache of our own, where the system's are empty (container images): updating those would need root.
+        own=(-o "Dir::State::Lists=$work/lists" -o "Dir::Cache=$work/cache" -o "APT::Sandbox::User=$(id -un)")
+        mkdir -p "$work/lists/partial" "$work/cache/archives/partial"
+        { apt-get -qq "${own[@]}" update && apt-get -qq "${own[@]}" download "$1"; } >"$work/log" 2>&1 ||
+            { cat "$work/log" >&2; fail "apt-get could not download the package $1"; }
+    fi
+}
+
+# fetch PACKAGE VERSION_OPTION PROGRAM...: the programs of the package, one of which takes the option
+fetch() {
+    local package="$1" option="$2" program path
+    shift 2
+    for program in apt-get dpkg-deb; do
+        command -v "$program" >/dev/null || fail "there is no $program here, so no Debian package to take $package from"
+    done
+    download "$package"
+    dpkg-deb -x "./$package"_*.deb "$work/$package"
+    mkdir -p "$tools/bin"
+    echo '*' >"$tools/.gitignore"
+    for program in "$@"; do
+        path="$(find "$work/$package/usr/bin" "$work/$package/usr/sbin" -name "$program" -type f 2>/dev/null || true)"
+        [ -n "$path" ] || fail "the package $package has no $program"
+        "$path" "$option" >/dev/null 2>&1 || fail "the package's $program does not run on this machine"
+        cp "$path" "$tools/bin/$program.new"
+        mv "$tools/bin/$program.new" "$tools/bin/$program"
+    done
+}
 
 work="$(mktemp -d)"
 trap 'rm -rf "$work"' EXIT
-# Lists and cache of our own, where the system's are empty (container images): updating those would need root.
-own=(-o "Dir::State::Lists=$work/lists" -o "Dir::Cache=$work/cache" -o "APT::Sandbox::User=$(id -un)")
-mkdir -p "$work/lists/partial" "$work/cache/archives/partial"
 cd "$work"
-if ! apt-get -qq -o "APT::Sandbox::User=$(id -un)" download prometheus >"$work/log" 2>&1; then
-    { apt-get -qq "${own[@]}" update && apt-get -qq "${own[@]}" download prometheus; } >"$work/log" 2>&1 ||
-        { cat "$work/log" >&2; fail "apt-get could not download the package prometheus"; }
+if ! { there prometheus --version && there promtool --version; }; then
+    fetch prometheus --version prometheus promtool
 fi
-dpkg-deb -x ./prometheus_*.deb "$work/unpacked"
-"$work/unpacked/usr/bin/promtool" --version >/dev/null 2>&1 || fail "the package's promtool does not run on this machine"
-mkdir -p "$tools/bin"
-echo '*' >"$tools/.gitignore"
-for name in prometheus promtool; do
-    cp "$work/unpacked/usr/bin/$name" "$tools/bin/$name.new"
-    mv "$tools/bin/$name.new" "$tools/bin/$name"
-done
-echo "prometheus and promtool are in $tools/bin"
+if ! there nginx -v; then
+    fetch nginx -v nginx
+fi
+if (command -v prometheus && command -v promtool && command -v nginx) >/dev/null; then
+    echo "prometheus, promtool and nginx are on PATH"
+else
+    echo "prometheus, promtool and nginx are here: what PATH has not is in $tools/bin"
+fi

@@ -1,13 +1,15 @@
 """A request without HTTP: token ids -> engine -> risk report, gated or continued.
 
 The way of a request: ``prompts.render`` -> ``Engine.score`` (prefill, readout, truth logits) -> ``risk.risk`` ->
-``guard.judge`` -> perhaps ``Continuation.decode``.  Knows neither HTTP nor where bundles are stored.
+``guard.judge`` -> perhaps ``Continuation.decode``; on an OnlineEngine, ``answer`` for the first and the last of these.
+Knows neither HTTP nor where bundles are stored.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,9 +17,11 @@ from numpy.typing import NDArray
 from probes_store.bundle import Bundle
 from probes_store.golden import check_golden
 from probes_store.identity import check_identity
-from service.engines.base import Completion, Engine, Onset, Sampling, TokenIds, check_sampling
+from service.engines.asking import ask_all
+from service.engines.base import Completion, Engine, Onset, Sampling, SteppingEngine, TokenIds, check_sampling
+from service.engines.online import Gate, OnlineEngine, Update
 from service.errors import NonFiniteReadout
-from service.guard import GATE, Decision, Policy, Verdict, judge
+from service.guard import DECISIONS, GATE, Decision, Policy, Verdict, judge
 from service.prompts import Message, as_prompt_format, render
 from service.readout import Probes, Site
 from service.risk import depth_mean, risk
@@ -34,6 +38,7 @@ class RiskReport:
     verdict: Verdict
     prompt_tokens: int
     completion: Completion | None = None
+    cached_tokens: int = 0  # of the prompt, found in the engine's prefix cache
 
     @property
     def decision(self) -> Decision:
@@ -66,7 +71,7 @@ class Scorer:
                 prompts whose risks differ from the recorded ones.
         """
         check_identity(bundle.manifest, engine.identity)
-        self.engine = engine
+        self.engine: Engine = engine
         self.bundle = bundle
         self.prompt_format = as_prompt_format(bundle.manifest.prompt_format)
         self.probes = probes_of(bundle)
@@ -92,9 +97,12 @@ class Scorer:
     ) -> list[RiskReport]:
         """Prefill once; prompts that may continue decode on from the same KV cache, the others emit no token.
 
-        Prompts go in groups of at most ``KV_TOKENS``, because every open continuation holds its prompt's cache.
+        A SteppingEngine gets groups of at most ``KV_TOKENS``, because every open continuation holds its prompt's
+        cache; an OnlineEngine makes its own out of all of them.
         """
         check_sampling(sampling)
+        if isinstance(self.engine, OnlineEngine):
+            return self._ask(self.engine, prompts, sampling, policy)
         reports: list[RiskReport] = []
         start = held = 0
         for end, prompt in enumerate(prompts):
@@ -104,7 +112,22 @@ class Scorer:
             held += len(prompt)
         return reports + self._group(prompts[start:], sampling, policy)
 
-    def report(self, onset: Onset, trajectory: NDArray[np.float64], policy: Policy) -> RiskReport:
+    def gate(self, policy: Policy) -> Gate | None:
+        """When an engine that goes on by itself must not; None where ``policy`` ends no answer.
+
+        It only spares work: what ``report`` decides is what happens.  At threshold 1 there is nothing to spare, since
+        only a risk that was rounded to 1 reaches it.
+        """
+        threshold = self.bundle.manifest.threshold if policy.threshold is None else policy.threshold
+        if DECISIONS[policy.action] is Decision.CONTINUE or threshold >= 1.0:
+            return None
+        weight = dict(zip(self._signals, self._weight.tolist(), strict=True))
+        depth, probability, entropy = (weight.get(name, 0.0) for name in ("depth_mean", "log_max_prob", "entropy"))
+        return Gate((depth, probability, entropy), self.bundle.manifest.classifier.intercept, threshold)
+
+    def report(
+        self, onset: Onset, trajectory: NDArray[np.float64], policy: Policy, *, cached_tokens: int = 0
+    ) -> RiskReport:
         """What one prompt's onset says.  ``trajectory`` [m] is this bundle's among the onset's.
 
         Raises NonFiniteReadout rather than report a NaN.
@@ -116,10 +139,11 @@ class Scorer:
             trajectory=trajectory,
             verdict=judge(value, policy, self.bundle.manifest.threshold),
             prompt_tokens=onset.prompt_tokens,
+            cached_tokens=cached_tokens,
         )
 
     def _group(self, prompts: Sequence[TokenIds], sampling: Sampling, policy: Policy) -> list[RiskReport]:
-        continuations = self.engine.begin(prompts, [self.probes])
+        continuations = cast(SteppingEngine, self.engine).begin(prompts, [self.probes])
         try:
             reports = [self.report(c.onset, c.onset.trajectories[0], policy) for c in continuations]
             for continuation, report in zip(continuations, reports, strict=True):
@@ -135,6 +159,27 @@ class Scorer:
             for continuation in continuations:
                 continuation.close()
         return reports
+
+    def _ask(
+        self, engine: OnlineEngine, prompts: Sequence[TokenIds], sampling: Sampling, policy: Policy
+    ) -> list[RiskReport]:
+        reports: dict[int, RiskReport] = {}
+
+        def goes_on(place: int, onset: Onset, update: Update) -> bool:
+            report = self.report(onset, onset.trajectories[0], policy, cached_tokens=update.cached_tokens)
+            reports[place] = report
+            return report.decision is Decision.CONTINUE
+
+        completions = ask_all(
+            engine,
+            prompts,
+            [self.probes],
+            sampling,
+            first_token=self.needs_first_token,
+            gate=self.gate(policy),
+            goes_on=goes_on,
+        )
+        return [replace(reports[place], completion=one) for place, one in enumerate(completions)]
 
     def _risk(self, onset: Onset, trajectory: NDArray[np.float64]) -> float:
         vector = signal_vector(onset, trajectory, self._signals)

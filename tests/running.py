@@ -15,20 +15,25 @@ import uvicorn
 
 from service.api.app import create_app
 from service.api.state import ServiceState
+from service.engines.base import Engine
 from service.engines.scripted import ScriptedEngine
 from service.scoring import Scorer
 from service.settings import ServiceSettings
 from tests.matching import matching_bundle
+from tests.scripted_online import ScriptedOnlineEngine
+
+ROOMS = ["room", "live"]
 
 
 class Running:
-    """A service on the scripted engine, listening."""
+    """A service on the scripted engine, listening; ``room`` says which kind of engine it is made to be."""
 
-    def __init__(self, tmp_path: Path, **settings: Any) -> None:
+    def __init__(self, tmp_path: Path, room: str = "room", **settings: Any) -> None:
         self.engine = ScriptedEngine()
+        self.served = served(self.engine, room)
         self.bundles = [matching_bundle(self.engine, tmp_path, name, seed) for seed, name in enumerate(("one", "two"))]
         self.state = ServiceState(
-            lambda: [Scorer(self.engine, bundle) for bundle in self.bundles], settings=ServiceSettings(**settings)
+            lambda: [Scorer(self.served, bundle) for bundle in self.bundles], settings=ServiceSettings(**settings)
         )
         self.app = create_app(self.state)
         self.server = uvicorn.Server(uvicorn.Config(self.app, log_level="warning", timeout_graceful_shutdown=10))
@@ -47,10 +52,16 @@ class Running:
         return sum(found)
 
 
+def served(script: ScriptedEngine, room: str) -> Engine:
+    """What runs ``script``: itself, or for "live" a scheduler of its own in front of it."""
+    assert room in ROOMS
+    return script if room == "room" else ScriptedOnlineEngine(script)
+
+
 @contextmanager
-def running(tmp_path: Path, **settings: Any) -> Iterator[Running]:
+def running(tmp_path: Path, room: str = "room", **settings: Any) -> Iterator[Running]:
     """A ready service; stopped, and its thread ended, afterwards."""
-    service = Running(tmp_path, **settings)
+    service = Running(tmp_path, room, **settings)
     thread = threading.Thread(target=lambda: service.server.run(sockets=[service.socket]))
     thread.start()
     try:

@@ -97,8 +97,10 @@ class Metrics:
             SECONDS,
         )
         self._decode_s = histogram("decode_seconds", "Decoding one prompt's answer.", SECONDS)
-        self._batch_prompts = histogram("batch_prompts", "Prompts in one forward pass.", PROMPTS_A_FORWARD)
-        self._batch_tokens = histogram("batch_tokens", "Prompt tokens in one forward pass.", TOKENS)
+        self._batch_prompts = histogram(
+            "batch_prompts", "Prompts in one forward pass; 1 where the engine makes its own batches.", PROMPTS_A_FORWARD
+        )
+        self._batch_tokens = histogram("batch_tokens", "Prompt tokens in one forward pass, or of one prompt.", TOKENS)
         self._length = histogram("prompt_length_tokens", "Tokens of one prompt.", TOKENS)
 
         # livesum: a process that ended holds no work.  livemin: ready means that each process is.

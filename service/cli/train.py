@@ -140,6 +140,10 @@ def train(
     device: o.Device = "auto",
     max_batch_tokens: o.MaxBatchTokens = None,
     threads: o.Threads = None,
+    engine: o.Engine = "transformers",
+    tensor_parallel_size: o.TensorParallel = 1,
+    pipeline_parallel_size: o.PipelineParallel = 1,
+    engine_arg: o.EngineArg = None,
 ) -> None:
     """Train a probe bundle on your own model and publish it.
 
@@ -181,10 +185,22 @@ def train(
         jobs=jobs,
         **chosen,
     )
-    loading = engine_options(model, revision, dtype, device, max_batch_tokens)
+    loading = engine_options(
+        model,
+        revision,
+        dtype,
+        device,
+        max_batch_tokens,
+        engine,
+        tensor_parallel_size,
+        pipeline_parallel_size,
+        engine_arg,
+    )
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     try:
-        bundle = run(options, lambda: load_engine(loading, threads), open_store(store), console=console)
+        bundle = run(
+            options, lambda: load_engine(loading, threads, rows=[options.readout]), open_store(store), console=console
+        )
     except KeyboardInterrupt:
         console.print(f"interrupted; the same command goes on from {options.run_dir}")
         raise

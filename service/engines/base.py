@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +19,7 @@ from service.errors import RequestError
 from service.readout import Geometry, Probes, Site
 
 TokenIds = Sequence[int]
+EngineName = Literal["transformers", "vllm"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,4 +208,5 @@ class EngineOptions:
     max_batch_tokens: int | None = None  # padded tokens in one forward pass; None: what suits the device
     padding_side: str = "right"
     trust_remote_code: bool = False
+    engine: EngineName = "transformers"
     extra: dict[str, str] = field(default_factory=dict)

@@ -50,6 +50,11 @@ class OnlineEngine(Engine, Protocol):
         """Where ``answer`` runs."""
         ...
 
+    @property
+    def alive(self) -> bool:
+        """False once only a new engine helps."""
+        ...
+
     def answer(
         self,
         prompt: TokenIds,

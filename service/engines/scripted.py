@@ -32,7 +32,7 @@ VOCABULARY = 259
 
 
 class ScriptedEngine:
-    """Implements ``base.Engine`` with invented numbers.
+    """Implements ``base.SteppingEngine`` with invented numbers.
 
     ``answer`` is what every completion says, one byte per token.  ``sleep_s`` delays every forward and decode step,
     ``fail`` is raised by the next forward (and every one after), ``nan_layer`` puts a NaN into that layer's rows, and

@@ -49,7 +49,7 @@ BATCH_TOKENS = {
 
 
 class TransformersEngine:
-    """Runs one model.  Implements ``base.Engine``.
+    """Runs one model.  Implements ``base.SteppingEngine``.
 
     Synchronous, one thread at a time; a second thread that enters during a call gets an EngineError.  Hooks exist
     only while a call runs.  A prompt's readout does not depend on the prompts beside it: in float32 to 1e-5; in half

@@ -1,6 +1,6 @@
 """One prompt's way through the engine room, and the ticket of a request that is waiting for some of them.
 
-A job's fields are written by the engine's thread; what the event loop may see of it arrives there as an event, so
+A job's fields are written on the engine's side; what the event loop may see of it arrives there as an event, so
 neither side needs a lock.  Knows neither the queue nor the engine's loop nor HTTP.
 """
 

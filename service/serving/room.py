@@ -13,33 +13,21 @@ import math
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Protocol, TypeVar
+from typing import TypeVar, cast
 
-from service.engines.base import Continuation, Onset
-from service.errors import EngineError, NonFiniteReadout, NotReady, Overloaded, RequestError
+from service.engines.base import Continuation, Onset, SteppingEngine
+from service.errors import Overloaded
 from service.guard import Decision
 from service.scoring import Scorer
+from service.serving.admission import Speed
 from service.serving.answers import Answers
+from service.serving.contract import MOST_FAILURES, Failures, Observer, shutting_down
 from service.serving.deadline import Deadline
 from service.serving.job import Event, Job, Ticket
 from service.serving.waiting import WaitingRoom
 
 log = logging.getLogger("hallutracer")
 T = TypeVar("T")
-MOST_FAILURES = 32  # prompts in a row
-NEW_SPEED = 0.2  # weight of the newest batch in the running speed
-
-
-class Observer(Protocol):
-    """Who is told about batches and queues; called on the engine's thread."""
-
-    def batch(self, prompts: int, tokens: int) -> None:
-        """A forward pass over ``prompts`` prompts of ``tokens`` real tokens ended well."""
-        ...
-
-    def queue(self, waiting: int, decoding: int) -> None:
-        """How many prompts wait and how many answers are being decoded."""
-        ...
 
 
 class EngineRoom:
@@ -56,24 +44,23 @@ class EngineRoom:
         max_wait_s: float,
         on_broken: Callable[[BaseException], None] = lambda _: None,
     ) -> None:
-        """All ``scorers`` share one engine.  Call on the event loop that will submit.
+        """All ``scorers`` share one engine, a SteppingEngine.  Call on the event loop that will submit.
 
         ``on_broken`` is called there if the thread ends by itself: a bug, or an engine that fails whatever it is given.
         """
         self._scorers = tuple(scorers)
-        self._engine = scorers[0].engine
+        self._engine = cast(SteppingEngine, scorers[0].engine)
         self._observer = observer
         self._max_wait_s = max_wait_s
         self._on_broken = on_broken
-        self._failures = 0  # prompts that failed on their own since the last one that did not, by no fault of theirs
+        self._failures = Failures()
         self._waiting = WaitingRoom(max_queue, max_batch_tokens, max_kv_tokens)
         self._changed = threading.Condition()
         self._closing = False
         self._abandoned = False  # whether a waiting job may have been cancelled
         self._answers = Answers(self._tell, self._after_step)
         self._last_batch = 0
-        self._speed: float | None = None  # prompt tokens a second while there was a queue
-        self._crowded_since: float | None = None
+        self._speed = Speed()
         self._outbox: list[tuple[Job, Event, str | BaseException | None]] = []
         self._loop = asyncio.get_running_loop()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -93,7 +80,7 @@ class EngineRoom:
         """Raise Overloaded where not even one more prompt may wait: cheap enough to ask before a body is read."""
         with self._changed:
             if self._waiting.full and not self._drop_abandoned():
-                self._waiting.check_space(1, math.inf, self._speed)
+                self._waiting.check_space(1, math.inf, self._speed.value)
 
     def submit(self, ticket: Ticket) -> None:
         """Queue a ticket's jobs, all or none.  Raises as ``check_space`` does."""
@@ -113,13 +100,13 @@ class EngineRoom:
 
     def _check_space(self, prompts: int, deadline: Deadline, continues: bool) -> None:
         if not self.alive:
-            raise _shutting_down()
+            raise shutting_down()
         try:
-            self._waiting.check_space(prompts, deadline.left, self._speed, continues=continues)
+            self._waiting.check_space(prompts, deadline.left, self._speed.value, continues=continues)
         except Overloaded:
             if not self._drop_abandoned():
                 raise
-            self._waiting.check_space(prompts, deadline.left, self._speed, continues=continues)
+            self._waiting.check_space(prompts, deadline.left, self._speed.value, continues=continues)
 
     def _drop_abandoned(self) -> bool:
         """Take out jobs that nobody waits for any more, late ones among them: their tickets know."""
@@ -187,19 +174,19 @@ class EngineRoom:
         except Exception as error:
             if len(batch) == 1:
                 self._fail(batch[0], error)
-                self._count_failure(error)
+                self._failures.count(error, MOST_FAILURES)
                 return
             for job in batch:  # one prompt's fault must not be its neighbours': each on its own
                 if not job.cancelled:
                     self._prefill([job])
             return
-        self._failures = 0
+        self._failures.reset()
         ended = time.monotonic()
         tokens = sum(len(prompt) for prompt in prompts)
         self._observer.batch(len(batch), tokens)
         with self._changed:
             crowded = self._waiting.startable(self._answers.kv_held)
-        self._note_speed(tokens, ended, crowded)
+        self._speed.note(tokens, ended, crowded)
         self._last_batch = len(batch)
         for job, onset, continuation in zip(batch, onsets, continuations, strict=True):
             job.timings.queue = started - job.queued
@@ -221,20 +208,6 @@ class EngineRoom:
             self._fail(job, error)
         if continuation is not None:
             continuation.close()
-
-    def _count_failure(self, error: Exception) -> None:
-        # A device in an error state (CUDA keeps one until the process ends) fails every prompt for ever.
-        self._failures += not isinstance(error, RequestError | NonFiniteReadout)
-        if self._failures >= MOST_FAILURES:
-            raise EngineError(f"{self._failures} prompts in a row failed; the last: {error}") from error
-
-    def _note_speed(self, tokens: int, ended: float, crowded: bool) -> None:
-        # From batch to batch while someone who could start was waiting, so that decoding's share of the time is in it;
-        # an idle engine's small batches say nothing about what it can do.
-        if self._crowded_since is not None:
-            newest = tokens / max(ended - self._crowded_since, 1e-6)
-            self._speed = newest if self._speed is None else self._speed + NEW_SPEED * (newest - self._speed)
-        self._crowded_since = ended if crowded else None
 
     def _tell(self, job: Job, event: Event, value: str | BaseException | None) -> None:
         self._outbox.append((job, event, value))
@@ -267,8 +240,8 @@ class EngineRoom:
             self._closing = True
             left = self._waiting.remove(lambda _: True)
         for job in (*unfinished, *left):
-            self._fail(job, _shutting_down())
-        self._answers.abandon(_shutting_down())
+            self._fail(job, shutting_down())
+        self._answers.abandon(shutting_down())
         self._deliver()
         self._report_queue()
 
@@ -276,7 +249,3 @@ class EngineRoom:
 def _hand_over(events: Sequence[tuple[Job, Event, str | BaseException | None]]) -> None:
     for job, event, value in events:
         job.ticket.take(job, event, value)
-
-
-def _shutting_down() -> NotReady:
-    return NotReady("the service is shutting down")

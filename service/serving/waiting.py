@@ -6,19 +6,16 @@ they fit and the padding stays small, so nobody waits for ever and no forward pa
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 
-from service.errors import Overloaded
+from service.serving import admission
 from service.serving.job import Job
 
 MOST_PADDING = 1.25  # padded over real tokens in one forward pass
 FREE_PADDING = 128  # padded tokens up to which a forward pass is too small for padding to matter
 LOOKED_AT = 256  # waiting jobs among which a batch is chosen
-LONGEST_RETRY_S = 60
-HEADROOM = 0.75  # of its time that a request may expect to wait: an estimate errs, and what comes too late is wasted
 
 
 class WaitingRoom:
@@ -42,25 +39,18 @@ class WaitingRoom:
     def check_space(
         self, prompts: int, seconds: float, tokens_per_second: float | None, *, continues: bool = False
     ) -> None:
-        """Raise Overloaded where ``prompts`` more do not fit, or could not be answered within ``seconds``.
+        """Raise Overloaded as ``admission.check_space`` does.
 
-        ``tokens_per_second`` is the engine's recent speed under load; None where it has not been seen.  Scores pass
-        answers that wait for room in the cache, so these do not count for one that does not ``continue``.
+        Scores pass answers that wait for room in the cache, so these do not count for one that does not ``continue``.
         """
-        ahead = self._tokens[False] + (self._tokens[True] if continues else 0)
-        wait = ahead / tokens_per_second if tokens_per_second else 0.0
-        retry = min(LONGEST_RETRY_S, max(1, math.ceil(wait)))
-        if len(self._jobs) + prompts > self._max_prompts:
-            raise Overloaded(
-                f"the queue holds {len(self._jobs)} of at most {self._max_prompts} prompts; try again in {retry} s",
-                retry_after_s=retry,
-            )
-        if wait > HEADROOM * seconds:
-            raise Overloaded(
-                f"about {wait:.1f} s of work is waiting, too much for the {seconds:.1f} s that this request has left; "
-                f"try again in {retry} s",
-                retry_after_s=retry,
-            )
+        admission.check_space(
+            prompts,
+            held=len(self._jobs),
+            most=self._max_prompts,
+            ahead=self._tokens[False] + (self._tokens[True] if continues else 0),
+            seconds=seconds,
+            tokens_per_second=tokens_per_second,
+        )
 
     def add(self, jobs: Sequence[Job]) -> None:
         """Let jobs in that ``check_space`` has let through."""

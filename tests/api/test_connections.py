@@ -14,12 +14,15 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.running import Running, running, until
+from tests.running import ROOMS, Running, running, until
+from tests.scripted_online import ScriptedOnlineEngine
+
+both_rooms = pytest.mark.parametrize("room", ROOMS)
 
 
-@pytest.fixture
-def service(tmp_path: Path) -> Iterator[Running]:
-    with running(tmp_path) as service:
+@pytest.fixture(params=ROOMS)
+def service(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Running]:
+    with running(tmp_path, request.param) as service:
         yield service
 
 
@@ -66,6 +69,18 @@ def test_a_stream_is_the_risk_then_the_answer(service: Running) -> None:
     assert last["finish_reason"] == plain["data"][0]["completion"]["finish_reason"] == "length"
     assert last["usage"] == plain["usage"]
     assert {event["id"] for event in (first, *pieces, last)} == {f"risk-{response.headers['x-request-id']}"}
+
+
+def test_cached_tokens_are_told(tmp_path: Path) -> None:
+    with running(tmp_path, "live") as service:
+        assert isinstance(service.served, ScriptedOnlineEngine)
+        service.served.cached_tokens = 4
+        assert service.post(prompt=["a", "b"]).json()["usage"]["cached_tokens"] == 8
+        answer: dict[str, Any] = {"prompt": "a", "generate": {"max_tokens": 5}, "threshold": 1}
+        plain = service.post(**answer).json()["usage"]
+        assert (plain["cached_tokens"], plain["completion_tokens"]) == (4, 5)
+        first, *_, last = events(service.post(**answer, stream=True).text)
+        assert first["usage"]["cached_tokens"] == last["usage"]["cached_tokens"] == 4
 
 
 @pytest.mark.parametrize("policy", ["gate", "block"])
@@ -183,9 +198,10 @@ def test_a_body_that_never_comes_is_408(tmp_path: Path) -> None:
         assert service.metric("hallutracer_requests_in_flight") == 0
 
 
-def test_a_reader_that_takes_nothing_is_let_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@both_rooms
+def test_a_reader_that_takes_nothing_is_let_go(tmp_path: Path, room: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("service.api.stream.SLOW_READER_S", 0.2)
-    with running(tmp_path, deadline_s=3.0, max_new_tokens=50_000, max_kv_tokens=200_000) as service:
+    with running(tmp_path, room, deadline_s=3.0, max_new_tokens=50_000, max_kv_tokens=200_000) as service:
         service.engine.answer = "x" * 50_000
         service.engine._identity = dataclasses.replace(service.engine.identity, max_tokens=60_000)
         body = {"prompt": "a", "threshold": 1, "generate": {"max_tokens": 50_000}, "stream": True}
@@ -206,8 +222,9 @@ def test_a_reader_that_takes_nothing_is_let_go(tmp_path: Path, monkeypatch: pyte
             connection.close()
 
 
-def test_stopping_finishes_what_is_in_flight(tmp_path: Path) -> None:
-    with running(tmp_path) as service:
+@both_rooms
+def test_stopping_finishes_what_is_in_flight(tmp_path: Path, room: str) -> None:
+    with running(tmp_path, room) as service:
         service.engine.answer, service.engine.sleep_s = "x" * 100, 0.01
         streaming = send(service, {"prompt": "a", "threshold": 1, "generate": {"max_tokens": 100}, "stream": True})
         text = streaming.recv(4096)
@@ -239,8 +256,9 @@ def test_the_same_answer_with_and_without_a_stream_in_a_crowd(service: Running) 
     until(lambda: idle(service))
 
 
-def test_a_broken_engine_is_neither_ready_nor_alive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with running(tmp_path) as service:
+@both_rooms
+def test_a_broken_engine_is_neither_ready_nor_alive(tmp_path: Path, room: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with running(tmp_path, room) as service:
         told = threading.Event()
         service.state.on_broken = told.set
         assert httpx.get(f"{service.url}/health/live").status_code == 200
@@ -254,8 +272,10 @@ def test_a_broken_engine_is_neither_ready_nor_alive(tmp_path: Path, monkeypatch:
         assert service.metric("hallutracer_ready") == 0
 
 
-def test_a_full_queue_is_429_with_retry_after(tmp_path: Path) -> None:
-    with running(tmp_path, max_queue=2, max_prompts=2) as service:
+@pytest.mark.parametrize(("room", "waiting"), [("room", 2), ("live", 3)])
+def test_a_full_queue_is_429_with_retry_after(tmp_path: Path, room: str, waiting: int) -> None:
+    """In front of a scheduler that keeps its queue to itself, what it has begun with waits as well."""
+    with running(tmp_path, room, max_queue=waiting, max_prompts=2) as service:
         entered, release = threading.Event(), threading.Event()
 
         def block(_: str) -> None:
@@ -266,7 +286,7 @@ def test_a_full_queue_is_429_with_retry_after(tmp_path: Path) -> None:
         first = send(service, {"prompt": "held"})
         assert entered.wait(20)
         second = send(service, {"prompt": ["a", "b"]})
-        until(lambda: service.metric("hallutracer_queue_depth") == 2)
+        until(lambda: service.metric("hallutracer_queue_depth") == waiting)
         refused = service.post(prompt="c")
         assert refused.status_code == 429
         assert int(refused.headers["retry-after"]) >= 1

@@ -42,6 +42,7 @@ def workloads(root: Path) -> Iterator[str]:
             yield from _container(f"{where} {container['name']}", container, declared)
             if container.get("args") == ["serve"]:
                 yield from _probes(f"{where} {container['name']}", container)
+            yield from _engine(f"{where} {container['name']}", container)
             if _stopping(container) >= spec["terminationGracePeriodSeconds"]:
                 yield f"{where} {container['name']}: killed before it has drained"
 
@@ -59,6 +60,19 @@ def _container(name: str, container: p.Document, declared: set[str]) -> Iterator
     for file in (value for value in p.variables(container).values() if value.startswith("/")):
         if str(Path(file).parent) not in paths.values():
             yield f"{name}: {file} is not mounted"
+
+
+def _engine(name: str, container: p.Document) -> Iterator[str]:
+    """The image's engine is the one that is asked for, and a model is spread over as many GPUs as the pod gets."""
+    variables, limits = p.variables(container), container.get("resources", {}).get("limits", {})
+    vllm = variables.get("HALLUTRACER_ENGINE") == "vllm"
+    if vllm != container["image"].endswith("-vllm"):
+        yield f"{name}: the image {container['image']} has another engine"
+    spread = int(variables.get("HALLUTRACER_TENSOR_PARALLEL_SIZE", 1))
+    if vllm and spread * int(variables.get("HALLUTRACER_PIPELINE_PARALLEL_SIZE", 1)) != limits.get("nvidia.com/gpu"):
+        yield f"{name}: {limits.get('nvidia.com/gpu')} GPUs, and a model that wants another number"
+    if spread > 1 and "/dev/shm" not in {mount["mountPath"] for mount in container.get("volumeMounts", [])}:
+        yield f"{name}: vLLM's processes have 64 MiB to meet in"
 
 
 def _stopping(container: p.Document) -> float:

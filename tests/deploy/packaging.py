@@ -11,7 +11,8 @@ import yaml
 
 ROOT = Path(__file__).resolve().parents[2]
 PARTS = ("Dockerfile", ".dockerignore", ".env.example", "docker-compose.yml", "deploy", "pyproject.toml",
-         "constraints.txt", "README.md", "LICENSE")  # fmt: skip
+         "constraints.txt", "requirements-vllm-cpu.txt", "requirements-vllm-cuda.txt", "README.md",
+         "LICENSE")  # fmt: skip
 Document = dict[str, Any]
 
 
@@ -38,9 +39,14 @@ def dockerfile(root: Path) -> list[Step]:
     return steps
 
 
-def environment(root: Path) -> dict[str, str]:
-    """What the image sets for every process: the ENV of the stage that both images share."""
-    pairs = " ".join(step.text for step in dockerfile(root) if (step.stage, step.verb) == ("runtime", "ENV"))
+def environment(root: Path, target: str = "runtime") -> dict[str, str]:
+    """What an image sets for every process: the ENV of its stage and of those it stands on."""
+    steps = dockerfile(root)
+    chain = [target]
+    stages = {step.stage for step in steps}
+    while chain[0] in stages:
+        chain.insert(0, next(step.text.split()[0] for step in steps if (step.stage, step.verb) == (chain[0], "FROM")))
+    pairs = " ".join(step.text for stage in chain for step in steps if (step.stage, step.verb) == (stage, "ENV"))
     return dict(pair.split("=", 1) for pair in pairs.split())
 
 

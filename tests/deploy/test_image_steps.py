@@ -165,15 +165,17 @@ def test_nobody_listening_is_not_healthy() -> None:
 
 def environments() -> dict[str, dict[str, str]]:
     """The variables of every service that runs ``hallutracer serve``, on top of the image's."""
-    image = p.environment(p.ROOT)
     services = p.compose(p.ROOT)["services"]
-    found = {name: services[name]["environment"] for name in ("hallutracer", "hallutracer-gpu", "guard")}
+    names = [name for name in services if name.startswith("hallutracer") or name == "guard"]
+    found = {n: p.environment(p.ROOT, services[n]["build"]["target"]) | services[n]["environment"] for n in names}
     for folder in p.kustomizations(p.ROOT):
         for pod in p.pods(p.rendered(folder)):
             for container in p.containers(pod):
                 if container.get("args") == ["serve"]:
-                    found[f"{folder.name} {container['name']}"] = p.variables(container)
-    return {name: image | variables for name, variables in found.items()}
+                    target = container["image"].partition("-")[2] or "cpu"
+                    image = p.environment(p.ROOT, target)
+                    found[f"{folder.name} {container['name']}"] = image | p.variables(container)
+    return found
 
 
 ENVIRONMENTS = environments()
@@ -200,9 +202,10 @@ def test_serve_takes_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     assert options["host"] == ("127.0.0.1" if "guard" in name else "0.0.0.0")
     assert options["store"] == Path("/var/lib/hallutracer/probes")
     assert options["drain_s"] == 30
-    keyed = name not in ("hallutracer", "hallutracer-gpu")
+    keyed = not name.startswith("hallutracer")
+    assert options.get("engine", "transformers") == ("vllm" if "vllm" in name else "transformers")
     assert (options["api_key_file"] is not None) == keyed
-    if name == "hallutracer-gpu":  # nothing set in .env: the demo model, on the GPU
+    if name in ("hallutracer-gpu", "hallutracer-vllm"):  # nothing set in .env: the demo model, on the GPU
         assert options["model"] is None
         assert not options["bundle"]
 

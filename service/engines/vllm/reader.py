@@ -143,7 +143,7 @@ class Reader:
         # From the trajectory, as the request side does, so that both see the same number.
         signals[:, 0] = self._values[slots, places, :-1].double().mean(-1)
         if self._summary is not None:
-            signals[:, 1:] = self._summary[places, :2].to(signals)
+            signals[:, 1:] = self._summary[places, :2].float().to(signals)  # rounded as the payload's are
         # A signal without a weight may be anything, a NaN too.
         used = torch.where(weights[:, :3] == 0, torch.zeros_like(signals), signals)
         z = (weights[:, :3] * used).sum(-1) + weights[:, 3]

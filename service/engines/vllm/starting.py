@@ -22,7 +22,7 @@ from service.readout import Site
 WORKER = "service.engines.vllm.worker.Worker"
 VERSION = "0.32.0"
 CPU_CACHE_BYTES = 1 << 30
-ENVIRONMENT = {"VLLM_LOGGING_LEVEL": "WARNING", "VLLM_NO_USAGE_STATS": "1", "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
+ENVIRONMENT = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1", "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
 # What HalluTracer decides itself; everything else of vLLM's engine arguments may be given.
 OURS = {
     "model": "--model",
@@ -57,7 +57,9 @@ def check_installed() -> None:
         return
 
 
-def start(options: EngineOptions, found: loading.Found, sites: Sequence[Site], slots: int, *, rows: bool) -> Any:
+def start(
+    options: EngineOptions, found: loading.Found, sites: Sequence[Site], slots: int, *, rows: bool, threads: int | None
+) -> Any:
     """A started ``vllm.v1.engine.async_llm.AsyncLLM``.  Blocks while the model is loaded and compiled."""
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
@@ -66,6 +68,8 @@ def start(options: EngineOptions, found: loading.Found, sites: Sequence[Site], s
 
     device = loading.choose_device(options.device)
     arguments = engine_arguments(options)
+    if device.type == "cpu":
+        _bind_cores(arguments, threads)
     sized = {"kv_cache_memory_bytes", "gpu_memory_utilization"} & set(
         arguments
     ) or "VLLM_CPU_KVCACHE_SPACE" in os.environ
@@ -96,6 +100,19 @@ def start(options: EngineOptions, found: loading.Found, sites: Sequence[Site], s
             "VLLM_LOGGING_LEVEL=INFO says more",
             param="model",
         ) from error
+
+
+def _bind_cores(arguments: dict[str, Any], threads: int | None) -> None:
+    """A share of the cores for each rank: vLLM's CPU build asks for a NUMA node a rank, which few machines have."""
+    ranks = arguments.get("tensor_parallel_size", 1) * arguments.get("pipeline_parallel_size", 1)
+    cores = sorted(os.sched_getaffinity(0))[:threads]
+    if (ranks == 1 and threads is None) or "VLLM_CPU_OMP_THREADS_BIND" in os.environ:
+        return
+    if ranks > len(cores):
+        raise ModelLoadError(f"{ranks} ranks do not fit on {len(cores)} cores", param="tensor_parallel_size")
+    share = len(cores) // ranks
+    shares = [cores[rank * share : (rank + 1) * share] for rank in range(ranks)]
+    os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(",".join(map(str, share)) for share in shares)
 
 
 def engine_arguments(options: EngineOptions) -> dict[str, Any]:

@@ -1,0 +1,137 @@
+"""deploy/nginx/nginx.conf run by a real nginx, and replicas that misbehave as told.  Knows nothing of scores."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.deploy.prometheus_server import ROOT, binary
+
+CONFIGURATION = ROOT / "deploy" / "nginx" / "nginx.conf"
+FIRST, SECOND = "127.0.0.1:8765", "127.0.0.1:8766"
+LISTEN = "listen 127.0.0.1:8080;"
+Edit = tuple[str, str]
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def configuration(folder: Path, replicas: tuple[str, str], port: int, *edits: Edit) -> Path:
+    """Ours, but for the addresses, the folder of its files, and what a test changes on purpose."""
+    text = CONFIGURATION.read_text().replace("/tmp/hallutracer-nginx", f"{folder}/nginx")
+    own = [(f"server {FIRST} ", f"server {replicas[0]} "), (f"server {SECOND} ", f"server {replicas[1]} ")]
+    own += [(LISTEN, f"listen 127.0.0.1:{port};"), ("access_log /dev/stdout", f"access_log {folder}/lines")]
+    own += [("worker_processes auto", "worker_processes 1")]  # two cores run all of this
+    for old, new in (*own, *edits):
+        assert text.count(old) == 1, f"nginx.conf should say {old} once"
+        text = text.replace(old, new)
+    path = folder / "nginx.conf"
+    path.write_text(text)
+    return path
+
+
+def check(path: Path) -> subprocess.CompletedProcess[str]:
+    """nginx's own reading of a configuration."""
+    return subprocess.run([binary("nginx"), "-t", "-c", path], capture_output=True, text=True, check=False)
+
+
+@dataclass(frozen=True)
+class Balancer:
+    """A running nginx: its address and its log."""
+
+    url: str
+    log: Path
+
+    def lines(self, count: int) -> list[dict[str, Any]]:
+        """The log, once it has ``count`` lines: nginx writes each after the answer has gone out."""
+        for _ in range(500):
+            found = self.log.read_text().splitlines()
+            if len(found) >= count:
+                return [json.loads(line) for line in found]
+            time.sleep(0.02)
+        raise AssertionError(f"{len(found)} lines in nginx's log, not {count}")
+
+
+@contextmanager
+def balancing(folder: Path, replicas: tuple[str, str], *edits: Edit) -> Iterator[Balancer]:
+    """nginx in front of two replicas; on another port where somebody was faster to take it."""
+    nginx = binary("nginx")
+    for _ in range(5):
+        port = free_port()
+        path = configuration(folder, replicas, port, *edits)
+        with (folder / "errors").open("w") as errors:
+            process = subprocess.Popen([nginx, "-c", path, "-g", "daemon off;"], stderr=errors)
+        try:
+            if _listens(port, process):
+                yield Balancer(f"http://127.0.0.1:{port}", folder / "lines")
+                return
+            assert "already in use" in (folder / "errors").read_text(), (folder / "errors").read_text()
+        finally:
+            process.terminate()
+            process.wait(timeout=60)
+    pytest.fail("no free port for nginx in five attempts")
+
+
+def _listens(port: int, process: subprocess.Popen[bytes]) -> bool:
+    while process.poll() is None:
+        with socket.socket() as client:
+            if client.connect_ex(("127.0.0.1", port)) == 0:
+                return True
+        time.sleep(0.02)
+    return False
+
+
+@dataclass
+class Replica:
+    """A server that behaves as told; ``began`` counts the requests that reached it."""
+
+    behave: Callable[[BaseHTTPRequestHandler], None]
+    address: str = ""
+    began: list[str] = field(default_factory=list)
+
+
+@contextmanager
+def replica(behave: Callable[[BaseHTTPRequestHandler], None]) -> Iterator[Replica]:
+    """A replica of one behaviour; the handler's body has been read when it is called."""
+    made = Replica(behave)
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["Content-Length"]))
+            made.began.append(self.headers["X-Request-Id"])
+            behave(self)
+
+        def log_message(self, format: str, *args: Any) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        server.daemon_threads = True
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        made.address = f"127.0.0.1:{server.server_address[1]}"
+        yield made
+        server.shutdown()
+
+
+def answer(handler: BaseHTTPRequestHandler, status: int, body: bytes, **headers: str) -> None:
+    handler.send_response(status)
+    for name, value in {"Content-Type": "application/json", **headers}.items():
+        handler.send_header(name.replace("_", "-"), value)
+    handler.send_header("Content-Length", str(len(body)))
+    handler.end_headers()
+    handler.wfile.write(body)

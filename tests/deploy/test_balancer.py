@@ -1,0 +1,207 @@
+"""Several replicas behind one nginx: a real round trip, and a POST that may have begun is never sent twice."""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from http.server import BaseHTTPRequestHandler
+from pathlib import Path
+
+import httpx
+import pytest
+
+from service.settings import ServiceSettings
+from tests.deploy import balancer as b
+from tests.deploy.live_service import serving
+
+NOT_READY = b'{"error":{"code":"not_ready"}}'
+REPEATS: b.Edit = ("proxy_next_upstream error timeout http_503;", "proxy_next_upstream error timeout non_idempotent;")
+
+
+def fine(handler: BaseHTTPRequestHandler) -> None:
+    b.answer(handler, 200, b"{}")
+
+
+def loading(handler: BaseHTTPRequestHandler) -> None:
+    b.answer(handler, 503, NOT_READY, Retry_After="1")
+
+
+def breaking(handler: BaseHTTPRequestHandler) -> None:
+    handler.close_connection = True
+
+
+def post(url: str, **headers: str) -> httpx.Response:
+    return httpx.post(f"{url}/score", json={"prompt": "x"}, headers=headers, timeout=60)
+
+
+# --- the file ---
+
+
+def test_nginx_takes_the_configuration(tmp_path: Path) -> None:
+    done = b.check(b.configuration(tmp_path, (b.FIRST, b.SECOND), b.free_port()))
+    assert done.returncode == 0, done.stderr
+
+
+def test_nginx_sees_a_fault(tmp_path: Path) -> None:
+    done = b.check(b.configuration(tmp_path, (b.FIRST, b.SECOND), b.free_port(), ("least_conn;", "least_con;")))
+    assert done.returncode != 0
+    assert "least_con" in done.stderr
+
+
+def test_its_limits_are_the_services_own() -> None:
+    text, settings = b.CONFIGURATION.read_text(), ServiceSettings()
+    assert b.FIRST.endswith(f":{settings.port}")
+    for name in ("client_max_body_size", "client_body_buffer_size"):
+        assert re.findall(rf"{name} (\d+)m;", text) == [str(settings.max_body_bytes // 1024**2)]
+    [reads] = re.findall(r"proxy_read_timeout (\d+)s;", text)
+    assert int(reads) > settings.deadline_s
+
+
+# --- two replicas of the service ---
+
+
+@pytest.fixture(scope="module")
+def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[b.Balancer]:
+    folder = tmp_path_factory.mktemp("fleet")
+    with serving(folder / "one") as one, serving(folder / "two") as two:
+        addresses = (one.removeprefix("http://"), two.removeprefix("http://"))
+        for url in (one, two):
+            assert httpx.get(f"{url}/health/ready", timeout=60).status_code == 200
+        with b.balancing(folder, addresses) as found:
+            yield found
+
+
+def test_requests_are_spread_and_keep_their_ids(fleet: b.Balancer) -> None:
+    names = [f"mine-{i}" for i in range(16)]
+
+    def ask(name: str) -> httpx.Response:
+        body = {"prompt": "What is the capital of Italy?", "generate": {"max_tokens": 8}}
+        return httpx.post(f"{fleet.url}/score", json=body, headers={"X-Request-Id": name}, timeout=60)
+
+    with ThreadPoolExecutor(8) as pool:
+        answers = list(pool.map(ask, names))
+    assert [found.status_code for found in answers] == [200] * 16
+    assert [found.headers["x-request-id"] for found in answers] == names
+    risks = [found.json()["data"][0]["risk"] for found in answers]
+    assert max(risks) - min(risks) < 1e-4
+    assert {found.json()["data"][0]["completion"]["text"] for found in answers} == {" It is Rome."}
+    lines = [line for line in fleet.lines(16) if line["request_id"].startswith("mine-")]
+    assert sorted(line["request_id"] for line in lines) == sorted(names)
+    assert len({line["replicas"] for line in lines}) == 2
+
+
+def test_a_request_without_an_id_gets_one(fleet: b.Balancer) -> None:
+    assert re.fullmatch("[0-9a-f]{32}", post(fleet.url).headers["x-request-id"])
+
+
+def test_an_answer_streams_through(fleet: b.Balancer) -> None:
+    body = {"prompt": "What is the capital of Italy?", "generate": {"max_tokens": 8}, "stream": True}
+    with httpx.stream("POST", f"{fleet.url}/score", json=body, timeout=60) as found:
+        events = [line for line in found.iter_lines() if line]
+    assert found.headers["content-type"].startswith("text/event-stream")
+    assert '"risk.list"' in events[0]
+    assert len(events) > 3
+    assert events[-1] == "data: [DONE]"
+
+
+def test_an_error_comes_through_as_the_replica_said_it(fleet: b.Balancer) -> None:
+    found = httpx.post(f"{fleet.url}/score", json={"prompt": "x", "bundle": "absent"}, timeout=60)
+    assert (found.status_code, found.json()["error"]["code"]) == (404, "not_found")
+
+
+def test_readiness_is_the_fleets_and_metrics_are_each_replicas_own(fleet: b.Balancer) -> None:
+    assert httpx.get(f"{fleet.url}/health/ready", timeout=60).status_code == 200
+    assert httpx.get(f"{fleet.url}/metrics", timeout=60).status_code == 404
+
+
+# --- replicas that fail ---
+
+
+def test_an_event_goes_out_before_the_next_is_there(tmp_path: Path) -> None:
+    seen = threading.Event()
+
+    def streaming(handler: BaseHTTPRequestHandler) -> None:
+        handler.send_response(200)
+        handler.send_header("Content-Type", "text/event-stream")
+        handler.end_headers()
+        handler.wfile.write(b"data: risk\n\n")
+        handler.wfile.write(b"data: after\n\n" if seen.wait(30) else b"data: too late\n\n")
+        handler.close_connection = True
+
+    with b.replica(streaming) as one, b.balancing(tmp_path, (one.address, one.address)) as nginx:
+        found = []
+        with httpx.stream("POST", f"{nginx.url}/score", json={}, timeout=60) as answer:
+            for line in answer.iter_lines():
+                found.append(line)
+                seen.set()
+    assert [line for line in found if line] == ["data: risk", "data: after"]
+
+
+def test_a_client_that_hangs_up_is_gone_for_the_replica_too(tmp_path: Path) -> None:
+    gone, began = threading.Event(), threading.Event()
+
+    def waiting(handler: BaseHTTPRequestHandler) -> None:
+        began.set()
+        if handler.connection.recv(1) == b"":
+            gone.set()
+        handler.close_connection = True
+
+    with b.replica(waiting) as one, b.balancing(tmp_path, (one.address, one.address)) as nginx:
+        with httpx.Client() as client:
+            with pytest.raises(httpx.ReadTimeout):
+                client.post(f"{nginx.url}/score", json={}, timeout=httpx.Timeout(60, read=0.2))
+            assert began.wait(30)
+        assert gone.wait(30)
+
+
+def test_a_post_whose_connection_broke_is_not_repeated(tmp_path: Path) -> None:
+    with b.replica(breaking) as one, b.replica(breaking) as two, \
+            b.balancing(tmp_path, (one.address, two.address)) as nginx:  # fmt: skip
+        assert post(nginx.url).status_code == 502
+        assert len(one.began + two.began) == 1
+
+
+def test_the_broken_post_would_be_repeated_under_another_rule(tmp_path: Path) -> None:
+    with b.replica(breaking) as one, b.replica(breaking) as two, \
+            b.balancing(tmp_path, (one.address, two.address), REPEATS) as nginx:  # fmt: skip
+        assert post(nginx.url).status_code == 502
+        assert len(one.began + two.began) == 2
+
+
+def test_a_post_that_takes_too_long_is_not_repeated(tmp_path: Path) -> None:
+    done = threading.Event()
+
+    def slow(handler: BaseHTTPRequestHandler) -> None:
+        done.wait(30)
+        handler.close_connection = True
+
+    soon = ("proxy_read_timeout 60s", "proxy_read_timeout 300ms")
+    with b.replica(slow) as one, b.replica(slow) as two, \
+            b.balancing(tmp_path, (one.address, two.address), soon) as nginx:  # fmt: skip
+        assert post(nginx.url).status_code == 504
+        assert len(one.began + two.began) == 1
+        done.set()
+
+
+def test_a_replica_that_is_away_costs_nobody_an_answer(tmp_path: Path) -> None:
+    with b.replica(fine) as two, b.balancing(tmp_path, (f"127.0.0.1:{b.free_port()}", two.address)) as nginx:
+        assert [post(nginx.url).status_code for _ in range(6)] == [200] * 6
+        assert len(two.began) == 6
+
+
+def test_what_a_loading_replica_refused_another_one_answers_once(tmp_path: Path) -> None:
+    with b.replica(loading) as one, b.replica(fine) as two, \
+            b.balancing(tmp_path, (one.address, two.address)) as nginx:  # fmt: skip
+        names = [f"mine-{i}" for i in range(6)]
+        assert [post(nginx.url, **{"X-Request-Id": name}).status_code for name in names] == [200] * 6
+        assert two.began == names
+        assert one.began  # it was asked, refused, and its request was answered all the same
+
+
+def test_where_all_are_loading_the_client_hears_when_to_come_back(tmp_path: Path) -> None:
+    with b.replica(loading) as one, b.replica(loading) as two, \
+            b.balancing(tmp_path, (one.address, two.address)) as nginx:  # fmt: skip
+        found = post(nginx.url)
+        assert (found.status_code, found.headers["retry-after"], found.content) == (503, "1", NOT_READY)
