@@ -182,6 +182,11 @@ class Metrics:
         self._of(model_name, bundle)
         self._info.labels(model_name, bundle, digest).set(1)
 
+    @property
+    def collector(self) -> CollectorRegistry:
+        """All series, for a registry that is not ours to show them too."""
+        return self._registry
+
     def render(self) -> tuple[bytes, str]:
         """The body of ``GET /metrics`` and its content type; in a shared folder, over all its processes."""
         if self._folder is None:

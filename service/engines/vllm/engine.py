@@ -146,6 +146,11 @@ class VllmEngine:
         return not self._closed and not self._client.errored
 
     @property
+    def end_token(self) -> int | None:
+        """What a closed gate samples: the tokenizer's end token, which ends any request."""
+        return self._end_token
+
+    @property
     def plan(self) -> Plan:
         """What is compiled in."""
         return self._plan

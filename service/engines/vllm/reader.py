@@ -125,6 +125,8 @@ class Reader:
 
     def saw_logits(self, logits: Tensor | None) -> None:
         """Sum up the first token's distribution from the step's logits [requests, vocab], where it is asked for."""
+        if self._summary is not None:
+            return  # V2 asks once more, for other rows, where somebody wants log probabilities of a prompt
         if logits is None or not any(row.directive.needs_first_token for row in self._step):
             return
         places = torch.tensor([row.request_row for row in self._step], dtype=torch.int64, device=logits.device)
@@ -162,8 +164,8 @@ class Reader:
             return {}
         count = len(self._step)
         extras = torch.zeros(count, EXTRAS, dtype=torch.float32, device=self.device)
-        if self._summary is not None:
-            extras[:, :3] = self._summary.to(extras)
+        # A step whose logits nobody has shown must not look like a sure first token.
+        extras[:, :3] = math.nan if self._summary is None else self._summary.to(extras)
         if self._gated is not None:
             extras[:, 3] = self._gated.to(extras)
         flat = torch.cat([self._values.permute(1, 0, 2).reshape(count, -1), extras], dim=1)

@@ -16,7 +16,7 @@ from typing import Any
 from service.engines import loading
 from service.engines.base import EngineOptions
 from service.engines.vllm.directive import KEY
-from service.errors import ModelLoadError
+from service.errors import EngineError, ModelLoadError
 from service.readout import Site
 
 WORKER = "service.engines.vllm.worker.Worker"
@@ -90,9 +90,12 @@ def start(
             enable_log_requests=False,
             **arguments,
         ).create_engine_config()
+        from service.engines.vllm.worker import refuse_unsupported
+
+        refuse_unsupported(config)  # here too: an error in a worker's process reaches nobody but the log
         # With statistics on, each first token says how long its request has waited and been prefilled.
         return AsyncLLM.from_vllm_config(config, disable_log_stats=False)
-    except ModelLoadError:
+    except EngineError:  # already in our words
         raise
     except Exception as error:
         raise ModelLoadError(

@@ -102,10 +102,17 @@ def refuse_unsupported(config: VllmConfig) -> None:
         (getattr(parallel, "enable_dbo", False), "dual-batch overlap"),
         (getattr(parallel, "decode_context_parallel_size", 1) > 1, "decode context parallelism"),
         (getattr(parallel, "prefill_context_parallel_size", 1) > 1, "prefill context parallelism"),
+        # Each rank would see the logits of its own requests only.
+        (getattr(parallel, "enable_batch_sharded_sampling", False), "batch-sharded sampling"),
         (config.model_config.runner_type != "generate", f"the {config.model_config.runner_type} runner"),
     ):
         if wrong:
             raise EngineError(f"hallutracer's readout has not been made for {what}; start vLLM without it")
+    if current_platform.is_cpu() and parallel.pipeline_parallel_size > 1 and config.model_config.enforce_eager:
+        raise EngineError(
+            "vLLM's CPU build cannot run pipeline stages with enforce_eager (its warm-up, which makes their buffers, "
+            "is left out); leave enforce_eager away, or use tensor parallelism instead"
+        )
 
 
 def plan_of(config: VllmConfig) -> Plan:

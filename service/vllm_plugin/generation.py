@@ -1,0 +1,208 @@
+"""vLLM's ``generate`` for the OpenAI routes: the same request, read at its onset, ended there where it is gated.
+
+Knows vLLM's requests and outputs, and no HTTP.  Requests that have no ``note`` pass untouched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+from dataclasses import replace
+from typing import Any
+
+from fastapi import HTTPException
+from vllm.exceptions import VLLMValidationError
+from vllm.sampling_params import RequestOutputKind, SamplingParams
+
+from service.api.state import ServiceState
+from service.engines.vllm.directive import KEY
+from service.engines.vllm.engine import VllmEngine
+from service.engines.vllm.requests import Reading, times
+from service.errors import HalluTracerError, NotReady
+from service.guard import Action, Decision, Policy
+from service.scoring import RiskReport, Scorer
+from service.vllm_plugin.note import CURRENT, Note
+
+Generate = Callable[..., AsyncGenerator[Any, None]]
+XARGS = ("hallutracer_bundle", "hallutracer_policy", "hallutracer_threshold")
+
+
+def reading_generate(generate: Generate, state: ServiceState) -> Generate:
+    """``generate`` with readings.  ``state`` may still be loading: see ``_unready``."""
+
+    def wrapped(prompt: Any, sampling_params: Any, request_id: str, *args: Any, **kwargs: Any) -> Any:
+        note = CURRENT.get()
+        if note is None or not isinstance(sampling_params, SamplingParams):
+            return generate(prompt, sampling_params, request_id, *args, **kwargs)
+        parameters = sampling_params.clone()
+        asked = _take_xargs(parameters)
+        place = note.add()
+        try:
+            scorer, policy = _wanted(state, asked)
+            if "-beam-" in request_id:
+                raise VLLMValidationError("beam search is many requests, none of which is the answer: it is not read")
+        except (NotReady, VLLMValidationError) as error:
+            if _may_pass_unread(state, asked):
+                note.unread = str(error)
+                return generate(prompt, parameters, request_id, *args, **kwargs)
+            if isinstance(error, NotReady):
+                raise HTTPException(503, str(error), headers={"Retry-After": str(error.retry_after_s or 1)}) from error
+            raise
+        note.scorer, note.policy, note.choices = scorer, policy, parameters.n
+        read = _Read(state, scorer, policy, note, place, parameters)
+        return read.run(lambda: generate(prompt, parameters, request_id, *args, **kwargs))
+
+    return wrapped
+
+
+class _Read:
+    """One prompt of one request."""
+
+    def __init__(
+        self, state: ServiceState, scorer: Scorer, policy: Policy, note: Note, place: int, parameters: Any
+    ) -> None:
+        self._state, self._scorer, self._policy = state, scorer, policy
+        self._note, self._place, self._parameters = note, place, parameters
+        self._report: RiskReport | None = None
+        self._times = (0.0, 0.0)
+        self._end_token: int | None = None
+
+    async def run(self, start: Callable[[], AsyncGenerator[Any, None]]) -> AsyncGenerator[Any, None]:
+        """vLLM's outputs; of a gated answer one, empty and finished."""
+        try:
+            reading = await self._prepare()
+        except HalluTracerError as error:
+            self._unread(error)
+            reading = None
+        tokens = 0
+        try:
+            async with aclosing(start()) as outputs:
+                async for output in outputs:
+                    if self._report is None and reading is not None:
+                        self._judge(reading, output)
+                        if self._report is not None and self._report.decision is not Decision.CONTINUE:
+                            yield _withheld(output, self._parameters.n, self._end_token)
+                            return
+                    new = sum(len(one.token_ids) for one in output.outputs)
+                    tokens = tokens + new if self._parameters.output_kind is RequestOutputKind.DELTA else new
+                    yield output
+        finally:
+            if reading is not None:
+                reading.release()
+            if self._report is not None:
+                self._account(self._report, tokens)
+
+    async def _prepare(self) -> Reading:
+        """Hold the probe in its slot and tell the worker what is wanted."""
+        engine, parameters = self._scorer.engine, self._parameters
+        assert isinstance(engine, VllmEngine)
+        gate = self._scorer.gate(self._policy)
+        in_engine = gate is not None and _ends_at_an_end_token(parameters)
+        self._end_token = engine.end_token
+        reading = await engine.read(
+            [self._scorer.probes],
+            first_token=self._scorer.needs_first_token,
+            gate=gate if in_engine else None,
+        )
+        parameters.extra_args = {**(parameters.extra_args or {}), **reading.directive.encode()}
+        final = parameters.output_kind is RequestOutputKind.FINAL_ONLY
+        if gate is not None and not in_engine and final and parameters.n == 1:
+            parameters.output_kind = RequestOutputKind.CUMULATIVE  # to end it from here, its onset has to be seen
+        return reading
+
+    def _judge(self, reading: Reading, output: Any) -> None:
+        try:
+            onset, _ = reading.onset(output, len(output.prompt_token_ids or ()))
+            self._report = self._scorer.report(
+                onset, onset.trajectories[0], self._policy, cached_tokens=int(output.num_cached_tokens or 0)
+            )
+        except HalluTracerError as error:
+            self._unread(error)
+            return
+        self._times = times(output)
+        self._note.reports[self._place] = self._report
+
+    def _unread(self, error: HalluTracerError) -> None:
+        """Where nothing would have been withheld an answer goes on without a reading; elsewhere it fails."""
+        if self._policy.action is not Action.OBSERVE:
+            raise error
+        self._note.unread = str(error)
+
+    def _account(self, report: RiskReport, tokens: int) -> None:
+        queue, prefill = self._times
+        self._state.metrics.prompt(
+            model_name=self._scorer.engine.identity.model,
+            bundle=self._scorer.bundle.reference,
+            decision=report.decision.value,
+            flagged=report.verdict.flagged,
+            risk=report.risk,
+            prompt_tokens=report.prompt_tokens,
+            completion_tokens=tokens,
+            queue_s=queue,
+            prefill_s=prefill,
+            probe_s=0.0,
+            decode_s=None,
+        )
+
+
+def _take_xargs(parameters: Any) -> dict[str, Any]:
+    """Our names out of ``vllm_xargs``; a caller's own directive is not taken."""
+    extra = dict(parameters.extra_args or {})
+    extra.pop(KEY, None)
+    asked = {name: extra.pop(name) for name in XARGS if name in extra}
+    parameters.extra_args = extra or None
+    return asked
+
+
+def _wanted(state: ServiceState, asked: dict[str, Any]) -> tuple[Scorer, Policy]:
+    """Raises NotReady, and VLLMValidationError naming the argument at fault."""
+    bundle, policy, threshold = (asked.get(name) for name in XARGS)
+    if threshold is not None and (isinstance(threshold, bool) or not isinstance(threshold, int | float)):
+        raise VLLMValidationError(f"{XARGS[2]} must be a number in [0, 1]", parameter=f"vllm_xargs.{XARGS[2]}")
+    try:
+        return (
+            state.scorer(None if bundle is None else str(bundle), None),
+            state.policy(None if policy is None else str(policy), threshold),
+        )
+    except NotReady:
+        raise
+    except HalluTracerError as error:
+        raise VLLMValidationError(str(error), parameter="vllm_xargs") from error
+
+
+def _may_pass_unread(state: ServiceState, asked: dict[str, Any]) -> bool:
+    """Only where nothing could have been withheld: a gate that is not there must not stand open."""
+    name = asked.get(XARGS[1], state.settings.policy)
+    policy = state.policies.get(str(name))
+    return policy is not None and policy.action is Action.OBSERVE and not (set(asked) - {XARGS[1]})
+
+
+def _ends_at_an_end_token(parameters: Any) -> bool:
+    """Whether an end token in place of the first would end the request; otherwise it is ended from here."""
+    return not (parameters.ignore_eos or parameters.min_tokens or parameters.structured_outputs)
+
+
+def _withheld(output: Any, choices: int, end_token: int | None) -> Any:
+    """The same output without a token of an answer, for each of a request's choices.
+
+    An end token stands alone in it, without text: vLLM's streams leave out an output that has no token at all.
+    """
+    from vllm.logprobs import Logprob
+
+    token, first = end_token or 0, output.outputs[0]
+    logprobs = None if first.logprobs is None else [{token: Logprob(0.0, 1, "")}]  # nothing of the first token's own
+    output.outputs = [
+        replace(
+            first,
+            index=index,
+            text="",
+            token_ids=[token],
+            logprobs=logprobs,
+            cumulative_logprob=None,
+            finish_reason="stop",
+            stop_reason=None,
+        )
+        for index in range(choices)
+    ]
+    output.finished = True
+    return output

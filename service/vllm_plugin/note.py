@@ -1,0 +1,75 @@
+"""What one OpenAI request's prompts came to: written by ``generation``, read by ``middleware``.  Knows no HTTP.
+
+A context variable ties the two together: vLLM's serving code between them knows of neither.
+"""
+
+from __future__ import annotations
+
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+from service.guard import Decision, Policy
+from service.scoring import RiskReport, Scorer
+
+
+@dataclass
+class Note:
+    """One request's readings, in the order of its prompts; None where there is none yet."""
+
+    scorer: Scorer | None = None
+    policy: Policy | None = None
+    reports: list[RiskReport | None] = field(default_factory=list)
+    unread: str | None = None  # why there is no reading
+    choices: int = 1  # answers to each prompt (n)
+
+    def add(self) -> int:
+        """One more prompt; its place."""
+        self.reports.append(None)
+        return len(self.reports) - 1
+
+    def gated(self, place: int) -> bool:
+        """Whether this prompt's answer was withheld."""
+        report = self.reports[place] if place < len(self.reports) else None
+        return report is not None and report.decision is not Decision.CONTINUE
+
+    def body(self) -> dict[str, Any] | None:
+        """For the response: as ``data`` of ``/v1/risk/score``, with what applies to all of it.  None: nothing yet."""
+        if self.unread is not None:
+            return {"error": self.unread}
+        if self.scorer is None or self.policy is None or not any(self.reports):
+            return None
+        manifest = self.scorer.bundle.manifest
+        data = [_row(index, report) for index, report in enumerate(self.reports) if report is not None]
+        return {
+            "bundle": {"name": manifest.name, "version": manifest.version, "digest": manifest.digest},
+            "policy": self.policy.name,
+            "data": data,
+        }
+
+    def headers(self) -> dict[str, str]:
+        """As those of ``/v1/risk/score``: where there is one prompt."""
+        if self.scorer is None or len(self.reports) != 1 or self.reports[0] is None:
+            return {}
+        return {
+            "x-hallutracer-bundle": self.scorer.bundle.reference,
+            "x-hallutracer-risk": f"{self.reports[0].risk:.6f}",
+            "x-hallutracer-decision": self.reports[0].decision.value,
+        }
+
+
+def _row(index: int, report: RiskReport) -> dict[str, Any]:
+    verdict = report.verdict
+    row = {
+        "index": index,
+        "risk": report.risk,
+        "depth_mean": report.depth_mean,
+        "decision": verdict.decision.value,
+        "flagged": verdict.flagged,
+        "threshold": verdict.threshold,
+        "message": verdict.message,
+    }
+    return {name: value for name, value in row.items() if value is not None}
+
+
+CURRENT: ContextVar[Note | None] = ContextVar("hallutracer_note", default=None)

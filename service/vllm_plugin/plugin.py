@@ -1,0 +1,89 @@
+"""What vLLM loads: routes when its app is built, and what they need once its engine runs."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from argparse import Namespace
+from typing import Any
+
+from fastapi import FastAPI
+from prometheus_client import REGISTRY
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from service.api.app import create_app
+from service.api.request_schema import ROUTES
+from service.api.state import ServiceState
+from service.engines.vllm.engine import VllmEngine
+from service.errors import HalluTracerError
+from service.scoring import Scorer
+from service.vllm_plugin.generation import reading_generate
+from service.vllm_plugin.middleware import RiskNotes
+from service.vllm_plugin.options import read_options
+
+log = logging.getLogger("hallutracer")
+OWN_PATHS = (ROUTES[0], "/v1/bundles", "/health/ready", "/health/live")
+
+
+class _Endpoint:
+    """Our app as a route's endpoint: vLLM prints every endpoint's name when it starts."""
+
+    __name__ = "hallutracer"
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._app(scope, receive, send)
+
+
+class HalluTracerPlugin:
+    """A ``vllm.endpoint_plugins`` entry: loaded where VLLM_PLUGINS names ``hallutracer``."""
+
+    name = "hallutracer"
+    required_tasks = ("generate",)
+
+    def __init__(self) -> None:
+        """Read the options.  Raises HalluTracerError: better no server than one that does not guard."""
+        try:
+            options = read_options()
+        except HalluTracerError as error:
+            raise SystemExit(f"hallutracer: {error}") from error
+        self._options = options
+        self._client: Any = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._loading: asyncio.Task[None] | None = None
+        self.state = ServiceState(
+            self._load, options.store.version_of, options.settings, options.policies, on_broken=lambda: None
+        )
+
+    def attach_router(self, app: FastAPI) -> None:
+        """Our routes beside vLLM's own, and notes around its completions.
+
+        ``/score``, ``/health``, ``/metrics`` and ``/v1/models`` stay vLLM's; our series join its ``/metrics``.
+        """
+        own = create_app(self.state)
+        for path in OWN_PATHS:
+            app.router.routes.append(Route(path, _Endpoint(own)))
+        app.add_middleware(RiskNotes)
+        REGISTRY.register(self.state.metrics.collector)
+
+    async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
+        """Load behind vLLM's back: it answers at once, our routes once the self-test and golden prompts have passed."""
+        if engine_client is None:
+            return
+        self._client, self._loop = engine_client, asyncio.get_running_loop()
+        engine_client.generate = reading_generate(engine_client.generate, self.state)
+        self._loading = asyncio.create_task(self._start())
+
+    async def _start(self) -> None:
+        await self.state.start()
+        self.state.metrics.ready(self.state.is_ready)
+        if self.state.failure is not None:
+            log.critical("not ready, and will not be: %s", self.state.failure)
+
+    def _load(self) -> list[Scorer]:
+        assert self._loop is not None
+        engine = VllmEngine.around(self._client, self._loop)
+        return [Scorer(engine, bundle) for bundle in self._options.bundles]
