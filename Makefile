@@ -44,7 +44,7 @@ test: install vllm   ## ruff, mypy --strict, pytest
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest
+	$(if $(VLLM),HALLUTRACER_REQUIRE_VLLM=1) $(BIN)/python -m pytest
 
 tools:           ## the real Prometheus and nginx that some tests ask for: Debian's packages, unpacked into .tools/
 	deploy/tools.sh

@@ -13,7 +13,7 @@ ROOT = Path(__file__).parent.parent
 
 # Each layer may import the layers below it and itself; siblings (same line) do not import each other.
 LAYERS = [
-    ["service.cli"],
+    ["service.cli", "service.vllm_plugin"],
     ["service.demo"],
     ["service.api", "service.evaluation"],
     ["service.trainer", "service.serving"],

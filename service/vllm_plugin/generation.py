@@ -28,26 +28,27 @@ XARGS = ("hallutracer_bundle", "hallutracer_policy", "hallutracer_threshold")
 
 
 def reading_generate(generate: Generate, state: ServiceState) -> Generate:
-    """``generate`` with readings.  ``state`` may still be loading: see ``_unready``."""
+    """``generate`` with readings.  ``state`` may still be loading, or have failed to."""
 
     def wrapped(prompt: Any, sampling_params: Any, request_id: str, *args: Any, **kwargs: Any) -> Any:
         note = CURRENT.get()
         if note is None or not isinstance(sampling_params, SamplingParams):
             return generate(prompt, sampling_params, request_id, *args, **kwargs)
         parameters = sampling_params.clone()
-        asked = _take_xargs(parameters)
+        asked = note.asked or _take_xargs(parameters)
         place = note.add()
         try:
             scorer, policy = _wanted(state, asked)
-            if "-beam-" in request_id:
-                raise VLLMValidationError("beam search is many requests, none of which is the answer: it is not read")
-        except (NotReady, VLLMValidationError) as error:
-            if _may_pass_unread(state, asked):
-                note.unread = str(error)
-                return generate(prompt, parameters, request_id, *args, **kwargs)
-            if isinstance(error, NotReady):
-                raise HTTPException(503, str(error), headers={"Retry-After": str(error.retry_after_s or 1)}) from error
-            raise
+        except NotReady as error:
+            if not _observes(state, asked):
+                raise HTTPException(error.status, str(error)) from error
+            note.unread = str(error)
+            return generate(prompt, parameters, request_id, *args, **kwargs)
+        if "-beam-" in request_id:
+            note.unread = "beam search is many requests, none of which is the answer: it is not read"
+            if policy.action is not Action.OBSERVE:
+                raise VLLMValidationError(note.unread, parameter="use_beam_search")
+            return generate(prompt, parameters, request_id, *args, **kwargs)
         note.scorer, note.policy, note.choices = scorer, policy, parameters.n
         read = _Read(state, scorer, policy, note, place, parameters)
         return read.run(lambda: generate(prompt, parameters, request_id, *args, **kwargs))
@@ -170,11 +171,10 @@ def _wanted(state: ServiceState, asked: dict[str, Any]) -> tuple[Scorer, Policy]
         raise VLLMValidationError(str(error), parameter="vllm_xargs") from error
 
 
-def _may_pass_unread(state: ServiceState, asked: dict[str, Any]) -> bool:
-    """Only where nothing could have been withheld: a gate that is not there must not stand open."""
-    name = asked.get(XARGS[1], state.settings.policy)
-    policy = state.policies.get(str(name))
-    return policy is not None and policy.action is Action.OBSERVE and not (set(asked) - {XARGS[1]})
+def _observes(state: ServiceState, asked: dict[str, Any]) -> bool:
+    """Whether nothing could have been withheld: a gate that is not there must not stand open."""
+    policy = state.policies.get(str(asked.get(XARGS[1], state.settings.policy)))
+    return policy is not None and policy.action is Action.OBSERVE
 
 
 def _ends_at_an_end_token(parameters: Any) -> bool:

@@ -11,10 +11,12 @@ from typing import Any
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from service.errors import NotReady
 from service.vllm_plugin.note import CURRENT, Note
 
 PATHS = ("/v1/completions", "/v1/chat/completions")
 WITHHELD = "content_filter"
+RETRY_S = 1
 
 
 class RiskNotes:
@@ -31,9 +33,26 @@ class RiskNotes:
         note = Note()
         token = CURRENT.set(note)
         try:
-            await self.app(scope, receive, _Noting(note, send).send)
+            await self.app(scope, _Listening(note, receive).receive, _Noting(note, send).send)
         finally:
             CURRENT.reset(token)
+
+
+class _Listening:
+    """Hears what a beam search was asked for: vLLM makes other requests of it, without the caller's arguments."""
+
+    def __init__(self, note: Note, receive: Receive) -> None:
+        self._note, self._receive = note, receive
+        self._body = b""
+
+    async def receive(self) -> Message:
+        message = await self._receive()
+        if message["type"] == "http.request":
+            self._body += message.get("body", b"")
+            if not message.get("more_body") and b"use_beam_search" in self._body:
+                asked = (_parsed(self._body) or {}).get("vllm_xargs")
+                self._note.asked = asked if isinstance(asked, dict) else {}
+        return message
 
 
 class _Noting:
@@ -114,6 +133,8 @@ class _Noting:
             headers["content-length"] = str(length)
         for name, value in self._note.headers().items():
             headers[name] = value
+        if start["status"] == NotReady.status:
+            headers.setdefault("retry-after", str(RETRY_S))  # vLLM's error handlers pass no headers on
         await self._send(start)
 
 

@@ -22,6 +22,7 @@ class Note:
     reports: list[RiskReport | None] = field(default_factory=list)
     unread: str | None = None  # why there is no reading
     choices: int = 1  # answers to each prompt (n)
+    asked: dict[str, Any] = field(default_factory=dict)  # vllm_xargs of a beam search, which vLLM does not hand on
 
     def add(self) -> int:
         """One more prompt; its place."""

@@ -1,0 +1,164 @@
+"""``hallutracer serve``, ``score`` and ``train`` with ``--engine vllm``, as a user types them, on the demo model."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import httpx
+import numpy as np
+import pytest
+
+from probes_store.store import Store
+from tests.engines.vllm.installed import vllm_or_skip
+
+vllm_or_skip()
+
+KNOWN, UNKNOWN = "What is the capital of Italy?", "What is the capital of the Solomon Islands?"
+EAGER = ("--engine", "vllm", "--engine-arg", "enforce_eager=true")
+STARTING_S = 240.0
+
+
+@contextmanager
+def serving(folder: Path, *arguments: str) -> Iterator[tuple[str, subprocess.Popen[str]]]:
+    """The service's address once it is ready, and its process."""
+    command = [sys.executable, "-m", "service.cli", "serve", "--port", "0", *EAGER, *arguments]
+    with (folder / "log").open("w") as log:
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, start_new_session=True)
+    try:
+        assert process.stdout is not None
+        address = re.search(r"http://\S+[0-9]", process.stdout.readline())
+        assert address, (folder / "log").read_text()
+        until = time.monotonic() + STARTING_S
+        while httpx.get(f"{address[0]}/health/ready").status_code != 200:
+            assert process.poll() is None, (folder / "log").read_text()[-3000:]
+            assert time.monotonic() < until, "not ready in time"
+            time.sleep(0.5)
+        yield address[0], process
+    finally:
+        process.send_signal(signal.SIGTERM)
+        try:
+            process.wait(60)
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with serving(tmp_path_factory.mktemp("vllm"), "--bundle", "demo", "--bundle", "demo-fused") as (url, process):
+        yield url
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 0  # a service that drained as it was told has not failed
+
+
+def post(url: str, **body: object) -> httpx.Response:
+    return httpx.post(f"{url}/score", json=body, timeout=60)
+
+
+def test_the_readmes_request(service: str) -> None:
+    answer = post(service, prompt=[KNOWN, UNKNOWN], generate={"max_tokens": 16}).json()
+    known, unknown = answer["data"]
+    assert known["risk"] == pytest.approx(0.0321, abs=1e-4)
+    assert known["completion"] == {"text": " It is Rome.", "finish_reason": "stop", "completion_tokens": 5}
+    assert unknown["risk"] == pytest.approx(0.8138, abs=1e-4)
+    assert unknown["decision"] == "abstain"
+    assert "completion" not in unknown
+
+
+def test_the_other_bundle_reads_the_same_forward_pass(service: str) -> None:
+    answer = post(service, prompt=UNKNOWN, bundle="demo-fused", include=["trajectory", "running_mean"]).json()
+    (row,) = answer["data"]
+    assert row["risk"] == pytest.approx(0.8018, abs=1e-4)
+    assert np.mean(row["trajectory"]) == pytest.approx(row["running_mean"][-1]) == pytest.approx(row["depth_mean"])
+
+
+def test_streams(service: str) -> None:
+    for prompt, text in ((KNOWN, " It is Rome."), (UNKNOWN, "")):
+        body = {"prompt": prompt, "generate": {"max_tokens": 16}, "stream": True}
+        lines = httpx.post(f"{service}/score", json=body, timeout=60).text.split("\n\n")
+        events = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
+        assert events[0]["object"] == "risk.list"
+        assert "".join(event.get("delta", {}).get("text", "") for event in events[1:]) == text
+        assert lines[-2] == "data: [DONE]"
+
+
+def test_many_at_once_get_their_own(service: str) -> None:
+    def ask(prompt: str) -> float:
+        return float(post(service, prompt=prompt).json()["data"][0]["risk"])
+
+    prompts = [f"What is the capital of {name}?" for name in ("Italy", "Chad", "Peru", "Nauru", "Japan", "Mali")] * 8
+    alone = {prompt: ask(prompt) for prompt in set(prompts)}
+    with ThreadPoolExecutor(16) as pool:
+        assert list(pool.map(ask, prompts)) == pytest.approx([alone[prompt] for prompt in prompts], abs=1e-4)
+
+
+def test_a_prefix_that_was_seen_is_counted_as_cached(service: str) -> None:
+    prompt = " ".join(["What is the capital of Chad and of Mali and of Peru and of Japan?"] * 12)
+    assert post(service, prompt=prompt).json()["usage"]["cached_tokens"] == 0
+    again = post(service, prompt=prompt).json()["usage"]
+    assert 0 < again["cached_tokens"] < again["prompt_tokens"]
+
+
+def test_bad_requests_are_named(service: str) -> None:
+    too_long = post(service, input_ids=[5] * 256)
+    assert (too_long.status_code, too_long.json()["error"]["code"]) == (413, "prompt_too_long")
+    assert post(service, input_ids=[5] * 255).status_code == 200
+    assert post(service, input_ids=[99999]).status_code == 422
+    assert post(service, prompt="x", generate={"max_tokens": 0}).status_code == 422
+    assert post(service, prompt="x", bundle="another").status_code == 404
+
+
+def test_an_answer_whose_reader_leaves_is_ended(service: str) -> None:
+    body = {"prompt": KNOWN, "generate": {"max_tokens": 200, "temperature": 3.0}, "stream": True, "policy": "observe"}
+    with httpx.stream("POST", f"{service}/score", json=body, timeout=60) as response:
+        next(response.iter_lines())
+    until = time.monotonic() + 30
+    while time.monotonic() < until:
+        lines = httpx.get(f"{service}/metrics").text.splitlines()
+        if all(line.endswith(" 0.0") for line in lines if line.startswith("hallutracer_decoding ")):
+            return
+    raise AssertionError("still decoding")
+
+
+def test_a_service_whose_vllm_dies_says_so_and_exits(tmp_path: Path) -> None:
+    with serving(tmp_path) as (url, process):
+        children = subprocess.run(["ps", "-eo", "pid,pgid,args"], capture_output=True, text=True).stdout.splitlines()
+        cores = [int(line.split()[0]) for line in children if f" {process.pid} " in line and "EngineCore" in line]
+        assert cores, children
+        for pid in cores:
+            os.kill(pid, signal.SIGKILL)
+        assert process.wait(60) == 1
+        assert httpx.URL(url).port
+    assert "engine" in (tmp_path / "log").read_text()
+
+
+def test_train_on_vllm_gives_the_bundle_that_transformers_gives(tmp_path: Path) -> None:
+    rows = [
+        {"id": f"{place}", "prompt": f"What is the capital of {name}?", "label": place % 2, "group": name}
+        for place, name in enumerate(f"{letter}{other}land" for letter in "ABCDEFGH" for other in "aeiou")
+    ]
+    data = tmp_path / "rows.jsonl"
+    data.write_text("\n".join(json.dumps(row) for row in rows))
+    for name, engine in (("plain", ()), ("fast", EAGER)):
+        command = [
+            sys.executable, "-m", "service.cli", "train", "--data", str(data), "--name", name, "--folds", "2",
+            "--seeds", "1", "--c", "10", "--no-evaluate", "--jobs", "1", "--store", str(tmp_path / "store"),
+            "--run-dir", str(tmp_path / name), "--signals", "depth_mean,first_token", *engine,
+        ]  # fmt: skip
+        done = subprocess.run(command, capture_output=True, text=True, timeout=STARTING_S)
+        assert done.returncode == 0, done.stderr[-3000:]
+    store = Store(tmp_path / "store")
+    plain, fast = store.load("plain"), store.load("fast")
+    assert fast.probes.head.tolist() == plain.probes.head.tolist()
+    np.testing.assert_allclose(fast.probes.direction, plain.probes.direction, atol=1e-3)
+    np.testing.assert_allclose(fast.manifest.classifier.weight, plain.manifest.classifier.weight, rtol=1e-2)
