@@ -18,7 +18,8 @@ import httpx
 import numpy as np
 import pytest
 
-from probes_store.store import Store
+from probes_store.bundle import Bundle, BundleDraft
+from probes_store.store import SHIPPED, Store
 from tests.engines.vllm.installed import vllm_or_skip
 
 vllm_or_skip()
@@ -51,6 +52,17 @@ def serving(folder: Path, *arguments: str) -> Iterator[tuple[str, subprocess.Pop
         finally:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
+
+
+def draft_of(bundle: Bundle) -> BundleDraft:
+    """The same bundle, to be published as another version of ``mine``."""
+    known = bundle.manifest
+    return BundleDraft(
+        name="mine", model=known.model, tokenizer=known.tokenizer.digest, chat_template=known.chat_template.digest,
+        prompt_format=known.prompt_format, dtype=known.dtype, site=known.readout.site, logit_scale=known.logit_scale,
+        signals=known.signals, classifier=known.classifier, threshold=known.threshold, training=known.training,
+        probes=bundle.probes, golden=bundle.golden, evaluation=bundle.evaluation(), card=bundle.card(),
+    )  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -128,6 +140,22 @@ def test_an_answer_whose_reader_leaves_is_ended(service: str) -> None:
         if all(line.endswith(" 0.0") for line in lines if line.startswith("hallutracer_decoding ")):
             return
     raise AssertionError("still decoding")
+
+
+def test_a_bundle_is_swapped_while_it_serves(tmp_path: Path) -> None:
+    books = Store(tmp_path / "store", fallbacks=[SHIPPED])
+    for source in ("demo", "demo-fused"):
+        books.publish(draft_of(books.load(source)))
+    books.set_alias("mine", "production", 1)
+    with serving(tmp_path, "--bundle", "mine@production", "--store", str(tmp_path / "store")) as (url, process):
+        before = post(url, prompt=UNKNOWN).json()
+        books.set_alias("mine", "production", 2)
+        process.send_signal(signal.SIGHUP)
+        until = time.monotonic() + 60
+        while (after := post(url, prompt=UNKNOWN).json())["bundle"]["version"] == 1 and time.monotonic() < until:
+            assert after["data"][0]["risk"] == pytest.approx(before["data"][0]["risk"], abs=1e-5)
+        assert after["bundle"]["version"] == 2
+        assert after["data"][0]["risk"] == pytest.approx(0.8018, abs=1e-4)
 
 
 def test_a_service_whose_vllm_dies_says_so_and_exits(tmp_path: Path) -> None:

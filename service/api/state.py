@@ -15,8 +15,9 @@ from dataclasses import dataclass, field
 from fastapi import Request
 
 from service.api.metrics import Metrics
+from service.engines.base import Engine
 from service.engines.online import OnlineEngine
-from service.errors import NotFound, NotReady
+from service.errors import EngineError, NotFound, NotReady
 from service.guard import Policy
 from service.policies import built_in
 from service.scoring import Scorer
@@ -58,6 +59,21 @@ class ServiceState:
         except Exception as error:
             self.error = error
             return
+        self._serve(scorers)
+
+    async def reload(self, load: Callable[[Engine], list[Scorer]]) -> None:
+        """Other bundles on the running engine: whoever is under way ends with the bundle it began with.
+
+        For an OnlineEngine, which takes golden prompts beside everything else.  Raises what ``load`` raises, and
+        EngineError for another engine; the loaded bundles then stay.
+        """
+        self.check_ready()
+        engine = self.scorers[0].engine
+        if not isinstance(engine, OnlineEngine):
+            raise EngineError("this engine cannot change its bundles while it runs; restart the service")
+        self._serve(await asyncio.wrap_future(_in_a_thread_of_its_own(lambda: load(engine))))
+
+    def _serve(self, scorers: list[Scorer]) -> None:
         self.scorers = scorers
         for scorer in scorers:
             manifest = scorer.bundle.manifest

@@ -11,6 +11,7 @@ import typer
 
 from service.cli import options as o
 from service.cli.access import load_keys, load_policies
+from service.cli.hangup import on_hangup
 from service.cli.listening import in_url, listen, make_server
 from service.cli.loading import bundle_names, engine_options, load_engine, load_scorers, open_store
 from service.policies import DEFAULT_MESSAGE
@@ -115,13 +116,16 @@ def serve(
 
     Listens at once, is ready once the model is loaded and every bundle's golden prompts gave the recorded risks.
     stdout is for people; stderr has one JSON line per request, which never holds a prompt.
+    With --engine vllm, SIGHUP looks the bundles up again and swaps them without a pause.
 
     \b
     hallutracer serve --policy observe                 watch /metrics before you gate
+    hallutracer serve --engine vllm --model ./my-model --bundle my-probe@production
     hallutracer serve --model ./my-model --bundle my-probe --host 0.0.0.0 --api-key-file keys.txt
     """
     books = open_store(store)
-    bundles = [books.load(name) for name in bundle_names(model, bundle or [], all_demo=True)]
+    names = bundle_names(model, bundle or [], all_demo=True)
+    bundles = [books.load(name) for name in names]
     settings = ServiceSettings(
         host=host,
         port=port,
@@ -170,11 +174,14 @@ def serve(
         if state.failure is not None:
             server.should_exit = True
             return
-        names = ", ".join(scorer.bundle.reference for scorer in state.scorers)
+        read_by = ", ".join(scorer.bundle.reference for scorer in state.scorers)
         identity = state.scorers[0].engine.identity
-        typer.echo(f"ready: {identity.model} ({identity.dtype}) read by {names}\n\nTry it:\n")
+        typer.echo(f"ready: {identity.model} ({identity.dtype}) read by {read_by}\n\nTry it:\n")
         typer.echo(f"  curl -s {address}/score -H 'Content-Type: application/json' -d {shlex.quote(EXAMPLE)}\n")
         typer.echo(f"API reference: {address}/openapi.json    Stop: Ctrl-C")
+
+        if loading.engine == "vllm":
+            on_hangup(state, lambda engine: load_scorers(engine, [books.load(name) for name in names]))
 
     def broken() -> None:
         server.should_exit = True  # with status 1, so that whoever supervises the service starts it again

@@ -283,6 +283,8 @@ class VllmEngine:
         if self._closed:
             return
         self._closed = True
+        if self._client.output_handler is not None:  # it would report the end of what it listens to as a failure
+            self._loop.call_soon_threadsafe(self._client.output_handler.cancel)
         self._client.shutdown()
         if self._owns_loop:
             self._loop.call_soon_threadsafe(self._loop.stop)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import json
+import math
 import os
 from collections.abc import Sequence
 from typing import Any
@@ -107,7 +108,8 @@ def start(
 
 def _bind_cores(arguments: dict[str, Any], threads: int | None) -> None:
     """A share of the cores for each rank: vLLM's CPU build asks for a NUMA node a rank, which few machines have."""
-    ranks = arguments.get("tensor_parallel_size", 1) * arguments.get("pipeline_parallel_size", 1)
+    kinds = ("tensor", "pipeline", "data")
+    ranks = math.prod(int(arguments.get(f"{kind}_parallel_size", 1)) for kind in kinds)
     cores = sorted(os.sched_getaffinity(0))[:threads]
     if (ranks == 1 and threads is None) or "VLLM_CPU_OMP_THREADS_BIND" in os.environ:
         return
