@@ -79,7 +79,11 @@ def load(options: EngineOptions) -> Loaded:
         "weights",
         options,
         lambda: AutoModelForCausalLM.from_pretrained(
-            **found.where, config=found.config, dtype=dtype, output_loading_info=True, **options.extra
+            **found.where,
+            config=found.config,
+            dtype=dtype,
+            output_loading_info=True,
+            **attention(found.config) | options.extra,
         ),
     )
     if missing := sorted(report["missing_keys"]):
@@ -90,6 +94,12 @@ def load(options: EngineOptions) -> Loaded:
         )
     model = _attempt("weights", options, lambda: model.to(device))
     return Loaded(model=model, tokenizer=found.tokenizer, name=found.name, fingerprint=folder_fingerprint(found.folder))
+
+
+def attention(config: Any) -> dict[str, str]:
+    """Gemma 2 caps its attention logits, and of transformers' implementations only the plain one does so."""
+    capped = getattr(text_config(config), "attn_logit_softcapping", None) is not None
+    return {"attn_implementation": "eager"} if capped else {}
 
 
 def check_options(options: EngineOptions) -> None:

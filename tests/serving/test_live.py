@@ -445,9 +445,7 @@ async def test_an_engines_loop_that_has_closed_is_a_dead_engine(tmp_path: Path) 
         assert "event loop has closed" in str(broke[0])
 
 
-async def test_an_engine_that_ends_while_nobody_asks_is_noticed(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_an_engine_that_ends_while_nobody_asks_is_noticed(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("service.serving.live.LOOK_S", 0.01)
     broke: list[BaseException] = []
     async with bench.open(on_broken=broke.append):

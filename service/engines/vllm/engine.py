@@ -182,7 +182,7 @@ class VllmEngine:
     def score(self, prompts: Sequence[TokenIds], probes: Sequence[Probes], *, first_token: bool = False) -> list[Onset]:
         """Trajectories (Eq. trajectory) at t*, one per probe and prompt.  Raises as ``check`` does, NonFiniteReadout,
         and EngineError where the probes need more slots than there are."""
-        self.check(prompts)
+        self._begin(prompts)
 
         async def one(prompt: TokenIds) -> Onset:
             async with aclosing(self.answer(prompt, probes, first_token=first_token)) as updates:
@@ -197,7 +197,7 @@ class VllmEngine:
         """
         if not self._plan.rows or not set(sites) <= set(self._plan.sites):
             raise EngineError("this engine was started for scoring; start it for training (rows=True) to extract rows")
-        self.check(prompts)
+        self._begin(prompts)
         directive = Directive(rows=True)
 
         async def one(prompt: TokenIds) -> Payload:
@@ -216,7 +216,7 @@ class VllmEngine:
     def generate(self, prompts: Sequence[TokenIds], sampling: Sampling) -> list[Completion]:
         """Answers, batched by vLLM.  Raises as ``check`` and ``check_sampling`` do."""
         check_sampling(sampling)
-        self.check(prompts)
+        self._begin(prompts)
 
         async def one(prompt: TokenIds) -> Completion:
             answer = Answer()
@@ -321,6 +321,11 @@ class VllmEngine:
             self._counters.open_continuations -= 1
             await stream.aclose()
 
+    def _begin(self, prompts: Sequence[TokenIds]) -> None:
+        if self._closed:
+            raise EngineError("this engine is closed; load the model again")
+        self.check(prompts)
+
     async def _describe(self) -> dict[str, Any]:
         try:
             return dict((await self._client.collective_rpc("hallutracer_describe"))[0])
@@ -337,9 +342,6 @@ class VllmEngine:
 
     def _wait(self, work: Coroutine[Any, Any, T]) -> T:
         """Run on the loop, from another thread."""
-        if self._closed:
-            work.close()
-            raise EngineError("this engine is closed; load the model again")
         future: Future[T] = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             return future.result()

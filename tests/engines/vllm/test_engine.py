@@ -1,0 +1,253 @@
+"""``VllmEngine`` on the demo model: one start for the module, whose last test kills it."""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import os
+import signal
+from collections.abc import AsyncGenerator, Coroutine, Iterator
+from contextlib import aclosing
+from typing import Any
+
+import numpy as np
+import pytest
+
+from service.demo import MODEL_DIR
+from service.engines.base import EngineOptions, Sampling
+from service.engines.online import Gate, OnlineEngine, Update
+from service.engines.transformers_engine import TransformersEngine
+from service.errors import EmptyPrompt, EngineError, PromptTooLong, RequestError
+from service.readout import Probes, Site
+from tests.engines import tiny
+from tests.engines.vllm.installed import vllm_or_skip
+
+vllm_or_skip()
+
+from service.engines.vllm.engine import VllmEngine  # noqa: E402
+
+CONTEXT = 128
+PROMPTS = tiny.prompts([1, 30, 7, 90, 30, 126], seed=4)
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[VllmEngine]:
+    extra = {"enforce_eager": "true", "max_model_len": str(CONTEXT), "max_num_seqs": "32"}
+    options = EngineOptions(model=str(MODEL_DIR), dtype="float32", max_batch_tokens=32, extra=extra)
+    made = VllmEngine.load(options, slots=2, rows=True)
+    yield made
+    made.close()
+    made.close()  # twice is no harm
+    with pytest.raises(EngineError, match="closed"):
+        made.score(PROMPTS, [])
+
+
+@pytest.fixture(scope="module")
+def reference() -> TransformersEngine:
+    return TransformersEngine.load(EngineOptions(model=str(MODEL_DIR), dtype="float32"))
+
+
+@pytest.fixture(scope="module")
+def probes(reference: TransformersEngine) -> list[Probes]:
+    geometry = reference.identity.geometry
+    return [tiny.probes(geometry, site, seed, scaled=True) for seed in (2, 3) for site in Site]
+
+
+def wait(engine: VllmEngine, work: Coroutine[Any, Any, Any]) -> Any:
+    return asyncio.run_coroutine_threadsafe(work, engine.loop).result(120)
+
+
+def updates(engine: VllmEngine, stream: AsyncGenerator[Update, None], count: int = 1000) -> list[Update]:
+    """The first ``count`` of them; the generator is closed then."""
+
+    async def take() -> list[Update]:
+        found = []
+        async with aclosing(stream):
+            async for update in stream:
+                found.append(update)
+                if len(found) == count:
+                    break
+        return found
+
+    return list(wait(engine, take()))
+
+
+def idle(engine: VllmEngine) -> bool:
+    """No request of ours and none of vLLM's."""
+    return engine.counters.open_continuations == 0 and not engine._client.output_processor.has_unfinished_requests()
+
+
+def test_it_is_an_online_engine_and_says_which_model_it_runs(engine: VllmEngine, reference: TransformersEngine) -> None:
+    assert isinstance(engine, OnlineEngine)
+    mine, other = engine.identity, reference.identity
+    for name in ("model", "fingerprint", "architecture", "model_type", "tokenizer", "chat_template", "geometry"):
+        assert getattr(mine, name) == getattr(other, name), name
+    assert (mine.dtype, mine.max_tokens, engine.max_batch_tokens) == ("float32", CONTEXT, 32)
+
+
+def test_scores_are_the_references(engine: VllmEngine, reference: TransformersEngine, probes: list[Probes]) -> None:
+    here = engine.score(PROMPTS, probes, first_token=True)
+    there = reference.score(PROMPTS, probes, first_token=True)
+    for mine, other, prompt in zip(here, there, PROMPTS, strict=True):
+        assert mine.prompt_tokens == len(prompt)
+        np.testing.assert_allclose(mine.trajectories, other.trajectories, rtol=0, atol=1e-4)  # rows of tens
+        assert mine.first_token is not None
+        assert other.first_token is not None
+        assert mine.first_token.token == other.first_token.token
+        assert mine.first_token.entropy == pytest.approx(other.first_token.entropy, abs=2e-5)
+    assert engine.score([], probes) == []
+    assert engine.score(PROMPTS[:1], probes)[0].first_token is None
+    assert idle(engine)
+
+
+def test_rows_are_the_references(engine: VllmEngine, reference: TransformersEngine) -> None:
+    for sites in (list(Site), [Site.RESIDUAL_STREAM]):
+        here, there = engine.extract(PROMPTS, sites), reference.extract(PROMPTS, sites)
+        assert list(here.rows) == sites
+        for site in sites:
+            np.testing.assert_allclose(here.rows[site], there.rows[site], rtol=0, atol=2e-4)
+        assert [one.token for one in here.first_tokens] == [one.token for one in there.first_tokens]
+    nothing = engine.extract([], list(Site))
+    assert nothing.rows[Site.ATTENTION_HEAD].shape == reference.extract([], list(Site)).rows[Site.ATTENTION_HEAD].shape
+    assert nothing.first_tokens == ()
+
+
+def test_generated_and_streamed_answers_are_the_same_and_the_references(
+    engine: VllmEngine, reference: TransformersEngine, probes: list[Probes]
+) -> None:
+    sampling = Sampling(max_tokens=9)
+    generated = engine.generate(PROMPTS[1:4], sampling)
+    assert [answer.token_ids for answer in generated] == [
+        answer.token_ids for answer in reference.generate(PROMPTS[1:4], sampling)
+    ]
+    for prompt, expected in zip(PROMPTS[1:4], generated, strict=True):
+        found = updates(engine, engine.answer(prompt, probes[:1], sampling=sampling))
+        assert found[0].onset is not None
+        assert all(update.onset is None for update in found[1:])
+        assert found[-1].completion == expected
+        assert all(update.completion is None for update in found[:-1])
+        assert "".join(update.piece for update in found) == expected.text
+        assert sum(update.tokens for update in found) == len(expected.token_ids)
+    assert idle(engine)
+
+
+def test_an_answer_begins_where_the_context_ends(engine: VllmEngine) -> None:
+    [answer] = engine.generate([PROMPTS[-1]], Sampling(max_tokens=50))
+    assert (len(answer.token_ids), answer.finish_reason) == (CONTEXT - len(PROMPTS[-1]), "length")
+
+
+def test_a_closed_gate_ends_a_request_at_its_onset(engine: VllmEngine, probes: list[Probes]) -> None:
+    before = engine.counters.decode_steps
+    for gate in (Gate((1.0, 0.0, 0.0), 0.0, 0.0), Gate((0.5, 0.2, 0.1), -99.0, 0.9)):
+        [update] = updates(engine, engine.answer(PROMPTS[1], probes[:1], sampling=Sampling(), gate=gate))
+        assert update.onset is not None
+        assert (update.piece, update.tokens, update.completion) == ("", 0, None)
+    assert engine.counters.decode_steps == before, "tokens were decoded behind a closed gate"
+    assert idle(engine)
+
+
+def test_an_open_gate_changes_nothing(engine: VllmEngine, probes: list[Probes]) -> None:
+    sampling = Sampling(max_tokens=6)
+    found = updates(
+        engine, engine.answer(PROMPTS[1], probes[:1], sampling=sampling, gate=Gate((1.0, 0.0, 0.0), 0.0, 1.0))
+    )
+    assert found[-1].completion == engine.generate([PROMPTS[1]], sampling)[0]
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_closing_the_generator_ends_the_request(engine: VllmEngine, probes: list[Probes], count: int) -> None:
+    found = updates(engine, engine.answer(PROMPTS[1], probes, sampling=Sampling(max_tokens=90)), count)
+    assert len(found) == count
+    assert idle(engine)
+    assert not any(slot.users for slot in engine._slots._slots)
+
+
+def test_cancelling_who_waits_ends_the_request(engine: VllmEngine, probes: list[Probes]) -> None:
+    async def given_up() -> None:
+        async def ask() -> None:
+            async for _ in engine.answer(PROMPTS[3], probes, sampling=Sampling(max_tokens=30)):
+                pass
+
+        task = asyncio.ensure_future(ask())
+        await asyncio.sleep(0)
+        await asyncio.sleep(0.02)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    wait(engine, given_up())
+    assert idle(engine)
+    assert not any(slot.users for slot in engine._slots._slots)
+
+
+def test_more_bundles_than_slots_are_refused_until_one_is_free(engine: VllmEngine, probes: list[Probes]) -> None:
+    geometry = engine.identity.geometry
+    third = tiny.probes(geometry, Site.ATTENTION_HEAD, 9)
+    with pytest.raises(EngineError, match="all 2 probe slots at attention_head are in use.*--probe-slots"):
+        engine.score(PROMPTS[:1], [probes[0], probes[2], third])
+    [onset] = engine.score(PROMPTS[1:2], [third])  # takes the place of one that nobody holds
+    [back] = engine.score(PROMPTS[1:2], [probes[0], probes[2]])
+    assert not np.array_equal(onset.trajectories[0], back.trajectories[0])
+    assert idle(engine)
+
+
+def test_a_prefix_that_was_seen_is_not_run_again_and_says_so(engine: VllmEngine, probes: list[Probes]) -> None:
+    """The demo model's blocks are vLLM's default of 128 tokens, more than its context here: nothing to be found."""
+    for _ in range(2):
+        [update] = updates(engine, engine.answer(PROMPTS[3], probes[:1]))
+        assert 0 <= update.cached_tokens < len(PROMPTS[3])
+        assert update.queue_s >= 0.0
+        assert update.prefill_s > 0.0
+
+
+@pytest.mark.parametrize(
+    ("prompt", "error"),
+    [([], EmptyPrompt), ([5] * CONTEXT, PromptTooLong), ([10**6], RequestError), ([-1], RequestError)],
+)
+def test_impossible_prompts_are_refused_before_anything_runs(
+    engine: VllmEngine, prompt: list[int], error: type[RequestError]
+) -> None:
+    before = engine.counters.prefills
+    for call in (
+        lambda: engine.score([PROMPTS[0], prompt], []),
+        lambda: engine.generate([PROMPTS[0], prompt], Sampling()),
+        lambda: engine.extract([PROMPTS[0], prompt], list(Site)),
+    ):
+        with pytest.raises(error):
+            call()
+    assert engine.counters.prefills == before
+
+
+def test_impossible_sampling_is_refused(engine: VllmEngine) -> None:
+    with pytest.raises(RequestError, match="max_tokens"):
+        engine.generate(PROMPTS[:1], Sampling(max_tokens=0))
+    with pytest.raises(RequestError, match="top_p"):
+        updates(engine, engine.answer(PROMPTS[0], [], sampling=Sampling(top_p=0.0)))
+    assert idle(engine)
+
+
+def test_probes_of_another_geometry_are_refused(engine: VllmEngine) -> None:
+    wrong = tiny.probes(tiny.shared_engine("llama").identity.geometry)
+    with pytest.raises(EngineError, match="the bundle was fitted on another model"):
+        engine.score(PROMPTS[:1], [wrong])
+    assert not any(slot.users for slot in engine._slots._slots)
+
+
+def test_a_killed_worker_is_an_error_and_not_a_silence(engine: VllmEngine, probes: list[Probes]) -> None:
+    """The last test of the module."""
+    children = [child for child in multiprocessing.active_children() if child.pid is not None]
+    assert children, "vLLM runs in this very process"
+
+    async def killed_under_way() -> None:
+        stream = engine.answer(PROMPTS[1], probes, sampling=Sampling(max_tokens=97))
+        async with aclosing(stream):
+            await anext(stream)
+            for child in children:
+                os.kill(int(child.pid or 0), signal.SIGKILL)
+            async for _ in stream:
+                pass
+
+    with pytest.raises(EngineError, match="Restart the service"):
+        wait(engine, killed_under_way())
+    with pytest.raises(EngineError):
+        engine.score(PROMPTS[:1], probes)
+    assert engine.counters.open_continuations == 0

@@ -1,0 +1,241 @@
+"""The places at which the adapters step in exist in this vLLM, and each runner's rows are taken for what they are."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from service.engines.online import Gate
+from service.engines.vllm.directive import Directive
+from service.errors import EngineError
+from tests.engines.vllm.installed import vllm_or_skip
+
+vllm_or_skip()
+
+from vllm.v1.outputs import ModelRunnerOutput  # noqa: E402
+from vllm.v1.worker.gpu.input_batch import InputBatch  # noqa: E402
+from vllm.v1.worker.gpu.model_runner import GPUModelRunner as V2Runner  # noqa: E402
+from vllm.v1.worker.gpu.sample.prompt_logprob import PromptLogprobsWorker  # noqa: E402
+from vllm.v1.worker.gpu_model_runner import GPUModelRunner as V1Runner  # noqa: E402
+
+from service.engines.vllm import runners  # noqa: E402
+
+MINE = Directive(first_token=True)
+ARGS = MINE.encode()
+
+
+@pytest.mark.parametrize(
+    ("runner", "name", "parameters"),
+    [
+        (V1Runner, "execute_model", ["scheduler_output", "intermediate_tensors"]),
+        (V1Runner, "_sample", ["logits", "spec_decode_metadata"]),
+        (V1Runner, "sample_tokens", ["grammar_output"]),
+        (V2Runner, "add_requests", ["scheduler_output"]),
+        (V2Runner, "finish_requests", ["scheduler_output"]),
+        (V2Runner, "execute_model", ["scheduler_output", "intermediate_tensors", "dummy_run"]),
+        (V2Runner, "sample", ["hidden_states", "input_batch", "grammar_output"]),
+        (V2Runner, "sample_tokens", ["grammar_output"]),
+        (V2Runner, "prepare_inputs", ["scheduler_output", "batch_req_state"]),
+        (
+            PromptLogprobsWorker,
+            "compute_prompt_token_id_logprobs",
+            ["logits_fn", "hidden_states", "input_batch", "prompt_lens"],
+        ),
+    ],
+)
+def test_what_the_adapters_override_has_the_expected_parameters(runner: type, name: str, parameters: list[str]) -> None:
+    found = list(inspect.signature(getattr(runner, name)).parameters)[1:]
+    assert found[: len(parameters)] == parameters
+
+
+def test_v1s_forward_takes_its_inputs_where_they_are_looked_for() -> None:
+    found = inspect.signature(V1Runner._model_forward).parameters
+    assert {"input_ids", "positions", "inputs_embeds"} <= set(found)
+
+
+def test_the_fields_that_are_read_are_there() -> None:
+    fields = {field.name for field in dataclasses.fields(InputBatch)}
+    assert {
+        "req_ids",
+        "idx_mapping_np",
+        "query_start_loc_np",
+        "num_computed_tokens_np",
+        "prefill_len_np",
+        "num_tokens_after_padding",
+    } <= fields
+    assert "prompt_token_id_logprobs_dict" in {field.name for field in dataclasses.fields(ModelRunnerOutput)}
+    source = inspect.getsource(V1Runner)
+    for name in ("query_start_loc = ", "discard_request_mask = ", "requests: dict", "execute_model_state"):
+        assert f"self.{name}" in source, name
+    v2 = inspect.getsource(V2Runner)
+    for name in ("self.prompt_logprobs_worker", "self.req_states", "self.model.compute_logits"):
+        assert name in v2, name
+
+
+def test_v2_samples_before_it_collects_what_goes_back() -> None:
+    """``gate`` and ``saw_logits`` have to come before ``payloads``."""
+    source = inspect.getsource(V2Runner.sample_tokens)
+    assert 0 < source.index("self.sample(") < source.index("compute_prompt_token_id_logprobs(")
+
+
+# ---- V1
+
+
+def v1(**rows: Any) -> Any:
+    """A runner's state: name -> (directive's extra_args, tokens in this step, computed, prompt, discarded)."""
+    made = object.__new__(type("Runner", (runners.V1Reading,), {}))
+    counts = [row[1] for row in rows.values()]
+    made.input_batch = SimpleNamespace(
+        req_ids=list(rows),
+        num_computed_tokens_cpu=np.array([row[2] for row in rows.values()] + [99] * 3),
+        num_prompt_tokens=np.array([row[3] for row in rows.values()] + [99] * 3),
+    )
+    made.requests = {
+        name: SimpleNamespace(sampling_params=SimpleNamespace(extra_args=row[0])) for name, row in rows.items()
+    }
+    made.query_start_loc = SimpleNamespace(np=np.array([0, *np.cumsum(counts), 99]))
+    made.discard_request_mask = SimpleNamespace(np=np.array([row[4] for row in rows.values()] + [False] * 3))
+    return made
+
+
+def test_v1s_rows() -> None:
+    runner = v1(
+        decode=(ARGS, 1, 9, 9, False),
+        chunk=(ARGS, 5, 0, 20, True),
+        stranger=(None, 4, 0, 4, False),
+        ends=(ARGS, 6, 14, 20, False),
+    )
+    found = {one.request: one for one in runner._scheduled()}
+    assert set(found) == {"decode", "ends"}
+    assert runners.onset_rows(runner._scheduled()) == [
+        runners.onset_rows([found["ends"]])[0],
+    ]
+    [onset] = runners.onset_rows(runner._scheduled())
+    assert (onset.token_row, onset.request_row, onset.directive) == (1 + 5 + 4 + 5, 3, MINE)
+
+
+# ---- V2
+
+
+def batch(**rows: Any) -> Any:
+    """An ``InputBatch`` of (tokens in this step, computed, prefill length, state's index), the rest left out."""
+    fields = {field.name: None for field in dataclasses.fields(InputBatch)}
+    counts = np.array([row[0] for row in rows.values()], np.int32)
+    starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
+    return InputBatch(
+        **fields
+        | {
+            "req_ids": list(rows),
+            "num_reqs": len(rows),
+            "num_scheduled_tokens": counts,
+            "query_start_loc_np": starts,
+            "num_computed_tokens_np": np.array([row[1] for row in rows.values()], np.int32),
+            "prefill_len_np": np.array([row[2] for row in rows.values()], np.int32),
+            "idx_mapping_np": np.array([row[3] for row in rows.values()], np.intp),
+            "num_tokens_after_padding": int(starts[-1]) + 3,
+        }
+    )
+
+
+class Prepared:
+    """V2's own side of what the adapter calls."""
+
+    def add_requests(self, scheduler_output: Any) -> None: ...
+
+    def finish_requests(self, scheduler_output: Any) -> None: ...
+
+    def prepare_inputs(self, prepared: Any) -> Any:
+        return prepared
+
+
+def v2(prompts: list[int]) -> Any:
+    made = type("Runner", (runners.V2Reading, Prepared), {})()
+    made.hallutracer_directives = {}
+    made.req_states = SimpleNamespace(prompt_len=SimpleNamespace(np=np.array(prompts)))
+    made.hallutracer = SimpleNamespace(calls=[])
+    made.hallutracer.before = lambda rows, tokens: made.hallutracer.calls.append((rows, tokens))
+    return made
+
+
+def step(new: list[tuple[str, Any]], finished: tuple[str, ...] = (), preempted: tuple[str, ...] | None = None) -> Any:
+    requests = [
+        SimpleNamespace(req_id=name, sampling_params=None if args is None else SimpleNamespace(extra_args=args))
+        for name, args in new
+    ]
+    gone = None if preempted is None else set(preempted)
+    return SimpleNamespace(scheduled_new_reqs=requests, finished_req_ids=set(finished), preempted_req_ids=gone)
+
+
+def test_v2s_rows_go_by_the_states_index_and_the_batchs_order() -> None:
+    runner = v2([99, 20, 9, 99, 4, 12])
+    runner.add_requests(
+        step([(name, ARGS) for name in ("ends", "decode", "chunk")] + [("stranger", {}), ("pool", None)])
+    )
+    made = batch(decode=(1, 9, 9, 2), stranger=(4, 0, 4, 4), ends=(6, 14, 20, 1), chunk=(5, 0, 12, 5))
+    assert runner.prepare_inputs(made) is made
+    [(rows, tokens)] = runner.hallutracer.calls
+    assert tokens == 19
+    assert [(row.request, row.token_row, row.request_row, row.directive) for row in rows] == [("ends", 10, 2, MINE)]
+
+
+def test_v2_forgets_what_ended_and_learns_it_again_after_a_preemption() -> None:
+    runner = v2([5])
+    runner.add_requests(
+        step([("a", ARGS), ("b", Directive(gate=Gate((1.0, 0.0, 0.0), 0.0, 0.5), end_token=1).encode())])
+    )
+    runner.finish_requests(step([], finished=("a",), preempted=("b",)))
+    assert runner.hallutracer_directives == {}
+    runner.add_requests(step([("b", ARGS)]))
+    assert runner.hallutracer_directives == {"b": MINE}
+    runner.finish_requests(step([], finished=("unknown",)))
+    assert runner.hallutracer_directives == {"b": MINE}
+
+
+def test_v2_reads_a_prompt_preempted_before_its_onset_and_not_one_preempted_after() -> None:
+    """After an answer has begun, what is prefilled anew is the prompt and the answer so far."""
+    runner = v2([10, 10])
+    runner.add_requests(step([("before", ARGS), ("after", ARGS)]))
+    runner.prepare_inputs(batch(before=(10, 0, 10, 0), after=(10, 0, 13, 1)))
+    [(rows, _)] = runner.hallutracer.calls
+    assert [row.request for row in rows] == ["before"]
+
+
+# ---- either
+
+
+def test_a_runner_that_is_neither_is_refused() -> None:
+    with pytest.raises(EngineError, match="SimpleNamespace is neither of vLLM 0.32's model runners"):
+        runners.adopt(SimpleNamespace(model=None), SimpleNamespace())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("attribute", "mixin"), [("execute_model_state", "V1Reading"), ("req_states", "V2Reading")])
+def test_a_runner_is_adopted_by_what_it_has(attribute: str, mixin: str) -> None:
+    class Runner:
+        pass
+
+    runner, shown = Runner(), []
+    runner.execute_model_state = None  # both have it
+    setattr(runner, attribute, None)
+    logits = torch.ones(2, 3)
+    runner.model = SimpleNamespace(compute_logits=lambda states: logits)
+    runners.adopt(runner, SimpleNamespace(saw_logits=shown.append))  # type: ignore[arg-type]
+    assert isinstance(runner, getattr(runners, mixin))
+    assert isinstance(runner, Runner)
+    assert runner.model.compute_logits(None) is logits
+    assert len(shown) == 1
+    assert shown[0] is logits
+
+
+def test_the_steps_tokens_are_counted_whatever_carries_them() -> None:
+    ids, embeddings, mrope = torch.zeros(7), torch.zeros(7, 16), torch.zeros(3, 7)
+    assert runners._tokens((ids,), {}) == 7
+    assert runners._tokens((None,), {"input_ids": None, "inputs_embeds": embeddings}) == 7
+    assert runners._tokens((), {"positions": mrope}) == 7
+    with pytest.raises(EngineError, match="without inputs"):
+        runners._tokens((), {})

@@ -1,0 +1,129 @@
+"""Which probe stands where: reused, replaced only when nobody needs it, never half-written."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from service.engines.vllm.directive import Plan
+from service.engines.vllm.slots import Slots
+from service.errors import EngineError
+from service.readout import Geometry, Probes, Site
+from tests.engines import tiny
+
+GEOMETRY = Geometry(num_layers=2, num_heads=2, head_dim=4, hidden_size=8)
+pytestmark = pytest.mark.anyio
+
+
+def probes(seed: int, site: Site = Site.ATTENTION_HEAD) -> Probes:
+    return tiny.probes(GEOMETRY, site, seed)
+
+
+class Written:
+    """The workers' slots."""
+
+    def __init__(self) -> None:
+        self.there: dict[tuple[Site, int], Probes] = {}
+        self.count = 0
+        self.broken = False
+
+    async def __call__(self, place: int, probe: Probes) -> None:
+        await asyncio.sleep(0)
+        if self.broken:
+            raise OSError("the worker has gone")
+        self.count += 1
+        self.there[probe.site, place] = probe
+
+
+def made(slots: int = 2, sites: tuple[Site, ...] = tuple(Site)) -> tuple[Slots, Written]:
+    written = Written()
+    return Slots(Plan(GEOMETRY, sites, slots, False), written), written
+
+
+async def test_columns_are_the_payloads() -> None:
+    slots, written = made()
+    one, other, residual = probes(1), probes(2), probes(3, Site.RESIDUAL_STREAM)
+    assert await slots.hold([one, residual, other]) == [0, 2, 1]
+    assert written.there == {
+        (Site.ATTENTION_HEAD, 0): one,
+        (Site.RESIDUAL_STREAM, 0): residual,
+        (Site.ATTENTION_HEAD, 1): other,
+    }
+
+
+async def test_a_probe_is_written_once_and_shared() -> None:
+    slots, written = made()
+    probe = probes(1)
+    held = await asyncio.gather(*(slots.hold([probe]) for _ in range(50)))
+    assert held == [[0]] * 50
+    assert written.count == 1
+
+
+async def test_the_longest_unused_gives_way_and_never_one_in_use() -> None:
+    slots, written = made()
+    first, second, third, fourth = map(probes, range(4))
+    held = await slots.hold([first])
+    slots.release(await slots.hold([second]))
+    assert await slots.hold([third]) == [1]
+    with pytest.raises(EngineError, match="all 2 probe slots at attention_head are in use"):
+        await slots.hold([fourth])
+    assert written.there[Site.ATTENTION_HEAD, 0] is first
+    slots.release(held)
+    assert await slots.hold([fourth]) == [0]
+    slots.release([1])
+    assert await slots.hold([second]) == [1]
+
+
+async def test_the_least_recently_used_goes_first() -> None:
+    slots, _ = made()
+    first, second, third = map(probes, range(3))
+    for probe in (first, second, first):
+        slots.release(await slots.hold([probe]))
+    assert await slots.hold([third]) == [1]
+
+
+async def test_a_failed_hold_holds_nothing() -> None:
+    slots, written = made()
+    with pytest.raises(EngineError):
+        await slots.hold([probes(1), probes(2), probes(3)])
+    assert await slots.hold([probes(4), probes(5)]) == [0, 1]
+    assert written.count == 4
+
+
+async def test_a_slot_whose_writing_failed_is_nobodys() -> None:
+    slots, written = made(slots=1)
+    first, second = probes(1), probes(2)
+    slots.release(await slots.hold([first]))
+    written.broken = True
+    with pytest.raises(OSError, match="gone"):
+        await slots.hold([second])
+    written.broken = False
+    assert await slots.hold([first]) == [0]  # written anew, not believed to be there
+    assert written.count == 2
+
+
+async def test_many_bundles_at_once_wait_for_no_one_and_get_their_own() -> None:
+    slots, written = made(slots=3)
+    every = [probes(seed) for seed in range(3)]
+
+    async def use(number: int) -> None:
+        probe = every[number % 3]
+        [column] = await slots.hold([probe])
+        await asyncio.sleep(0)
+        assert written.there[Site.ATTENTION_HEAD, column] is probe
+        slots.release([column])
+
+    await asyncio.gather(*(use(number) for number in range(60)))
+    assert written.count == 3
+
+
+async def test_what_cannot_be_read_is_refused() -> None:
+    slots, written = made(sites=(Site.ATTENTION_HEAD,))
+    with pytest.raises(EngineError, match="started without the site residual_stream"):
+        await slots.hold([probes(1, Site.RESIDUAL_STREAM)])
+    wrong = tiny.probes(Geometry(3, 2, 4, 8))
+    with pytest.raises(EngineError, match="the bundle was fitted on another model or site"):
+        await slots.hold([wrong])
+    assert written.count == 0
+    assert await slots.hold([]) == []

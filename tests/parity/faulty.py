@@ -1,0 +1,67 @@
+"""Workers with a mistake in them, which the start-up self-test and the comparison have to find.
+
+--worker-cls tests.parity.faulty.RowTooEarly
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from service.engines.vllm import runners
+from service.engines.vllm.reader import OnsetRow, Scheduled, onset_rows
+from service.engines.vllm.worker import Worker
+
+
+class RowTooEarly(Worker):
+    """Reads the row before t*: a neighbour's, or a prompt's last but one."""
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        """In this worker's process only."""
+        runners.onset_rows = too_early
+        super().load_model(*args, **kwargs)
+
+
+class Swapped(Worker):
+    """Where two prompts end in one step, each gets the other's reading."""
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        """In this worker's process only."""
+        runners.onset_rows = swapped
+        super().load_model(*args, **kwargs)
+
+
+class Deaf(Worker):
+    """Keeps its first probes: what a graph does that was compiled with them as constants."""
+
+    def hallutracer_write(self, slot: int, site: str, head: list[int], numbers: bytes) -> None:
+        """The first probe of a slot stays."""
+        written = self.__dict__.setdefault("written", set())
+        if (slot, site) not in written:
+            super().hallutracer_write(slot, site, head, numbers)
+            written.add((slot, site))
+
+
+class Bare(Worker):
+    """Runs a graph without the readout: what a stale compile cache would give."""
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        """The readout's modules become vLLM's own again, after everything has been attached."""
+        super().load_model(*args, **kwargs)
+        for module in self.model_runner.model.modules():
+            if type(module).__name__.startswith("Reading"):
+                module.__class__ = next(base for base in type(module).__mro__ if "Reading" not in base.__name__)
+
+
+def too_early(scheduled: list[Scheduled]) -> list[OnsetRow]:
+    """Off by one."""
+    return [replace(row, token_row=max(0, row.token_row - 1)) for row in onset_rows(scheduled)]
+
+
+def swapped(scheduled: list[Scheduled]) -> list[OnsetRow]:
+    """Two requests' rows in each other's place."""
+    rows = onset_rows(scheduled)
+    if len(rows) < 2:
+        return rows
+    first, second, *others = rows
+    return [replace(first, token_row=second.token_row), replace(second, token_row=first.token_row), *others]

@@ -1,0 +1,76 @@
+"""Which families vLLM is compared on, and how it is run.  Knows no engine."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tests.parity import models
+
+# vLLM's Gemma 3 imports its image processor, which wants torchvision; the CPU install leaves that out.
+NOT_HERE = {"gemma3": "vLLM's Gemma3ForConditionalGeneration needs torchvision, which its CPU install leaves out"}
+SERVED = [family for family in models.CONFIGS if family not in NOT_HERE]
+# vLLM frees blocks behind a window: little is preempted, and less of a prefix is kept.
+WINDOWED = {"mistral", "gemma2", "gemma2_capped", "gemma3_text"}
+# Absolute, float32.  Set for gemma2_capped after it was measured: with the cap on attention scores the largest
+# difference is 2.3e-5 (rows; truth logits 1.6e-5), without it 5.5e-6 (4.3e-6), all else equal.  So the cap is where it
+# arises; why vLLM's CPU attention rounds it so has not been looked into.
+TOLERANCE = {family: 5e-5 if family == "gemma2_capped" else 1e-5 for family in models.CONFIGS}
+TRIED = {"llama": False, "gpt2": False, "gemma2": True, "gpt_neox": True, "mixtral": True}  # make test: family -> eager
+
+
+@dataclass(frozen=True)
+class Run:
+    """One start of vLLM."""
+
+    family: str
+    eager: bool
+    parallel: dict[str, int] = field(default_factory=dict)
+    runner: str = "V1"  # vLLM's model runner; V2 is its default on CUDA
+
+    def __str__(self) -> str:
+        parts = [self.family, "eager" if self.eager else "compiled", *(["V2"] if self.runner == "V2" else [])]
+        return "-".join([*parts, *(f"{name.split('_')[0]}{size}" for name, size in self.parallel.items())])
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """What the process gets besides: for V2, Triton's interpreter in place of a GPU."""
+        if self.runner == "V1":
+            return {}
+        interpreter = str(Path(__file__).parent / "interpreter")
+        path = os.pathsep.join([interpreter, *filter(None, [os.environ.get("PYTHONPATH")])])
+        return {"TRITON_INTERPRET": "1", "VLLM_USE_V2_MODEL_RUNNER": "1", "PYTHONPATH": path}
+
+    @property
+    def arguments(self) -> dict[str, str]:
+        """vLLM's: few blocks of key-value cache, so that running requests have to give way."""
+        blocks = 24 if self.family.startswith("gemma") else 14  # windows and whole contexts in layers by turns
+        given = {
+            "max_num_seqs": 40,
+            "max_model_len": models.CONTEXT,
+            "block_size": 32,
+            "num_gpu_blocks_override": blocks,
+        }
+        return {name: str(value) for name, value in (given | self.parallel).items()} | {
+            "enforce_eager": str(self.eager).lower()
+        }
+
+
+def runs() -> list[Run]:
+    """A selection, or with ``HALLUTRACER_PARITY=full`` everything that is served here."""
+    tensor, pipeline = {"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}
+    if os.environ.get("HALLUTRACER_PARITY") != "full":
+        return [
+            *(Run(family, eager) for family, eager in TRIED.items()),
+            Run("llama", True, tensor),
+            Run("llama", True, runner="V2"),
+        ]
+    return [
+        *(Run(family, eager) for family in SERVED for eager in (False, True)),
+        Run("llama", True, tensor),
+        Run("llama", True, runner="V2"),
+        Run("gemma3_text", True, runner="V2"),
+        Run("qwen3", False, tensor),
+        Run("gpt2", False, pipeline),
+    ]

@@ -1,0 +1,241 @@
+"""One process, one backend: ask everything, write an .npz.
+
+    python -m tests.parity.measure transformers FOLDER OUT.npz
+    python -m tests.parity.measure vllm FOLDER OUT.npz --argument enforce_eager=true --argument tensor_parallel_size=2
+
+A process of its own, since a vLLM that failed leaves its caller in no state to go on, and so that neither backend can
+have changed what the other computes with.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import sys
+from collections.abc import Sequence
+from contextlib import aclosing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from service.engines.base import Completion, EngineOptions, Onset, Sampling
+from service.engines.online import OnlineEngine, Update
+from service.errors import EngineError
+from service.readout import Geometry, Probes, Site
+from tests.parity import questions as q
+
+CHUNK = 48  # tokens of a step: most prompts are cut
+ROWS = 40  # prompts whose rows are taken whole, and that are answered in full
+ANSWER = Sampling(max_tokens=12)
+LATER = 2  # bundles that replace others in their slots
+Arrays = dict[str, Any]
+
+
+def wanted(question: q.Question, bundles: Sequence[list[Probes]]) -> list[Probes]:
+    """The probes that read a question."""
+    return [probe for bundle in question.bundles for probe in bundles[bundle]]
+
+
+def flat(asked: Sequence[q.Question], onsets: Sequence[Onset]) -> Arrays:
+    """Onsets as arrays, absent where a bundle does not read a question."""
+    layers = len(onsets[0].trajectories[0])
+    trajectories = np.full((len(asked), q.BUNDLES, len(Site), layers), np.nan)
+    for row, (question, onset) in enumerate(zip(asked, onsets, strict=True)):
+        assert onset.prompt_tokens == len(question.prompt)
+        for place, bundle in enumerate(question.bundles):
+            trajectories[row, bundle] = onset.trajectories[len(Site) * place : len(Site) * (place + 1)]
+    first = [onset.first_token for onset in onsets]
+    assert None not in first
+    return {
+        "trajectories": trajectories,
+        "log_max_prob": np.array([token.log_max_prob for token in first if token]),
+        "entropy": np.array([token.entropy for token in first if token]),
+        "token": np.array([token.token for token in first if token]),
+    }
+
+
+def answers(completions: Sequence[Completion | None]) -> Any:
+    """Text, token ids and the reason to end of each."""
+    return np.array([json.dumps([one.text, one.token_ids, one.finish_reason]) for one in completions if one])
+
+
+def shared(engine: Any, asked: Sequence[q.Question], *, rows: bool) -> Arrays:
+    """What every engine does: rows, answers, and bundles that take the place of others."""
+    prompts = [question.prompt for question in asked[:ROWS]]
+    geometry: Geometry = engine.identity.geometry
+    found: Arrays = {"generated": answers(engine.generate(prompts, ANSWER))}
+    later = [
+        [onset.trajectories for onset in engine.score(prompts, q.probes(geometry, bundle))]
+        for bundle in range(q.BUNDLES, q.BUNDLES + LATER)
+    ]
+    found["later"] = np.array(later)
+    if rows:
+        extraction = engine.extract(prompts, list(Site))
+        found |= {f"rows_{site}": extraction.rows[site] for site in Site}
+    return found
+
+
+def transformers(folder: str) -> Arrays:
+    """The reference."""
+    from service.engines.transformers_engine import TransformersEngine
+
+    torch.set_num_threads(1)
+    # Plain attention: transformers' sdpa leaves Gemma 2's attn_logit_softcapping out, and says nothing.
+    plain = {"attn_implementation": "eager"}
+    engine = TransformersEngine.load(EngineOptions(model=folder, dtype="float32", extra=plain))
+    asked = q.questions()
+    everything = [*asked, *q.repeated(asked)]
+    bundles = [q.probes(engine.identity.geometry, bundle) for bundle in range(q.BUNDLES)]
+    every = [probe for bundle in bundles for probe in bundle]
+    scored = engine.score([one.prompt for one in everything], every, first_token=True)
+    onsets = [
+        Onset(
+            tuple(
+                trajectory
+                for bundle in question.bundles
+                for trajectory in onset.trajectories[len(Site) * bundle : len(Site) * (bundle + 1)]
+            ),
+            onset.first_token,
+            onset.prompt_tokens,
+        )
+        for question, onset in zip(everything, scored, strict=True)
+    ]
+    answered = [one for one in asked if one.sampling is not None and not one.cancelled]
+    completions = [engine.generate([one.prompt], one.sampling)[0] for one in answered if one.sampling]
+    layers = engine.identity.geometry.num_layers
+    by_bundle = np.array([onset.trajectories for onset in scored[: len(asked)]]).reshape(
+        len(asked), q.BUNDLES, len(Site), layers
+    )
+    more = {"bundles": by_bundle.swapaxes(0, 1)}
+    return flat(everything, onsets) | more | shared(engine, asked, rows=True) | {"answers": answers(completions)}
+
+
+def vllm(folder: str, arguments: dict[str, str], faulty: str | None) -> Arrays:
+    """Everything at once, in steps of ``CHUNK`` tokens, then what the reference does too."""
+    from service.engines.vllm import engine as module
+    from service.engines.vllm import starting
+    from service.engines.vllm.engine import VllmEngine
+
+    refusals: list[str] = []
+    if faulty is not None:
+        starting.WORKER = faulty
+        refuse = module.self_test
+
+        def heard(*given: Any) -> None:
+            try:
+                refuse(*given)
+            except EngineError as error:
+                refusals.append(f"{type(error).__name__}: {error}")
+
+        module.self_test = heard
+    rows = int(arguments.get("pipeline_parallel_size", 1)) == 1
+    options = EngineOptions(model=folder, dtype="float32", max_batch_tokens=CHUNK, extra=arguments)
+    engine = VllmEngine.load(options, rows=rows, slots=4 if faulty is None else 1)
+    try:
+        asked = q.questions()
+        bundles = [q.probes(engine.identity.geometry, bundle) for bundle in range(q.BUNDLES)]
+        if faulty is not None:
+            return flawed(engine, asked, bundles) | {"self_test": np.array(refusals)}
+        found = asyncio.run_coroutine_threadsafe(everyone(engine, asked, bundles), engine.loop).result(900)
+        repeated = asyncio.run_coroutine_threadsafe(again(engine, asked, bundles), engine.loop).result(300)
+        firsts = [*(updates[0] for updates in found), *repeated]
+        onsets = [update.onset for update in firsts if update.onset is not None]
+        assert len(onsets) == len(firsts)
+        assert not any(update.onset for updates in found for update in updates[1:])
+        answered = [place for place, one in enumerate(asked) if one.sampling is not None and not one.cancelled]
+        texts = ["".join(update.piece for update in found[place]) for place in answered]
+        completions = [found[place][-1].completion for place in answered]
+        assert texts == [completion.text for completion in completions if completion is not None]
+        arrays = flat([*asked, *q.repeated(asked)], onsets) | {
+            "answers": answers(completions),
+            "cached_tokens": np.array([updates[0].cached_tokens for updates in found]),
+            "cancelled_after": np.array(
+                [len(updates) for updates, one in zip(found, asked, strict=True) if one.cancelled]
+            ),
+            "cached_again": np.array([update.cached_tokens for update in repeated]),
+            "preemptions": np.array(counter("vllm:num_preemptions_total")),
+            "runner": np.array(engine._wait(engine._describe())["runner"]),
+            "open": np.array(engine.counters.open_continuations),
+        }
+        return arrays | shared(engine, asked, rows=rows)
+    finally:
+        engine.close()
+
+
+def flawed(engine: Any, asked: list[q.Question], bundles: Sequence[list[Probes]]) -> Arrays:
+    """What gets past a worker with a mistake: the first bundle's numbers, then the second's, or the error's name."""
+    prompts = [question.prompt for question in asked]
+    try:
+        scored = [engine.score(prompts, bundle) for bundle in bundles]
+    except EngineError as error:
+        return {"failed": np.array(type(error).__name__)}
+    return {"bundles": np.array([[onset.trajectories for onset in onsets] for onsets in scored])}
+
+
+async def again(engine: OnlineEngine, asked: list[q.Question], bundles: Sequence[list[Probes]]) -> list[Update]:
+    """Long prompts twice, one at a time, nothing in their way: what the second time says, from cached blocks."""
+    found = []
+    for question in q.repeated(asked):
+        for attempt in range(2):
+            stream = engine.answer(question.prompt, wanted(question, bundles), first_token=True)
+            async with aclosing(stream):
+                update = await anext(stream)
+            if attempt:
+                found.append(update)
+    return found
+
+
+async def everyone(
+    engine: OnlineEngine, asked: Sequence[q.Question], bundles: Sequence[list[Probes]]
+) -> list[list[Update]]:
+    """All questions, submitted at once."""
+
+    async def one(question: q.Question) -> list[Update]:
+        updates = []
+        stream = engine.answer(question.prompt, wanted(question, bundles), first_token=True, sampling=question.sampling)
+        async with aclosing(stream):
+            async for update in stream:
+                updates.append(update)
+                if question.cancelled and len(updates) == 3:
+                    break
+        return updates
+
+    return list(await asyncio.gather(*(one(question) for question in asked)))
+
+
+def counter(name: str) -> float:
+    """One of vLLM's own counts, over all its labels."""
+    from prometheus_client import REGISTRY
+
+    samples = [sample for metric in REGISTRY.collect() for sample in metric.samples if sample.name == name]
+    assert samples, f"vLLM counts no {name}"
+    return float(sum(sample.value for sample in samples))
+
+
+def main(argv: Sequence[str]) -> None:
+    """See above."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("backend", choices=["transformers", "vllm"])
+    parser.add_argument("folder")
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--argument", action="append", default=[], help="one of vLLM's, as NAME=VALUE")
+    parser.add_argument("--faulty", help="a worker class of tests.parity.faulty")
+    given = parser.parse_args(argv)
+    # What a user has set must not decide what is compared.
+    for name in ("HALLUTRACER_MODEL", "HALLUTRACER_ENGINE"):
+        os.environ.pop(name, None)
+    if given.backend == "transformers":
+        arrays = transformers(given.folder)
+    else:
+        arrays = vllm(given.folder, dict(one.split("=", 1) for one in given.argument), given.faulty)
+    with given.out.open("wb") as file:
+        np.savez(file, **arrays)
+    print(json.dumps({name: list(np.shape(array)) for name, array in arrays.items()}))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
