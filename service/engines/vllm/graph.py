@@ -120,7 +120,10 @@ def read(
     """
     rows = states.reshape(-1, states.shape[-1])
     tokens = rows.shape[0]
-    values = (rows[:, index].float() * direction).sum(-1) + offset  # [tokens, slots, dim] -> [tokens, slots]
+    # Whole rows are read in order, with vector instructions; only a head among others has to be looked up.
+    whole = rows.shape[-1] == index.shape[-1]
+    readout = rows.unsqueeze(1) if whole else rows[:, index]  # [tokens, 1 or slots, dim]
+    values = (readout.float() * direction).sum(-1) + offset  # [tokens, slots]
     logits[place, :tokens].copy_(values)
     if place == 0:
         mean[:tokens].copy_(values * share)

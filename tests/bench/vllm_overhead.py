@@ -1,0 +1,232 @@
+"""What the in-graph readout costs on vLLM, beside bare compiled vLLM and beside the peers' way, in one run.
+
+    python -m tests.bench.vllm_overhead [--rounds 30] [--minutes 14] [--shape qwen2.5-0.5b] [--json OUT] [--quick]
+                                        [--sittings "bare,again,ours,hooks;bare,both,eager"]
+
+Each contestant is a vLLM in a process of its own (``vllm_contestant``: which, and with what), alive for the whole
+sitting; the one whose turn it is runs, the others are stopped.  In every round, for every measure, they come in random
+order.  A ratio is of two times of the same round:
+
+  prefill N  wall time of ``LLM.generate`` on N fresh random token ids, max_tokens=1; ours with its directive, so that
+             readings are gathered, sent and checked
+  decode     vLLM's own time per token between the first and the last of 17, after a prompt of 64
+
+again / bare is the noise floor: two processes that are the same.  Later sittings have half the rounds.  Medians with a
+95 % bootstrap interval.  The exit status is 1 where ours misses a target: a median above 1.01 at a prefill or 1.02 at
+decode.  Needs 20 GiB (5 for each of a sitting); about 24 minutes on two cores that nobody else uses.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import statistics
+import sys
+import tempfile
+import time
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tests.bench.bench_model import CACHE, SHAPES, prepare
+from tests.bench.load_stats import Check, table, write_json
+from tests.bench.service_process import machine_busy_seconds
+from tests.bench.vllm_turns import Talker, group_memory_gib, interval, say
+
+SITTINGS = "bare,again,ours,hooks;bare,both,eager"
+RATIOS = [(kind, "bare") for kind in ("again", "ours", "both", "hooks", "eager")]
+DECODED = 17
+SHORT_S = 0.4  # a measure shorter than this is repeated within a turn
+
+
+@dataclass(frozen=True)
+class Measure:
+    """One thing that is timed."""
+
+    name: str
+    prompt: int
+    tokens: int
+    target: float
+
+    def seconds(self, answer: dict[str, Any]) -> float:
+        """Out of a contestant's answer."""
+        return float(answer["seconds"] if self.tokens == 1 else answer["decode"][0])
+
+
+def measures(lengths: list[int]) -> list[Measure]:
+    """Prefills of these lengths, and decode."""
+    return [Measure(f"prefill {length}", length, 1, 1.01) for length in lengths] + [
+        Measure("decode", min(64, *lengths), DECODED, 1.02)
+    ]
+
+
+class Run:
+    """The contestants, and their times by round."""
+
+    def __init__(self, talkers: dict[str, Talker], todo: list[Measure], seed: int) -> None:
+        self.talkers, self.todo = talkers, todo
+        self.ids = np.random.default_rng(seed)
+        self.draw = random.Random(seed)
+        self.repeats: dict[str, int] = {}
+        self.cores = 0.0
+        self.times: dict[str, list[dict[str, float]]] = {one.name: [] for one in todo}
+
+    def warm_up(self) -> None:
+        """Each measure twice on each contestant; how often a short one is repeated."""
+        for kind, talker in self.talkers.items():
+            for measure in self.todo:
+                with talker.turn():
+                    seconds = [float(self._ask(talker, measure)["seconds"]) for _ in range(2)]
+                repeats = max(1, min(20, round(SHORT_S / seconds[1]))) if measure.tokens == 1 else 1
+                self.repeats[measure.name] = max(repeats, self.repeats.get(measure.name, 1))
+            say(f"{kind}: {group_memory_gib(talker.pid):.1f} GiB")
+
+    def round(self) -> None:
+        """All measures; for each, all contestants in random order."""
+        order = list(self.talkers)
+        for measure in self.todo:
+            self.draw.shuffle(order)
+            found: dict[str, float] = {}
+            for kind in order:
+                talker = self.talkers[kind]
+                with talker.turn():
+                    talker.ask(prompts=[self._prompt(4)], tokens=1)  # awake, and vLLM's queues no longer idle
+                    answers = [self._ask(talker, measure) for _ in range(self.repeats[measure.name])]
+                found[kind] = statistics.median(measure.seconds(answer) for answer in answers)
+            self.times[measure.name].append(found)
+
+    def ratios(self, name: str, ours: str, theirs: str) -> list[float]:
+        """Of the rounds in which both took part."""
+        return [one[ours] / one[theirs] for one in self.times[name] if ours in one and theirs in one]
+
+    def _ask(self, talker: Talker, measure: Measure) -> dict[str, Any]:
+        return talker.ask(prompts=[self._prompt(measure.prompt)], tokens=measure.tokens)
+
+    def _prompt(self, length: int) -> list[int]:
+        return [int(one) for one in self.ids.integers(10, 4_000, length)]
+
+
+def checks_of(run: Run, judged: bool) -> list[Check]:
+    """A line for every ratio of every measure."""
+    found = []
+    for measure in run.todo:
+        for ours, theirs in RATIOS:
+            ratios = run.ratios(measure.name, ours, theirs)
+            if not ratios:
+                continue
+            result = interval(ratios)
+            aimed = judged and (ours, theirs) == ("ours", "bare")
+            found.append(
+                Check(
+                    f"{measure.name}: {ours} / {theirs}",
+                    f"{result} ({result.count} rounds)",
+                    f"<= {measure.target}" if aimed else "(reported)",
+                    result.median <= measure.target if aimed else None,
+                )
+            )
+    return found
+
+
+def markdown(run: Run) -> str:
+    """The table for LOG.md: a row for each measure."""
+    pairs = [pair for pair in RATIOS if set(pair) <= set(run.talkers)]
+    lines = ["| | bare ms | " + " | ".join(f"{ours} / {theirs}" for ours, theirs in pairs) + " |",
+             "| --- " * (2 + len(pairs)) + "|"]  # fmt: skip
+    for measure in run.todo:
+        bare = statistics.median(one["bare"] for one in run.times[measure.name]) * 1e3
+        cells = []
+        for pair in pairs:
+            result = interval(run.ratios(measure.name, *pair))
+            cells.append(f"{result.median:.3f} [{result.low:.3f}, {result.high:.3f}]")
+        lines.append(f"| {measure.name} | {bare:.1f} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def sit(options: argparse.Namespace, kinds: list[str], rounds: int, folder: str, logs: Path) -> Run:
+    """Start these, warm up, and go through the rounds; all are ended on the way out."""
+    with ExitStack() as stack:
+        talkers: dict[str, Talker] = {}
+        for kind in kinds:
+            arguments = ["--model", folder, "--kind", kind, "--stats", "--arguments", json.dumps(options.arguments)]
+            talker = Talker(["tests.bench.vllm_contestant", *arguments], logs / f"{kind}.log")
+            talkers[kind] = stack.enter_context(talker)
+            say(f"{kind}: started in {talker.hello['start_s']:.0f} s")
+        run = Run(talkers, measures([int(one) for one in options.tokens.split(",")]), options.seed)
+        run.warm_up()
+        begun, busy = time.monotonic(), machine_busy_seconds()
+        for number in range(rounds):
+            run.round()
+            minutes = (time.monotonic() - begun) / 60
+            left = minutes / (number + 1) * (rounds - number - 1)
+            state = ", ".join(
+                f"{measure.name} {interval(run.ratios(measure.name, kinds[-1], kinds[0])).median:.3f}"
+                for measure in run.todo
+            )
+            say(f"round {number + 1} of {rounds}, {left:.0f} min left; {kinds[-1]} / {kinds[0]} so far: {state}")
+            if minutes > options.minutes:
+                say("time is up")
+                break
+        run.cores = (machine_busy_seconds() - busy) / (time.monotonic() - begun)
+        return run
+
+
+def parse() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=SHAPES, default=SHAPES[0])
+    parser.add_argument("--sittings", default=SITTINGS, help="contestants; those before and after a ; sit apart")
+    parser.add_argument("--tokens", default="64,256,1024", help="prefill lengths")
+    parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--minutes", type=float, default=14.0, help="of a sitting's rounds; no new one after this")
+    parser.add_argument("--arguments", type=json.loads, default={}, help="more engine arguments of all, as JSON")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--cache", type=Path, default=CACHE, help="model folders (2 GB), kept between runs")
+    parser.add_argument("--quick", action="store_true", help="smoke: demo model, eager, few rounds, nothing judged")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    if options.quick:
+        options.shape, options.tokens, options.rounds = "demo", "32,64", 4
+        options.arguments = {"enforce_eager": True} | options.arguments
+    return options
+
+
+def folder_of(shape: str, cache: Path) -> str:
+    """The model folder, made where it is not there yet."""
+    from service.demo import MODEL_DIR
+
+    prepare(shape, cache)
+    return str(MODEL_DIR if shape == "demo" else cache / shape)
+
+
+def main() -> int:
+    """All sittings; the table; 1 where a target is missed."""
+    options = parse()
+    folder = folder_of(options.shape, options.cache)
+    logs = Path(tempfile.mkdtemp(prefix="hallutracer-bench-"))
+    say(f"{options.shape}; {os.cpu_count()} cores, load average {os.getloadavg()[0]:.2f}; logs in {logs}")
+    checks: list[Check] = []
+    record: dict[str, Any] = {"shape": options.shape, "cpus": os.cpu_count(), "seed": options.seed, "sittings": []}
+    printed = []
+    for place, sitting in enumerate(options.sittings.split(";")):
+        run = sit(options, sitting.split(","), max(2, options.rounds // (1 + (place > 0))), folder, logs)
+        checks += checks_of(run, not options.quick)
+        ratios = {
+            name: {f"{a}/{b}": asdict(interval(found)) for a, b in RATIOS if (found := run.ratios(name, a, b))}
+            for name in run.times
+        }
+        record["sittings"].append({"kinds": sitting, "cores_busy": run.cores, "ratios": ratios, "times": run.times})
+        if options.json:
+            write_json(options.json, checks, record)
+        printed.append(f"{markdown(run)}\n\n{sitting}; cores busy, everybody's: {run.cores:.2f}")
+    say()
+    print(table(checks), *printed, sep="\n\n", flush=True)
+    return int(any(check.passed is False for check in checks))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
