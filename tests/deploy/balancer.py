@@ -124,8 +124,10 @@ def replica(behave: Callable[[BaseHTTPRequestHandler], None]) -> Iterator[Replic
         server.daemon_threads = True
         threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         made.address = f"127.0.0.1:{server.server_address[1]}"
-        yield made
-        server.shutdown()
+        try:
+            yield made
+        finally:  # left alone on a closed socket, its thread would spin to the end of the run
+            server.shutdown()
 
 
 def answer(handler: BaseHTTPRequestHandler, status: int, body: bytes, **headers: str) -> None:

@@ -130,8 +130,10 @@ def answering(status: int, body: bytes = b'{"status":"ok","guard":true}') -> Ite
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
         threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-        yield server.server_address[1], asked
-        server.shutdown()
+        try:
+            yield server.server_address[1], asked
+        finally:
+            server.shutdown()
 
 
 def run_check(command: list[str], port: int) -> int:
