@@ -73,8 +73,7 @@ class SiteTensors:
 
         self.logits = numbers(len(layers), tokens, plan.slots, fill=math.nan)
         self.mean = numbers(tokens, plan.slots, fill=math.nan)
-        place = torch.arange(self.dim, device=device).expand(plan.slots, self.dim)
-        self.index = [place.clone() for _ in layers]  # int64 [slots, dim]: where in the row each slot reads
+        self.index = [torch.zeros(plan.slots, dtype=torch.int64, device=device) for _ in layers]  # each slot's head
         self.direction = [numbers(plan.slots, self.dim) for _ in layers]  # v / scale
         self.offset = [numbers(plan.slots) for _ in layers]  # b / scale
         self.rows = numbers(len(layers), prompts, self.width, fill=math.nan) if plan.rows else None
@@ -86,9 +85,8 @@ class SiteTensors:
             scale = float(probes.scale[layer])
             head = int(probes.head[layer]) - first
             mine = 0 <= head < count and (self.split or self.leading)
-            start = head * self.dim if mine else 0
             direction = torch.from_numpy(np.asarray(probes.direction[layer], np.float64) / scale).to(torch.float32)
-            self.index[place][slot].copy_(torch.arange(start, start + self.dim))
+            self.index[place][slot].fill_(head if mine else 0)
             self.direction[place][slot].copy_(direction if mine else torch.zeros(self.dim))
             self.offset[place][slot].fill_(float(probes.bias[layer]) / scale if self.leading else 0.0)
 
@@ -120,9 +118,9 @@ def read(
     """
     rows = states.reshape(-1, states.shape[-1])
     tokens = rows.shape[0]
-    # Whole rows are read in order, with vector instructions; only a head among others has to be looked up.
-    whole = rows.shape[-1] == index.shape[-1]
-    readout = rows.unsqueeze(1) if whole else rows[:, index]  # [tokens, 1 or slots, dim]
+    # A head is looked up as a whole, so that within it vector instructions can read; a whole row needs no looking up.
+    heads = rows.view(tokens, -1, direction.shape[-1])
+    readout = heads if heads.shape[1] == 1 else heads[:, index]  # [tokens, 1 or slots, dim]
     values = (readout.float() * direction).sum(-1) + offset  # [tokens, slots]
     logits[place, :tokens].copy_(values)
     if place == 0:
