@@ -1,19 +1,21 @@
 """What the in-graph readout costs on vLLM, beside bare compiled vLLM and beside the peers' way, in one run.
 
     python -m tests.bench.vllm_overhead [--rounds 30] [--minutes 14] [--shape qwen2.5-0.5b] [--json OUT] [--quick]
-                                        [--sittings "bare,again,ours,hooks;bare,both,eager"]
+                                        [--starts 3] [--sittings "bare,again,ours,hooks;bare,both,eager"]
 
 Each contestant is a vLLM in a process of its own (``vllm_contestant``: which, and with what), alive for the whole
 sitting; the one whose turn it is runs, the others are stopped.  In every round, for every measure, they come in random
-order.  A ratio is of two times of the same round:
+order.  A process keeps a bias of its own (where its memory lies) that rounds do not average out, so the rounds are
+shared out among several starts of all contestants, in random order.  A ratio is of two times of the same round:
 
   prefill N  wall time of ``LLM.generate`` on N fresh random token ids, max_tokens=1; ours with its directive, so that
              readings are gathered, sent and checked
   decode     vLLM's own time per token between the first and the last of 17, after a prompt of 64
 
-again / bare is the noise floor: two processes that are the same.  Later sittings have half the rounds.  Medians with a
-95 % bootstrap interval.  The exit status is 1 where ours misses a target: a median above 1.01 at a prefill or 1.02 at
-decode.  Needs 20 GiB (5 for each of a sitting); about 24 minutes on two cores that nobody else uses.
+again / bare is the noise floor: two processes that are the same.  Later sittings have half the rounds, in one start.
+Medians over all rounds with a 95 % bootstrap interval, and each start's median.  The exit status is 1 where ours misses
+a target: a median above 1.01 at a prefill or 1.02 at decode.  Needs 20 GiB (5 for each of a sitting); about 35 minutes
+on two cores that nobody else uses.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ import sys
 import tempfile
 import time
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -68,16 +70,19 @@ def measures(lengths: list[int]) -> list[Measure]:
 class Run:
     """The contestants, and their times by round."""
 
-    def __init__(self, talkers: dict[str, Talker], todo: list[Measure], seed: int) -> None:
-        self.talkers, self.todo = talkers, todo
+    def __init__(self, kinds: list[str], todo: list[Measure], seed: int) -> None:
+        self.kinds, self.todo = kinds, todo
         self.ids = np.random.default_rng(seed)
         self.draw = random.Random(seed)
+        self.talkers: dict[str, Talker] = {}
         self.repeats: dict[str, int] = {}
-        self.cores = 0.0
-        self.times: dict[str, list[dict[str, float]]] = {one.name: [] for one in todo}
+        self.cores: list[float] = []
+        self.starts: list[dict[str, list[dict[str, float]]]] = []
 
-    def warm_up(self) -> None:
-        """Each measure twice on each contestant; how often a short one is repeated."""
+    def begin(self, talkers: dict[str, Talker]) -> None:
+        """Another start.  Each measure twice on each contestant; how often a short one is repeated."""
+        self.talkers = talkers
+        self.starts.append({one.name: [] for one in self.todo})
         for kind, talker in self.talkers.items():
             for measure in self.todo:
                 with talker.turn():
@@ -98,11 +103,20 @@ class Run:
                     talker.ask(prompts=[self._prompt(4)], tokens=1)  # awake, and vLLM's queues no longer idle
                     answers = [self._ask(talker, measure) for _ in range(self.repeats[measure.name])]
                 found[kind] = statistics.median(measure.seconds(answer) for answer in answers)
-            self.times[measure.name].append(found)
+            self.starts[-1][measure.name].append(found)
 
-    def ratios(self, name: str, ours: str, theirs: str) -> list[float]:
-        """Of the rounds in which both took part."""
-        return [one[ours] / one[theirs] for one in self.times[name] if ours in one and theirs in one]
+    def ratios(self, name: str, ours: str, theirs: str) -> list[list[float]]:
+        """Of the rounds in which both took part, by start; empty where one of them never does."""
+        if not {ours, theirs} <= set(self.kinds):
+            return []
+        return [[one[ours] / one[theirs] for one in times[name]] for times in self.starts if times[name]]
+
+    def cell(self, name: str, ours: str, theirs: str) -> str:
+        """Median and interval of all rounds; each start's median."""
+        by_start = self.ratios(name, ours, theirs)
+        result = interval(np.concatenate(by_start))
+        starts = " ".join(f"{statistics.median(one):.3f}" for one in by_start)
+        return f"{result.median:.3f} [{result.low:.3f}, {result.high:.3f}]" + f"; {starts}" * (len(by_start) > 1)
 
     def _ask(self, talker: Talker, measure: Measure) -> dict[str, Any]:
         return talker.ask(prompts=[self._prompt(measure.prompt)], tokens=measure.tokens)
@@ -119,12 +133,12 @@ def checks_of(run: Run, judged: bool) -> list[Check]:
             ratios = run.ratios(measure.name, ours, theirs)
             if not ratios:
                 continue
-            result = interval(ratios)
+            result = interval(np.concatenate(ratios))
             aimed = judged and (ours, theirs) == ("ours", "bare")
             found.append(
                 Check(
                     f"{measure.name}: {ours} / {theirs}",
-                    f"{result} ({result.count} rounds)",
+                    f"{run.cell(measure.name, ours, theirs)} ({result.count} rounds)",
                     f"<= {measure.target}" if aimed else "(reported)",
                     result.median <= measure.target if aimed else None,
                 )
@@ -134,45 +148,43 @@ def checks_of(run: Run, judged: bool) -> list[Check]:
 
 def markdown(run: Run) -> str:
     """The table for LOG.md: a row for each measure."""
-    pairs = [pair for pair in RATIOS if set(pair) <= set(run.talkers)]
+    pairs = [pair for pair in RATIOS if set(pair) <= set(run.kinds)]
     lines = ["| | bare ms | " + " | ".join(f"{ours} / {theirs}" for ours, theirs in pairs) + " |",
              "| --- " * (2 + len(pairs)) + "|"]  # fmt: skip
     for measure in run.todo:
-        bare = statistics.median(one["bare"] for one in run.times[measure.name]) * 1e3
-        cells = []
-        for pair in pairs:
-            result = interval(run.ratios(measure.name, *pair))
-            cells.append(f"{result.median:.3f} [{result.low:.3f}, {result.high:.3f}]")
+        bare = statistics.median(one["bare"] for times in run.starts for one in times[measure.name]) * 1e3
+        cells = [run.cell(measure.name, *pair) for pair in pairs]
         lines.append(f"| {measure.name} | {bare:.1f} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
-def sit(options: argparse.Namespace, kinds: list[str], rounds: int, folder: str, logs: Path) -> Run:
-    """Start these, warm up, and go through the rounds; all are ended on the way out."""
+def sit(options: argparse.Namespace, run: Run, rounds: int, folder: str, logs: Path) -> None:
+    """Start the contestants, warm up, and go through the rounds; all are ended on the way out."""
+    order = list(run.kinds)
+    run.draw.shuffle(order)
     with ExitStack() as stack:
         talkers: dict[str, Talker] = {}
-        for kind in kinds:
+        for kind in order:
             arguments = ["--model", folder, "--kind", kind, "--stats", "--arguments", json.dumps(options.arguments)]
             talker = Talker(["tests.bench.vllm_contestant", *arguments], logs / f"{kind}.log")
             talkers[kind] = stack.enter_context(talker)
             say(f"{kind}: started in {talker.hello['start_s']:.0f} s")
-        run = Run(talkers, measures([int(one) for one in options.tokens.split(",")]), options.seed)
-        run.warm_up()
+        run.begin(talkers)
         begun, busy = time.monotonic(), machine_busy_seconds()
         for number in range(rounds):
             run.round()
             minutes = (time.monotonic() - begun) / 60
             left = minutes / (number + 1) * (rounds - number - 1)
-            state = ", ".join(
-                f"{measure.name} {interval(run.ratios(measure.name, kinds[-1], kinds[0])).median:.3f}"
+            state = "; ".join(
+                f"{measure.name} " + ", ".join(f"{kind} {statistics.median(found[-1]):.3f}" for kind, other in RATIOS
+                                               if (found := run.ratios(measure.name, kind, other)))
                 for measure in run.todo
-            )
-            say(f"round {number + 1} of {rounds}, {left:.0f} min left; {kinds[-1]} / {kinds[0]} so far: {state}")
+            )  # fmt: skip
+            say(f"round {number + 1} of {rounds}, {left:.0f} min left; over bare, this start: {state}")
             if minutes > options.minutes:
                 say("time is up")
                 break
-        run.cores = (machine_busy_seconds() - busy) / (time.monotonic() - begun)
-        return run
+        run.cores.append((machine_busy_seconds() - busy) / (time.monotonic() - begun))
 
 
 def parse() -> argparse.Namespace:
@@ -181,8 +193,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--shape", choices=SHAPES, default=SHAPES[0])
     parser.add_argument("--sittings", default=SITTINGS, help="contestants; those before and after a ; sit apart")
     parser.add_argument("--tokens", default="64,256,1024", help="prefill lengths")
-    parser.add_argument("--rounds", type=int, default=30)
-    parser.add_argument("--minutes", type=float, default=14.0, help="of a sitting's rounds; no new one after this")
+    parser.add_argument("--rounds", type=int, default=30, help="of the first sitting, all starts together")
+    parser.add_argument("--starts", type=int, default=3, help="of the first sitting's contestants")
+    parser.add_argument("--minutes", type=float, default=14.0, help="of a start's rounds; no new one after this")
     parser.add_argument("--arguments", type=json.loads, default={}, help="more engine arguments of all, as JSON")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--cache", type=Path, default=CACHE, help="model folders (2 GB), kept between runs")
@@ -190,7 +203,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     if options.quick:
-        options.shape, options.tokens, options.rounds = "demo", "32,64", 4
+        options.shape, options.tokens, options.rounds, options.starts = "demo", "32,64", 4, 2
         options.arguments = {"enforce_eager": True} | options.arguments
     return options
 
@@ -213,16 +226,16 @@ def main() -> int:
     record: dict[str, Any] = {"shape": options.shape, "cpus": os.cpu_count(), "seed": options.seed, "sittings": []}
     printed = []
     for place, sitting in enumerate(options.sittings.split(";")):
-        run = sit(options, sitting.split(","), max(2, options.rounds // (1 + (place > 0))), folder, logs)
+        run = Run(sitting.split(","), measures([int(one) for one in options.tokens.split(",")]), options.seed + place)
+        starts, rounds = (options.starts, options.rounds) if place == 0 else (1, options.rounds // 2)
+        for _ in range(starts):
+            sit(options, run, max(2, -(-rounds // starts)), folder, logs)
+            record["sittings"][place:] = [{"kinds": sitting, "cores_busy": run.cores, "starts": run.starts}]
+            if options.json:
+                write_json(options.json, checks + checks_of(run, not options.quick), record)
         checks += checks_of(run, not options.quick)
-        ratios = {
-            name: {f"{a}/{b}": asdict(interval(found)) for a, b in RATIOS if (found := run.ratios(name, a, b))}
-            for name in run.times
-        }
-        record["sittings"].append({"kinds": sitting, "cores_busy": run.cores, "ratios": ratios, "times": run.times})
-        if options.json:
-            write_json(options.json, checks, record)
-        printed.append(f"{markdown(run)}\n\n{sitting}; cores busy, everybody's: {run.cores:.2f}")
+        cores = ", ".join(f"{one:.2f}" for one in run.cores)
+        printed.append(f"{markdown(run)}\n\n{sitting}; cores busy, everybody's, by start: {cores}")
     say()
     print(table(checks), *printed, sep="\n\n", flush=True)
     return int(any(check.passed is False for check in checks))

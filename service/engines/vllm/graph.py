@@ -134,35 +134,31 @@ def keep(states: Tensor, onsets: Tensor, rows: Tensor, place: int) -> None:
     rows[place].copy_(states.reshape(-1, states.shape[-1]).index_select(0, onsets).float())
 
 
+READ = ("index", "direction", "offset", "logits", "mean")  # what ``read`` takes, in its order
+KEPT = ("onsets", "rows")  # and ``keep``
+
+
+def _buffer(name: str, site: Site) -> str:
+    """What a module calls one of a site's tensors: a block and its projection may be read at a site each."""
+    return f"ht_{name}_{site}"
+
+
 def _attach(module: nn.Module, tensors: SiteTensors, place: int, share: float, onsets: Tensor) -> None:
     """Make ``module`` an instance of a subclass that reads: parameters and their names stay as they are."""
-    buffers = {
-        "ht_index": tensors.index[place],
-        "ht_direction": tensors.direction[place],
-        "ht_offset": tensors.offset[place],
-        "ht_logits": tensors.logits,
-        "ht_mean": tensors.mean,
-        "ht_onsets": onsets,
-        "ht_rows": tensors.rows,
-    }
-    for name, tensor in buffers.items():
-        module.register_buffer(f"{name}_{tensors.site}", tensor, persistent=False)
+    own = (tensors.index[place], tensors.direction[place], tensors.offset[place], tensors.logits, tensors.mean)
+    for name, tensor in zip(READ + KEPT, (*own, onsets, tensors.rows), strict=True):
+        module.register_buffer(_buffer(name, tensors.site), tensor, persistent=False)
     module.__class__ = _reading_class(type(module), tensors.site, place, share, tensors.rows is not None)
 
 
 def _reading_class(base: type, site: Site, place: int, share: float, takes_rows: bool) -> type:
+    read_names = tuple(_buffer(name, site) for name in READ)
+    kept_names = tuple(_buffer(name, site) for name in KEPT)
+
     def take(self: Any, states: Tensor) -> None:
-        if site is Site.ATTENTION_HEAD:
-            read(states, self.ht_index_attention_head, self.ht_direction_attention_head, self.ht_offset_attention_head,
-                 self.ht_logits_attention_head, self.ht_mean_attention_head, place, share)  # fmt: skip
-            if takes_rows:
-                keep(states, self.ht_onsets_attention_head, self.ht_rows_attention_head, place)
-        else:
-            read(states, self.ht_index_residual_stream, self.ht_direction_residual_stream,
-                 self.ht_offset_residual_stream, self.ht_logits_residual_stream, self.ht_mean_residual_stream,
-                 place, share)  # fmt: skip
-            if takes_rows:
-                keep(states, self.ht_onsets_residual_stream, self.ht_rows_residual_stream, place)
+        read(states, *[getattr(self, name) for name in read_names], place=place, share=share)
+        if takes_rows:
+            keep(states, *[getattr(self, name) for name in kept_names], place=place)
 
     def before(self: Any, states: Tensor, *args: Any, **kwargs: Any) -> Any:
         take(self, states)
