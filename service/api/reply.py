@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from service.api.metrics import Metrics
@@ -35,14 +36,13 @@ class Reply:
 
     def body(self, reports: list[RiskReport]) -> ScoreResponse:
         """The whole answer, or a stream's first event."""
-        manifest = self.scorer.bundle.manifest
         return ScoreResponse(
             id=self.id,
             created=self.created,
             model=self.scorer.engine.identity.model,
             policy=self.policy.name,
-            bundle=BundleRef(name=manifest.name, version=manifest.version, digest=manifest.digest),
-            data=[self._risk(index, report) for index, report in enumerate(reports)],
+            bundle=bundle_ref(self.scorer),
+            data=[risk_out(index, report, self.include) for index, report in enumerate(reports)],
             usage=self.usage(reports),
         )
 
@@ -56,17 +56,12 @@ class Reply:
         )
 
     def headers(self, reports: list[RiskReport]) -> dict[str, str]:
-        """Times in ms, of the prompt that took longest; risk and decision where there is one prompt."""
+        """Times in ms, of the prompt that took longest, and ``risk_headers``."""
         timings = [job.timings for job in self.ticket.jobs]
-        headers = {
+        return {
             "x-queue-time": f"{max(t.queue for t in timings) * 1e3:.3f}",
             "x-inference-time": f"{max(t.prefill + t.probe + (t.decode or 0.0) for t in timings) * 1e3:.3f}",
-            "x-hallutracer-bundle": self.scorer.bundle.reference,
-        }
-        if len(reports) == 1:
-            headers["x-hallutracer-risk"] = f"{reports[0].risk:.6f}"
-            headers["x-hallutracer-decision"] = reports[0].decision.value
-        return headers
+        } | risk_headers(self.scorer, reports)
 
     def account(self) -> None:
         """Tell the log and the metrics of every prompt that was scored.  Once, when nothing more will be sent."""
@@ -108,20 +103,37 @@ class Reply:
             decodes = [timings.decode for timings, _, _ in scored if timings.decode is not None]
             record.decode_ms = max(decodes) * 1e3 if decodes else None
 
-    def _risk(self, index: int, report: RiskReport) -> RiskOut:
-        verdict = report.verdict
-        return RiskOut(
-            index=index,
-            risk=report.risk,
-            depth_mean=report.depth_mean,
-            decision=verdict.decision.value,
-            flagged=verdict.flagged,
-            threshold=verdict.threshold,
-            message=verdict.message,
-            trajectory=report.trajectory.tolist() if "trajectory" in self.include else None,
-            running_mean=running_means(report.trajectory).tolist() if "running_mean" in self.include else None,
-            completion=_completion(report.completion),
-        )
+
+def risk_out(index: int, report: RiskReport, include: Collection[Include] = ()) -> RiskOut:
+    """One prompt's place in ``data``."""
+    verdict = report.verdict
+    return RiskOut(
+        index=index,
+        risk=report.risk,
+        depth_mean=report.depth_mean,
+        decision=verdict.decision.value,
+        flagged=verdict.flagged,
+        threshold=verdict.threshold,
+        message=verdict.message,
+        trajectory=report.trajectory.tolist() if "trajectory" in include else None,
+        running_mean=running_means(report.trajectory).tolist() if "running_mean" in include else None,
+        completion=_completion(report.completion),
+    )
+
+
+def bundle_ref(scorer: Scorer) -> BundleRef:
+    """The bundle that says so."""
+    manifest = scorer.bundle.manifest
+    return BundleRef(name=manifest.name, version=manifest.version, digest=manifest.digest)
+
+
+def risk_headers(scorer: Scorer, reports: Sequence[RiskReport]) -> dict[str, str]:
+    """The bundle; risk and decision where there is one prompt."""
+    headers = {"x-hallutracer-bundle": scorer.bundle.reference}
+    if len(reports) == 1:
+        headers["x-hallutracer-risk"] = f"{reports[0].risk:.6f}"
+        headers["x-hallutracer-decision"] = reports[0].decision.value
+    return headers
 
 
 def _completion(completion: Completion | None) -> CompletionOut | None:

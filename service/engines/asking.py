@@ -1,15 +1,19 @@
-"""Many answers of an OnlineEngine at once, for a caller who has no event loop.  Knows no risk and no policy."""
+"""Many answers of an OnlineEngine at once, for a caller who is not on its event loop.  Knows no risk and no policy."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import Future
 from contextlib import aclosing
+from typing import Any, TypeVar
 
 from service.engines.base import Completion, Onset, Sampling, TokenIds
 from service.engines.online import Gate, OnlineEngine, Update
 from service.errors import EngineError
 from service.readout import Probes
+
+T = TypeVar("T")
 
 
 def ask_all(
@@ -39,20 +43,40 @@ def ask_all(
                     return update.completion
         raise unfinished()
 
-    async def everyone() -> list[Completion | None]:
-        tasks = [asyncio.ensure_future(one(place)) for place in range(len(prompts))]
-        try:
-            return await asyncio.gather(*tasks)
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+    return all_on(engine.loop, [one(place) for place in range(len(prompts))])
 
-    asked = asyncio.run_coroutine_threadsafe(everyone(), engine.loop)
+
+def run_on(loop: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, T]) -> T:
+    """Its result.  Where the caller is interrupted, it is cancelled.  Not on ``loop``'s thread."""
+    future: Future[T] = asyncio.run_coroutine_threadsafe(work, loop)
     try:
-        return asked.result()
+        return future.result()
     finally:
-        asked.cancel()  # where the caller was interrupted
+        future.cancel()
+
+
+def all_on(
+    loop: asyncio.AbstractEventLoop, work: Sequence[Coroutine[Any, Any, T]], at_once: int | None = None
+) -> list[T]:
+    """Every result in order, ``at_once`` at a time; the first failure ends them all and is raised."""
+    room = asyncio.Semaphore(at_once or max(1, len(work)))
+
+    async def one(item: Coroutine[Any, Any, T]) -> T:
+        async with room:
+            return await item
+
+    async def everyone() -> list[T]:
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(one(item)) for item in work]
+        except BaseExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+        finally:
+            for item in work:
+                item.close()  # those that were never begun
+        return [task.result() for task in tasks]
+
+    return run_on(loop, everyone())
 
 
 def onset_of(update: Update) -> Onset:

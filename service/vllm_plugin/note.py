@@ -9,6 +9,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
+from service.api.reply import bundle_ref, risk_headers, risk_out
 from service.guard import Decision, Policy
 from service.scoring import RiskReport, Scorer
 
@@ -40,10 +41,13 @@ class Note:
             return {"error": self.unread}
         if self.scorer is None or self.policy is None or not any(self.reports):
             return None
-        manifest = self.scorer.bundle.manifest
-        data = [_row(index, report) for index, report in enumerate(self.reports) if report is not None]
+        data = [
+            risk_out(index, report).model_dump(exclude_none=True)
+            for index, report in enumerate(self.reports)
+            if report is not None
+        ]
         return {
-            "bundle": {"name": manifest.name, "version": manifest.version, "digest": manifest.digest},
+            "bundle": bundle_ref(self.scorer).model_dump(),
             "policy": self.policy.name,
             "data": data,
         }
@@ -52,25 +56,7 @@ class Note:
         """As those of ``/v1/risk/score``: where there is one prompt."""
         if self.scorer is None or len(self.reports) != 1 or self.reports[0] is None:
             return {}
-        return {
-            "x-hallutracer-bundle": self.scorer.bundle.reference,
-            "x-hallutracer-risk": f"{self.reports[0].risk:.6f}",
-            "x-hallutracer-decision": self.reports[0].decision.value,
-        }
-
-
-def _row(index: int, report: RiskReport) -> dict[str, Any]:
-    verdict = report.verdict
-    row = {
-        "index": index,
-        "risk": report.risk,
-        "depth_mean": report.depth_mean,
-        "decision": verdict.decision.value,
-        "flagged": verdict.flagged,
-        "threshold": verdict.threshold,
-        "message": verdict.message,
-    }
-    return {name: value for name, value in row.items() if value is not None}
+        return risk_headers(self.scorer, [self.reports[0]])
 
 
 CURRENT: ContextVar[Note | None] = ContextVar("hallutracer_note", default=None)

@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from service.engines.asking import run_on
 from service.engines.base import Completion, EngineOptions, Onset, Sampling
 from service.engines.online import OnlineEngine, Update
 from service.errors import EngineError
@@ -158,7 +159,7 @@ def vllm(folder: str, arguments: dict[str, str], faulty: str | None) -> Arrays:
             ),
             "cached_again": np.array([update.cached_tokens for update in repeated]),
             "preemptions": np.array(counter("vllm:num_preemptions_total")),
-            "runner": np.array(engine._wait(engine._describe())["runner"]),
+            "runner": np.array(run_on(engine.loop, engine._client.describe())["runner"]),
             "open": np.array(engine.counters.open_continuations),
         }
         return arrays | shared(engine, asked, rows=rows)

@@ -8,17 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncGenerator, Coroutine, Sequence
-from concurrent.futures import Future
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import replace
-from itertools import count
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
 from service.engines import loading
-from service.engines.asking import onset_of
+from service.engines.asking import all_on, onset_of, run_on
 from service.engines.base import (
     Completion,
     Counters,
@@ -36,14 +34,14 @@ from service.engines.identity import folder_fingerprint, revision_of
 from service.engines.online import Gate, Update
 from service.engines.tokens import Tokens
 from service.engines.vllm import starting
+from service.engines.vllm.client import Client
 from service.engines.vllm.directive import Directive, Payload, Plan
 from service.engines.vllm.requests import Answer, Reading, answering, payload_of, score_only, times
 from service.engines.vllm.self_test import self_test
 from service.engines.vllm.slots import Slots
-from service.errors import EngineError, RequestError
+from service.errors import EngineError
 from service.readout import Geometry, Probes, Site
 
-T = TypeVar("T")
 SLOTS = 4
 IN_FLIGHT = 256  # prompts of one synchronous call inside vLLM at a time
 
@@ -56,22 +54,19 @@ class VllmEngine:
 
         Raises EngineError where the worker is not ours or the self-test fails.
         """
-        self._client, self._loop, self._owns_loop = client, loop, owns_loop
+        self._client, self._owns_loop = Client(client, loop), owns_loop
         self._tokens = Tokens(found.tokenizer)
         self._vocabulary = int(text_config(found.config).vocab_size)
         self._end_token = getattr(found.tokenizer, "eos_token_id", None)
-        self._counters = Counters()
-        self._numbers = count()
-        self._closed = False
-        config = client.vllm_config
-        described = self._wait(self._describe())
+        config = self._client.config
+        described = run_on(loop, self._client.describe())
         self._plan = Plan(
             Geometry(*described["geometry"]),
             tuple(Site(name) for name in described["sites"]),
             int(described["slots"]),
             bool(described["rows"]),
         )
-        self._slots = Slots(self._plan, self._write)
+        self._slots = Slots(self._plan, self._client.write)
         self._identity = ModelIdentity(
             model=found.name,
             revision=revision_of(found.config),
@@ -129,7 +124,7 @@ class VllmEngine:
     @property
     def loop(self) -> asyncio.AbstractEventLoop:
         """Where the client lives and ``answer`` runs."""
-        return self._loop
+        return self._client.loop
 
     @property
     def identity(self) -> ModelIdentity:
@@ -139,12 +134,12 @@ class VllmEngine:
     @property
     def counters(self) -> Counters:
         """Work done so far."""
-        return self._counters
+        return self._client.counters
 
     @property
     def alive(self) -> bool:
         """Whether vLLM still runs."""
-        return not self._closed and not self._client.errored
+        return self._client.alive
 
     @property
     def end_token(self) -> int | None:
@@ -159,7 +154,7 @@ class VllmEngine:
     @property
     def max_batch_tokens(self) -> int:
         """Tokens of one step, at most."""
-        return int(self._client.vllm_config.scheduler_config.max_num_batched_tokens)
+        return int(self._client.config.scheduler_config.max_num_batched_tokens)
 
     def tokenize(self, text: str) -> list[int]:
         """Plain text to ids, with the tokenizer's own special tokens.  Raises RequestError."""
@@ -189,7 +184,7 @@ class VllmEngine:
             async with aclosing(self.answer(prompt, probes, first_token=first_token)) as updates:
                 return onset_of(await anext(updates, Update()))
 
-        return self._wait(_all([one(prompt) for prompt in prompts]))
+        return all_on(self.loop, [one(prompt) for prompt in prompts], at_once=IN_FLIGHT)
 
     def extract(self, prompts: Sequence[TokenIds], sites: Sequence[Site]) -> Extraction:
         """Rows of every layer at t*, [n, m, width] float32 per site, and each prompt's first-token distribution.
@@ -202,10 +197,10 @@ class VllmEngine:
         directive = Directive(rows=True)
 
         async def one(prompt: TokenIds) -> Payload:
-            async with aclosing(self._outputs(prompt, score_only(directive))) as outputs:
+            async with aclosing(self._client.outputs(prompt, score_only(directive))) as outputs:
                 return payload_of(await anext(outputs, None), self._plan, directive)
 
-        found = self._wait(_all([one(prompt) for prompt in prompts]))
+        found = all_on(self.loop, [one(prompt) for prompt in prompts], at_once=IN_FLIGHT)
         rows = {
             site: np.stack([payload.rows[site] for payload in found])
             if found
@@ -221,11 +216,11 @@ class VllmEngine:
 
         async def one(prompt: TokenIds) -> Completion:
             answer = Answer()
-            async for output in self._outputs(prompt, answering(sampling, None)):
+            async for output in self._client.outputs(prompt, answering(sampling, None)):
                 answer.take(output)
             return answer.completion()
 
-        return self._wait(_all([one(prompt) for prompt in prompts]))
+        return all_on(self.loop, [one(prompt) for prompt in prompts], at_once=IN_FLIGHT)
 
     async def answer(
         self,
@@ -243,7 +238,7 @@ class VllmEngine:
         answer = Answer()
         try:
             parameters = score_only(reading.directive) if sampling is None else answering(sampling, reading.directive)
-            async with aclosing(self._outputs(prompt, parameters)) as outputs:
+            async with aclosing(self._client.outputs(prompt, parameters)) as outputs:
                 async for output in outputs:
                     piece, tokens = answer.take(output)
                     if answer.steps > 1:
@@ -281,90 +276,12 @@ class VllmEngine:
 
     def close(self) -> None:
         """End vLLM's processes.  Later calls raise EngineError."""
-        if self._closed:
-            return
-        self._closed = True
-        if self._client.output_handler is not None:  # it would report the end of what it listens to as a failure
-            self._loop.call_soon_threadsafe(self._client.output_handler.cancel)
-        self._client.shutdown()
-        if self._owns_loop:
-            self._loop.call_soon_threadsafe(self._loop.stop)
-
-    async def _outputs(self, prompt: TokenIds, parameters: Any) -> AsyncGenerator[Any, None]:
-        """One request's outputs, vLLM's errors in our words."""
-        from vllm.exceptions import VLLMClientError
-        from vllm.inputs.engine import tokens_input
-        from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
-
-        if self._closed:
-            raise EngineError("this engine is closed; load the model again")
-        request = f"hallutracer-{next(self._numbers)}"
-        self._counters.open_continuations += 1
-        first = True
-        stream = self._client.generate(tokens_input(list(prompt)), parameters, request)
-        try:
-            async for output in stream:
-                if first:
-                    self._counters.prefills += 1
-                    self._counters.forward_tokens += len(prompt) - int(output.num_cached_tokens or 0)
-                    first = False
-                else:
-                    self._counters.decode_steps += len(output.outputs[0].token_ids)
-                    self._counters.forward_tokens += len(output.outputs[0].token_ids)
-                yield output
-        except EngineDeadError as error:
-            raise EngineError(f"vLLM has ended ({error}); its own messages say why.  Restart the service") from error
-        except EngineGenerateError as error:
-            raise EngineError(f"vLLM failed on this prompt: {error.__cause__ or error}") from error
-        except VLLMClientError as error:
-            raise RequestError(f"vLLM refuses this request: {error}") from error
-        finally:
-            self._counters.open_continuations -= 1
-            await stream.aclose()
+        if self._client.close() and self._owns_loop:
+            self.loop.call_soon_threadsafe(self.loop.stop)
 
     def _begin(self, prompts: Sequence[TokenIds]) -> None:
-        if self._closed:
-            raise EngineError("this engine is closed; load the model again")
+        self._client.check_open()
         self.check(prompts)
-
-    async def _describe(self) -> dict[str, Any]:
-        try:
-            return dict((await self._client.collective_rpc("hallutracer_describe"))[0])
-        except Exception as error:
-            raise EngineError(
-                f"vLLM runs a worker that does not read ({error}); start it with --worker-cls {starting.WORKER}"
-            ) from error
-
-    async def _write(self, place: int, probes: Probes) -> None:
-        table = np.concatenate([probes.direction, probes.bias[:, None], probes.scale[:, None]], axis=1)
-        head = [int(value) for value in probes.head]
-        numbers = np.ascontiguousarray(table, np.float32).tobytes()
-        await self._client.collective_rpc("hallutracer_write", args=(place, str(probes.site), head, numbers))
-
-    def _wait(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run on the loop, from another thread."""
-        future: Future[T] = asyncio.run_coroutine_threadsafe(work, self._loop)
-        try:
-            return future.result()
-        except BaseException:
-            future.cancel()
-            raise
-
-
-async def _all(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """Every result in order, ``IN_FLIGHT`` at a time; the first error ends the others."""
-    room = asyncio.Semaphore(IN_FLIGHT)
-
-    async def one(item: Coroutine[Any, Any, T]) -> T:
-        async with room:
-            return await item
-
-    try:
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(one(item)) for item in work]
-    except BaseExceptionGroup as errors:
-        raise errors.exceptions[0] from None
-    return [task.result() for task in tasks]
 
 
 def _own_loop() -> asyncio.AbstractEventLoop:

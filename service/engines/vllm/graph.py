@@ -156,9 +156,11 @@ def _reading_class(base: type, site: Site, place: int, share: float, takes_rows:
     kept_names = tuple(_buffer(name, site) for name in KEPT)
 
     def take(self: Any, states: Tensor) -> None:
-        read(states, *[getattr(self, name) for name in read_names], place=place, share=share)
+        index, direction, offset, logits, mean = [getattr(self, name) for name in read_names]
+        read(states, index, direction, offset, logits, mean, place, share)
         if takes_rows:
-            keep(states, *[getattr(self, name) for name in kept_names], place=place)
+            onsets, rows = [getattr(self, name) for name in kept_names]
+            keep(states, onsets, rows, place)
 
     def before(self: Any, states: Tensor, *args: Any, **kwargs: Any) -> Any:
         take(self, states)

@@ -7,9 +7,12 @@ A runner calls, in this order: ``before`` (the step's onsets are known, the forw
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from service.engines.outcome import summarise
@@ -19,6 +22,7 @@ from service.errors import EngineError
 from service.readout import Site
 
 Tensor = torch.Tensor
+Counts = npt.NDArray[np.integer[Any]]
 SURE = 1e-6  # nats inside the threshold: nearer than that, the request side decides, in float64
 
 
@@ -32,30 +36,30 @@ class OnsetRow:
     request_row: int  # of the request, among the step's requests
 
 
-@dataclass(frozen=True)
-class Scheduled:
-    """One request's part of a step, as its runner tells it."""
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """A step's n requests in the order of their rows, as its runner tells them."""
 
-    request: str
-    directive: Directive | None
-    row: int  # among the step's requests
-    start: int  # its first token's row
-    count: int  # its tokens in this step
-    computed: int  # its tokens that earlier steps, or the prefix cache, have done
-    prompt: int  # its prompt's tokens
+    requests: Sequence[str]
+    starts: Counts  # [n + 1]: each one's first token's row, and the end
+    computed: Counts  # [n]: tokens that earlier steps, or the prefix cache, have done
+    prompts: Counts  # [n]: the prompt's tokens
+    emits: npt.NDArray[np.bool_]  # [n]: whether the step gives it a token
 
 
-def onset_rows(scheduled: Sequence[Scheduled]) -> list[OnsetRow]:
+def onset_rows(step: Layout, directive_of: Callable[[str], Directive | None]) -> list[OnsetRow]:
     """The requests whose t*, the prompt's last token, is the last token of their part of this step.
 
     Then, and only then, the step samples their first token, and the payload may travel with it: after a preemption t*
-    can also come by in the middle of a chunk, and vLLM takes no payload from a step that emits nothing.
+    can also come by in the middle of a chunk, and vLLM takes no payload from a step that emits nothing.  Most requests
+    of most steps are decoding: theirs are the rows that cost nothing here.
     """
+    ends = step.emits & (step.computed + np.diff(step.starts) == step.prompts)
     found = []
-    for one in scheduled:
-        offset = one.prompt - 1 - one.computed
-        if one.directive is not None and offset == one.count - 1:
-            found.append(OnsetRow(one.request, one.directive, one.start + offset, one.row))
+    for row in map(int, np.flatnonzero(ends)):
+        request = step.requests[row]
+        if (directive := directive_of(request)) is not None:
+            found.append(OnsetRow(request, directive, int(step.starts[row + 1]) - 1, row))
     return found
 
 

@@ -9,14 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import torch
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 from vllm.sequence import IntermediateTensors
 from vllm.v1.outputs import ModelRunnerOutput
 
 from service.engines.vllm.directive import Directive
-from service.engines.vllm.reader import Reader, Scheduled, StageLink, onset_rows
+from service.engines.vllm.reader import Layout, Reader, StageLink, onset_rows
 from service.errors import EngineError
 
 Tensor = torch.Tensor
@@ -42,17 +41,17 @@ def link() -> StageLink:
 
 def adopt(runner: Any, reader: Reader) -> None:
     """Make a built runner read.  Raises EngineError for one that is neither V1 nor V2."""
-    for name, mixin in (("execute_model_state", V1Reading), ("req_states", V2Reading)):
-        if name == "execute_model_state" and hasattr(runner, "req_states"):
-            continue
-        if hasattr(runner, name):
-            runner.__class__ = type(f"Reading{type(runner).__name__}", (mixin, type(runner)), {})
-            runner.hallutracer = reader
-            runner.hallutracer_directives = {}
-            runner.hallutracer_earlier = None
-            _watch_logits(runner.model, reader)
-            return
-    raise EngineError(f"{type(runner).__name__} is neither of vLLM 0.32's model runners; install vllm==0.32.0")
+    if hasattr(runner, "req_states"):
+        mixin: type = V2Reading
+    elif hasattr(runner, "execute_model_state"):
+        mixin = V1Reading
+    else:
+        raise EngineError(f"{type(runner).__name__} is neither of vLLM 0.32's model runners; install vllm==0.32.0")
+    runner.__class__ = type(f"Reading{type(runner).__name__}", (mixin, type(runner)), {})
+    runner.hallutracer = reader
+    runner.hallutracer_directives = {}
+    runner.hallutracer_earlier = None
+    _watch_logits(runner.model, reader)
 
 
 def _watch_logits(model: Any, reader: Reader) -> None:
@@ -89,7 +88,7 @@ class V1Reading:
     def _model_forward(self, *args: Any, **kwargs: Any) -> Any:
         """The step's inputs are prepared, the model has not run."""
         reader = self.hallutracer
-        reader.before(onset_rows(self._scheduled()), _tokens(args, kwargs))
+        reader.before(onset_rows(self._layout(), self._directive_of), _tokens(args, kwargs))
         output = super()._model_forward(*args, **kwargs)  # type: ignore[misc]
         values = reader.after(self.hallutracer_earlier)
         self.hallutracer_earlier = None
@@ -97,28 +96,22 @@ class V1Reading:
             output.tensors[HANDED_ON] = values
         return output
 
-    def _scheduled(self) -> list[Scheduled]:
+    def _layout(self) -> Layout:
         runner: Any = self
         batch = runner.input_batch
-        starts = runner.query_start_loc.np
-        found = []
-        for row, request in enumerate(batch.req_ids):
-            state = runner.requests[request]
-            if state.sampling_params is None or state.sampling_params.extra_args is None:
-                continue
-            found.append(
-                Scheduled(
-                    request=request,
-                    directive=Directive.decode(state.sampling_params.extra_args),
-                    row=row,
-                    start=int(starts[row]),
-                    count=int(starts[row + 1] - starts[row]),
-                    computed=int(batch.num_computed_tokens_cpu[row]),
-                    prompt=int(batch.num_prompt_tokens[row]),
-                )
-            )
-        discarded = runner.discard_request_mask.np
-        return [one for one in found if not discarded[one.row]]
+        count = len(batch.req_ids)
+        return Layout(
+            requests=batch.req_ids,
+            starts=runner.query_start_loc.np[: count + 1],
+            computed=batch.num_computed_tokens_cpu[:count],
+            prompts=batch.num_prompt_tokens[:count],
+            emits=~runner.discard_request_mask.np[:count],
+        )
+
+    def _directive_of(self, request: str) -> Directive | None:
+        runner: Any = self
+        parameters = runner.requests[request].sampling_params
+        return None if parameters is None else Directive.decode(parameters.extra_args)
 
     def _sample(self, logits: Any, spec_decode_metadata: Any) -> Any:
         """The sampled tokens are there and nobody has looked at them."""
@@ -163,7 +156,8 @@ class V2Reading:
     def prepare_inputs(self, *args: Any, **kwargs: Any) -> Any:
         """The step's rows are laid out, the model has not run."""
         batch = super().prepare_inputs(*args, **kwargs)  # type: ignore[misc]
-        self.hallutracer.before(onset_rows(self._scheduled(batch)), int(batch.num_tokens_after_padding))
+        onsets = onset_rows(self._layout(batch), self.hallutracer_directives.get)
+        self.hallutracer.before(onsets, int(batch.num_tokens_after_padding))
         return batch
 
     def execute_model(self, scheduler_output: Any, intermediate_tensors: Any = None, *args: Any, **kwargs: Any) -> Any:
@@ -176,22 +170,17 @@ class V2Reading:
             output.tensors[HANDED_ON] = values
         return output
 
-    def _scheduled(self, batch: Any) -> list[Scheduled]:
+    def _layout(self, batch: Any) -> Layout:
         runner: Any = self
         prompts = runner.req_states.prompt_len.np[batch.idx_mapping_np]
-        counts = np.diff(batch.query_start_loc_np)
-        found = []
-        for row, request in enumerate(batch.req_ids):
-            directive = self.hallutracer_directives.get(request)
-            if directive is None:
-                continue
-            computed = int(batch.num_computed_tokens_np[row])
+        return Layout(
+            requests=batch.req_ids,
+            starts=batch.query_start_loc_np,
+            computed=batch.num_computed_tokens_np,
+            prompts=prompts,
             # Tokens known beyond the prompt are answers of before a preemption: this step samples nothing of t*.
-            if int(batch.prefill_len_np[row]) > int(prompts[row]):
-                continue
-            start = int(batch.query_start_loc_np[row])
-            found.append(Scheduled(request, directive, row, start, int(counts[row]), computed, int(prompts[row])))
-        return found
+            emits=batch.prefill_len_np <= prompts,
+        )
 
     def sample(self, *args: Any, **kwargs: Any) -> Any:
         """The sampled tokens are there and nobody has looked at them."""

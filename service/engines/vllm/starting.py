@@ -71,11 +71,9 @@ def start(
     arguments = engine_arguments(options)
     if device.type == "cpu":
         _bind_cores(arguments, threads)
-    sized = {"kv_cache_memory_bytes", "gpu_memory_utilization"} & set(
-        arguments
-    ) or "VLLM_CPU_KVCACHE_SPACE" in os.environ
-    if device.type == "cpu" and not sized:
-        arguments["kv_cache_memory_bytes"] = CPU_CACHE_BYTES
+        sizes = {"kv_cache_memory_bytes", "gpu_memory_utilization"}
+        if not sizes & set(arguments) and "VLLM_CPU_KVCACHE_SPACE" not in os.environ:
+            arguments["kv_cache_memory_bytes"] = CPU_CACHE_BYTES
     reading = {"sites": [str(site) for site in sites], "slots": slots, "rows": rows}
     arguments["additional_config"] = {**arguments.get("additional_config", {}), KEY: reading}
     if options.max_batch_tokens is not None:

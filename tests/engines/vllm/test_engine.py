@@ -74,7 +74,7 @@ def updates(engine: VllmEngine, stream: AsyncGenerator[Update, None], count: int
 
 def idle(engine: VllmEngine) -> bool:
     """No request of ours and none of vLLM's."""
-    return engine.counters.open_continuations == 0 and not engine._client.output_processor.has_unfinished_requests()
+    return engine._client.idle
 
 
 def test_it_is_an_online_engine_and_says_which_model_it_runs(engine: VllmEngine, reference: TransformersEngine) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from random import Random
 
 import numpy as np
@@ -15,7 +16,7 @@ from service.engines.online import Gate
 from service.engines.outcome import summarise
 from service.engines.vllm.directive import Directive, Payload, Plan
 from service.engines.vllm.graph import Ranks, SiteTensors, Sizes
-from service.engines.vllm.reader import OnsetRow, Reader, Scheduled, StageLink, onset_rows
+from service.engines.vllm.reader import Layout, OnsetRow, Reader, StageLink, onset_rows
 from service.errors import EngineError, NonFiniteReadout
 from service.readout import Geometry, Site
 from service.risk import risk
@@ -47,6 +48,30 @@ def fill(made: Reader, tokens: int, seed: int = 0) -> None:
 # ---- onset_rows
 
 
+@dataclass(frozen=True)
+class Part:
+    """One request's part of a step."""
+
+    request: str
+    count: int
+    computed: int
+    prompt: int
+    mine: bool = True
+    emits: bool = True
+
+
+def onsets_of(parts: list[Part]) -> list[OnsetRow]:
+    layout = Layout(
+        requests=[part.request for part in parts],
+        starts=np.cumsum([0, *(part.count for part in parts)]),
+        computed=np.array([part.computed for part in parts], np.int32),
+        prompts=np.array([part.prompt for part in parts], np.int32),
+        emits=np.array([part.emits for part in parts], np.bool_),
+    )
+    mine = {part.request: MINE for part in parts if part.mine}
+    return onset_rows(layout, mine.get)
+
+
 REQUESTS = st.lists(st.tuples(st.integers(1, 40), st.integers(1, 6), st.booleans()), min_size=1, max_size=6)
 
 
@@ -67,7 +92,7 @@ def test_every_prompt_has_exactly_one_onset_and_it_is_its_last_token(
         if not running:
             break
         order = chance.sample(running, len(running))
-        scheduled, tokens, rows, room = [], [], 0, budget
+        scheduled, tokens, room = [], [], budget
         for number in order:
             prompt, _, ours = requests[number]
             left = prompt + sampled[number] - computed[number]
@@ -75,16 +100,11 @@ def test_every_prompt_has_exactly_one_onset_and_it_is_its_last_token(
             if count == 0:
                 continue
             room -= count
-            part = Scheduled(str(number), MINE if ours else None, len(scheduled), rows, count, computed[number], prompt)
-            scheduled.append(part)
+            emits = count == left
+            scheduled.append(Part(str(number), count, computed[number], prompt, ours, emits))
             tokens += [(number, computed[number] + offset) for offset in range(count)]
-            rows += count
-        samples = {
-            int(one.request)
-            for one in scheduled
-            if one.computed + one.count == requests[int(one.request)][0] + sampled[int(one.request)]
-        }
-        for found in onset_rows(scheduled):
+        samples = {int(one.request) for one in scheduled if one.emits}
+        for found in onsets_of(scheduled):
             number = int(found.request)
             assert tokens[found.token_row] == (number, requests[number][0] - 1)
             assert scheduled[found.request_row].request == found.request
@@ -105,17 +125,18 @@ def test_every_prompt_has_exactly_one_onset_and_it_is_its_last_token(
 
 def test_the_row_is_counted_from_the_requests_own_first_row() -> None:
     step = [
-        Scheduled("decoding", MINE, 0, 0, 1, 9, 9),
-        Scheduled("chunk", MINE, 1, 1, 4, 4, 12),
-        Scheduled("other", None, 2, 5, 3, 0, 3),
-        Scheduled("ends", MINE, 3, 8, 4, 8, 12),
-        Scheduled("whole", MINE, 4, 12, 1, 0, 1),
+        Part("decoding", 1, 9, 9),
+        Part("chunk", 4, 4, 12, emits=False),
+        Part("other", 3, 0, 3, mine=False),
+        Part("ends", 4, 8, 12),
+        Part("whole", 1, 0, 1),
     ]
-    assert onset_rows(step) == [OnsetRow("ends", MINE, 11, 3), OnsetRow("whole", MINE, 12, 4)]
+    assert onsets_of(step) == [OnsetRow("ends", MINE, 11, 3), OnsetRow("whole", MINE, 12, 4)]
 
 
 def test_an_answer_that_is_computed_again_after_a_preemption_has_no_second_onset() -> None:
-    assert onset_rows([Scheduled("resumed", MINE, 0, 0, 14, 0, 12)]) == []
+    assert onsets_of([Part("resumed", 14, 0, 12)]) == []
+    assert onsets_of([Part("resumed", 12, 0, 12, emits=False)]) == []
 
 
 # ---- one step

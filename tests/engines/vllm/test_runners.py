@@ -111,13 +111,19 @@ def test_v1s_rows() -> None:
         stranger=(None, 4, 0, 4, False),
         ends=(ARGS, 6, 14, 20, False),
     )
-    found = {one.request: one for one in runner._scheduled()}
-    assert set(found) == {"decode", "ends"}
-    assert runners.onset_rows(runner._scheduled()) == [
-        runners.onset_rows([found["ends"]])[0],
-    ]
-    [onset] = runners.onset_rows(runner._scheduled())
-    assert (onset.token_row, onset.request_row, onset.directive) == (1 + 5 + 4 + 5, 3, MINE)
+    [onset] = runners.onset_rows(runner._layout(), runner._directive_of)
+    assert (onset.request, onset.token_row, onset.request_row, onset.directive) == ("ends", 1 + 5 + 4 + 5, 3, MINE)
+
+
+def test_v1_gives_nothing_where_a_resumed_requests_chunk_ends_with_the_prompt() -> None:
+    runner = v1(resumed=(ARGS, 6, 14, 20, True))
+    assert runners.onset_rows(runner._layout(), runner._directive_of) == []
+
+
+def test_v1_looks_only_at_directives_of_prompts_that_end() -> None:
+    runner = v1(decode=(ARGS, 1, 9, 9, False), chunk=(ARGS, 5, 0, 20, True))
+    runner.requests = {}
+    assert runners.onset_rows(runner._layout(), runner._directive_of) == []
 
 
 # ---- V2
