@@ -1,6 +1,6 @@
 """What is read: the site, the position and the shapes.  Knows no engine, no torch and no bundle storage.
 
-A *row* is what an engine takes at one layer and one position, before a head is chosen:
+A *row* is what an engine takes at one layer and one position (or pools over several), before a head is chosen:
 ``attention_head``: the whole input of the attention output projection, [num_heads * head_dim];
 ``residual_stream``: the block's output hidden state, [hidden_size] (App. readout-ablation).
 A *readout* a_l (Eq. readout) is the part of a row that a probe looks at, [dim].
@@ -20,6 +20,24 @@ class Site(StrEnum):
 
     ATTENTION_HEAD = "attention_head"
     RESIDUAL_STREAM = "residual_stream"
+
+
+class Pooling(StrEnum):
+    """Over which of the prompt's tokens a row is taken (App. pooling, Tab. ablation_pooling).
+
+    ``last_1`` is the row at t* itself and the only one that is served; the others exist for the ablation.
+    ``last_k`` is the mean over the last k tokens, over all of them where the prompt has fewer.  ``mean`` and ``max``
+    (of each coordinate) take every token, special ones included; ``content_`` takes content words alone.
+    """
+
+    LAST_1 = "last_1"
+    LAST_4 = "last_4"
+    LAST_8 = "last_8"
+    LAST_16 = "last_16"
+    MEAN = "mean"
+    MAX = "max"
+    CONTENT_MEAN = "content_mean"
+    CONTENT_MAX = "content_max"
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,8 +15,8 @@ from typing import Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from service.errors import RequestError
-from service.readout import Geometry, Probes, Site
+from service.errors import EngineError, RequestError
+from service.readout import Geometry, Pooling, Probes, Site
 
 TokenIds = Sequence[int]
 EngineName = Literal["transformers", "vllm"]
@@ -62,6 +62,22 @@ class Extraction:
 
     rows: dict[Site, NDArray[np.float32]]  # site -> [n, m, width]
     first_tokens: tuple[FirstToken, ...]
+    pooled: dict[tuple[Site, Pooling], NDArray[np.float32]] = field(default_factory=dict)  # [n, m, width]; no last_1
+
+
+def beyond_onset(poolings: Sequence[Pooling]) -> list[Pooling]:
+    """What ``poolings`` asks for besides the row at t*, each once, in a fixed order."""
+    return [pooling for pooling in Pooling if pooling in poolings and pooling is not Pooling.LAST_1]
+
+
+def check_onset_only(poolings: Sequence[Pooling], engine: str) -> None:
+    """Raise EngineError where an engine that reads t* alone is asked for more."""
+    if others := beyond_onset(poolings):
+        raise EngineError(
+            f"the {engine} engine reads the answer onset alone (last_1) and cannot pool {', '.join(others)}: load the "
+            "model with the transformers engine for the readout-position ablation, or ask for last_1",
+            param="poolings",
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,8 +192,14 @@ class Engine(Protocol):
         """Prefill only.  Without ``first_token`` the forward stops after the last readout: no lm_head."""
         ...
 
-    def extract(self, prompts: Sequence[TokenIds], sites: Sequence[Site]) -> Extraction:
-        """Prefill and return every layer's rows, all heads."""
+    def extract(
+        self, prompts: Sequence[TokenIds], sites: Sequence[Site], poolings: Sequence[Pooling] = (Pooling.LAST_1,)
+    ) -> Extraction:
+        """Prefill and return every layer's rows, all heads; other poolings from the same forward pass.
+
+        ``rows`` are always those at t*, whether ``poolings`` names last_1 or not.  Raises EngineError where the engine
+        does not pool.
+        """
         ...
 
     def generate(self, prompts: Sequence[TokenIds], sampling: Sampling) -> list[Completion]:

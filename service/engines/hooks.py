@@ -2,7 +2,7 @@
 
 Knows a model's layout and where t* lies in the batch; knows neither tokens nor caches nor bundles.
 A *sink* decides what becomes of a row: ``TruthLogits`` turns it into one number per probe on the spot (Eq. logit),
-``RowBuffer`` keeps it for training.
+``RowBuffer`` keeps it for training.  What looks at other positions than t* (``pooling``) stands beside a sink.
 """
 
 from __future__ import annotations
@@ -36,6 +36,14 @@ class Sink(Protocol):
 
     def take(self, site: Site, layer: int, rows: Tensor) -> None:
         """``rows`` [batch, width] at t*, in the model's dtype; a view that is only good during the call."""
+        ...
+
+
+class StatesSink(Protocol):
+    """Takes whole sequences as layers run, at the sites of the sink that it stands beside."""
+
+    def take(self, site: Site, layer: int, states: Tensor) -> None:
+        """``states`` [batch, columns, width], padding included, in the model's dtype; only good during the call."""
         ...
 
 
@@ -137,12 +145,21 @@ class RowBuffer:
 
 
 @contextmanager
-def reading(layout: Layout, head: torch.nn.Module, sink: Sink, onset: OnsetIndex, *, stop: bool) -> Iterator[None]:
+def reading(
+    layout: Layout,
+    head: torch.nn.Module,
+    sink: Sink,
+    onset: OnsetIndex,
+    *,
+    stop: bool,
+    whole: StatesSink | None = None,
+) -> Iterator[None]:
     """Attach the hooks of one forward pass and remove them whatever happens.
 
     ``attention_head`` rows are the INPUT of the output projection, ``residual_stream`` rows the block's OUTPUT.
     With ``stop`` the last readout raises LastReadout.  Without it the language-model head sees only the rows at
     t*, so logits are [batch, 1, vocab] whatever the prompts' lengths, in every family and with its own soft-capping.
+    ``whole`` is shown every position wherever ``sink`` is shown t*.
     """
     last = layout.geometry.num_layers - 1
     stop_at = (Site.RESIDUAL_STREAM if Site.RESIDUAL_STREAM in sink.sites else Site.ATTENTION_HEAD) if stop else None
@@ -152,6 +169,8 @@ def reading(layout: Layout, head: torch.nn.Module, sink: Sink, onset: OnsetIndex
 
         def hook(_module: torch.nn.Module, inputs: tuple[Tensor, ...]) -> None:
             sink.take(Site.ATTENTION_HEAD, layer, onset.of(inputs[0]))
+            if whole is not None:
+                whole.take(Site.ATTENTION_HEAD, layer, inputs[0])
             if ends:
                 raise LastReadout
 
@@ -163,6 +182,8 @@ def reading(layout: Layout, head: torch.nn.Module, sink: Sink, onset: OnsetIndex
         def hook(_module: torch.nn.Module, _inputs: Any, output: Tensor | tuple[Tensor, ...]) -> None:
             states = output[0] if isinstance(output, tuple) else output
             sink.take(Site.RESIDUAL_STREAM, layer, onset.of(states))
+            if whole is not None:
+                whole.take(Site.RESIDUAL_STREAM, layer, states)
             if ends:
                 raise LastReadout
 

@@ -22,9 +22,10 @@ from service.engines.base import (
     Onset,
     Sampling,
     TokenIds,
+    check_onset_only,
 )
 from service.errors import EmptyPrompt, EngineError, PromptTooLong, RequestError
-from service.readout import Geometry, Probes, Site
+from service.readout import Geometry, Pooling, Probes, Site
 from service.risk import truth_logits
 
 BOS, CHAT, END = 256, 257, 258  # ids beyond the bytes
@@ -142,8 +143,11 @@ class ScriptedEngine:
         self._forward("begin", prompts)
         return [ScriptedContinuation(self, self._onset(prompt, probes, True)) for prompt in prompts]
 
-    def extract(self, prompts: Sequence[TokenIds], sites: Sequence[Site]) -> Extraction:
-        """The invented rows [n, m, width]."""
+    def extract(
+        self, prompts: Sequence[TokenIds], sites: Sequence[Site], poolings: Sequence[Pooling] = (Pooling.LAST_1,)
+    ) -> Extraction:
+        """The invented rows [n, m, width].  There are no other positions: raises EngineError for any but last_1."""
+        check_onset_only(poolings, "scripted")
         self._forward("extract", prompts)
         geometry = self._identity.geometry
         rows = {}

@@ -15,6 +15,7 @@ from typing import Any, cast
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from service.engines import loading
 from service.engines.base import (
@@ -27,19 +28,30 @@ from service.engines.base import (
     Onset,
     Sampling,
     TokenIds,
+    beyond_onset,
     check_sampling,
 )
 from service.engines.batching import Batch, check_prompts, micro_batches, pad
 from service.engines.families import Layout, locate
 from service.engines.generation import generate_batch
-from service.engines.hooks import LastReadout, OnsetIndex, ProbeStack, RowBuffer, Sink, TruthLogits, reading
+from service.engines.hooks import (
+    LastReadout,
+    OnsetIndex,
+    ProbeStack,
+    RowBuffer,
+    Sink,
+    StatesSink,
+    TruthLogits,
+    reading,
+)
 from service.engines.identity import memory_fingerprint, revision_of
 from service.engines.kv import KvContinuation, prefill_cache, split_cache
 from service.engines.model_facts import context_length, depends_on_longest, end_tokens
 from service.engines.outcome import Prefilled, first_tokens, onsets, refuse_nan, refuse_non_finite, summarise
+from service.engines.pooling import ContentWords, PooledBuffer, windows
 from service.engines.tokens import Tokens
 from service.errors import EngineError
-from service.readout import Probes, Site
+from service.readout import Pooling, Probes, Site
 
 Tensor = torch.Tensor
 STACKS_KEPT = 8
@@ -67,6 +79,7 @@ class TransformersEngine:
         loading.check_options(self._options)
         self._model = model.eval().requires_grad_(False)
         self._tokens = Tokens(tokenizer)
+        self._content_words = ContentWords(self._tokens)
         self._layout = locate(model)
         self._head = model.get_output_embeddings()
         embedding = model.get_input_embeddings()
@@ -170,26 +183,35 @@ class TransformersEngine:
                     kept[batch.index[row]] = (own, logits[row].clone())
             return [KvContinuation(self, onset, *kept[index]) for index, onset in enumerate(onsets(stack, done))]
 
-    def extract(self, prompts: Sequence[TokenIds], sites: Sequence[Site]) -> Extraction:
+    def extract(
+        self, prompts: Sequence[TokenIds], sites: Sequence[Site], poolings: Sequence[Pooling] = (Pooling.LAST_1,)
+    ) -> Extraction:
         """Rows of every layer at t*, [n, m, width] float32 per site, and each prompt's first-token distribution.
 
-        Raises as ``score`` does.
+        Other ``poolings`` come from the same forward passes, and leave the rows at t* as they are.  Raises as
+        ``score`` does.
         """
         geometry = self._layout.geometry
         rows = {site: np.empty((len(prompts), geometry.num_layers, geometry.width(site)), np.float32) for site in sites}
+        wanted = beyond_onset(poolings)
+        pooled = {(site, pooling): np.empty_like(rows[site]) for site in rows for pooling in wanted}
         first: list[FirstToken | None] = [None] * len(prompts)
         with self._running(prompts):
             for batch in self._batches(prompts):
                 sink = RowBuffer(list(rows), geometry, len(batch.index), self._device)
-                logits = self._prefill(batch, sink, full=True)
+                whole = None
+                if wanted:
+                    counted = windows(batch, prompts, wanted, self._content_words)
+                    whole = PooledBuffer(sink.sites, geometry, batch, counted, self._device)
+                logits = self._prefill(batch, sink, full=True, whole=whole)
                 assert logits is not None
                 for site, buffer in sink.buffers.items():
-                    found = buffer.cpu().numpy()
-                    refuse_non_finite(found, batch.index, site)
-                    rows[site][list(batch.index)] = found.swapaxes(0, 1)
+                    _keep(buffer, batch, rows[site], site)
+                for (site, pooling), buffer in (whole.buffers if whole else {}).items():
+                    _keep(buffer, batch, pooled[site, pooling], f"{site}, {pooling}")
                 for index, token in zip(batch.index, first_tokens(summarise(logits).cpu().numpy()), strict=True):
                     first[index] = token
-        return Extraction(rows=rows, first_tokens=tuple(token for token in first if token is not None))
+        return Extraction(rows, tuple(token for token in first if token is not None), pooled)
 
     def generate(self, prompts: Sequence[TokenIds], sampling: Sampling) -> list[Completion]:
         """Batched decoding.  Each answer equals what its prompt alone would get; sampled ones share the seed."""
@@ -242,8 +264,10 @@ class TransformersEngine:
         for group in micro_batches(lengths, self.max_batch_tokens, equal_lengths=self._equal_lengths):
             yield pad(prompts, group, self._options.padding_side, self._filler(), self._device)
 
-    def _prefill(self, batch: Batch, sink: Sink, *, full: bool, cache: Any = None) -> Tensor | None:
-        """Run a batch with the sink attached: float32 logits at t* [batch, vocab], or None where it stopped early."""
+    def _prefill(
+        self, batch: Batch, sink: Sink, *, full: bool, cache: Any = None, whole: StatesSink | None = None
+    ) -> Tensor | None:
+        """Run a batch with the sinks attached: float32 logits at t* [batch, vocab], or None where it stopped early."""
         self._counters.forward_tokens += sum(batch.lengths)
         self._counters.prefills += len(batch.index)
         onset = OnsetIndex(batch.onsets, self._device)
@@ -252,7 +276,7 @@ class TransformersEngine:
             inputs["past_key_values"] = cache
         if batch.attention_mask is not None:
             inputs |= {"attention_mask": batch.attention_mask, "position_ids": batch.position_ids}
-        with reading(self._layout, self._head, sink, onset, stop=not full):
+        with reading(self._layout, self._head, sink, onset, stop=not full, whole=whole):
             try:
                 logits = self._model(**inputs).logits
             except LastReadout:
@@ -268,3 +292,10 @@ class TransformersEngine:
         while len(self._stacks) > STACKS_KEPT:
             self._stacks.popitem(last=False)
         return stack
+
+
+def _keep(buffer: Tensor, batch: Batch, rows: NDArray[np.float32], what: str) -> None:
+    """A batch's rows [m, batch, width] into the caller's order, [n, m, width].  Raises NonFiniteReadout."""
+    found = buffer.cpu().numpy()
+    refuse_non_finite(found, batch.index, what)
+    rows[list(batch.index)] = found.swapaxes(0, 1)

@@ -11,7 +11,7 @@ import os
 import shutil
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +19,10 @@ import numpy as np
 from numpy.typing import NDArray
 from tqdm import tqdm
 
-from service.engines.base import Engine, Sampling
+from service.engines.base import Engine, Sampling, beyond_onset
 from service.errors import DataError, NonFiniteReadout, RequestError, RunMismatch, TrainingError
 from service.prompts import PromptFormat, render
-from service.readout import Site
+from service.readout import Pooling, Site
 from service.trainer.dataset import Dataset
 from service.trainer.run_folder import AppendLog, RowsFile, claim, write_aside, write_at
 
@@ -53,6 +53,7 @@ class Collection:
     prompts: Prompts
     rows: dict[Site, RowsFile]
     first_token: NDArray[np.float64]  # [N, 2] log maximum probability, entropy (nats)
+    pooled: dict[tuple[Site, Pooling], RowsFile] = field(default_factory=dict)  # never last_1, which is ``rows``
 
 
 def collect(
@@ -64,15 +65,23 @@ def collect(
     prompt_format: PromptFormat,
     batch_rows: int,
     max_new_tokens: int | None = None,
+    poolings: Sequence[Pooling] = (),
 ) -> Collection:
     """Extract every prompt's rows at ``sites`` and, with ``max_new_tokens``, generate its greedy answer.
+
+    ``poolings`` adds rows over other positions (App. pooling) from the same forward passes, a file of the rows' size
+    for each site and pooling; the engine must pool.  Without them a folder is the same as ever, byte by byte.
 
     Raises:
         DataError: prompts the model cannot take, by line number, before the first forward pass.
         RunMismatch: the folder is another run's, or its files are not what its journal says.
         TrainingError: the disk is too small.
         NonFiniteReadout: the forward pass gave a NaN or an infinity.
+        EngineError: the engine does not pool; the folder is not touched.
     """
+    others = beyond_onset(poolings)
+    if others:
+        engine.extract([], (), others)  # an engine that does not pool says so before the folder is made
     prompts = _render(engine, dataset, prompt_format, max_new_tokens or 0)
     geometry = engine.identity.geometry
     identity = asdict(engine.identity)
@@ -86,25 +95,31 @@ def collect(
             "prompt_format": prompt_format,
             "batch_rows": batch_rows,
             "max_new_tokens": max_new_tokens,
-        },
+        }
+        | ({"poolings": sorted(others)} if others else {}),
     )
     write_aside(folder / "input_ids.i32", prompts.ids.astype("<i4").tobytes())
     write_aside(folder / "offsets.i64", prompts.offsets.astype("<i8").tobytes())
     files = {site: RowsFile(folder / f"rows-{site}.f32", geometry, site, len(dataset)) for site in sites}
+    pooled = {
+        (site, pooling): RowsFile(folder / f"rows-{site}-{pooling}.f32", geometry, site, len(dataset))
+        for site in sites
+        for pooling in others
+    }
     plan = batches(prompts.lengths, batch_rows)
     first_token = folder / "first_token.f64"
-    sizes = {file.path: file.nbytes for file in files.values()} | {first_token: len(dataset) * 16}
+    sizes = {file.path: file.nbytes for file in (*files.values(), *pooled.values())} | {first_token: len(dataset) * 16}
     journal = AppendLog(folder / "journal.jsonl")
     try:
         _reserve(folder, sizes, started=journal.count > 0)
         if [record["batch"] for record in journal.read()] != list(range(min(journal.count, len(plan)))):
             raise RunMismatch(f"{journal.path} is not the journal of one run: delete {folder} and start again")
-        _extract(engine, prompts, plan, files, first_token, journal)
+        _extract(engine, prompts, plan, files, pooled, first_token, journal)
     finally:
         journal.close()
     if max_new_tokens is not None:
         _generate(engine, dataset, prompts, plan, folder / "answers.jsonl", max_new_tokens)
-    return Collection(folder, prompts, files, np.fromfile(first_token, "<f8").reshape(-1, 2))
+    return Collection(folder, prompts, files, np.fromfile(first_token, "<f8").reshape(-1, 2), pooled)
 
 
 def batches(lengths: NDArray[np.integer], batch_rows: int) -> list[NDArray[np.int64]]:
@@ -152,7 +167,7 @@ def _reserve(folder: Path, sizes: dict[Path, int], *, started: bool) -> None:
     if need > free:
         raise TrainingError(
             f"{folder} needs {need / 2**30:.2f} GiB more and the disk has {free / 2**30:.2f} GiB free: free some, "
-            f"name a run folder on another disk, or collect fewer sites or rows",
+            f"name a run folder on another disk, or collect fewer sites, poolings or rows",
             param="run_dir",
         )
     for path, size in sizes.items():
@@ -165,23 +180,27 @@ def _extract(
     prompts: Prompts,
     plan: Sequence[NDArray[np.int64]],
     files: dict[Site, RowsFile],
+    pooled: dict[tuple[Site, Pooling], RowsFile],
     first_token: Path,
     journal: AppendLog,
 ) -> None:
-    targets = {site: os.open(file.path, os.O_WRONLY) for site, file in files.items()}
+    targets = {file.path: os.open(file.path, os.O_WRONLY) for file in (*files.values(), *pooled.values())}
+    # Said only where it is asked for: an engine that reads t* alone may do without the argument.
+    others = ((Pooling.LAST_1, *dict.fromkeys(pooling for _, pooling in pooled)),) if pooled else ()
     tokens = os.open(first_token, os.O_WRONLY)
     try:
         with _bar("readouts", prompts, plan, journal.count) as bar:
             for number, batch in list(enumerate(plan))[journal.count :]:
-                extraction = engine.extract([prompts.of(int(row)) for row in batch], list(files))
-                for site, file in files.items():
-                    rows = extraction.rows[site]
+                extraction = engine.extract([prompts.of(int(row)) for row in batch], list(files), *others)
+                found = [(file, extraction.rows[site], str(site)) for site, file in files.items()]
+                found += [(file, extraction.pooled[key], ", ".join(key)) for key, file in pooled.items()]
+                for file, rows, where in found:
                     if not np.all(np.isfinite(rows)):
                         raise NonFiniteReadout(
-                            f"batch {number} of {len(plan)} gave a NaN or an infinity at {site}: try another dtype "
+                            f"batch {number} of {len(plan)} gave a NaN or an infinity at {where}: try another dtype "
                             f"(float16 overflows where bfloat16 and float32 do not)"
                         )
-                    file.write(targets[site], batch, rows)
+                    file.write(targets[file.path], batch, rows)
                 signals = np.array([[t.log_max_prob, t.entropy] for t in extraction.first_tokens], "<f8")
                 if not np.all(np.isfinite(signals)):
                     raise NonFiniteReadout(f"batch {number} of {len(plan)} gave a first token without a probability")

@@ -1,10 +1,8 @@
 """Probes: standardise, fit, select a head per layer, map to raw space, divide by the norm (App. probe-training).
 
-Fits run in processes, not threads: liblinear draws its coordinate order from one random state per process, so that
-threads would disturb each other and no fit could be repeated bit by bit.  Each process reads one layer at a time from
-the rows file: at its peak one layer's slice in float32 and, of the head being fitted, its training rows in float32 and
-float64 beside the solver's own copy (at the residual stream the head is the whole slice).  Knows no engine, no folds
-and no classifier.
+Fits run in processes: each reads one layer at a time from the rows file and of it one head's columns, which ``solver``
+fits for all partitions and all values of C together (at the residual stream the head is the whole slice, and fits are
+scikit-learn's).  Knows no engine, no folds and no classifier.
 """
 
 from __future__ import annotations
@@ -27,13 +25,11 @@ from service.measures import auroc
 from service.readout import Site
 from service.trainer.options import ClassBalance
 from service.trainer.run_folder import RowsFile
+from service.trainer.solver import CONSTANT, one_torch_thread, solve
 
 Floats = NDArray[np.float64]
 Index = NDArray[np.int64]
 
-# liblinear penalises the intercept like a weight.  It sees a constant column of this height instead of 1, so that the
-# penalty on an intercept b is |b| / 100: nothing beside the weights', while larger heights only slow it down.
-_INTERCEPT_HEIGHT = 100.0
 _CHUNK = 4096  # rows
 _HAS_PENALTY = inspect.signature(LogisticRegression).parameters["penalty"].default == "l2"  # scikit-learn before 1.8
 
@@ -106,41 +102,66 @@ class ProbeFit:
 
 
 def fit_head(
-    x: NDArray[np.floating], label: NDArray[np.integer], c: float, site: Site, balance: ClassBalance
-) -> tuple[Floats, float] | None:
-    """Raw-space weight [d] and bias of one head's probe, not yet divided by its norm: x [n, d], label [n].
+    x: NDArray[np.floating], label: NDArray[np.integer], tasks: Sequence[Task], site: Site, balance: ClassBalance
+) -> list[tuple[Floats, float] | None]:
+    """Each task's raw-space weight [d] and bias of one head's probe, not yet divided by its norm: x [n, d], label [n].
 
-    Eq. standardize, standardized-probe and raw-space-probe.  L1 through liblinear at the attention site; L2 through
-    lbfgs, whose intercept is free, at the residual stream.  None where every weight is zero.
+    Eq. standardize, standardized-probe and raw-space-probe.  L1 at the attention site, all tasks at once (``solver``);
+    L2 through lbfgs, whose intercept is free, at the residual stream.  None where every weight is zero.
     """
+    if site is Site.RESIDUAL_STREAM:
+        return [_ridge(x[task.train], label[task.train], task.c, balance) for task in tasks]
+    names = [task.train.tobytes() for task in tasks]
+    first = {name: place for place, name in reversed(list(enumerate(names)))}  # partitions by their first task
+    number = {name: place for place, name in enumerate(first)}
+    weight = np.zeros((len(first), len(x)))
+    for name, place in first.items():
+        train = tasks[place].train
+        weight[number[name], train] = row_weights(label[train], balance)
+    partition = np.array([number[name] for name in names])
+    c = np.array([task.c for task in tasks])
+    rows = np.ascontiguousarray(x, np.float32)[None]
+    found = solve(rows, label, weight, partition, c)
+    return [
+        (direction, float(bias)) if np.any(direction) else None
+        for direction, bias in zip(found.weight[0], found.intercept[0], strict=True)
+    ]
+
+
+def row_weights(label: NDArray[np.integer], balance: ClassBalance) -> Floats:
+    """What each training row counts, [n]: classes even out, by weights or by leaving rows of the larger class out."""
+    if balance == "downsample":
+        kept = np.zeros(len(label))
+        kept[_downsample(label)] = 1.0
+        return kept
+    sizes = np.bincount(label, minlength=2)
+    return np.where(label == 1, len(label) / (2.0 * sizes[1]), len(label) / (2.0 * sizes[0]))
+
+
+def _ridge(
+    x: NDArray[np.floating], label: NDArray[np.integer], c: float, balance: ClassBalance
+) -> tuple[Floats, float] | None:
+    """The residual stream's L2 probe of one partition."""
     if balance == "downsample":
         kept = _downsample(label)
         x, label = x[kept], label[kept]
-    z = x.astype(np.float64)  # the one copy; at the residual stream it is a whole layer's
+    z = x.astype(np.float64)  # the one copy, a whole layer's
     mean = z.mean(axis=0)
     z -= mean
     std = np.sqrt(np.einsum("nd,nd->d", z, z) / len(z))
     # A constant column's computed deviation is rounding, not zero; divided by it, it would become a feature of noise.
-    constant = std <= 1e-9 * np.abs(mean)
+    constant = std <= CONSTANT * np.abs(mean)
     std[constant] = 1.0
     z /= std
     z[:, constant] = 0.0
-    l1 = site is Site.ATTENTION_HEAD
-    options: dict[str, Any] = (
-        {"solver": "liblinear", "intercept_scaling": _INTERCEPT_HEIGHT, "max_iter": 5000}
-        if l1
-        else {"solver": "lbfgs", "max_iter": 5000}
-    )
-    options |= {"penalty": "l1" if l1 else "l2"} if _HAS_PENALTY else {"l1_ratio": 1.0 if l1 else 0.0}
-    sizes = np.bincount(label, minlength=2)
-    weights = {value: len(label) / (2.0 * sizes[value]) for value in (0, 1)} if balance == "weights" else None
+    options: dict[str, Any] = {"penalty": "l2"} if _HAS_PENALTY else {"l1_ratio": 0.0}
+    weight = row_weights(label, "weights")
+    weights = {value: float(weight[label == value][0]) for value in (0, 1)} if balance == "weights" else None
     # Rows were checked when they were collected; checking them again costs as much as a small fit.
     with config_context(assume_finite=True, skip_parameter_validation=True):
-        model = LogisticRegression(C=c, class_weight=weights, random_state=0, **options).fit(z, label)
-    weight = model.coef_[0] / std
-    if not np.any(weight):
-        return None
-    return weight, float(model.intercept_[0] - weight @ mean)
+        model = LogisticRegression(C=c, class_weight=weights, max_iter=5000, **options).fit(z, label)
+    raw = model.coef_[0] / std
+    return (raw, float(model.intercept_[0] - raw @ mean)) if np.any(raw) else None
 
 
 def fit_probes(
@@ -199,35 +220,33 @@ def _fit_layer(
 ) -> list[tuple[LayerProbe, Floats] | None]:
     """The best of ``heads`` at one layer for each task, with its test logits; None where all are zero."""
     dim = readouts.file.geometry.dim(readouts.file.site)
-    first, last = heads[0], heads[-1] + 1
-    # One sequential read; the training rows of the tasks are then cut from memory.
-    block = readouts.file.layer(layer)[:, first * dim : last * dim][readouts.index]
+    slab = readouts.file.layer(layer)
     best: list[tuple[LayerProbe, Floats] | None] = [None] * len(tasks)
-    with threadpool_limits(1):  # sums in one order, whatever the number of cores
+    with threadpool_limits(1), one_torch_thread():  # sums in one order, whatever the number of cores
         for head in heads:
-            columns = slice((head - first) * dim, (head - first + 1) * dim)
-            for number, task in enumerate(tasks):
-                label = readouts.label[task.train]
-                fitted = fit_head(block[task.train, columns], label, task.c, readouts.file.site, balance)
-                if fitted is None:
+            x = slab[:, head * dim : (head + 1) * dim][readouts.index]
+            fitted = fit_head(x, readouts.label, tasks, readouts.file.site, balance)
+            for number, (task, found) in enumerate(zip(tasks, fitted, strict=True)):
+                if found is None:
                     continue
-                norm = float(np.linalg.norm(fitted[0]))
-                direction, bias = fitted[0] / norm, fitted[1] / norm
-                logits = _project(block, task.train, columns, direction, bias)
+                norm = float(np.linalg.norm(found[0]))
+                direction, bias = found[0] / norm, found[1] / norm
+                label = readouts.label[task.train]
+                logits = _project(x, task.train, direction, bias)
                 quality = auroc(label, logits)
                 current = best[number]
                 if current is None or quality > current[0].auroc:  # ties stay with the lower head
                     probe = LayerProbe(layer, head, direction, bias, within_class_std(label, logits), quality)
-                    best[number] = (probe, _project(block, task.test, columns, direction, bias))
+                    best[number] = (probe, _project(x, task.test, direction, bias))
     return best
 
 
-def _project(block: NDArray[np.float32], rows: Index, columns: slice, direction: Floats, bias: float) -> Floats:
+def _project(x: NDArray[np.float32], rows: Index, direction: Floats, bias: float) -> Floats:
     """Truth logits of ``rows`` [n] in float64, a few thousand rows at a time so that no whole copy is made."""
     logits = np.empty(len(rows))
     for start in range(0, len(rows), _CHUNK):
         chunk = rows[start : start + _CHUNK]
-        logits[start : start + _CHUNK] = block[chunk, columns].astype(np.float64) @ direction + bias
+        logits[start : start + _CHUNK] = x[chunk].astype(np.float64) @ direction + bias
     return logits
 
 

@@ -3,6 +3,7 @@
     run.json             data, model and options of this folder; another run is refused
     input_ids.i32, offsets.i64     rendered prompts, one after the other
     rows-<site>.f32      [m, N, width] little-endian float32, row i is data row i
+    rows-<site>-<pooling>.f32      the same over other positions than t*, where the run was asked for them
     first_token.f64      [N, 2] log maximum probability, entropy (nats)
     journal.jsonl        one line per finished batch, written after its data reached the disk
     answers.jsonl        generated answers, one line per row, in the order of the plan
@@ -145,7 +146,10 @@ class AppendLog:
 
 @dataclass(frozen=True)
 class RowsFile:
-    """One site's rows on disk, [m, N, width] float32: a layer is one contiguous slice.  Cheap to send to a process."""
+    """One site's rows on disk, [m, N, width] float32: a layer is one contiguous slice.  Cheap to send to a process.
+
+    At t* or pooled over other positions: the file's name says which.
+    """
 
     path: Path
     geometry: Geometry

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -15,6 +16,17 @@ from service.readout import Geometry, Site
 from service.trainer.fit import Readouts, Task, fit_head, fit_probes, require, within_class_std
 from service.trainer.folds import group_folds
 from service.trainer.run_folder import RowsFile
+
+ClassBalance = Literal["weights", "downsample"]
+
+
+def fit_one(x: np.ndarray, label: np.ndarray, c: float, site: Site, balance: ClassBalance) -> tuple[np.ndarray, float]:
+    """One head, one task, all rows."""
+    every = np.arange(len(x))
+    [found] = fit_head(x, label, [Task(every, every, c)], site, balance)
+    assert found is not None
+    return found
+
 
 GEOMETRY = Geometry(num_layers=3, num_heads=4, head_dim=6, hidden_size=10)
 
@@ -44,9 +56,7 @@ def test_raw_space_logits_are_the_pipelines_up_to_a_positive_factor(site: Site) 
         + label[:, None] * [1, 9, 0, 0, 0, 0]
     )
     x[:, 5] = 7.1  # constant
-    fitted = fit_head(x, label, 0.3, site, "weights")
-    assert fitted is not None
-    weight, bias = fitted
+    weight, bias = fit_one(x, label, 0.3, site, "weights")
     scaler = StandardScaler().fit(x)
     z = scaler.transform(x)
     z[:, 5] = 0.0
@@ -66,8 +76,7 @@ def test_the_intercept_is_practically_free() -> None:
     rng = np.random.default_rng(2)
     label = (rng.random(500) < 0.95).astype(np.int64)
     x = rng.standard_normal((500, 4)) + 0.4 * label[:, None]
-    balanced = fit_head(x, label, 0.1, Site.ATTENTION_HEAD, "weights")
-    assert balanced is not None
+    balanced = fit_one(x, label, 0.1, Site.ATTENTION_HEAD, "weights")
     z = x @ balanced[0] + balanced[1]
     p = 1 / (1 + np.exp(-z))
     # A free intercept makes the weighted mean prediction of the classes sum to one.
@@ -84,9 +93,9 @@ def test_directions_are_unit_and_selection_is_by_training_auroc(tmp_path: Path) 
     for layer, probe in enumerate(fit.layers):
         best = []
         for head in range(4):
-            x = rows[train, layer, head * 6 : head * 6 + 6].astype(np.float64)
-            weight = fit_head(x, label[train], 0.3, Site.ATTENTION_HEAD, "weights")
-            best.append(0.0 if weight is None else auroc(label[train], x @ weight[0]))
+            x = rows[train, layer, head * 6 : head * 6 + 6]
+            weight, _ = fit_one(x, label[train], 0.3, Site.ATTENTION_HEAD, "weights")
+            best.append(auroc(label[train], x @ weight))
         assert probe.auroc == pytest.approx(max(best))
         x = rows[:, layer, 6:12].astype(np.float64)
         logits = x @ probe.direction + probe.bias
@@ -156,11 +165,9 @@ def test_downsampling_uses_as_many_rows_of_each_class() -> None:
     rng = np.random.default_rng(0)
     label = np.r_[np.ones(270, int), np.zeros(30, int)]
     x = rng.standard_normal((300, 3)) + label[:, None]
-    down, weighted = (fit_head(x, label, 0.3, Site.ATTENTION_HEAD, b) for b in ("downsample", "weights"))
-    again = fit_head(x, label, 0.3, Site.ATTENTION_HEAD, "downsample")
-    assert down is not None
-    assert weighted is not None
-    assert again is not None
+    down = fit_one(x, label, 0.3, Site.ATTENTION_HEAD, "downsample")
+    weighted = fit_one(x, label, 0.3, Site.ATTENTION_HEAD, "weights")
+    again = fit_one(x, label, 0.3, Site.ATTENTION_HEAD, "downsample")
     assert not np.allclose(down[0], weighted[0])
     assert down[0].tolist() == again[0].tolist()
 

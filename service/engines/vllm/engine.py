@@ -26,6 +26,7 @@ from service.engines.base import (
     Onset,
     Sampling,
     TokenIds,
+    check_onset_only,
     check_sampling,
 )
 from service.engines.batching import check_prompts
@@ -40,7 +41,7 @@ from service.engines.vllm.requests import Answer, Reading, answering, payload_of
 from service.engines.vllm.self_test import self_test
 from service.engines.vllm.slots import Slots
 from service.errors import EngineError
-from service.readout import Geometry, Probes, Site
+from service.readout import Geometry, Pooling, Probes, Site
 
 SLOTS = 4
 IN_FLIGHT = 256  # prompts of one synchronous call inside vLLM at a time
@@ -186,11 +187,15 @@ class VllmEngine:
 
         return all_on(self.loop, [one(prompt) for prompt in prompts], at_once=IN_FLIGHT)
 
-    def extract(self, prompts: Sequence[TokenIds], sites: Sequence[Site]) -> Extraction:
+    def extract(
+        self, prompts: Sequence[TokenIds], sites: Sequence[Site], poolings: Sequence[Pooling] = (Pooling.LAST_1,)
+    ) -> Extraction:
         """Rows of every layer at t*, [n, m, width] float32 per site, and each prompt's first-token distribution.
 
-        Raises as ``score`` does, and EngineError where the engine was not loaded with ``rows`` and these sites.
+        Raises as ``score`` does, and EngineError where the engine was not loaded with ``rows`` and these sites, and
+        for any pooling but last_1: vLLM may have a prompt's beginning cached and never compute it again.
         """
+        check_onset_only(poolings, "vllm")
         if not self._plan.rows or not set(sites) <= set(self._plan.sites):
             raise EngineError("this engine was started for scoring; start it for training (rows=True) to extract rows")
         self._begin(prompts)

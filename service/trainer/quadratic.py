@@ -1,0 +1,97 @@
+"""Coordinate descent on many small L1-penalised quadratics at once: the inner step of ``solver``.
+
+    minimise over w   g . (w - v) + 1/2 (w - v)' H (w - v) + sum_j penalty_j |w_j|
+
+H is shared by all problems of a partition, so every C of a path and every step of the solver meets it in the cache.
+A coordinate that stays zero costs one comparison: the screening that strong rules give, without their second check.
+``descend`` runs on a CPU, compiled; ``descend_batched`` is the same in torch operations, for a GPU, where one launch
+works on every problem of a layer.  Knows no data and no logistic loss.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from numba import njit
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+Tensor = torch.Tensor
+
+
+@njit(nogil=True, fastmath=False)  # type: ignore[untyped-decorator]
+def descend(
+    metric: Floats,
+    partition: NDArray[np.int64],
+    start: Floats,
+    gradient: Floats,
+    penalty: Floats,
+    sweeps: int,
+    decrease: float,
+) -> tuple[Floats, Floats]:
+    """Minimisers and their gradients without the penalty, [P, D] each, for metric [F, D, D], partition [P], start v and
+    its gradient g [P, D], penalty [P, D].
+
+    A problem is left after ``sweeps``, or when a sweep gains less than ``decrease`` of what the first has gained.
+    Coordinates without curvature keep their start.
+    """
+    found = start.copy()
+    problems, size = start.shape
+    slopes = gradient.copy()
+    for problem in range(problems):
+        h = metric[partition[problem]]
+        w = found[problem]
+        slope = slopes[problem]
+        first = 0.0
+        for sweep in range(sweeps):
+            gained = 0.0
+            for j in range(size):
+                curvature = h[j, j]
+                if curvature <= 0.0:
+                    continue
+                target = curvature * w[j] - slope[j]
+                bound = penalty[problem, j]
+                if target > bound:
+                    new = (target - bound) / curvature
+                elif target < -bound:
+                    new = (target + bound) / curvature
+                else:
+                    new = 0.0
+                step = new - w[j]
+                if step != 0.0:
+                    w[j] = new
+                    gained += curvature * step * step
+                    row = h[j]
+                    for i in range(size):
+                        slope[i] += step * row[i]
+            if sweep == 0:
+                first = gained
+            if gained <= decrease * first:
+                break
+    return found, slopes
+
+
+def descend_batched(
+    metric: Tensor, partition: Tensor, start: Tensor, gradient: Tensor, penalty: Tensor, sweeps: int, decrease: float
+) -> tuple[Tensor, Tensor]:
+    """``descend`` in torch operations; all problems take as many sweeps as the slowest."""
+    found, slope = start.clone(), gradient.clone()
+    curvature = metric.diagonal(dim1=1, dim2=2)[partition]  # [P, D]
+    usable = curvature > 0
+    divisor = torch.where(usable, curvature, 1.0)
+    first: Any = None
+    for _ in range(sweeps):
+        gained = torch.zeros_like(start[:, 0])
+        for j in range(start.shape[1]):
+            target = divisor[:, j] * found[:, j] - slope[:, j]
+            new = torch.nn.functional.softshrink(target.abs() - penalty[:, j], 0.0).clamp_min(0.0) * target.sign()
+            step = torch.where(usable[:, j], new / divisor[:, j] - found[:, j], 0.0)
+            found[:, j] += step
+            gained += divisor[:, j] * step**2
+            slope += step[:, None] * metric[:, j][partition]
+        first = gained if first is None else first
+        if bool((gained <= decrease * first).all()):
+            break
+    return found, slope
