@@ -9,7 +9,7 @@ import typer
 
 from probes_store.errors import BundleError
 from service import __version__
-from service.cli import bundle, data, demo, score, serve, train
+from service.cli import bundle, data, demo, diagnose, evaluate, score, serve, train
 from service.errors import HalluTracerError
 
 HELP = (
@@ -46,6 +46,8 @@ def root(
 app.command("serve")(serve.serve)
 app.command("score")(score.score)
 app.command("train")(train.train)
+app.command("evaluate")(evaluate.evaluate)
+app.command("diagnose")(diagnose.diagnose)
 app.add_typer(bundle.app, name="bundle")
 app.add_typer(demo.app, name="demo")
 app.add_typer(data.app, name="data")

@@ -1,0 +1,211 @@
+"""hallutracer diagnose: does the depth mean suffice on YOUR trajectories?  The paper's checks on a file of arrays."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from service.settings import env
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from service.evaluation.diagnostics.fisher import Shrinkage
+
+# What is printed of each section: key, what it is, and how it is written ("share": as a percentage).
+Row = tuple[str, str, str]
+FISHER: Sequence[Row] = (
+    ("r_fisher", "SNR of the best layer weights over that of the plain mean", "number"),
+    ("r_fisher_unbiased", "the same without the gain from noise", "number"),
+    ("theta", "level-shape coupling", "number"),
+    ("chi", "shape energy", "number"),
+    ("t", "cross term", "number"),
+    ("cauchy_schwarz", "t over its bound; near 1 the two above cancel", "number"),
+)
+SNR: Sequence[Row] = (
+    ("rho", "divergence ratio of the class gap", "number"),
+    ("gamma", "origin penalty", "number"),
+    ("r_plugin", "SNR of slope over mean, from the covariance", "number"),
+    ("r_empirical", "the same, measured", "number"),
+    ("eta", "measured over predicted", "number"),
+)
+VARIANCE: Sequence[Row] = (
+    ("icc", "share of within-class variance common to all layers (the paper's plug-in)", "number"),
+    ("icc_unbiased", "the same by the method of moments", "number"),
+    ("icc_factual", "factual class", "number"),
+    ("icc_hallucinated", "hallucinated class", "number"),
+)
+FEATURES: Sequence[Row] = (
+    ("mean", "AUROC of the depth mean: the detector", "number"),
+    ("median", "trajectory median", "number"),
+    ("trimmed_mean", "mean without a tenth of the layers at each end", "number"),
+    ("slope", "least-squares slope", "number"),
+    ("zone_shift", "output zone less recognition zone", "number"),
+    ("total_variation", "path length", "number"),
+    ("range", "largest less smallest logit", "number"),
+)
+GEOMETRY: Sequence[Row] = (
+    ("adjacent_cos", "|cos| of adjacent probes (middle layers)", "number"),
+    ("expected_cos", "the same for random directions", "number"),
+    ("cos_p_value", "p-value of their difference", "p"),
+    ("energy_fraction", "variance along the probe, of all", "share"),
+    ("v2_top90", "of the probe, in the directions with 90 % of the variance", "share"),
+    ("alignment", "|cos| of probe and mean shift", "number"),
+    ("stable_rank", "effective rank of the readouts", "number"),
+    ("mean_shift_norm", "distance of the class means", "number"),
+    ("cohen_d", "Cohen's d of W, the frozen probe on the next layer", "number"),
+    ("r_w", "the same over Cohen's d of the whole increment", "number"),
+    ("distance_correlation", "of W and K", "number"),
+)
+KAPPA: Sequence[Row] = (
+    ("kappa_median", "larger over smaller class variance along the frozen probe, median", "number"),
+    ("kappa_p95", "95th percentile", "number"),
+    ("degradation", "of the effect size, where the wider class is counted", "share"),
+    ("factual_wider", "transitions where the factual class is the wider", "share"),
+)
+ISOTROPY: Sequence[Row] = (
+    ("shapiro_p", "inner products are normal", "p"),
+    ("ks_ambient_p", "with variance 1 / d", "p"),
+    ("trend_p", "|cos| has no trend over the gap between layers", "p"),
+    ("anova_p", "|cos| has one mean at every gap", "p"),
+    ("permutation_ambient_p", "inner products are those of random directions", "p"),
+)
+
+
+def diagnose(
+    file: Annotated[
+        Path,
+        typer.Argument(
+            help="An .npz with trajectory [N, m] and label [N]; optional group [N], readout [N, m, d] and direction "
+            "[m, d].",
+            exists=True,
+            dir_okay=False,
+        ),
+    ],
+    json_out: Annotated[
+        Path | None,
+        typer.Option(
+            "--json",
+            metavar="OUT",
+            help="Write every number, by layer where it has layers, to this file.",
+            envvar=env("json"),
+            dir_okay=False,
+        ),
+    ] = None,
+    shrinkage: Annotated[
+        str | None,
+        typer.Option(
+            metavar="RULE",
+            help="For few rows or copied layers: ledoit_wolf, or a share between 0 and 1, of the layers' covariance.",
+            envvar=env("shrinkage"),
+            show_default=False,
+        ),
+    ] = None,
+) -> None:
+    """Check the paper's claims on your own labelled trajectories: is the depth mean enough, and why.
+
+    Fisher gap, slope against mean, variance components, the AUROC of each trajectory feature; with readouts and probe
+    directions also the probe geometry and the Chen-Qin test.  label is 1 for factual and 0 for hallucinated.
+
+    \b
+    To make the file, with one trajectory per prompt:
+      import numpy as np
+      np.savez("mine.npz", trajectory=trajectory, label=label)
+      np.savez("mine.npz", trajectory=trajectory, label=label, readout=readout, direction=direction)
+
+    \b
+    hallutracer diagnose mine.npz --json mine.json
+    """
+    rule = _rule(shrinkage)
+    from rich.console import Console
+
+    from service.evaluation.diagnose import diagnose_set, read_set
+
+    data = read_set(file)
+    if data.ignored:
+        typer.echo(f"ignored arrays: {', '.join(data.ignored)}", err=True)
+    document = diagnose_set(data, rule)
+    console = Console(highlight=False)
+    rows, layers = data.trajectory.shape
+    factual = int(data.label.sum())
+    console.print(f"{rows} trajectories of {layers} layers: {factual} factual, {rows - factual} hallucinated")
+    _print(document, console)
+    if json_out is not None:
+        json_out.write_text(json.dumps(document, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+        typer.echo(f"written to {json_out}", err=True)
+
+
+def _rule(text: str | None) -> Shrinkage:
+    if text is None:
+        return None
+    if text == "ledoit_wolf":
+        return "ledoit_wolf"
+    try:
+        share = float(text)
+    except ValueError:
+        share = -1.0
+    if not 0.0 <= share <= 1.0:
+        raise typer.BadParameter(f"{text}: ledoit_wolf or a number between 0 and 1", param_hint="--shrinkage")
+    return share
+
+
+def _print(document: dict[str, Any], console: Console) -> None:
+    variance = document["variance"]
+    sections: list[tuple[str, str, Sequence[Row]]] = [
+        ("Fisher gap", "fisher", FISHER),
+        ("Slope against mean", "snr", SNR),
+        ("Variance components", "variance", VARIANCE),
+        ("AUROC of each feature", "features", FEATURES),
+        ("Geometry", "geometry", GEOMETRY),
+    ]
+    for title, key, rows in sections:
+        if key in document:
+            _section(title, document[key], rows, console)
+        if key == "variance":
+            lags = "  ".join(
+                f"{lag}: {_cell(value, 'number')}" for lag, value in enumerate(variance["residual_acf"], 1)
+            )
+            console.print(f"residual correlation by lag (factual)  {lags}")
+    geometry = document.get("geometry", {})
+    if "kappa" in geometry:
+        _section("Class spread along the frozen probe", geometry["kappa"], KAPPA, console)
+        _section("Probe isotropy: p-values, small ones speak against it", geometry["isotropy"], ISOTROPY, console)
+    if "chen_qin" in document:
+        test = document["chen_qin"]
+        console.print("\nChen-Qin test of equal class means", style="bold")
+        console.print(
+            f"{test['layers_significant']} of {test['layers']} layers reject at {test['alpha']:g} "
+            f"({test['middle_significant']} of the {test['middle_layers']} middle ones)"
+        )
+    inner = {key: geometry[key] for key in ("kappa", "isotropy") if key in geometry}
+    for key, section in {**document, **inner}.items():
+        for note in section.get("notes", ()):
+            console.print(f"{key}: {note}", style="dim", markup=False)
+
+
+def _section(title: str, values: dict[str, Any], rows: Sequence[Row], console: Console) -> None:
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, show_header=False)
+    table.add_column()
+    table.add_column(justify="right")
+    table.add_column()
+    for key, meaning, kind in rows:
+        if key in values:
+            table.add_row(key, _cell(values[key], kind), meaning)
+    console.print(f"\n{title}", style="bold")
+    console.print(table)
+
+
+def _cell(value: float | None, kind: str) -> str:
+    if value is None:
+        return "-"
+    if kind == "share":
+        return f"{100 * value:.2f} %"
+    if kind == "p":
+        return f"{value:.2g}" if value >= 0.001 else "< 0.001"
+    return f"{value:.3f}"

@@ -1,0 +1,166 @@
+"""``hallutracer diagnose`` on files: what it writes, and what it says of files that do not fit."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from typer.testing import CliRunner
+
+from service.cli.main import app
+from service.errors import DataError, TrainingError
+from service.evaluation.diagnose import diagnose
+from service.measures import auroc
+
+KEYS = {
+    "fisher": {"theta", "chi", "t", "r_fisher", "r_fisher_direct"},
+    "snr": {"rho", "gamma", "r_plugin", "r_empirical", "eta"},
+    "variance": {"icc", "icc_factual", "icc_hallucinated", "residual_acf"},
+    "chen_qin": {"statistic", "energy_ratio", "p_value", "layers_significant"},
+}
+
+
+def arrays(n: int = 120, m: int = 9, d: int = 6, seed: int = 0) -> dict[str, NDArray[Any]]:
+    rng = np.random.default_rng(seed)
+    label = np.arange(n) % 3 // 2
+    direction = rng.standard_normal((m, d))
+    direction /= np.linalg.norm(direction, axis=1, keepdims=True)
+    readout = rng.standard_normal((n, m, d)) + (rng.standard_normal(n) + 1.5 * label)[:, None, None] * direction
+    return {
+        "trajectory": np.einsum("nld,ld->nl", readout, direction) + rng.standard_normal(m),
+        "label": label,
+        "group": np.array([f"q{row // 4}" for row in range(n)]),
+        "readout": readout.astype(np.float32),
+        "direction": direction,
+    }
+
+
+def saved(folder: Path, **changed: Any) -> Path:
+    """The arrays above with some replaced, or left out where None is given."""
+    path = folder / "set.npz"
+    kept = {name: value for name, value in {**arrays(), **changed}.items() if value is not None}
+    np.savez(path, **kept)
+    return path
+
+
+def test_trajectories_alone(tmp_path: Path) -> None:
+    path = saved(tmp_path, group=None, readout=None, direction=None)
+    document = diagnose(path)
+    assert set(document) == {"fisher", "snr", "variance", "features"}
+    for section in document:
+        assert KEYS.get(section, set()) <= set(document[section])
+    data = arrays()
+    assert document["features"]["mean"] == auroc(data["label"], data["trajectory"].mean(axis=1))
+    assert document["features"]["mean"] > 0.7
+    assert document["fisher"]["r_fisher"] == pytest.approx(document["fisher"]["r_fisher_direct"], rel=1e-9)
+    assert len(document["variance"]["residual_acf"]) == 7
+    json.dumps(document, allow_nan=False)
+
+
+def test_with_readouts_the_geometry_and_the_layer_tests_come(tmp_path: Path) -> None:
+    document = diagnose(saved(tmp_path))
+    assert set(document) == {"fisher", "snr", "variance", "features", "geometry", "chen_qin"}
+    test = document["chen_qin"]
+    assert KEYS["chen_qin"] <= set(test)
+    assert len(test["statistic"]) == len(test["energy_ratio"]) == len(test["p_value"]) == 9
+    assert test["layers_significant"] == sum(p < 0.05 for p in test["p_value"]) >= 8
+    geometry = document["geometry"]
+    assert len(geometry["by_layer"]["adjacent_cos"]) == 8
+    assert geometry["kappa"]["transitions"] > 0
+    assert geometry["isotropy"]["dim"] == 6
+    assert document["variance"]["groups"] == 30
+    assert not any("not direction . readout" in note for note in geometry["notes"])
+    json.dumps(document, allow_nan=False)
+
+
+def test_readouts_without_directions_give_the_probe_free_part(tmp_path: Path) -> None:
+    document = diagnose(saved(tmp_path, direction=None))
+    assert document["geometry"]["mean_shift_norm"] > 0
+    assert document["geometry"]["energy_fraction"] is None
+    assert document["chen_qin"]["layers"] == 9
+
+
+def test_directions_of_other_trajectories_are_noticed(tmp_path: Path) -> None:
+    data = arrays()
+    document = diagnose(saved(tmp_path, direction=np.roll(data["direction"], 1, axis=0)))
+    assert any("not direction . readout" in note for note in document["geometry"]["notes"])
+
+
+def test_a_whole_scale_of_integers_booleans_and_half_floats_is_read(tmp_path: Path) -> None:
+    data = arrays()
+    path = saved(
+        tmp_path, label=data["label"].astype(bool), readout=data["readout"].astype(np.float16), group=np.arange(120)
+    )
+    assert diagnose(path)["features"] == diagnose(saved(tmp_path))["features"]
+
+
+def without(value: Any, place: Any, by: Any) -> Any:
+    copy = np.array(value, copy=True)
+    copy[place] = by
+    return copy
+
+
+FAULTS: list[tuple[dict[str, Any], str]] = [
+    ({"trajectory": None}, "trajectory: missing"),
+    ({"label": None}, "label: missing"),
+    ({"trajectory": np.zeros((120, 2))}, r"trajectory: shape \[120, 2\], .* at least 3 layers"),
+    ({"trajectory": np.zeros(120)}, r"trajectory: shape \[120\]"),
+    ({"label": np.zeros(119, int)}, r"label: shape \[119\], \[120\] is needed"),
+    ({"label": np.ones(120, int)}, r"label: 0 rows are 0 \(hallucinated\), at least 3"),
+    ({"label": np.arange(120) % 3}, r"label: holds \[2\]; 1 \(factual\) and 0"),
+    ({"label": np.full(120, np.nan)}, r"label: holds \[nan"),
+    ({"label": np.array(["factual", "no"] * 60)}, "label: holds <U7, numbers are needed"),
+    ({"group": np.arange(3)}, r"group: shape \[3\]"),
+    ({"readout": np.zeros((120, 8, 6))}, r"readout: shape \[120, 8, 6\], \[120, 9, d\]"),
+    ({"direction": np.zeros((9, 5))}, r"direction: shape \[9, 5\], \[9, 6\] is needed"),
+    ({"direction": 3 * arrays()["direction"]}, "direction: row .* has length 3; divide"),
+    ({"readout": None}, "direction: is of use with readout"),
+    ({"trajectory": without(arrays()["trajectory"], (3, 4), np.nan)}, "trajectory: 1 numbers are not finite"),
+    ({"readout": without(arrays()["readout"], (0, 0), np.inf)}, "readout: 6 numbers are not finite"),
+    ({"trajectory": np.array([["a"]], dtype=object)}, "trajectory: cannot be read without unpickling"),
+]
+
+
+@pytest.mark.parametrize(("change", "said"), FAULTS, ids=[said[:40] for _, said in FAULTS])
+def test_faults_are_named_with_their_array(tmp_path: Path, change: dict[str, Any], said: str) -> None:
+    with pytest.raises(DataError, match=said):
+        diagnose(saved(tmp_path, **change))
+
+
+def test_files_that_are_no_archives(tmp_path: Path) -> None:
+    text, bare, cut = tmp_path / "a.npz", tmp_path / "b.npz", tmp_path / "c.npz"
+    text.write_text("trajectory")
+    with bare.open("wb") as file:
+        np.save(file, np.zeros(3))
+    cut.write_bytes(saved(tmp_path).read_bytes()[:2000])
+    for path, said in ((text, "no NumPy file"), (bare, "one bare array"), (cut, "not a readable .npz")):
+        with pytest.raises(DataError, match=said):
+            diagnose(path)
+
+
+def test_few_rows_ask_for_shrinkage_and_take_it(tmp_path: Path) -> None:
+    data = arrays(n=9, m=12)
+    path = tmp_path / "few.npz"
+    np.savez(path, trajectory=data["trajectory"], label=data["label"])
+    with pytest.raises(TrainingError, match="singular.*--shrinkage ledoit_wolf"):
+        diagnose(path)
+    assert diagnose(path, "ledoit_wolf")["fisher"]["shrinkage_rule"] == "ledoit_wolf"
+    result = CliRunner().invoke(app, ["diagnose", str(path), "--shrinkage", "0.5"])
+    assert result.exit_code == 0, result.output
+    assert CliRunner().invoke(app, ["diagnose", str(path), "--shrinkage", "much"]).exit_code == 2
+
+
+def test_the_command_prints_tables_and_writes_json(tmp_path: Path) -> None:
+    path, out = saved(tmp_path, extra=np.zeros(2)), tmp_path / "out.json"
+    result = CliRunner().invoke(app, ["diagnose", str(path), "--json", str(out)])
+    assert result.exit_code == 0, result.output
+    written = json.loads(out.read_text())
+    assert written == diagnose(path)
+    assert f"{written['fisher']['r_fisher']:.3f}" in result.output
+    assert "120 trajectories of 9 layers: 40 factual, 80 hallucinated" in result.output
+    assert "ignored arrays: extra" in result.output
+    assert "Chen-Qin" in result.output
