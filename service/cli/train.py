@@ -47,7 +47,7 @@ def train(
         typer.Option(
             help="For generated labels.  exact: equal but for case, punctuation and articles.  contains: an accepted "
             "answer occurs as whole words.  regex: the answers are patterns.  openai: ask an OpenAI-compatible "
-            "endpoint.",
+            "endpoint.  similarity, calls: TruthfulQA's and BFCL's own rules ('hallutracer data').",
             envvar=env("judge"),
         ),
     ] = "contains",

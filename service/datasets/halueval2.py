@@ -6,11 +6,10 @@ without a judgement (24 of the published files) are left out and counted.
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
+from service.datasets.files import Row, json_document
 from service.datasets.statements import statement_row
 from service.errors import DataError
 
@@ -18,33 +17,32 @@ DOMAINS = ("Bio-Medical", "Education", "Finance", "Open-Domain", "Science")
 ROWS = 3_793
 
 
-def read_halueval2(folder: Path) -> tuple[list[dict[str, Any]], dict[str, int]]:
+def read_halueval2(folder: Path) -> tuple[list[Row], dict[str, int]]:
     """Rows for the trainer and counts {read, unjudged}; ``folder`` is the set's ``annotation/human_annotation``.
 
     Raises:
         DataError: a file is missing or a query is not what the set has.
     """
-    problems, rows, counts = [], [], Counter[str]()
+    problems: list[str] = []
+    rows, counts = [], Counter[str]()
     for domain in DOMAINS:
-        path = folder / f"{domain}.json"
-        if not path.is_file():
-            problems.append(f"{path.name} is missing: the set has {', '.join(d + '.json' for d in DOMAINS)}")
-            continue
-        try:
-            queries = json.loads(path.read_text(encoding="utf-8"))
-        except ValueError as error:
-            problems.append(f"{path.name}: invalid JSON: {error}")
-            continue
-        for place, query in enumerate(queries, 1):
+        name = f"{domain}.json"
+        for place, query in enumerate(json_document(folder, name, list, problems), 1):
+            if not isinstance(query, dict) or "id" not in query:
+                problems.append(f"{name} query {place}: an object with an 'id' is expected")
+                continue
             facts, judgements = query.get("chatgpt_fact"), query.get("human_judge")
             if not isinstance(facts, list) or not isinstance(judgements, list):
-                problems.append(f"{path.name} query {place}: 'chatgpt_fact' and 'human_judge' must be lists")
+                problems.append(f"{name} query {place}: 'chatgpt_fact' and 'human_judge' must be lists")
                 continue
             if not judgements:
                 counts["unjudged"] += 1
                 continue
-            if len(facts) != len(judgements) or not set(judgements) <= {"true", "false"}:
-                problems.append(f"{path.name} query {place}: one 'true' or 'false' is needed for each statement")
+            if len(facts) != len(judgements) or any(one not in ("true", "false") for one in judgements):
+                problems.append(f"{name} query {place}: one 'true' or 'false' is needed for each statement")
+                continue
+            if not all(isinstance(fact, str) and fact.strip() for fact in facts):
+                problems.append(f"{name} query {place}: 'chatgpt_fact' must hold non-empty strings only")
                 continue
             for number, (statement, judgement) in enumerate(zip(facts, judgements, strict=True)):
                 counts["read"] += 1

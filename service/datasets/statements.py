@@ -1,6 +1,6 @@
 """What the statement sets share: the question put to the model, and the row.
 
-In True-False and HaluEval 2.0 the statement stands inside the prompt and the label is the data set's own: a probe
+In True-False, HaluEval 2.0 and HELM the statement stands inside the prompt and the label is the data set's own: a probe
 trained on them tells true text from false text, not a good answer from a bad one.  The papers that use these sets give
 no template; this one is IRIS's zero-shot prompt.
 """

@@ -6,12 +6,11 @@ Groups are subject entities, because each returns in several statements.  Statem
 
 from __future__ import annotations
 
-import csv
 import re
 from collections import Counter, defaultdict
 from pathlib import Path
-from typing import Any
 
+from service.datasets.files import Row, csv_table
 from service.datasets.statements import statement_row
 from service.errors import DataError
 
@@ -40,31 +39,25 @@ def subject(category: str, statement: str) -> str:
     return (found.group(1) if found else statement).strip().casefold()
 
 
-def read_truefalse(folder: Path) -> tuple[list[dict[str, Any]], dict[str, int]]:
+def read_truefalse(folder: Path) -> tuple[list[Row], dict[str, int]]:
     """Rows for the trainer and counts {read, contradictory, repeated}.
 
     Raises:
         DataError: a file is missing, a column or a label is not what the set has.
     """
-    problems, rows, counts = [], [], Counter[str]()
+    problems: list[str] = []
+    rows, counts = [], Counter[str]()
     for category in CATEGORIES:
-        path = folder / f"{category}.csv"
-        if not path.is_file():
-            problems.append(f"{path.name} is missing: the set has {', '.join(c + '.csv' for c in CATEGORIES)}")
-            continue
-        with path.open(encoding="utf-8-sig", newline="") as lines:  # generated.csv starts with a byte-order mark
-            reader = csv.DictReader(lines)
-            if reader.fieldnames is None or not {"statement", "label"} <= set(reader.fieldnames):
-                problems.append(f"{path.name} line 1: expected the columns statement,label; found {reader.fieldnames}")
-                continue
-            labels: dict[str, set[str]] = defaultdict(set)
-            table = [(reader.line_num, row["statement"], row["label"]) for row in reader]
-        for number, statement, label in table:
-            if label not in ("0", "1"):
-                problems.append(f"{path.name} line {number}: label must be 0 or 1, not {label!r}")
-            labels[statement].add(label)
+        name = f"{category}.csv"
+        table = csv_table(folder, name, ("statement", "label"), problems)  # generated.csv starts with a byte-order mark
+        labels: dict[str, set[str]] = defaultdict(set)
+        for number, row in table:
+            if row["label"] not in ("0", "1"):
+                problems.append(f"{name} line {number}: label must be 0 or 1, not {row['label']!r}")
+            labels[row["statement"]].add(row["label"])
         seen: set[str] = set()
-        for number, statement, label in table:
+        for number, row in table:
+            statement = row["statement"]
             counts["read"] += 1
             if len(labels[statement]) > 1:
                 counts["contradictory"] += 1
@@ -73,7 +66,7 @@ def read_truefalse(folder: Path) -> tuple[list[dict[str, Any]], dict[str, int]]:
             else:
                 seen.add(statement)
                 group = f"{category}/{subject(category, statement)}"
-                rows.append(statement_row(f"{category}-{number}", statement, label == "1", group, category))
+                rows.append(statement_row(f"{category}-{number}", statement, row["label"] == "1", group, category))
     if problems:
         raise DataError(str(folder), problems)
     return rows, {name: counts[name] for name in ("read", "contradictory", "repeated")}

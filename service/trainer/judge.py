@@ -1,7 +1,9 @@
-"""Is a generated answer factual?  Four judges, and the pattern of answers that abstain.
+"""Is a generated answer factual?  Six judges.
 
 ``exact`` and ``contains`` compare normalised text with the accepted answers, ``regex`` takes these as patterns, and
-``openai`` asks any endpoint that speaks /v1/chat/completions.  Knows no engine and no run folder.
+``openai`` asks any endpoint that speaks /v1/chat/completions.  ``similarity`` (TruthfulQA) and ``calls`` (BFCL) need
+more than accepted answers and find it in the answers' strings, see service/datasets/references.py; incorrect reference
+answers are shown to ``similarity`` only.  Knows no engine and no run folder.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from collections.abc import Callable, Sequence
 
 import httpx
 
+from service.datasets import call_check, references, similarity
 from service.errors import TrainingError
 from service.trainer.options import JudgeOptions
 
@@ -63,10 +66,37 @@ def regex(question: str, answer: str, accepted: Sequence[str]) -> bool:
     return any(re.search(pattern, answer, re.IGNORECASE) for pattern in accepted)
 
 
+def nearest(question: str, answer: str, answers: Sequence[str]) -> bool:
+    """Nearer, by ROUGE-L, to a correct reference answer than to any incorrect one (TruthfulQA's offline rule)."""
+    return similarity.margin(answer, *references.split(answers)) > 0
+
+
+def calls(question: str, answer: str, answers: Sequence[str]) -> bool:
+    """The answer does what is expected: makes the right function calls, none, any, or holds a short answer."""
+    expected = references.expected(answers)
+    return expected is not None and call_check.meets(answer, expected)
+
+
 def answer_problems(options: JudgeOptions, answers: Sequence[str]) -> list[str]:
-    """What this judge cannot use among a row's accepted answers; asked before a model is loaded."""
+    """What this judge cannot use among a row's answers; asked before a model is loaded."""
+    expected = references.expected(answers)
+    if options.name == "calls":
+        if expected is None or len(answers) != 1:
+            return [
+                "the judge 'calls' needs one answer that says what to expect: convert the set bfcl, or take another"
+            ]
+        problem = call_check.problem(expected)
+        return [f"the expectation in 'answers' is damaged: {problem}"] if problem else []
+    if expected is not None:
+        return [f"'answers' holds an expectation for the judge 'calls', which {options.name!r} cannot use"]
+    accepted, incorrect = references.split(answers)
+    if incorrect and not accepted:
+        return ["'answers' holds incorrect answers only: an accepted one is needed"]
+    if options.name == "similarity":
+        missing = [] if incorrect else ['the judge \'similarity\' needs an incorrect answer too: {"incorrect": "..."}']
+        return missing + [f"answer {one!r} has no word" for one in (*accepted, *incorrect) if not similarity.words(one)]
     problems = []
-    for answer in answers:
+    for answer in accepted:
         if options.name == "regex":
             try:
                 re.compile(answer)
@@ -84,9 +114,15 @@ def make_judge(options: JudgeOptions) -> Judge:
     """
     judge: Judge
     if options.name == "openai":
-        judge = OpenAIJudge(options)
+        judge = _of_accepted(OpenAIJudge(options))
     else:
-        judge = {"exact": exact, "contains": contains, "regex": regex}[options.name]
+        judge = {
+            "exact": _of_accepted(exact),
+            "contains": _of_accepted(contains),
+            "regex": _of_accepted(regex),
+            "similarity": nearest,
+            "calls": calls,
+        }[options.name]
     if not options.answer_pattern:
         return judge
     pattern = re.compile(options.answer_pattern)
@@ -96,6 +132,11 @@ def make_judge(options: JudgeOptions) -> Judge:
         return judge(question, found.group(1) or "" if found else answer, accepted)
 
     return cut
+
+
+def _of_accepted(judge: Judge) -> Judge:
+    """The judge without the incorrect reference answers, which it would take for accepted ones."""
+    return lambda question, answer, answers: judge(question, answer, references.split(answers)[0])
 
 
 class OpenAIJudge:

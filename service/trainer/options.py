@@ -25,7 +25,7 @@ ABSTAIN = (
 
 LogitScale = Literal["unit_norm", "standardized"]
 Labels = Literal["given", "generate"]
-JudgeName = Literal["exact", "contains", "regex", "openai"]
+JudgeName = Literal["exact", "contains", "regex", "openai", "similarity", "calls"]
 ClassBalance = Literal["weights", "downsample"]
 
 
@@ -53,7 +53,8 @@ class JudgeOptions:
 
     def described(self) -> str:
         """What the manifest records."""
-        name = f"openai:{self.model}" if self.name == "openai" else self.name
+        how = {"openai": self.model, "similarity": "rouge-l", "calls": "bfcl"}.get(self.name)
+        name = f"{self.name}:{how}" if how else self.name
         return f"{name} of {self.answer_pattern}" if self.answer_pattern else name
 
 

@@ -2,28 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 
-from service.datasets.halueval2 import DOMAINS, read_halueval2
-from service.datasets.truefalse import CATEGORIES, read_truefalse, subject
+from service.datasets.halueval2 import read_halueval2
+from service.datasets.truefalse import read_truefalse, subject
 from service.errors import DataError
-
-
-def write_truefalse(folder: Path, **tables: str) -> Path:
-    for category in CATEGORIES:
-        body = tables.get(category, f"A plain {category} statement.,1\n")
-        (folder / f"{category}.csv").write_text("statement,label\n" + body, encoding="utf-8-sig")
-    return folder
-
-
-def write_halueval2(folder: Path, **tables: list[dict[str, object]]) -> Path:
-    default = [{"id": 1, "user_query": "q", "chatgpt_response": "r", "chatgpt_fact": ["f"], "human_judge": ["true"]}]
-    for domain in DOMAINS:
-        (folder / f"{domain}.json").write_text(json.dumps(tables.get(domain, default)))
-    return folder
+from tests.datasets.samples import write_halueval2, write_truefalse
 
 
 def test_truefalse_rows_labels_and_groups(tmp_path: Path) -> None:
@@ -32,15 +18,15 @@ def test_truefalse_rows_labels_and_groups(tmp_path: Path) -> None:
     paris = [row for row in rows if row["group"] == "cities/paris"]
     assert [row["label"] for row in paris] == [1, 0]
     assert paris[0]["prompt"].endswith("Statement: Paris is a city in France\nFinal Answer: ")
-    assert counts == {"read": 9, "contradictory": 0, "repeated": 0}
-    assert len({row["id"] for row in rows}) == len(rows) == 9
+    assert counts == {"read": 15, "contradictory": 0, "repeated": 0}
+    assert len({row["id"] for row in rows}) == len(rows) == 15
 
 
 def test_truefalse_contradictions_are_left_out_and_repeats_kept_once(tmp_path: Path) -> None:
     cities = "Gibraltar is a name of a city.,1\nGibraltar is a name of a city.,0\nX is a name of a city.,1\n" * 2
     rows, counts = read_truefalse(write_truefalse(tmp_path, cities=cities))
     assert [row["group"] for row in rows if row["kind"] == "cities"] == ["cities/x"]
-    assert counts == {"read": 12, "contradictory": 4, "repeated": 1}
+    assert counts == {"read": 18, "contradictory": 4, "repeated": 1}
 
 
 @pytest.mark.parametrize(
@@ -78,7 +64,7 @@ def test_halueval2_polarity_groups_and_unjudged(tmp_path: Path) -> None:
     rows, counts = read_halueval2(write_halueval2(tmp_path, Finance=finance))
     mine = [row for row in rows if row["kind"] == "Finance"]
     assert [(row["label"], row["group"]) for row in mine] == [(1, "Finance/7"), (0, "Finance/7")]
-    assert counts == {"read": 6, "unjudged": 1}
+    assert counts == {"read": 10, "unjudged": 1}
 
 
 def test_halueval2_damage_is_named(tmp_path: Path) -> None:

@@ -1,0 +1,156 @@
+"""Function calls in what a model wrote: JSON in the usual shapes, or Python call syntax.  Nothing is executed.
+
+Looked at, in this order: ``<tool_call>`` blocks (Qwen, Hermes), fenced blocks, the text after a marker such as
+``[TOOL_CALLS]`` (Mistral) or ``<|python_tag|>`` (Llama), the whole text, and at last its single lines.  Reasoning in
+``<think>`` tags does not count.  A call inside a sentence is not a call.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import operator
+import re
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+_THOUGHT = re.compile(r"<think>.*?(?:</think>|\Z)|\A.*?</think>", re.DOTALL)
+_TAGGED = re.compile(r"<(tool_call|function_call)>(.*?)(?:</\1>|\Z)", re.DOTALL)
+_FENCED = re.compile(r"```[\w+-]*\n?(.*?)(?:```|\Z)", re.DOTALL)
+_MARKED = re.compile(r"(?:\[TOOL_CALLS\]|<\|python_tag\|>)(.*)\Z", re.DOTALL)
+_LONGEST = 20_000  # characters; a longer text is read no further, for Python's parser has no limit of its own
+_CONSTANTS = {"true": True, "false": False, "null": None}
+_ARITHMETIC: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+}
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call; a positional argument has its place ("0", "1", ...) for a name."""
+
+    name: str
+    arguments: dict[str, Any]
+
+
+def parse_calls(text: str) -> list[Call]:
+    """The calls that an answer makes, in order; none where it is prose."""
+    said = _THOUGHT.sub("", text[:_LONGEST]).strip()
+    for pattern, group in ((_TAGGED, 2), (_FENCED, 1), (_MARKED, 1)):
+        found = [call for match in pattern.finditer(said) for call in _calls(match.group(group))]
+        if found:
+            return found
+    return _calls(said) or [call for line in said.splitlines() for call in _calls(line)]
+
+
+def _calls(text: str) -> list[Call]:
+    """Calls of a text that is nothing but calls."""
+    text = text.strip().rstrip(";")
+    if not text:
+        return []
+    try:
+        return list(_json_calls(_json_values(text))) or _python_calls(text)
+    except (ValueError, RecursionError, ArithmeticError):  # no function's name, nested too deep, 10**400 / 3
+        return []
+
+
+def _json_values(text: str) -> list[Any]:
+    """JSON values one after another, parted by space, commas or semicolons; none where anything else is in between."""
+    decoder, values, place = json.JSONDecoder(), [], 0
+    while place < len(text):
+        if text[place] in " \t\r\n,;":
+            place += 1
+            continue
+        try:
+            value, place = decoder.raw_decode(text, place)
+        except (ValueError, RecursionError):
+            return []
+        values.append(value)
+    return values
+
+
+def _json_calls(value: Any) -> Iterator[Call]:
+    """``{"name", "arguments" | "parameters"}``, OpenAI's ``{"function": {...}}``, ``{name: {arguments}}``, or lists."""
+    if isinstance(value, list):
+        for one in value:
+            yield from _json_calls(one)
+    elif isinstance(value, dict):
+        inner = value.get("function")
+        if isinstance(inner, dict):
+            yield from _json_calls(inner)
+            return
+        name = value.get("name") or (inner if isinstance(inner, str) else None)
+        arguments = next((value[key] for key in ("arguments", "parameters", "args") if key in value), None)
+        if isinstance(arguments, str):  # OpenAI writes the arguments as a string of JSON
+            try:
+                arguments = json.loads(arguments)
+            except (ValueError, RecursionError):
+                arguments = None
+        if isinstance(name, str) and isinstance(arguments, dict):
+            if not ("description" in value and "properties" in arguments):  # an offered function, said again
+                yield Call(name, arguments)
+        elif len(value) == 1:
+            ((name, arguments),) = value.items()
+            if isinstance(arguments, dict):
+                yield Call(name, arguments)
+
+
+def _python_calls(text: str) -> list[Call]:
+    """``f(a=1)``, ``[f(a=1), g.h(b='x')]`` or ``f(a=1); g()``; none where the text is anything else."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # '\d' in an argument is the model's business
+            body = ast.parse(text).body
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return []
+    nodes: list[ast.expr] = []
+    for statement in body:
+        if not isinstance(statement, ast.Expr):
+            return []
+        value = statement.value
+        nodes += value.elts if isinstance(value, ast.List | ast.Tuple) else [value]
+    calls = [Call(_dotted(node.func), _arguments(node)) for node in nodes if isinstance(node, ast.Call)]
+    return calls if len(calls) == len(nodes) else []
+
+
+def _dotted(node: ast.expr) -> str:
+    """Name of the function called, dots included; ValueError for anything else."""
+    if isinstance(node, ast.Name):
+        return node.id
+    if isinstance(node, ast.Attribute):
+        return f"{_dotted(node.value)}.{node.attr}"
+    raise ValueError("not a function's name")
+
+
+def _arguments(node: ast.Call) -> dict[str, Any]:
+    named = {word.arg or "**": _value(word.value) for word in node.keywords}
+    return {str(place): _value(value) for place, value in enumerate(node.args)} | named
+
+
+def _value(node: ast.expr) -> Any:
+    """What an argument stands for; its source where that is no constant (a variable, a call)."""
+    match node:
+        case ast.Constant(value=value):
+            return value
+        case ast.List(elts=items) | ast.Tuple(elts=items) | ast.Set(elts=items):
+            return [_value(item) for item in items]
+        case ast.Dict(keys=keys, values=values) if all(key is not None for key in keys):
+            return {str(_value(key)): _value(value) for key, value in zip(keys, values, strict=True) if key is not None}
+        case ast.Name(id=name) if name in _CONSTANTS:
+            return _CONSTANTS[name]
+        case ast.UnaryOp(op=ast.USub(), operand=operand) if _is_number(inner := _value(operand)):
+            return -inner
+        case ast.BinOp(left=left, op=sign, right=right) if type(sign) in _ARITHMETIC:
+            one, other = _value(left), _value(right)
+            if _is_number(one) and _is_number(other) and not (isinstance(sign, ast.Div) and other == 0):
+                return _ARITHMETIC[type(sign)](one, other)
+    return ast.unparse(node)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
