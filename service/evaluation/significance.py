@@ -1,0 +1,142 @@
+"""Is one risk's AUROC larger than another's on the same rows?  Knows labels, risks and groups only.
+
+``delong`` takes every row for independent; where rows come in groups (several statements of one entity) it finds too
+much, and ``paired_bootstrap`` over whole groups is the one to report.  Risks rise with hallucination; label 1 is
+factual.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.stats import norm, rankdata
+
+from service.errors import TrainingError
+
+Floats = NDArray[np.floating]
+Labels = NDArray[np.integer]
+
+COVERAGE = 0.95  # of the bootstrap interval
+
+
+class DeLong(NamedTuple):
+    """Two correlated AUROCs.  ``z`` and ``p_value`` are None where the variance cannot be had: see ``delong``."""
+
+    auc_a: float
+    auc_b: float
+    z: float | None
+    p_value: float | None  # two-sided
+
+
+class Bootstrap(NamedTuple):
+    """AUROC of a minus AUROC of b, over resampled groups."""
+
+    difference: float  # on the data itself
+    low: float  # ends of the 95 % percentile interval
+    high: float
+    p_value: float  # two-sided
+    resamples: int  # that had both classes and were used
+
+
+def delong(label: Labels, risk_a: Floats, risk_b: Floats) -> DeLong:
+    """DeLong's test for two AUROCs on the same rows, by midranks in O(n log n) (Sun and Xu 2014).
+
+    label [n], risks [n].  Equal rankings give z = 0 and p = 1.  None stands for z and p where a class has a single row,
+    or where the AUROCs differ but neither varies (both rank every pair of rows alike, one of them for the worse).
+
+    Raises:
+        TrainingError: a class is missing, lengths differ or a risk is not finite.
+    """
+    hallucinated = _checked(label, risk_a, risk_b)
+    bad_a, good_a = _components(hallucinated, np.asarray(risk_a))
+    bad_b, good_b = _components(hallucinated, np.asarray(risk_b))
+    auc_a, auc_b = float(bad_a.mean()), float(bad_b.mean())
+    if min(len(bad_a), len(good_a)) < 2:
+        return DeLong(auc_a, auc_b, None, None)
+    # The variance of the difference from the differences themselves: exactly zero where the rankings agree.
+    variance = np.var(bad_a - bad_b, ddof=1) / len(bad_a) + np.var(good_a - good_b, ddof=1) / len(good_a)
+    if variance < 1e-28:  # what rounding leaves of zero; the smallest real one, a single pair swapped, is far above
+        return DeLong(auc_a, auc_b, 0.0, 1.0) if abs(auc_a - auc_b) < 1e-12 else DeLong(auc_a, auc_b, None, None)
+    z = (auc_a - auc_b) / float(np.sqrt(variance))
+    return DeLong(auc_a, auc_b, z, float(2.0 * norm.sf(abs(z))))
+
+
+def paired_bootstrap(
+    label: Labels, risk_a: Floats, risk_b: Floats, group: NDArray[np.integer], resamples: int = 2000, seed: int = 0
+) -> Bootstrap:
+    """Resample whole groups with replacement, both risks on the same draw: label, risks and group [n].
+
+    The p-value is twice the smaller share of resampled differences on either side of zero (zeros count on both), each
+    share as (1 + count) / (1 + resamples), at most 1: the level at which the percentile interval would touch zero.
+    Resamples without both classes are left out, and ``resamples`` in the result says how many were used.
+
+    Raises:
+        TrainingError: as ``delong``; fewer than 2 groups; under half of the resamples had both classes.
+    """
+    hallucinated = _checked(label, risk_a, risk_b)
+    names, member = np.unique(np.asarray(group), return_inverse=True)
+    if len(member) != len(hallucinated):
+        raise TrainingError(f"group has {len(member)} entries for {len(hallucinated)} rows; give one for each row")
+    if len(names) < 2:
+        raise TrainingError("a bootstrap over groups needs 2 or more groups, there is 1: add rows of other groups")
+    if resamples < 1:
+        raise TrainingError(f"resamples is {resamples}; it must be at least 1", param="resamples")
+    level_a, level_b = (np.unique(risk, return_inverse=True)[1] for risk in (risk_a, risk_b))
+    whole = np.ones(len(member))
+    point = _weighted_auroc(hallucinated, level_a, whole) - _weighted_auroc(hallucinated, level_b, whole)
+    rng = np.random.default_rng(seed)
+    found: list[float] = []
+    for _ in range(resamples):
+        drawn = np.bincount(rng.integers(0, len(names), len(names)), minlength=len(names))
+        weight = drawn[member].astype(np.float64)
+        bad = weight @ hallucinated
+        if 0 < bad < weight.sum():
+            found.append(
+                _weighted_auroc(hallucinated, level_a, weight) - _weighted_auroc(hallucinated, level_b, weight)
+            )
+    if len(found) < resamples / 2:
+        raise TrainingError(
+            f"only {len(found)} of {resamples} resamples of {len(names)} groups had both classes: add groups of the "
+            "rarer class"
+        )
+    # Differences of sums in another order: what is zero on paper must count as zero.
+    values = np.where(np.abs(found) < 1e-12, 0.0, found)
+    shares = [(1 + int(np.sum(side))) / (1 + len(values)) for side in (values <= 0, values >= 0)]
+    tail = (1.0 - COVERAGE) / 2
+    low, high = np.quantile(values, [tail, 1.0 - tail])
+    return Bootstrap(float(point), float(low), float(high), min(1.0, 2.0 * min(shares)), len(values))
+
+
+def _components(hallucinated: NDArray[np.bool_], risk: Floats) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Structural components: for each hallucinated row the share of factual ones below it, for each factual row the
+    share of hallucinated ones above it; ties count half.  The mean of either is the AUROC."""
+    bad, good = risk[hallucinated], risk[~hallucinated]
+    together = rankdata(np.concatenate([bad, good]))
+    of_bad = (together[: len(bad)] - rankdata(bad)) / len(good)
+    of_good = 1.0 - (together[len(bad) :] - rankdata(good)) / len(bad)
+    return of_bad, of_good
+
+
+def _weighted_auroc(hallucinated: NDArray[np.bool_], level: NDArray[np.intp], weight: NDArray[np.float64]) -> float:
+    """AUROC of rows that count ``weight`` times; ``level`` is the rank of the row's risk among the distinct ones."""
+    bad = np.bincount(level, weight * hallucinated)
+    good = np.bincount(level, weight * ~hallucinated)
+    below = np.cumsum(good) - good
+    return float(bad @ (below + good / 2) / (bad.sum() * good.sum()))
+
+
+def _checked(label: Labels, risk_a: Floats, risk_b: Floats) -> NDArray[np.bool_]:
+    """Which rows are hallucinated."""
+    values = np.asarray(label)
+    for name, risk in (("risk_a", risk_a), ("risk_b", risk_b)):
+        if np.shape(risk) != values.shape or values.ndim != 1:
+            raise TrainingError(f"{name} has shape {np.shape(risk)}, label {values.shape}; both must be [n]")
+        if not np.all(np.isfinite(risk)):
+            row = int(np.flatnonzero(~np.isfinite(risk))[0])
+            raise TrainingError(f"{name} is not finite at row {row}; every row needs a risk")
+    hallucinated: NDArray[np.bool_] = values == 0
+    if not np.all(hallucinated | (values == 1)) or hallucinated.all() or not hallucinated.any():
+        raise TrainingError("label must hold 1 (factual) and 0 (hallucinated), both of them and nothing else")
+    return hallucinated
