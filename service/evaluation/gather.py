@@ -1,0 +1,171 @@
+"""A set becomes labelled rows with readouts: read, rendered, extracted in one pass, labelled.  Fits nothing.
+
+What the trainer does for one data file, with both sites, and for the whole suite with the other poolings, in the same
+forward passes; resumable like a training run.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from service.datasets.registry import SETS, SetInfo, read_set
+from service.engines.base import Engine
+from service.errors import TrainingError
+from service.evaluation.methods.base import Material
+from service.evaluation.options import EvaluateOptions, Source
+from service.prompts import PromptFormat
+from service.readout import Pooling, Site
+from service.trainer.collect import Collection, collect
+from service.trainer.dataset import Dataset, class_problems, read_dataset
+from service.trainer.fit import Readouts
+from service.trainer.label import check_answers, given_labels, judged_labels
+from service.trainer.options import ABSTAIN, JudgeOptions, Labels
+from service.trainer.run_folder import write_aside
+
+
+@dataclass(frozen=True, eq=False)
+class SetRows:
+    """A set's rows before a model has seen them."""
+
+    name: str
+    title: str
+    dataset: Dataset
+    labels: Labels
+    judge: JudgeOptions
+    max_new_tokens: int
+    abstain_pattern: str
+    kind: tuple[str, ...]  # [N] sub-dataset of each row, "" where it names none
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Gathered:
+    """A set's labelled rows, and what it took."""
+
+    rows: SetRows
+    material: Material
+    kind: NDArray[np.str_]  # [n]
+    pooled: dict[tuple[Site, Pooling], Readouts]
+    prompts: Collection
+    index: NDArray[np.int64]  # [n] data rows
+    left_out: dict[str, int]
+
+    def subset(self, rows: NDArray[np.int64]) -> Gathered:
+        """Only these of the n rows."""
+        m = self.material
+        return replace(
+            self,
+            material=Material(
+                label=m.label[rows],
+                group=m.group[rows],
+                heads=m.heads.subset(rows),
+                residual=m.residual.subset(rows) if m.residual is not None else None,
+                first_token=m.first_token[rows],
+                prompt_tokens=m.prompt_tokens[rows],
+                halluguard=m.halluguard[rows] if m.halluguard is not None else None,
+            ),
+            kind=self.kind[rows],
+            pooled={key: one.subset(rows) for key, one in self.pooled.items()},
+            index=self.index[rows],
+        )
+
+
+def read_rows(source: Source, options: EvaluateOptions) -> SetRows:
+    """Read and check a set's rows; they are kept in the run's folder as JSONL.  Raises DataError, TrainingError."""
+    info: SetInfo | None = SETS[source.known] if source.known else None
+    folder = options.out / "sets" / source.name
+    folder.mkdir(parents=True, exist_ok=True)
+    notes: list[str] = []
+    if source.path is None:
+        assert source.rows is not None, "a source without a path makes its rows"
+        rows, title = source.rows(), source.title
+    elif info is not None:
+        rows, counts = read_set(info.name, source.path)
+        title = info.title
+        notes += [info.caveat, "rows: " + ", ".join(f"{key} {value}" for key, value in counts.items())]
+    else:
+        rows = [json.loads(line) for line in source.path.read_text(encoding="utf-8").splitlines() if line.strip()]
+        title = source.path.name
+    path = folder / "rows.jsonl"
+    if options.limit is not None:
+        rows = _first_groups(rows, options.limit)
+        notes.append(f"only the first {len(rows)} rows (--limit)")
+    if source.known or source.path is None or options.limit is not None:
+        text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+        write_aside(path, text.encode("utf-8", "backslashreplace"))
+    else:
+        path = source.path  # the user's file itself, so that problems are told by its own lines
+    labels: Labels = info.labels if info else ("given" if rows and "label" in rows[0] else "generate")
+    dataset = read_dataset(path, labels, folds=options.folds if labels == "given" else 0)
+    judge = options.judge or (info.judge if info else None) or "contains"
+    found = SetRows(
+        name=source.name,
+        title=title,
+        dataset=dataset,
+        labels=labels,
+        judge=JudgeOptions(judge),  # type: ignore[arg-type]
+        max_new_tokens=options.max_new_tokens or (info.max_new_tokens if info else None) or 48,
+        abstain_pattern=(info.abstain_pattern if info else None) or ABSTAIN,
+        kind=tuple(str(row.strata.get("kind", "")) for row in dataset.rows),
+        notes=tuple(notes),
+    )
+    if labels == "generate":
+        check_answers(dataset, found.judge)
+    return found
+
+
+def gather(
+    engine: Engine, rows: SetRows, options: EvaluateOptions, prompt_format: PromptFormat, poolings: Sequence[Pooling]
+) -> Gathered:
+    """Extract and label.  Raises what ``collect`` raises, and TrainingError where a class is missing."""
+    folder = options.out / "sets" / rows.name / "readouts"
+    collection = collect(
+        engine,
+        rows.dataset,
+        folder,
+        sites=tuple(Site),
+        prompt_format=prompt_format,
+        batch_rows=options.batch_rows,
+        max_new_tokens=rows.max_new_tokens if rows.labels == "generate" else None,
+        poolings=poolings,
+    )
+    if rows.labels == "given":
+        labelled = given_labels(rows.dataset)
+    else:
+        labelled = judged_labels(rows.dataset, folder, rows.judge, rows.abstain_pattern)
+    index, label = labelled.index, labelled.label
+    group = rows.dataset.groups[index]
+    if problems := class_problems(label, group, options.folds):
+        raise TrainingError(f"{rows.name}: {'; '.join(problems)}", param="data")
+    material = Material(
+        label=label,
+        group=group,
+        heads=Readouts(collection.rows[Site.ATTENTION_HEAD], index, label),
+        residual=Readouts(collection.rows[Site.RESIDUAL_STREAM], index, label),
+        first_token=collection.first_token[index],
+        prompt_tokens=collection.prompts.lengths[index],
+    )
+    pooled = {key: Readouts(file, index, label) for key, file in collection.pooled.items()}
+    kind = np.array([rows.kind[row] for row in index.tolist()], dtype=np.str_)
+    return Gathered(rows, material, kind, pooled, collection, index, labelled.left_out)
+
+
+def answers_path(options: EvaluateOptions, name: str) -> Path:
+    """Where a set's HalluGuard scores are kept."""
+    return options.out / "sets" / name / "halluguard.npy"
+
+
+def _first_groups(rows: list[dict[str, Any]], limit: int) -> list[dict[str, Any]]:
+    """Whole groups until ``limit`` rows, evenly over the file, so that every sub-dataset takes part."""
+    names = [str(row.get("group", row["id"])) for row in rows]
+    order = list(dict.fromkeys(names))
+    stride = max(1, round(len(rows) / limit))
+    chosen = set(order[::stride])
+    return [row for row, name in zip(rows, names, strict=True) if name in chosen]

@@ -1,0 +1,66 @@
+"""Every choice of an evaluation, documented where it is declared.  Knows no engine and no file format."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from service.errors import TrainingError
+from service.evaluation.methods import METHODS
+from service.trainer.options import C_GRID
+
+OURS, RESIDUAL = "hallutracer", "residual-depth-mean"
+NAMES = (OURS, RESIDUAL, *METHODS)
+# HalluGuard decodes and differentiates every answer: minutes where the others take seconds.
+DEFAULT_METHODS = tuple(name for name in NAMES if name != "halluguard")
+Suite = Literal["main", "paper"]
+
+
+@dataclass(frozen=True)
+class Source:
+    """One set to evaluate on: a JSONL file of rows, a public set's folder by its name in the registry, or made rows."""
+
+    name: str  # unique in a run; also the folder's name
+    path: Path | None  # None: ``rows`` makes them
+    known: str | None = None  # the registry's name; None: JSONL rows
+    rows: Callable[[], list[dict[str, Any]]] | None = None
+    title: str = ""  # of made rows
+
+
+@dataclass(frozen=True)
+class EvaluateOptions:
+    """One evaluation.  Raises TrainingError where a value makes no sense, before anything is loaded."""
+
+    sources: tuple[Source, ...]
+    out: Path
+    suite: Suite = "main"  # main: the main table; paper: every table and figure
+    methods: tuple[str, ...] = DEFAULT_METHODS
+    seeds: int = 3
+    folds: int = 5
+    inner_folds: int = 3
+    c: float | None = None  # None: chosen inside each training side
+    c_grid: tuple[float, ...] = C_GRID
+    judge: str | None = None  # None: the set's own, or "contains"
+    max_new_tokens: int | None = None  # length of a judged answer; None: the set's own, or 48
+    prompt_format: Literal["auto", "chat", "text"] = "auto"
+    per_subset: bool = True  # also the main table inside each sub-dataset, and its mean
+    limit: int | None = None  # the first groups of each set, this many rows at most: for a quick look
+    batch_rows: int = 32
+    jobs: int = 0  # processes for the fits; 0: all cores
+
+    def __post_init__(self) -> None:
+        """Check names and ranges; types are the type checker's business."""
+        for name in self.methods:
+            if name not in NAMES:
+                raise TrainingError(f"no method {name!r}; there are {', '.join(NAMES)}", param="methods")
+        if OURS not in self.methods:
+            raise TrainingError(f"{OURS} must be among the methods: the others are compared with it", param="methods")
+        if len({source.name for source in self.sources}) != len(self.sources) or not self.sources:
+            raise TrainingError("name each data set once, and at least one", param="data")
+        for field, least in (("seeds", 1), ("folds", 2), ("inner_folds", 2), ("batch_rows", 1), ("jobs", 0)):
+            if getattr(self, field) < least:
+                raise TrainingError(f"{field} must be at least {least}, not {getattr(self, field)}", param=field)
+        if self.c is not None and not self.c > 0:
+            raise TrainingError(f"c must be positive, not {self.c}", param="c")
