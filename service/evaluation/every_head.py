@@ -33,7 +33,7 @@ class EveryHead:
     @property
     def selected(self) -> Index:
         """The paper's head of each layer, [m]: best training AUROC, ties to the lowest."""
-        return self.auroc.argmax(axis=1)
+        return np.asarray(self.auroc.argmax(axis=1), np.int64)
 
     def trajectory(self, head: NDArray[np.integer] | None = None) -> Floats:
         """[n_test, m] of the selected heads, or of ``head`` [m]."""

@@ -21,9 +21,10 @@ Floats = NDArray[np.float64]
 Tensor = torch.Tensor
 
 
-@njit(nogil=True, fastmath=False)  # type: ignore[untyped-decorator]
+# contract: a multiplication and the addition after it may be one instruction.  Nothing is reordered.
+@njit(nogil=True, fastmath={"contract"})  # type: ignore[untyped-decorator]
 def descend(
-    metric: Floats,
+    metric: NDArray[np.float32],
     partition: NDArray[np.int64],
     start: Floats,
     gradient: Floats,
@@ -35,11 +36,12 @@ def descend(
     its gradient g [P, D], penalty [P, D].
 
     A problem is left after ``sweeps``, or when a sweep gains less than ``decrease`` of what the first has gained.
-    Coordinates without curvature keep their start.
+    Coordinates without curvature keep their start.  H and the running gradient are float32, which halves what has to
+    come from the cache: the solver's next step computes its gradient anew and corrects what that loses.
     """
     found = start.copy()
     problems, size = start.shape
-    slopes = gradient.copy()
+    slopes = gradient.astype(np.float32)
     for problem in range(problems):
         h = metric[partition[problem]]
         w = found[problem]
@@ -48,10 +50,10 @@ def descend(
         for sweep in range(sweeps):
             gained = 0.0
             for j in range(size):
-                curvature = h[j, j]
+                curvature = np.float64(h[j, j])
                 if curvature <= 0.0:
                     continue
-                target = curvature * w[j] - slope[j]
+                target = curvature * w[j] - np.float64(slope[j])
                 bound = penalty[problem, j]
                 if target > bound:
                     new = (target - bound) / curvature
@@ -63,21 +65,21 @@ def descend(
                 if step != 0.0:
                     w[j] = new
                     gained += curvature * step * step
-                    row = h[j]
+                    row, short = h[j], np.float32(step)
                     for i in range(size):
-                        slope[i] += step * row[i]
+                        slope[i] += short * row[i]
             if sweep == 0:
                 first = gained
             if gained <= decrease * first:
                 break
-    return found, slopes
+    return found, slopes.astype(np.float64)
 
 
 def descend_batched(
     metric: Tensor, partition: Tensor, start: Tensor, gradient: Tensor, penalty: Tensor, sweeps: int, decrease: float
 ) -> tuple[Tensor, Tensor]:
     """``descend`` in torch operations; all problems take as many sweeps as the slowest."""
-    found, slope = start.clone(), gradient.clone()
+    found, slope, metric = start.clone(), gradient.clone(), metric.to(start)
     curvature = metric.diagonal(dim1=1, dim2=2)[partition]  # [P, D]
     usable = curvature > 0
     divisor = torch.where(usable, curvature, 1.0)

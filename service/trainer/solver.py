@@ -30,13 +30,15 @@ from service.trainer.quadratic import descend, descend_batched
 Floats = NDArray[np.float64]
 Tensor = torch.Tensor
 
-GAP = 1e-5  # relative to the objective
+GAP = 1e-4  # relative to the objective; what is returned is a step further, in practice within 1e-7
 INTERCEPT_PENALTY = 0.01  # beside 1 for a weight: practically free, and the dual stays bounded
 STEPS = 3000  # rows that a plane separates at a large C take hundreds
 CHECK_FROM, CHECK_EVERY = 2, 2  # steps between looks at the duality gap, which costs half a step
 SWEEPS, DECREASE = 300, 1e-3  # an inner problem left too early lets the acceleration run away
 KINDS = 512  # sets of rows that every partition weighs alike; with more, each partition is multiplied by itself
-ROOM = 1e-6  # steps multiply float32 rows, the curvature's bound is of float64 ones
+ROOM = 1e-5  # the curvature is summed in float32 and must stay a bound
+LOST = 1e-6  # a variance below this share of the second moment has no digits left in float32
+TINY = 1e-30  # a float32 whose logarithm is one
 CONSTANT = 1e-9  # a column's deviation below this share of its mean is rounding, not a feature
 
 
@@ -53,14 +55,14 @@ class Solution:
 
 @dataclass(frozen=True, eq=False)
 class _Scaled:
-    """Rows in common units, and each partition's standardisation and curvature in them."""
+    """Rows around their common centre, and each partition's standardisation and curvature there."""
 
     rows: Tensor  # [h, n, d + 1] float32: -y_i (x_i, 1), so that a product is minus a margin
+    weight: Tensor  # [F, n] float32, in the order of ``rows``
     centre: Tensor  # [h, 1, d] float64, raw units
-    spread: Tensor  # [h, 1, d]
-    mean: Tensor  # [h, F, d] float64, common units
+    mean: Tensor  # [h, F, d] float64, of the centred rows
     inverse: Tensor  # [h, F, d] 1 / std, 0 for constant columns
-    metric: Tensor  # [h, F, d + 1, d + 1]
+    metric: Tensor  # [h, F, d + 1, d + 1] float32
 
 
 def solve(
@@ -81,12 +83,14 @@ def solve(
     """
     target = torch.device(device)
     together = target.type != "cpu" if together is None else together
+    if not rows.flags.writeable:
+        rows = rows.copy()  # torch would warn of what it cannot know we never do
     groups = [rows] if together else [rows[head : head + 1] for head in range(len(rows))]
     sign = torch.from_numpy(np.where(np.asarray(label) == 1, 1.0, -1.0)).to(target, torch.float32)
     weights = torch.from_numpy(np.ascontiguousarray(weight, np.float64)).to(target)
     parts = torch.from_numpy(np.asarray(partition, np.int64)).to(target)
     strength = torch.from_numpy(np.asarray(c, np.float64)).to(target)
-    found = [_solve(_scale(torch.from_numpy(group).to(target), sign, weights), weights, parts, strength, together)
+    found = [_solve(_scale(torch.from_numpy(group).to(target), sign, weights), parts, strength, together)
              for group in groups]  # fmt: skip
     return Solution(
         *(np.concatenate([getattr(one, name) for one in found])
@@ -105,44 +109,38 @@ def one_torch_thread() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _moments(exact: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Second moments of (x, 1) for each partition, [h, F, d + 1, d + 1]: over the rows it trains on, and weighted.
-
-    Rows that every partition weighs alike (a fold's rows of one class) are multiplied once for all partitions.
-    exact [h, n, d] float64, weight [F, n].
-    """
-    wide = torch.cat([exact, torch.ones_like(exact[..., :1])], -1)
-    kinds, kind = torch.unique(weight, dim=1, return_inverse=True)  # [F, A], [n]
-    size = wide.shape[-1]
-    if kinds.shape[1] > KINDS:
-        plain = [wide.transpose(1, 2) @ (wide * (s > 0)[None, :, None]) for s in weight]
-        weighted = [wide.transpose(1, 2) @ (wide * s[None, :, None]) for s in weight]
-        return torch.stack(plain, 1), torch.stack(weighted, 1)
-    grams = []
-    for one in range(kinds.shape[1]):
-        mine = wide[:, kind == one]
-        grams.append((mine.transpose(1, 2) @ mine).flatten(1))
-    gram = torch.stack(grams, 1)  # [h, A, (d + 1)^2]
-    shape = (len(exact), len(weight), size, size)
-    return ((kinds > 0).double() @ gram).view(shape), (kinds @ gram).view(shape)
-
-
 def _scale(rows: Tensor, sign: Tensor, weight: Tensor) -> _Scaled:
-    """rows [h, n, d] float32, sign [n], weight [F, n] -> what the steps need.  Statistics in float64."""
+    """rows [h, n, d] float32, sign [n], weight [F, n] -> what the steps need."""
     used = weight.amax(0) > 0
-    exact = rows.double()
-    centre = exact[:, used].mean(1, keepdim=True)
-    exact -= centre
-    spread = exact[:, used].square().mean(1, keepdim=True).sqrt()
-    spread = torch.where(spread > 0, spread, 1.0)
-    exact /= spread
-    plain, weighted = _moments(exact, weight)
+    # Rows that every partition weighs alike (a fold's rows of one class) stand together from here on.
+    kinds, kind = _kinds(weight)
+    order = torch.argsort(kind, stable=True)
+    few = kinds.shape[1] <= KINDS
+    centre = rows[:, used].mean(1, keepdim=True, dtype=torch.float64).float()
+    signed = torch.empty(*rows.shape[:2], rows.shape[2] + 1, device=rows.device)
+    torch.sub(rows[:, order], centre, out=signed[..., :-1])
+    signed[..., -1] = 1.0
+    signed *= -sign[order][None, :, None]
+    # Second moments of (x, 1), signs and all: they cancel in every product.
+    if few:
+        runs = torch.split(signed, torch.bincount(kind).tolist(), 1)
+        gram = torch.stack([(mine.transpose(1, 2) @ mine).flatten(1) for mine in runs], 1).double()  # [h, A, (d + 1)^2]
+        plain, weighted = (kinds > 0).double() @ gram, kinds @ gram
+    else:
+        parts = [
+            [(signed.transpose(1, 2) @ (signed * s.float()[None, :, None])).flatten(1) for s in one[:, order]]
+            for one in ((weight > 0).double(), weight)
+        ]
+        plain, weighted = (torch.stack(part, 1).double() for part in parts)
+    size = signed.shape[-1]
+    plain, weighted = (one.view(*one.shape[:-1], size, size) for one in (plain, weighted))
     mean = plain[..., :-1, -1] / plain[..., -1:, -1]  # [h, F, d]
     second = plain.diagonal(dim1=2, dim2=3)[..., :-1] / plain[..., -1:, -1]
-    deviation = (second - mean**2).clamp_min(0.0).sqrt()
-    constant = deviation * spread <= CONSTANT * (mean * spread + centre).abs()
-    # The difference above has lost its digits where a partition's spread is far below everybody's.
-    constant |= deviation <= 1e-7
+    variance = (second - mean**2).clamp_min(0.0)
+    deviation = variance.sqrt()
+    constant = deviation <= CONSTANT * (mean + centre).abs()
+    # The difference above has no digits left where a partition's spread is far below its distance from everybody's.
+    constant |= variance <= LOST * second
     inverse = torch.where(constant, 0.0, 1.0 / torch.where(constant, 1.0, deviation))
     # Z' S Z from the rows' own: z = (x - mean) inverse is an affine map of (x, 1).
     total, first = weighted[..., -1:, -1:], weighted[..., :-1, -1:]
@@ -154,23 +152,35 @@ def _scale(rows: Tensor, sign: Tensor, weight: Tensor) -> _Scaled:
     metric[..., -1:, :-1] = metric[..., :-1, -1:].transpose(2, 3)
     metric[..., -1:, -1:] = total / 4
     metric.diagonal(dim1=2, dim2=3).mul_(1 + ROOM)
-    signed = torch.cat([exact, torch.ones_like(exact[..., :1])], -1).mul_(-sign[None, :, None]).float()
-    return _Scaled(signed, centre, spread, mean, inverse, metric)
+    metric = metric.float()
+    return _Scaled(signed, weight[:, order].float(), centre.double(), mean, inverse, metric)
+
+
+def _kinds(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """The distinct columns of weight [F, n], [F, A], and which one each row has, [n]."""
+    # Columns are told apart by one number each: sorting whole columns would take longer than fitting them.
+    mix = torch.rand(len(weight), generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(weight.device)
+    values, kind = torch.unique(mix @ weight, return_inverse=True)
+    first = torch.full_like(values, len(kind), dtype=torch.int64)
+    first.scatter_reduce_(0, kind, torch.arange(len(kind), device=kind.device), "amin")
+    kinds = weight[:, first]
+    assert bool((kinds[:, kind] == weight).all()), "two different columns gave one number"
+    return kinds, kind
 
 
 class _Active:
     """Problems that are not done, as columns: p of P per head."""
 
-    def __init__(self, scaled: _Scaled, weight: Tensor, partition: Tensor, c: Tensor) -> None:
+    def __init__(self, scaled: _Scaled, partition: Tensor, c: Tensor) -> None:
         self.partition, self.c = partition, c
         self.mean, self.inverse = scaled.mean[:, partition], scaled.inverse[:, partition]  # [h, p, d]
-        self.s = weight[partition].T.float()  # [n, p]
+        self.s = scaled.weight[partition]  # [p, n]
         ones = torch.ones(scaled.rows.shape[-1], dtype=torch.float64, device=c.device)
         ones[-1] = INTERCEPT_PENALTY
         self.penalty = (ones / c[:, None]).expand(scaled.rows.shape[0], -1, -1).contiguous()  # [h, p, d + 1]
 
 
-def _solve(scaled: _Scaled, weight: Tensor, partition: Tensor, c: Tensor, together: bool) -> Solution:
+def _solve(scaled: _Scaled, partition: Tensor, c: Tensor, together: bool) -> Solution:
     heads, _, size = scaled.rows.shape  # size: weights and intercept
     count, device = len(partition), c.device
     at = torch.zeros(heads, count, size, dtype=torch.float64, device=device)  # where the gradient is taken
@@ -181,7 +191,7 @@ def _solve(scaled: _Scaled, weight: Tensor, partition: Tensor, c: Tensor, togeth
     objective, steps = torch.zeros_like(gap), torch.zeros(heads, count, dtype=torch.int64, device=device)
     lowest = torch.full_like(gap, torch.inf)
     alive = torch.arange(count, device=device)
-    active = _Active(scaled, weight, partition, c)
+    active = _Active(scaled, partition, c)
     for step in range(STEPS):
         looks = step >= CHECK_FROM and step % CHECK_EVERY == 0
         gradient, primal, dual = _evaluate(scaled, active, at, looks)
@@ -200,7 +210,7 @@ def _solve(scaled: _Scaled, weight: Tensor, partition: Tensor, c: Tensor, togeth
                 alive, moment = alive[keep], moment[:, keep]
                 at, before, new = at[:, keep], before[:, keep], new[:, keep]
                 gradient, slope = gradient[:, keep], slope[:, keep]
-                active = _Active(scaled, weight, partition[alive], c[alive])
+                active = _Active(scaled, partition[alive], c[alive])
         # gradient - slope is the curvature times (at - new): the last move went against the step, so from rest again.
         moment = torch.where(((gradient - slope) * (new - before)).sum(-1) > 0, 1.0, moment)
         following = (1 + (1 + 4 * moment**2).sqrt()) / 2
@@ -208,9 +218,8 @@ def _solve(scaled: _Scaled, weight: Tensor, partition: Tensor, c: Tensor, togeth
         before, moment = new, following
     else:
         result[:, alive] = before
-    raw = result[..., :-1] * scaled.inverse[:, partition]  # common units
+    raw = result[..., :-1] * scaled.inverse[:, partition]
     intercept = result[..., -1] - (raw * scaled.mean[:, partition]).sum(-1)
-    raw = raw / scaled.spread
     intercept = intercept - (raw * scaled.centre).sum(-1)
     return Solution(raw.cpu().numpy(), intercept.cpu().numpy(), gap.cpu().numpy(), objective.cpu().numpy(),
                     steps.cpu().numpy())  # fmt: skip
@@ -220,22 +229,23 @@ def _evaluate(scaled: _Scaled, active: _Active, at: Tensor, looks: bool) -> tupl
     """Gradient of the loss [h, p, d + 1] at ``at``; with ``looks``, primal and dual objectives [h, p] over C."""
     weights = at[..., :-1] * active.inverse
     offset = at[..., -1:] - (weights * active.mean).sum(-1, keepdim=True)
-    short = scaled.rows @ torch.cat([weights, offset], -1).float().transpose(1, 2)  # [h, n, p] minus the margins
+    short = torch.cat([weights, offset], -1).float() @ scaled.rows.transpose(1, 2)  # [h, p, n] minus the margins
     wrong = torch.sigmoid(short)
     residual = wrong * active.s
-    product = (residual.transpose(1, 2) @ scaled.rows).double()[..., :-1]  # [h, p, d]
+    product = (residual @ scaled.rows).double()[..., :-1]  # [h, p, d]
     # The intercept's bound is so small that a sum in float32 would keep the dual away from it.
-    total = (scaled.rows[0, :, -1].double() @ residual.double())[..., None]  # [h, p, 1]
+    total = residual.double() @ scaled.rows[0, :, -1:].double()  # [h, p, 1]
     gradient = torch.cat([(product - active.mean * total) * active.inverse, total], -1)
     if not looks:
         return gradient, total, total
-    loss = (torch.nn.functional.softplus(short) * active.s).sum(1, dtype=torch.float64)
+    loss = (torch.nn.functional.softplus(short) * active.s).sum(-1, dtype=torch.float64)
     primal = loss + (active.penalty * at.abs()).sum(-1)
     # The dual point: the residuals, shrunk until every coordinate's bound holds.
-    shrink = (gradient.abs() / active.penalty).amax(-1).clamp_min(1.0)
-    point = wrong / shrink.float()[:, None, :]
-    entropy = torch.special.entr(point) + torch.special.entr(1 - point)
-    return gradient, primal, (entropy * active.s).sum(1, dtype=torch.float64)
+    shrink = (gradient.abs() / active.penalty).amax(-1, keepdim=True).clamp_min(1.0)
+    point = wrong / shrink.float()
+    rest = 1 - point
+    entropy = point * point.clamp_min(TINY).log() + rest * rest.clamp_min(TINY).log()
+    return gradient, primal, -(entropy * active.s).sum(-1, dtype=torch.float64)
 
 
 def _descend(metric: Tensor, active: _Active, at: Tensor, gradient: Tensor, together: bool) -> tuple[Tensor, Tensor]:

@@ -39,7 +39,8 @@ COMMANDS = dict(commands())
 def test_the_commands_are_those_of_the_readme() -> None:
     assert set(COMMANDS) == {
         "serve", "score", "train", "bundle list", "bundle show", "bundle verify", "bundle alias",
-        "demo info", "demo questions", "demo build", "data convert",
+        "demo info", "demo questions", "demo build", "data convert", "data list",
+        "evaluate", "diagnose",
     }  # fmt: skip
 
 

@@ -15,7 +15,7 @@ def problem(seed: int, problems: int = 5, size: int = 7) -> tuple[np.ndarray, ..
     rows = rng.standard_normal((2, 40, size)) @ rng.standard_normal((size, size))
     metric = rows.transpose(0, 2, 1) @ rows / 40 + 0.2 * np.eye(size)
     return (
-        metric,
+        metric.astype(np.float32),
         rng.integers(0, 2, problems),
         rng.standard_normal((problems, size)) * rng.integers(0, 2, (problems, size)),
         rng.standard_normal((problems, size)),
@@ -27,9 +27,9 @@ def problem(seed: int, problems: int = 5, size: int = 7) -> tuple[np.ndarray, ..
 @given(seed=st.integers(0, 10_000))
 def test_the_minimiser_meets_the_optimality_conditions(seed: int) -> None:
     metric, partition, start, gradient, penalty = problem(seed)
-    found, given_slope = descend(metric, partition, start, gradient, penalty, 20_000, 1e-26)
+    found, given_slope = descend(metric, partition, start, gradient, penalty, 2_000, 1e-14)
     slope = gradient + np.einsum("pij,pj->pi", metric[partition], found - start)
-    scale = 1e-6 * (1 + np.abs(metric).max())
+    scale = 3e-4 * (1 + np.abs(metric).max())  # float32 sums
     np.testing.assert_allclose(given_slope, slope, atol=scale)
     zero = found == 0
     assert np.all(np.abs(slope[zero]) <= penalty[zero] + scale)
@@ -43,7 +43,7 @@ def test_the_batched_one_takes_the_same_sweeps(seed: int, sweeps: int) -> None:
     found = descend(*given_, sweeps, 0.0)
     batched = descend_batched(*(torch.from_numpy(np.asarray(value)) for value in given_), sweeps, 0.0)
     for one, other in zip(batched, found, strict=True):
-        np.testing.assert_allclose(one.numpy(), other, rtol=1e-9, atol=1e-12)
+        np.testing.assert_allclose(one.numpy(), other, rtol=1e-3, atol=1e-4)
 
 
 def test_a_coordinate_without_curvature_keeps_its_start() -> None:

@@ -1,0 +1,118 @@
+"""A fitted set made from planted rows: every head of every layer reads one common level, so that the mean suffices."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+
+from service.evaluation.every_head import EveryHead
+from service.evaluation.gather import Gathered
+from service.evaluation.main_table import Run
+from service.evaluation.methods.base import Material
+from service.evaluation.options import OURS, RESIDUAL, EvaluateOptions, Source
+from service.evaluation.set_run import SetRun
+from service.evaluation.splits import Split, fit_split, outer_splits, residual_split
+from service.readout import Geometry, Pooling, Site
+from service.risk import depth_mean
+from service.trainer.fit import Readouts
+from service.trainer.run_folder import RowsFile
+
+GEOMETRY = Geometry(num_layers=8, num_heads=3, head_dim=8, hidden_size=12)
+OPTIONS = EvaluateOptions(
+    sources=(Source("made", None),), out=Path("unused"), seeds=2, folds=3, inner_folds=2, c=0.3, jobs=1
+)
+COUNT = 240
+
+
+def made_material(folder: Path, *, name: str, seed: int, strength: float = 0.35, share: float = 0.5) -> Material:
+    """Groups of two rows; a_l = noise + (class + own level) x direction of the head, on a scale that grows by layer."""
+    rng = np.random.default_rng(seed)
+    group = np.arange(COUNT) // 2
+    label = (rng.random(COUNT // 2) < share).astype(np.int64)[group]
+    level = strength * (2 * label - 1) + 0.3 * rng.standard_normal(COUNT)
+    sites = {}
+    for site in Site:
+        heads, dim = GEOMETRY.heads(site), GEOMETRY.dim(site)
+        direction = rng.standard_normal((GEOMETRY.num_layers, heads, dim))
+        direction /= np.linalg.norm(direction, axis=-1, keepdims=True)
+        rows = rng.standard_normal((GEOMETRY.num_layers, COUNT, heads, dim))
+        rows += level[None, :, None, None] * direction[:, None]
+        rows *= np.arange(1, GEOMETRY.num_layers + 1)[:, None, None, None]
+        path = folder / f"{name}-{site}.f32"
+        rows.reshape(GEOMETRY.num_layers, COUNT, -1).astype("<f4").tofile(path)
+        sites[site] = Readouts(RowsFile(path, GEOMETRY, site, COUNT), np.arange(COUNT), label)
+    return Material(
+        label=label,
+        group=group,
+        heads=sites[Site.ATTENTION_HEAD],
+        residual=sites[Site.RESIDUAL_STREAM],
+        first_token=rng.standard_normal((COUNT, 2)),
+        prompt_tokens=rng.integers(5, 40, COUNT),
+    )
+
+
+def made_run(folder: Path, *, name: str = "made", seed: int = 0, strength: float = 0.35, share: float = 0.5) -> SetRun:
+    """Real fits of our method and of the residual stream; the best head and noise for the other methods."""
+    material = made_material(folder, name=name, seed=seed, strength=strength, share=share)
+    splits = [fit_split(material, *one, OPTIONS) for one in outer_splits(material, OPTIONS)]
+    rng = np.random.default_rng(1)
+    runs = {
+        OURS: [_run(split, -depth_mean(split.test_trajectory)) for split in splits],
+        RESIDUAL: [_run(split, -residual_split(material, split, OPTIONS)[0]) for split in splits],
+        "iti": [_run(split, -split.test_trajectory[:, split.every.auroc.max(axis=1).argmax()]) for split in splits],
+    }
+    for reference in ("first-token-max-prob", "prompt-length"):
+        runs[reference] = [_run(split, rng.standard_normal(len(split.test))) for split in splits]
+    folds = [split for split in splits if split.seed == 0]
+    pooled: dict[tuple[Site, Pooling], list[np.ndarray]] = {
+        (Site.ATTENTION_HEAD, pooling): [
+            depth_mean(split.test_trajectory) + 10.0 * rng.standard_normal(len(split.test)) for split in folds
+        ]
+        for pooling in Pooling
+        if pooling is not Pooling.LAST_1
+    }
+    return SetRun(gathered(material, name), splits, runs, None, pooled)
+
+
+def gathered(material: Material, name: str) -> Gathered:
+    """As much of it as tables ask for."""
+    rows = cast(Any, SimpleNamespace(name=name))
+    nothing = cast(Any, None)
+    return Gathered(rows, material, np.full(len(material.label), ""), {}, nothing, np.arange(COUNT), {})
+
+
+def _run(split: Split, score: np.ndarray) -> Run:
+    return Run(split.seed, split.fold, split.test, score)
+
+
+def scripted_run(
+    logits: np.ndarray,
+    label: np.ndarray,
+    *,
+    quality: np.ndarray | None = None,
+    scale: np.ndarray | None = None,
+    name: str = "scripted",
+) -> SetRun:
+    """A run whose every head's logits [n, m, K] are what they are; two folds of one seed, no readouts behind them.
+
+    The training side's trajectories are those of head 0.  quality, scale [m, K]: training AUROC, within-class spread.
+    """
+    count, layers, heads = logits.shape
+    quality = np.full((layers, heads), 0.7) if quality is None else quality
+    scale = np.ones((layers, heads)) if scale is None else scale
+    sides = [np.arange(count)[place::2] for place in (0, 1)]
+    splits = []
+    for fold, test in enumerate(sides):
+        train = sides[1 - fold]
+        every = EveryHead(
+            np.full((layers, heads, 2), 0.5**0.5), np.zeros((layers, heads)), scale, quality, logits[test].astype("f4")
+        )
+        crossed = [logits[rows, :-1, 0] + 0.5 * np.sin(np.arange(layers - 1)) for rows in (train, test)]
+        splits.append(Split(0, fold, train, test, 1.0, every, logits[train, :, 0], crossed[0], crossed[1]))
+    runs = {OURS: [_run(split, -depth_mean(split.test_trajectory)) for split in splits]}
+    nothing = cast(Any, None)
+    material = Material(label, np.arange(count), nothing, None, np.zeros((count, 2)), np.zeros(count, np.int64))
+    return SetRun(gathered(material, name), splits, runs, None)

@@ -1,0 +1,129 @@
+"""``hallutracer evaluate`` as a user runs it, on the demo model: the whole suite, a killed run, wrong input."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+QUICK = ["--limit", "240", "--seeds", "1", "--folds", "3", "--inner-folds", "2", "--c", "0.3", "--jobs", "1",
+         "--threads", "1"]  # fmt: skip
+
+
+def command(out: Path, *more: str) -> list[str]:
+    return [sys.executable, "-m", "service.cli", "evaluate", "--out", str(out), *QUICK, *more]
+
+
+def run(out: Path, *more: str, expect: int = 0) -> subprocess.CompletedProcess[str]:
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("HALLUTRACER_")}
+    done = subprocess.run(
+        command(out, *more), capture_output=True, text=True, timeout=600, env=environment | {"OMP_NUM_THREADS": "1"}
+    )
+    assert done.returncode == expect, done.stderr[-3000:]
+    return done
+
+
+@pytest.fixture(scope="module")
+def paper(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The whole suite on a few of the demo model's questions."""
+    out = tmp_path_factory.mktemp("evaluate") / "paper"
+    run(out, "--suite", "paper", "--no-per-subset")
+    return out
+
+
+def results(out: Path) -> dict[str, object]:
+    found: dict[str, object] = json.loads((out / "results.json").read_text())
+    return found
+
+
+def test_the_paper_suite_has_every_table_and_one_page(paper: Path) -> None:
+    document = json.loads((paper / "results.json").read_text())
+    labels = {table["label"] for table in document["tables"].values()}
+    assert {
+        "tab:main-results", "tab:validation_results", "tab:ablation_combined", "tab:ablation_pooling",
+        "tab:readout_ablation", "tab:head_distribution", "tab:topk_heads", "tab:snr_verification", "tab:fisher-gap",
+        "tab:mean-vs-median", "tab:ablation-12d-22d", "tab:variance-decomp", "tab:kappa-calibration",
+        "tab:isotropy-results", "tab:k-decomp-auroc", "tab:k-decomp-cov",
+    } <= labels  # fmt: skip
+    main = {row["method"]: row for row in document["tables"]["main"]["rows"]}
+    assert 0.6 < main["HalluTracer (depth mean)"]["auroc"]["mean"] < 0.95
+    assert set(main["ITI-Probe"]) >= {"auroc", "auprc_hallucinated", "auprc_factual"}
+    assert document["facts"]["command"].startswith("hallutracer evaluate")
+    assert {claim["verdict"] for claim in document["claims"]} <= {
+        "supported", "not supported", "mixed", "not testable"
+    }  # fmt: skip
+    page = (paper / "report.html").read_text()
+    assert not re.search(r"""(src|href)=["']https?:""", page), "the page must need no network"
+    assert "NaN" not in (paper / "results.json").read_text()
+    assert "tab:fisher-gap" in (paper / "report.md").read_text()
+
+
+def test_a_finished_run_is_only_reported_again(paper: Path) -> None:
+    before = results(paper)
+    fits = {path: path.stat().st_mtime_ns for path in (paper / "sets").rglob("*.npz")}
+    assert len(fits) > 10
+    run(paper, "--suite", "paper", "--no-per-subset")
+    assert fits == {path: path.stat().st_mtime_ns for path in (paper / "sets").rglob("*.npz")}
+    assert results(paper)["tables"] == before["tables"]
+
+
+def test_a_killed_run_goes_on_to_the_same_numbers(tmp_path: Path) -> None:
+    methods = ["--methods", "hallutracer,iti,prompt-length", "--no-per-subset"]
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    run(whole, *methods)
+    process = subprocess.Popen(command(killed, *methods), stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+    limit = time.monotonic() + 120
+    while not list(killed.rglob("seed0-fold0.npz")):
+        assert process.poll() is None, "it ended before it could be killed"
+        assert time.monotonic() < limit
+        time.sleep(0.02)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert not (killed / "results.json").exists()
+    run(killed, *methods)
+    assert results(killed)["tables"] == results(whole)["tables"]
+
+
+def test_another_protocol_in_the_same_folder_is_refused(paper: Path) -> None:
+    done = run(paper, "--suite", "paper", "--no-per-subset", "--folds", "4", expect=1)
+    assert "was begun with folds = 3, this run has 4" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (["--data", "nowhere.jsonl"], 2, "neither a JSONL file nor NAME=FOLDER"),
+        (["--data", "truefalse=/nonexistent"], 1, "is no folder"),
+        (["--methods", "hallutracer,magic"], 1, "no method 'magic'"),
+        (["--methods", "iti"], 1, "hallutracer must be among the methods"),
+        (["--model", "some/model"], 2, "say what to evaluate this model on"),
+    ],
+)
+def test_wrong_input_is_said_before_a_model_is_loaded(
+    tmp_path: Path, arguments: list[str], code: int, words: str
+) -> None:
+    done = run(tmp_path / "out", *arguments, expect=code)
+    assert words in re.sub(r"\s+", " ", done.stderr.replace("│", " "))
+    assert not list(tmp_path.rglob("*.f32"))
+
+
+def test_rows_of_a_file_with_given_labels(tmp_path: Path) -> None:
+    from service.demo.questions import questions
+
+    rows = [
+        {"id": row["id"], "prompt": row["prompt"], "label": number % 2, "group": f"g{number // 2}", "kind": row["kind"]}
+        for number, row in enumerate(questions("dev")[:120])
+    ]
+    path = tmp_path / "mine.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    done = run(tmp_path / "out", "--data", str(path), "--methods", "hallutracer,first-token-entropy")
+    assert "First-token entropy" in done.stdout
+    document = json.loads((tmp_path / "out" / "results.json").read_text())
+    assert "subsets" in document["tables"] or "sub-datasets" in json.dumps(document)
