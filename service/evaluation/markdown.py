@@ -79,8 +79,9 @@ def mean(cell: Cell) -> float | None:
 
 
 def header_text(column: Column) -> str:
-    """What stands above a column; a column of percentages says so."""
-    return f"{column.title}, %" if column.kind == "percent" and "%" not in column.title else column.title
+    """What stands above a column; a column of percentages says so, one of points has said it."""
+    said = "%" in column.title or column.title.endswith("points")
+    return f"{column.title}, %" if column.kind == "percent" and not said else column.title
 
 
 def cell_text(column: Column, cell: Cell) -> str:

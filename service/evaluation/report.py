@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 import sys
+from collections.abc import Mapping
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
@@ -17,8 +18,9 @@ from service.evaluation.claims import claims
 from service.evaluation.html import to_html
 from service.evaluation.main_table import pooled_ranks
 from service.evaluation.markdown import to_markdown
+from service.evaluation.options import OURS
 from service.evaluation.report_data import Claim, Figure, ReportData, Section
-from service.evaluation.run import TITLES, Result, write_json
+from service.evaluation.run import Result, write_json
 from service.evaluation.set_run import SetRun
 from service.evaluation.tables import Table
 from service.trainer.calibrate import fit_classifier
@@ -52,7 +54,9 @@ def report_data(result: Result, command: str) -> ReportData:
     """All sections; the main suite has the first only."""
     runs = result.runs
     main = [result.main] + ([result.subsets] if result.subsets is not None else [])
-    sections = [Section("Detection", _PAPER, main, [figure for run in runs for figure in _detection(run)])]
+    sections = [
+        Section("Detection", _PAPER, main, [figure for run in runs for figure in _detection(run, result.titles)])
+    ]
     found: list[Claim] = []
     if result.options.suite == "paper":
         mean, readout = _tables(runs, ablations.MEAN), _tables(runs, ablations.READOUT)
@@ -89,11 +93,11 @@ def _tables(runs: tuple[SetRun, ...], makers: Any) -> list[Table]:
     return [table for make in makers for table in make(runs)]
 
 
-def _detection(run: SetRun) -> list[Figure]:
+def _detection(run: SetRun, titles: Mapping[str, str]) -> list[Figure]:
     """ROC and precision-recall of all methods, and our reliability, from the first seed's test sides."""
     label = run.label
     seed0 = {name: [one for one in found if one.seed == 0] for name, found in run.runs.items()}
-    ranks = {TITLES.get(name, name): pooled_ranks(len(label), found) for name, found in seed0.items()}
+    ranks = {titles[name]: pooled_ranks(len(label), found) for name, found in seed0.items()}
     calibrated = np.full(len(label), np.nan)
     for split in run.folds(0):
         inside = split.train_trajectory.mean(axis=1)[:, None]
@@ -101,7 +105,7 @@ def _detection(run: SetRun) -> list[Figure]:
         calibrated[split.test] = classifier.risk(split.test_trajectory.mean(axis=1)[:, None])
     return [
         _named(figures.roc_pr(label, ranks), run),
-        _named(figures.reliability(label, {TITLES["hallutracer"]: calibrated}), run),
+        _named(figures.reliability(label, {titles[OURS]: calibrated}), run),
     ]
 
 

@@ -52,6 +52,7 @@ class Result:
     runs: tuple[SetRun, ...]
     main: Table
     subsets: Table | None
+    titles: dict[str, str]  # of the methods
     seconds: float
 
 
@@ -87,7 +88,13 @@ def evaluate(options: EvaluateOptions, engine_factory: Callable[[], Engine], *, 
             found += rows_of(run.title, titles, {name: measured(run.label, run.runs[name]) for name in options.methods})
         subsets = _subsets(gathered, options, titles, console) if options.per_subset else None
     return Result(
-        options, identity, tuple(runs), main_table(found, _notes(runs, titles)), subsets, time.monotonic() - begun
+        options,
+        identity,
+        tuple(runs),
+        main_table(found, _notes(runs, titles)),
+        subsets,
+        titles,
+        time.monotonic() - begun,
     )
 
 

@@ -63,7 +63,7 @@ def fisher_gap(trajectory: ArrayLike, label: ArrayLike, shrinkage: Shrinkage = N
     Sigma = sum_c pi_c Cov_c, with pi_c = n_c / N and unbiased Cov_c (App. uniform-proof).  ``shrinkage`` replaces it
     by (1 - g) Sigma + g tr(Sigma) / m I: a share g in [0, 1], or "ledoit_wolf" to estimate g.  TrainingError where
     Sigma is singular (rank below m or condition above 1e12), where the classes have one depth mean, or where the two
-    computations differ by more than 1e-9 relative.
+    computations differ by more than 1e-9 relative (more where the condition leaves fewer digits, from 3e5 on).
     """
     values = as_float(trajectory, "trajectory", 2)
     rows_match(values, label, "trajectory")
@@ -88,9 +88,11 @@ def fisher_gap(trajectory: ArrayLike, label: ArrayLike, shrinkage: Shrinkage = N
     mahalanobis = float(d @ cho_solve(cho_factor(sigma), d))
     level = s**2 / a
     direct = mahalanobis / level
-    if not abs(squared - direct) <= AGREEMENT * direct:
+    # Either computation loses as many digits as the covariance's condition has.
+    allowed = max(AGREEMENT, 16 * float(np.finfo(np.float64).eps) * condition)
+    if not abs(squared - direct) <= allowed * direct:
         raise TrainingError(
-            f"R_Fisher^2 is {squared!r} by its parts and {direct!r} directly, more than {AGREEMENT:g} apart: the "
+            f"R_Fisher^2 is {squared!r} by its parts and {direct!r} directly, more than {allowed:.1g} apart: the "
             f"covariance of the layers is too near singular (condition {condition:.1e}); use shrinkage"
         )
     bound = math.sqrt(max(theta, 0.0)) * chi
