@@ -116,8 +116,8 @@ def evaluate(
     """  # fmt: skip
     from rich.console import Console
 
-    from service.evaluation.markdown import table_markdown
     from service.evaluation.options import DEFAULT_METHODS, EvaluateOptions
+    from service.evaluation.page.markdown import table_markdown
     from service.evaluation.report import command_line, write_report
     from service.evaluation.run import evaluate as run
     from service.readout import Site

@@ -13,13 +13,14 @@ from typing import Any
 import numpy as np
 
 import service
-from service.evaluation import ablations, figures, structure
-from service.evaluation.claims import claims
-from service.evaluation.html import to_html
 from service.evaluation.main_table import pooled_ranks
-from service.evaluation.markdown import to_markdown
 from service.evaluation.options import OURS
-from service.evaluation.report_data import Claim, Figure, ReportData, Section
+from service.evaluation.page import figures
+from service.evaluation.page.html import to_html
+from service.evaluation.page.markdown import to_markdown
+from service.evaluation.page.report_data import Claim, Figure, ReportData, Section
+from service.evaluation.paper import ablations, structure
+from service.evaluation.paper.claims import claims
 from service.evaluation.run import Result, write_json
 from service.evaluation.set_run import SetRun
 from service.evaluation.tables import Table

@@ -17,8 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 from tqdm import tqdm
 
-from service.engines.base import Engine, ModelIdentity
-from service.errors import NoDirection, TrainingError
+from service.engines.base import Engine, ModelIdentity, beyond_onset
+from service.errors import EngineError, NoDirection, TrainingError
 from service.evaluation.gather import Gathered, answers_path, gather, read_rows
 from service.evaluation.main_table import MEASURES, Run, compare, main_table, measured, rows_of
 from service.evaluation.methods import METHODS
@@ -75,7 +75,7 @@ def evaluate(options: EvaluateOptions, engine_factory: Callable[[], Engine], *, 
             prompt_format: PromptFormat = (
                 default_prompt_format(engine) if options.prompt_format == "auto" else options.prompt_format
             )
-            poolings = tuple(Pooling) if options.suite == "paper" else ()
+            poolings = _poolings(engine, options, console)
             gathered = [gather(engine, one, options, prompt_format, poolings) for one in rows]
             identity = engine.identity
             gathered = [_with_halluguard(engine, one, options, console) for one in gathered]
@@ -96,6 +96,18 @@ def evaluate(options: EvaluateOptions, engine_factory: Callable[[], Engine], *, 
         titles,
         time.monotonic() - begun,
     )
+
+
+def _poolings(engine: Engine, options: EvaluateOptions, console: Console) -> tuple[Pooling, ...]:
+    """The readout positions of the paper suite; none where the engine reads the last position alone, which is said."""
+    if options.suite != "paper":
+        return ()
+    try:
+        engine.extract([], (), beyond_onset(tuple(Pooling)))
+    except EngineError as error:
+        console.print(f"the table of readout positions is left out: {error}")
+        return ()
+    return tuple(Pooling)
 
 
 def _with_halluguard(engine: Engine, gathered: Gathered, options: EvaluateOptions, console: Console) -> Gathered:
@@ -127,7 +139,7 @@ def _evaluate_set(
     claim(folder, _fingerprint(gathered, options))
     outer = outer_splits(material, options)
     paper = options.suite == "paper" and not only_main
-    poolings = [pooling for pooling in Pooling if pooling is not Pooling.LAST_1] if paper else []
+    poolings = [pooling for site, pooling in gathered.pooled if site is Site.ATTENTION_HEAD] if paper else []
     steps = len(outer) * len(options.methods) + (len(poolings) * options.folds if paper else 0)
     splits: list[Split] = []
     runs: dict[str, list[Run]] = {method: [] for method in options.methods}

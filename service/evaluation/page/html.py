@@ -14,9 +14,9 @@ from importlib.resources import files
 from typing import get_args
 from xml.etree import ElementTree
 
-from service.evaluation.markdown import DASH, best_rows, blocks, cell_text, header_text
-from service.evaluation.published import PUBLISHED
-from service.evaluation.report_data import Claim, Fact, Figure, ReportData, Section, Verdict
+from service.evaluation.page.markdown import DASH, best_rows, blocks, cell_text, header_text
+from service.evaluation.page.report_data import Claim, Fact, Figure, ReportData, Section, Verdict
+from service.evaluation.paper.published import PUBLISHED
 from service.evaluation.tables import Cell, Column, Table
 
 _MARKS: Mapping[Verdict, str] = {"supported": "✓", "not supported": "✗", "mixed": "≈", "not testable": "○"}
@@ -27,7 +27,7 @@ _PIXELS = 4 / 3  # of a point
 def to_html(report: ReportData) -> str:
     """The whole page.  ValueError for two tables of one name, an unknown verdict, a cell or drawing not to be shown."""
     _require_unique([_anchor(table) for section in report.sections for table in section.tables])
-    css = files("service.evaluation").joinpath("report.css").read_text(encoding="utf-8")
+    css = files("service.evaluation.page").joinpath("report.css").read_text(encoding="utf-8")
     folded: set[str] = set()
     sections = [_section(section, number, folded) for number, section in enumerate(report.sections, start=1)]
     return "\n".join(

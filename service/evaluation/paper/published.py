@@ -20,7 +20,7 @@ _DIGITS = 10  # a percentage divided by 100 is rounded here, so that 68.71 gives
 
 
 def _read() -> dict[str, Table]:
-    text = files("service.evaluation").joinpath("published.json").read_text(encoding="utf-8")
+    text = files("service.evaluation.paper").joinpath("published.json").read_text(encoding="utf-8")
     return {label: _table(label, entry) for label, entry in json.loads(text).items()}
 
 

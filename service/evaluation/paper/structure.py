@@ -13,15 +13,15 @@ from typing import Final
 import numpy as np
 
 from service.errors import TrainingError
-from service.evaluation.cells import Maker, Row, by_set, published_columns
 from service.evaluation.diagnostics.fisher import FisherGap, fisher_gap
 from service.evaluation.diagnostics.increments import decompose
 from service.evaluation.diagnostics.kappa import kappa_table
 from service.evaluation.diagnostics.snr import snr_table
 from service.evaluation.diagnostics.variance import variance_components
+from service.evaluation.paper.cells import Maker, Row, by_set, published_columns
+from service.evaluation.paper.structure_geometry import geometry, geometry_figures
+from service.evaluation.paper.structure_probes import isotropy_tests, k_split
 from service.evaluation.set_run import SetRun
-from service.evaluation.structure_geometry import geometry, geometry_figures
-from service.evaluation.structure_probes import isotropy_tests, k_split
 from service.evaluation.tables import Column, Table
 
 OUT_OF_FOLD: Final = "Out-of-fold trajectories of the first seed; the folds' probes differ."

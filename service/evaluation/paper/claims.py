@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from service.errors import TrainingError
-from service.evaluation.ablations import MEAN, READOUT
-from service.evaluation.claim_rules import RULES, Finding, NotTestable, Rows
-from service.evaluation.claim_table_rules import TABLE_RULES
-from service.evaluation.report_data import Claim, Verdict
+from service.evaluation.page.report_data import Claim, Verdict
+from service.evaluation.paper.ablations import MEAN, READOUT
+from service.evaluation.paper.claim_rules import RULES, Finding, NotTestable, Rows
+from service.evaluation.paper.claim_table_rules import TABLE_RULES
+from service.evaluation.paper.structure import READOUTS, TRAJECTORY
 from service.evaluation.set_run import SetRun
-from service.evaluation.structure import READOUTS, TRAJECTORY
 from service.evaluation.tables import Cell, Table
 
 

@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from service.evaluation import claim_table_rules as rules
-from service.evaluation.ablations_depth import depth_key
-from service.evaluation.claim_rules import Finding, NotTestable, ahead_of
-from service.evaluation.claims import cells_by_set, claims, paper_tables, together
 from service.evaluation.main_table import Comparison, Run, compare, measured
-from service.evaluation.report_data import Verdict
+from service.evaluation.page.report_data import Verdict
+from service.evaluation.paper import claim_table_rules as rules
+from service.evaluation.paper.ablations_depth import depth_key
+from service.evaluation.paper.claim_rules import Finding, NotTestable, ahead_of
+from service.evaluation.paper.claims import cells_by_set, claims, paper_tables, together
 from service.evaluation.set_run import SetRun
 from service.evaluation.tables import Table
 from tests.evaluation.made_run import made_run, scripted_run

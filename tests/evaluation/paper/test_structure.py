@@ -11,15 +11,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from service.evaluation import structure
 from service.evaluation.diagnostics.fisher import fisher_gap
 from service.evaluation.diagnostics.geometry import expected_cosine, layer_geometry
 from service.evaluation.diagnostics.snr import snr_table
-from service.evaluation.markdown import to_markdown
-from service.evaluation.published import PUBLISHED
+from service.evaluation.page.markdown import to_markdown
+from service.evaluation.paper import structure
+from service.evaluation.paper.published import PUBLISHED
+from service.evaluation.paper.structure_geometry import geometry, geometry_by_layer, readout_of
+from service.evaluation.paper.structure_probes import isotropy_tests, k_split
 from service.evaluation.set_run import SetRun
-from service.evaluation.structure_geometry import geometry, geometry_by_layer, readout_of
-from service.evaluation.structure_probes import isotropy_tests, k_split
 from service.evaluation.tables import Table
 from tests.evaluation.made_run import GEOMETRY, made_run, scripted_run
 

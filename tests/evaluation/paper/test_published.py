@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import pytest
 
-from service.evaluation.published import PUBLISHED, published_cell
+from service.evaluation.paper.published import PUBLISHED, published_cell
 from service.evaluation.tables import Cell, Column
 
 SHAPES = {  # rows, columns of numbers

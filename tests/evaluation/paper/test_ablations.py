@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 from sklearn.metrics import roc_auc_score
 
-from service.evaluation import ablations
-from service.evaluation.ablations_depth import depth_key
-from service.evaluation.ablations_readout import head_distribution, readout_position, readout_site, top_heads
-from service.evaluation.markdown import to_markdown
 from service.evaluation.options import RESIDUAL
-from service.evaluation.published import PUBLISHED
+from service.evaluation.page.markdown import to_markdown
+from service.evaluation.paper import ablations
+from service.evaluation.paper.ablations_depth import depth_key
+from service.evaluation.paper.ablations_readout import head_distribution, readout_position, readout_site, top_heads
+from service.evaluation.paper.published import PUBLISHED
 from service.evaluation.set_run import SetRun
 from service.evaluation.tables import Table
 from service.readout import Pooling, Site

@@ -13,9 +13,6 @@ from typing import Final
 import numpy as np
 
 from service.errors import TrainingError
-from service.evaluation.ablations_depth import depth_curve, depth_subsampling
-from service.evaluation.ablations_readout import head_distribution, readout_position, readout_site, top_heads
-from service.evaluation.cells import OVER_SPLITS, SET, Maker, Row, by_set, published_columns, spread
 from service.evaluation.diagnostics.features import (
     FIVE,
     GROUPS,
@@ -26,6 +23,9 @@ from service.evaluation.diagnostics.features import (
     trimmed_layers,
 )
 from service.evaluation.diagnostics.increments import decompose
+from service.evaluation.paper.ablations_depth import depth_curve, depth_subsampling
+from service.evaluation.paper.ablations_readout import head_distribution, readout_position, readout_site, top_heads
+from service.evaluation.paper.cells import OVER_SPLITS, SET, Maker, Row, by_set, published_columns, spread
 from service.evaluation.set_run import SetRun
 from service.evaluation.splits import Split
 from service.evaluation.tables import Column, Table

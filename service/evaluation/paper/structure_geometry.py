@@ -13,8 +13,6 @@ from typing import Final
 import numpy as np
 
 from service.errors import TrainingError
-from service.evaluation import figures
-from service.evaluation.cells import Row, by_set, published_columns
 from service.evaluation.diagnostics.chen_qin import ChenQin, chen_qin
 from service.evaluation.diagnostics.classes import mean_or_none, middle_layers
 from service.evaluation.diagnostics.geometry import (
@@ -25,7 +23,9 @@ from service.evaluation.diagnostics.geometry import (
     transition_geometry,
 )
 from service.evaluation.diagnostics.increments import decompose
-from service.evaluation.report_data import Figure
+from service.evaluation.page import figures
+from service.evaluation.page.report_data import Figure
+from service.evaluation.paper.cells import Row, by_set, published_columns
 from service.evaluation.set_run import SetRun
 from service.evaluation.splits import Split
 from service.evaluation.tables import Cell, Column, Table

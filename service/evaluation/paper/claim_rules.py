@@ -13,7 +13,7 @@ from typing import Final
 
 from service.evaluation.main_table import RESAMPLES, measured, pooled_ranks
 from service.evaluation.options import OURS
-from service.evaluation.report_data import Verdict
+from service.evaluation.page.report_data import Verdict
 from service.evaluation.set_run import SetRun
 from service.evaluation.significance import paired_bootstrap
 from service.evaluation.tables import Cell

@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
-from service.evaluation.ablations_depth import depth_key
-from service.evaluation.claim_rules import Finding, NotTestable, Rows, Rule, points, signed
-from service.evaluation.report_data import Verdict
+from service.evaluation.page.report_data import Verdict
+from service.evaluation.paper.ablations_depth import depth_key
+from service.evaluation.paper.claim_rules import Finding, NotTestable, Rows, Rule, points, signed
 from service.evaluation.set_run import SetRun
 from service.readout import Pooling
 

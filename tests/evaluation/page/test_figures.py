@@ -9,8 +9,15 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 
-from service.evaluation.figures import depth_subsampling, geometry, reliability, roc_pr, solver_growth, trajectories
-from service.evaluation.report_data import Figure
+from service.evaluation.page.figures import (
+    depth_subsampling,
+    geometry,
+    reliability,
+    roc_pr,
+    solver_growth,
+    trajectories,
+)
+from service.evaluation.page.report_data import Figure
 from service.measures import ece, risk_auroc
 
 RNG = np.random.default_rng(5)

@@ -12,15 +12,15 @@ from typing import Final
 import numpy as np
 
 from service.errors import TrainingError
-from service.evaluation.cells import Row, by_set, published_columns, spread
 from service.evaluation.diagnostics.classes import middle_layers
 from service.evaluation.diagnostics.geometry import layer_geometry
 from service.evaluation.diagnostics.increments import crossings
 from service.evaluation.diagnostics.isotropy import isotropy
 from service.evaluation.diagnostics.k_split import PARTS, KTable, StandardizedProbes, k_table, split_readout_change
+from service.evaluation.paper.cells import Row, by_set, published_columns, spread
+from service.evaluation.paper.structure_geometry import BY_FOLD, mean_defined, readout_of
 from service.evaluation.set_run import SetRun
 from service.evaluation.splits import Split
-from service.evaluation.structure_geometry import BY_FOLD, mean_defined, readout_of
 from service.evaluation.tables import Column, Table
 from service.measures import auroc
 

@@ -12,11 +12,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from service.errors import TrainingError
-from service.evaluation.cells import OVER_SPLITS, Row, by_set, published_columns, spread
 from service.evaluation.diagnostics.classes import mean_or_none
 from service.evaluation.diagnostics.uniformity import Uniformity, uniformity
 from service.evaluation.every_head import EveryHead
 from service.evaluation.options import OURS, RESIDUAL
+from service.evaluation.paper.cells import OVER_SPLITS, Row, by_set, published_columns, spread
 from service.evaluation.set_run import SetRun
 from service.evaluation.tables import Table
 from service.measures import auroc, risk_auroc

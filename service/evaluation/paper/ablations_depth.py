@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from service.evaluation.cells import OVER_SPLITS, SET, Row, by_set, spread
 from service.evaluation.diagnostics.features import depth_layers, depth_sizes
+from service.evaluation.paper.cells import OVER_SPLITS, SET, Row, by_set, spread
 from service.evaluation.set_run import SetRun
 from service.evaluation.tables import Column, Table
 from service.measures import auroc

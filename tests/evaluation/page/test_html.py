@@ -9,9 +9,9 @@ from html.parser import HTMLParser
 
 import pytest
 
-from service.evaluation.figures import geometry, trajectories
-from service.evaluation.html import to_html
-from service.evaluation.report_data import Claim, Figure, ReportData, Section
+from service.evaluation.page.figures import geometry, trajectories
+from service.evaluation.page.html import to_html
+from service.evaluation.page.report_data import Claim, Figure, ReportData, Section
 from service.evaluation.tables import Column, Table
 
 HOSTILE = "<script>alert('x')</script> & \"quoted\""

@@ -12,7 +12,7 @@ from typing import Final
 import numpy as np
 
 from service.errors import TrainingError
-from service.evaluation.published import PUBLISHED
+from service.evaluation.paper.published import PUBLISHED
 from service.evaluation.set_run import SetRun
 from service.evaluation.tables import Cell, Column, Table
 
