@@ -11,7 +11,7 @@ import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from joblib import Parallel, delayed, parallel_config
@@ -128,6 +128,28 @@ def fit_head(
     ]
 
 
+def standardise(x: NDArray[np.floating]) -> tuple[Floats, Floats, Floats]:
+    """x [n, d] by its own mean and deviation (Eq. standardize), a float64 copy; mean and deviation [d].
+
+    A constant column becomes zeros and has the deviation 1: its computed one is rounding, not zero, and divided by it,
+    it would become a feature of noise.
+    """
+    z = x.astype(np.float64)
+    mean = z.mean(axis=0)
+    z -= mean
+    std = np.sqrt(np.einsum("nd,nd->d", z, z) / len(z))
+    constant = std <= CONSTANT * np.abs(mean)
+    std[constant] = 1.0
+    z /= std
+    z[:, constant] = 0.0
+    return z, mean, std
+
+
+def penalty(kind: Literal["l1", "l2"]) -> dict[str, Any]:
+    """scikit-learn's argument for it, which 1.8 renamed."""
+    return {"penalty": kind} if _HAS_PENALTY else {"l1_ratio": 1.0 if kind == "l1" else 0.0}
+
+
 def row_weights(label: NDArray[np.integer], balance: ClassBalance) -> Floats:
     """What each training row counts, [n]: classes even out, by weights or by leaving rows of the larger class out."""
     if balance == "downsample":
@@ -145,21 +167,12 @@ def _ridge(
     if balance == "downsample":
         kept = _downsample(label)
         x, label = x[kept], label[kept]
-    z = x.astype(np.float64)  # the one copy, a whole layer's
-    mean = z.mean(axis=0)
-    z -= mean
-    std = np.sqrt(np.einsum("nd,nd->d", z, z) / len(z))
-    # A constant column's computed deviation is rounding, not zero; divided by it, it would become a feature of noise.
-    constant = std <= CONSTANT * np.abs(mean)
-    std[constant] = 1.0
-    z /= std
-    z[:, constant] = 0.0
-    options: dict[str, Any] = {"penalty": "l2"} if _HAS_PENALTY else {"l1_ratio": 0.0}
+    z, mean, std = standardise(x)
     weight = row_weights(label, "weights")
     weights = {value: float(weight[label == value][0]) for value in (0, 1)} if balance == "weights" else None
     # Rows were checked when they were collected; checking them again costs as much as a small fit.
     with config_context(assume_finite=True, skip_parameter_validation=True):
-        model = LogisticRegression(C=c, class_weight=weights, max_iter=5000, **options).fit(z, label)
+        model = LogisticRegression(C=c, class_weight=weights, max_iter=5000, **penalty("l2")).fit(z, label)
     raw = model.coef_[0] / std
     return (raw, float(model.intercept_[0] - raw @ mean)) if np.any(raw) else None
 

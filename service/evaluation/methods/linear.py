@@ -7,16 +7,15 @@ by a choice the paper leaves open.  Knows no sites, heads or folds.
 
 from __future__ import annotations
 
-import inspect
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 from sklearn import config_context
 from sklearn.linear_model import LogisticRegression
 
-from service.trainer.solver import CONSTANT
+from service.trainer.fit import penalty, standardise
 
 Floats = NDArray[np.float64]
 Penalty = Literal["l1", "l2"]
@@ -24,7 +23,6 @@ Penalty = Literal["l1", "l2"]
 # liblinear penalises the intercept like a weight; this height of its constant column makes that a matter of 1 %.
 _INTERCEPT_HEIGHT = 100.0
 _CHUNK = 4096  # rows
-_HAS_PENALTY = inspect.signature(LogisticRegression).parameters["penalty"].default == "l2"  # scikit-learn before 1.8
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,21 +40,12 @@ class Linear:
         return found
 
 
-def fit_linear(x: NDArray[np.floating], label: NDArray[np.integer], c: float, penalty: Penalty) -> Linear:
+def fit_linear(x: NDArray[np.floating], label: NDArray[np.integer], c: float, kind: Penalty) -> Linear:
     """Fit x [n, d], label [n] with inverse strength ``c``.  An L1 fit may come back with all weights zero.
 
     Memory: one float64 copy of x and the solver's own, of 16 bytes a number.
     """
-    z = x.astype(np.float64)
-    mean = z.mean(axis=0)
-    z -= mean
-    std = np.sqrt(np.einsum("nd,nd->d", z, z) / len(z))
-    # A constant column's computed deviation is rounding, not zero; divided by it, it would become a feature of noise.
-    constant = std <= CONSTANT * np.abs(mean)
-    std[constant] = 1.0
-    z /= std
-    z[:, constant] = 0.0
-    kind: dict[str, Any] = {"penalty": penalty} if _HAS_PENALTY else {"l1_ratio": 1.0 if penalty == "l1" else 0.0}
+    z, mean, std = standardise(x)
     model = LogisticRegression(
         C=c,
         solver="liblinear",
@@ -64,7 +53,7 @@ def fit_linear(x: NDArray[np.floating], label: NDArray[np.integer], c: float, pe
         intercept_scaling=_INTERCEPT_HEIGHT,
         max_iter=1000,
         random_state=0,
-        **kind,
+        **penalty(kind),
     )
     with config_context(assume_finite=True, skip_parameter_validation=True):  # rows were checked when collected
         model.fit(z, label)
