@@ -22,6 +22,7 @@ from service.evaluation.methods.base import Material
 from service.evaluation.options import EvaluateOptions, Source
 from service.prompts import PromptFormat
 from service.readout import Pooling, Site
+from service.rows import objects
 from service.trainer.collect import Collection, collect
 from service.trainer.dataset import Dataset, class_problems, read_dataset
 from service.trainer.fit import Readouts
@@ -81,7 +82,6 @@ def read_rows(source: Source, options: EvaluateOptions) -> SetRows:
     """Read and check a set's rows; they are kept in the run's folder as JSONL.  Raises DataError, TrainingError."""
     info: SetInfo | None = SETS[source.known] if source.known else None
     folder = options.out / "sets" / source.name
-    folder.mkdir(parents=True, exist_ok=True)
     notes: list[str] = []
     if source.path is None:
         assert source.rows is not None, "a source without a path makes its rows"
@@ -91,19 +91,21 @@ def read_rows(source: Source, options: EvaluateOptions) -> SetRows:
         title = info.title
         notes += [info.caveat, "rows: " + ", ".join(f"{key} {value}" for key, value in counts.items())]
     else:
-        rows = [json.loads(line) for line in source.path.read_text(encoding="utf-8").splitlines() if line.strip()]
-        title = source.path.name
+        rows, title = [value for _, value in objects(source.path, [])], source.path.name
+    labels: Labels = info.labels if info else ("given" if any("label" in row for row in rows) else "generate")
+    folds = options.folds if labels == "given" else 0
     path = folder / "rows.jsonl"
+    own = source.path if info is None else None
+    if own is not None:
+        dataset = read_dataset(own, labels, folds=folds)  # the user's file itself: problems are told by its own lines
     if options.limit is not None:
         rows = _first_groups(rows, options.limit)
-        notes.append(f"only the first {len(rows)} rows (--limit)")
-    if source.known or source.path is None or options.limit is not None:
+        notes.append(f"only {len(rows)} rows (--limit)")
+    if own is None or options.limit is not None:
+        folder.mkdir(parents=True, exist_ok=True)
         text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
         write_aside(path, text.encode("utf-8", "backslashreplace"))
-    else:
-        path = source.path  # the user's file itself, so that problems are told by its own lines
-    labels: Labels = info.labels if info else ("given" if rows and "label" in rows[0] else "generate")
-    dataset = read_dataset(path, labels, folds=options.folds if labels == "given" else 0)
+        dataset = read_dataset(path, labels, folds=folds)
     judge = options.judge or (info.judge if info else None) or "contains"
     found = SetRows(
         name=source.name,

@@ -114,6 +114,20 @@ def test_wrong_input_is_said_before_a_model_is_loaded(
     assert not list(tmp_path.rglob("*.f32"))
 
 
+@pytest.mark.parametrize("limit", [[], ["--limit", "60"]])
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [("", "the file has no rows"), ("hello\n", "line 1"), ('{"prompt": "x", "label": 1}\n', "'id' is missing"),
+     ('{"id": "a", "prompt": "x", "label": 1}\n', "no row is hallucinated")],
+)  # fmt: skip
+def test_problems_of_a_file_are_told_by_its_lines(tmp_path: Path, text: str, words: str, limit: list[str]) -> None:
+    path = tmp_path / "mine.jsonl"
+    path.write_text(text)
+    done = run(tmp_path / "out", "--data", str(path), *limit, expect=1)
+    assert words in done.stderr
+    assert str(path) in done.stderr
+
+
 def test_rows_of_a_file_with_given_labels(tmp_path: Path) -> None:
     from service.demo.questions import questions
 
