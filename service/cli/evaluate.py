@@ -10,6 +10,7 @@ import typer
 from service.cli import options as o
 from service.cli.loading import engine_options, load_engine
 from service.settings import env
+from service.trainer.options import JudgeName
 
 if TYPE_CHECKING:
     from service.evaluation.options import Source
@@ -25,6 +26,7 @@ def evaluate(
             help="What to evaluate on, once or more often: a JSONL file as for 'train', or NAME=FOLDER for a public "
             "set you downloaded ('hallutracer data list').  Default, with the demo model only: its own questions.",
             envvar=env("data"),
+            metavar="FILE|NAME=FOLDER",
             show_default=False,
         ),
     ] = None,
@@ -63,7 +65,7 @@ def evaluate(
         ),
     ] = None,
     judge: Annotated[
-        str | None,
+        JudgeName | None,
         typer.Option(
             help="For sets whose labels are the model's own answers.  Default: the set's own, or 'contains'.",
             envvar=env("judge"),

@@ -27,7 +27,7 @@ from service.trainer.collect import Collection, collect
 from service.trainer.dataset import Dataset, class_problems, read_dataset
 from service.trainer.fit import Readouts
 from service.trainer.label import check_answers, given_labels, judged_labels
-from service.trainer.options import ABSTAIN, JudgeOptions, Labels
+from service.trainer.options import ABSTAIN, JudgeName, JudgeOptions, Labels
 from service.trainer.run_folder import write_aside
 
 
@@ -106,13 +106,13 @@ def read_rows(source: Source, options: EvaluateOptions) -> SetRows:
         text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
         write_aside(path, text.encode("utf-8", "backslashreplace"))
         dataset = read_dataset(path, labels, folds=folds)
-    judge = options.judge or (info.judge if info else None) or "contains"
+    judge: JudgeName = options.judge or (info.judge if info else None) or "contains"
     found = SetRows(
         name=source.name,
         title=title,
         dataset=dataset,
         labels=labels,
-        judge=JudgeOptions(judge),  # type: ignore[arg-type]
+        judge=JudgeOptions(judge),
         max_new_tokens=options.max_new_tokens or (info.max_new_tokens if info else None) or 48,
         abstain_pattern=(info.abstain_pattern if info else None) or ABSTAIN,
         kind=tuple(str(row.strata.get("kind", "")) for row in dataset.rows),

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from service.errors import TrainingError
 from service.evaluation.methods import METHODS
-from service.trainer.options import C_GRID
+from service.trainer.options import C_GRID, JudgeName
 
 OURS, RESIDUAL = "hallutracer", "residual-depth-mean"
 NAMES = (OURS, RESIDUAL, *METHODS)
@@ -42,7 +42,7 @@ class EvaluateOptions:
     inner_folds: int = 3
     c: float | None = None  # None: chosen inside each training side
     c_grid: tuple[float, ...] = C_GRID
-    judge: str | None = None  # None: the set's own, or "contains"
+    judge: JudgeName | None = None  # None: the set's own, or "contains"
     max_new_tokens: int | None = None  # length of a judged answer; None: the set's own, or 48
     prompt_format: Literal["auto", "chat", "text"] = "auto"
     per_subset: bool = True  # also the main table inside each sub-dataset, and its mean
@@ -62,5 +62,7 @@ class EvaluateOptions:
         for field, least in (("seeds", 1), ("folds", 2), ("inner_folds", 2), ("batch_rows", 1), ("jobs", 0)):
             if getattr(self, field) < least:
                 raise TrainingError(f"{field} must be at least {least}, not {getattr(self, field)}", param=field)
+        if self.judge == "openai":
+            raise TrainingError("an endpoint cannot be named here: give labels in the rows, or another judge", param="judge")
         if self.c is not None and not self.c > 0:
             raise TrainingError(f"c must be positive, not {self.c}", param="c")
