@@ -63,6 +63,8 @@ class EvaluateOptions:
             if getattr(self, field) < least:
                 raise TrainingError(f"{field} must be at least {least}, not {getattr(self, field)}", param=field)
         if self.judge == "openai":
-            raise TrainingError("an endpoint cannot be named here: give labels in the rows, or another judge", param="judge")
+            raise TrainingError(
+                "an endpoint cannot be named here: give labels in the rows, or another judge", param="judge"
+            )
         if self.c is not None and not self.c > 0:
             raise TrainingError(f"c must be positive, not {self.c}", param="c")
