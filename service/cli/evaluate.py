@@ -86,6 +86,14 @@ def evaluate(
         bool,
         typer.Option(help="Also train and test inside each sub-dataset.", envvar=env("per-subset")),
     ] = True,
+    skip_long: Annotated[
+        bool,
+        typer.Option(
+            "--skip-long",
+            help="Leave out, and count, rows that the model's context cannot hold.  Without it they are an error.",
+            envvar=env("skip-long"),
+        ),
+    ] = False,
     limit: Annotated[
         int | None,
         typer.Option(
@@ -137,6 +145,7 @@ def evaluate(
         max_new_tokens=max_new_tokens,
         prompt_format=prompt_format,
         per_subset=per_subset,
+        skip_long=skip_long,
         limit=limit,
         batch_rows=batch_rows,
         jobs=jobs,

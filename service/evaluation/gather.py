@@ -20,7 +20,7 @@ from service.engines.base import Engine
 from service.errors import TrainingError
 from service.evaluation.methods.base import Material
 from service.evaluation.options import EvaluateOptions, Source
-from service.prompts import PromptFormat
+from service.prompts import PromptFormat, render
 from service.readout import Pooling, Site
 from service.rows import objects
 from service.trainer.collect import Collection, collect
@@ -115,12 +115,32 @@ def read_rows(source: Source, options: EvaluateOptions) -> SetRows:
         judge=JudgeOptions(judge),
         max_new_tokens=options.max_new_tokens or (info.max_new_tokens if info else None) or 48,
         abstain_pattern=(info.abstain_pattern if info else None) or ABSTAIN,
-        kind=tuple(str(row.strata.get("kind", "")) for row in dataset.rows),
+        kind=_kinds(dataset),
         notes=tuple(notes),
     )
     if labels == "generate":
         check_answers(dataset, found.judge)
     return found
+
+
+def that_fit(engine: Engine, rows: SetRows, folder: Path, folds: int, prompt_format: PromptFormat) -> SetRows:
+    """The same set without the prompts that are, with their answers, longer than the model's context; a note counts."""
+    reserve = rows.max_new_tokens if rows.labels == "generate" else 0
+    long = {
+        row.line
+        for row, prompt, messages in rows.dataset.prompts()
+        if len(render(engine, prompt, messages, prompt_format)) + reserve > engine.identity.max_tokens
+    }
+    if not long:
+        return rows
+    kept = [value for line, value in objects(rows.dataset.path, []) if line not in long]
+    path = folder / "rows-that-fit.jsonl"
+    folder.mkdir(parents=True, exist_ok=True)
+    text = "".join(json.dumps(value, ensure_ascii=False) + "\n" for value in kept)
+    write_aside(path, text.encode("utf-8", "backslashreplace"))
+    dataset = read_dataset(path, rows.labels, folds=folds if rows.labels == "given" else 0)
+    note = f"{len(long)} rows longer than the model's context of {engine.identity.max_tokens} tokens left out"
+    return replace(rows, dataset=dataset, kind=_kinds(dataset), notes=(*rows.notes, note))
 
 
 def gather(
@@ -157,6 +177,10 @@ def gather(
     pooled = {key: Readouts(file, index, label) for key, file in collection.pooled.items()}
     kind = np.array([rows.kind[row] for row in index.tolist()], dtype=np.str_)
     return Gathered(rows, material, kind, pooled, collection, index, labelled.left_out)
+
+
+def _kinds(dataset: Dataset) -> tuple[str, ...]:
+    return tuple(str(row.strata.get("kind", "")) for row in dataset.rows)
 
 
 def answers_path(options: EvaluateOptions, name: str) -> Path:

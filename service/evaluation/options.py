@@ -46,6 +46,7 @@ class EvaluateOptions:
     max_new_tokens: int | None = None  # length of a judged answer; None: the set's own, or 48
     prompt_format: Literal["auto", "chat", "text"] = "auto"
     per_subset: bool = True  # also the main table inside each sub-dataset, and its mean
+    skip_long: bool = False  # leave out, and count, rows that the model's context cannot hold
     limit: int | None = None  # the first groups of each set, this many rows at most: for a quick look
     batch_rows: int = 32
     jobs: int = 0  # processes for the fits; 0: all cores

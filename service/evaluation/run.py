@@ -19,7 +19,7 @@ from tqdm import tqdm
 
 from service.engines.base import Engine, ModelIdentity, beyond_onset
 from service.errors import EngineError, NoDirection, TrainingError
-from service.evaluation.gather import Gathered, answers_path, gather, read_rows
+from service.evaluation.gather import Gathered, answers_path, gather, read_rows, that_fit
 from service.evaluation.main_table import MEASURES, Run, compare, main_table, measured, rows_of
 from service.evaluation.methods import METHODS
 from service.evaluation.methods.base import Material
@@ -76,6 +76,10 @@ def evaluate(options: EvaluateOptions, engine_factory: Callable[[], Engine], *, 
                 default_prompt_format(engine) if options.prompt_format == "auto" else options.prompt_format
             )
             poolings = _poolings(engine, options, console)
+            if options.skip_long:
+                rows = [
+                    that_fit(engine, one, options.out / "sets" / one.name, options.folds, prompt_format) for one in rows
+                ]
             gathered = [gather(engine, one, options, prompt_format, poolings) for one in rows]
             identity = engine.identity
             gathered = [_with_halluguard(engine, one, options, console) for one in gathered]

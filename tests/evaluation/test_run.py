@@ -128,6 +128,19 @@ def test_problems_of_a_file_are_told_by_its_lines(tmp_path: Path, text: str, wor
     assert str(path) in done.stderr
 
 
+def test_rows_too_long_for_the_model_are_an_error_or_left_out_and_counted(tmp_path: Path) -> None:
+    rows = [{"id": str(n), "prompt": f"Is {n} odd?", "label": n % 2, "group": f"g{n // 4}"} for n in range(80)]
+    rows[7]["prompt"] = "why " * 400
+    path = tmp_path / "mine.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    more = ["--data", str(path), "--methods", "hallutracer,prompt-length", "--no-per-subset"]
+    done = run(tmp_path / "out", *more, expect=1)
+    assert "line 8" in done.stderr
+    done = run(tmp_path / "out", *more, "--skip-long")
+    assert "79 rows" in done.stdout
+    assert "1 rows longer than the model's context of 256 tokens left out" in done.stdout
+
+
 def test_rows_of_a_file_with_given_labels(tmp_path: Path) -> None:
     from service.demo.questions import questions
 
