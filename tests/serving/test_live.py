@@ -433,7 +433,10 @@ async def test_a_room_that_breaks_leaves_nobody_waiting(bench: Bench, monkeypatc
         assert isinstance(broke[0], MemoryError)
 
 
-async def test_an_engines_loop_that_has_closed_is_a_dead_engine(tmp_path: Path) -> None:
+async def test_an_engines_loop_that_has_closed_is_a_dead_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("service.serving.live.LOOK_S", 600.0)  # the room's own look would find it dead by its flag
     bench, broke = Bench(tmp_path, one_loop=False), list[BaseException]()
     async with bench.open(on_broken=broke.append):
         await asyncio.to_thread(bench.engine.close)
