@@ -9,9 +9,9 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,16 +31,10 @@ from service.prompts import PromptFormat, default_prompt_format
 from service.readout import Pooling, Site
 from service.risk import depth_mean
 from service.trainer.fit import Floats, Readouts
-from service.trainer.run_folder import claim, locked
+from service.trainer.run import Console
+from service.trainer.run_folder import claim, locked, write_aside
 
 TITLES = {OURS: "HalluTracer (depth mean)", RESIDUAL: "Residual-stream depth mean"}
-
-
-class Console(Protocol):
-    """Where progress is told; a ``rich.console.Console`` will do."""
-
-    def print(self, *objects: Any) -> None:
-        """Print a line."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,15 +76,15 @@ def evaluate(options: EvaluateOptions, engine_factory: Callable[[], Engine], *, 
                 ]
             gathered = [gather(engine, one, options, prompt_format, poolings) for one in rows]
             identity = engine.identity
-            gathered = [_with_halluguard(engine, one, options, console) for one in gathered]
+            gathered = [_with_halluguard(engine, one, options) for one in gathered]
         finally:
             engine.close()
-        runs = [_evaluate_set(one, options, console) for one in gathered]
+        runs = [_evaluate_set(one, options) for one in gathered]
         found: list[dict[str, Any]] = []
         titles = TITLES | {name: METHODS[name]().title for name in options.methods if name in METHODS}
         for run in runs:
             found += rows_of(run.title, titles, {name: measured(run.label, run.runs[name]) for name in options.methods})
-        subsets = _subsets(gathered, options, titles, console) if options.per_subset else None
+        subsets = _subsets(gathered, options, titles) if options.per_subset else None
     return Result(
         options,
         identity,
@@ -114,7 +108,7 @@ def _poolings(engine: Engine, options: EvaluateOptions, console: Console) -> tup
     return tuple(Pooling)
 
 
-def _with_halluguard(engine: Engine, gathered: Gathered, options: EvaluateOptions, console: Console) -> Gathered:
+def _with_halluguard(engine: Engine, gathered: Gathered, options: EvaluateOptions) -> Gathered:
     """HalluGuard needs the answer and the model: its scores are computed while the model is there, and kept."""
     if "halluguard" not in options.methods:
         return gathered
@@ -127,14 +121,10 @@ def _with_halluguard(engine: Engine, gathered: Gathered, options: EvaluateOption
         with path.with_suffix(".part").open("wb") as file:
             np.save(file, scores)
         path.with_suffix(".part").replace(path)
-    from dataclasses import replace
-
     return replace(gathered, material=replace(gathered.material, halluguard=np.load(path, allow_pickle=False)))
 
 
-def _evaluate_set(
-    gathered: Gathered, options: EvaluateOptions, console: Console, *, only_main: bool = False, name: str = ""
-) -> SetRun:
+def _evaluate_set(gathered: Gathered, options: EvaluateOptions, *, only_main: bool = False, name: str = "") -> SetRun:
     """All splits, all methods of one set."""
     material = gathered.material
     folder = options.out / "sets" / gathered.rows.name / "fits" / name if name else (
@@ -202,9 +192,7 @@ def _fingerprint(gathered: Gathered, options: EvaluateOptions) -> dict[str, Any]
     }
 
 
-def _subsets(
-    gathered: Sequence[Gathered], options: EvaluateOptions, titles: dict[str, str], console: Console
-) -> Table | None:
+def _subsets(gathered: Sequence[Gathered], options: EvaluateOptions, titles: dict[str, str]) -> Table | None:
     """The main table inside each sub-dataset, probes and all: the mean over those that carry the folds."""
     found: list[dict[str, Any]] = []
     notes: list[str] = []
@@ -217,7 +205,7 @@ def _subsets(
         for kind in kinds:
             rows = np.flatnonzero(one.kind == kind)
             try:
-                run = _evaluate_set(one.subset(rows), options, console, only_main=True, name=f"subset-{_slug(kind)}")
+                run = _evaluate_set(one.subset(rows), options, only_main=True, name=f"subset-{_slug(kind)}")
             except (TrainingError, NoDirection) as error:
                 notes.append(f"{one.rows.name}/{kind} is left out: {error}")
                 continue
@@ -276,6 +264,4 @@ def _notes(runs: Sequence[SetRun], titles: dict[str, str]) -> list[str]:
 
 def write_json(path: Path, document: dict[str, Any]) -> None:
     """Pretty, whole or absent."""
-    from service.trainer.run_folder import write_aside
-
     write_aside(path, (json.dumps(document, indent=1, ensure_ascii=False) + "\n").encode())

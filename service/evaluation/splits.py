@@ -6,11 +6,13 @@ trajectories of rows look like that the probes have not seen.  Knows no table.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import io
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from pathlib import Path
 
 import numpy as np
+from joblib import cpu_count
 from numpy.typing import NDArray
 
 from service.errors import TrainingError
@@ -23,8 +25,6 @@ from service.trainer.calibrate import FitOptions, choose_c, cross_fit, refit
 from service.trainer.fit import Floats, Index, Readouts, Task
 from service.trainer.folds import group_folds
 from service.trainer.run_folder import write_aside
-
-FILE_VERSION = 1
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,8 +59,6 @@ def outer_splits(material: Material, options: EvaluateOptions) -> list[tuple[int
 
 def fit_options(options: EvaluateOptions) -> FitOptions:
     """What the trainer's own functions want to know."""
-    from joblib import cpu_count
-
     return FitOptions("weights", options.inner_folds, options.c, options.c_grid, options.jobs or cpu_count())
 
 
@@ -120,8 +118,6 @@ def kept(path: Path, make: Callable[[], dict[str, NDArray[np.generic]]]) -> dict
     if path.exists():
         with np.load(path, allow_pickle=False) as found:
             return {name: found[name] for name in found.files}
-    import io
-
     made = make()
     buffer = io.BytesIO()
     np.savez(buffer, **made)  # type: ignore[arg-type]
@@ -155,9 +151,3 @@ def kept_split(
         EveryHead(*(found[name] for name in every)),  # type: ignore[arg-type]
         *(found[name] for name in own),  # type: ignore[arg-type]
     )
-
-
-def by_seed(splits: list[Split]) -> Iterator[list[Split]]:
-    """The folds of each seed together."""
-    for seed in sorted({split.seed for split in splits}):
-        yield [split for split in splits if split.seed == seed]
