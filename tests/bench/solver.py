@@ -30,6 +30,7 @@ import numpy as np
 from joblib import Parallel, delayed, parallel_config
 from sklearn.linear_model import LogisticRegression
 
+from service.evaluation.page.figures import solver_growth
 from service.measures import auroc
 from service.trainer.fit import row_weights
 from service.trainer.solver import INTERCEPT_PENALTY, one_torch_thread, solve
@@ -162,24 +163,6 @@ def say(words: str) -> None:
     print(time.strftime("%H:%M:%S"), words, flush=True)
 
 
-def picture(growth: dict[str, dict[str, list[float]]], path: Path) -> None:
-    """Seconds against rows and heads, log-log, with slopes."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, axes = plt.subplots(1, 2, figsize=(8, 3.2), layout="constrained")
-    for axis, (name, found) in zip(axes, growth.items(), strict=True):
-        axis.loglog(found["size"], found["seconds"], "o-", color="#1f6feb")
-        power = slope([int(size) for size in found["size"]], found["seconds"])
-        axis.set(xlabel=name, ylabel="seconds, one core", title=f"slope {power:.2f}")
-        axis.set_xticks(found["size"], [f"{size:g}" for size in found["size"]])
-        axis.minorticks_off()
-        axis.grid(True, which="both", alpha=0.3)
-    figure.savefig(path, dpi=110)
-
-
 def alone(number: int, heads: int, rows: int) -> float:
     """Seconds of one core for some heads, the better of two."""
     x, seconds = layer(number, heads, rows), []
@@ -200,7 +183,7 @@ def main() -> int:
         "--reference-layers", type=int, default=3, help="layers that the loop is timed on, evenly spaced"
     )
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--plot", type=Path)
+    parser.add_argument("--plot", type=Path, help="an SVG of the growth")
     parser.add_argument("--quick", action="store_true", help="small sizes, nothing judged")
     options = parser.parse_args()
     if options.quick:
@@ -247,7 +230,8 @@ def main() -> int:
     heads = [1, 2, 4, 8, 16]
     growth["heads"] = {"size": list(map(float, heads)), "seconds": [alone(0, size, options.rows) for size in heads]}
     if options.plot:
-        picture(growth, options.plot)
+        panels = {name: {"one core": (one["size"], one["seconds"])} for name, one in growth.items()}
+        options.plot.write_bytes(solver_growth(panels).svg)
     slopes = {name: slope([int(s) for s in one["size"]], one["seconds"]) for name, one in growth.items()}
 
     judged, layers = not options.quick, options.reference_layers
