@@ -14,9 +14,8 @@ from threadpoolctl import threadpool_limits
 
 from service.errors import NoDirection
 from service.evaluation.methods.base import in_processes
-from service.measures import auroc
 from service.readout import Site
-from service.trainer.fit import Floats, Index, Readouts, Task, fit_head, within_class_std
+from service.trainer.fit import Floats, Index, Readouts, Task, fit_head, project, unit_probe
 from service.trainer.solver import one_torch_thread
 
 
@@ -89,23 +88,12 @@ def _fit(item: tuple[Readouts, tuple[Task, ...], int, list[int]]) -> list[Part]:
             for number, (task, found) in enumerate(
                 zip(tasks, fit_head(x, readouts.label, tasks, Site.ATTENTION_HEAD, "weights"), strict=True)
             ):
-                test = np.zeros(len(task.test), np.float32)
                 if found is None:
-                    made[number].append((np.zeros(dim), 0.0, 1.0, 0.0, test))
+                    made[number].append((np.zeros(dim), 0.0, 1.0, 0.0, np.zeros(len(task.test), np.float32)))
                     continue
-                norm = float(np.linalg.norm(found[0]))
-                direction, bias = found[0] / norm, found[1] / norm
-                logits = x.astype(np.float64) @ direction + bias
-                label = readouts.label[task.train]
-                made[number].append(
-                    (
-                        direction,
-                        bias,
-                        within_class_std(label, logits[task.train]),
-                        auroc(label, logits[task.train]),
-                        logits[task.test].astype(np.float32),
-                    )
-                )
+                probe = unit_probe(x, readouts.label, task, layer, head, found)
+                test = project(x, task.test, probe.direction, probe.bias).astype(np.float32)
+                made[number].append((probe.direction, probe.bias, probe.scale, probe.auroc, test))
     return [
         (
             np.stack([one[0] for one in heads_]),

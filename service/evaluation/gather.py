@@ -102,9 +102,7 @@ def read_rows(source: Source, options: EvaluateOptions) -> SetRows:
         rows = _first_groups(rows, options.limit)
         notes.append(f"only {len(rows)} rows (--limit)")
     if own is None or options.limit is not None:
-        folder.mkdir(parents=True, exist_ok=True)
-        text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-        write_aside(path, text.encode("utf-8", "backslashreplace"))
+        _write_rows(path, rows)
         dataset = read_dataset(path, labels, folds=folds)
     judge: JudgeName = options.judge or (info.judge if info else None) or "contains"
     found = SetRows(
@@ -135,9 +133,7 @@ def that_fit(engine: Engine, rows: SetRows, folder: Path, folds: int, prompt_for
         return rows
     kept = [value for line, value in objects(rows.dataset.path, []) if line not in long]
     path = folder / "rows-that-fit.jsonl"
-    folder.mkdir(parents=True, exist_ok=True)
-    text = "".join(json.dumps(value, ensure_ascii=False) + "\n" for value in kept)
-    write_aside(path, text.encode("utf-8", "backslashreplace"))
+    _write_rows(path, kept)
     dataset = read_dataset(path, rows.labels, folds=folds if rows.labels == "given" else 0)
     note = f"{len(long)} rows longer than the model's context of {engine.identity.max_tokens} tokens left out"
     return replace(rows, dataset=dataset, kind=_kinds(dataset), notes=(*rows.notes, note))
@@ -177,6 +173,12 @@ def gather(
     pooled = {key: Readouts(file, index, label) for key, file in collection.pooled.items()}
     kind = np.array([rows.kind[row] for row in index.tolist()], dtype=np.str_)
     return Gathered(rows, material, kind, pooled, collection, index, labelled.left_out)
+
+
+def _write_rows(path: Path, rows: Sequence[dict[str, Any]]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    write_aside(path, text.encode("utf-8", "backslashreplace"))
 
 
 def _kinds(dataset: Dataset) -> tuple[str, ...]:

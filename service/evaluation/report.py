@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import platform
 import sys
 from collections.abc import Mapping
@@ -21,7 +22,7 @@ from service.evaluation.page.markdown import to_markdown
 from service.evaluation.page.report_data import Claim, Figure, ReportData, Section
 from service.evaluation.paper import ablations, structure
 from service.evaluation.paper.claims import claims
-from service.evaluation.run import Result, write_json
+from service.evaluation.run import Result
 from service.evaluation.set_run import SetRun
 from service.evaluation.tables import Table
 from service.trainer.calibrate import fit_classifier
@@ -47,7 +48,8 @@ def write_report(result: Result, command: str) -> list[Path]:
         "claims": [asdict(one) for one in data.claims],
         "tables": {table.name: table.document() for table in tables},
     }
-    write_json(out / "results.json", _plain(document))
+    text = json.dumps(_plain(document), indent=1, ensure_ascii=False) + "\n"
+    write_aside(out / "results.json", text.encode())
     return [out / name for name in FILES]
 
 

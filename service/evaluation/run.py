@@ -6,7 +6,6 @@ scores split by split.  The same command goes on where a killed one stopped.  Pa
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -32,7 +31,7 @@ from service.readout import Pooling, Site
 from service.risk import depth_mean
 from service.trainer.fit import Floats, Readouts
 from service.trainer.run import Console
-from service.trainer.run_folder import claim, locked, write_aside
+from service.trainer.run_folder import claim, locked
 
 TITLES = {OURS: "HalluTracer (depth mean)", RESIDUAL: "Residual-stream depth mean"}
 
@@ -260,8 +259,3 @@ def _notes(runs: Sequence[SetRun], titles: dict[str, str]) -> list[str]:
                 f"bootstrap over groups p = {c.p_bootstrap:.2g}{delong}"
             )
     return notes
-
-
-def write_json(path: Path, document: dict[str, Any]) -> None:
-    """Pretty, whole or absent."""
-    write_aside(path, (json.dumps(document, indent=1, ensure_ascii=False) + "\n").encode())

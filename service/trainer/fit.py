@@ -242,19 +242,25 @@ def _fit_layer(
             for number, (task, found) in enumerate(zip(tasks, fitted, strict=True)):
                 if found is None:
                     continue
-                norm = float(np.linalg.norm(found[0]))
-                direction, bias = found[0] / norm, found[1] / norm
-                label = readouts.label[task.train]
-                logits = _project(x, task.train, direction, bias)
-                quality = auroc(label, logits)
+                probe = unit_probe(x, readouts.label, task, layer, head, found)
                 current = best[number]
-                if current is None or quality > current[0].auroc:  # ties stay with the lower head
-                    probe = LayerProbe(layer, head, direction, bias, within_class_std(label, logits), quality)
-                    best[number] = (probe, _project(x, task.test, direction, bias))
+                if current is None or probe.auroc > current[0].auroc:  # ties stay with the lower head
+                    best[number] = (probe, project(x, task.test, probe.direction, probe.bias))
     return best
 
 
-def _project(x: NDArray[np.float32], rows: Index, direction: Floats, bias: float) -> Floats:
+def unit_probe(
+    x: NDArray[np.float32], label: NDArray[np.integer], task: Task, layer: int, head: int, found: tuple[Floats, float]
+) -> LayerProbe:
+    """What ``fit_head`` found for a task, divided by its norm (Eq. raw-space-normalized-probe) and rated on the
+    training rows: x [n, d], label [n]."""
+    norm = float(np.linalg.norm(found[0]))
+    direction, bias = found[0] / norm, found[1] / norm
+    inside, logits = label[task.train], project(x, task.train, direction, bias)
+    return LayerProbe(layer, head, direction, bias, within_class_std(inside, logits), auroc(inside, logits))
+
+
+def project(x: NDArray[np.float32], rows: Index, direction: Floats, bias: float) -> Floats:
     """Truth logits of ``rows`` [n] in float64, a few thousand rows at a time so that no whole copy is made."""
     logits = np.empty(len(rows))
     for start in range(0, len(rows), _CHUNK):

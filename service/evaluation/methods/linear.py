@@ -15,14 +15,13 @@ from numpy.typing import NDArray
 from sklearn import config_context
 from sklearn.linear_model import LogisticRegression
 
-from service.trainer.fit import penalty, standardise
+from service.trainer.fit import penalty, project, standardise
 
 Floats = NDArray[np.float64]
 Penalty = Literal["l1", "l2"]
 
 # liblinear penalises the intercept like a weight; this height of its constant column makes that a matter of 1 %.
 _INTERCEPT_HEIGHT = 100.0
-_CHUNK = 4096  # rows
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,10 +33,7 @@ class Linear:
 
     def logits(self, x: NDArray[np.floating]) -> Floats:
         """x [n, d] -> [n], summed in float64 a few thousand rows at a time, so that no whole copy is made."""
-        found = np.empty(len(x))
-        for start in range(0, len(x), _CHUNK):
-            found[start : start + _CHUNK] = x[start : start + _CHUNK].astype(np.float64) @ self.weight + self.bias
-        return found
+        return project(x, np.arange(len(x)), self.weight, self.bias)
 
 
 def fit_linear(x: NDArray[np.floating], label: NDArray[np.integer], c: float, kind: Penalty) -> Linear:
