@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from probes_store.bundle import Bundle
 from probes_store.golden import check_golden
 from probes_store.identity import check_identity
-from service.engines.asking import ask_all
 from service.engines.base import Completion, Engine, Onset, Sampling, SteppingEngine, TokenIds, check_sampling
+from service.engines.bridge import ask_all
 from service.engines.online import Gate, OnlineEngine, Update
 from service.errors import NonFiniteReadout
 from service.guard import DECISIONS, GATE, Decision, Policy, Verdict, judge

@@ -15,17 +15,19 @@ ROOT = Path(__file__).parent.parent
 LAYERS = [
     ["service.cli", "service.vllm_plugin"],
     ["service.demo"],
-    ["service.api", "service.evaluation"],
+    ["service.api", "service.paper"],
+    ["service.evaluation"],
     ["service.trainer", "service.serving"],
+    ["service.fitting"],
+    ["service.data"],
     ["service.scoring"],
     ["service.prompts", "service.policies"],
     ["service.guard"],
     ["service.engines"],
     ["service.risk"],
     ["service.readout"],
-    ["service.datasets", "service.rows"],
     ["probes_store"],
-    ["service.errors", "service.settings", "service.measures", "service.client"],
+    ["service.errors", "service.settings", "service.client"],
 ]
 RANK = {name: rank for rank, layer in enumerate(LAYERS) for name in layer}
 

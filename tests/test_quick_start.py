@@ -20,7 +20,7 @@ from service.demo import MODEL_DIR
 from service.demo.picture import KNOWN, UNKNOWN
 from service.demo.questions import questions
 from service.engines.base import EngineOptions, Sampling
-from service.engines.transformers_engine import TransformersEngine
+from service.engines.transformers.engine import TransformersEngine
 
 ROOT = Path(__file__).parent.parent
 

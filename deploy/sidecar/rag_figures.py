@@ -16,8 +16,8 @@ import typer
 from rag_app import Retriever, client_from_environment, demo_passages, with_passages
 
 from service.client import AsyncClient, Generate, Risk
+from service.data.judges import contains
 from service.demo.questions import questions
-from service.trainer.judge import contains
 
 AT_ONCE = 8  # requests in flight
 

@@ -11,7 +11,8 @@ from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
 
 from service import __version__
-from service.api import catalogue, health, problems, score
+from service.api import catalogue, health, score
+from service.api import error_handlers as problems
 from service.api.auth import BearerKeys
 from service.api.middleware import RequestFrame
 from service.api.shedding import LoadShedder

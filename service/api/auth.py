@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from service.api.problems import respond
+from service.api.error_handlers import respond
 from service.errors import Unauthorized
 
 HEALTH = frozenset({"/health", "/health/live", "/health/ready"})

@@ -42,7 +42,7 @@ def _tree(root: type[HalluTracerError]) -> Iterator[type[HalluTracerError]]:
         yield from _tree(child)
 
 
-# The last line: what HTTP itself gives rise to.  A test compares it with service/api/problems.py.
+# The last line: what HTTP itself gives rise to.  A test compares it with service/api/error_handlers.py.
 STATUS_OF: dict[str, int] = {error.code: error.status for error in _tree(HalluTracerError)} | {
     **{error.code: error.status for error in (BundleNotFound, InvalidReference)},
     **{"invalid_json": 400, "method_not_allowed": 405},

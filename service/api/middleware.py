@@ -11,8 +11,8 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from service.api.error_handlers import respond
 from service.api.metrics import Metrics
-from service.api.problems import respond
 from service.api.request_log import RequestRecord, log
 from service.api.request_schema import ROUTES
 from service.errors import BodyTooLarge, BodyTooSlow, ClientGone, HalluTracerError, NotReady

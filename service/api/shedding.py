@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from service.api.problems import respond
+from service.api.error_handlers import respond
 from service.api.request_schema import ROUTES
 from service.errors import Overloaded
 

@@ -21,8 +21,8 @@ from service.errors import EngineError, NotFound, NotReady
 from service.guard import Policy
 from service.policies import built_in
 from service.scoring import Scorer
-from service.serving.contract import Room
 from service.serving.live import LiveRoom
+from service.serving.protocol import Room
 from service.serving.room import EngineRoom
 from service.serving.tokenizing import Tokenizing
 from service.settings import ServiceSettings

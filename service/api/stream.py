@@ -11,7 +11,7 @@ from pydantic import BaseModel
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from service.api.problems import error_body
+from service.api.error_handlers import error_body
 from service.api.reply import Reply
 from service.api.response_schema import CompletionChunk, Delta
 from service.errors import ClientGone, DeadlineExceeded, HalluTracerError

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from service.cli import options as o
-from service.datasets.registry import SETS, SetInfo, read_set
+from service.data.sets.registry import SETS, SetInfo, read_set
 from service.settings import env
 
 app = typer.Typer(help="Turn public sets into training rows.", no_args_is_help=True)

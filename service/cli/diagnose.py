@@ -14,7 +14,7 @@ from service.settings import env
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from service.evaluation.diagnostics.fisher import Shrinkage
+    from service.paper.diagnostics.fisher import Shrinkage
 
 # What is printed of each section: key, what it is, and how it is written ("share": as a percentage).
 Row = tuple[str, str, str]
@@ -123,7 +123,7 @@ def diagnose(
     rule = _rule(shrinkage)
     from rich.console import Console
 
-    from service.evaluation.diagnose import diagnose_set, read_set
+    from service.paper.diagnose import diagnose_set, read_set
 
     data = read_set(file)
     if data.ignored:

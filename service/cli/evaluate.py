@@ -9,8 +9,8 @@ import typer
 
 from service.cli import options as o
 from service.cli.loading import engine_options, load_engine
+from service.data.options import JudgeName
 from service.settings import env
-from service.trainer.options import JudgeName
 
 if TYPE_CHECKING:
     from service.evaluation.options import Source
@@ -167,7 +167,7 @@ def evaluate(
 
 def source(text: str) -> Source:
     """``NAME=FOLDER`` of a known set, or a JSONL file.  Raises BadParameter."""
-    from service.datasets.registry import SETS
+    from service.data.sets.registry import SETS
     from service.evaluation.options import Source
 
     name, equals, folder = text.partition("=")

@@ -87,7 +87,7 @@ def load_engine(
     import torch
     from transformers.utils import logging as transformers_logging
 
-    from service.engines.transformers_engine import TransformersEngine
+    from service.engines.transformers.engine import TransformersEngine
 
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     if threads is not None:

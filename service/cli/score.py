@@ -12,8 +12,8 @@ import typer
 
 from service.cli import options as o
 from service.cli.loading import bundle_names, engine_options, load_engine, load_scorers, open_store
+from service.data.rows import check_prompt, objects
 from service.errors import DataError, HalluTracerError, RequestError
-from service.rows import check_prompt, objects
 from service.settings import env
 
 if TYPE_CHECKING:

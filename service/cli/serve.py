@@ -11,9 +11,9 @@ import typer
 
 from service.cli import options as o
 from service.cli.access import load_keys, load_policies
-from service.cli.hangup import on_hangup
 from service.cli.listening import in_url, listen, make_server
 from service.cli.loading import bundle_names, engine_options, load_engine, load_scorers, open_store
+from service.cli.reload import on_hangup
 from service.policies import DEFAULT_MESSAGE
 from service.settings import ServiceSettings, env
 

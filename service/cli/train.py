@@ -9,8 +9,9 @@ import typer
 
 from service.cli import options as o
 from service.cli.loading import engine_options, load_engine, open_store
+from service.data.options import JudgeName, Labels
+from service.fitting.options import ClassBalance, LogitScale
 from service.settings import env
-from service.trainer.options import ClassBalance, JudgeName, Labels, LogitScale
 
 Readout = Literal["attention_head", "residual_stream"]
 PromptFormat = Literal["auto", "chat", "text"]
@@ -156,8 +157,9 @@ def train(
     """  # fmt: skip
     from rich.console import Console
 
+    from service.data.options import JudgeOptions
     from service.readout import Site
-    from service.trainer.options import JudgeOptions, TrainOptions, parse_signals
+    from service.trainer.options import TrainOptions, parse_signals
     from service.trainer.run import train as run
 
     chosen: dict[str, Any] = {}

@@ -15,14 +15,16 @@ import numpy as np
 
 from probes_store.bundle import Bundle
 from probes_store.store import Store
+from service.data.options import JudgeOptions
 from service.demo import MODEL_DIR
 from service.demo.picture import draw_pair
 from service.demo.questions import questions
 from service.demo.report import Asked, ask, report
 from service.engines.base import Engine, EngineOptions
-from service.measures import auroc, within_stratum_auroc
-from service.trainer.calibrate import FitOptions, refit
-from service.trainer.options import DEPTH_MEAN, FIRST_TOKEN, JudgeOptions, TrainOptions
+from service.fitting.calibration import FitOptions, refit
+from service.fitting.options import DEPTH_MEAN, FIRST_TOKEN
+from service.fitting.scores import auroc, within_stratum_auroc
+from service.trainer.options import TrainOptions
 from service.trainer.run import Console, train
 
 BATCH_TOKENS = 8192  # what the shipped bundles were built with: their last bits depend on it
@@ -59,7 +61,7 @@ def _model(out: Path, seed: int) -> Path:
 
 
 def _load(model: Path) -> Engine:
-    from service.engines.transformers_engine import TransformersEngine
+    from service.engines.transformers.engine import TransformersEngine
 
     return TransformersEngine.load(EngineOptions(str(model), max_batch_tokens=BATCH_TOKENS))
 

@@ -19,19 +19,20 @@ from sklearn.feature_extraction.text import TfidfVectorizer
 from sklearn.linear_model import LogisticRegression
 from tqdm import tqdm
 
+from service.data.collection import collect
+from service.data.labels import judged_labels
+from service.data.options import ABSTAIN, JudgeOptions
+from service.data.run_folder import locked
+from service.data.training_rows import read_dataset
 from service.demo.questions import questions
 from service.engines.base import Engine
-from service.measures import auprc, ece, within_stratum_auroc
+from service.fitting.calibration import FitOptions, fit_classifier
+from service.fitting.fit import Floats, Index, Readouts
+from service.fitting.folds import group_folds
+from service.fitting.nested_cv import probe_columns
+from service.fitting.options import C_GRID
+from service.fitting.scores import auprc, ece, within_stratum_auroc
 from service.readout import Site
-from service.trainer.calibrate import FitOptions, fit_classifier
-from service.trainer.collect import collect
-from service.trainer.dataset import read_dataset
-from service.trainer.evaluate import probe_columns
-from service.trainer.fit import Floats, Index, Readouts
-from service.trainer.folds import group_folds
-from service.trainer.label import judged_labels
-from service.trainer.options import ABSTAIN, C_GRID, JudgeOptions
-from service.trainer.run_folder import locked
 
 METHODS = {
     "depth_mean": "depth mean, unit norm (the paper's rule)",

@@ -14,9 +14,9 @@ from threadpoolctl import threadpool_limits
 
 from service.errors import NoDirection
 from service.evaluation.methods.base import in_processes
+from service.fitting.fit import Floats, Index, Readouts, Task, fit_head, project, unit_probe
+from service.fitting.solver import one_torch_thread
 from service.readout import Site
-from service.trainer.fit import Floats, Index, Readouts, Task, fit_head, project, unit_probe
-from service.trainer.solver import one_torch_thread
 
 
 @dataclass(frozen=True, eq=False)

@@ -15,20 +15,20 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from service.datasets.registry import SETS, SetInfo, read_set
+from service.data.collection import Collection, collect
+from service.data.labels import check_answers, given_labels, judged_labels
+from service.data.options import ABSTAIN, JudgeName, JudgeOptions, Labels
+from service.data.rows import objects
+from service.data.run_folder import write_aside
+from service.data.sets.registry import SETS, SetInfo, read_set
+from service.data.training_rows import Dataset, class_problems, read_dataset
 from service.engines.base import Engine
 from service.errors import TrainingError
 from service.evaluation.methods.base import Material
 from service.evaluation.options import EvaluateOptions, Source
+from service.fitting.fit import Readouts
 from service.prompts import PromptFormat, render
 from service.readout import Pooling, Site
-from service.rows import objects
-from service.trainer.collect import Collection, collect
-from service.trainer.dataset import Dataset, class_problems, read_dataset
-from service.trainer.fit import Readouts
-from service.trainer.label import check_answers, given_labels, judged_labels
-from service.trainer.options import ABSTAIN, JudgeName, JudgeOptions, Labels
-from service.trainer.run_folder import write_aside
 
 
 @dataclass(frozen=True, eq=False)

@@ -18,8 +18,8 @@ from scipy.stats import rankdata
 from service.evaluation.options import OURS
 from service.evaluation.significance import delong, paired_bootstrap
 from service.evaluation.tables import Column, Table
-from service.measures import auprc, risk_auroc
-from service.trainer.fit import Floats, Index
+from service.fitting.fit import Floats, Index
+from service.fitting.scores import auprc, risk_auroc
 
 MEASURES = ("auroc", "auprc_hallucinated", "auprc_factual")
 # The runner-up is looked for among these: the paper's baselines that read the model's states before an answer.

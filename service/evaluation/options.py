@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from service.data.options import JudgeName
 from service.errors import TrainingError
 from service.evaluation.methods import METHODS
-from service.trainer.options import C_GRID, JudgeName
+from service.fitting.options import C_GRID
 
 OURS, RESIDUAL = "hallutracer", "residual-depth-mean"
 NAMES = (OURS, RESIDUAL, *METHODS)

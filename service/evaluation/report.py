@@ -14,19 +14,19 @@ from typing import Any
 import numpy as np
 
 import service
+from service.data.run_folder import write_aside
 from service.evaluation.main_table import pooled_ranks
 from service.evaluation.options import OURS
 from service.evaluation.page import figures
 from service.evaluation.page.html import to_html
 from service.evaluation.page.markdown import to_markdown
 from service.evaluation.page.report_data import Claim, Figure, ReportData, Section
-from service.evaluation.paper import ablations, structure
-from service.evaluation.paper.claims import claims
 from service.evaluation.run import Result
 from service.evaluation.set_run import SetRun
 from service.evaluation.tables import Table
-from service.trainer.calibrate import fit_classifier
-from service.trainer.run_folder import write_aside
+from service.fitting.calibration import fit_classifier
+from service.paper import ablations, structure
+from service.paper.claims import claims
 
 FILES = ("report.html", "report.md", "results.json")
 _PAPER = (

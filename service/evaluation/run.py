@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tqdm import tqdm
 
+from service.data.run_folder import claim, locked
 from service.engines.base import Engine, ModelIdentity, beyond_onset
 from service.errors import EngineError, NoDirection, TrainingError
 from service.evaluation.gather import Gathered, answers_path, gather, read_rows, that_fit
@@ -26,12 +27,11 @@ from service.evaluation.options import OURS, RESIDUAL, EvaluateOptions
 from service.evaluation.set_run import SetRun
 from service.evaluation.splits import Split, kept, kept_split, outer_splits, pooled_depth_mean, residual_split
 from service.evaluation.tables import Table
+from service.fitting.fit import Floats, Readouts
 from service.prompts import PromptFormat, default_prompt_format
 from service.readout import Pooling, Site
 from service.risk import depth_mean
-from service.trainer.fit import Floats, Readouts
 from service.trainer.run import Console
-from service.trainer.run_folder import claim, locked
 
 TITLES = {OURS: "HalluTracer (depth mean)", RESIDUAL: "Residual-stream depth mean"}
 

@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 from service.evaluation.gather import Gathered
 from service.evaluation.main_table import Comparison, Run
 from service.evaluation.splits import Split
+from service.fitting.fit import Floats, Index
 from service.readout import Pooling, Site
-from service.trainer.fit import Floats, Index
 
 
 @dataclass(frozen=True, eq=False)

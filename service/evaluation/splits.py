@@ -15,16 +15,16 @@ import numpy as np
 from joblib import cpu_count
 from numpy.typing import NDArray
 
+from service.data.run_folder import write_aside
 from service.errors import TrainingError
 from service.evaluation.every_head import EveryHead, fit_every_head
 from service.evaluation.methods.base import Material
 from service.evaluation.options import EvaluateOptions
+from service.fitting.calibration import FitOptions, choose_c, cross_fit, refit
+from service.fitting.fit import Floats, Index, Readouts, Task
+from service.fitting.folds import group_folds
 from service.readout import Site
 from service.risk import depth_mean
-from service.trainer.calibrate import FitOptions, choose_c, cross_fit, refit
-from service.trainer.fit import Floats, Index, Readouts, Task
-from service.trainer.folds import group_folds
-from service.trainer.run_folder import write_aside
 
 
 @dataclass(frozen=True, eq=False)

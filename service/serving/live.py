@@ -15,15 +15,15 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
-from service.engines.asking import unfinished
+from service.engines.bridge import unfinished
 from service.engines.online import OnlineEngine
 from service.errors import EngineError
 from service.scoring import Scorer
 from service.serving import admission
-from service.serving.contract import MOST_FAILURES, Failures, Observer, shutting_down
 from service.serving.deadline import Deadline
-from service.serving.following import follow
 from service.serving.job import Event, Job, Ticket
+from service.serving.protocol import MOST_FAILURES, Failures, Observer, shutting_down
+from service.serving.run_job import follow
 
 log = logging.getLogger("hallutracer")
 SPEED_SPAN_S = 0.25  # prompts come out of the engine in bursts: a measurement spans several

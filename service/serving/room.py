@@ -21,9 +21,9 @@ from service.guard import Decision
 from service.scoring import Scorer
 from service.serving.admission import Speed
 from service.serving.answers import Answers
-from service.serving.contract import MOST_FAILURES, Failures, Observer, shutting_down
 from service.serving.deadline import Deadline
 from service.serving.job import Event, Job, Ticket
+from service.serving.protocol import MOST_FAILURES, Failures, Observer, shutting_down
 from service.serving.waiting import WaitingRoom
 
 log = logging.getLogger("hallutracer")

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from probes_store.manifest import ModelRecord, TrainingRecord
-from service.trainer.calibrate import FinalClassifier
-from service.trainer.options import LogitScale
+from service.fitting.calibration import FinalClassifier
+from service.fitting.options import LogitScale
 
 METRICS = {
     "auroc": "AUROC",

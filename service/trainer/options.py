@@ -10,23 +10,11 @@ from typing import Literal
 
 from joblib import cpu_count
 
+from service.data.options import ABSTAIN, JudgeOptions, Labels
 from service.errors import TrainingError
+from service.fitting.calibration import FitOptions
+from service.fitting.options import C_GRID, DEPTH_MEAN, FIRST_TOKEN, ClassBalance, LogitScale
 from service.readout import Site
-
-DEPTH_MEAN, LOG_MAX_PROB, ENTROPY = "depth_mean", "log_max_prob", "entropy"
-FIRST_TOKEN = (LOG_MAX_PROB, ENTROPY)  # what "first_token" on the command line stands for
-C_GRID = (0.01, 0.03, 0.1, 0.3, 1.0)
-ABSTAIN = (
-    r"(?i)\b(i am|i'm|im)\s+(not\s+(entirely\s+|quite\s+|really\s+)?(sure|certain)|unsure|uncertain|unable to)\b"
-    r"|\bi\s+(do\s+not|don't|dont|really don't|cannot|can't)\s+(know|recall|remember|say|answer|tell|determine)\b"
-    r"|\b(no|not enough|insufficient)\s+(idea|information)\b|\bunknown to me\b"
-    r"|\bi\s+(do\s+not|don't|dont)\s+have\s+((that|any|enough|this)\s+)?information\b"
-)
-
-LogitScale = Literal["unit_norm", "standardized"]
-Labels = Literal["given", "generate"]
-JudgeName = Literal["exact", "contains", "regex", "openai", "similarity", "calls"]
-ClassBalance = Literal["weights", "downsample"]
 
 
 def parse_signals(text: str) -> tuple[str, ...]:
@@ -40,29 +28,10 @@ def parse_signals(text: str) -> tuple[str, ...]:
 
 
 @dataclass(frozen=True)
-class JudgeOptions:
-    """How a generated answer is compared with the accepted ones."""
-
-    name: JudgeName = "contains"  # see trainer/judge.py
-    base_url: str = ""  # openai: an endpoint up to and including /v1
-    model: str = ""  # openai: the judging model
-    api_key: str = ""  # openai: sent as a bearer token where not empty; never written to a file
-    timeout_s: float = 60.0  # openai: per request
-    answer_pattern: str = ""  # its first group is the answer inside the generated text; empty: the whole text
-    retries: int = 3  # openai: further tries after a failure that may pass (connection, 429, 5xx, no yes or no)
-
-    def described(self) -> str:
-        """What the manifest records."""
-        how = {"openai": self.model, "similarity": "rouge-l", "calls": "bfcl"}.get(self.name)
-        name = f"{self.name}:{how}" if how else self.name
-        return f"{name} of {self.answer_pattern}" if self.answer_pattern else name
-
-
-@dataclass(frozen=True)
 class TrainOptions:
     """One training run.  Raises TrainingError where a value makes no sense, before anything is loaded."""
 
-    data: Path  # JSONL rows, see trainer/dataset.py
+    data: Path  # JSONL rows, see data/training_rows.py
     name: str  # the bundle's name
     run_dir: Path  # readouts, answers and the progress journal; a run resumes from here
     test: Path | None = None  # held-out rows, scored with the final bundle and used for nothing else
@@ -132,3 +101,9 @@ class TrainOptions:
     def workers(self) -> int:
         """Processes for the probe fits; all cores that this process may use by default."""
         return int(self.jobs or cpu_count())
+
+    @property
+    def fit(self) -> FitOptions:
+        """The part that fits know of."""
+        c = None if self.c == "auto" else float(self.c)
+        return FitOptions(self.class_balance, self.inner_folds, c, tuple(sorted(set(self.c_grid))), self.workers)

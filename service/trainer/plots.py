@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from PIL import Image
 from sklearn.metrics import precision_recall_curve, roc_curve
 
-from service.measures import ECE_BINS, auprc, ece, reliability, risk_auroc
+from service.fitting.scores import ECE_BINS, auprc, ece, reliability, risk_auroc
 
 Floats = NDArray[np.float64]
 

@@ -16,14 +16,15 @@ from probes_store.bundle import BundleDraft
 from probes_store.golden import spread, tolerance_for
 from probes_store.manifest import Classifier, ModelRecord, TrainingRecord
 from probes_store.tensors import Golden, ProbeTensors
+from service.data.collection import Prompts
 from service.engines.base import Engine, ModelIdentity
 from service.errors import EngineError
+from service.fitting.calibration import FinalClassifier, signal_matrix
+from service.fitting.fit import Floats, Index, ProbeFit, Readouts
+from service.fitting.options import LogitScale
 from service.readout import Probes
 from service.risk import truth_logits
-from service.trainer.calibrate import FinalClassifier, signal_matrix
-from service.trainer.collect import Prompts
-from service.trainer.fit import Floats, Index, ProbeFit, Readouts
-from service.trainer.options import LogitScale, TrainOptions
+from service.trainer.options import TrainOptions
 
 GOLDEN_PROMPTS = 8
 

@@ -12,12 +12,12 @@ import numpy as np
 
 import service
 from probes_store.manifest import TrainingRecord
-from service.trainer.calibrate import OutOfFold, scale_shift
-from service.trainer.collect import Collection
-from service.trainer.dataset import Dataset
-from service.trainer.evaluate import Evaluation, Inputs, layer_aurocs, name_of, rounded
-from service.trainer.fit import Floats
-from service.trainer.label import Labelled
+from service.data.collection import Collection
+from service.data.labels import Labelled
+from service.data.training_rows import Dataset
+from service.fitting.calibration import OutOfFold, scale_shift
+from service.fitting.fit import Floats
+from service.fitting.nested_cv import Evaluation, Inputs, layer_aurocs, name_of, rounded
 from service.trainer.options import TrainOptions
 from service.trainer.plots import PlotData
 from service.trainer.publish import Fitted

@@ -14,11 +14,13 @@ import numpy as np
 from probes_store.bundle import Bundle
 from probes_store.manifest import NAME
 from probes_store.store import Store
+from service.data.collection import collect
+from service.data.labels import check_answers, given_labels, judged_labels
+from service.data.run_folder import locked
+from service.data.training_rows import Dataset, check_disjoint, class_problems, read_dataset
 from service.engines.base import Engine
 from service.errors import TrainingError
-from service.prompts import PromptFormat, default_prompt_format
-from service.trainer.calibrate import (
-    FitOptions,
+from service.fitting.calibration import (
     OutOfFold,
     choose_c,
     cross_fit,
@@ -27,18 +29,15 @@ from service.trainer.calibrate import (
     signal_matrix,
     stacked,
 )
+from service.fitting.fit import Floats, ProbeFit, Readouts
+from service.fitting.folds import group_folds
+from service.fitting.nested_cv import Inputs, evaluate, held_out, name_of
+from service.prompts import PromptFormat, default_prompt_format
 from service.trainer.card import CardFacts, write_card
-from service.trainer.collect import collect
-from service.trainer.dataset import Dataset, check_disjoint, class_problems, read_dataset
-from service.trainer.evaluate import Inputs, evaluate, held_out, name_of
-from service.trainer.fit import Floats, ProbeFit, Readouts
-from service.trainer.folds import group_folds
-from service.trainer.label import check_answers, given_labels, judged_labels
 from service.trainer.options import TrainOptions
 from service.trainer.plots import draw
 from service.trainer.publish import Fitted, as_probes, draft, golden_rows, model_record, record_golden, trajectories
 from service.trainer.record import Part, counts, document_of, plot_data, training_record
-from service.trainer.run_folder import locked
 
 
 class Console(Protocol):
@@ -93,7 +92,7 @@ def _run(
         console.print(f"{told['factual']} factual, {told['hallucinated']} hallucinated, {told['left_out']} left out")
 
         # Fit and calibrate.  Every number of the bundle comes from here.
-        fit_options = FitOptions.of(options)
+        fit_options = options.fit
         inputs = part.inputs
         rows = np.arange(len(inputs.label))
         choice = choose_c(inputs.readouts, inputs.group, rows, options.seeds[0], fit_options)

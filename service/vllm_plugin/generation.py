@@ -15,9 +15,9 @@ from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 
 from service.api.state import ServiceState
-from service.engines.vllm.directive import KEY
 from service.engines.vllm.engine import VllmEngine
 from service.engines.vllm.requests import Reading, times
+from service.engines.vllm.wire import KEY
 from service.errors import HalluTracerError, NotReady
 from service.guard import Action, Decision, Policy
 from service.scoring import RiskReport, Scorer

@@ -13,7 +13,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from service import __version__
-from service.api import problems
+from service.api import error_handlers as problems
 from service.api.metrics import FOLDER_VARIABLE, STATUS_OF, Metrics
 from service.errors import DeadlineExceeded, HalluTracerError, Overloaded
 from service.guard import Decision

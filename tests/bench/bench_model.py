@@ -165,7 +165,7 @@ def _publish(folder: Path, store: Path, names: list[str]) -> None:
     from probes_store.store import Store
     from probes_store.tensors import Golden
     from service.engines.base import EngineOptions
-    from service.engines.transformers_engine import TransformersEngine
+    from service.engines.transformers.engine import TransformersEngine
     from service.readout import Probes, Site
     from service.risk import depth_mean, risk
     from service.trainer.publish import model_record
@@ -200,7 +200,7 @@ def load(shape: str, cache: Path) -> tuple[Engine, Store]:
     from probes_store.store import SHIPPED, Store
     from service.demo import MODEL_DIR
     from service.engines.base import EngineOptions
-    from service.engines.transformers_engine import TransformersEngine
+    from service.engines.transformers.engine import TransformersEngine
 
     folder, store = _paths(shape, cache)
     model = MODEL_DIR if shape == "demo" else folder

@@ -28,7 +28,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, Qwen2Config
 
 from service.demo import MODEL_DIR
-from service.engines.transformers_engine import TransformersEngine
+from service.engines.transformers.engine import TransformersEngine
 from service.readout import Probes, Site
 
 RATIOS = [

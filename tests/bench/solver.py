@@ -31,9 +31,9 @@ from joblib import Parallel, delayed, parallel_config
 from sklearn.linear_model import LogisticRegression
 
 from service.evaluation.page.figures import solver_growth
-from service.measures import auroc
-from service.trainer.fit import row_weights
-from service.trainer.solver import INTERCEPT_PENALTY, one_torch_thread, solve
+from service.fitting.fit import row_weights
+from service.fitting.scores import auroc
+from service.fitting.solver import INTERCEPT_PENALTY, one_torch_thread, solve
 from tests.bench.load_stats import Check, table
 
 DIM, STATE = 128, 512

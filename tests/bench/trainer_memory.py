@@ -20,10 +20,10 @@ from pathlib import Path
 
 import numpy as np
 
+from service.data.run_folder import RowsFile
+from service.fitting.calibration import FitOptions, choose_c, cross_fit, refit
+from service.fitting.fit import Readouts
 from service.readout import Geometry, Site
-from service.trainer.calibrate import FitOptions, choose_c, cross_fit, refit
-from service.trainer.fit import Readouts
-from service.trainer.run_folder import RowsFile
 from tests.bench.load_stats import Check, table
 from tests.bench.solver import DIM, labels, layer
 from tests.bench.vllm_turns import group_memory_gib, say

@@ -56,8 +56,8 @@ KINDS = {
 
 def start(model: str, kind: Kind, stats: bool, more: dict[str, Any]) -> Any:
     """A ``vllm.LLM``."""
-    from service.engines.vllm.directive import KEY
-    from service.engines.vllm.starting import ENVIRONMENT
+    from service.engines.vllm.launch import ENVIRONMENT
+    from service.engines.vllm.wire import KEY
 
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
@@ -77,7 +77,7 @@ def put_probes(llm: Any, kind: Kind) -> Any:
     """Random unit probes into every slot; what was compiled in, as a ``directive.Plan``."""
     import numpy as np
 
-    from service.engines.vllm.directive import Plan
+    from service.engines.vllm.wire import Plan
     from service.readout import Geometry
 
     described = llm.collective_rpc("hallutracer_describe")[0]
@@ -99,7 +99,7 @@ def serve(llm: Any, kind: Kind) -> None:
     """Answer jobs until stdin ends.  ``stdout`` is what vLLM's own printing has been kept away from."""
     from vllm import SamplingParams
 
-    from service.engines.vllm.directive import Directive, Payload
+    from service.engines.vllm.wire import Directive, Payload
 
     plan = put_probes(llm, kind) if kind.sites else None
     directive = Directive()

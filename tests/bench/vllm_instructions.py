@@ -36,8 +36,8 @@ from torch import nn
 
 from service.engines import families
 from service.engines.vllm import graph
-from service.engines.vllm.directive import Directive, Plan
 from service.engines.vllm.reader import OnsetRow, Reader, StageLink
+from service.engines.vllm.wire import Directive, Plan
 from service.readout import Geometry, Probes, Site
 from tests.bench.service_process import ROOT
 from tests.bench.vllm_turns import say

@@ -13,8 +13,8 @@ from typer.testing import CliRunner
 
 from service.cli.main import app
 from service.errors import DataError, TrainingError
-from service.evaluation.diagnose import diagnose
-from service.measures import auroc
+from service.fitting.scores import auroc
+from service.paper.diagnose import diagnose
 
 KEYS = {
     "fisher": {"theta", "chi", "t", "r_fisher", "r_fisher_direct"},

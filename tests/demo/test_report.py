@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from service.data.run_folder import RowsFile
 from service.demo.report import METHODS, Asked, markdown, measure, risks
+from service.fitting.fit import Readouts
 from service.readout import Geometry, Site
-from service.trainer.fit import Readouts
-from service.trainer.run_folder import RowsFile
 
 GEOMETRY = Geometry(num_layers=3, num_heads=2, head_dim=4, hidden_size=8)
 N = 300

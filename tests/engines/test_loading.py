@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from service.engines import loading
 from service.engines.base import EngineOptions, SteppingEngine
 from service.engines.identity import folder_fingerprint, memory_fingerprint
-from service.engines.transformers_engine import TransformersEngine
+from service.engines.transformers.engine import TransformersEngine
 from service.errors import ModelLoadError, UnknownFamily
 from tests.engines import tiny
 

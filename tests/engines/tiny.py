@@ -15,7 +15,7 @@ import transformers as hf
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
 from service.engines.base import EngineOptions
-from service.engines.transformers_engine import TransformersEngine
+from service.engines.transformers.engine import TransformersEngine
 from service.readout import Geometry, Probes, Site
 
 VOCABULARY, BOS, EOS, PAD, CHAT = 264, 256, 257, 258, 259

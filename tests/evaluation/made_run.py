@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import numpy as np
 
+from service.data.run_folder import RowsFile
 from service.evaluation.every_head import EveryHead
 from service.evaluation.gather import Gathered
 from service.evaluation.main_table import Run
@@ -15,10 +16,9 @@ from service.evaluation.methods.base import Material
 from service.evaluation.options import OURS, RESIDUAL, EvaluateOptions, Source
 from service.evaluation.set_run import SetRun
 from service.evaluation.splits import Split, fit_split, outer_splits, residual_split
+from service.fitting.fit import Readouts
 from service.readout import Geometry, Pooling, Site
 from service.risk import depth_mean
-from service.trainer.fit import Readouts
-from service.trainer.run_folder import RowsFile
 
 GEOMETRY = Geometry(num_layers=8, num_heads=3, head_dim=8, hidden_size=12)
 OPTIONS = EvaluateOptions(

@@ -10,7 +10,7 @@ from scipy.stats import kstest
 
 from service.errors import TrainingError
 from service.evaluation.significance import delong, paired_bootstrap
-from service.measures import risk_auroc
+from service.fitting.scores import risk_auroc
 
 Arrays = tuple[np.ndarray, np.ndarray, np.ndarray]
 

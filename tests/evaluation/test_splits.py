@@ -8,14 +8,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from service.data.run_folder import RowsFile
 from service.evaluation.every_head import fit_every_head
 from service.evaluation.methods.base import Material
 from service.evaluation.options import EvaluateOptions, Source
 from service.evaluation.splits import cross, kept, kept_split, outer_splits, pooled_depth_mean, residual_split
-from service.measures import auroc
+from service.fitting.fit import Readouts, Task, fit_probes, require
+from service.fitting.scores import auroc
 from service.readout import Geometry, Site
-from service.trainer.fit import Readouts, Task, fit_probes, require
-from service.trainer.run_folder import RowsFile
 
 GEOMETRY = Geometry(num_layers=4, num_heads=3, head_dim=6, hidden_size=12)
 N = 240

@@ -10,8 +10,8 @@ from dataclasses import replace
 from typing import Any
 
 from service.engines.vllm import runners
-from service.engines.vllm.directive import Directive
 from service.engines.vllm.reader import Layout, OnsetRow, onset_rows
+from service.engines.vllm.wire import Directive
 from service.engines.vllm.worker import Worker
 
 

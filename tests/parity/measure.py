@@ -22,8 +22,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from service.engines.asking import run_on
 from service.engines.base import Completion, EngineOptions, Onset, Sampling
+from service.engines.bridge import run_on
 from service.engines.online import OnlineEngine, Update
 from service.errors import EngineError
 from service.readout import Geometry, Probes, Site
@@ -82,7 +82,7 @@ def shared(engine: Any, asked: Sequence[q.Question], *, rows: bool) -> Arrays:
 
 def transformers(folder: str) -> Arrays:
     """The reference."""
-    from service.engines.transformers_engine import TransformersEngine
+    from service.engines.transformers.engine import TransformersEngine
 
     torch.set_num_threads(1)
     # Plain attention: transformers' sdpa leaves Gemma 2's attn_logit_softcapping out, and says nothing.
@@ -118,7 +118,7 @@ def transformers(folder: str) -> Arrays:
 def vllm(folder: str, arguments: dict[str, str], faulty: str | None) -> Arrays:
     """Everything at once, in steps of ``CHUNK`` tokens, then what the reference does too."""
     from service.engines.vllm import engine as module
-    from service.engines.vllm import starting
+    from service.engines.vllm import launch as starting
     from service.engines.vllm.engine import VllmEngine
 
     refusals: list[str] = []

@@ -14,7 +14,7 @@ from service.readout import Probes, Site
 from service.trainer.options import TrainOptions
 from service.trainer.publish import golden_rows, model_record
 from service.trainer.run import train
-from tests.trainer.planted import PlantedEngine, Quiet, planted_rows, write_rows
+from tests.fitting.planted import PlantedEngine, Quiet, planted_rows, write_rows
 
 
 def test_golden_rows_spread_over_the_risks() -> None:

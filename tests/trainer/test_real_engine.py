@@ -10,13 +10,14 @@ import pytest
 import torch
 
 from probes_store.store import Store
-from service.engines.transformers_engine import TransformersEngine
+from service.data.options import JudgeOptions
+from service.engines.transformers.engine import TransformersEngine
 from service.readout import Site
 from service.scoring import Scorer
-from service.trainer.options import JudgeOptions, TrainOptions
+from service.trainer.options import TrainOptions
 from service.trainer.run import train
 from tests.engines import tiny
-from tests.trainer.planted import Quiet, planted_rows, write_rows
+from tests.fitting.planted import Quiet, planted_rows, write_rows
 
 
 @pytest.fixture(autouse=True, scope="module")

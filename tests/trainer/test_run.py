@@ -14,12 +14,13 @@ import yaml
 
 from probes_store.bundle import Bundle
 from probes_store.store import Store
+from service.data.options import JudgeOptions
 from service.errors import DataError, RunMismatch, TrainingError
 from service.readout import Site
 from service.scoring import Scorer
-from service.trainer.options import JudgeOptions, TrainOptions, parse_signals
+from service.trainer.options import TrainOptions, parse_signals
 from service.trainer.run import train
-from tests.trainer.planted import PlantedEngine, Quiet, planted_rows, write_rows
+from tests.fitting.planted import PlantedEngine, Quiet, planted_rows, write_rows
 
 FAST: dict[str, Any] = {"folds": 3, "inner_folds": 2, "seeds": (0, 1), "c_grid": (0.1, 0.3), "jobs": 1}
 FUSED = ("depth_mean", "log_max_prob", "entropy")
@@ -155,7 +156,7 @@ def child(folder: Path, kill_at: int | None, **changes: Any) -> subprocess.Compl
     options |= {"data": str(folder / "rows.jsonl"), "run_dir": str(folder / "run"), "store": str(folder / "store")}
     options |= {"name": "planted", "batch_rows": 16, "kill_at": kill_at}
     return subprocess.run(
-        [sys.executable, "-m", "tests.trainer.planted", json.dumps(options)],
+        [sys.executable, "-m", "tests.fitting.planted", json.dumps(options)],
         capture_output=True,
         text=True,
         check=False,

@@ -41,7 +41,7 @@ def expected() -> dict[str, Any]:
     from probes_store.store import SHIPPED, Store
     from service.demo import MODEL_DIR
     from service.engines.base import EngineOptions, Sampling
-    from service.engines.transformers_engine import TransformersEngine
+    from service.engines.transformers.engine import TransformersEngine
     from service.guard import OBSERVE
 
     engine = TransformersEngine.load(EngineOptions(str(MODEL_DIR)))

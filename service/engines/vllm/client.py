@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from service.engines.base import Counters, TokenIds
-from service.engines.vllm import starting
+from service.engines.vllm import launch as starting
 from service.errors import EngineError, RequestError
 from service.readout import Probes
 

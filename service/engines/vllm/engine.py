@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 
 from service.engines import loading
-from service.engines.asking import all_on, onset_of, run_on
 from service.engines.base import (
     Completion,
     Counters,
@@ -29,17 +28,18 @@ from service.engines.base import (
     check_onset_only,
     check_sampling,
 )
-from service.engines.batching import check_prompts
+from service.engines.bridge import all_on, onset_of, run_on
 from service.engines.families import text_config
 from service.engines.identity import folder_fingerprint, revision_of
 from service.engines.online import Gate, Update
 from service.engines.tokens import Tokens
-from service.engines.vllm import starting
+from service.engines.transformers.batching import check_prompts
+from service.engines.vllm import launch as starting
 from service.engines.vllm.client import Client
-from service.engines.vllm.directive import Directive, Payload, Plan
 from service.engines.vllm.requests import Answer, Reading, answering, payload_of, score_only, times
 from service.engines.vllm.self_test import self_test
 from service.engines.vllm.slots import Slots
+from service.engines.vllm.wire import Directive, Payload, Plan
 from service.errors import EngineError
 from service.readout import Geometry, Pooling, Probes, Site
 

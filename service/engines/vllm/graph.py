@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from service.engines.families import Family
-from service.engines.vllm.directive import Plan
+from service.engines.vllm.wire import Plan
 from service.errors import EngineError
 from service.readout import Probes, Site
 

@@ -15,9 +15,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from service.engines.outcome import summarise
-from service.engines.vllm.directive import EXTRAS, Directive, Plan
+from service.engines.transformers.results import summarise
 from service.engines.vllm.graph import SiteTensors
+from service.engines.vllm.wire import EXTRAS, Directive, Plan
 from service.errors import EngineError
 from service.readout import Site
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from service.engines.base import Completion, Onset, Sampling
-from service.engines.vllm.directive import Directive, Payload, Plan
+from service.engines.vllm.wire import Directive, Payload, Plan
 from service.errors import EngineError
 
 

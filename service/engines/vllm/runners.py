@@ -14,8 +14,8 @@ from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 from vllm.sequence import IntermediateTensors
 from vllm.v1.outputs import ModelRunnerOutput
 
-from service.engines.vllm.directive import Directive
 from service.engines.vllm.reader import Layout, Reader, StageLink, onset_rows
+from service.engines.vllm.wire import Directive
 from service.errors import EngineError
 
 Tensor = torch.Tensor

@@ -14,7 +14,7 @@ from typing import Protocol
 import numpy as np
 
 from service.engines.base import Onset, TokenIds
-from service.engines.vllm.directive import Plan
+from service.engines.vllm.wire import Plan
 from service.errors import EngineError
 from service.readout import Probes
 

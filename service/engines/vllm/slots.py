@@ -10,8 +10,8 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
-from service.engines.hooks import check_probe
-from service.engines.vllm.directive import Plan
+from service.engines.transformers.hooks import check_probe
+from service.engines.vllm.wire import Plan
 from service.errors import EngineError
 from service.readout import Probes, Site
 

@@ -21,8 +21,8 @@ from vllm.platforms import current_platform
 
 from service.engines import families
 from service.engines.vllm import graph, runners
-from service.engines.vllm.directive import KEY, Plan
 from service.engines.vllm.reader import Reader
+from service.engines.vllm.wire import KEY, Plan
 from service.errors import EngineError
 from service.readout import Probes, Site
 

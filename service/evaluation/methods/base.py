@@ -16,9 +16,9 @@ from joblib import Parallel, cpu_count, delayed, parallel_config
 from numpy.typing import NDArray
 
 from service.errors import TrainingError
+from service.fitting.fit import Readouts
+from service.fitting.folds import group_folds
 from service.readout import Site
-from service.trainer.fit import Readouts
-from service.trainer.folds import group_folds
 
 Floats = NDArray[np.float64]
 Index = NDArray[np.int64]

@@ -29,7 +29,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from tqdm import tqdm
 
 from service.engines.base import Engine, Sampling, TokenIds
-from service.engines.transformers_engine import TransformersEngine
+from service.engines.transformers.engine import TransformersEngine
 from service.errors import EngineError, TrainingError
 from service.evaluation.methods.base import Floats, Index, Material, Scores
 from service.readout import Site

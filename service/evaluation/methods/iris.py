@@ -20,8 +20,8 @@ import torch
 from torch import nn
 
 from service.evaluation.methods.base import Floats, Index, Material, Scores, gather, inner_pairs
+from service.fitting.solver import CONSTANT, one_torch_thread
 from service.readout import Site
-from service.trainer.solver import CONSTANT, one_torch_thread
 
 Tensor = torch.Tensor
 

@@ -21,9 +21,9 @@ from threadpoolctl import threadpool_limits
 from service.errors import TrainingError
 from service.evaluation.methods.base import Floats, Index, Material, Scores, gather, in_processes, inner_pairs
 from service.evaluation.methods.linear import fit_linear
-from service.measures import auroc
+from service.fitting.fit import Readouts
+from service.fitting.scores import auroc
 from service.readout import Site
-from service.trainer.fit import Readouts
 
 _DRAWS = 100  # of one bootstrap sample, until it has both classes
 

@@ -12,7 +12,7 @@ from typing import ClassVar
 import numpy as np
 
 from service.evaluation.methods.base import Floats, Index, Material, Scores
-from service.measures import risk_auroc
+from service.fitting.scores import risk_auroc
 from service.readout import Site
 
 

@@ -24,8 +24,8 @@ from numpy.typing import ArrayLike, NDArray
 from sklearn.metrics import precision_recall_curve, roc_curve
 
 from service.evaluation.page.report_data import Figure
-from service.measures import ECE_BINS, auprc, ece, risk_auroc
-from service.measures import reliability as reliability_bins
+from service.fitting.scores import ECE_BINS, auprc, ece, risk_auroc
+from service.fitting.scores import reliability as reliability_bins
 from service.trainer.plots import BLUE, GREEN, GREY, ORANGE, PURPLE
 
 Floats = NDArray[np.float64]

@@ -16,8 +16,8 @@ from xml.etree import ElementTree
 
 from service.evaluation.page.markdown import DASH, best_rows, blocks, cell_text, header_text
 from service.evaluation.page.report_data import Claim, Fact, Figure, ReportData, Section, Verdict
-from service.evaluation.paper.published import PUBLISHED
 from service.evaluation.tables import Cell, Column, Table
+from service.paper.published import PUBLISHED
 
 _MARKS: Mapping[Verdict, str] = {"supported": "✓", "not supported": "✗", "mixed": "≈", "not testable": "○"}
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"

@@ -16,7 +16,7 @@ import pytest
 from service.demo import MODEL_DIR
 from service.engines.base import EngineOptions, Sampling
 from service.engines.online import Gate, OnlineEngine, Update
-from service.engines.transformers_engine import TransformersEngine
+from service.engines.transformers.engine import TransformersEngine
 from service.errors import EmptyPrompt, EngineError, PromptTooLong, RequestError
 from service.readout import Probes, Site
 from tests.engines import tiny

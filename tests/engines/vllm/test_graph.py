@@ -12,8 +12,8 @@ from torch import nn
 
 from service.engines.families import FAMILIES
 from service.engines.vllm import graph
-from service.engines.vllm.directive import Plan
 from service.engines.vllm.graph import Ranks, SiteTensors, Sizes
+from service.engines.vllm.wire import Plan
 from service.errors import EngineError
 from service.readout import Geometry, Probes, Site
 from service.risk import depth_mean, truth_logits

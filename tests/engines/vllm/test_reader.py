@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from service.engines.online import Gate
-from service.engines.outcome import summarise
-from service.engines.vllm.directive import Directive, Payload, Plan
+from service.engines.transformers.results import summarise
 from service.engines.vllm.graph import Ranks, SiteTensors, Sizes
 from service.engines.vllm.reader import Layout, OnsetRow, Reader, StageLink, onset_rows
+from service.engines.vllm.wire import Directive, Payload, Plan
 from service.errors import EngineError, NonFiniteReadout
 from service.readout import Geometry, Site
 from service.risk import risk

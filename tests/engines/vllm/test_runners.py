@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from service.engines.online import Gate
-from service.engines.vllm.directive import Directive
+from service.engines.vllm.wire import Directive
 from service.errors import EngineError
 from tests.engines.vllm.installed import vllm_or_skip
 

@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
-from service.engines.vllm.directive import Plan
 from service.engines.vllm.slots import Slots
+from service.engines.vllm.wire import Plan
 from service.errors import EngineError
 from service.readout import Geometry, Probes, Site
 from tests.engines import tiny

@@ -10,7 +10,7 @@ import pytest
 
 from service.demo import MODEL_DIR
 from service.engines.vllm import graph
-from service.engines.vllm.directive import KEY
+from service.engines.vllm.wire import KEY
 from service.errors import EngineError
 from service.readout import Site
 from tests.engines.vllm.installed import vllm_or_skip

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import numpy as np
 
+from service.data.run_folder import RowsFile
 from service.evaluation.methods.base import Material
+from service.fitting.fit import Readouts
 from service.readout import Geometry, Site
-from service.trainer.fit import Readouts
-from service.trainer.run_folder import RowsFile
 
 GEOMETRY = Geometry(num_layers=6, num_heads=3, head_dim=5, hidden_size=8)
 BEST = (4, 1)  # layer and head with the strongest signal

@@ -12,7 +12,7 @@ from service.errors import TrainingError
 from service.evaluation.methods.base import inner_pairs
 from service.evaluation.methods.fact_probe import FactProbe, starts, window
 from service.evaluation.methods.linear import fit_linear
-from service.measures import auroc
+from service.fitting.scores import auroc
 from service.readout import Geometry, Site
 from tests.evaluation.methods.made import WIDE, material, noise, plant, readouts, split
 

@@ -10,7 +10,7 @@ import torch
 
 from service.engines.base import Sampling
 from service.engines.scripted import ScriptedEngine
-from service.engines.transformers_engine import TransformersEngine
+from service.engines.transformers.engine import TransformersEngine
 from service.errors import EngineError, RequestError
 from service.evaluation.methods.halluguard import (
     answer_kernel,

@@ -11,7 +11,7 @@ import torch
 
 from service.evaluation.methods.iris import Iris, mlp, soft_bootstrapping
 from service.evaluation.methods.linear import fit_linear
-from service.measures import risk_auroc
+from service.fitting.scores import risk_auroc
 from service.readout import Site
 from tests.evaluation.methods.made import GEOMETRY, material, noise, readouts, split
 

@@ -11,7 +11,7 @@ import pytest
 from service.errors import TrainingError
 from service.evaluation.methods.iti import Iti, group_bootstrap
 from service.evaluation.methods.linear import fit_linear
-from service.measures import auroc, risk_auroc
+from service.fitting.scores import auroc, risk_auroc
 from service.readout import Site
 from tests.evaluation.methods.made import BEST, GEOMETRY, material, noise, plant, readouts, split
 

@@ -13,8 +13,8 @@ import pytest
 from service.errors import TrainingError
 from service.evaluation.methods import METHODS
 from service.evaluation.methods.base import Material, gather, in_processes, inner_pairs
-from service.measures import risk_auroc
-from service.trainer.fit import Readouts
+from service.fitting.fit import Readouts
+from service.fitting.scores import risk_auroc
 from tests.evaluation.methods.made import material, split
 
 NAMES = ["iti", "fact-probe", "iris", "halluguard", "first-token-max-prob", "first-token-entropy", "prompt-length"]

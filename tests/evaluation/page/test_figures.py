@@ -18,7 +18,7 @@ from service.evaluation.page.figures import (
     trajectories,
 )
 from service.evaluation.page.report_data import Figure
-from service.measures import ece, risk_auroc
+from service.fitting.scores import ece, risk_auroc
 
 RNG = np.random.default_rng(5)
 LABEL = RNG.integers(0, 2, 400)

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from service.evaluation.page.markdown import best_rows, blocks, cell_text, header_text, table_markdown, to_markdown
-from service.evaluation.paper.published import PUBLISHED
 from service.evaluation.tables import Cell, Column, Table
+from service.paper.published import PUBLISHED
 
 METHODS = [Column("set", "Set", "text"), Column("method", "Method", "text"), Column("auroc", "AUROC", higher=True),
            Column("ece", "ECE", higher=False)]  # fmt: skip

@@ -1,0 +1,253 @@
+"""Prompts through the engine, once: readouts, first-token signals and answers, into a run folder that can resume.
+
+The plan of batches depends on the data alone (prompts sorted by length, longest first), and an unfinished batch is
+computed again as a whole.  So a run that was killed anywhere and started again leaves the same bytes as one that was
+not.  Memory holds the token ids and one batch, never the readouts.  Knows no probe and no label.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from tqdm import tqdm
+
+from service.data.run_folder import AppendLog, RowsFile, claim, write_aside, write_at
+from service.data.training_rows import Dataset
+from service.engines.base import Engine, Sampling, beyond_onset
+from service.errors import DataError, NonFiniteReadout, RequestError, RunMismatch, TrainingError
+from service.prompts import PromptFormat, render
+from service.readout import Pooling, Site
+
+
+@dataclass(frozen=True, eq=False)
+class Prompts:
+    """Rendered prompts: row i is ``ids[offsets[i] : offsets[i + 1]]``."""
+
+    ids: NDArray[np.int32]  # [total]
+    offsets: NDArray[np.int64]  # [N + 1]
+
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        """Tokens of each prompt, [N]."""
+        return np.diff(self.offsets)
+
+    def of(self, row: int) -> list[int]:
+        """Token ids of one row."""
+        found: list[int] = self.ids[self.offsets[row] : self.offsets[row + 1]].tolist()
+        return found
+
+
+@dataclass(frozen=True, eq=False)
+class Collection:
+    """What one data file left in its folder; row i is data row i."""
+
+    folder: Path
+    prompts: Prompts
+    rows: dict[Site, RowsFile]
+    first_token: NDArray[np.float64]  # [N, 2] log maximum probability, entropy (nats)
+    pooled: dict[tuple[Site, Pooling], RowsFile] = field(default_factory=dict)  # never last_1, which is ``rows``
+
+
+def collect(
+    engine: Engine,
+    dataset: Dataset,
+    folder: Path,
+    *,
+    sites: Sequence[Site],
+    prompt_format: PromptFormat,
+    batch_rows: int,
+    max_new_tokens: int | None = None,
+    poolings: Sequence[Pooling] = (),
+) -> Collection:
+    """Extract every prompt's rows at ``sites`` and, with ``max_new_tokens``, generate its greedy answer.
+
+    ``poolings`` adds rows over other positions (App. pooling) from the same forward passes, a file of the rows' size
+    for each site and pooling; the engine must pool.  Without them a folder is the same as ever, byte by byte.
+
+    Raises:
+        DataError: prompts the model cannot take, by line number, before the first forward pass.
+        RunMismatch: the folder is another run's, or its files are not what its journal says.
+        TrainingError: the disk is too small.
+        NonFiniteReadout: the forward pass gave a NaN or an infinity.
+        EngineError: the engine does not pool; the folder is not touched.
+    """
+    others = beyond_onset(poolings)
+    if others:
+        engine.extract([], (), others)  # an engine that does not pool says so before the folder is made
+    prompts = _render(engine, dataset, prompt_format, max_new_tokens or 0)
+    geometry = engine.identity.geometry
+    identity = asdict(engine.identity)
+    del identity["model"]  # a folder may be named in two ways; the fingerprint tells models apart
+    claim(
+        folder,
+        {
+            "data": dataset.digest,
+            "model": identity,
+            "sites": sorted(sites),
+            "prompt_format": prompt_format,
+            "batch_rows": batch_rows,
+            "max_new_tokens": max_new_tokens,
+        }
+        | ({"poolings": sorted(others)} if others else {}),
+    )
+    write_aside(folder / "input_ids.i32", prompts.ids.astype("<i4").tobytes())
+    write_aside(folder / "offsets.i64", prompts.offsets.astype("<i8").tobytes())
+    files = {site: RowsFile(folder / f"rows-{site}.f32", geometry, site, len(dataset)) for site in sites}
+    pooled = {
+        (site, pooling): RowsFile(folder / f"rows-{site}-{pooling}.f32", geometry, site, len(dataset))
+        for site in sites
+        for pooling in others
+    }
+    plan = batches(prompts.lengths, batch_rows)
+    first_token = folder / "first_token.f64"
+    sizes = {file.path: file.nbytes for file in (*files.values(), *pooled.values())} | {first_token: len(dataset) * 16}
+    journal = AppendLog(folder / "journal.jsonl")
+    try:
+        _reserve(folder, sizes, started=journal.count > 0)
+        if [record["batch"] for record in journal.read()] != list(range(min(journal.count, len(plan)))):
+            raise RunMismatch(f"{journal.path} is not the journal of one run: delete {folder} and start again")
+        _extract(engine, prompts, plan, files, pooled, first_token, journal)
+    finally:
+        journal.close()
+    if max_new_tokens is not None:
+        _generate(engine, dataset, prompts, plan, folder / "answers.jsonl", max_new_tokens)
+    return Collection(folder, prompts, files, np.fromfile(first_token, "<f8").reshape(-1, 2), pooled)
+
+
+def batches(lengths: NDArray[np.integer], batch_rows: int) -> list[NDArray[np.int64]]:
+    """The fixed plan: data rows in runs of ``batch_rows``, longest prompts first, equal lengths in the data's order.
+
+    Longest first, so that a batch too large for the machine fails at once and the time left is not underestimated.
+    """
+    order = np.argsort(-np.asarray(lengths, np.int64), kind="stable")
+    return [order[start : start + batch_rows] for start in range(0, len(order), batch_rows)]
+
+
+def _render(engine: Engine, dataset: Dataset, prompt_format: PromptFormat, reserve: int) -> Prompts:
+    """All prompts to ids; those the model cannot take are reported together."""
+    problems: list[str] = []
+    parts: list[NDArray[np.int32]] = []
+    limit = engine.identity.max_tokens
+    for row, prompt, messages in dataset.prompts():
+        try:
+            ids = render(engine, prompt, messages, prompt_format)
+        except RequestError as error:
+            problems.append(f"line {row.line}: {error.message}")
+            continue
+        if not ids:
+            problems.append(f"line {row.line}: the tokenizer makes no token of it")
+        if len(ids) + reserve > limit:
+            answer = f" and {reserve} of the answer" if reserve else ""
+            problems.append(
+                f"line {row.line}: {len(ids)} tokens{answer} are more than the model's {limit}; shorten the prompt"
+            )
+        parts.append(np.asarray(ids, np.int32))
+    if problems:
+        raise DataError(str(dataset.path), problems)
+    lengths = np.array([len(part) for part in parts], np.int64)
+    return Prompts(np.concatenate(parts), np.concatenate([[0], np.cumsum(lengths)]))
+
+
+def _reserve(folder: Path, sizes: dict[Path, int], *, started: bool) -> None:
+    """Give each data file its full length, after comparing the need with the free space."""
+    for path, size in sizes.items():
+        if started and (not path.exists() or path.stat().st_size != size):
+            raise RunMismatch(f"{path} is missing or has not {size} bytes, though batches are done: delete {folder}")
+    # Blocks and not lengths: the files are sparse until their batches are written.
+    held = sum(path.stat().st_blocks * 512 for path in sizes if path.exists())
+    need, free = sum(sizes.values()) - held, shutil.disk_usage(folder).free
+    if need > free:
+        raise TrainingError(
+            f"{folder} needs {need / 2**30:.2f} GiB more and the disk has {free / 2**30:.2f} GiB free: free some, "
+            f"name a run folder on another disk, or collect fewer sites, poolings or rows",
+            param="run_dir",
+        )
+    for path, size in sizes.items():
+        with path.open("ab") as file:
+            file.truncate(size)
+
+
+def _extract(
+    engine: Engine,
+    prompts: Prompts,
+    plan: Sequence[NDArray[np.int64]],
+    files: dict[Site, RowsFile],
+    pooled: dict[tuple[Site, Pooling], RowsFile],
+    first_token: Path,
+    journal: AppendLog,
+) -> None:
+    targets = {file.path: os.open(file.path, os.O_WRONLY) for file in (*files.values(), *pooled.values())}
+    # Said only where it is asked for: an engine that reads t* alone may do without the argument.
+    others = ((Pooling.LAST_1, *dict.fromkeys(pooling for _, pooling in pooled)),) if pooled else ()
+    tokens = os.open(first_token, os.O_WRONLY)
+    try:
+        with _bar("readouts", prompts, plan, journal.count) as bar:
+            for number, batch in list(enumerate(plan))[journal.count :]:
+                extraction = engine.extract([prompts.of(int(row)) for row in batch], list(files), *others)
+                found = [(file, extraction.rows[site], str(site)) for site, file in files.items()]
+                found += [(file, extraction.pooled[key], ", ".join(key)) for key, file in pooled.items()]
+                for file, rows, where in found:
+                    if not np.all(np.isfinite(rows)):
+                        raise NonFiniteReadout(
+                            f"batch {number} of {len(plan)} gave a NaN or an infinity at {where}: try another dtype "
+                            f"(float16 overflows where bfloat16 and float32 do not)"
+                        )
+                    file.write(targets[file.path], batch, rows)
+                signals = np.array([[t.log_max_prob, t.entropy] for t in extraction.first_tokens], "<f8")
+                if not np.all(np.isfinite(signals)):
+                    raise NonFiniteReadout(f"batch {number} of {len(plan)} gave a first token without a probability")
+                for place, row in enumerate(batch):
+                    write_at(tokens, signals[place].tobytes(), int(row) * 16)
+                for descriptor in (*targets.values(), tokens):
+                    os.fsync(descriptor)
+                journal.append([{"batch": number, "rows": len(batch)}])
+                bar.update(int(prompts.lengths[batch].sum()))
+    finally:
+        for descriptor in (*targets.values(), tokens):
+            os.close(descriptor)
+
+
+def _generate(
+    engine: Engine,
+    dataset: Dataset,
+    prompts: Prompts,
+    plan: Sequence[NDArray[np.int64]],
+    path: Path,
+    max_new_tokens: int,
+) -> None:
+    answers = AppendLog(path)
+    try:
+        ends = np.cumsum([len(batch) for batch in plan])
+        done = int(np.searchsorted(ends, answers.count, side="right"))
+        answers.keep(int(ends[done - 1]) if done else 0)
+        with _bar("answers", prompts, plan, done) as bar:
+            for batch in plan[done:]:
+                completions = engine.generate(
+                    [prompts.of(int(row)) for row in batch], Sampling(max_tokens=max_new_tokens, temperature=0.0)
+                )
+                answers.append(
+                    [
+                        {"id": dataset.rows[row].id, "row": row, "answer": one.text, "finish": one.finish_reason}
+                        for row, one in zip(batch.tolist(), completions, strict=True)
+                    ]
+                )
+                bar.update(int(prompts.lengths[batch].sum()))
+    finally:
+        answers.close()
+
+
+def _bar(name: str, prompts: Prompts, plan: Sequence[NDArray[np.int64]], done: int) -> tqdm[Any]:
+    """A bar over prompt tokens, which tell the time left better than rows; sparse where nobody watches."""
+    finished = sum(int(prompts.lengths[batch].sum()) for batch in plan[:done])
+    interval = 0.2 if sys.stderr.isatty() else 30.0
+    return tqdm(
+        desc=name, total=int(prompts.lengths.sum()), initial=finished, unit="tok", unit_scale=True, mininterval=interval
+    )

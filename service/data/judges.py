@@ -1,0 +1,192 @@
+"""Is a generated answer factual?  Six judges.
+
+``exact`` and ``contains`` compare normalised text with the accepted answers, ``regex`` takes these as patterns, and
+``openai`` asks any endpoint that speaks /v1/chat/completions.  ``similarity`` (TruthfulQA) and ``calls`` (BFCL) need
+more than accepted answers and find it in the answers' strings, see service/data/sets/references.py; incorrect reference
+answers are shown to ``similarity`` only.  Knows no engine and no run folder.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+import unicodedata
+from collections.abc import Callable, Sequence
+
+import httpx
+
+from service.data.options import JudgeOptions
+from service.data.sets import call_check, references, similarity
+from service.errors import TrainingError
+
+Judge = Callable[[str, str, Sequence[str]], bool]  # question, answer, accepted answers -> factual
+
+_UNSPACED = re.compile("[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]")
+_ARTICLES = frozenset(("a", "an", "the"))
+_INSTRUCTION = (
+    "You grade answers. Say whether the given answer states the same fact as one of the accepted answers. "
+    "Reply with exactly one word: yes or no."
+)
+_BACKOFF_S = 0.5
+
+
+def normalise(text: str) -> str:
+    """NFKC, casefold, punctuation and symbols to spaces, English articles before a word out, single spaces.
+
+    An apostrophe joins ("don't" -> "dont"), so that spelling with and without it agrees; a minus before a digit and a
+    point or comma inside a number keep their meaning ("-5", "1,000" -> "1000"), and the last word stays ("Vitamin A").
+    """
+    folded = unicodedata.normalize("NFKC", unicodedata.normalize("NFKC", text).casefold())
+    joined = re.sub(r"(?<=\w)['\u2019](?=\w)|(?<=\d),(?=\d{3})", "", folded)
+    kept = {found.start() for found in re.finditer(r"(?<!\w)[-\u2212](?=\d)|(?<=\d)\.(?=\d)", joined)}
+    words = "".join(
+        char.replace("\u2212", "-") if place in kept or unicodedata.category(char)[0] not in "PSZC" else " "
+        for place, char in enumerate(joined)
+    ).split()
+    return " ".join(word for place, word in enumerate(words) if word not in _ARTICLES or place == len(words) - 1)
+
+
+def exact(question: str, answer: str, accepted: Sequence[str]) -> bool:
+    """The normalised answer is one of the normalised accepted ones."""
+    return normalise(answer) in {normalise(one) for one in accepted}
+
+
+def contains(question: str, answer: str, accepted: Sequence[str]) -> bool:
+    """A normalised accepted answer occurs in the normalised answer as whole words.
+
+    In scripts that write no spaces between words (Chinese, Japanese, Thai, ...) as a substring.
+    """
+    text = f" {normalise(answer)} "
+    wanted = [one for one in map(normalise, accepted) if one]
+    return any(one in text if _UNSPACED.search(one) else f" {one} " in text for one in wanted)
+
+
+def regex(question: str, answer: str, accepted: Sequence[str]) -> bool:
+    """One of the accepted answers, taken as a case-insensitive pattern, is found in the answer."""
+    return any(re.search(pattern, answer, re.IGNORECASE) for pattern in accepted)
+
+
+def nearest(question: str, answer: str, answers: Sequence[str]) -> bool:
+    """Nearer, by ROUGE-L, to a correct reference answer than to any incorrect one (TruthfulQA's offline rule)."""
+    return similarity.margin(answer, *references.split(answers)) > 0
+
+
+def calls(question: str, answer: str, answers: Sequence[str]) -> bool:
+    """The answer does what is expected: makes the right function calls, none, any, or holds a short answer."""
+    expected = references.expected(answers)
+    return expected is not None and call_check.meets(answer, expected)
+
+
+def answer_problems(options: JudgeOptions, answers: Sequence[str]) -> list[str]:
+    """What this judge cannot use among a row's answers; asked before a model is loaded."""
+    expected = references.expected(answers)
+    if options.name == "calls":
+        if expected is None or len(answers) != 1:
+            return [
+                "the judge 'calls' needs one answer that says what to expect: convert the set bfcl, or take another"
+            ]
+        problem = call_check.problem(expected)
+        return [f"the expectation in 'answers' is damaged: {problem}"] if problem else []
+    if expected is not None:
+        return [f"'answers' holds an expectation for the judge 'calls', which {options.name!r} cannot use"]
+    accepted, incorrect = references.split(answers)
+    if incorrect and not accepted:
+        return ["'answers' holds incorrect answers only: an accepted one is needed"]
+    if options.name == "similarity":
+        missing = [] if incorrect else ['the judge \'similarity\' needs an incorrect answer too: {"incorrect": "..."}']
+        return missing + [f"answer {one!r} has no word" for one in (*accepted, *incorrect) if not similarity.words(one)]
+    problems = []
+    for answer in accepted:
+        if options.name == "regex":
+            try:
+                re.compile(answer)
+            except re.error as error:
+                problems.append(f"answer {answer!r} is not a regular expression: {error}")
+        elif options.name in ("exact", "contains") and not normalise(answer):
+            problems.append(f"answer {answer!r} is empty once punctuation and articles are left out")
+    return problems
+
+
+def make_judge(options: JudgeOptions) -> Judge:
+    """The judge that the options name, applied to what ``answer_pattern`` cuts out of the generated text.
+
+    A text that the pattern does not match is judged whole.
+    """
+    judge: Judge
+    if options.name == "openai":
+        judge = _of_accepted(OpenAIJudge(options))
+    else:
+        judge = {
+            "exact": _of_accepted(exact),
+            "contains": _of_accepted(contains),
+            "regex": _of_accepted(regex),
+            "similarity": nearest,
+            "calls": calls,
+        }[options.name]
+    if not options.answer_pattern:
+        return judge
+    pattern = re.compile(options.answer_pattern)
+
+    def cut(question: str, answer: str, accepted: Sequence[str]) -> bool:
+        found = pattern.search(answer)
+        return judge(question, found.group(1) or "" if found else answer, accepted)
+
+    return cut
+
+
+def _of_accepted(judge: Judge) -> Judge:
+    """The judge without the incorrect reference answers, which it would take for accepted ones."""
+    return lambda question, answer, answers: judge(question, answer, references.split(answers)[0])
+
+
+class OpenAIJudge:
+    """Asks a chat model for yes or no, at temperature 0."""
+
+    def __init__(self, options: JudgeOptions, sleep: Callable[[float], None] = time.sleep) -> None:
+        self._options = options
+        self._url = options.base_url.rstrip("/") + "/chat/completions"
+        headers = {"Authorization": f"Bearer {options.api_key}"} if options.api_key else {}
+        self._client = httpx.Client(timeout=options.timeout_s, headers=headers)
+        self._sleep = sleep
+
+    def __call__(self, question: str, answer: str, accepted: Sequence[str]) -> bool:
+        """Raises TrainingError where the endpoint cannot be reached, refuses, or says neither yes nor no."""
+        listed = "\n".join(f"- {one}" for one in accepted)
+        text = f"Question:\n{question}\n\nAccepted answers:\n{listed}\n\nGiven answer:\n{answer}\n\nyes or no?"
+        body = {
+            "model": self._options.model,
+            "temperature": 0,
+            "max_tokens": 8,
+            "messages": [{"role": "system", "content": _INSTRUCTION}, {"role": "user", "content": text}],
+        }
+        cause = ""
+        for attempt in range(self._options.retries + 1):
+            if attempt:
+                self._sleep(_BACKOFF_S * 2 ** (attempt - 1))
+            try:
+                response = self._client.post(self._url, json=body)
+            except httpx.HTTPError as error:
+                cause = f"cannot be reached ({type(error).__name__}: {error}); is the server up and the base url right?"
+                continue
+            if response.status_code == 429 or response.status_code >= 500:
+                cause = f"answered {response.status_code}: {response.text[:200]}"
+                continue
+            if response.status_code != 200:
+                raise self._error(f"answered {response.status_code}: {response.text[:200]}; check model and key")
+            verdict, cause = _verdict(response)
+            if verdict is not None:
+                return verdict
+        raise self._error(f"{cause} (after {self._options.retries + 1} tries; judged answers are kept, run again)")
+
+    def _error(self, cause: str) -> TrainingError:
+        return TrainingError(f"the judge at {self._url} {cause}", param="judge")
+
+
+def _verdict(response: httpx.Response) -> tuple[bool | None, str]:
+    """yes or no, or None and what came instead.  Only one word counts: "yes, but" is no verdict."""
+    try:
+        said = response.json()["choices"][0]["message"]["content"]
+    except (ValueError, LookupError, TypeError):
+        return None, f"did not answer like /v1/chat/completions: {response.text[:200]!r}"
+    word = said.strip().strip(".!\"'*").casefold() if isinstance(said, str) else ""
+    return {"yes": True, "no": False}.get(word), f"said {said!r} where yes or no was asked for"

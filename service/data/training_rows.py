@@ -1,0 +1,218 @@
+"""JSONL rows: read as a stream, every problem reported by line number before a model is loaded.
+
+A row: ``id``; ``prompt`` or ``messages``; ``label`` (1 factual, 0 hallucinated) or ``answers`` (accepted answers, for
+labels that are generated and judged); ``group`` (rows that folds keep together; rows of one prompt are together
+anyway).  Other keys are metadata; ``kind`` and ``template`` name strata of the report.  Prompts are not held:
+``Dataset.prompts`` reads the file again.  Knows no engine and no tokenizer.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from service.data.options import Labels
+from service.data.rows import check_prompt, check_text, objects
+from service.errors import DataError
+
+Message = dict[str, str]
+STRATA = ("kind", "template")
+_OWN = ("id", "prompt", "messages", "label", "answers", "group")
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One line, without its prompt."""
+
+    line: int  # 1-based
+    id: str
+    group: str  # "" where the row names none
+    label: int | None  # 1 factual, 0 hallucinated; None where it is to be generated
+    answers: tuple[str, ...]
+    strata: dict[str, str]  # those of STRATA that the row has
+    prompt_digest: bytes
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """A checked file.  ``digest`` is sha256 over the canonical rows, so spacing and key order do not matter."""
+
+    path: Path
+    rows: tuple[Row, ...]
+    digest: str
+    own_groups: bool = False  # whether any row names its group
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @property
+    def groups(self) -> NDArray[np.int64]:
+        """Group of each row as a number, in order of first appearance: [N].
+
+        Rows of one named group are together, and so are rows of one prompt whatever they name: the readout of a prompt
+        is the same under every id, so a copy on the other side of a fold would be known already.
+        """
+        return _merged(self.rows)
+
+    def prompts(self) -> Iterator[tuple[Row, str | None, list[Message] | None]]:
+        """Row, prompt and messages (exactly one of the two), streamed from the file.
+
+        Raises DataError where the file was changed since it was read.
+        """
+        rows = iter(self.rows)
+        for line, value in objects(self.path, []):
+            row = next(rows, None)
+            if row is None or row.line != line or row.prompt_digest != _prompt_digest(value):
+                raise DataError(str(self.path), [f"line {line}: changed while the run was reading it; start again"])
+            yield row, value.get("prompt"), value.get("messages")
+        if next(rows, None) is not None:
+            raise DataError(str(self.path), ["shorter than when the run began to read it; start again"])
+
+
+def read_dataset(path: Path, labels: Labels, *, folds: int) -> Dataset:
+    """Read and check a whole file; ``labels`` says which of ``label`` and ``answers`` each row must have.
+
+    ``folds`` 0 asks only for one row of each class (a held-out file), otherwise for that many groups of each class.
+
+    Raises:
+        DataError: every problem of the file, by line number.
+    """
+    problems: list[str] = []
+    rows: list[Row] = []
+    digest = hashlib.sha256()
+    own_groups = False
+    for line, value in objects(path, problems):
+        found = list(_check(value, labels))
+        problems += [f"line {line}: {problem}" for problem in found]
+        if found:
+            continue
+        digest.update(json.dumps(value, sort_keys=True, separators=(",", ":")).encode() + b"\n")
+        own_groups |= "group" in value
+        rows.append(
+            Row(
+                line=line,
+                id=value["id"],
+                group=value.get("group", ""),
+                label=value["label"] if labels == "given" else None,
+                answers=tuple(value.get("answers", ())) if labels == "generate" else (),
+                strata={key: str(value[key]) for key in STRATA if value.get(key) is not None},
+                prompt_digest=_prompt_digest(value),
+            )
+        )
+    problems += _across(rows)
+    if not rows and not problems:
+        problems.append("the file has no rows: one JSON object per line is expected")
+    if not problems and labels == "given":
+        problems += class_problems(np.array([row.label for row in rows]), _merged(rows), folds)
+    if problems:
+        raise DataError(str(path), sorted(problems, key=_line_of))
+    return Dataset(path, tuple(rows), f"sha256:{digest.hexdigest()}", own_groups)
+
+
+def class_problems(label: NDArray[Any], group: NDArray[Any], folds: int) -> list[str]:
+    """What is wrong with the classes: one is missing, or has fewer groups than folds.  label [N], group [N]."""
+    problems = []
+    for value, name in ((1, "factual (label 1)"), (0, "hallucinated (label 0)")):
+        count = len(set(group[label == value].tolist()))
+        if count == 0:
+            problems.append(f"no row is {name}: a probe needs rows of both classes")
+        elif count < folds:
+            problems.append(
+                f"only {count} group(s) have {name} rows, fewer than the {folds} folds: add rows or lower the folds"
+            )
+    return problems
+
+
+def check_disjoint(train: Dataset, test: Dataset) -> None:
+    """Raise DataError where a held-out row shares its prompt or its named group with a training row."""
+    prompts = {row.prompt_digest: row.line for row in train.rows}
+    groups = {row.group: row.line for row in train.rows} if train.own_groups and test.own_groups else {}
+    problems = []
+    for row in test.rows:
+        if row.prompt_digest in prompts:
+            problems.append(f"line {row.line}: its prompt is also {train.path} line {prompts[row.prompt_digest]}")
+        elif row.group and row.group in groups:
+            there = f"{train.path} line {groups[row.group]}"
+            problems.append(f"line {row.line}: its group {row.group!r} is also in {there}")
+    if problems:
+        raise DataError(str(test.path), problems)
+
+
+def _merged(rows: Sequence[Row]) -> NDArray[np.int64]:
+    """Numbers of the groups after joining those that share a prompt (union-find)."""
+    parent: dict[object, object] = {}
+
+    def root(node: object) -> object:
+        while (above := parent.setdefault(node, node)) != node:
+            parent[node] = node = parent[above]
+        return node
+
+    for row in rows:
+        if row.group:
+            parent[root(row.group)] = root(row.prompt_digest)
+    codes: dict[object, int] = {}
+    return np.array([codes.setdefault(root(row.prompt_digest), len(codes)) for row in rows], np.int64)
+
+
+def _check(value: dict[str, Any], labels: Labels) -> Iterator[str]:
+    """Problems of one object."""
+    yield from check_text(value, "id", required=True)
+    yield from check_text(value, "group", required=False)
+    yield from check_prompt(value)
+    yield from _check_label(value) if labels == "given" else _check_answers(value)
+
+
+def _check_label(value: dict[str, Any]) -> Iterator[str]:
+    if "label" not in value:
+        cure = " (there are 'answers': generate the labels)" if "answers" in value else ""
+        yield f"'label' is missing{cure}"
+    elif type(value["label"]) is not int or value["label"] not in (0, 1):
+        yield f"'label' must be the number 1 (factual) or 0 (hallucinated), found {json.dumps(value['label'])[:60]}"
+
+
+def _check_answers(value: dict[str, Any]) -> Iterator[str]:
+    answers = value.get("answers")
+    if "answers" not in value:
+        cure = " (there is a 'label': use the given labels)" if "label" in value else ""
+        yield f"'answers' is missing{cure}"
+    elif not isinstance(answers, list) or not answers:
+        yield "'answers' must be a non-empty list of strings"
+    elif not all(isinstance(answer, str) and answer.strip() for answer in answers):
+        yield "'answers' must hold non-empty strings only"
+    elif any("\ud800" <= char <= "\udfff" for answer in answers for char in answer):
+        yield "'answers' has half of a surrogate pair (\\ud800 to \\udfff): it is not text"
+
+
+def _across(rows: list[Row]) -> Iterator[str]:
+    """Problems between rows: an id twice; one prompt of one group, or of no named group, with both labels."""
+    first: dict[str, int] = {}
+    seen: dict[tuple[bytes, str], Row] = {}
+    for row in rows:
+        if row.id in first:
+            yield f"line {row.line}: id {row.id!r} is already that of line {first[row.id]}"
+        first.setdefault(row.id, row.line)
+        other = seen.setdefault((row.prompt_digest, row.group), row)
+        if other.label != row.label:
+            yield (
+                f"line {row.line}: same prompt and group as line {other.line}, but label {row.label} and not "
+                f"{other.label}: remove one, or both"
+            )
+
+
+def _prompt_digest(value: dict[str, Any]) -> bytes:
+    # A prompt and a conversation of one user turn with the same words are the same prompt.
+    turns = value["messages"] if "messages" in value else [{"role": "user", "content": value["prompt"]}]
+    canonical = json.dumps(turns, sort_keys=True)
+    return hashlib.blake2b(canonical.encode(), digest_size=16).digest()
+
+
+def _line_of(problem: str) -> int:
+    number = problem.removeprefix("line ").split(":", 1)[0]
+    return int(number) if number.isdigit() else 0

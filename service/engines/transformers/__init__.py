@@ -1,0 +1,1 @@
+"""The embedded engine: any transformers causal language model of ``families.py``."""

@@ -1,0 +1,308 @@
+"""The reference engine and the embedded default: any transformers causal language model of ``families.py``.
+
+Knows no bundle storage and no HTTP.  A call reads: check prompts -> micro-batches -> forward with hooks -> numpy, in
+the caller's order.  ``hooks`` reads rows, ``batching`` pads, ``kv`` decodes, ``loading`` finds the model.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from service.engines import loading
+from service.engines.base import (
+    Completion,
+    Counters,
+    EngineOptions,
+    Extraction,
+    FirstToken,
+    ModelIdentity,
+    Onset,
+    Sampling,
+    TokenIds,
+    beyond_onset,
+    check_sampling,
+)
+from service.engines.families import Layout, locate
+from service.engines.identity import memory_fingerprint, revision_of
+from service.engines.tokens import Tokens
+from service.engines.transformers.batching import Batch, check_prompts, micro_batches, pad
+from service.engines.transformers.generation import generate_batch
+from service.engines.transformers.hooks import (
+    LastReadout,
+    OnsetIndex,
+    ProbeStack,
+    RowBuffer,
+    Sink,
+    StatesSink,
+    TruthLogits,
+    reading,
+)
+from service.engines.transformers.kv import KvContinuation, prefill_cache, split_cache
+from service.engines.transformers.model_facts import context_length, depends_on_longest, end_tokens
+from service.engines.transformers.pooling import ContentWords, PooledBuffer, windows
+from service.engines.transformers.results import (
+    Prefilled,
+    first_tokens,
+    onsets,
+    refuse_nan,
+    refuse_non_finite,
+    summarise,
+)
+from service.errors import EngineError
+from service.readout import Pooling, Probes, Site
+
+Tensor = torch.Tensor
+STACKS_KEPT = 8
+BATCH_TOKENS = {
+    "cpu": 512
+}  # measured: beyond it a CPU's caches overflow and more prompts at once are slower, not faster
+
+
+class TransformersEngine:
+    """Runs one model.  Implements ``base.SteppingEngine``.
+
+    Synchronous, one thread at a time; a second thread that enters during a call gets an EngineError.  Hooks exist
+    only while a call runs.  A prompt's readout does not depend on the prompts beside it: in float32 to 1e-5; in half
+    types as far as their kernels' rounding goes, which differs with the batch's shape.
+    """
+
+    def __init__(
+        self, model: Any, tokenizer: Any, *, options: EngineOptions | None = None, fingerprint: str | None = None
+    ) -> None:
+        """Take a ready model and tokenizer; ``load`` builds them from options.
+
+        Raises UnknownFamily, and ModelLoadError where the config names no context length.
+        """
+        self._options = options or EngineOptions(model=str(getattr(model.config, "_name_or_path", "") or "in-memory"))
+        loading.check_options(self._options)
+        self._model = model.eval().requires_grad_(False)
+        self._tokens = Tokens(tokenizer)
+        self._content_words = ContentWords(self._tokens)
+        self._layout = locate(model)
+        self._head = model.get_output_embeddings()
+        embedding = model.get_input_embeddings()
+        self._vocabulary = int(embedding.num_embeddings)
+        self._device = embedding.weight.device
+        self._end_tokens = end_tokens(model)
+        self._equal_lengths = depends_on_longest(model.config)
+        self._busy = threading.Lock()
+        self._stacks: OrderedDict[tuple[int, ...], ProbeStack] = OrderedDict()
+        self._counters = Counters()
+        self._identity = ModelIdentity(
+            model=self._options.model,
+            revision=revision_of(model.config),
+            fingerprint=fingerprint or memory_fingerprint(model),
+            architecture=type(model).__name__,
+            model_type=str(model.config.model_type),
+            tokenizer=self._tokens.digest,
+            chat_template=self._tokens.chat_template_digest,
+            dtype=str(embedding.weight.dtype).removeprefix("torch."),
+            geometry=self._layout.geometry,
+            max_tokens=context_length(model.config),
+        )
+
+    @classmethod
+    def load(cls, options: EngineOptions) -> TransformersEngine:
+        """Load a model folder or hub name.  Raises ModelLoadError saying what was wrong, or UnknownFamily."""
+        loaded = loading.load(options)
+        named = replace(options, model=loaded.name)
+        return cls(loaded.model, loaded.tokenizer, options=named, fingerprint=loaded.fingerprint)
+
+    @property
+    def identity(self) -> ModelIdentity:
+        """Which model this is."""
+        return self._identity
+
+    @property
+    def counters(self) -> Counters:
+        """Work done so far."""
+        return self._counters
+
+    @property
+    def end_tokens(self) -> frozenset[int]:
+        """Tokens that end an answer."""
+        return self._end_tokens
+
+    @property
+    def max_tokens(self) -> int:
+        """Longest prompt plus answer."""
+        return self._identity.max_tokens
+
+    @property
+    def max_batch_tokens(self) -> int:
+        """Padded tokens in one forward pass, at most."""
+        return self._options.max_batch_tokens or BATCH_TOKENS.get(self._device.type, 8192)
+
+    def tokenize(self, text: str) -> list[int]:
+        """Plain text to ids, with the tokenizer's own special tokens.  Raises RequestError."""
+        return self._tokens.tokenize(text)
+
+    def render_chat(self, messages: Sequence[dict[str, str]]) -> list[int]:
+        """Messages to ids through the chat template, generation prompt included.  Raises RequestError."""
+        return self._tokens.render_chat(messages)
+
+    def detokenize(self, token_ids: TokenIds) -> str:
+        """Ids to text, special tokens left out."""
+        return self._tokens.detokenize(token_ids)
+
+    def check(self, prompts: Sequence[TokenIds]) -> None:
+        """Raise EmptyPrompt, PromptTooLong or RequestError for the first prompt that no forward would take."""
+        check_prompts(prompts, vocabulary=self._vocabulary, max_tokens=self.max_tokens)
+
+    def score(self, prompts: Sequence[TokenIds], probes: Sequence[Probes], *, first_token: bool = False) -> list[Onset]:
+        """Trajectories (Eq. trajectory) at t*, one per probe and prompt.
+
+        Without ``first_token`` the forward ends at the last readout.  With it the language-model head runs on one row
+        per prompt.  Raises EmptyPrompt, PromptTooLong, RequestError and NonFiniteReadout.
+        """
+        with self._running(prompts):
+            stack = self._stack(probes)
+            full = first_token or not probes
+            done: list[Prefilled] = []
+            for batch in self._batches(prompts):
+                sink = TruthLogits(stack, len(batch.index), self._device)
+                logits = self._prefill(batch, sink, full=full)
+                done.append(Prefilled(batch, sink, summarise(logits) if first_token and logits is not None else None))
+            return onsets(stack, done)
+
+    def begin(self, prompts: Sequence[TokenIds], probes: Sequence[Probes]) -> list[KvContinuation]:
+        """Prefill and keep one KV cache per prompt.  Raises as ``score`` does, and then keeps nothing."""
+        with self._running(prompts):
+            stack = self._stack(probes)
+            done: list[Prefilled] = []
+            kept: dict[int, tuple[Any, Tensor]] = {}
+            for batch in self._batches(prompts):
+                sink = TruthLogits(stack, len(batch.index), self._device)
+                cache = prefill_cache(self._model.config, len(batch.index))
+                logits = self._prefill(batch, sink, full=True, cache=cache)
+                assert logits is not None
+                done.append(Prefilled(batch, sink, summarise(logits)))
+                for row, own in enumerate(split_cache(cache, batch, self._model.config)):
+                    kept[batch.index[row]] = (own, logits[row].clone())
+            return [KvContinuation(self, onset, *kept[index]) for index, onset in enumerate(onsets(stack, done))]
+
+    def extract(
+        self, prompts: Sequence[TokenIds], sites: Sequence[Site], poolings: Sequence[Pooling] = (Pooling.LAST_1,)
+    ) -> Extraction:
+        """Rows of every layer at t*, [n, m, width] float32 per site, and each prompt's first-token distribution.
+
+        Other ``poolings`` come from the same forward passes, and leave the rows at t* as they are.  Raises as
+        ``score`` does.
+        """
+        geometry = self._layout.geometry
+        rows = {site: np.empty((len(prompts), geometry.num_layers, geometry.width(site)), np.float32) for site in sites}
+        wanted = beyond_onset(poolings)
+        pooled = {(site, pooling): np.empty_like(rows[site]) for site in rows for pooling in wanted}
+        first: list[FirstToken | None] = [None] * len(prompts)
+        with self._running(prompts):
+            for batch in self._batches(prompts):
+                sink = RowBuffer(list(rows), geometry, len(batch.index), self._device)
+                whole = None
+                if wanted:
+                    counted = windows(batch, prompts, wanted, self._content_words)
+                    whole = PooledBuffer(sink.sites, geometry, batch, counted, self._device)
+                logits = self._prefill(batch, sink, full=True, whole=whole)
+                assert logits is not None
+                for site, buffer in sink.buffers.items():
+                    _keep(buffer, batch, rows[site], site)
+                for (site, pooling), buffer in (whole.buffers if whole else {}).items():
+                    _keep(buffer, batch, pooled[site, pooling], f"{site}, {pooling}")
+                for index, token in zip(batch.index, first_tokens(summarise(logits).cpu().numpy()), strict=True):
+                    first[index] = token
+        return Extraction(rows, tuple(token for token in first if token is not None), pooled)
+
+    def generate(self, prompts: Sequence[TokenIds], sampling: Sampling) -> list[Completion]:
+        """Batched decoding.  Each answer equals what its prompt alone would get; sampled ones share the seed."""
+        check_sampling(sampling)
+        with self._running(prompts):
+            answers: list[Completion | None] = [None] * len(prompts)
+            budgets = [len(prompt) + min(sampling.max_tokens, self.max_tokens) for prompt in prompts]
+            for group in micro_batches(budgets, self.max_batch_tokens, equal_lengths=self._equal_lengths):
+                batch = pad(prompts, group, "left", self._filler(), self._device)
+                for index, answer in zip(group, generate_batch(self, self._model, batch, sampling), strict=True):
+                    answers[index] = answer
+            return [answer for answer in answers if answer is not None]
+
+    def step(self, token: int, cache: Any) -> Tensor:
+        """Run one token against a cache: float32 logits [vocab].  For continuations."""
+        with self._running(()):
+            ids = torch.tensor([[token]], device=self._device)
+            output = self._model(input_ids=ids, past_key_values=cache, use_cache=True)
+            self._counters.forward_tokens += 1
+            self._counters.decode_steps += 1
+            return refuse_nan(output.logits[0, -1].float())
+
+    def close(self) -> None:
+        """Free the model.  Later calls raise EngineError."""
+        self._model = self._head = None
+        self._layout = Layout(self._layout.geometry, (), ())  # its modules hold the weights
+        self._stacks.clear()
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    @contextmanager
+    def _running(self, prompts: Sequence[TokenIds]) -> Iterator[None]:
+        if self._model is None:
+            raise EngineError("this engine is closed; load the model again")
+        if not self._busy.acquire(blocking=False):
+            raise EngineError("this engine is running another call; use it from one thread at a time")
+        try:
+            self.check(prompts)
+            with torch.inference_mode():
+                yield
+        finally:
+            self._busy.release()
+
+    def _filler(self) -> int:
+        pad_token = self._tokens.pad_token_id
+        return pad_token if pad_token is not None and 0 <= pad_token < self._vocabulary else 0
+
+    def _batches(self, prompts: Sequence[TokenIds]) -> Iterator[Batch]:
+        lengths = [len(prompt) for prompt in prompts]
+        for group in micro_batches(lengths, self.max_batch_tokens, equal_lengths=self._equal_lengths):
+            yield pad(prompts, group, self._options.padding_side, self._filler(), self._device)
+
+    def _prefill(
+        self, batch: Batch, sink: Sink, *, full: bool, cache: Any = None, whole: StatesSink | None = None
+    ) -> Tensor | None:
+        """Run a batch with the sinks attached: float32 logits at t* [batch, vocab], or None where it stopped early."""
+        self._counters.forward_tokens += sum(batch.lengths)
+        self._counters.prefills += len(batch.index)
+        onset = OnsetIndex(batch.onsets, self._device)
+        inputs: dict[str, Any] = {"input_ids": batch.input_ids, "use_cache": cache is not None}
+        if cache is not None:
+            inputs["past_key_values"] = cache
+        if batch.attention_mask is not None:
+            inputs |= {"attention_mask": batch.attention_mask, "position_ids": batch.position_ids}
+        with reading(self._layout, self._head, sink, onset, stop=not full, whole=whole):
+            try:
+                logits = self._model(**inputs).logits
+            except LastReadout:
+                return None
+        if logits.shape[1] != 1:
+            raise EngineError("the language-model head did not run where get_output_embeddings says it is")
+        return cast(Tensor, logits[:, 0].float())
+
+    def _stack(self, probes: Sequence[Probes]) -> ProbeStack:
+        key = tuple(id(probe) for probe in probes)  # a stack holds its probes, so a kept id cannot be used again
+        stack = self._stacks.pop(key, None) or ProbeStack(probes, self._layout.geometry, self._device)
+        self._stacks[key] = stack
+        while len(self._stacks) > STACKS_KEPT:
+            self._stacks.popitem(last=False)
+        return stack
+
+
+def _keep(buffer: Tensor, batch: Batch, rows: NDArray[np.float32], what: str) -> None:
+    """A batch's rows [m, batch, width] into the caller's order, [n, m, width].  Raises NonFiniteReadout."""
+    found = buffer.cpu().numpy()
+    refuse_non_finite(found, batch.index, what)
+    rows[list(batch.index)] = found.swapaxes(0, 1)

@@ -1,0 +1,116 @@
+"""Batched decoding for labelling: left-padded, one forward per step for all prompts.  Knows no probes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers import DynamicCache
+
+from service.engines.base import Completion, Sampling
+from service.engines.transformers.batching import Batch
+from service.engines.transformers.decoding import TextStream, generator_for, pick
+from service.engines.transformers.kv import Decoder
+from service.engines.transformers.results import refuse_nan
+
+Tensor = torch.Tensor
+
+
+@dataclass
+class _Answer:
+    """One row under way."""
+
+    length: int  # prompt tokens
+    budget: int  # tokens it may still produce
+    stream: TextStream
+    generator: torch.Generator | None
+    ids: list[int] = field(default_factory=list)
+    finish: str = ""
+
+    def take(self, token: int, end: frozenset[int]) -> None:
+        self.ids.append(token)
+        if token in end:
+            self.finish = "stop"
+        else:
+            self.stream.push(token)
+            if self.stream.stopped:
+                self.finish = "stop"
+            elif len(self.ids) >= self.budget:
+                self.finish = "length"
+
+    def completion(self) -> Completion:
+        self.stream.finish()
+        reason = "stop" if self.stream.stopped else self.finish or "length"
+        return Completion(text=self.stream.text, token_ids=tuple(self.ids), finish_reason=reason)
+
+
+def generate_batch(decoder: Decoder, model: Any, batch: Batch, sampling: Sampling) -> list[Completion]:
+    """Decode a left-padded batch; each answer equals what its prompt alone would get.
+
+    Every row has its own generator with the same seed, so a sampled answer does not depend on its batch mates either;
+    repeat a prompt with other seeds for other samples.  Finished rows leave the batch once they are half of it.
+    """
+    device = batch.input_ids.device
+    answers = [
+        _Answer(
+            length=length,
+            budget=min(sampling.max_tokens, decoder.max_tokens - length),
+            stream=TextStream(decoder.detokenize, sampling.stop),
+            generator=generator_for(sampling, device),
+        )
+        for length in batch.lengths
+    ]
+    running = [row for row, answer in enumerate(answers) if answer.budget > 0]  # a full context leaves no room
+    if not running:
+        return [answer.completion() for answer in answers]
+
+    cache = DynamicCache(config=model.config)
+    inputs: dict[str, Any] = {"input_ids": batch.input_ids}
+    mask = batch.attention_mask
+    if mask is not None:
+        inputs |= {"attention_mask": mask, "position_ids": batch.position_ids}
+    rows = list(range(len(answers)))  # which answer each row of the cache belongs to
+    decoder.counters.prefills += len(rows)
+    decoder.counters.forward_tokens += sum(batch.lengths)
+    while True:
+        output = model(**inputs, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        logits = refuse_nan(output.logits[:, -1].float())
+        _take_step(logits, rows, answers, sampling, decoder.end_tokens)
+        running = [row for row, index in enumerate(rows) if not answers[index].finish and answers[index].budget > 0]
+        if not running:
+            return [answer.completion() for answer in answers]
+        if len(running) <= len(rows) // 2:
+            keep = torch.tensor(running, device=device)
+            cache.batch_select_indices(keep)
+            mask = mask[keep] if mask is not None else None
+            rows = [rows[row] for row in running]
+        inputs = _next_inputs(rows, answers, device)
+        if mask is not None:
+            mask = torch.cat([mask, mask.new_ones(len(rows), 1)], dim=1)
+            inputs["attention_mask"] = mask
+        decoder.counters.forward_tokens += len(running)
+        decoder.counters.decode_steps += len(running)
+
+
+def _take_step(
+    logits: Tensor, rows: Sequence[int], answers: Sequence[_Answer], sampling: Sampling, end: frozenset[int]
+) -> None:
+    greedy = logits.argmax(dim=-1).tolist() if sampling.temperature == 0.0 else None
+    for row, index in enumerate(rows):
+        answer = answers[index]
+        if answer.finish or answer.budget <= 0:
+            continue
+        token = greedy[row] if greedy is not None else pick(logits[row], sampling, answer.generator)
+        answer.take(token, end)
+
+
+def _next_inputs(rows: Sequence[int], answers: Sequence[_Answer], device: torch.device) -> dict[str, Any]:
+    # A finished row that has not left yet repeats its last token; what comes of it is thrown away.
+    tokens = [[answers[index].ids[-1] if answers[index].ids else 0] for index in rows]
+    positions = [[max(0, answers[index].length + len(answers[index].ids) - 1)] for index in rows]
+    return {
+        "input_ids": torch.tensor(tokens, device=device),
+        "position_ids": torch.tensor(positions, device=device),
+    }

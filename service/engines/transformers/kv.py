@@ -1,0 +1,153 @@
+"""One prefilled prompt's own KV cache, and decoding from it.  Knows neither hooks nor bundles.
+
+A batch's prefill keeps every layer's keys in full, also where the model attends through a sliding window, so that a
+short prompt's window can be cut out beside a long batch mate's padding.  Each prompt then owns an unpadded cache of
+the model's native kind, and freeing one frees its memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+import torch
+from transformers import DynamicCache
+
+from service.engines.base import Completion, Counters, Onset, Sampling, check_sampling
+from service.engines.transformers.batching import Batch
+from service.engines.transformers.decoding import TextStream, generator_for, pick
+from service.errors import EngineError
+
+Tensor = torch.Tensor
+
+
+def prefill_cache(config: Any, prompts: int) -> Any:
+    """An empty cache for a prefill: the model's native kind for one prompt, full-length layers for several."""
+    return DynamicCache(config=config) if prompts == 1 else DynamicCache()
+
+
+def split_cache(cache: Any, batch: Batch, config: Any) -> list[Any]:
+    """A prefilled batch's cache as one unpadded native cache per row; rows are copied, so the batch's can go."""
+    if len(batch.index) == 1:
+        return [cache]
+    rows = []
+    for row, (start, length) in enumerate(zip(batch.starts, batch.lengths, strict=True)):
+        own = DynamicCache(config=config)
+        for layer, full in enumerate(cache.layers):
+            span = (slice(row, row + 1), slice(None), slice(start, start + length))
+            own.update(full.keys[span], full.values[span], layer)  # update concatenates, which copies
+        rows.append(own)
+    return rows
+
+
+class Decoder(Protocol):
+    """What a continuation needs of its engine."""
+
+    @property
+    def counters(self) -> Counters:
+        """Where work is counted."""
+        ...
+
+    def step(self, token: int, cache: Any) -> Tensor:
+        """Run one token through the model against a cache: float32 logits [vocab]."""
+        ...
+
+    def detokenize(self, token_ids: Any) -> str:
+        """Ids to text."""
+        ...
+
+    @property
+    def end_tokens(self) -> frozenset[int]:
+        """Tokens that end an answer."""
+        ...
+
+    @property
+    def max_tokens(self) -> int:
+        """Prompt plus answer."""
+        ...
+
+
+def never() -> bool:
+    """The default for ``cancelled``."""
+    return False
+
+
+class KvContinuation:
+    """A prompt that has been read at t* and may go on decoding.  Implements ``base.Continuation``."""
+
+    def __init__(self, decoder: Decoder, onset: Onset, cache: Any, logits: Tensor) -> None:
+        self._decoder = decoder
+        self._onset = onset
+        self._cache: Any = cache
+        self._logits: Tensor | None = logits
+        self._ids: list[int] = []
+        self._stream: TextStream | None = None
+        self._finish = "cancelled"  # what an answer is that nobody read to its end
+        decoder.counters.open_continuations += 1
+
+    @property
+    def onset(self) -> Onset:
+        """What was read at t*."""
+        return self._onset
+
+    @property
+    def completion(self) -> Completion | None:
+        """The answer so far; None before ``decode``.
+
+        ``token_ids`` includes the end token where one was produced; ``text`` is exactly the pieces yielded.
+        """
+        if self._stream is None:
+            return None
+        return Completion(text=self._stream.text, token_ids=tuple(self._ids), finish_reason=self._finish)
+
+    def decode(self, sampling: Sampling, cancelled: Callable[[], bool] = never) -> Iterator[str]:
+        """Yield each token's text as it is decoded from the prefill's cache; the prompt is never run again.
+
+        A token may release no text yet, or more than its own; the pieces joined are the answer.
+
+        A prompt plus its answer never exceeds the model's context: the answer then ends with ``length``.
+        Raises RequestError for impossible sampling options and EngineError after ``close`` or a first ``decode``.
+        """
+        check_sampling(sampling)
+        if self._logits is None:
+            raise EngineError("this continuation is closed; call begin again")
+        if self._stream is not None:
+            raise EngineError("this continuation is already being decoded; call begin again for another answer")
+        self._stream = TextStream(self._decoder.detokenize, sampling.stop)
+        return self._decode(sampling, cancelled, self._logits, self._stream)
+
+    def _decode(
+        self, sampling: Sampling, cancelled: Callable[[], bool], logits: Tensor, stream: TextStream
+    ) -> Iterator[str]:
+        try:
+            generator = generator_for(sampling, logits.device)
+            for number in range(min(sampling.max_tokens, self._decoder.max_tokens - self._onset.prompt_tokens)):
+                if cancelled():
+                    return
+                if number:
+                    if self._cache is None:
+                        return  # closed under way
+                    logits = self._decoder.step(self._ids[-1], self._cache)
+                token = pick(logits, sampling, generator)
+                self._ids.append(token)
+                if token in self._decoder.end_tokens:
+                    self._finish = "stop"
+                    break
+                yield stream.push(token)
+                if stream.stopped:
+                    self._finish = "stop"
+                    break
+            else:
+                self._finish = "length"
+            if rest := stream.finish():
+                yield rest
+            if stream.stopped:
+                self._finish = "stop"
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """Free the KV cache.  Safe to call twice."""
+        if self._logits is not None:
+            self._decoder.counters.open_continuations -= 1
+        self._cache = self._logits = None

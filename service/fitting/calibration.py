@@ -1,0 +1,202 @@
+"""From probes to a risk: out-of-fold trajectories, the choice of C, the final classifier.
+
+The classifier must not see depth means of rows that its probes were fitted on: in-sample they are too well separated
+and the risk would be over-confident.  It is fitted on out-of-fold ones; the probes are then refitted on everything.
+What carries over is the scale: every probe has unit norm, so the depth means of a cross-fitted and of a refitted probe
+are distances along nearly the same directions, whatever the number of rows that each was fitted on.  ``scale_shift``
+measures it, and the evaluation file records it.  Knows no engine and no file of a bundle.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from sklearn.linear_model import LogisticRegression
+from threadpoolctl import threadpool_limits
+
+from service.errors import NoDirection
+from service.fitting.fit import Floats, Index, ProbeFit, Readouts, Task, fit_probes, require
+from service.fitting.folds import group_folds
+from service.fitting.options import ClassBalance, LogitScale
+from service.fitting.scores import auroc, youden_threshold
+from service.risk import depth_mean, risk
+
+_SEARCH_LAYERS = _SEARCH_HEADS = 8
+
+
+@dataclass(frozen=True)
+class FitOptions:
+    """The part of the options that fits know of."""
+
+    balance: ClassBalance
+    inner_folds: int
+    c: float | None  # None: chosen
+    c_grid: tuple[float, ...]
+    jobs: int
+
+
+@dataclass(frozen=True, eq=False)
+class OutOfFold:
+    """Logits of rows by probes that were fitted without them, one layer of the first axis per seed."""
+
+    unit_norm: Floats  # [seeds, n, m]
+    standardized: Floats  # [seeds, n, m] each logit over its own fold's within-class training deviation
+    best_head: Floats  # [seeds, n] the logit of the fold's single best head
+
+    def trajectory(self, scale: LogitScale) -> Floats:
+        """The trajectories under one rule, [seeds, n, m]."""
+        return self.unit_norm if scale == "unit_norm" else self.standardized
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A value of C and what it was chosen by."""
+
+    c: float
+    auroc: dict[str, float | None]  # grid value -> out-of-fold AUROC of the depth mean; None where a layer was zero
+
+
+@dataclass(frozen=True, eq=False)
+class FinalClassifier:
+    """risk = 1 - sigmoid(weight . signals + intercept), signals in raw units."""
+
+    weight: Floats  # [k]
+    intercept: float
+    threshold: float  # Youden's J on the rows it was fitted on
+
+    def risk(self, signals: Floats) -> Floats:
+        """Signals [..., k] -> [...]."""
+        return risk(signals, self.weight, self.intercept)
+
+
+def choose_c(readouts: Readouts, group: Index, rows: Index, seed: int, options: FitOptions) -> Choice:
+    """C by inner grouped cross-validation inside ``rows``: the largest out-of-fold AUROC of the depth mean.
+
+    What is served is the depth mean, so that is what is compared, once for all layers and heads.  At most 8 layers and
+    8 heads, evenly spaced, take part, so the search costs no more than a few fits of the whole.  Ties go to the
+    smaller C; one that leaves a layer without a direction is out.
+
+    Raises:
+        NoDirection: every value of the grid is out.
+    """
+    if options.c is not None:
+        return Choice(options.c, {})
+    if len(options.c_grid) == 1:
+        return Choice(options.c_grid[0], {})
+    geometry, site = readouts.file.geometry, readouts.file.site
+    pairs = group_folds(readouts.label, group, rows, options.inner_folds, seed, what="inner fold")
+    tasks = [Task(train, test, c) for c in options.c_grid for train, test in pairs]
+    found = fit_probes(
+        readouts,
+        tasks,
+        balance=options.balance,
+        jobs=options.jobs,
+        layers=_spaced(geometry.num_layers, _SEARCH_LAYERS),
+        heads=_spaced(geometry.heads(site), _SEARCH_HEADS),
+    )
+    table: dict[str, float | None] = {}
+    best: tuple[float, float] | None = None
+    for place, c in enumerate(options.c_grid):
+        fits = found[place * len(pairs) : (place + 1) * len(pairs)]
+        table[f"{c:g}"] = None
+        if any(isinstance(fit, NoDirection) for fit in fits):
+            continue
+        score = np.empty(len(readouts.label))
+        for (_, test), fit in zip(pairs, require(fits), strict=True):
+            score[test] = depth_mean(fit.trajectory)
+        quality = auroc(readouts.label[rows], score[rows])
+        table[f"{c:g}"] = quality
+        if best is None or quality > best[0] + 1e-12:
+            best = (quality, c)
+    if best is None:
+        require(found)
+        raise AssertionError("unreachable: some fit had no direction")
+    return Choice(best[1], table)
+
+
+def cross_fit(
+    readouts: Readouts, group: Index, rows: Index, c: float, folds: int, seeds: Sequence[int], options: FitOptions
+) -> OutOfFold:
+    """Out-of-fold logits of ``rows`` [n], in their order, one set per seed.  Raises NoDirection, TrainingError."""
+    pairs = [
+        (place, train, test)
+        for place, seed in enumerate(seeds)
+        for train, test in group_folds(readouts.label, group, rows, folds, seed, what="cross-fit fold")
+    ]
+    tasks = [Task(train, test, c) for _, train, test in pairs]
+    fits = require(fit_probes(readouts, tasks, balance=options.balance, jobs=options.jobs))
+    where = np.full(len(readouts.label), -1)
+    where[rows] = np.arange(len(rows))
+    unit = np.full((len(seeds), len(rows), readouts.file.geometry.num_layers), np.nan)
+    standardized, best_head = unit.copy(), unit[:, :, 0].copy()
+    for (place, _, test), fit in zip(pairs, fits, strict=True):
+        unit[place, where[test]] = fit.trajectory
+        standardized[place, where[test]] = fit.trajectory / fit.scale
+        best_head[place, where[test]] = fit.trajectory[:, fit.best_layer]
+    return OutOfFold(unit, standardized, best_head)
+
+
+def fit_classifier(signals: Floats, label: NDArray[np.integer]) -> FinalClassifier:
+    """Practically unregularised logistic regression: signals [n, k], label [n] (1 factual).
+
+    Signals are standardised for the solver and the standardisation is folded into weight and intercept.  C = 1e4 on
+    standardised signals binds only where the classes are separable and the weights would be infinite.  No class
+    weights: the risk is a probability at the training data's own share of hallucinations.
+    """
+    mean, std = signals.mean(axis=0), signals.std(axis=0)
+    std = np.where(std > 0, std, 1.0)
+    with threadpool_limits(1):  # sums in one order, whatever the number of cores
+        model = LogisticRegression(C=1e4, tol=1e-8, max_iter=5000).fit((signals - mean) / std, label)
+    weight = model.coef_[0] / std
+    intercept = float(model.intercept_[0] - weight @ mean)
+    return FinalClassifier(weight, intercept, youden_threshold(label, risk(signals, weight, intercept)))
+
+
+def stacked(signals: Floats, label: NDArray[np.integer]) -> tuple[Floats, NDArray[np.integer]]:
+    """Signals [seeds, n, k] and label [n] -> [seeds n, k] and [seeds n].
+
+    Stacked and not averaged over seeds: an average of several probes' depth means is less noisy than the one probe
+    that will be served, and a classifier fitted on it would be over-confident.
+    """
+    return signals.reshape(-1, signals.shape[-1]), np.tile(label, len(signals))
+
+
+def signal_matrix(trajectory: Floats, first_token: Floats, signals: Sequence[str]) -> Floats:
+    """The classifier's input [..., n, k]: trajectory [..., n, m] already scaled, first_token [n, 2]."""
+    mean = depth_mean(trajectory)
+    columns = {
+        "depth_mean": mean,
+        "log_max_prob": np.broadcast_to(first_token[:, 0], mean.shape),
+        "entropy": np.broadcast_to(first_token[:, 1], mean.shape),
+    }
+    return np.stack([columns[name] for name in signals], axis=-1)
+
+
+def scale_shift(out_of_fold: Floats, refit: Floats, label: NDArray[np.integer]) -> dict[str, dict[str, float]]:
+    """Depth means of cross-fitted probes [seeds, n] beside the refitted probes' [n], within each class.
+
+    The refitted ones are in-sample, so their class means lie further apart; the deviations within a class and the
+    middle between the classes are what the classifier's scale and offset rest on.
+    """
+    found = {}
+    for name, value in (("hallucinated", 0), ("factual", 1)):
+        crossed, again = out_of_fold[:, label == value], refit[label == value]
+        found[name] = {
+            "cross_fitted_mean": float(crossed.mean()),
+            "refitted_mean": float(again.mean()),
+            "cross_fitted_std": float(crossed.std()),
+            "refitted_std": float(again.std()),
+        }
+    return found
+
+
+def refit(readouts: Readouts, rows: Index, test: Index, c: float, options: FitOptions) -> ProbeFit:
+    """Probes on all of ``rows``, with the logits of ``test``.  Raises NoDirection."""
+    return require(fit_probes(readouts, [Task(rows, test, c)], balance=options.balance, jobs=options.jobs))[0]
+
+
+def _spaced(count: int, most: int) -> list[int]:
+    return sorted({round(place) for place in np.linspace(0, count - 1, min(count, most))})

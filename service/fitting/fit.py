@@ -1,0 +1,295 @@
+"""Probes: standardise, fit, select a head per layer, map to raw space, divide by the norm (App. probe-training).
+
+Fits run in processes: each reads one layer at a time from the rows file and of it one head's columns, which ``solver``
+fits for all partitions and all values of C together (at the residual stream the head is the whole slice, and fits are
+scikit-learn's).  Knows no engine, no folds and no classifier.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal
+
+import numpy as np
+from joblib import Parallel, delayed, parallel_config
+from numpy.typing import NDArray
+from sklearn import config_context
+from sklearn.linear_model import LogisticRegression
+from threadpoolctl import threadpool_limits
+
+from service.data.run_folder import RowsFile
+from service.errors import NoDirection
+from service.fitting.options import ClassBalance
+from service.fitting.scores import auroc
+from service.fitting.solver import CONSTANT, one_torch_thread, solve
+from service.readout import Site
+
+Floats = NDArray[np.float64]
+Index = NDArray[np.int64]
+
+_CHUNK = 4096  # rows
+_HAS_PENALTY = inspect.signature(LogisticRegression).parameters["penalty"].default == "l2"  # scikit-learn before 1.8
+
+
+@dataclass(frozen=True, eq=False)
+class Readouts:
+    """The labelled rows of one site: row i is row ``index[i]`` of the file."""
+
+    file: RowsFile
+    index: Index  # [n]
+    label: NDArray[np.int64]  # [n] 1 factual, 0 hallucinated
+
+    def subset(self, rows: NDArray[np.integer]) -> Readouts:
+        """The same file, only these rows."""
+        return Readouts(self.file, self.index[rows], self.label[rows])
+
+
+@dataclass(frozen=True, eq=False)
+class Task:
+    """One partition to fit on and the rows whose logits are wanted, as positions in ``Readouts``."""
+
+    train: Index
+    test: Index
+    c: float  # inverse strength of the penalty
+
+
+@dataclass(frozen=True, eq=False)
+class LayerProbe:
+    """The selected probe of one layer: L_l = direction . a + bias (Eq. logit)."""
+
+    layer: int
+    head: int
+    direction: Floats  # [d] unit norm, raw activation space
+    bias: float
+    scale: float  # pooled within-class standard deviation of L_l on the training partition
+    auroc: float  # on the training partition; what selected the head
+
+
+@dataclass(frozen=True, eq=False)
+class ProbeFit:
+    """All layers' probes of one partition, and the logits of its test rows."""
+
+    layers: tuple[LayerProbe, ...]
+    trajectory: Floats  # [n_test, m] unit-norm logits of ``Task.test``
+
+    @cached_property
+    def head(self) -> NDArray[np.int32]:
+        """Selected heads, [m]."""
+        return np.array([probe.head for probe in self.layers], np.int32)
+
+    @cached_property
+    def direction(self) -> Floats:
+        """Unit directions, [m, d]."""
+        return np.stack([probe.direction for probe in self.layers])
+
+    @cached_property
+    def bias(self) -> Floats:
+        """Biases, [m]."""
+        return np.array([probe.bias for probe in self.layers])
+
+    @cached_property
+    def scale(self) -> Floats:
+        """Within-class training standard deviations, [m]; the divisors under ``standardized``."""
+        return np.array([probe.scale for probe in self.layers])
+
+    @cached_property
+    def best_layer(self) -> int:
+        """The layer of the single best head by training AUROC, ties to the lowest: the ITI rule."""
+        return int(np.argmax([probe.auroc for probe in self.layers]))
+
+
+def fit_head(
+    x: NDArray[np.floating], label: NDArray[np.integer], tasks: Sequence[Task], site: Site, balance: ClassBalance
+) -> list[tuple[Floats, float] | None]:
+    """Each task's raw-space weight [d] and bias of one head's probe, not yet divided by its norm: x [n, d], label [n].
+
+    Eq. standardize, standardized-probe and raw-space-probe.  L1 at the attention site, all tasks at once (``solver``);
+    L2 through lbfgs, whose intercept is free, at the residual stream.  None where every weight is zero.
+    """
+    if site is Site.RESIDUAL_STREAM:
+        return [_ridge(x[task.train], label[task.train], task.c, balance) for task in tasks]
+    names = [task.train.tobytes() for task in tasks]
+    first = {name: place for place, name in reversed(list(enumerate(names)))}  # partitions by their first task
+    number = {name: place for place, name in enumerate(first)}
+    weight = np.zeros((len(first), len(x)))
+    for name, place in first.items():
+        train = tasks[place].train
+        weight[number[name], train] = row_weights(label[train], balance)
+    partition = np.array([number[name] for name in names])
+    c = np.array([task.c for task in tasks])
+    rows = np.ascontiguousarray(x, np.float32)[None]
+    found = solve(rows, label, weight, partition, c)
+    return [
+        (direction, float(bias)) if np.any(direction) else None
+        for direction, bias in zip(found.weight[0], found.intercept[0], strict=True)
+    ]
+
+
+def standardise(x: NDArray[np.floating]) -> tuple[Floats, Floats, Floats]:
+    """x [n, d] by its own mean and deviation (Eq. standardize), a float64 copy; mean and deviation [d].
+
+    A constant column becomes zeros and has the deviation 1: its computed one is rounding, not zero, and divided by it,
+    it would become a feature of noise.
+    """
+    z = x.astype(np.float64)
+    mean = z.mean(axis=0)
+    z -= mean
+    std = np.sqrt(np.einsum("nd,nd->d", z, z) / len(z))
+    constant = std <= CONSTANT * np.abs(mean)
+    std[constant] = 1.0
+    z /= std
+    z[:, constant] = 0.0
+    return z, mean, std
+
+
+def penalty(kind: Literal["l1", "l2"]) -> dict[str, Any]:
+    """scikit-learn's argument for it, which 1.8 renamed."""
+    return {"penalty": kind} if _HAS_PENALTY else {"l1_ratio": 1.0 if kind == "l1" else 0.0}
+
+
+def row_weights(label: NDArray[np.integer], balance: ClassBalance) -> Floats:
+    """What each training row counts, [n]: classes even out, by weights or by leaving rows of the larger class out."""
+    if balance == "downsample":
+        kept = np.zeros(len(label))
+        kept[_downsample(label)] = 1.0
+        return kept
+    sizes = np.bincount(label, minlength=2)
+    return np.where(label == 1, len(label) / (2.0 * sizes[1]), len(label) / (2.0 * sizes[0]))
+
+
+def _ridge(
+    x: NDArray[np.floating], label: NDArray[np.integer], c: float, balance: ClassBalance
+) -> tuple[Floats, float] | None:
+    """The residual stream's L2 probe of one partition."""
+    if balance == "downsample":
+        kept = _downsample(label)
+        x, label = x[kept], label[kept]
+    z, mean, std = standardise(x)
+    weight = row_weights(label, "weights")
+    weights = {value: float(weight[label == value][0]) for value in (0, 1)} if balance == "weights" else None
+    # Rows were checked when they were collected; checking them again costs as much as a small fit.
+    with config_context(assume_finite=True, skip_parameter_validation=True):
+        model = LogisticRegression(C=c, class_weight=weights, max_iter=5000, **penalty("l2")).fit(z, label)
+    raw = model.coef_[0] / std
+    return (raw, float(model.intercept_[0] - raw @ mean)) if np.any(raw) else None
+
+
+def fit_probes(
+    readouts: Readouts,
+    tasks: Sequence[Task],
+    *,
+    balance: ClassBalance,
+    jobs: int,
+    layers: Sequence[int] | None = None,
+    heads: Sequence[int] | None = None,
+) -> list[ProbeFit | NoDirection]:
+    """One ProbeFit per task, over all layers and heads or those given; each layer is read once for all tasks.
+
+    A task with a layer whose every probe is zero gives a NoDirection instead, not raised, since a search over C may
+    go on without it; ``require`` raises it.
+    """
+    geometry, site = readouts.file.geometry, readouts.file.site
+    layers = range(geometry.num_layers) if layers is None else layers
+    heads = range(geometry.heads(site)) if heads is None else heads
+    pieces = max(1, min(len(heads), -(-2 * jobs // len(layers))))  # fewer layers than processes: split the heads
+    chunks = [[int(head) for head in chunk] for chunk in np.array_split(np.asarray(heads), pieces)]
+    items = [(layer, chunk) for layer in layers for chunk in chunks]
+    if jobs == 1 or len(items) == 1:
+        found = [_fit_layer(readouts, tasks, layer, chunk, balance) for layer, chunk in items]
+    else:
+        with parallel_config(backend="loky", n_jobs=jobs, inner_max_num_threads=1):
+            found = Parallel()(delayed(_fit_layer)(readouts, tasks, layer, chunk, balance) for layer, chunk in items)
+    results: list[ProbeFit | NoDirection] = []
+    for number, task in enumerate(tasks):
+        chosen = []
+        for place, layer in enumerate(layers):
+            candidates = [found[place * pieces + piece][number] for piece in range(pieces)]
+            best = max((one for one in candidates if one is not None), key=lambda one: one[0].auroc, default=None)
+            if best is None:
+                results.append(_no_direction(layer, task, len(heads), site))
+                break
+            chosen.append(best)
+        else:
+            trajectory = np.stack([logits for _, logits in chosen], axis=1)
+            results.append(ProbeFit(tuple(probe for probe, _ in chosen), trajectory))
+    return results
+
+
+def require(results: Sequence[ProbeFit | NoDirection]) -> list[ProbeFit]:
+    """The fits, or the first NoDirection raised."""
+    fits = []
+    for result in results:
+        if isinstance(result, NoDirection):
+            raise result
+        fits.append(result)
+    return fits
+
+
+def _fit_layer(
+    readouts: Readouts, tasks: Sequence[Task], layer: int, heads: Sequence[int], balance: ClassBalance
+) -> list[tuple[LayerProbe, Floats] | None]:
+    """The best of ``heads`` at one layer for each task, with its test logits; None where all are zero."""
+    dim = readouts.file.geometry.dim(readouts.file.site)
+    slab = readouts.file.layer(layer)
+    best: list[tuple[LayerProbe, Floats] | None] = [None] * len(tasks)
+    with threadpool_limits(1), one_torch_thread():  # sums in one order, whatever the number of cores
+        for head in heads:
+            x = slab[:, head * dim : (head + 1) * dim][readouts.index]
+            fitted = fit_head(x, readouts.label, tasks, readouts.file.site, balance)
+            for number, (task, found) in enumerate(zip(tasks, fitted, strict=True)):
+                if found is None:
+                    continue
+                probe = unit_probe(x, readouts.label, task, layer, head, found)
+                current = best[number]
+                if current is None or probe.auroc > current[0].auroc:  # ties stay with the lower head
+                    best[number] = (probe, project(x, task.test, probe.direction, probe.bias))
+    return best
+
+
+def unit_probe(
+    x: NDArray[np.float32], label: NDArray[np.integer], task: Task, layer: int, head: int, found: tuple[Floats, float]
+) -> LayerProbe:
+    """What ``fit_head`` found for a task, divided by its norm (Eq. raw-space-normalized-probe) and rated on the
+    training rows: x [n, d], label [n]."""
+    norm = float(np.linalg.norm(found[0]))
+    direction, bias = found[0] / norm, found[1] / norm
+    inside, logits = label[task.train], project(x, task.train, direction, bias)
+    return LayerProbe(layer, head, direction, bias, within_class_std(inside, logits), auroc(inside, logits))
+
+
+def project(x: NDArray[np.float32], rows: Index, direction: Floats, bias: float) -> Floats:
+    """Truth logits of ``rows`` [n] in float64, a few thousand rows at a time so that no whole copy is made."""
+    logits = np.empty(len(rows))
+    for start in range(0, len(rows), _CHUNK):
+        chunk = rows[start : start + _CHUNK]
+        logits[start : start + _CHUNK] = x[chunk].astype(np.float64) @ direction + bias
+    return logits
+
+
+def within_class_std(label: NDArray[np.integer], values: Floats) -> float:
+    """Pooled standard deviation around the class means: label [n], values [n]; 1 where it is zero."""
+    rest = values.astype(np.float64)
+    for value in (0, 1):
+        rest[label == value] -= rest[label == value].mean()
+    return float(np.sqrt(np.mean(rest**2))) or 1.0
+
+
+def _downsample(label: NDArray[np.integer]) -> Index:
+    """As many rows of the larger class as the smaller has, drawn with a fixed seed, in the data's order."""
+    rng = np.random.default_rng(0)
+    sides = [np.flatnonzero(label == value) for value in (0, 1)]
+    size = min(map(len, sides))
+    return np.sort(np.concatenate([rng.permutation(side)[:size] for side in sides]))
+
+
+def _no_direction(layer: int, task: Task, heads: int, site: Site) -> NoDirection:
+    probes = f"all {heads} probes are" if heads > 1 else "the probe is"
+    reading = "the readouts there may be constant" if site is Site.RESIDUAL_STREAM else "the penalty is too strong"
+    return NoDirection(
+        f"layer {layer}: {probes} zero at C = {task.c:g} on {len(task.train)} rows ({reading}): "
+        f"give a larger C (or larger values in the grid), or more rows",
+        param="c",
+    )

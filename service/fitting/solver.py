@@ -1,0 +1,265 @@
+"""L1-regularised logistic regressions of one readout site, many at once: heads, folds and values of C together.
+
+Each problem is the paper's probe (App. probe-training), as liblinear poses it:
+
+    minimise   sum_i s_i log(1 + exp(-y_i (w . z_i + b))) + (|w|_1 + |b| / 100) / C
+
+on rows standardised by the partition's own training statistics (Eq. standardize), s_i the class weights, 0 for rows
+that the partition does not train on.  All partitions and all values of C share one copy of the rows, whose margins and
+gradients are two matrix products; standardisation is folded into the weights.
+
+The method is accelerated proximal Newton with one curvature for everything, H = Z' S Z / 4, which bounds the logistic
+loss's from above (and is exact at w = 0, where every problem starts).  So a step needs no line search and never goes
+up; H is computed once per head and partition and shared by the whole path of C; the inner problem is ``quadratic``.  A
+problem stops at a relative duality gap of ``GAP``: its objective is that close to the optimum, whatever the data.
+Knows no file, no head selection and no folds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from service.fitting.quadratic import descend, descend_batched
+
+Floats = NDArray[np.float64]
+Tensor = torch.Tensor
+
+GAP = 1e-4  # relative to the objective; what is returned is a step further, in practice within 1e-7
+INTERCEPT_PENALTY = 0.01  # beside 1 for a weight: practically free, and the dual stays bounded
+STEPS = 3000  # rows that a plane separates at a large C take hundreds
+CHECK_FROM, CHECK_EVERY = 2, 2  # steps between looks at the duality gap, which costs half a step
+SWEEPS, DECREASE = 300, 1e-3  # an inner problem left too early lets the acceleration run away
+KINDS = 512  # sets of rows that every partition weighs alike; with more, each partition is multiplied by itself
+ROOM = 1e-5  # the curvature is summed in float32 and must stay a bound
+LOST = 1e-6  # a variance below this share of the second moment has no digits left in float32
+TINY = 1e-30  # a float32 whose logarithm is one
+CONSTANT = 1e-9  # a column's deviation below this share of its mean is rounding, not a feature
+
+
+@dataclass(frozen=True, eq=False)
+class Solution:
+    """Raw-space weights [h, P, d] and intercepts [h, P], with the certificate of each problem."""
+
+    weight: Floats
+    intercept: Floats
+    gap: Floats  # [h, P] relative duality gap at the last look
+    objective: Floats  # [h, P] primal objective there, times C as liblinear's
+    steps: NDArray[np.int64]  # [h, P]
+
+
+@dataclass(frozen=True, eq=False)
+class _Scaled:
+    """Rows around their common centre, and each partition's standardisation and curvature there."""
+
+    rows: Tensor  # [h, n, d + 1] float32: -y_i (x_i, 1), so that a product is minus a margin
+    weight: Tensor  # [F, n] float32, in the order of ``rows``
+    centre: Tensor  # [h, 1, d] float64, raw units
+    mean: Tensor  # [h, F, d] float64, of the centred rows
+    inverse: Tensor  # [h, F, d] 1 / std, 0 for constant columns
+    metric: Tensor  # [h, F, d + 1, d + 1] float32
+
+
+def solve(
+    rows: NDArray[np.float32],
+    label: NDArray[np.integer],
+    weight: Floats,
+    partition: NDArray[np.integer],
+    c: Floats,
+    *,
+    device: torch.device | str = "cpu",
+    together: bool | None = None,
+) -> Solution:
+    """Fit P probes on each of h heads: rows [h, n, d], label [n] (1 factual), weight [F, n], partition [P], c [P].
+
+    ``weight`` holds s_i of each partition, 0 where a row is not trained on.  On a CPU the heads come one by one, so
+    that one head's rows stay in the cache, and coordinate descent is compiled; elsewhere all heads are solved
+    ``together`` in torch operations.  together: choose yourself.
+    """
+    target = torch.device(device)
+    together = target.type != "cpu" if together is None else together
+    if not rows.flags.writeable:
+        rows = rows.copy()  # torch would warn of what it cannot know we never do
+    groups = [rows] if together else [rows[head : head + 1] for head in range(len(rows))]
+    sign = torch.from_numpy(np.where(np.asarray(label) == 1, 1.0, -1.0)).to(target, torch.float32)
+    weights = torch.from_numpy(np.ascontiguousarray(weight, np.float64)).to(target)
+    parts = torch.from_numpy(np.asarray(partition, np.int64)).to(target)
+    strength = torch.from_numpy(np.asarray(c, np.float64)).to(target)
+    found = [_solve(_scale(torch.from_numpy(group).to(target), sign, weights), parts, strength, together)
+             for group in groups]  # fmt: skip
+    return Solution(
+        *(np.concatenate([getattr(one, name) for one in found])
+          for name in ("weight", "intercept", "gap", "objective", "steps"))
+    )  # fmt: skip
+
+
+@contextmanager
+def one_torch_thread() -> Iterator[None]:
+    """Sums in one order, whatever the number of cores; what stood there before comes back."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _scale(rows: Tensor, sign: Tensor, weight: Tensor) -> _Scaled:
+    """rows [h, n, d] float32, sign [n], weight [F, n] -> what the steps need."""
+    used = weight.amax(0) > 0
+    # Rows that every partition weighs alike (a fold's rows of one class) stand together from here on.
+    kinds, kind = _kinds(weight)
+    order = torch.argsort(kind, stable=True)
+    few = kinds.shape[1] <= KINDS
+    centre = rows[:, used].mean(1, keepdim=True, dtype=torch.float64).float()
+    signed = torch.empty(*rows.shape[:2], rows.shape[2] + 1, device=rows.device)
+    torch.sub(rows[:, order], centre, out=signed[..., :-1])
+    signed[..., -1] = 1.0
+    signed *= -sign[order][None, :, None]
+    # Second moments of (x, 1), signs and all: they cancel in every product.
+    if few:
+        runs = torch.split(signed, torch.bincount(kind).tolist(), 1)
+        gram = torch.stack([(mine.transpose(1, 2) @ mine).flatten(1) for mine in runs], 1).double()  # [h, A, (d + 1)^2]
+        plain, weighted = (kinds > 0).double() @ gram, kinds @ gram
+    else:
+        parts = [
+            [(signed.transpose(1, 2) @ (signed * s.float()[None, :, None])).flatten(1) for s in one[:, order]]
+            for one in ((weight > 0).double(), weight)
+        ]
+        plain, weighted = (torch.stack(part, 1).double() for part in parts)
+    size = signed.shape[-1]
+    plain, weighted = (one.view(*one.shape[:-1], size, size) for one in (plain, weighted))
+    mean = plain[..., :-1, -1] / plain[..., -1:, -1]  # [h, F, d]
+    second = plain.diagonal(dim1=2, dim2=3)[..., :-1] / plain[..., -1:, -1]
+    variance = (second - mean**2).clamp_min(0.0)
+    deviation = variance.sqrt()
+    constant = deviation <= CONSTANT * (mean + centre).abs()
+    # The difference above has no digits left where a partition's spread is far below its distance from everybody's.
+    constant |= variance <= LOST * second
+    inverse = torch.where(constant, 0.0, 1.0 / torch.where(constant, 1.0, deviation))
+    # Z' S Z from the rows' own: z = (x - mean) inverse is an affine map of (x, 1).
+    total, first = weighted[..., -1:, -1:], weighted[..., :-1, -1:]
+    inner = weighted[..., :-1, :-1] - first * mean[..., None, :] - mean[..., None] * first.transpose(2, 3)
+    inner = inner + total * mean[..., None] * mean[..., None, :]
+    metric = torch.empty_like(weighted)
+    metric[..., :-1, :-1] = inner * inverse[..., None] * inverse[..., None, :] / 4
+    metric[..., :-1, -1:] = (first - total * mean[..., None]) * inverse[..., None] / 4
+    metric[..., -1:, :-1] = metric[..., :-1, -1:].transpose(2, 3)
+    metric[..., -1:, -1:] = total / 4
+    metric.diagonal(dim1=2, dim2=3).mul_(1 + ROOM)
+    metric = metric.float()
+    return _Scaled(signed, weight[:, order].float(), centre.double(), mean, inverse, metric)
+
+
+def _kinds(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """The distinct columns of weight [F, n], [F, A], and which one each row has, [n]."""
+    # Columns are told apart by one number each: sorting whole columns would take longer than fitting them.
+    mix = torch.rand(len(weight), generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(weight.device)
+    values, kind = torch.unique(mix @ weight, return_inverse=True)
+    first = torch.full_like(values, len(kind), dtype=torch.int64)
+    first.scatter_reduce_(0, kind, torch.arange(len(kind), device=kind.device), "amin")
+    kinds = weight[:, first]
+    assert bool((kinds[:, kind] == weight).all()), "two different columns gave one number"
+    return kinds, kind
+
+
+class _Active:
+    """Problems that are not done, as columns: p of P per head."""
+
+    def __init__(self, scaled: _Scaled, partition: Tensor, c: Tensor) -> None:
+        self.partition, self.c = partition, c
+        self.mean, self.inverse = scaled.mean[:, partition], scaled.inverse[:, partition]  # [h, p, d]
+        self.s = scaled.weight[partition]  # [p, n]
+        ones = torch.ones(scaled.rows.shape[-1], dtype=torch.float64, device=c.device)
+        ones[-1] = INTERCEPT_PENALTY
+        self.penalty = (ones / c[:, None]).expand(scaled.rows.shape[0], -1, -1).contiguous()  # [h, p, d + 1]
+
+
+def _solve(scaled: _Scaled, partition: Tensor, c: Tensor, together: bool) -> Solution:
+    heads, _, size = scaled.rows.shape  # size: weights and intercept
+    count, device = len(partition), c.device
+    at = torch.zeros(heads, count, size, dtype=torch.float64, device=device)  # where the gradient is taken
+    before = at.clone()
+    moment = torch.ones(heads, count, dtype=torch.float64, device=device)
+    result = at.clone()
+    gap = torch.full((heads, count), torch.inf, dtype=torch.float64, device=device)
+    objective, steps = torch.zeros_like(gap), torch.zeros(heads, count, dtype=torch.int64, device=device)
+    lowest = torch.full_like(gap, torch.inf)
+    alive = torch.arange(count, device=device)
+    active = _Active(scaled, partition, c)
+    for step in range(STEPS):
+        looks = step >= CHECK_FROM and step % CHECK_EVERY == 0
+        gradient, primal, dual = _evaluate(scaled, active, at, looks)
+        new, slope = _descend(scaled.metric, active, at, gradient, together)
+        if looks:
+            gap[:, alive] = (primal - dual) / primal.clamp_min(1e-300)
+            moment = torch.where(primal > lowest[:, alive], 1.0, moment)  # it went too far: from rest again
+            lowest[:, alive] = torch.minimum(primal, lowest[:, alive])
+            objective[:, alive], steps[:, alive] = primal * active.c, step + 1
+            done = (gap[:, alive] <= GAP).all(0)  # a column leaves when it is done on every head
+            result[:, alive[done]] = new[:, done]
+            if bool(done.all()):
+                break
+            if bool(done.any()):
+                keep = ~done
+                alive, moment = alive[keep], moment[:, keep]
+                at, before, new = at[:, keep], before[:, keep], new[:, keep]
+                gradient, slope = gradient[:, keep], slope[:, keep]
+                active = _Active(scaled, partition[alive], c[alive])
+        # gradient - slope is the curvature times (at - new): the last move went against the step, so from rest again.
+        moment = torch.where(((gradient - slope) * (new - before)).sum(-1) > 0, 1.0, moment)
+        following = (1 + (1 + 4 * moment**2).sqrt()) / 2
+        at = new + ((moment - 1) / following)[:, :, None] * (new - before)
+        before, moment = new, following
+    else:
+        result[:, alive] = before
+    raw = result[..., :-1] * scaled.inverse[:, partition]
+    intercept = result[..., -1] - (raw * scaled.mean[:, partition]).sum(-1)
+    intercept = intercept - (raw * scaled.centre).sum(-1)
+    return Solution(raw.cpu().numpy(), intercept.cpu().numpy(), gap.cpu().numpy(), objective.cpu().numpy(),
+                    steps.cpu().numpy())  # fmt: skip
+
+
+def _evaluate(scaled: _Scaled, active: _Active, at: Tensor, looks: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradient of the loss [h, p, d + 1] at ``at``; with ``looks``, primal and dual objectives [h, p] over C."""
+    weights = at[..., :-1] * active.inverse
+    offset = at[..., -1:] - (weights * active.mean).sum(-1, keepdim=True)
+    short = torch.cat([weights, offset], -1).float() @ scaled.rows.transpose(1, 2)  # [h, p, n] minus the margins
+    wrong = torch.sigmoid(short)
+    residual = wrong * active.s
+    product = (residual @ scaled.rows).double()[..., :-1]  # [h, p, d]
+    # The intercept's bound is so small that a sum in float32 would keep the dual away from it.
+    total = residual.double() @ scaled.rows[0, :, -1:].double()  # [h, p, 1]
+    gradient = torch.cat([(product - active.mean * total) * active.inverse, total], -1)
+    if not looks:
+        return gradient, total, total
+    loss = (torch.nn.functional.softplus(short) * active.s).sum(-1, dtype=torch.float64)
+    primal = loss + (active.penalty * at.abs()).sum(-1)
+    # The dual point: the residuals, shrunk until every coordinate's bound holds.
+    shrink = (gradient.abs() / active.penalty).amax(-1, keepdim=True).clamp_min(1.0)
+    point = wrong / shrink.float()
+    rest = 1 - point
+    entropy = point * point.clamp_min(TINY).log() + rest * rest.clamp_min(TINY).log()
+    return gradient, primal, -(entropy * active.s).sum(-1, dtype=torch.float64)
+
+
+def _descend(metric: Tensor, active: _Active, at: Tensor, gradient: Tensor, together: bool) -> tuple[Tensor, Tensor]:
+    """The inner problem of every head and column: minimisers and the model's gradients there, [h, p, d + 1]."""
+    if not together:
+        parts = active.partition.numpy()
+        found = [
+            descend(metric[head].numpy(), parts, at[head].numpy(), gradient[head].numpy(),
+                    active.penalty[head].numpy(), SWEEPS, DECREASE)
+            for head in range(len(at))
+        ]  # fmt: skip
+        return tuple(torch.from_numpy(np.stack(values)) for values in zip(*found, strict=True))  # type: ignore[return-value]
+    heads, partitions = metric.shape[:2]
+    place = (torch.arange(heads, device=at.device)[:, None] * partitions + active.partition).flatten()
+    flat = [value.reshape(-1, value.shape[-1]) for value in (at, gradient, active.penalty)]
+    new, slope = descend_batched(metric.flatten(0, 1), place, flat[0], flat[1], flat[2], SWEEPS, DECREASE)
+    return new.view_as(at), slope.view_as(at)

@@ -1,0 +1,215 @@
+"""The run folder: resumable at any byte, refused to strangers, small in memory."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from service.data import collection as collecting
+from service.data.collection import Collection, batches, collect
+from service.data.run_folder import AppendLog
+from service.data.training_rows import Dataset, read_dataset
+from service.errors import DataError, NonFiniteReadout, RunMismatch, TrainingError
+from service.readout import Site
+from tests.fitting.planted import GEOMETRY, PlantedEngine, planted_rows, write_rows
+
+BOTH = (Site.ATTENTION_HEAD, Site.RESIDUAL_STREAM)
+
+
+@pytest.fixture
+def dataset(tmp_path: Path) -> Dataset:
+    return read_dataset(write_rows(tmp_path / "rows.jsonl", planted_rows(50)), "given", folds=0)
+
+
+def run(dataset: Dataset, folder: Path, engine: PlantedEngine | None = None, **changes: Any) -> Collection:
+    options: dict[str, Any] = {"sites": BOTH, "prompt_format": "chat", "batch_rows": 8, "max_new_tokens": 4} | changes
+    return collect(engine or PlantedEngine(), dataset, folder, **options)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
+
+
+def test_the_plan_is_sorted_by_length_and_covers_every_row_once() -> None:
+    plan = batches(np.array([3, 9, 3, 1, 9]), 2)
+    assert [batch.tolist() for batch in plan] == [[1, 4], [0, 2], [3]]
+
+
+def test_rows_are_the_engines_own_in_the_order_of_the_data(dataset: Dataset, tmp_path: Path) -> None:
+    engine = PlantedEngine()
+    collection = run(dataset, tmp_path / "run", engine)
+    for site in BOTH:
+        file = collection.rows[site]
+        assert file.shape == (GEOMETRY.num_layers, 50, GEOMETRY.width(site))
+        for row in (0, 17, 49):
+            expected = engine.rows(collection.prompts.of(row), site)
+            found = np.stack([file.layer(layer)[row] for layer in range(GEOMETRY.num_layers)])
+            np.testing.assert_array_equal(found, expected)
+    first = engine.first_token(collection.prompts.of(17))
+    assert collection.first_token[17].tolist() == [first.log_max_prob, first.entropy]
+    answers = [json.loads(line) for line in (tmp_path / "run" / "answers.jsonl").read_text().splitlines()]
+    assert sorted(answer["row"] for answer in answers) == list(range(50))
+    assert all(dataset.rows[answer["row"]].id == answer["id"] for answer in answers)
+
+
+@pytest.mark.parametrize("finished", [0, 1, 4, 7])
+def test_a_torn_folder_is_completed_to_the_same_bytes(dataset: Dataset, tmp_path: Path, finished: int) -> None:
+    run(dataset, tmp_path / "whole")
+    whole = contents(tmp_path / "whole")
+    torn = tmp_path / "torn"
+    shutil.copytree(tmp_path / "whole", torn)
+    lines = (torn / "journal.jsonl").read_bytes().splitlines(keepends=True)
+    (torn / "journal.jsonl").write_bytes(b"".join(lines[:finished]) + lines[finished - 1][:9])
+    answers = (torn / "answers.jsonl").read_bytes().splitlines(keepends=True)
+    (torn / "answers.jsonl").write_bytes(b"".join(answers[: max(0, 8 * finished - 3)]) + b'{"torn')
+    plan = batches(np.diff(np.fromfile(torn / "offsets.i64", "<i8")), 8)
+    for site in BOTH:  # scribble over everything that the journal does not vouch for
+        shape = (GEOMETRY.num_layers, 50, GEOMETRY.width(site))
+        rows = np.memmap(torn / f"rows-{site}.f32", "<f4", "r+", shape=shape)
+        for batch in plan[finished:]:
+            rows[:, batch] = np.nan
+        rows.flush()
+    engine = PlantedEngine()
+    run(dataset, torn, engine)
+    assert contents(torn) == whole
+    assert engine.extracts == len(plan) - finished
+    kept = min(50, max(0, 8 * finished - 3))
+    assert engine.generates == sum(end > kept for end in np.cumsum([len(batch) for batch in plan]))
+
+
+def test_a_finished_run_asks_the_engine_for_nothing(dataset: Dataset, tmp_path: Path) -> None:
+    run(dataset, tmp_path / "run")
+    engine = PlantedEngine()
+    run(dataset, tmp_path / "run", engine)
+    assert engine.extracts == engine.generates == 0
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"batch_rows": 4}, "batch_rows"),
+        ({"prompt_format": "text"}, "prompt_format"),
+        ({"max_new_tokens": None}, "max_new_tokens"),
+        ({"sites": (Site.ATTENTION_HEAD,)}, "sites"),
+        ({"engine": PlantedEngine(chat=False), "prompt_format": "text"}, "model.chat_template"),
+    ],
+)
+def test_another_run_is_refused_by_field(dataset: Dataset, tmp_path: Path, change: dict[str, Any], field: str) -> None:
+    options = {"prompt_format": change.get("prompt_format", "chat")} if "engine" in change else {}
+    run(dataset, tmp_path / "run", **options)
+    with pytest.raises(RunMismatch, match="name another run folder") as caught:
+        run(dataset, tmp_path / "run", **change)
+    assert caught.value.param == field
+
+
+def test_other_data_are_refused_and_another_name_of_the_model_is_not(dataset: Dataset, tmp_path: Path) -> None:
+    run(dataset, tmp_path / "run")
+    run(dataset, tmp_path / "run", PlantedEngine(model="elsewhere/scripted"))
+    other = read_dataset(write_rows(tmp_path / "other.jsonl", planted_rows(50, seed=1)), "given", folds=0)
+    with pytest.raises(RunMismatch) as caught:
+        run(other, tmp_path / "run")
+    assert caught.value.param == "data"
+
+
+def test_a_strange_folder_and_a_missing_file_are_refused(dataset: Dataset, tmp_path: Path) -> None:
+    (tmp_path / "thesis").mkdir()
+    (tmp_path / "thesis" / "chapter.tex").write_text("x")
+    with pytest.raises(RunMismatch, match=r"chapter\.tex"):
+        run(dataset, tmp_path / "thesis")
+    run(dataset, tmp_path / "run")
+    (tmp_path / "run" / "first_token.f64").unlink()
+    with pytest.raises(RunMismatch, match="first_token"):
+        run(dataset, tmp_path / "run")
+
+
+def test_a_small_disk_is_noticed_before_the_first_forward(
+    dataset: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = shutil.disk_usage(tmp_path)._replace(free=1000)
+    monkeypatch.setattr(collecting.shutil, "disk_usage", lambda _: usage)
+    engine = PlantedEngine()
+    with pytest.raises(TrainingError, match="GiB free"):
+        run(dataset, tmp_path / "run", engine)
+    assert engine.extracts == 0
+
+
+def test_prompts_the_model_cannot_take_are_named_together(tmp_path: Path) -> None:
+    rows = planted_rows(10)
+    rows[2]["prompt"] = rows[7]["prompt"] = "x" * 600
+    del rows[4]["prompt"]
+    rows[4]["messages"] = [{"role": "user", "content": "y"}]
+    dataset = read_dataset(write_rows(tmp_path / "rows.jsonl", rows), "given", folds=0)
+    engine = PlantedEngine(chat=False)
+    with pytest.raises(DataError) as caught:
+        run(dataset, tmp_path / "run", engine, prompt_format="text")
+    assert [problem.split(":")[0] for problem in caught.value.problems] == ["line 3", "line 5", "line 8"]
+    assert "601 tokens and 4 of the answer are more than the model's 512" in caught.value.problems[0]
+    assert engine.extracts == 0
+
+
+def test_a_nan_stops_the_run(dataset: Dataset, tmp_path: Path) -> None:
+    engine = PlantedEngine()
+    engine.nan_layer = 2
+    with pytest.raises(NonFiniteReadout, match="batch 0 of 7"):
+        run(dataset, tmp_path / "run", engine)
+
+
+def test_append_log(tmp_path: Path) -> None:
+    path = tmp_path / "log.jsonl"
+    log = AppendLog(path)
+    log.append([{"a": 1}, {"a": "é\ud800"}])
+    log.close()
+    path.write_bytes(path.read_bytes() + b'{"a": 3')
+    again = AppendLog(path)
+    assert again.count == 2
+    again.append([{"a": 4}])
+    assert [record["a"] for record in again.read()][::2] == [1, 4]
+    again.keep(1)
+    again.append([{"a": 5}])
+    assert [record["a"] for record in again.read()] == [1, 5]
+    again.close()
+
+
+MEMORY = """
+import resource, sys
+from pathlib import Path
+from service.readout import Geometry, Site
+from service.data.collection import collect
+from service.data.training_rows import read_dataset
+from tests.fitting.planted import PlantedEngine, planted_rows, write_rows
+count, folder = int(sys.argv[1]), Path(sys.argv[2])
+data = read_dataset(write_rows(folder / "rows.jsonl", planted_rows(count)), "given", folds=0)
+engine = PlantedEngine(0.1, Geometry(8, 4, 128, 64))
+collect(engine, data, folder / "run", sites=(Site.ATTENTION_HEAD,), prompt_format="text", batch_rows=16)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+"""
+
+
+def test_memory_does_not_grow_with_the_rows_on_disk(tmp_path: Path) -> None:
+    peak = {}
+    for count in (800, 3200):
+        folder = tmp_path / str(count)
+        folder.mkdir()
+        done = subprocess.run(
+            [sys.executable, "-c", MEMORY, str(count), str(folder)], capture_output=True, text=True, check=True
+        )
+        peak[count] = int(done.stdout) * 1024
+    on_disk = 2400 * 8 * 512 * 4  # what the larger run writes more
+    assert (tmp_path / "3200" / "run" / "rows-attention_head.f32").stat().st_size == on_disk // 3 * 4
+    assert peak[3200] - peak[800] < on_disk / 3
+
+
+def test_a_journal_of_two_writers_is_refused(dataset: Dataset, tmp_path: Path) -> None:
+    run(dataset, tmp_path / "run", max_new_tokens=None)
+    journal = tmp_path / "run" / "journal.jsonl"
+    lines = journal.read_text().splitlines(keepends=True)
+    journal.write_text("".join(lines[:2] + lines[:2] + lines[2:3]))
+    with pytest.raises(RunMismatch, match="not the journal of one run"):
+        run(dataset, tmp_path / "run", max_new_tokens=None)

@@ -1,0 +1,189 @@
+"""Judges, and the endpoint judge against a real local server."""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from service.data import judges as judge
+from service.data.options import ABSTAIN, JudgeOptions
+from service.errors import TrainingError
+from service.trainer.options import TrainOptions
+
+
+@pytest.mark.parametrize(
+    ("text", "normal"),
+    [
+        ("  The  Eiffel-Tower. ", "eiffel tower"),
+        ("Ｐａｒｉｓ!", "paris"),
+        ("STRASSE", "strasse"),
+        ("Straße", "strasse"),
+        ("don't", "dont"),
+        ("An apple a day", "apple day"),
+    ],
+)
+def test_normalise(text: str, normal: str) -> None:
+    assert judge.normalise(text) == normal
+
+
+def test_exact_and_contains() -> None:
+    assert judge.exact("", "The Paris.", ["paris"])
+    assert not judge.exact("", "It is Paris", ["paris"])
+    assert judge.contains("", "It is in New  York, I think", ["new york"])
+    assert not judge.contains("", "Parisian", ["paris"])  # whole words only
+    assert not judge.contains("", "anything", ["the"])  # an empty answer is in nothing
+
+
+def test_regex_takes_answers_as_patterns() -> None:
+    assert judge.regex("", "around 1 905", [r"19\s?05", r"1\s905"])
+    assert not judge.regex("", "1806", [r"19\d\d"])
+    assert "not a regular expression" in judge.answer_problems(JudgeOptions("regex"), ["("])[0]
+    assert "empty once" in judge.answer_problems(JudgeOptions("contains"), ["?!"])[0]
+    assert judge.answer_problems(JudgeOptions("exact"), ["Paris"]) == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["I am not sure.", " I'm not sure", "I don't know", "I do not know who", "I'm not certain", "I cannot answer that",
+     "Sorry, I am unable to say", "I have no idea"],
+)  # fmt: skip
+def test_abstaining_answers(text: str) -> None:
+    assert re.search(ABSTAIN, text)
+
+
+@pytest.mark.parametrize("text", ["It is Paris.", "Surely Rome", "The unknown soldier", "You don't say: Rome", "Idaho"])
+def test_answers_that_do_not_abstain(text: str) -> None:
+    assert not re.search(ABSTAIN, text)
+
+
+class Endpoint:
+    """A local server that plays a script of (status, content)."""
+
+    def __init__(self, script: list[tuple[int, Any]]) -> None:
+        self.script, self.seen = script, []
+        outer = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                outer.seen.append((self.path, self.headers.get("Authorization"), body))
+                status, content = outer.script[min(len(outer.seen), len(outer.script)) - 1]
+                data = json.dumps(
+                    {"choices": [{"message": {"content": content}}]} if status == 200 else content
+                ).encode()
+                self.send_response(status)
+                self.send_header("Content-Length", str(len(data)))
+                self.end_headers()
+                self.wfile.write(data)
+
+            def log_message(self, *_: Any) -> None:
+                pass
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.server.server_port}/v1"
+        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+
+    def judge(self, **options: Any) -> tuple[judge.OpenAIJudge, list[float]]:
+        waited: list[float] = []
+        given = JudgeOptions("openai", base_url=self.url, model="grader", api_key="key", **options)
+        return judge.OpenAIJudge(given, sleep=waited.append), waited
+
+
+@pytest.fixture
+def endpoint() -> Iterator[Any]:
+    made: list[Endpoint] = []
+
+    def make(*script: tuple[int, Any]) -> Endpoint:
+        made.append(Endpoint(list(script)))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.server.shutdown()
+        one.server.server_close()
+
+
+@pytest.mark.parametrize(("said", "verdict"), [("yes", True), ("No.", False), (" YES! ", True), ("**no**", False)])
+def test_the_endpoint_says_yes_or_no(endpoint: Any, said: str, verdict: bool) -> None:
+    server = endpoint((200, said))
+    ask, waited = server.judge()
+    assert ask("Where?", "In Paris", ["Paris", "Lutetia"]) is verdict
+    path, key, body = server.seen[0]
+    assert (path, key, body["model"], body["temperature"]) == ("/v1/chat/completions", "Bearer key", "grader", 0)
+    assert all(part in body["messages"][1]["content"] for part in ("Where?", "In Paris", "- Paris", "- Lutetia"))
+    assert waited == []
+
+
+def test_it_tries_again_where_that_may_help(endpoint: Any) -> None:
+    server = endpoint((503, "busy"), (429, "slow"), (200, "yes, but"), (200, "no"))
+    ask, waited = server.judge()
+    assert ask("q", "a", ["b"]) is False
+    assert waited == [0.5, 1.0, 2.0]
+
+
+def test_it_gives_up_with_the_reason(endpoint: Any) -> None:
+    ask, _ = endpoint((200, "maybe")).judge(retries=1)
+    with pytest.raises(TrainingError, match=r"'maybe' where yes or no was asked for \(after 2 tries"):
+        ask("q", "a", ["b"])
+
+
+def test_it_does_not_repeat_a_refusal(endpoint: Any) -> None:
+    server = endpoint((401, "bad key"))
+    ask, _ = server.judge()
+    with pytest.raises(TrainingError, match="answered 401"):
+        ask("q", "a", ["b"])
+    assert len(server.seen) == 1
+
+
+def test_an_unreachable_endpoint_is_named(endpoint: Any) -> None:
+    server = endpoint((200, "yes"))
+    server.server.shutdown()
+    server.server.server_close()
+    ask, _ = server.judge(retries=0)
+    with pytest.raises(TrainingError, match=f"{server.url}/chat/completions cannot be reached"):
+        ask("q", "a", ["b"])
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("It is Guinea.", True), ("It is Equatorial Guinea.", False), ("The answer is Guinea", True), ("Guinea", True)],
+)
+def test_the_answer_pattern_cuts_out_what_is_judged(text: str, expected: bool) -> None:
+    cut = judge.make_judge(JudgeOptions("exact", answer_pattern=r"^(?:It is|The answer is)?\s*(.*?)\.?$"))
+    assert cut("Which country?", text, ["Guinea"]) is expected
+
+
+def test_an_answer_pattern_without_a_group_is_refused(tmp_path: Path) -> None:
+    for pattern in ("It is", "("):
+        with pytest.raises(TrainingError, match="answer_pattern"):
+            TrainOptions(tmp_path / "x", "x", tmp_path, judge=JudgeOptions("exact", answer_pattern=pattern))
+
+
+@pytest.mark.parametrize(
+    ("answer", "accepted", "expected"),
+    [
+        ("It is Vitamin C.", "Vitamin A", False),
+        ("It is vitamin A.", "Vitamin A", True),
+        ("The answer is -5.", "5", False),
+        ("about 1,000 people", "1000", True),
+        ("it is 3.14", "314", False),
+        ("答案是东京。", "东京", True),
+        ("答案是大阪。", "东京", False),
+        ("It is the United States", "United States", True),
+        ("unbelievable", "able", False),
+    ],
+)
+def test_contains_keeps_what_tells_answers_apart(answer: str, accepted: str, expected: bool) -> None:
+    assert judge.contains("", answer, [accepted]) is expected
+
+
+@pytest.mark.parametrize("text", ["I don\u2019t know.", "I\u2019m not sure.", "I do not have that information."])
+def test_abstentions_in_other_spellings(text: str) -> None:
+    assert re.search(ABSTAIN, text.replace("\u2019", "'"))

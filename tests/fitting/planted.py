@@ -1,0 +1,125 @@
+"""A scripted engine whose rows carry a planted signal, and the data that go with it.
+
+A prompt is "<word> knows <strength>" with a strength in tenths; its label's sign of knowledge is added to some heads of
+every layer.  Can be run as a program, to be killed: ``python -m tests.fitting.planted OPTIONS_JSON``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from probes_store.store import Store
+from service.engines.base import Completion, Extraction, Sampling, TokenIds
+from service.engines.scripted import ScriptedEngine
+from service.readout import Geometry, Site
+from service.trainer.options import TrainOptions
+
+GEOMETRY = Geometry(num_layers=4, num_heads=3, head_dim=8, hidden_size=20)
+
+
+class PlantedEngine(ScriptedEngine):
+    """Rows plus ``strength`` x (2 known - 1) along a fixed direction of heads 1 and 2; head 0 is noise."""
+
+    def __init__(self, strength: float = 0.5, geometry: Geometry = GEOMETRY, **kwargs: Any) -> None:
+        super().__init__(geometry, **kwargs)
+        self.strength = strength
+        self.kill_at: int | None = None
+        self.extracts = 0
+        self.generates = 0
+
+    def rows(self, prompt: TokenIds, site: Site) -> NDArray[np.float32]:
+        rows = super().rows(prompt, site)
+        geometry = self.identity.geometry
+        rng = np.random.default_rng(7)
+        text = self.detokenize(prompt)
+        sign = 1.0 if "known" in text else -1.0 if "hidden" in text else 0.0
+        for layer in range(geometry.num_layers):
+            direction = rng.standard_normal((geometry.heads(site), geometry.dim(site)))
+            direction /= np.linalg.norm(direction, axis=1, keepdims=True)
+            if site is Site.ATTENTION_HEAD:
+                direction[0] = 0.0
+            rows[layer] = rows[layer] * (1 + layer) + (sign * self.strength * (1 + layer) * direction).ravel()
+        return rows
+
+    def extract(self, prompts: Any, sites: Any) -> Extraction:
+        self.extracts += 1
+        if self.kill_at == self.extracts:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().extract(prompts, sites)
+
+    def generate(self, prompts: Any, sampling: Sampling) -> list[Completion]:
+        """Paris where it is known, every third time otherwise a refusal, else Rome."""
+        self.generates += 1
+        if self.kill_at == self.extracts + self.generates:
+            os.kill(os.getpid(), signal.SIGKILL)
+        answers = []
+        for prompt in prompts:
+            text = self.detokenize(prompt)
+            draw = hashlib.sha256(text.encode()).digest()[0] % 4
+            said = "It is Paris." if "known" in text else "I am not sure." if draw == 0 else "It is Rome."
+            answers.append(Completion(said, (1, 2), "stop"))
+        return answers
+
+
+class Quiet:
+    """A console that remembers."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def print(self, *objects: Any) -> None:
+        self.lines.append(" ".join(map(str, objects)))
+
+
+def planted_rows(count: int, *, seed: int = 0, shuffled: bool = False, per_group: int = 2) -> list[dict[str, Any]]:
+    """Rows whose label is what the prompt says, or drawn without regard to it."""
+    rng = np.random.default_rng(seed)
+    rows = []
+    for number in range(count):
+        known = bool(rng.random() < 0.6)
+        label = int(rng.random() < 0.6) if shuffled else int(known)
+        word = "known" if known else "hidden"
+        rows.append(
+            {
+                "id": f"r{seed}-{number}",
+                "prompt": f"{seed} {word} city {number} {'x' * int(rng.integers(0, 30))}",
+                "label": label,
+                "answers": ["Paris"],
+                "group": f"g{seed}-{number // per_group}",
+                "kind": ["capital", "river", "element"][int(rng.integers(3))],
+                "template": ["a", "b"][number % 2],
+            }
+        )
+    return rows
+
+
+def write_rows(path: Path, rows: list[dict[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def main() -> None:
+    """Train with the options of the first argument; ``kill_at`` stops the process without a word."""
+    from service.trainer.run import train
+
+    given = json.loads(sys.argv[1])
+    engine = PlantedEngine()
+    engine.kill_at = given.pop("kill_at", None)
+    store = Store(Path(given.pop("store")))
+    paths = {key: Path(given.pop(key)) for key in ("data", "run_dir")}
+    seeds = tuple(given.pop("seeds"))
+    bundle = train(TrainOptions(**paths, seeds=seeds, **given), lambda: engine, store, console=Quiet())
+    sys.stdout.write(bundle.manifest.digest)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,121 @@
+"""Measures against brute force."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from service.fitting import scores as measures
+
+
+@st.composite
+def labelled(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray]:
+    size = draw(st.integers(2, 40))
+    label = np.array(draw(st.lists(st.integers(0, 1), min_size=size, max_size=size)))
+    label[0], label[1] = 0, 1
+    risk = np.array(draw(st.lists(st.integers(0, 12), min_size=size, max_size=size))) / 12
+    return label, risk
+
+
+def pair_auroc(label: np.ndarray, risk: np.ndarray) -> float:
+    pairs = [(bad, good) for bad in risk[label == 0] for good in risk[label == 1]]
+    return float(np.mean([1.0 if bad > good else 0.5 if bad == good else 0.0 for bad, good in pairs]))
+
+
+@given(labelled())
+@settings(max_examples=100, deadline=None)
+def test_auroc_is_the_share_of_ordered_pairs(sample: tuple[np.ndarray, np.ndarray]) -> None:
+    label, risk = sample
+    assert measures.risk_auroc(label, risk) == pytest.approx(pair_auroc(label, risk))
+    assert measures.auroc(label, -risk) == pytest.approx(pair_auroc(label, risk))
+
+
+@given(labelled())
+@settings(max_examples=100, deadline=None)
+def test_youden_is_the_best_of_all_cuts(sample: tuple[np.ndarray, np.ndarray]) -> None:
+    label, risk = sample
+
+    def j(cut: float) -> float:
+        return float(np.mean(risk[label == 0] >= cut) - np.mean(risk[label == 1] >= cut))
+
+    threshold = measures.youden_threshold(label, risk)
+    assert 0 < threshold < 1
+    cuts = [*(np.unique(risk)[1:] - 1e-6)]
+    if cuts:
+        assert j(threshold) == pytest.approx(max(j(cut) for cut in cuts))
+
+
+@given(labelled(), st.lists(st.integers(0, 3), min_size=40, max_size=40))
+@settings(max_examples=100, deadline=None)
+def test_within_stratum_auroc_counts_only_pairs_of_one_stratum(
+    sample: tuple[np.ndarray, np.ndarray], strata: list[int]
+) -> None:
+    label, risk = sample
+    wins = [
+        1.0 if risk[i] > risk[j] else 0.5 if risk[i] == risk[j] else 0.0
+        for i, j in itertools.product(range(len(label)), repeat=2)
+        if label[i] == 0 and label[j] == 1 and strata[i] == strata[j]
+    ]
+    found = measures.within_stratum_auroc(label, risk, strata[: len(label)])
+    if wins:
+        assert found == pytest.approx(float(np.mean(wins)))
+    else:
+        assert found is None
+
+
+def test_within_stratum_removes_what_the_stratum_tells() -> None:
+    label = np.array([0, 0, 0, 1, 1, 1, 1, 0])
+    strata = ["a", "a", "a", "a", "b", "b", "b", "b"]
+    risk = np.array([0.9 if s == "a" else 0.1 for s in strata])  # knows the stratum and nothing else
+    assert measures.risk_auroc(label, risk) > 0.7
+    assert measures.within_stratum_auroc(label, risk, strata) == 0.5
+
+
+@given(labelled(), st.integers(1, 15), st.randoms(use_true_random=False))
+@settings(max_examples=100, deadline=None)
+def test_ece_by_hand_and_independent_of_row_order(sample: tuple[np.ndarray, np.ndarray], bins: int, random) -> None:
+    label, risk = sample
+    rows = sorted(zip(risk.tolist(), label.tolist(), strict=True))
+    groups: dict[int, list[tuple[float, int]]] = {}
+    for value, truth in rows:
+        first = next(place for place, (other, _) in enumerate(rows) if other == value)
+        groups.setdefault(first * bins // len(rows), []).append((value, truth))
+    expected = sum(
+        abs(sum(v for v, _ in g) / len(g) - sum(1 - t for _, t in g) / len(g)) * len(g) for g in groups.values()
+    ) / len(rows)
+    assert measures.ece(label, risk, bins) == pytest.approx(expected)
+    order = list(range(len(label)))
+    random.shuffle(order)
+    assert measures.ece(label[order], risk[order], bins) == pytest.approx(expected)
+
+
+def test_ece_bins_have_equal_mass() -> None:
+    rng = np.random.default_rng(0)
+    risk = rng.beta(0.3, 3, 1500)
+    label = (rng.random(1500) >= risk).astype(int)
+    assert measures.reliability(label, risk)[2].tolist() == [100] * 15
+    assert measures.ece(label, risk) < 0.04
+    assert measures.ece(label, np.clip(risk + 0.3, 0, 1)) > 0.25
+
+
+def test_auprc_names_its_positive_class() -> None:
+    label = np.array([1, 1, 1, 0])
+    risk = np.array([0.1, 0.2, 0.9, 0.8])
+    assert measures.auprc(label, risk, positive=0) == pytest.approx(1 / 2)
+    assert measures.auprc(label, risk, positive=1) == pytest.approx((1 + 1 + 3 / 4) / 3)
+    with pytest.raises(ValueError, match="positive must be"):
+        measures.auprc(label, risk, positive=2)
+
+
+def test_summary_has_every_measure_and_needs_both_classes() -> None:
+    label, risk = np.array([0, 1, 1, 0]), np.array([0.8, 0.3, 0.4, 0.6])
+    found = measures.summary(label, risk, 0.5)
+    assert tuple(found) == measures.SUMMARY
+    assert found["auroc"] == found["accuracy"] == 1
+    assert found["brier"] == pytest.approx((0.04 + 0.09 + 0.16 + 0.16) / 4)
+    with pytest.raises(ValueError, match="both classes"):
+        measures.summary(np.ones(4, int), risk, 0.5)
