@@ -14,13 +14,13 @@ from fastapi import HTTPException
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 
-from service.api.state import ServiceState
 from service.engines.vllm.engine import VllmEngine
-from service.engines.vllm.requests import Reading, times
+from service.engines.vllm.requests import ProbeLease, times
 from service.engines.vllm.wire import KEY
 from service.errors import HalluTracerError, NotReady
 from service.guard import Action, Decision, Policy
 from service.scoring import RiskReport, Scorer
+from service.serving.state import ServiceState
 from service.vllm_plugin.note import CURRENT, Note
 
 Generate = Callable[..., AsyncGenerator[Any, None]]
@@ -71,16 +71,16 @@ class _Read:
     async def run(self, start: Callable[[], AsyncGenerator[Any, None]]) -> AsyncGenerator[Any, None]:
         """vLLM's outputs; of a gated answer one, empty and finished."""
         try:
-            reading = await self._prepare()
+            lease = await self._prepare()
         except HalluTracerError as error:
             self._unread(error)
-            reading = None
+            lease = None
         tokens = 0
         try:
             async with aclosing(start()) as outputs:
                 async for output in outputs:
-                    if self._report is None and reading is not None:
-                        self._judge(reading, output)
+                    if self._report is None and lease is not None:
+                        self._judge(lease, output)
                         if self._report is not None and self._report.decision is not Decision.CONTINUE:
                             yield _withheld(output, self._parameters.n, self._end_token)
                             return
@@ -88,35 +88,34 @@ class _Read:
                     tokens = tokens + new if self._parameters.output_kind is RequestOutputKind.DELTA else new
                     yield output
         finally:
-            if reading is not None:
-                reading.release()
+            if lease is not None:
+                lease.release()
             if self._report is not None:
                 self._account(self._report, tokens)
 
-    async def _prepare(self) -> Reading:
+    async def _prepare(self) -> ProbeLease:
         """Hold the probe in its slot and tell the worker what is wanted."""
         engine, parameters = self._scorer.engine, self._parameters
         assert isinstance(engine, VllmEngine)
         gate = self._scorer.gate(self._policy)
         in_engine = gate is not None and _ends_at_an_end_token(parameters)
         self._end_token = engine.end_token
-        reading = await engine.read(
+        lease = await engine.lease(
             [self._scorer.probes],
             first_token=self._scorer.needs_first_token,
             gate=gate if in_engine else None,
         )
-        parameters.extra_args = {**(parameters.extra_args or {}), **reading.directive.encode()}
+        parameters.extra_args = {**(parameters.extra_args or {}), **lease.directive.encode()}
         final = parameters.output_kind is RequestOutputKind.FINAL_ONLY
         if gate is not None and not in_engine and final and parameters.n == 1:
             parameters.output_kind = RequestOutputKind.CUMULATIVE  # to end it from here, its onset has to be seen
-        return reading
+        return lease
 
-    def _judge(self, reading: Reading, output: Any) -> None:
+    def _judge(self, lease: ProbeLease, output: Any) -> None:
         try:
-            onset, _ = reading.onset(output, len(output.prompt_token_ids or ()))
-            self._report = self._scorer.report(
-                onset, onset.trajectories[0], self._policy, cached_tokens=int(output.num_cached_tokens or 0)
-            )
+            result, _ = lease.prefill(output, len(output.prompt_token_ids or ()))
+            cached = int(output.num_cached_tokens or 0)
+            self._report = self._scorer.judge(result, self._policy, cached_tokens=cached)
         except HalluTracerError as error:
             self._unread(error)
             return

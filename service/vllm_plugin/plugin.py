@@ -14,10 +14,10 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from service.api.app import create_app
 from service.api.request_schema import ROUTES
-from service.api.state import ServiceState
 from service.engines.vllm.engine import VllmEngine
 from service.errors import HalluTracerError
 from service.scoring import Scorer
+from service.serving.state import ServiceState
 from service.vllm_plugin.generation import reading_generate
 from service.vllm_plugin.middleware import RiskNotes
 from service.vllm_plugin.options import read_options
