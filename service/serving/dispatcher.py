@@ -129,8 +129,8 @@ class Dispatcher:
         scores_only = self._engine.scores_overtake_answers and not continues
         admission.check_space(
             prompts,
-            held=self._waiting,
-            most=self._max_queue,
+            waiting=self._waiting,
+            max_waiting=self._max_queue,
             ahead=self._tokens_ahead[False] + (0 if scores_only else self._tokens_ahead[True]),
             seconds=seconds,
             tokens_per_second=self._speed.value,
