@@ -28,7 +28,7 @@ XARGS = ("hallutracer_bundle", "hallutracer_policy", "hallutracer_threshold")
 
 
 def judging_generate(generate: Generate, state: ServiceState, engine_of: Callable[[], VllmEngine]) -> Generate:
-    """``generate`` with risks.  ``state`` may still be loading, or have failed to; ``engine_of`` is called once ready."""
+    """``generate`` with risks.  ``state`` may be loading, or have failed to; ``engine_of`` is called once ready."""
 
     def wrapped(prompt: Any, sampling_params: Any, request_id: str, *args: Any, **kwargs: Any) -> Any:
         note = CURRENT.get()

@@ -71,7 +71,7 @@ class HalluTracerPlugin:
         REGISTRY.register(self.state.metrics.collector)
 
     async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
-        """Load in the background: vLLM answers at once, our routes once the self-test and golden prompts have passed."""
+        """Load in the background: vLLM answers at once, our routes after the self-test and the golden prompts."""
         if engine_client is None:
             return
         self._client, self._loop = engine_client, asyncio.get_running_loop()
