@@ -58,6 +58,9 @@ class Scheduled:
         ``max_wait_s`` is the batching delay: how long a forward pass waits for as many prompts as the last one had.
         """
         self.batch = batch
+        self.identity: ModelIdentity = batch.identity
+        self.counters: Counters = batch.counters
+        self.max_batch_tokens: int = batch.max_batch_tokens
         self.on_prefill: Callable[[int, int], None] = lambda prompts, tokens: None
         self._max_wait_s = max_wait_s
         self._outboxes = Outboxes()
@@ -70,21 +73,6 @@ class Scheduled:
         self._closed = self._broken = False
         self._some_cancelled = False
         self._last_batch = 0
-
-    @property
-    def identity(self) -> ModelIdentity:
-        """Which model this is."""
-        return self.batch.identity
-
-    @property
-    def counters(self) -> Counters:
-        """Work done so far."""
-        return self.batch.counters
-
-    @property
-    def max_batch_tokens(self) -> int:
-        """Largest number of padded tokens in one forward pass."""
-        return self.batch.max_batch_tokens
 
     @property
     def torch_model(self) -> TorchModel | None:
