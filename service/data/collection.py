@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tqdm import tqdm
 
-from service.data.run_folder import AppendLog, RowsFile, claim, write_aside, write_at
+from service.data.run_folder import AppendLog, RowsFile, atomic_write, claim, write_at
 from service.data.training_rows import Dataset
 from service.engines.base import Engine, Sampling, beyond_onset
 from service.errors import DataError, NonFiniteReadout, RequestError, RunMismatch, TrainingError
@@ -98,8 +98,8 @@ def collect(
         }
         | ({"poolings": sorted(others)} if others else {}),
     )
-    write_aside(folder / "input_ids.i32", prompts.ids.astype("<i4").tobytes())
-    write_aside(folder / "offsets.i64", prompts.offsets.astype("<i8").tobytes())
+    atomic_write(folder / "input_ids.i32", prompts.ids.astype("<i4").tobytes())
+    atomic_write(folder / "offsets.i64", prompts.offsets.astype("<i8").tobytes())
     files = {site: RowsFile(folder / f"rows-{site}.f32", geometry, site, len(dataset)) for site in sites}
     pooled = {
         (site, pooling): RowsFile(folder / f"rows-{site}-{pooling}.f32", geometry, site, len(dataset))

@@ -64,7 +64,7 @@ def claim(folder: Path, fingerprint: dict[str, Any]) -> None:
         leftover = sorted(entry.name for entry in folder.iterdir() if not entry.name.endswith(".part"))
         if leftover:
             raise RunMismatch(f"{folder} has no run.json but holds {leftover[0]!r}: name a new or empty run folder")
-        write_aside(path, (json.dumps(wanted, indent=2, sort_keys=True) + "\n").encode())
+        atomic_write(path, (json.dumps(wanted, indent=2, sort_keys=True) + "\n").encode())
         return
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
@@ -86,7 +86,7 @@ def _differences(found: Any, wanted: Any, prefix: str = "") -> Iterator[tuple[st
         yield prefix, found, wanted
 
 
-def write_aside(path: Path, data: bytes) -> None:
+def atomic_write(path: Path, data: bytes) -> None:
     """Write next to ``path``, flush, rename: the file is whole or absent."""
     part = path.with_name(path.name + ".part")
     with part.open("wb") as file:

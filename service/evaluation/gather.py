@@ -19,7 +19,7 @@ from service.data.collection import Collection, collect
 from service.data.labels import check_answers, given_labels, judged_labels
 from service.data.options import ABSTAIN, JudgeName, JudgeOptions, Labels
 from service.data.rows import objects
-from service.data.run_folder import write_aside
+from service.data.run_folder import atomic_write
 from service.data.sets.registry import SETS, SetInfo, read_set
 from service.data.training_rows import Dataset, class_problems, read_dataset
 from service.engines.base import Engine
@@ -178,7 +178,7 @@ def gather(
 def _write_rows(path: Path, rows: Sequence[dict[str, Any]]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-    write_aside(path, text.encode("utf-8", "backslashreplace"))
+    atomic_write(path, text.encode("utf-8", "backslashreplace"))
 
 
 def _kinds(dataset: Dataset) -> tuple[str, ...]:

@@ -19,22 +19,14 @@ from service.evaluation.options import OURS
 from service.evaluation.significance import delong, paired_bootstrap
 from service.evaluation.tables import Column, Table
 from service.fitting.fit import Floats, Index
+from service.fitting.nested_cv import FoldScores
 from service.fitting.scores import auprc, risk_auroc
 
 MEASURES = ("auroc", "auprc_hallucinated", "auprc_factual")
 # The runner-up is looked for among these: the paper's baselines that read the model's states before an answer.
 BASELINES = ("iti", "fact-probe", "iris")
 RESAMPLES = 2_000
-
-
-@dataclass(frozen=True, eq=False)
-class Run:
-    """One method on one split: scores that rise with hallucination."""
-
-    seed: int
-    fold: int
-    test: Index
-    score: Floats  # [n_test]
+Run = FoldScores  # of one method
 
 
 @dataclass(frozen=True)

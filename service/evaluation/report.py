@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 import service
-from service.data.run_folder import write_aside
+from service.data.run_folder import atomic_write
 from service.evaluation.main_table import pooled_ranks
 from service.evaluation.options import OURS
 from service.evaluation.page import figures
@@ -41,15 +41,15 @@ def write_report(result: Result, command: str) -> list[Path]:
     tables = [table for section in data.sections for table in section.tables]
     out = result.options.out
     intro = f"# {data.title}\n\n" + "\n".join(f"- **{one.verdict}**: {one.claim} {one.evidence}" for one in data.claims)
-    write_aside(out / "report.html", to_html(data).encode())
-    write_aside(out / "report.md", to_markdown(tables, intro).encode())
+    atomic_write(out / "report.html", to_html(data).encode())
+    atomic_write(out / "report.md", to_markdown(tables, intro).encode())
     document = {
         "facts": data.facts,
         "claims": [asdict(one) for one in data.claims],
         "tables": {table.name: table.document() for table in tables},
     }
     text = json.dumps(_plain(document), indent=1, ensure_ascii=False) + "\n"
-    write_aside(out / "results.json", text.encode())
+    atomic_write(out / "results.json", text.encode())
     return [out / name for name in FILES]
 
 

@@ -20,7 +20,7 @@ from service.data.run_folder import claim, locked
 from service.engines.base import Engine, ModelIdentity, beyond_onset
 from service.errors import EngineError, NoDirection, TrainingError
 from service.evaluation.gather import Gathered, answers_path, gather, read_rows, that_fit
-from service.evaluation.main_table import MEASURES, Run, compare, main_table, measured, rows_of
+from service.evaluation.main_table import MEASURES, compare, main_table, measured, rows_of
 from service.evaluation.methods import METHODS
 from service.evaluation.methods.base import Material
 from service.evaluation.options import OURS, RESIDUAL, EvaluateOptions
@@ -28,6 +28,8 @@ from service.evaluation.set_run import SetRun
 from service.evaluation.splits import Split, kept, kept_split, outer_splits, pooled_depth_mean, residual_split
 from service.evaluation.tables import Table
 from service.fitting.fit import Floats, Readouts
+from service.fitting.folds import OuterFold
+from service.fitting.nested_cv import nested_cv
 from service.prompts import PromptFormat, default_prompt_format
 from service.readout import Pooling, Site
 from service.risk import depth_mean
@@ -132,25 +134,28 @@ def _evaluate_set(gathered: Gathered, options: EvaluateOptions, *, only_main: bo
     claim(folder, _fingerprint(gathered, options))
     outer = outer_splits(material, options)
     paper = options.suite == "paper" and not only_main
-    poolings = [pooling for site, pooling in gathered.pooled if site is Site.ATTENTION_HEAD] if paper else []
+    site = Site.ATTENTION_HEAD
+    poolings = [pooling for where, pooling in gathered.pooled if where is site] if paper else []
     steps = len(outer) * len(options.methods) + (len(poolings) * options.folds if paper else 0)
     splits: list[Split] = []
-    runs: dict[str, list[Run]] = {method: [] for method in options.methods}
-    pooled: dict[tuple[Site, Pooling], list[Floats]] = {(Site.ATTENTION_HEAD, one): [] for one in poolings}
+    pooled: dict[tuple[Site, Pooling], list[Floats]] = {(site, pooling): [] for pooling in poolings}
+
+    def fit(fold: OuterFold) -> dict[str, Floats]:
+        split = kept_split(folder / OURS, material, *fold, options)
+        splits.append(split)
+        scores = {}
+        for method in options.methods:
+            bar.set_postfix_str(f"seed {fold.seed} fold {fold.fold} {method}", refresh=False)
+            scores[method] = _score(folder, method, material, split, options)
+            bar.update()
+        for pooling in poolings if fold.seed == 0 else []:
+            path = folder / f"pooling-{pooling}" / f"fold{fold.fold}.npz"
+            pooled[site, pooling].append(_pooled(path, gathered.pooled[site, pooling], split, options))
+            bar.update()
+        return scores
+
     with tqdm(total=steps, desc=name or gathered.rows.name, unit="fit", mininterval=1) as bar:
-        for seed, fold, train, test in outer:
-            split = kept_split(folder / OURS, material, seed, fold, train, test, options)
-            splits.append(split)
-            for method in options.methods:
-                bar.set_postfix_str(f"seed {seed} fold {fold} {method}", refresh=False)
-                score = _score(folder, method, material, split, options)
-                runs[method].append(Run(seed, fold, test, score))
-                bar.update()
-            for pooling in poolings if seed == 0 else []:
-                site = Site.ATTENTION_HEAD
-                path = folder / f"pooling-{pooling}" / f"fold{fold}.npz"
-                pooled[site, pooling].append(_pooled(path, gathered.pooled[site, pooling], split, options))
-                bar.update()
+        runs = nested_cv(outer, fit)
     aurocs = {method: measured(material.label, found)["auroc"]["mean"] for method, found in runs.items()}
     comparison = None if only_main else compare(material.label, material.group, runs, aurocs)
     return SetRun(gathered, splits, runs, comparison, pooled)

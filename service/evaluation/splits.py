@@ -15,14 +15,14 @@ import numpy as np
 from joblib import cpu_count
 from numpy.typing import NDArray
 
-from service.data.run_folder import write_aside
+from service.data.run_folder import atomic_write
 from service.errors import TrainingError
 from service.evaluation.every_head import EveryHead, fit_every_head
 from service.evaluation.methods.base import Material
 from service.evaluation.options import EvaluateOptions
 from service.fitting.calibration import FitOptions, choose_c, cross_fit, refit
 from service.fitting.fit import Floats, Index, Readouts, Task
-from service.fitting.folds import group_folds
+from service.fitting.folds import OuterFold, group_folds, outer_folds
 from service.readout import Site
 from service.risk import depth_mean
 
@@ -47,14 +47,9 @@ class Split:
         return self.every.trajectory()
 
 
-def outer_splits(material: Material, options: EvaluateOptions) -> list[tuple[int, int, Index, Index]]:
-    """(seed, fold, train, test) of every outer split, seeds in order."""
-    rows = np.arange(len(material.label))
-    return [
-        (seed, fold, train, test)
-        for seed in range(options.seeds)
-        for fold, (train, test) in enumerate(group_folds(material.label, material.group, rows, options.folds, seed))
-    ]
+def outer_splits(material: Material, options: EvaluateOptions) -> list[OuterFold]:
+    """Every outer split, seeds in order."""
+    return outer_folds(material.label, material.group, folds=options.folds, seeds=range(options.seeds))
 
 
 def fit_options(options: EvaluateOptions) -> FitOptions:
@@ -122,7 +117,7 @@ def kept(path: Path, make: Callable[[], dict[str, NDArray[np.generic]]]) -> dict
     buffer = io.BytesIO()
     np.savez(buffer, **made)  # type: ignore[arg-type]
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_aside(path, buffer.getvalue())
+    atomic_write(path, buffer.getvalue())
     return made
 
 

@@ -1,9 +1,11 @@
-"""Stratified, group-disjoint folds (App. baseline-impl), checked.  Knows labels and groups only."""
+"""Stratified, group-disjoint folds (App. baseline-impl)."""
 
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,6 +14,27 @@ from sklearn.model_selection import StratifiedGroupKFold
 from service.errors import TrainingError
 
 Index = NDArray[np.int64]
+
+
+class OuterFold(NamedTuple):
+    """One outer split of a nested cross-validation."""
+
+    seed: int
+    fold: int  # number within the seed, from 0
+    train: Index  # positions of the rows that everything is fitted on
+    test: Index
+
+
+def outer_folds(
+    label: NDArray[np.integer], group: NDArray[np.integer], *, folds: int, seeds: Sequence[int]
+) -> list[OuterFold]:
+    """Every outer fold of every seed over all rows: label [n], group [n].  Raises what ``group_folds`` raises."""
+    rows = np.arange(len(label))
+    return [
+        OuterFold(seed, number, train, test)
+        for seed in seeds
+        for number, (train, test) in enumerate(group_folds(label, group, rows, folds, seed))
+    ]
 
 
 def group_folds(

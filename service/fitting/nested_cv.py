@@ -9,7 +9,7 @@ Knows no engine and no bundle.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +27,7 @@ from service.fitting.calibration import (
     signal_matrix,
 )
 from service.fitting.fit import Floats, Index, Readouts
-from service.fitting.folds import group_folds
+from service.fitting.folds import OuterFold, outer_folds
 from service.fitting.options import DEPTH_MEAN, FIRST_TOKEN, LogitScale
 from service.fitting.scores import ECE_BINS, SUMMARY, auroc, ece, risk_auroc, summary, within_stratum_auroc
 
@@ -44,6 +44,39 @@ NAMES = (
     "prompt_length",
 )
 STRATA = {"kind": ("kind",), "kind_x_template": ("kind", "template")}
+
+
+@dataclass(frozen=True, eq=False)
+class FoldScores:
+    """One method's scores of one outer fold's test rows."""
+
+    seed: int
+    fold: int
+    test: Index
+    score: Floats  # [n_test] rises with hallucination
+
+
+def nested_cv(
+    outer: Iterable[OuterFold], fit: Callable[[OuterFold], Mapping[str, Floats]]
+) -> dict[str, list[FoldScores]]:
+    """Call ``fit`` on each outer fold and collect its test scores by name, in the order of the folds.
+
+    ``fit`` must learn from ``fold.train`` only; it returns the scores of ``fold.test`` [n_test] by each method.
+    """
+    scores: dict[str, list[FoldScores]] = {}
+    for fold in outer:
+        for name, score in fit(fold).items():
+            scores.setdefault(name, []).append(FoldScores(fold.seed, fold.fold, fold.test, score))
+    return scores
+
+
+def by_row(scores: Sequence[FoldScores], rows: int) -> Floats:
+    """The scores in the order of the data, [seeds, n]: each row's by the fold that tested it."""
+    seeds = list(dict.fromkeys(one.seed for one in scores))
+    values = np.full((len(seeds), rows), np.nan)
+    for one in scores:
+        values[seeds.index(one.seed), one.test] = one.score
+    return values
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,25 +110,27 @@ def name_of(signals: Sequence[str], scale: LogitScale) -> str:
 
 def evaluate(inputs: Inputs, *, folds: int, seeds: Sequence[int], options: FitOptions) -> Evaluation:
     """Run every outer fold of every seed.  Raises TrainingError for folds without both classes, and NoDirection."""
-    label, rows = inputs.label, np.arange(len(inputs.label))
-    splits = [
-        (place, seed, number, train, test)
-        for place, seed in enumerate(seeds)
-        for number, (train, test) in enumerate(group_folds(label, inputs.group, rows, folds, seed))
-    ]
-    risks = {name: np.full((len(seeds), len(rows)), np.nan) for name in NAMES}
+    label = inputs.label
     records: list[dict[str, Any]] = []
-    for place, seed, number, train, test in tqdm(splits, "evaluation", mininterval=1):
-        chosen, signals = _signals(inputs, train, test, seed, options)
-        record: dict[str, Any] = {"seed": seed, "fold": number, "c": chosen, "rows": len(test), "signals": {}}
+
+    def fit(fold: OuterFold) -> dict[str, Floats]:
+        train, test = fold.train, fold.test
+        chosen, signals = _signals(inputs, train, test, fold.seed, options)
+        record: dict[str, Any] = {"seed": fold.seed, "fold": fold.fold, "c": chosen, "rows": len(test), "signals": {}}
+        risks = {}
+        strata = [inputs.strata[int(row)] for row in test]
         for name, (of_train, of_test) in signals:
             classifier = fit_classifier(of_train, label[train])
-            risk = classifier.risk(of_test)
-            risks[name][place, test] = risk
+            risks[name] = risk = classifier.risk(of_test)
             record["signals"][name] = summary(label[test], risk, classifier.threshold) | _within(
-                label[test], risk, [inputs.strata[int(row)] for row in test]
+                label[test], risk, strata
             )
         records.append(record)
+        return risks
+
+    outer = outer_folds(label, inputs.group, folds=folds, seeds=seeds)
+    scores = nested_cv(tqdm(outer, "evaluation", mininterval=1), fit)
+    risks = {name: by_row(scores[name], len(label)) for name in NAMES}
     return Evaluation(
         {
             "protocol": {
