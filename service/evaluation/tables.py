@@ -1,7 +1,6 @@
-"""A table as data: what the report, the Markdown file and the JSON file all say.  Computes nothing.
+"""A table as data, from which the HTML page, the Markdown file and the JSON file are written.
 
-Every table of a run is one of these, named after the paper's label where it has one, so that it can be put beside the
-published numbers (``published``).
+A table carries the paper's label where it has one, so that the published numbers can be shown beside it.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from service.evaluation.main_table import Run, compare, measured, pooled_ranks
+from service.evaluation.main_table import SplitScores, compare, measured, pooled_ranks
 from service.evaluation.options import OURS
 
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from service.data.run_folder import RowsFile
-from service.evaluation.every_head import fit_every_head
-from service.evaluation.methods.base import Material
+from service.evaluation.head_probes import fit_all_heads
+from service.evaluation.methods.base import MethodInputs
 from service.evaluation.options import EvaluateOptions, Source
 from service.evaluation.splits import cross, kept, kept_split, outer_splits, pooled_depth_mean, residual_split
 from service.fitting.fit import Readouts, Task, fit_probes, require
@@ -21,7 +21,7 @@ GEOMETRY = Geometry(num_layers=4, num_heads=3, head_dim=6, hidden_size=12)
 N = 240
 
 
-def material(tmp_path: Path, *, signal: float = 1.2, seed: int = 0) -> Material:
+def material(tmp_path: Path, *, signal: float = 1.2, seed: int = 0) -> MethodInputs:
     rng = np.random.default_rng(seed)
     label = (rng.random(N) < 0.5).astype(np.int64)
     found = {}
@@ -31,7 +31,7 @@ def material(tmp_path: Path, *, signal: float = 1.2, seed: int = 0) -> Material:
         path = tmp_path / f"{site}.f32"
         rows.astype("<f4").tofile(path)
         found[site] = Readouts(RowsFile(path, GEOMETRY, site, N), np.arange(N), label)
-    return Material(
+    return MethodInputs(
         label=label,
         group=np.arange(N) // 2,
         heads=found[Site.ATTENTION_HEAD],
@@ -48,21 +48,21 @@ def options(tmp_path: Path) -> EvaluateOptions:
 def test_every_head_is_what_the_trainer_fits(tmp_path: Path) -> None:
     made = material(tmp_path)
     task = Task(np.arange(0, 160), np.arange(160, N), 0.3)
-    [every] = fit_every_head(made.heads, [task], jobs=1)
+    [every] = fit_all_heads(made.heads, [task], jobs=1)
     [fit] = require(fit_probes(made.heads, [task], balance="weights", jobs=1))
     assert every.selected.tolist() == fit.head.tolist()
     direction, bias = every.of(every.selected)
     np.testing.assert_allclose(direction, fit.direction)
     np.testing.assert_allclose(bias, fit.bias)
     np.testing.assert_allclose(every.trajectory(), fit.trajectory, rtol=1e-5, atol=1e-5)
-    [shared] = fit_every_head(made.heads, [task], jobs=3)
+    [shared] = fit_all_heads(made.heads, [task], jobs=3)
     assert shared.logits.tobytes() == every.logits.tobytes()
 
 
 def test_the_crossed_readout_is_the_next_layers_same_head(tmp_path: Path) -> None:
     made = material(tmp_path)
     task = Task(np.arange(0, 160), np.arange(160, N), 0.3)
-    [every] = fit_every_head(made.heads, [task], jobs=1)
+    [every] = fit_all_heads(made.heads, [task], jobs=1)
     head = every.selected
     found = cross(made.heads, every, task.test)
     for layer in range(3):
@@ -77,7 +77,7 @@ def test_labels_of_the_test_side_change_nothing(tmp_path: Path) -> None:
     _, _, train, test = outer_splits(made, chosen)[0]
     other = made.label.copy()
     other[test] = 1 - other[test]
-    changed = Material(
+    changed = MethodInputs(
         label=other, group=made.group, heads=Readouts(made.heads.file, made.heads.index, other), residual=None,
         first_token=made.first_token, prompt_tokens=made.prompt_tokens,
     )  # fmt: skip

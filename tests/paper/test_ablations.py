@@ -12,21 +12,21 @@ from sklearn.metrics import roc_auc_score
 
 from service.evaluation.options import RESIDUAL
 from service.evaluation.page.markdown import to_markdown
-from service.evaluation.set_run import SetRun
+from service.evaluation.set_result import SetResult
 from service.evaluation.tables import Table
 from service.paper import ablations
 from service.paper.ablations_depth import depth_key
 from service.paper.ablations_readout import head_distribution, readout_position, readout_site, top_heads
 from service.paper.published import PUBLISHED
 from service.readout import Pooling, Site
-from tests.evaluation.made_run import made_run, scripted_run
+from tests.evaluation.made_result import made_result, scripted_result
 
 LABEL = np.arange(400) // 2 % 2
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> SetRun:
-    return made_run(tmp_path_factory.mktemp("made"))
+def run(tmp_path_factory: pytest.TempPathFactory) -> SetResult:
+    return made_result(tmp_path_factory.mktemp("made"))
 
 
 def noise(layers: int, heads: int = 1, spread: float = 1.0, seed: int = 0) -> np.ndarray:
@@ -41,7 +41,7 @@ def mean(cell: Any) -> float:
     return float(cell["mean"])
 
 
-def test_every_table_of_a_real_fit_is_whole_and_named_as_the_papers(run: SetRun) -> None:
+def test_every_table_of_a_real_fit_is_whole_and_named_as_the_papers(result: SetResult) -> None:
     tables = [table for make in (*ablations.MEAN, *ablations.READOUT) for table in make([run])]
     assert len({table.name for table in tables}) == len(tables) == 10
     for table in tables:
@@ -55,8 +55,8 @@ def test_every_table_of_a_real_fit_is_whole_and_named_as_the_papers(run: SetRun)
     assert to_markdown(tables, "")  # refuses a number that is none
 
 
-def test_the_mean_is_scored_split_by_split(run: SetRun) -> None:
-    by_split = [roc_auc_score(run.label[one.test], one.test_trajectory.mean(axis=1)) for one in run.splits]
+def test_the_mean_is_scored_split_by_split(result: SetResult) -> None:
+    by_split = [roc_auc_score(result.label[one.test], one.test_trajectory.mean(axis=1)) for one in result.splits]
     cell = row(ablations.mean_dominance([run]))["mean"]
     assert cell == pytest.approx({"mean": np.mean(by_split), "std": np.std(by_split)})
     assert row(ablations.location([run]))["mean"] == cell
@@ -67,19 +67,19 @@ def test_the_mean_is_scored_split_by_split(run: SetRun) -> None:
 
 def test_a_level_is_in_the_mean_and_a_slope_in_the_shape() -> None:
     side = 2 * LABEL[:, None, None] - 1
-    level = row(ablations.mean_dominance([scripted_run(noise(9) + side, LABEL)]))
+    level = row(ablations.mean_dominance([scripted_result(noise(9) + side, LABEL)]))
     assert mean(level["mean"]) > 0.99
     assert abs(mean(level["shape"]) - 0.5) < 0.12
     assert mean(level["mean_and_shape"]) > 0.98
-    tilt = row(ablations.mean_dominance([scripted_run(noise(9) + side * (np.arange(9) - 4)[:, None], LABEL)]))
+    tilt = row(ablations.mean_dominance([scripted_result(noise(9) + side * (np.arange(9) - 4)[:, None], LABEL)]))
     assert abs(mean(tilt["mean"]) - 0.5) < 0.1
     assert mean(tilt["shape"]) > 0.99
     assert mean(tilt["mean_and_shape"]) > 0.99
 
 
 def test_too_few_layers_for_source_features_cost_their_row_and_a_note() -> None:
-    short = scripted_run(noise(4), LABEL, name="short")
-    first, second = ablations.mean_dominance([short, scripted_run(noise(9), LABEL, name="long")])
+    short = scripted_result(noise(4), LABEL, name="short")
+    first, second = ablations.mean_dominance([short, scripted_result(noise(9), LABEL, name="long")])
     assert set(first.rows[0]) > {"mean", "shape"}
     assert second.rows[0] == {"set": "short"}
     assert "source" in second.rows[1]
@@ -93,14 +93,14 @@ def test_too_few_layers_for_source_features_cost_their_row_and_a_note() -> None:
 def test_the_median_and_the_trimmed_mean_resist_one_wild_layer() -> None:
     logits = noise(20, seed=1) + LABEL[:, None, None]
     logits[:, 3] = 200 * noise(1, seed=2)[:, 0]
-    found = row(ablations.location([scripted_run(logits, LABEL)]))
+    found = row(ablations.location([scripted_result(logits, LABEL)]))
     assert mean(found["median"]) > 0.95
     assert mean(found["trimmed_mean"]) > 0.95
     assert mean(found["mean"]) < 0.65
     assert abs(found["correlation"]) < 0.5
 
 
-def test_under_ten_layers_the_trimmed_mean_is_the_mean_and_a_note_says_so(run: SetRun) -> None:
+def test_under_ten_layers_the_trimmed_mean_is_the_mean_and_a_note_says_so(result: SetResult) -> None:
     (table,) = ablations.location([run])
     assert table.rows[0]["trimmed_mean"] == table.rows[0]["mean"]
     assert any("8 layers is none" in note for note in table.notes)
@@ -110,7 +110,7 @@ def test_only_the_full_trajectory_sees_two_layers_that_cancel() -> None:
     logits = noise(9, seed=2)
     logits[:, 3] += 2 * (LABEL[:, None] - 0.5)
     logits[:, 4] -= 2 * (LABEL[:, None] - 0.5)
-    found = row(ablations.feature_sets([scripted_run(logits, LABEL)]))
+    found = row(ablations.feature_sets([scripted_result(logits, LABEL)]))
     assert mean(found["full"]) > mean(found["trajectory"]) + 0.15
 
 
@@ -119,7 +119,7 @@ def test_standardised_logits_silence_a_layer_of_large_scale() -> None:
     logits[:, 8] = 100 * noise(1, seed=4)[:, 0]
     scale = np.ones((9, 1))
     scale[8] = 100
-    found = row(ablations.logit_scale([scripted_run(logits, LABEL, scale=scale)]))
+    found = row(ablations.logit_scale([scripted_result(logits, LABEL, scale=scale)]))
     assert mean(found["unit_norm"]) < 0.6
     assert mean(found["standardized"]) > 0.9
     assert mean(found["difference"]) == pytest.approx(mean(found["standardized"]) - mean(found["unit_norm"]))
@@ -129,7 +129,7 @@ def test_the_depth_curve_takes_the_best_training_layer_then_spaced_ones_then_all
     logits = noise(12, seed=5)
     quality = np.full((12, 1), 0.6)
     quality[7] = 0.9
-    run = scripted_run(logits, LABEL, quality=quality, name="curve")
+    run = scripted_result(logits, LABEL, quality=quality, name="curve")
     sizes, means, stds = ablations.depth_curve([run])["curve"]
     assert sizes == [1, 2, 4, 12]
     for size, layers in ((1, [7]), (2, [3, 9]), (4, [3, 5, 7, 9]), (12, range(12))):
@@ -151,7 +151,7 @@ def test_heads_are_taken_by_training_auroc_and_one_without_a_probe_never_is() ->
     logits[:, :, 0] = noise(6, seed=7)[:, :, 0]
     logits[:, :, 1] = -logits[:, :, 2]  # the worst: wrong throughout
     quality = np.tile([0.6, 0.4, 0.9, 0.0], (6, 1))
-    (table,) = top_heads([scripted_run(logits, LABEL, quality=quality)])
+    (table,) = top_heads([scripted_result(logits, LABEL, quality=quality)])
     found = table.rows[0]
     assert mean(found["top_1"]) == 1.0
     assert mean(found["bottom_1"]) == 0.0
@@ -167,7 +167,7 @@ def test_heads_are_taken_by_training_auroc_and_one_without_a_probe_never_is() ->
 
 def test_equal_heads_are_one_head() -> None:
     logits = np.repeat(noise(6, seed=8), 3, axis=2)
-    found = row(head_distribution([scripted_run(logits, LABEL)]))
+    found = row(head_distribution([scripted_result(logits, LABEL)]))
     assert found["heads"] == "6×3"
     assert found["auc_cv"] == pytest.approx(0.0, abs=1e-12)
     assert found["switches"] == 0.0
@@ -179,34 +179,34 @@ def test_equal_heads_are_one_head() -> None:
 def test_a_probe_that_is_all_zeros_counts_as_chance_among_heads() -> None:
     logits = noise(6, heads=3, seed=9)
     logits[:, :, 2] = 0.0
-    (table,) = head_distribution([scripted_run(logits, LABEL, quality=np.tile([0.7, 0.6, 0.0], (6, 1)))])
+    (table,) = head_distribution([scripted_result(logits, LABEL, quality=np.tile([0.7, 0.6, 0.0], (6, 1)))])
     expected = np.std([0.7, 0.6, 0.5]) / np.mean([0.7, 0.6, 0.5])
     assert table.rows[0]["auc_cv"] == pytest.approx(expected)
     assert any("6 heads have constant scores" in note for note in table.notes)
 
 
 def test_independent_heads_have_full_rank() -> None:
-    found = row(head_distribution([scripted_run(noise(6, heads=3, seed=10), LABEL)]))
+    found = row(head_distribution([scripted_result(noise(6, heads=3, seed=10), LABEL)]))
     assert abs(found["correlation"]) < 0.05
     assert found["effective_rank"] > 2.95
 
 
-def test_a_run_without_the_residual_stream_says_so(run: SetRun) -> None:
-    without = replace(run, runs={name: found for name, found in run.runs.items() if name != RESIDUAL})
+def test_a_run_without_the_residual_stream_says_so(result: SetResult) -> None:
+    without = replace(run, runs={name: found for name, found in result.scores.items() if name != RESIDUAL})
     (table,) = readout_site([without])
     assert table.rows[0] == {"set": "made"}
     assert RESIDUAL in table.notes[0]
 
 
-def test_the_residual_difference_is_its_auroc_less_the_heads(run: SetRun) -> None:
+def test_the_residual_difference_is_its_auroc_less_the_heads(result: SetResult) -> None:
     found = row(readout_site([run]))
-    residual = [roc_auc_score(1 - run.label[one.test], one.score) for one in run.runs[RESIDUAL]]
+    residual = [roc_auc_score(1 - result.label[one.test], one.score) for one in result.scores[RESIDUAL]]
     assert mean(found["residual"]) == pytest.approx(np.mean(residual))
     assert mean(found["difference"]) == pytest.approx(mean(found["residual"]) - mean(found["head"]))
 
 
-def test_poolings_are_compared_with_last_1_on_the_folds_of_the_first_seed(run: SetRun) -> None:
-    same = [one.test_trajectory.mean(axis=1) for one in run.folds(0)]
+def test_poolings_are_compared_with_last_1_on_the_folds_of_the_first_seed(result: SetResult) -> None:
+    same = [one.test_trajectory.mean(axis=1) for one in result.folds(0)]
     pooled = {
         (Site.ATTENTION_HEAD, Pooling.LAST_4): same,
         (Site.ATTENTION_HEAD, Pooling.MEAN): [-score for score in same],
@@ -214,7 +214,7 @@ def test_poolings_are_compared_with_last_1_on_the_folds_of_the_first_seed(run: S
     }
     (table,) = readout_position([replace(run, pooled=pooled)])
     found = table.rows[0]
-    last = [roc_auc_score(run.label[one.test], score) for one, score in zip(run.folds(0), same, strict=True)]
+    last = [roc_auc_score(result.label[one.test], score) for one, score in zip(result.folds(0), same, strict=True)]
     assert found["last_1"] == pytest.approx({"mean": np.mean(last), "std": np.std(last)})
     assert found["last_4"] == pytest.approx({"mean": 0.0, "std": 0.0})
     assert mean(found["mean"]) == pytest.approx(1 - 2 * np.mean(last))

@@ -19,8 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,9 +29,8 @@ from tqdm import tqdm
 
 from service.engines.base import Engine, Sampling, TokenIds
 from service.engines.transformers.engine import TransformersEngine
-from service.errors import EngineError, TrainingError
-from service.evaluation.methods.base import Floats, Index, Material, Scores
-from service.readout import Site
+from service.errors import EngineError
+from service.evaluation.methods.base import Floats
 
 Tensor = torch.Tensor
 _NOT_TWICE = (
@@ -40,26 +38,6 @@ _NOT_TWICE = (
     "leave the method out"
 )
 _AT_ONCE = 32  # prompts answered between two steps of the progress bar
-
-
-@dataclass(frozen=True)
-class HalluGuard:
-    """Minus the scores that ``halluguard_scores`` has found; nothing is fitted."""
-
-    name: ClassVar[str] = "halluguard"
-    title: ClassVar[str] = "HalluGuard (post-generation)"
-    needs: ClassVar[tuple[Site, ...]] = ()
-
-    def fit(self, material: Material, train: Index, test: Index, seed: int) -> Scores:
-        """Look the rows up.  Raises TrainingError where the scores were not computed."""
-        if material.halluguard is None:
-            raise TrainingError(
-                "halluguard reads finished answers and none were scored: compute halluguard_scores first "
-                "(transformers engine only), or leave the method out",
-                param="methods",
-            )
-        risk = -material.halluguard
-        return Scores(risk[test], risk[train], "reads the finished answer; risk is minus the published score")
 
 
 def halluguard_scores(engine: Engine, prompts: Sequence[TokenIds], max_new_tokens: int = 64) -> Floats:

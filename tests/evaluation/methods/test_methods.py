@@ -12,7 +12,7 @@ import pytest
 
 from service.errors import TrainingError
 from service.evaluation.methods import METHODS
-from service.evaluation.methods.base import Material, gather, in_processes, inner_pairs
+from service.evaluation.methods.base import MethodInputs, gather, in_processes, inner_pairs
 from service.fitting.fit import Readouts
 from service.fitting.scores import risk_auroc
 from tests.evaluation.methods.made import material, split
@@ -21,11 +21,11 @@ NAMES = ["iti", "fact-probe", "iris", "halluguard", "first-token-max-prob", "fir
 
 
 @pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Material:
+def data(tmp_path_factory: pytest.TempPathFactory) -> MethodInputs:
     return material(tmp_path_factory.mktemp("rows"), strength=1.2)
 
 
-def relabelled(data: Material, label: np.ndarray) -> Material:
+def relabelled(data: MethodInputs, label: np.ndarray) -> MethodInputs:
     def again(readouts: Readouts | None) -> Readouts | None:
         return None if readouts is None else replace(readouts, label=label)
 
@@ -44,7 +44,7 @@ def test_the_names_are_those_of_the_table() -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_scores_rise_with_hallucination_and_never_see_test_labels(data: Material, name: str) -> None:
+def test_scores_rise_with_hallucination_and_never_see_test_labels(data: MethodInputs, name: str) -> None:
     train, test = split(data)
     found = METHODS[name](jobs=1).fit(data, train, test, 3)
     assert found.test.shape == (len(test),)
@@ -65,14 +65,14 @@ def test_scores_rise_with_hallucination_and_never_see_test_labels(data: Material
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_row_s_score_does_not_depend_on_the_rows_beside_it(data: Material, name: str) -> None:
+def test_a_row_s_score_does_not_depend_on_the_rows_beside_it(data: MethodInputs, name: str) -> None:
     train, test = split(data)
     whole = METHODS[name](jobs=1).fit(data, train, test, 0)
     some = METHODS[name](jobs=1).fit(data, train, test[5:9], 0)
     np.testing.assert_allclose(some.test, whole.test[5:9], rtol=1e-4, atol=1e-5)  # float32 products of other shapes
 
 
-def test_what_was_not_made_is_asked_for(data: Material) -> None:
+def test_what_was_not_made_is_asked_for(data: MethodInputs) -> None:
     train, test = split(data)
     with pytest.raises(TrainingError, match="residual_stream, which was not extracted"):
         METHODS["fact-probe"]().fit(replace(data, residual=None), train, test, 0)
@@ -80,7 +80,7 @@ def test_what_was_not_made_is_asked_for(data: Material) -> None:
         METHODS["halluguard"]().fit(replace(data, halluguard=None), train, test, 0)
 
 
-def test_inner_splits_keep_groups_whole(data: Material) -> None:
+def test_inner_splits_keep_groups_whole(data: MethodInputs) -> None:
     train, _ = split(data)
     pairs = inner_pairs(data, train, 3, 0, "fold")
     assert len(pairs) == 3
