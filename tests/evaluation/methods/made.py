@@ -1,4 +1,4 @@
-"""MethodInputs with a planted signal: where it lies, and how strong it is, is known."""
+"""Inputs with a planted signal of known place and strength."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def readouts(folder: Path, rows: np.ndarray, label: np.ndarray, site: Site, geom
     return Readouts(RowsFile(path, geometry, site, len(padded)), np.arange(3, len(padded)), label)
 
 
-def material(folder: Path, count: int = 240, seed: int = 0, strength: float = 0.8) -> MethodInputs:
+def made_inputs(folder: Path, count: int = 240, seed: int = 0, strength: float = 0.8) -> MethodInputs:
     """Groups of two rows; a strong head at ``BEST``, a weaker one elsewhere, a residual stream spread over ``WIDE``."""
     rng = np.random.default_rng(seed)
     group = np.arange(count) // 2
