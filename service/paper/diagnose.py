@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from service.errors import DataError
 from service.fitting.scores import auroc
 from service.paper.diagnostics.chen_qin import chen_qin
-from service.paper.diagnostics.classes import Floats, middle_layers
+from service.paper.diagnostics.classes import Floats, as_document, middle_layers
 from service.paper.diagnostics.features import trajectory_features
 from service.paper.diagnostics.fisher import Shrinkage, fisher_gap
 from service.paper.diagnostics.geometry import layer_geometry, readout_geometry, transition_geometry
@@ -86,7 +86,7 @@ def read_set(path: Path | str) -> LabelledSet:
 
 def diagnose_set(data: LabelledSet, shrinkage: Shrinkage = None) -> dict[str, Any]:
     """The same for arrays that were read."""
-    variance = variance_components(data.trajectory, data.label).document()
+    variance = as_document(variance_components(data.trajectory, data.label))
     if data.groups is not None and data.groups < len(data.label):
         # Nothing here resamples, so groups change no number; they change what a p-value is worth.
         variance["groups"] = data.groups
@@ -95,8 +95,8 @@ def diagnose_set(data: LabelledSet, shrinkage: Shrinkage = None) -> dict[str, An
             f"independent, which flatters them where rows of a group are alike"
         )
     document: dict[str, Any] = {
-        "fisher": fisher_gap(data.trajectory, data.label, shrinkage).document(),
-        "snr": snr_table(data.trajectory, data.label).document(),
+        "fisher": as_document(fisher_gap(data.trajectory, data.label, shrinkage)),
+        "snr": as_document(snr_table(data.trajectory, data.label)),
         "variance": variance,
         "features": {name: auroc(data.label, one) for name, one in trajectory_features(data.trajectory).items()},
     }
@@ -179,8 +179,8 @@ def _geometry(data: LabelledSet, readout: NDArray[np.floating]) -> dict[str, Any
     increments, logits = _increments(readout, v)
     found = readout_geometry(layers, transition_geometry(increments, v, data.label), dim)
     document = found.document()
-    document["kappa"] = kappa_table(increments.w, data.label).document()
-    document["isotropy"] = isotropy(v, found.middle["stable_rank"]).document()
+    document["kappa"] = as_document(kappa_table(increments.w, data.label))
+    document["isotropy"] = as_document(isotropy(v, found.middle["stable_rank"]))
     document["notes"].append(
         "W, K, kappa and isotropy take readout l + 1 as the same head's as readout l: exact for the residual stream "
         "and for one head fixed through all layers, a convention (the paper's readout gauge) for heads chosen by layer"

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -19,7 +19,6 @@ from service.errors import TrainingError
 from service.paper.diagnostics.classes import (
     Floats,
     Mask,
-    as_document,
     as_float,
     centred,
     factual_rows,
@@ -51,10 +50,6 @@ class FisherGap:
     rows: int
     layers: int
     notes: tuple[str, ...] = ()
-
-    def document(self) -> dict[str, Any]:
-        """For the JSON file."""
-        return dict(as_document(self))
 
 
 def fisher_gap(trajectory: ArrayLike, label: ArrayLike, shrinkage: Shrinkage = None) -> FisherGap:
