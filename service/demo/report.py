@@ -29,6 +29,7 @@ from service.engines.base import Engine
 from service.fitting.calibration import FitOptions, fit_classifier
 from service.fitting.fit import Floats, Index, Readouts
 from service.fitting.folds import OuterFold, outer_folds
+from service.fitting.markdown import markdown_table
 from service.fitting.nested_cv import by_row, nested_cv, probe_columns
 from service.fitting.options import C_GRID
 from service.fitting.scores import auprc, ece, within_stratum_auroc
@@ -242,9 +243,10 @@ def markdown(document: dict[str, Any]) -> str:
         "no_refusal_auroc_within_kind_x_template": "within kind x template",
         "ece": "ECE",
     }
-    lines = ["| method | " + " | ".join(heads.values()) + " |", "| --- |" + " --- |" * len(heads)]
+    rows = []
     for name, title in METHODS.items():
         row = document["table"][name]
-        values = [f"{row[key]['mean']:.3f} ± {row[key]['std']:.3f}" if key in row else "" for key in heads]
-        lines.append(f"| {title} | " + " | ".join(values) + " |")
-    return "\n".join(lines) + "\n"
+        rows.append(
+            [title] + [f"{row[key]['mean']:.3f} ± {row[key]['std']:.3f}" if key in row else "" for key in heads]
+        )
+    return markdown_table(["method", *heads.values()], rows) + "\n"

@@ -12,6 +12,7 @@ from typing import Any
 
 from probes_store.manifest import ModelRecord, TrainingRecord
 from service.fitting.calibration import FinalClassifier
+from service.fitting.markdown import markdown_table
 from service.fitting.options import LogitScale
 
 METRICS = {
@@ -198,12 +199,12 @@ def _mean_std(cell: Mapping[str, float]) -> str:
 def _table(signals: Mapping[str, Mapping[str, Any]], show: Callable[[Any], str], own: str) -> str:
     every = METRICS | WITHIN
     columns = {key: text for key, text in every.items() if any(key in row for row in signals.values())}
-    lines = ["| signal | " + " | ".join(columns.values()) + " |", "| --- " * (len(columns) + 1) + "|"]
+    rows = []
     for name, row in signals.items():
         cells = [show(row[key]) if row.get(key) is not None else "-" for key in columns]
         title = f"**{SIGNALS[name]}**" if name == own else SIGNALS[name]
-        lines.append(f"| {title} | " + " | ".join(cells) + " |")
-    return "\n".join(lines) + "\n"
+        rows.append([title, *cells])
+    return markdown_table(["signal", *columns.values()], rows) + "\n"
 
 
 def _carries(facts: CardFacts) -> str:
