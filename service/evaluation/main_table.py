@@ -76,7 +76,7 @@ def compare(
     seeds = sorted({split.seed for split in scores[OURS]})
     pairs = [[pooled_ranks(len(label), scores[name], seed) for name in (OURS, other)] for seed in seeds]
     p_values = [p for ours, theirs in pairs if (p := delong(label, ours, theirs).p_value) is not None]
-    drawn = paired_bootstrap(label, *pairs[0], group, RESAMPLES, 0)
+    drawn = paired_bootstrap(label, pairs[0][0], pairs[0][1], group, RESAMPLES, 0)
     return Comparison(
         other, drawn.difference, drawn.low, drawn.high, drawn.p_value, float(np.median(p_values)) if p_values else None
     )

@@ -15,7 +15,7 @@ Cell = str | int | float | None | Mapping[str, float]  # a mapping is {"mean": x
 
 @dataclass(frozen=True)
 class Column:
-    """One column: the key in each row, what stands above it, and how its cells are written.
+    """One column: the key in each row, its heading, and how its cells are written.
 
     number: ``digits`` decimals; percent: a share of 1 written as 12.3; p_value: two digits, "< 0.001" below.
     higher: whether a larger value is better (the best is set in bold), None where neither is.

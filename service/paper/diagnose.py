@@ -1,7 +1,7 @@
 """``hallutracer diagnose``: a file of labelled trajectories -> the diagnostics that need no model.
 
 An ``.npz`` with trajectory [N, m] and label [N] (1 factual, 0 hallucinated); optional group [N], readout [N, m, d] and
-direction [m, d].  Reads arrays only, never pickles.  Knows no bundle, no engine and no table.
+direction [m, d].  Reads arrays only, never pickles.
 """
 
 from __future__ import annotations
@@ -113,14 +113,14 @@ def _arrays(path: Path) -> dict[str, NDArray[Any]]:
         if not isinstance(loaded, Mapping):
             raise DataError(str(path), [f"one bare array, not a .npz archive of named ones: {made}"])
         with cast(Any, loaded):
-            found = {}
+            arrays = {}
             for name in loaded:
                 try:
-                    found[name] = np.asarray(loaded[name])
+                    arrays[name] = np.asarray(loaded[name])
                 except ValueError as error:
                     reason = "store it as numbers, or as fixed-width text" if "pickle" in str(error) else str(error)
                     raise DataError(str(path), [f"{name}: cannot be read without unpickling: {reason}"]) from error
-            return found
+            return arrays
     except (ValueError, EOFError, zlib.error, zipfile.BadZipFile) as error:
         reason = "no NumPy file" if "pickle" in str(error) else str(error)
         raise DataError(str(path), [f"not a readable .npz archive ({reason}): {made}"]) from error
@@ -177,10 +177,10 @@ def _geometry(data: LabelledSet, readout: NDArray[np.floating]) -> dict[str, Any
     if v is None:
         return readout_geometry(layers, (), dim).document()
     increments, logits = _increments(readout, v)
-    found = readout_geometry(layers, transition_geometry(increments, v, data.label), dim)
-    document = found.document()
+    geometry = readout_geometry(layers, transition_geometry(increments, v, data.label), dim)
+    document = geometry.document()
     document["kappa"] = as_document(kappa_table(increments.w, data.label))
-    document["isotropy"] = as_document(isotropy(v, found.middle["stable_rank"]))
+    document["isotropy"] = as_document(isotropy(v, geometry.middle["stable_rank"]))
     document["notes"].append(
         "W, K, kappa and isotropy take readout l + 1 as the same head's as readout l: exact for the residual stream "
         "and for one head fixed through all layers, a convention (the paper's readout gauge) for heads chosen by layer"

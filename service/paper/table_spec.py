@@ -70,7 +70,7 @@ def make_tables(specs: Sequence[TableSpec], results: Sequence[SetResult]) -> lis
 def attributes(diagnostic: Any, notes: list[str]) -> dict[str, Any]:
     """The cells of a diagnostic's result, by its field names; its notes are added to ``notes``."""
     notes += diagnostic.notes
-    return vars(diagnostic)
+    return dict(vars(diagnostic))
 
 
 def _row(make: RowMaker, result: SetResult, notes: list[str]) -> Row:

@@ -19,11 +19,11 @@ from numpy.typing import NDArray
 from PIL import Image
 from sklearn.metrics import precision_recall_curve, roc_curve
 
+from service.fitting.plotting import BLUE, GREEN, GREY, ORANGE, PURPLE, class_bands, layer_ticks, thinned
 from service.fitting.scores import ECE_BINS, auprc, ece, reliability, risk_auroc
 
 Floats = NDArray[np.float64]
 
-BLUE, ORANGE, GREEN, PURPLE, GREY = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#777777"
 _LINES = ((BLUE, "-"), (ORANGE, "--"), (GREEN, "-."), (PURPLE, ":"))
 _STYLE: Any = {
     "font.family": "DejaVu Sans",  # comes with matplotlib, so every machine draws the same letters
@@ -73,7 +73,7 @@ def _roc(data: PlotData, names: Sequence[str]) -> bytes:
         figure, axes = _figure()
         for name, (colour, line) in zip(names, _LINES, strict=False):
             wrong, caught, _ = roc_curve(1 - data.label, data.risk[name])
-            thin = _thin(len(wrong))
+            thin = thinned(len(wrong), _POINTS)
             text = f"{name} (AUROC {risk_auroc(data.label, data.risk[name]):.3f})"
             axes.plot(wrong[thin], caught[thin], line, color=colour, label=text, linewidth=1.6)
         axes.plot([0, 1], [0, 1], color=GREY, linewidth=0.8, label="chance")
@@ -89,7 +89,7 @@ def _precision_recall(data: PlotData, names: Sequence[str]) -> bytes:
         figure, axes = _figure()
         for name, (colour, line) in zip(names, _LINES, strict=False):
             precision, recall, _ = precision_recall_curve(1 - data.label, data.risk[name])
-            thin = _thin(len(recall))
+            thin = thinned(len(recall), _POINTS)
             text = f"{name} (AUPRC {auprc(data.label, data.risk[name], positive=0):.3f})"
             axes.step(recall[thin], precision[thin], line, where="post", color=colour, label=text, linewidth=1.4)
         share = float(np.mean(data.label == 0))
@@ -120,15 +120,11 @@ def _reliability(data: PlotData, names: Sequence[str]) -> bytes:
 def _trajectories(data: PlotData) -> bytes:
     with rc_context(_STYLE):
         figure, axes = _figure(wide=True)
-        layers = np.arange(data.trajectory_mean.shape[1])
-        for row, name, colour, line in ((1, "factual", BLUE, "-"), (0, "hallucinated", ORANGE, "--")):
-            mean, std = data.trajectory_mean[row], data.trajectory_std[row]
-            axes.fill_between(layers, mean - std, mean + std, color=colour, alpha=0.15, linewidth=0)
-            axes.plot(layers, mean, line, color=colour, label=f"{name}: mean, band of 1 std", linewidth=1.8)
-        axes.axhline(0, color=GREY, linewidth=0.8)
+        classes = zip(("factual", "hallucinated"), data.trajectory_mean[::-1], data.trajectory_std[::-1], strict=True)
+        class_bands(axes, [(f"{name}: mean, band of 1 std", mean, std) for name, mean, std in classes])
         axes.set(title="Truth logit over depth, out of fold", xlabel="layer (0 is the first block)",
                  ylabel=f"truth logit\n({data.logit_unit})")  # fmt: skip
-        _layer_ticks(axes, len(layers))
+        layer_ticks(axes, data.trajectory_mean.shape[1], 16)
         axes.legend(loc="best")
         return _png(figure)
 
@@ -147,7 +143,7 @@ def _layers(data: PlotData) -> bytes:
         margin = 0.06 * (high - low)
         axes.set(title="Separation by layer, out of fold", xlabel="layer (0 is the first block)",
                  ylabel="AUROC", ylim=(low - margin, min(1.005, high + 4 * margin)))  # fmt: skip
-        _layer_ticks(axes, len(layers))
+        layer_ticks(axes, len(layers), 16)
         axes.legend(loc="upper left", ncols=3)
         return _png(figure)
 
@@ -156,17 +152,6 @@ def _figure(*, wide: bool = False) -> tuple[Figure, Axes]:
     figure = Figure(figsize=(6.2, 3.4) if wide else (4.8, 4.4), layout="constrained")
     FigureCanvasAgg(figure)
     return figure, figure.add_subplot()
-
-
-def _layer_ticks(axes: Axes, layers: int) -> None:
-    step = max(1, -(-layers // 16))
-    axes.set_xticks(range(0, layers, step))
-    axes.set_xlim(-0.5, layers - 0.5)
-
-
-def _thin(length: int) -> NDArray[np.int64]:
-    """At most _POINTS places of a curve, both ends among them."""
-    return np.unique(np.linspace(0, length - 1, min(length, _POINTS)).round().astype(np.int64))
 
 
 def _png(figure: Figure) -> bytes:

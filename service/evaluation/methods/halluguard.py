@@ -49,7 +49,7 @@ def halluguard_scores(engine: Engine, prompts: Sequence[TokenIds], max_new_token
 
     Raises:
         EngineError: another engine than the transformers one; a model whose kernels cannot be differentiated twice; a
-            prompt that leaves no room for an answer.
+            prompt that fills the context.
         RequestError: prompts or ``max_new_tokens`` that the engine refuses.
     """
     if not isinstance(engine, TransformersEngine):
@@ -108,9 +108,9 @@ def unit_gram(values: Tensor, parameters: Sequence[Tensor]) -> Floats:
         EngineError: the diagonal is not the gradients' squared norms, which happens where a kernel with a derivative of
             its own takes its second one for zero.
     """
-    found = torch.autograd.grad(values.sum(), parameters, retain_graph=True, allow_unused=True)
-    used = [one for one, gradient in zip(parameters, found, strict=True) if gradient is not None]
-    del found
+    gradients = torch.autograd.grad(values.sum(), parameters, retain_graph=True, allow_unused=True)
+    used = [parameter for parameter, gradient in zip(parameters, gradients, strict=True) if gradient is not None]
+    del gradients
     weights = torch.zeros_like(values, requires_grad=True)
     pulled = torch.autograd.grad(values, used, grad_outputs=weights, create_graph=True)
     columns, squares = [], []

@@ -23,9 +23,9 @@ from numpy.typing import ArrayLike, NDArray
 from sklearn.metrics import precision_recall_curve, roc_curve
 
 from service.evaluation.page.report_data import Figure
+from service.fitting.plotting import BLUE, GREEN, GREY, ORANGE, PURPLE, class_bands, layer_ticks, thinned
 from service.fitting.scores import ECE_BINS, auprc, ece, risk_auroc
 from service.fitting.scores import reliability as reliability_bins
-from service.trainer.plots import BLUE, GREEN, GREY, ORANGE, PURPLE
 
 Floats = NDArray[np.float64]
 
@@ -56,6 +56,7 @@ _STYLE: Any = {
     "svg.fonttype": "none",
     "svg.hashsalt": "hallutracer",
 }
+_MAX_TICKS = 12
 _MAX_POINTS = 200  # of a curve; more would not be seen
 
 
@@ -93,24 +94,22 @@ def trajectories(trajectory: ArrayLike, label: ArrayLike, unit: str = "unit-norm
     values, classes = _array(trajectory, "trajectory", ndim=2), np.asarray(label)
     with rc_context(_STYLE):
         figure, (axes,) = _figure(1)
-        layers = np.arange(values.shape[1])
-        shown = []
-        for row, name, colour, line in ((1, "factual", BLUE, "-"), (0, "hallucinated", ORANGE, "--")):
+        bands, shown = [], []
+        for row, name in ((1, "factual"), (0, "hallucinated")):
             inside = values[classes == row]
             if not len(inside):
                 raise ValueError(f"no {name} row (label {row}) among {len(values)}: both classes are drawn")
-            mean, std = inside.mean(axis=0), inside.std(axis=0)
-            axes.fill_between(layers, mean - std, mean + std, color=colour, alpha=0.15, linewidth=0)
-            axes.plot(layers, mean, line, color=colour, linewidth=1.8, label=f"{name} (n = {len(inside):,})")
+            mean = inside.mean(axis=0)
+            bands.append((f"{name} (n = {len(inside):,})", mean, inside.std(axis=0)))
             shown.append(f"{name} rows average {mean.mean():.2f} over depth, {mean[-1]:.2f} at the last layer")
-        axes.axhline(0, color=GREY, linewidth=0.8)
+        class_bands(axes, bands)
         axes.set(xlabel="layer (0 is the first block)", ylabel=f"truth logit\n({unit})")
-        _layer_ticks(axes, len(layers))
+        layer_ticks(axes, values.shape[1], _MAX_TICKS)
         _legend(figure, axes)
         return Figure(
             "trajectories",
             "Truth logit over depth: mean of each class, band of one standard deviation.",
-            f"Two lines over {len(layers)} layers: {'; '.join(shown)}.",
+            f"Two lines over {values.shape[1]} layers: {'; '.join(shown)}.",
             _svg(figure),
         )
 
@@ -129,11 +128,11 @@ def roc_pr(label: ArrayLike, risks: Mapping[str, ArrayLike]) -> Figure:
             score, width = _array(risk, name), 2.2 if index == 0 else 1.2
             area, precision_area = risk_auroc(classes, score), auprc(classes, score, positive=0)
             wrong, caught, _ = roc_curve(1 - classes, score)
-            thin = _thin(len(wrong))
+            thin = thinned(len(wrong), _MAX_POINTS)
             text = f"{name} ({area:.3f}, {precision_area:.3f})"
             left.plot(wrong[thin], caught[thin], line, color=colour, linewidth=width, label=text)
             precision, recall, _ = precision_recall_curve(1 - classes, score)
-            thin = _thin(len(recall))
+            thin = thinned(len(recall), _MAX_POINTS)
             right.step(recall[thin], precision[thin], line, where="post", color=colour, linewidth=width)
             shown.append(f"{name} {area:.3f} and {precision_area:.3f}")
         left.plot([0, 1], [0, 1], color=GREY, linewidth=0.8)
@@ -197,7 +196,7 @@ def geometry(adjacent_cos: ArrayLike, energy: ArrayLike, width: int) -> Figure:
         right.axhline(even, color=ORANGE, linestyle="--", linewidth=1.4, label="a random direction")
         right.set(title="share of variance along the probe", xlabel="layer")
         for axes, count, top in ((left, len(cosines), chance), (right, len(shares), even)):
-            _layer_ticks(axes, count)
+            layer_ticks(axes, count, _MAX_TICKS)
             axes.set_ylim(0, 1.1 * max(float(axes.dataLim.ymax), top))
         _legend(figure, right)
         return Figure(
@@ -217,7 +216,7 @@ def _figure(panels: int, width: float = 6.6, height: float = 3.4) -> tuple[mpl.F
 
 
 def _looks() -> Iterator[tuple[str, str]]:
-    """Colour and line style, no pair twice among the first 28; neighbours differ in both."""
+    """Colour and line style, all pairs differ among the first 28; consecutive ones differ in both."""
     for index in range(len(_COLOURS) * len(_LINES)):
         yield _COLOURS[index % len(_COLOURS)], _LINES[index % len(_LINES)]
 
@@ -228,20 +227,10 @@ def _legend(figure: mpl.Figure, axes: Axes, columns: int = 2) -> None:
     figure.legend(handles, labels, loc="outside lower center", ncols=min(columns, max(len(labels), 1)))
 
 
-def _layer_ticks(axes: Axes, layers: int) -> None:
-    axes.set_xticks(range(0, layers, max(1, -(-layers // 12))))
-    axes.set_xlim(-0.5, layers - 0.5)
-
-
-def _thin(length: int) -> NDArray[np.int64]:
-    """At most _MAX_POINTS places of a curve, both ends among them."""
-    return np.unique(np.linspace(0, length - 1, min(length, _MAX_POINTS)).round().astype(np.int64))
-
-
 def _array(values: ArrayLike, name: str, ndim: int = 1) -> Floats:
     array = np.asarray(values, np.float64)
     if array.ndim != ndim or not array.size or not np.isfinite(array).all():
-        raise ValueError(f"{name!r}: {ndim}-dimensional, non-empty and finite was expected, found shape {array.shape}")
+        raise ValueError(f"{name!r}: {ndim}-dimensional, non-empty and finite is needed, the shape is {array.shape}")
     return array
 
 

@@ -1,7 +1,7 @@
 """What every diagnostic shares: two classes, their gap, their pooled spread, the middle layers, a result as JSON.
 
 The pooled within-class covariance is sum_c pi_c Cov_c (App. uniform-proof) with pi_c = n_c / N and Cov_c the unbiased
-sample covariance.  Knows nothing of trajectories: the last axes of an array are whatever the caller means by them.
+sample covariance.  Arrays are [N, ...]: rows first, any further axes.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 The gain is computed twice, by the paper's level and shape parts and directly, and must agree.  All of it is estimated
 on the rows it is given, where even layers of pure noise seem to help: R^2 is too large by about
-(m - 1) (1/n_F + 1/n_H) / SNR^2 of the mean.  ``r_fisher_unbiased`` takes that out.  Knows no readouts.
+(m - 1) (1/n_F + 1/n_H) / SNR^2 of the mean.  ``r_fisher_unbiased`` takes that out.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The exact split of a trajectory's increments, dL_l = W_l + K_l (Prop. decomp, Eq. decomp), from readouts.
 
 W_l = phi_l(a_{l+1}^{(k_l)}) - L_l: the frozen probe and head of layer l on the next layer.  K_l = L_{l+1} -
-phi_l(a_{l+1}^{(k_l)}): what the new probe and head change.  One layer's rows are in memory at a time.  Knows no label.
+phi_l(a_{l+1}^{(k_l)}): what the new probe and head change.  One layer's rows are in memory at a time.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Are probe directions of a FIXED head like independent random ones?  Three tests (App. isotropy-verification).
 
 The paper's protocol takes one head for all layers, so that directions share a space; with per-layer heads the numbers
-are the same sums in coordinates that the fixed readout gauge identifies.  Knows no rows and no label.
+are the same sums in coordinates that the fixed readout gauge identifies.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """The four parts of the readout change K_l: probe, metric, head and bias (Lemma k-decomp; Tables k-decomp-auroc, -cov).
 
 Defined for the paper's unit-norm logits.  z_l is always the standardisation of layer l's SELECTED head, also where it
-is applied to another head's activations, as the lemma writes.  Fits nothing: out-of-fold probes are the caller's care.
+is applied to another head's activations, as the lemma writes.  The caller
+passes out-of-fold probes.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Slope against depth mean: predicted and measured ratio of their SNRs (Prop. snr, Table snr_verification).
-
-Knows no readouts and no classifier.
-"""
+"""Slope against depth mean: predicted and measured ratio of their SNRs (Prop. snr, Table snr_verification)."""
 
 from __future__ import annotations
 

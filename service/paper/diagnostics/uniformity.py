@@ -1,7 +1,4 @@
-"""How alike the heads of a layer are (App. head-uniformity, Table head_distribution).
-
-Knows no probe: per-head AUROCs and scores are made by the caller.
-"""
+"""How alike the heads of a layer are (App. head-uniformity, Table head_distribution)."""
 
 from __future__ import annotations
 

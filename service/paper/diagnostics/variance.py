@@ -1,7 +1,7 @@
 """Random-intercept variance components of trajectories: ICC and residual correlation by lag (Table variance-decomp).
 
 L_l = mu_l^(c) + alpha_i + eps_{i,l}.  The paper's ICC (Eq. icc) is a plug-in: it takes Var(alpha-hat), which holds
-sigma_eps^2 / m besides sigma_alpha^2, over the sum of both.  ``icc_unbiased`` separates them.  Knows no readouts.
+sigma_eps^2 / m besides sigma_alpha^2, over the sum of both.  ``icc_unbiased`` separates them.
 """
 
 from __future__ import annotations
