@@ -66,7 +66,7 @@ class EvaluateOptions:
                 raise TrainingError(f"{field} must be at least {least}, not {getattr(self, field)}", param=field)
         if self.judge == "openai":
             raise TrainingError(
-                "the openai judge needs an endpoint, which cannot be set here: give labels in the rows or another judge",
+                "the openai judge needs an endpoint, which cannot be set here: give labels or another judge",
                 param="judge",
             )
         if self.c is not None and not self.c > 0:
