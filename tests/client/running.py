@@ -14,9 +14,10 @@ import httpx
 import uvicorn
 
 from service.api.app import create_app
-from service.api.state import ServiceState
+from service.engines.scheduler import Scheduled
 from service.engines.scripted import ScriptedEngine
 from service.scoring import Scorer
+from service.serving.state import ServiceState
 from service.settings import ServiceSettings
 from tests.matching import matching_bundle
 
@@ -40,7 +41,8 @@ def running(folder: Path, settings: ServiceSettings, *, answer: str = "It is so.
     engine = ScriptedEngine(answer=answer)
     bundles = [matching_bundle(engine, folder, name, seed) for seed, name in enumerate(("one", "two"))]
     loaded = threading.Event()
-    state = ServiceState(lambda: [Scorer(engine, bundle) for bundle in bundles], settings=settings)
+    served = Scheduled(engine)
+    state = ServiceState(lambda: [Scorer(served, bundle) for bundle in bundles], settings=settings)
     app = create_app(state, lambda _: loaded.set())
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
