@@ -15,7 +15,7 @@ import numpy as np
 from joblib import cpu_count
 from numpy.typing import NDArray
 
-from service.data.run_folder import atomic_write
+from probes_store.durable import atomic_write
 from service.errors import TrainingError
 from service.evaluation.every_head import EveryHead, fit_every_head
 from service.evaluation.methods.base import Material
