@@ -91,7 +91,7 @@ def _fit(item: tuple[Readouts, tuple[Task, ...], int, list[int]]) -> list[Part]:
                 if found is None:
                     made[number].append((np.zeros(dim), 0.0, 1.0, 0.0, np.zeros(len(task.test), np.float32)))
                     continue
-                probe = unit_probe(x, readouts.label, task, layer, head, found)
+                probe = unit_probe(x, readouts.label, task, head, found)
                 test = project(x, task.test, probe.direction, probe.bias).astype(np.float32)
                 made[number].append((probe.direction, probe.bias, probe.scale, probe.auroc, test))
     return [
