@@ -84,7 +84,7 @@ def _fit(item: tuple[Readouts, tuple[Task, ...], int, list[int]]) -> list[list[N
                 if fit is None:
                     of_task.append((np.zeros(dim), 0.0, 1.0, 0.0, np.zeros(len(task.test), np.float32)))
                     continue
-                probe = unit_probe(x, readouts.label, task, layer, head, fit)
+                probe = unit_probe(x, readouts.label, task, head, fit)
                 logits = project(x, task.test, probe.direction, probe.bias).astype(np.float32)
                 of_task.append((probe.direction, probe.bias, probe.scale, probe.auroc, logits))
     return [[np.stack(values) for values in zip(*of_task, strict=True)] for of_task in fitted]

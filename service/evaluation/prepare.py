@@ -15,11 +15,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from probes_store.durable import atomic_write
 from service.data.collection import Collection, collect
 from service.data.labels import check_answers, given_labels, judged_labels
 from service.data.options import ABSTAIN, JudgeName, JudgeOptions, Labels
 from service.data.rows import objects
-from service.data.run_folder import atomic_write
 from service.data.sets.registry import SETS, SetInfo, read_set
 from service.data.training_rows import Dataset, class_problems, read_dataset
 from service.engines.base import Engine
@@ -117,8 +117,8 @@ def within_context(engine: Engine, rows: SetRows, folder: Path, folds: int, prom
     reserve = rows.max_new_tokens if rows.labels == "generate" else 0
     long = {
         row.line
-        for row, prompt, messages in rows.dataset.prompts()
-        if len(render(engine, prompt, messages, prompt_format)) + reserve > engine.identity.max_tokens
+        for row in rows.dataset.rows
+        if len(render(engine, row.prompt, row.messages, prompt_format)) + reserve > engine.identity.max_tokens
     }
     if not long:
         return rows

@@ -16,7 +16,7 @@ import numpy as np
 from joblib import cpu_count
 from numpy.typing import NDArray
 
-from service.data.run_folder import atomic_write
+from probes_store.durable import atomic_write
 from service.evaluation.head_probes import HeadProbes, fit_all_heads
 from service.evaluation.methods.base import MethodInputs
 from service.evaluation.options import EvaluateOptions

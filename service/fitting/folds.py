@@ -42,7 +42,7 @@ def group_folds(
 ) -> list[tuple[Index, Index]]:
     """(train, test) positions, both inside ``rows``: label [n], group [n], rows [r].
 
-    No group stands on both sides, every row is tested once, and either side of every fold has both classes.
+    Groups are disjoint, every row is tested once, and both sides of every fold have both classes.
 
     Raises:
         TrainingError: a side of a fold lacks a class; names seed, fold and cure.
@@ -67,10 +67,10 @@ def group_folds(
     return pairs
 
 
-@lru_cache(maxsize=2)  # the choice of C and the cross-fit ask for the same folds, and a split takes a second
+@lru_cache(maxsize=2)  # the choice of C and the cross-fit use the same folds, and a split takes a second
 def _split(label: bytes, group: bytes, folds: int, seed: int) -> tuple[tuple[Index, Index], ...]:
     y, groups = np.frombuffer(label, np.int64), np.frombuffer(group, np.int64)
     splitter = StratifiedGroupKFold(folds, shuffle=True, random_state=seed)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # a class with few rows: the caller checks every side and says more
+        warnings.simplefilter("ignore")  # a class with few rows: the caller checks every side
         return tuple(splitter.split(y, y, groups))

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 import service
-from service.data.run_folder import atomic_write
+from probes_store.durable import atomic_write
 from service.errors import TrainingError
 from service.evaluation.main_table import pooled_ranks
 from service.evaluation.options import OURS
