@@ -28,8 +28,9 @@ from service.demo.questions import questions
 from service.engines.base import Engine
 from service.fitting.calibration import FitOptions, fit_classifier
 from service.fitting.fit import Floats, Index, Readouts
-from service.fitting.folds import group_folds
-from service.fitting.nested_cv import probe_columns
+from service.fitting.folds import OuterFold, outer_folds
+from service.fitting.markdown import markdown_table
+from service.fitting.nested_cv import by_row, nested_cv, probe_columns
 from service.fitting.options import C_GRID
 from service.fitting.scores import auprc, ece, within_stratum_auroc
 from service.readout import Site
@@ -100,16 +101,19 @@ def ask(engine: Engine, folder: Path, judge: JudgeOptions) -> Asked:
 def risks(asked: Asked, fold_seed: int, jobs: int) -> tuple[dict[str, Floats], Index]:
     """Each method's risk for every row [n], by a fold that never saw the row's entity; and that fold's number [n]."""
     options = FitOptions("weights", INNER_FOLDS, None, C_GRID, jobs)
-    found = {name: np.full(len(asked.label), np.nan) for name in METHODS}
-    every = np.arange(len(asked.label))
-    fold = np.full(len(asked.label), -1)
-    for number, (train, test) in enumerate(group_folds(asked.label, asked.group, every, FOLDS, fold_seed)):
-        fold[test] = number
-        for name, of_train, of_test in _columns(asked, train, test, fold_seed, options):
-            found[name][test] = fit_classifier(of_train, asked.label[train]).risk(of_test)
-        for name, risk in _shortcuts(asked, train, test):
-            found[name][test] = risk
-    return found, fold
+    outer = outer_folds(asked.label, asked.group, folds=FOLDS, seeds=(fold_seed,))
+
+    def fit(fold: OuterFold) -> dict[str, Floats]:
+        label = asked.label[fold.train]
+        columns = _columns(asked, fold.train, fold.test, fold_seed, options)
+        scores = {name: fit_classifier(of_train, label).risk(of_test) for name, of_train, of_test in columns}
+        return scores | dict(_shortcuts(asked, fold.train, fold.test))
+
+    scores = nested_cv(outer, fit)
+    number = np.full(len(asked.label), -1)
+    for fold in outer:
+        number[fold.test] = fold.fold
+    return {name: by_row(scores[name], len(asked.label))[0] for name in METHODS}, number
 
 
 def _columns(
@@ -239,9 +243,10 @@ def markdown(document: dict[str, Any]) -> str:
         "no_refusal_auroc_within_kind_x_template": "within kind x template",
         "ece": "ECE",
     }
-    lines = ["| method | " + " | ".join(heads.values()) + " |", "| --- |" + " --- |" * len(heads)]
+    rows = []
     for name, title in METHODS.items():
         row = document["table"][name]
-        values = [f"{row[key]['mean']:.3f} ± {row[key]['std']:.3f}" if key in row else "" for key in heads]
-        lines.append(f"| {title} | " + " | ".join(values) + " |")
-    return "\n".join(lines) + "\n"
+        rows.append(
+            [title] + [f"{row[key]['mean']:.3f} ± {row[key]['std']:.3f}" if key in row else "" for key in heads]
+        )
+    return markdown_table(["method", *heads.values()], rows) + "\n"

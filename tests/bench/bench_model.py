@@ -190,7 +190,8 @@ def _publish(folder: Path, store: Path, names: list[str]) -> None:
         tensors = draft.probes
         probes = Probes(Site.ATTENTION_HEAD, tensors.head, tensors.direction, tensors.bias, tensors.scale)
         trajectory = np.stack([onset.trajectories[0] for onset in engine.score(golden, [probes])])
-        risks = risk(depth_mean(trajectory)[:, None], np.array(draft.classifier.weight), draft.classifier.intercept)
+        classifier = draft.manifest.classifier
+        risks = risk(depth_mean(trajectory)[:, None], np.array(classifier.weight), classifier.intercept)
         draft.golden = Golden.record(golden, trajectory, risks, None)
         Store(store).publish(draft)
 

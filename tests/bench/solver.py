@@ -30,11 +30,11 @@ import numpy as np
 from joblib import Parallel, delayed, parallel_config
 from sklearn.linear_model import LogisticRegression
 
-from service.evaluation.page.figures import solver_growth
 from service.fitting.fit import row_weights
 from service.fitting.scores import auroc
 from service.fitting.solver import INTERCEPT_PENALTY, one_torch_thread, solve
 from tests.bench.load_stats import Check, table
+from tests.bench.solver_plot import plot_growth
 
 DIM, STATE = 128, 512
 DECAY, SIGNAL = 0.9, 0.065  # of the variances along a head's axes; of the classes' distance in the state
@@ -230,8 +230,7 @@ def main() -> int:
     heads = [1, 2, 4, 8, 16]
     growth["heads"] = {"size": list(map(float, heads)), "seconds": [alone(0, size, options.rows) for size in heads]}
     if options.plot:
-        panels = {name: {"one core": (one["size"], one["seconds"])} for name, one in growth.items()}
-        options.plot.write_bytes(solver_growth(panels).svg)
+        plot_growth(growth, options.plot)
     slopes = {name: slope([int(s) for s in one["size"]], one["seconds"]) for name, one in growth.items()}
 
     judged, layers = not options.quick, options.reference_layers
