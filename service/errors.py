@@ -1,27 +1,6 @@
-"""All errors, as one tree.
+"""All errors of the service, the engines and the trainer; those of bundles are in ``probes_store.errors``.
 
-    HalluTracerError                500 internal_error
-    |-- RequestError                422 invalid_request      the request is wrong
-    |   |-- EmptyPrompt             422 empty_prompt
-    |   |-- PromptTooLong           413 prompt_too_long      longer than the model's context; never truncated
-    |   |-- BodyTooLarge            413 body_too_large
-    |   `-- BodyTooSlow             408 body_too_slow
-    |-- Unauthorized                401 unauthorized
-    |-- NotFound                    404 not_found            no such bundle or model
-    |-- Overloaded                  429 overloaded           the queue is full; carries Retry-After
-    |-- ClientGone                  499 client_closed_request
-    |-- NotReady                    503 not_ready
-    |-- DeadlineExceeded            504 deadline_exceeded
-    |-- UnknownFamily               500 unknown_family       no entry in engines/families.py
-    |-- EngineError                 500 engine_error
-    |   |-- ModelLoadError          500 model_load_error     the model folder or name cannot be loaded
-    |   `-- NonFiniteReadout        500 non_finite_readout   a NaN is never served as a risk
-    `-- TrainingError               500 training_error
-        |-- DataError               500 bad_data             invalid rows, by line number
-        |-- RunMismatch             500 run_mismatch         run folder of another model, data file or option
-        `-- NoDirection             500 no_direction         all coefficients of a layer are zero
-
-The bundle's own errors are in ``probes_store.errors``.  ``status`` and ``code`` are what the API sends.
+``status`` and ``code`` are what the API sends.
 """
 
 from __future__ import annotations
