@@ -33,7 +33,7 @@ from service.client import Client, Generate
 from service.demo.questions import questions
 
 matplotlib.use("Agg")
-import matplotlib.pyplot as plt  # noqa: E402 - after the choice of a backend that needs no display
+import matplotlib.pyplot as plt  # noqa: E402 - after the backend is chosen
 
 HERE = Path(__file__).parent
 TOOLS = HERE.parent / ".tools" / "bin"

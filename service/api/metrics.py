@@ -74,6 +74,9 @@ class Metrics:
         def histogram(name: str, text: str, buckets: tuple[float, ...], labels: Iterable[str] = ()) -> Histogram:
             return Histogram(f"hallutracer_{name}", text, labels, buckets=buckets, registry=registry)
 
+        def gauge(name: str, text: str, mode: str, labels: Iterable[str] = ()) -> Gauge:
+            return Gauge(f"hallutracer_{name}", text, labels, multiprocess_mode=mode, registry=registry)  # type: ignore[arg-type]
+
         self._prompts = counter("prompts_total", "Prompts scored, by decision.", (*BUNDLE, "decision"))
         self._flagged = counter("flagged_total", "Prompts whose risk reached the threshold.", BUNDLE)
         self._prompt_tokens = counter("prompt_tokens_total", "Prompt tokens of scored prompts.", BUNDLE)
@@ -102,21 +105,18 @@ class Metrics:
         self._length = histogram("prompt_length_tokens", "Tokens of one prompt.", TOKENS)
 
         # Over live processes: livesum adds up, livemin is 1 only if all are ready.
-        self._waiting = self._gauge("queue_depth", "Prompts waiting for a forward pass.", "livesum")
-        self._decoding = self._gauge("running_decodes", "Answers being decoded.", "livesum")
-        self._in_flight = self._gauge("requests_in_flight", "Scoring requests being served.", "livesum")
-        self._ready = self._gauge("ready", "1 once scores can be served, else 0.", "livemin")
-        self._info = self._gauge("bundle_info", "Always 1: a loaded bundle.", "livemax", (*BUNDLE, "digest"))
-        self._gauge("build_info", "Always 1: the version.", "livemax", ("version",)).labels(__version__).set(1)
-        for gauge in (self._waiting, self._decoding, self._in_flight, self._ready):
-            gauge.set(0)  # a shared folder may hold values of an earlier process with this id
+        self._waiting = gauge("queue_depth", "Prompts waiting for a forward pass.", "livesum")
+        self._decoding = gauge("running_decodes", "Answers being decoded.", "livesum")
+        self._in_flight = gauge("requests_in_flight", "Scoring requests being served.", "livesum")
+        self._ready = gauge("ready", "1 once scores can be served, else 0.", "livemin")
+        self._info = gauge("bundle_info", "Always 1: a loaded bundle.", "livemax", (*BUNDLE, "digest"))
+        gauge("build_info", "Always 1: the version.", "livemax", ("version",)).labels(__version__).set(1)
+        for current in (self._waiting, self._decoding, self._in_flight, self._ready):
+            current.set(0)  # a shared folder may hold values of an earlier process with this id
 
         self._by_bundle: dict[tuple[str, str], _PerBundle] = {}
         self._by_code = {code: self._errors.labels(code) for code in STATUS_OF}
         self._by_status = {status: self._requests.labels(str(status)) for status in {200, *STATUS_OF.values()}}
-
-    def _gauge(self, name: str, text: str, mode: str, labels: Iterable[str] = ()) -> Gauge:
-        return Gauge(f"hallutracer_{name}", text, labels, multiprocess_mode=mode, registry=self._registry)  # type: ignore[arg-type]
 
     def batch(self, prompts: int, tokens: int) -> None:
         """One forward pass over ``prompts`` prompts with ``tokens`` tokens in total."""

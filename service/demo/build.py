@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -48,7 +49,7 @@ def build(out: Path, *, seeds: Sequence[int], threads: int, with_report: bool, c
     finally:
         engine.close()
     if with_report:
-        engines = {seed: _loader(_model(out, seed)) for seed in seeds}
+        engines = {seed: partial(_load, _model(out, seed)) for seed in seeds}
         report(engines, out, fold_seeds=(0, 1, 2), jobs=threads, judge=JUDGE)
         console.print(f"table: {out / 'report.md'}")
     console.print(f"model {model} (seed {chosen}), bundles in {out / 'probes'}")
@@ -63,10 +64,6 @@ def _load(model: Path) -> Engine:
     from service.engines.transformers.engine import TransformersEngine
 
     return TransformersEngine.load(EngineOptions(str(model), max_batch_tokens=BATCH_TOKENS))
-
-
-def _loader(model: Path) -> Callable[[], Engine]:
-    return lambda: _load(model)
 
 
 def _train_model(out: Path, seed: int, threads: int, console: Console) -> None:
@@ -123,5 +120,5 @@ def _train_bundles(out: Path, model: Path, chosen: int, jobs: int, console: Cons
             max_new_tokens=24,
             jobs=jobs,
         )
-        bundles.append(train(options, _loader(model), store, console=console))
+        bundles.append(train(options, partial(_load, model), store, console=console))
     return bundles

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -190,7 +190,7 @@ def _mean_auprc(label: Index, risk: Floats, fold: Index) -> float:
 
 
 def report(
-    engines: dict[int, Callable[[], Engine]], out: Path, *, fold_seeds: Sequence[int], jobs: int, judge: JudgeOptions
+    engines: Mapping[int, Callable[[], Engine]], out: Path, *, fold_seeds: Sequence[int], jobs: int, judge: JudgeOptions
 ) -> dict[str, Any]:
     """The whole table over model seeds and fold seeds, also written to ``out/report.json`` and ``out/report.md``."""
     cells: dict[str, dict[str, list[float]]] = {}

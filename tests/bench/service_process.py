@@ -15,13 +15,12 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
+
+from prometheus_client.parser import text_string_to_metric_families
 
 ROOT = Path(__file__).resolve().parents[2]
 GAUGES = ("hallutracer_queue_depth", "hallutracer_running_decodes", "hallutracer_requests_in_flight")
 _ADDRESS = re.compile(r"listening on http://([^\s,]+):(\d+)")
-_SAMPLE = re.compile(r"^([a-zA-Z_:][\w:]*)(?:\{(.*)\})? (\S+)")
-_LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 _TICKS = os.sysconf("SC_CLK_TCK")
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 
@@ -30,12 +29,8 @@ class Metrics:
     """One scrape."""
 
     def __init__(self, text: str) -> None:
-        self.samples: list[tuple[str, dict[str, str], float]] = []
-        for line in text.splitlines():
-            found = _SAMPLE.match(line)
-            if found and not line.startswith("#"):
-                name, labels, value = found.groups()
-                self.samples.append((name, dict(_LABEL.findall(labels or "")), float(value)))
+        families = text_string_to_metric_families(text)
+        self.samples = [(sample.name, sample.labels, sample.value) for family in families for sample in family.samples]
 
     def total(self, name: str, **labels: str) -> float:
         """Sum over all series of ``name`` with ``labels``; 0 without any."""
@@ -106,9 +101,7 @@ class ServiceProcess:
                 raise RuntimeError(f"the server did not become ready (exit status {self.returncode}):\n{tail}")
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Stop it."""
         self._stop()
 

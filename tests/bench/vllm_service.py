@@ -13,7 +13,7 @@ whose turn it is runs, the other is stopped.
 
 Medians of paired ratios with a 95 % bootstrap interval; p50 and p99 over all requests.  The exit status is 1 where the
 0.5B shape misses a target: a rate ratio of 0.95, times to risk no longer than those to the first token.  The demo model
-is so small that HTTP decides; it is reported only.  Needs 12 GiB; about 22 minutes on two cores that nobody else uses.
+is so small that HTTP decides; it is reported only.  Needs 12 GiB; about 22 minutes on two idle cores.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Both clients behind one blocking face, so that every test runs against either.  Knows no server."""
+"""Either client behind one blocking interface, so that every test runs against both."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ class Time:
 
 
 class BlockingClient:
-    """One client, sync or async; ``time`` counts its sleeping where it has none of the real."""
+    """One client, sync or async; ``time`` is its scripted clock."""
 
     def __init__(self, kind: str, base_url: str, handler: Handler | None = None, **options: Any) -> None:
         self.time = Time()
         self.kind = kind
-        made: dict[str, Any] = {}
+        scripted: dict[str, Any] = {}
         if handler is not None:
             sleep = self.time.sleep if kind == "sync" else self.time.asleep
-            made = {"transport": httpx.MockTransport(handler), "clock": self.time.clock, "sleep": sleep}
-            made["draw"] = lambda: 0.5
-        self.client: Any = (Client if kind == "sync" else AsyncClient)(base_url, **made | options)
+            scripted = {"transport": httpx.MockTransport(handler), "clock": self.time.clock, "sleep": sleep}
+            scripted["draw"] = lambda: 0.5
+        self.client: Any = (Client if kind == "sync" else AsyncClient)(base_url, **scripted | options)
         self._loop = asyncio.new_event_loop()
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
