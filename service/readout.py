@@ -1,9 +1,9 @@
-"""What is read: site, position and shapes.
+"""Where activations are read: site, position, shapes.  Numpy only.
 
-An *activation* is what an engine takes at one layer and one position (or pools over several):
+An *activation* is a vector read at one layer and one position (or pooled over several), before a head is selected:
 ``attention_head``: the whole input of the attention output projection, [num_heads * head_dim];
 ``residual_stream``: the block's output hidden state, [hidden_size] (App. readout-ablation).
-A *readout* a_l (Eq. readout) is the part of an activation that a probe uses, [dim].
+A *readout* a_l (Eq. readout) is the part of an activation that a probe reads, [dim].
 """
 
 from __future__ import annotations
@@ -14,8 +14,6 @@ from enum import StrEnum
 import numpy as np
 from numpy.typing import NDArray
 
-from probes_store.tensors import ProbeTensors
-
 
 class Site(StrEnum):
     """Where in a block the readout is taken."""
@@ -25,11 +23,11 @@ class Site(StrEnum):
 
 
 class Pooling(StrEnum):
-    """Over which prompt tokens an activation is taken (App. pooling, Tab. ablation_pooling).
+    """The prompt tokens over which an activation is pooled (App. pooling, Tab. ablation_pooling).
 
-    ``last_1`` is the activation at t* and the only one that is served; the others exist for the ablation.
-    ``last_k`` is the mean over the last k tokens, or over all where the prompt has fewer.  ``mean`` and ``max`` (of
-    each coordinate) take every token, special ones included; ``content_`` takes content words only.
+    ``last_1`` is the activation at t* itself, the only one that is served; the others exist for the ablation.
+    ``last_k`` is the mean over the last k tokens, or over all if the prompt has fewer.  ``mean`` and ``max``
+    (of each coordinate) include every token, special ones too; ``content_`` includes content words only.
     """
 
     LAST_1 = "last_1"
@@ -56,26 +54,26 @@ class Geometry:
         return self.num_heads * self.head_dim if site is Site.ATTENTION_HEAD else self.hidden_size
 
     def heads(self, site: Site) -> int:
-        """Number of readouts in an activation: K at the attention site, 1 at the residual stream."""
+        """Readouts per activation: K at the attention site, 1 at the residual stream."""
         return self.num_heads if site is Site.ATTENTION_HEAD else 1
 
     def dim(self, site: Site) -> int:
         """d, the length of one readout."""
         return self.width(site) // self.heads(site)
 
-    def by_head(self, rows: NDArray[np.floating], site: Site) -> NDArray[np.floating]:
+    def by_head(self, activations: NDArray[np.floating], site: Site) -> NDArray[np.floating]:
         """View activations [..., width] as readouts [..., heads, dim]; head k is the slice [k d, (k + 1) d)."""
-        return rows.reshape(*rows.shape[:-1], self.heads(site), self.dim(site))
+        return activations.reshape(*activations.shape[:-1], self.heads(site), self.dim(site))
 
-    def select(self, rows: NDArray[np.floating], head: NDArray[np.integer], site: Site) -> NDArray[np.floating]:
-        """Each layer's selected head: activations [..., m, width], head [m] -> readout [..., m, dim]."""
-        index = np.asarray(head).reshape(*(1,) * (rows.ndim - 2), -1, 1, 1)
-        return np.take_along_axis(self.by_head(rows, site), index, axis=-2)[..., 0, :]
+    def select(self, activations: NDArray[np.floating], head: NDArray[np.integer], site: Site) -> NDArray[np.floating]:
+        """Select each layer's head: activations [..., m, width], head [m] -> readout [..., m, dim]."""
+        index = np.asarray(head).reshape(*(1,) * (activations.ndim - 2), -1, 1, 1)
+        return np.take_along_axis(self.by_head(activations, site), index, axis=-2)[..., 0, :]
 
 
 @dataclass(frozen=True)
 class Probes:
-    """The probes that an engine applies in a forward pass.
+    """The part of a bundle that an engine needs to compute a trajectory.
 
     head [m] int, direction [m, d] unit-norm, bias [m], scale [m] (all ones under ``unit_norm``).
     """
@@ -85,8 +83,3 @@ class Probes:
     direction: NDArray[np.float32]
     bias: NDArray[np.float32]
     scale: NDArray[np.float32]
-
-    @classmethod
-    def of(cls, site: Site, stored: ProbeTensors) -> Probes:
-        """The stored probes of one site."""
-        return cls(site, stored.head, stored.direction, stored.bias, stored.scale)
