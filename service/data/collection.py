@@ -193,7 +193,7 @@ def _extract(
         with _bar("readouts", prompts, plan, journal.count) as bar:
             for number, batch in list(enumerate(plan))[journal.count :]:
                 extraction = engine.extract([prompts.of(int(row)) for row in batch], list(files), *others)
-                found = [(file, extraction.rows[site], str(site)) for site, file in files.items()]
+                found = [(file, extraction.activations[site], str(site)) for site, file in files.items()]
                 found += [(file, extraction.pooled[key], ", ".join(key)) for key, file in pooled.items()]
                 for file, rows, where in found:
                     if not np.all(np.isfinite(rows)):

@@ -12,7 +12,7 @@ from torch import nn
 
 from service.engines.families import FAMILIES
 from service.engines.vllm import graph
-from service.engines.vllm.graph import Ranks, SiteTensors, Sizes
+from service.engines.vllm.graph import TensorParallelRank, SiteTensors, Sizes
 from service.engines.vllm.wire import Plan
 from service.errors import EngineError
 from service.readout import Geometry, Probes, Site
@@ -23,7 +23,7 @@ GEOMETRY = Geometry(num_layers=3, num_heads=4, head_dim=8, hidden_size=20)
 TOKENS, SLOTS = 12, 3
 SIZES = Sizes(tokens=16, prompts=4)
 CPU = torch.device("cpu")
-ALONE = Ranks(0, 1)
+ALONE = TensorParallelRank(0, 1)
 LLAMA = next(family for family in FAMILIES if "llama" in family.model_types)
 
 
@@ -70,7 +70,7 @@ class Model(nn.Module):
 
 
 def installed(
-    model: Model, sites: tuple[Site, ...] = tuple(Site), *, rows: bool = False, ranks: Ranks = ALONE
+    model: Model, sites: tuple[Site, ...] = tuple(Site), *, rows: bool = False, ranks: TensorParallelRank = ALONE
 ) -> tuple[dict[Site, SiteTensors], torch.Tensor]:
     return graph.install(model, LLAMA, Plan(GEOMETRY, sites, SLOTS, rows), ranks, SIZES, CPU)
 
@@ -156,7 +156,7 @@ def test_ranks_that_split_the_heads_add_up(size: int) -> None:
     for rank in range(size):
         whole = Model()
         model = Model(range(rank * share, (rank + 1) * share))
-        tensors, _ = installed(model, rows=True, ranks=Ranks(rank, size))
+        tensors, _ = installed(model, rows=True, ranks=TensorParallelRank(rank, size))
         assert tensors[Site.ATTENTION_HEAD].heads == (rank * share, share)
         assert tensors[Site.ATTENTION_HEAD].split
         assert not tensors[Site.RESIDUAL_STREAM].split
@@ -171,7 +171,7 @@ def test_ranks_that_split_the_heads_add_up(size: int) -> None:
         for site in Site:
             held = tensors[site]
             for layer in range(GEOMETRY.num_layers):
-                graph.read(
+                graph.write_truth_logits(
                     inputs[site][:, layer], held.index[layer], held.direction[layer], held.offset[layer], held.logits,
                     held.mean, layer, 1 / GEOMETRY.num_layers,
                 )  # fmt: skip
@@ -188,12 +188,12 @@ def test_ranks_that_split_the_heads_add_up(size: int) -> None:
 def test_half_types_are_read_in_float32() -> None:
     states = torch.randn(4, 32).to(torch.bfloat16)
     held = SiteTensors(
-        Plan(GEOMETRY, (Site.ATTENTION_HEAD,), 1, False), Site.ATTENTION_HEAD, range(3), (0, 4), Ranks(0, 1), SIZES, CPU
+        Plan(GEOMETRY, (Site.ATTENTION_HEAD,), 1, False), Site.ATTENTION_HEAD, range(3), (0, 4), TensorParallelRank(0, 1), SIZES, CPU
     )
     probe = probes(Site.ATTENTION_HEAD, 5)
     held.write(0, probe)
     for layer in range(3):
-        graph.read(states, held.index[layer], held.direction[layer], held.offset[layer], held.logits, held.mean,
+        graph.write_truth_logits(states, held.index[layer], held.direction[layer], held.offset[layer], held.logits, held.mean,
                    layer, 1 / 3)  # fmt: skip
     rows = states.float().numpy()[:, None].repeat(3, axis=1)
     np.testing.assert_allclose(held.logits[:, :4, 0].T.numpy(), expected(rows, probe), atol=1e-5)

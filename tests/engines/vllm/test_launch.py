@@ -10,7 +10,7 @@ import pytest
 
 from service.demo import MODEL_DIR
 from service.engines.base import EngineOptions
-from service.engines.vllm import launch as starting
+from service.engines.vllm import launch
 from service.engines.vllm.engine import VllmEngine
 from service.errors import EngineError, ModelLoadError, UnknownFamily
 from tests.engines.vllm.installed import vllm_or_skip
@@ -30,7 +30,7 @@ def test_arguments_are_read_as_what_they_look_like() -> None:
         "compilation_config": '{"mode": 0}',
         "quantization": "fp8",
     }
-    assert starting.engine_arguments(EngineOptions(model="m", extra=given)) == {
+    assert launch.engine_arguments(EngineOptions(model="m", extra=given)) == {
         "max_num_seqs": 17,
         "enforce_eager": True,
         "gpu_memory_utilization": 0.5,
@@ -41,14 +41,14 @@ def test_arguments_are_read_as_what_they_look_like() -> None:
 
 def test_an_argument_that_vllm_does_not_have_is_refused_by_name() -> None:
     with pytest.raises(ModelLoadError, match="no engine argument 'max-num-sequences'.*vllm serve --help"):
-        starting.engine_arguments(EngineOptions(model="m", extra={"max-num-sequences": "3"}))
+        launch.engine_arguments(EngineOptions(model="m", extra={"max-num-sequences": "3"}))
 
 
-@pytest.mark.parametrize("name", [*starting.OURS, "max-num-batched-tokens", "worker-cls"])
+@pytest.mark.parametrize("name", [*launch.RESERVED, "max-num-batched-tokens", "worker-cls"])
 def test_an_argument_that_we_decide_says_where(name: str) -> None:
     with pytest.raises(ModelLoadError, match="is decided by") as caught:
-        starting.engine_arguments(EngineOptions(model="m", extra={name: "x"}))
-    assert starting.OURS[name.replace("-", "_")] in caught.value.message
+        launch.engine_arguments(EngineOptions(model="m", extra={name: "x"}))
+    assert launch.RESERVED[name.replace("-", "_")] in caught.value.message
 
 
 def test_what_we_decide_is_vllms_to_take() -> None:
@@ -56,7 +56,7 @@ def test_what_we_decide_is_vllms_to_take() -> None:
 
     from vllm.engine.arg_utils import AsyncEngineArgs
 
-    assert set(starting.OURS) <= {field.name for field in fields(AsyncEngineArgs)}
+    assert set(launch.RESERVED) <= {field.name for field in fields(AsyncEngineArgs)}
 
 
 def test_without_vllm_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -75,15 +75,15 @@ def test_another_vllm_is_refused_by_its_version(distribution: str, monkeypatch: 
 
     monkeypatch.setattr(importlib.metadata, "version", version)
     with pytest.raises(ModelLoadError, match=rf"{distribution} 0.31.2\+cpu .*pip install {distribution}==0.32.0"):
-        starting.check_installed()
+        launch.check_installed()
     monkeypatch.setattr(
         importlib.metadata, "version", lambda name: "0.32.0+cu129" if name == distribution else version(name)
     )
-    starting.check_installed()
+    launch.check_installed()
 
 
 def test_this_vllm_is_the_one_it_was_written_for() -> None:
-    starting.check_installed()
+    launch.check_installed()
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from service.engines.base import Gate
 from service.engines.transformers.results import summarise
-from service.engines.vllm.graph import Ranks, SiteTensors, Sizes
-from service.engines.vllm.reader import Layout, OnsetRow, Reader, StageLink, onset_rows
+from service.engines.vllm.graph import TensorParallelRank, SiteTensors, Sizes
+from service.engines.vllm.reader import StepLayout, OnsetRow, Reader, StageLink, onset_rows
 from service.engines.vllm.wire import Directive, Payload, Plan
 from service.errors import EngineError, NonFiniteReadout
 from service.readout import Geometry, Site
@@ -31,7 +31,7 @@ def reader(sites: tuple[Site, ...] = tuple(Site), *, rows: bool = False) -> Read
     plan = Plan(GEOMETRY, sites, SLOTS, rows)
     sizes = Sizes(TOKENS, PROMPTS)
     tensors = {
-        site: SiteTensors(plan, site, range(2), (0, GEOMETRY.heads(site)), Ranks(0, 1), sizes, CPU) for site in sites
+        site: SiteTensors(plan, site, range(2), (0, GEOMETRY.heads(site)), TensorParallelRank(0, 1), sizes, CPU) for site in sites
     }
     return Reader(plan, tensors, torch.zeros(PROMPTS, dtype=torch.int64), StageLink())
 
@@ -61,7 +61,7 @@ class Part:
 
 
 def onsets_of(parts: list[Part]) -> list[OnsetRow]:
-    layout = Layout(
+    layout = StepLayout(
         requests=[part.request for part in parts],
         starts=np.cumsum([0, *(part.count for part in parts)]),
         computed=np.array([part.computed for part in parts], np.int32),
@@ -151,7 +151,7 @@ def run(made: Reader, onsets: list[OnsetRow], logits: torch.Tensor, sampled: tor
     made.before(onsets, 10)
     fill(made, 10)
     made.after()
-    made.saw_logits(logits)
+    made.observe_logits(logits)
     made.gate(sampled)
     return made.payloads()
 
@@ -191,8 +191,8 @@ def test_only_the_steps_first_logits_are_the_first_tokens() -> None:
     made.before(step(Directive(first_token=True)), 10)
     fill(made, 10)
     made.after()
-    made.saw_logits(logits)
-    made.saw_logits(torch.flip(logits, [1])[:2])
+    made.observe_logits(logits)
+    made.observe_logits(torch.flip(logits, [1])[:2])
     [payload] = made.payloads().values()
     first = Payload.decode(payload.numpy(), made.plan, Directive(first_token=True)).first_token
     assert first is not None
@@ -247,7 +247,7 @@ def test_whole_rows_are_those_of_the_requests_that_ask() -> None:
         assert tensors.rows is not None
         tensors.rows[:] = torch.arange(tensors.rows.numel()).reshape(tensors.rows.shape).float()
     made.after()
-    made.saw_logits(torch.randn(4, VOCABULARY))
+    made.observe_logits(torch.randn(4, VOCABULARY))
     payloads = made.payloads()
     assert payloads["r0"].shape == (1, made.plan.payload)
     payload = Payload.decode(payloads["r1"].numpy(), made.plan, asked[1].directive)

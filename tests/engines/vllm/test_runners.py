@@ -79,7 +79,7 @@ def test_the_fields_that_are_read_are_there() -> None:
 
 
 def test_v2_samples_before_it_collects_what_goes_back() -> None:
-    """``gate`` and ``saw_logits`` have to come before ``payloads``."""
+    """``gate`` and ``observe_logits`` have to come before ``payloads``."""
     source = inspect.getsource(V2Runner.sample_tokens)
     assert 0 < source.index("self.sample(") < source.index("compute_prompt_token_id_logprobs(")
 
@@ -111,19 +111,19 @@ def test_v1s_rows() -> None:
         stranger=(None, 4, 0, 4, False),
         ends=(ARGS, 6, 14, 20, False),
     )
-    [onset] = runners.onset_rows(runner._layout(), runner._directive_of)
+    [onset] = runners.onset_rows(runner._step_layout(), runner._directive_of)
     assert (onset.request, onset.token_row, onset.request_row, onset.directive) == ("ends", 1 + 5 + 4 + 5, 3, MINE)
 
 
 def test_v1_gives_nothing_where_a_resumed_requests_chunk_ends_with_the_prompt() -> None:
     runner = v1(resumed=(ARGS, 6, 14, 20, True))
-    assert runners.onset_rows(runner._layout(), runner._directive_of) == []
+    assert runners.onset_rows(runner._step_layout(), runner._directive_of) == []
 
 
 def test_v1_looks_only_at_directives_of_prompts_that_end() -> None:
     runner = v1(decode=(ARGS, 1, 9, 9, False), chunk=(ARGS, 5, 0, 20, True))
     runner.requests = {}
-    assert runners.onset_rows(runner._layout(), runner._directive_of) == []
+    assert runners.onset_rows(runner._step_layout(), runner._directive_of) == []
 
 
 # ---- V2
@@ -230,7 +230,7 @@ def test_a_runner_is_adopted_by_what_it_has(attribute: str, mixin: str) -> None:
     setattr(runner, attribute, None)
     logits = torch.ones(2, 3)
     runner.model = SimpleNamespace(compute_logits=lambda states: logits)
-    runners.adopt(runner, SimpleNamespace(saw_logits=shown.append))  # type: ignore[arg-type]
+    runners.adopt(runner, SimpleNamespace(observe_logits=shown.append))  # type: ignore[arg-type]
     assert isinstance(runner, getattr(runners, mixin))
     assert isinstance(runner, Runner)
     assert runner.model.compute_logits(None) is logits
