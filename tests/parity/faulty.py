@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from service.engines.vllm import runners
-from service.engines.vllm.reader import StepLayout, OnsetRow, onset_rows
+from service.engines.vllm.reader import OnsetRow, StepLayout, onset_rows
 from service.engines.vllm.wire import Directive
 from service.engines.vllm.worker import Worker
 

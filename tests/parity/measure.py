@@ -75,7 +75,7 @@ def shared(engine: Any, asked: Sequence[q.Question], *, rows: bool) -> Arrays:
     found["later"] = np.array(later)
     if rows:
         extraction = engine.extract(prompts, list(Site))
-        found |= {f"rows_{site}": extraction.rows[site] for site in Site}
+        found |= {f"rows_{site}": extraction.activations[site] for site in Site}
     return found
 
 
