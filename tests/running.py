@@ -1,13 +1,19 @@
-"""An app on a real socket, served by uvicorn in a thread: for what a test client cannot show."""
+"""Services to test against: the app in a thread on a scripted engine, and ``hallutracer serve`` as a process."""
 
 from __future__ import annotations
 
+import os
+import re
+import signal
 import socket
-import ssl
+import subprocess
+import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +29,8 @@ from service.settings import ServiceSettings
 from tests.matching import matching_bundle
 from tests.scripted_online import ScriptedOnlineEngine
 
+ROOT = Path(__file__).parent.parent
 ROOMS = ["room", "live"]
-PLAIN = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # without certificates: reading them takes longer than a request
 
 
 class Running:
@@ -48,13 +54,13 @@ class Running:
         return self.state._room is not None
 
     def post(self, **body: Any) -> httpx.Response:
-        return httpx.post(f"{self.url}/score", json=body, timeout=30, verify=PLAIN)
+        return httpx.post(f"{self.url}/score", json=body, timeout=30)
 
     def metric(self, name: str) -> float:
-        """The sum of a metric's series, as a scraper reads it."""
-        lines = httpx.get(f"{self.url}/metrics", verify=PLAIN).text.splitlines()
-        values = [float(line.rsplit(" ", 1)[1]) for line in lines if line.split("{")[0].split(" ")[0] == name]
-        assert values, f"{name} is not on /metrics"
+        """The sum of a metric's series as a scraper reads them; with labels, the one series, 0 before it exists."""
+        lines = [line.rpartition(" ") for line in httpx.get(f"{self.url}/metrics").text.splitlines()]
+        values = [float(value) for series, _, value in lines if name in (series, series.partition("{")[0])]
+        assert values or "{" in name, f"{name} is not on /metrics"
         return sum(values)
 
 
@@ -85,3 +91,47 @@ def until(condition: Any, seconds: float = 20.0) -> None:
     while not condition():
         assert time.monotonic() < end, "the condition never became true"
         time.sleep(0.01)
+
+
+@dataclass(frozen=True)
+class Served:
+    """A ``hallutracer serve`` that runs."""
+
+    url: str
+    process: subprocess.Popen[str]
+    errors: Path
+
+    def log(self) -> str:
+        """What it has written to stderr."""
+        return self.errors.read_text()
+
+
+@contextmanager
+def serve(*arguments: str, **variables: str) -> Iterator[Served]:
+    """``hallutracer serve`` as a user starts it, on a free port, once it is ready; ended afterwards.
+
+    No variable of ours is inherited.
+    """
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(("HALLUTRACER_", "RAG_"))}
+    own = {"HALLUTRACER_THREADS": "1", "PYTHONUNBUFFERED": "1", "PYTHONPATH": str(ROOT)}
+    with tempfile.NamedTemporaryFile("w") as errors:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "service.cli", "serve", "--port", "0", *arguments], cwd=ROOT, text=True,
+            stdout=subprocess.PIPE, stderr=errors, env=inherited | own | variables, start_new_session=True,
+        )  # fmt: skip
+        assert process.stdout is not None
+        try:
+            lines: list[str] = []
+            while not lines or not lines[-1].startswith("API reference"):
+                lines.append(process.stdout.readline())
+                assert lines[-1], "".join(lines) + Path(errors.name).read_text()[-3000:]
+            address = re.search(r"listening on (http://[^\s,]+)", "".join(lines))
+            assert address, lines
+            threading.Thread(target=process.stdout.read, daemon=True).start()  # a full pipe would stop the service
+            yield Served(address[1], process, Path(errors.name))
+            process.terminate()
+            process.wait(60)
+        finally:
+            with suppress(ProcessLookupError):  # with what it has started, vLLM's processes among them
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,37 +20,13 @@ import pytest
 from probes_store.bundle import Bundle, BundleDraft
 from probes_store.store import SHIPPED, Store
 from tests.engines.vllm.installed import vllm_or_skip
+from tests.running import Served, serve
 
 vllm_or_skip()
 
 KNOWN, UNKNOWN = "What is the capital of Italy?", "What is the capital of the Solomon Islands?"
 EAGER = ("--engine", "vllm", "--engine-arg", "enforce_eager=true")
 STARTING_S = 240.0
-
-
-@contextmanager
-def serving(folder: Path, *arguments: str) -> Iterator[tuple[str, subprocess.Popen[str]]]:
-    """The service's address once it is ready, and its process."""
-    command = [sys.executable, "-m", "service.cli", "serve", "--port", "0", *EAGER, *arguments]
-    with (folder / "log").open("w") as log:
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, start_new_session=True)
-    try:
-        assert process.stdout is not None
-        address = re.search(r"http://\S+[0-9]", process.stdout.readline())
-        assert address, (folder / "log").read_text()
-        until = time.monotonic() + STARTING_S
-        while httpx.get(f"{address[0]}/health/ready").status_code != 200:
-            assert process.poll() is None, (folder / "log").read_text()[-3000:]
-            assert time.monotonic() < until, "not ready in time"
-            time.sleep(0.5)
-        yield address[0], process
-    finally:
-        process.send_signal(signal.SIGTERM)
-        try:
-            process.wait(60)
-        finally:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
 
 
 def draft_of(bundle: Bundle) -> BundleDraft:
@@ -68,8 +42,7 @@ def draft_of(bundle: Bundle) -> BundleDraft:
 
 @dataclass(frozen=True)
 class Service:
-    url: str
-    process: subprocess.Popen[str]
+    served: Served
     store: Store  # has two versions of ``mine``: what demo and demo-fused are
 
 
@@ -81,15 +54,14 @@ def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
         store.publish(draft_of(store.load(source)))
     store.set_alias("mine", "production", 1)
     bundles = [f"--bundle={name}" for name in ("demo", "demo-fused", "mine@production")]
-    with serving(folder, *bundles, "--store", str(folder / "store")) as (url, process):
-        yield Service(url, process, store)
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(60) == 0  # a service that drained has not failed
+    with serve(*EAGER, *bundles, HALLUTRACER_STORE=str(folder / "store")) as served:
+        yield Service(served, store)
+    assert served.process.returncode == 0  # a service that drained has not failed
 
 
 @pytest.fixture
 def service(started: Service) -> str:
-    return started.url
+    return started.served.url
 
 
 def post(url: str, **body: object) -> httpx.Response:
@@ -163,12 +135,12 @@ def test_an_answer_whose_reader_leaves_is_ended(service: str) -> None:
 
 def test_a_bundle_is_swapped_while_it_serves(started: Service) -> None:
     def ask() -> tuple[int, float]:
-        answer = post(started.url, prompt=UNKNOWN, bundle="mine").json()
+        answer = post(started.served.url, prompt=UNKNOWN, bundle="mine").json()
         return answer["bundle"]["version"], answer["data"][0]["risk"]
 
     assert ask() == (1, pytest.approx(0.8138, abs=1e-4))
     started.store.set_alias("mine", "production", 2)
-    started.process.send_signal(signal.SIGHUP)
+    started.served.process.send_signal(signal.SIGHUP)
     until = time.monotonic() + 60
     while (answer := ask())[0] == 1 and time.monotonic() < until:
         assert answer[1] == pytest.approx(0.8138, abs=1e-4)
@@ -176,16 +148,14 @@ def test_a_bundle_is_swapped_while_it_serves(started: Service) -> None:
 
 
 @pytest.mark.long
-def test_a_service_whose_vllm_dies_says_so_and_exits(tmp_path: Path) -> None:
-    with serving(tmp_path) as (url, process):
-        children = subprocess.run(["ps", "-eo", "pid,pgid,args"], capture_output=True, text=True).stdout.splitlines()
-        cores = [int(line.split()[0]) for line in children if f" {process.pid} " in line and "EngineCore" in line]
-        assert cores, children
-        for pid in cores:
-            os.kill(pid, signal.SIGKILL)
-        assert process.wait(60) == 1
-        assert httpx.URL(url).port
-    assert "engine" in (tmp_path / "log").read_text()
+def test_a_service_whose_vllm_dies_says_so_and_exits() -> None:
+    with serve(*EAGER) as served:
+        processes = subprocess.run(["ps", "-eo", "pid,ppid,args"], capture_output=True, text=True).stdout.splitlines()
+        cores = [line.split() for line in processes if "EngineCore" in line]
+        [core] = [int(pid) for pid, parent, *_ in cores if int(parent) == served.process.pid]
+        os.kill(core, signal.SIGKILL)
+        assert served.process.wait(60) == 1
+        assert "engine" in served.log()
 
 
 def test_train_on_vllm_gives_the_bundle_that_transformers_gives(tmp_path: Path) -> None:
