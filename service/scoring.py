@@ -1,15 +1,15 @@
 """A request without HTTP: token ids -> engine -> risk report, gated or continued.
 
-The way of a request: ``prompts.render`` -> ``Engine.score`` (prefill, readout, truth logits) -> ``risk.risk`` ->
-``guard.judge`` -> perhaps ``Continuation.decode``; on an OnlineEngine, ``answer`` for the first and the last of these.
-Knows neither HTTP nor where bundles are stored.
+The way of a prompt: ``prompts.render`` -> ``Engine.answer`` (prefill, readout, truth logits) -> ``Scorer.judge``
+(``risk.risk``, ``guard.judge``) -> the rest of the answer, where the decision allows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, replace
-from typing import cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,20 +17,29 @@ from numpy.typing import NDArray
 from probes_store.bundle import Bundle
 from probes_store.golden import check_golden
 from probes_store.identity import check_identity
-from service.engines.base import Completion, Engine, Onset, Sampling, SteppingEngine, TokenIds, check_sampling
-from service.engines.bridge import ask_all
-from service.engines.online import Gate, OnlineEngine, Update
+from service.engines.base import (
+    Completion,
+    Engine,
+    Gate,
+    PrefillResult,
+    Sampling,
+    TokenIds,
+    Update,
+    prefill_of,
+    unfinished,
+)
+from service.engines.bridge import gather_all, wait_for
+from service.engines.checks import check_sampling
 from service.errors import NonFiniteReadout
 from service.guard import DECISIONS, GATE, Decision, Policy, Verdict, judge
 from service.prompts import Message, as_prompt_format, render
 from service.readout import Probes, Site
 from service.risk import depth_mean, risk
-from service.settings import KV_TOKENS
 
 
 @dataclass(frozen=True)
 class RiskReport:
-    """One prompt's answer.  ``trajectory`` [m] holds the truth logits whose mean is ``depth_mean``."""
+    """One prompt's result.  ``trajectory`` [m] holds the truth logits whose mean is ``depth_mean``."""
 
     risk: float
     depth_mean: float
@@ -39,6 +48,7 @@ class RiskReport:
     prompt_tokens: int
     completion: Completion | None = None
     cached_tokens: int = 0  # of the prompt, found in the engine's prefix cache
+    judge_s: float = 0.0  # from truth logits to the verdict
 
     @property
     def decision(self) -> Decision:
@@ -52,11 +62,13 @@ def probes_of(bundle: Bundle) -> Probes:
     return Probes(Site(bundle.manifest.readout.site), tensors.head, tensors.direction, tensors.bias, tensors.scale)
 
 
-def signal_vector(onset: Onset, trajectory: NDArray[np.float64], signals: Sequence[str]) -> NDArray[np.float64]:
+def signal_vector(
+    result: PrefillResult, trajectory: NDArray[np.float64], signals: Sequence[str]
+) -> NDArray[np.float64]:
     """The classifier's input [k] in the manifest's order."""
     values = {"depth_mean": float(depth_mean(trajectory))}
-    if onset.first_token is not None:
-        values |= {"log_max_prob": onset.first_token.log_max_prob, "entropy": onset.first_token.entropy}
+    if result.first_token is not None:
+        values |= {"log_max_prob": result.first_token.log_max_prob, "entropy": result.first_token.entropy}
     return np.array([values[name] for name in signals], np.float64)
 
 
@@ -71,16 +83,16 @@ class Scorer:
                 prompts whose risks differ from the recorded ones.
         """
         check_identity(bundle.manifest, engine.identity)
-        self.engine: Engine = engine
+        self.engine = engine
         self.bundle = bundle
         self.prompt_format = as_prompt_format(bundle.manifest.prompt_format)
         self.probes = probes_of(bundle)
         self._signals = bundle.manifest.signals
         self._weight = np.array(bundle.manifest.classifier.weight, np.float64)
         self.needs_first_token = len(self._signals) > 1
-        onsets = engine.score(bundle.golden.prompts(), [self.probes], first_token=self.needs_first_token)
-        trajectories = np.stack([onset.trajectories[0] for onset in onsets])
-        risks = np.array([self._risk(onset, onset.trajectories[0]) for onset in onsets])
+        reports = self.score(bundle.golden.prompts())
+        trajectories = np.stack([report.trajectory for report in reports])
+        risks = np.array([report.risk for report in reports])
         check_golden(bundle, trajectories, risks, dtype=engine.identity.dtype)
 
     def render(self, prompt: str | None = None, messages: Sequence[Message] | None = None) -> list[int]:
@@ -89,34 +101,63 @@ class Scorer:
 
     def score(self, prompts: Sequence[TokenIds], policy: Policy = GATE) -> list[RiskReport]:
         """Prefill and report; nothing is decoded."""
-        onsets = self.engine.score(prompts, [self.probes], first_token=self.needs_first_token)
-        return [self.report(onset, onset.trajectories[0], policy) for onset in onsets]
+        results = self.engine.score(prompts, [self.probes], first_token=self.needs_first_token)
+        return [self.judge(result, policy) for result in results]
 
     def score_or_continue(
         self, prompts: Sequence[TokenIds], sampling: Sampling, policy: Policy = GATE
     ) -> list[RiskReport]:
-        """Prefill once; prompts that may continue decode on from the same KV cache, the others emit no token.
+        """Prefill once; prompts that may continue decode from the same KV cache, the others emit no token.
 
-        A SteppingEngine gets groups of at most ``KV_TOKENS``, because every open continuation holds its prompt's
-        cache; an OnlineEngine makes its own out of all of them.
+        The first failure ends them all and is raised.
         """
         check_sampling(sampling)
-        if isinstance(self.engine, OnlineEngine):
-            return self._ask(self.engine, prompts, sampling, policy)
-        reports: list[RiskReport] = []
-        start = held = 0
-        for end, prompt in enumerate(prompts):
-            if end > start and held + len(prompt) > KV_TOKENS:
-                reports += self._group(prompts[start:end], sampling, policy)
-                start, held = end, 0
-            held += len(prompt)
-        return reports + self._group(prompts[start:], sampling, policy)
+
+        async def last_report(prompt: TokenIds) -> RiskReport:
+            async with aclosing(self.run(prompt, policy, sampling)) as steps:
+                async for report, _ in steps:
+                    last = report
+            return last
+
+        async def reports() -> list[RiskReport]:
+            return await gather_all([last_report(prompt) for prompt in prompts])
+
+        return wait_for(reports())
+
+    async def run(
+        self, prompt: TokenIds, policy: Policy, sampling: Sampling | None = None
+    ) -> AsyncGenerator[tuple[RiskReport, Update], None]:
+        """One prompt: its report with each of the engine's updates; the last report has the completion, if any.
+
+        Where the decision is not to continue, one update without text is all.  Closing the generator ends the request
+        in the engine.  Raises what ``Engine.answer`` and ``judge`` raise.
+        """
+        updates = self.engine.answer(
+            prompt,
+            [self.probes],
+            first_token=self.needs_first_token,
+            sampling=sampling,
+            gate=None if sampling is None else self.gate(policy),
+        )
+        report: RiskReport | None = None
+        async with aclosing(updates):
+            async for update in updates:
+                if report is None:
+                    report = self.judge(prefill_of(update), policy, cached_tokens=update.cached_tokens)
+                    if sampling is None or report.decision is not Decision.CONTINUE:
+                        yield report, replace(update, piece="", tokens=0, completion=None)
+                        return
+                if update.completion is not None:
+                    yield replace(report, completion=update.completion), update
+                    return
+                yield report, update
+        raise unfinished()
 
     def gate(self, policy: Policy) -> Gate | None:
-        """When an engine that goes on by itself must not; None where ``policy`` ends no answer.
+        """When an engine that decodes by itself must not begin; None where ``policy`` ends no answer.
 
-        It only spares work: what ``report`` decides is what happens.  At threshold 1 there is nothing to spare, since
-        only a risk that was rounded to 1 reaches it.
+        It only saves work: the decision is ``judge``'s.  At threshold 1 there is nothing to save, since only a risk
+        that was rounded to 1 reaches it.
         """
         threshold = self.bundle.manifest.threshold if policy.threshold is None else policy.threshold
         if DECISIONS[policy.action] is Decision.CONTINUE or threshold >= 1.0:
@@ -125,65 +166,23 @@ class Scorer:
         depth, probability, entropy = (weight.get(name, 0.0) for name in ("depth_mean", "log_max_prob", "entropy"))
         return Gate((depth, probability, entropy), self.bundle.manifest.classifier.intercept, threshold)
 
-    def report(
-        self, onset: Onset, trajectory: NDArray[np.float64], policy: Policy, *, cached_tokens: int = 0
-    ) -> RiskReport:
-        """What one prompt's onset says.  ``trajectory`` [m] is this bundle's among the onset's.
+    def judge(self, result: PrefillResult, policy: Policy, *, cached_tokens: int = 0) -> RiskReport:
+        """The one place where a risk becomes a decision.  This bundle's trajectory is the result's first.
 
         Raises NonFiniteReadout rather than report a NaN.
         """
-        value = self._risk(onset, trajectory)
+        started = time.perf_counter()
+        trajectory = result.trajectories[0]
+        vector = signal_vector(result, trajectory, self._signals)
+        value = float(risk(vector, self._weight, self.bundle.manifest.classifier.intercept))
+        if not np.isfinite(value):
+            raise NonFiniteReadout("the forward pass gave a NaN or an infinity at the answer onset; no risk is served")
         return RiskReport(
             risk=value,
             depth_mean=float(depth_mean(trajectory)),
             trajectory=trajectory,
             verdict=judge(value, policy, self.bundle.manifest.threshold),
-            prompt_tokens=onset.prompt_tokens,
+            prompt_tokens=result.prompt_tokens,
             cached_tokens=cached_tokens,
+            judge_s=time.perf_counter() - started,
         )
-
-    def _group(self, prompts: Sequence[TokenIds], sampling: Sampling, policy: Policy) -> list[RiskReport]:
-        continuations = cast(SteppingEngine, self.engine).begin(prompts, [self.probes])
-        try:
-            reports = [self.report(c.onset, c.onset.trajectories[0], policy) for c in continuations]
-            for continuation, report in zip(continuations, reports, strict=True):
-                if report.decision is not Decision.CONTINUE:
-                    continuation.close()
-            for place, continuation in enumerate(continuations):
-                if reports[place].decision is Decision.CONTINUE:
-                    for _ in continuation.decode(sampling):
-                        pass
-                    reports[place] = replace(reports[place], completion=continuation.completion)
-                    continuation.close()
-        finally:
-            for continuation in continuations:
-                continuation.close()
-        return reports
-
-    def _ask(
-        self, engine: OnlineEngine, prompts: Sequence[TokenIds], sampling: Sampling, policy: Policy
-    ) -> list[RiskReport]:
-        reports: dict[int, RiskReport] = {}
-
-        def goes_on(place: int, onset: Onset, update: Update) -> bool:
-            report = self.report(onset, onset.trajectories[0], policy, cached_tokens=update.cached_tokens)
-            reports[place] = report
-            return report.decision is Decision.CONTINUE
-
-        completions = ask_all(
-            engine,
-            prompts,
-            [self.probes],
-            sampling,
-            first_token=self.needs_first_token,
-            gate=self.gate(policy),
-            goes_on=goes_on,
-        )
-        return [replace(reports[place], completion=one) for place, one in enumerate(completions)]
-
-    def _risk(self, onset: Onset, trajectory: NDArray[np.float64]) -> float:
-        vector = signal_vector(onset, trajectory, self._signals)
-        value = float(risk(vector, self._weight, self.bundle.manifest.classifier.intercept))
-        if not np.isfinite(value):
-            raise NonFiniteReadout("the forward pass gave a NaN or an infinity at the answer onset; no risk is served")
-        return value

@@ -9,7 +9,7 @@ import numpy as np
 from probes_store.bundle import Bundle, write_bundle
 from probes_store.manifest import Classifier
 from probes_store.tensors import Golden
-from service.engines.base import Engine
+from service.engines.base import LoadedModel
 from service.engines.scripted import ScriptedEngine
 from service.readout import Probes, Site
 from service.risk import depth_mean, risk
@@ -20,7 +20,7 @@ GOLDEN = [[256, 65, 66], [256, 67]]
 WEIGHT, INTERCEPT = 2.0, 0.1
 
 
-def matching_bundle(engine: Engine, folder: Path, name: str = "tiny", seed: int = 0, **changes: object) -> Bundle:
+def matching_bundle(engine: LoadedModel, folder: Path, name: str = "tiny", seed: int = 0, **changes: object) -> Bundle:
     """A bundle of random probes for ``engine``, its golden prompts recorded through ``engine.score``."""
     identity = engine.identity
     draft = make_draft(
@@ -42,6 +42,6 @@ def matching_bundle(engine: Engine, folder: Path, name: str = "tiny", seed: int 
 
 
 def scripted(tmp_path: Path, **options: object) -> tuple[ScriptedEngine, Bundle]:
-    """An engine and a bundle of its own."""
-    engine = ScriptedEngine(**options)  # type: ignore[arg-type]
-    return engine, matching_bundle(engine, tmp_path)
+    """A script and a bundle of its own; ``Scheduled`` makes an engine of the script."""
+    script = ScriptedEngine(**options)  # type: ignore[arg-type]
+    return script, matching_bundle(script, tmp_path)

@@ -21,24 +21,22 @@ import httpx
 import uvicorn
 
 from service.api.app import create_app
-from service.api.state import ServiceState
-from service.engines.base import Engine
 from service.engines.scripted import ScriptedEngine
 from service.scoring import Scorer
+from service.serving.state import ServiceState
 from service.settings import ServiceSettings
+from tests.engine_kinds import KINDS, engine_of
 from tests.matching import matching_bundle
-from tests.scripted_online import ScriptedOnlineEngine
 
 ROOT = Path(__file__).parent.parent
-ROOMS = ["room", "live"]
 
 
 class Running:
-    """A service on the scripted engine, listening; ``room`` says which kind of engine it is made to be."""
+    """A service on the scripted engine, listening; ``kind`` is one of ``KINDS``."""
 
-    def __init__(self, tmp_path: Path, room: str = "room", **settings: Any) -> None:
+    def __init__(self, tmp_path: Path, kind: str = KINDS[0], max_kv_tokens: int = 16_384, **settings: Any) -> None:
         self.engine = ScriptedEngine()
-        self.served = served(self.engine, room)
+        self.served = engine_of(self.engine, kind, max_kv_tokens=max_kv_tokens)
         self.bundles = [matching_bundle(self.engine, tmp_path, name, seed) for seed, name in enumerate(("one", "two"))]
         self.state = ServiceState(
             lambda: [Scorer(self.served, bundle) for bundle in self.bundles], settings=ServiceSettings(**settings)
@@ -48,10 +46,6 @@ class Running:
         self.socket = socket.create_server(("127.0.0.1", 0))
         self.port: int = self.socket.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
-
-    @property
-    def ready(self) -> bool:
-        return self.state._room is not None
 
     def post(self, **body: Any) -> httpx.Response:
         return httpx.post(f"{self.url}/score", json=body, timeout=30)
@@ -64,20 +58,14 @@ class Running:
         return sum(values)
 
 
-def served(script: ScriptedEngine, room: str) -> Engine:
-    """What runs ``script``: itself, or for "live" a scheduler of its own in front of it."""
-    assert room in ROOMS
-    return script if room == "room" else ScriptedOnlineEngine(script)
-
-
 @contextmanager
-def running(tmp_path: Path, room: str = "room", **settings: Any) -> Iterator[Running]:
+def running(tmp_path: Path, kind: str = KINDS[0], **settings: Any) -> Iterator[Running]:
     """A ready service; stopped, and its thread ended, afterwards."""
-    service = Running(tmp_path, room, **settings)
+    service = Running(tmp_path, kind, **settings)
     thread = threading.Thread(target=lambda: service.server.run(sockets=[service.socket]))
     thread.start()
     try:
-        until(lambda: service.ready)
+        until(lambda: service.state.is_ready)
         yield service
     finally:
         service.server.should_exit = True

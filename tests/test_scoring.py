@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -9,23 +10,38 @@ import numpy as np
 import pytest
 
 from probes_store.errors import GoldenMismatch, WrongModel
-from service.engines.base import Sampling
+from probes_store.manifest import Classifier
+from probes_store.tensors import Golden
+from service.engines.base import Gate, Sampling
+from service.engines.scheduler import Scheduled
 from service.engines.scripted import ScriptedEngine
-from service.errors import EmptyPrompt, NonFiniteReadout, RequestError
-from service.guard import GATE, Decision
+from service.errors import EmptyPrompt, EngineError, NonFiniteReadout, RequestError
+from service.guard import BLOCK, GATE, OBSERVE, Decision, judge
 from service.readout import Site
 from service.risk import depth_mean, risk, truth_logits
-from service.scoring import Scorer
-from tests.matching import INTERCEPT, WEIGHT, matching_bundle, scripted
+from service.scoring import Scorer, probes_of
+from tests.engine_kinds import KINDS, engine_of
+from tests.matching import GOLDEN, INTERCEPT, WEIGHT, matching_bundle
 
 
-def test_risk_is_the_papers_rule_on_the_engines_rows(tmp_path: Path) -> None:
-    engine, bundle = scripted(tmp_path)
-    scorer = Scorer(engine, bundle)
+@pytest.fixture
+def script() -> ScriptedEngine:
+    return ScriptedEngine()
+
+
+@pytest.fixture(params=KINDS)
+def scorer(tmp_path: Path, script: ScriptedEngine, request: pytest.FixtureRequest) -> Iterator[Scorer]:
+    engine = engine_of(script, request.param)
+    yield Scorer(engine, matching_bundle(script, tmp_path))
+    engine.close()
+    assert script.counters.open_continuations == 0
+
+
+def test_risk_is_the_papers_rule_on_the_engines_rows(scorer: Scorer, script: ScriptedEngine) -> None:
     ids = scorer.render(prompt="What is the capital of France?")
     (report,) = scorer.score([ids])
-    probes, shape = bundle.probes, engine.identity.geometry
-    readout = shape.select(engine.rows(ids, Site.ATTENTION_HEAD), probes.head, Site.ATTENTION_HEAD)
+    probes, shape = scorer.bundle.probes, script.identity.geometry
+    readout = shape.select(script.rows(ids, Site.ATTENTION_HEAD), probes.head, Site.ATTENTION_HEAD)
     expected = truth_logits(readout, probes.direction, probes.bias)
     np.testing.assert_allclose(report.trajectory, expected, atol=1e-6)
     assert report.depth_mean == pytest.approx(float(depth_mean(expected)))
@@ -33,70 +49,59 @@ def test_risk_is_the_papers_rule_on_the_engines_rows(tmp_path: Path) -> None:
     assert report.prompt_tokens == len(ids)
 
 
-def test_gate_and_continue(tmp_path: Path) -> None:
-    engine, bundle = scripted(tmp_path)
-    scorer = Scorer(engine, bundle)
-    ids = [scorer.render(prompt=text) for text in ("a", "b", "c")]
-    gated = scorer.score_or_continue(ids, Sampling(), GATE.at(0.0))
-    assert all(report.decision is Decision.ABSTAIN and report.completion is None for report in gated)
-    assert engine.counters.decode_steps == 0
-    answered = scorer.score_or_continue(ids, Sampling(), GATE.at(1.0))
-    assert [report.completion.text for report in answered if report.completion] == [engine.answer] * 3
-    assert engine.counters.open_continuations == 0
-
-
-def test_open_caches_are_bounded_and_gated_ones_freed_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine, bundle = scripted(tmp_path)
-    scorer = Scorer(engine, bundle)
+@pytest.mark.parametrize("honoured", [True, False])
+def test_gate_and_continue(
+    scorer: Scorer, script: ScriptedEngine, honoured: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not honoured:
+        monkeypatch.setattr(Gate, "closes", lambda *_: False)
     ids = [scorer.render(prompt=f"prompt {n}") for n in range(20)]
-    monkeypatch.setattr("service.scoring.KV_TOKENS", 3 * len(ids[0]) + 5)
-    most = 0
-    begin = engine.begin
-
-    def watched(*arguments: Any) -> Any:
-        nonlocal most
-        opened = begin(*arguments)
-        most = max(most, engine.counters.open_continuations)
-        return opened
-
-    monkeypatch.setattr(engine, "begin", watched)
     alone = scorer.score(ids)
     middle = sorted(report.risk for report in alone)[10]
     reports = scorer.score_or_continue(ids, Sampling(), GATE.at(middle))
-    assert most <= 3
-    assert engine.counters.open_continuations == 0
     assert [report.risk for report in reports] == [report.risk for report in alone]
     assert [report.completion is None for report in reports] == [report.risk >= middle for report in alone]
+    assert {report.completion.text for report in reports if report.completion} == {script.answer}
 
 
-def test_impossible_sampling_costs_no_prefill(tmp_path: Path) -> None:
-    engine, bundle = scripted(tmp_path)
-    scorer = Scorer(engine, bundle)
-    before = engine.counters.prefills
+def test_where_all_are_gated_nothing_is_decoded(scorer: Scorer, script: ScriptedEngine) -> None:
+    ids = [scorer.render(prompt=text) for text in ("a", "b", "c")]
+    gated = scorer.score_or_continue(ids, Sampling(), GATE.at(0.0))
+    assert all(report.decision is Decision.ABSTAIN and report.completion is None for report in gated)
+    assert script.counters.decode_steps == 0
+
+
+def test_no_prompts_are_no_work(scorer: Scorer) -> None:
+    assert scorer.score_or_continue([], Sampling()) == []
+
+
+def test_impossible_sampling_costs_no_prefill(scorer: Scorer) -> None:
+    before = scorer.engine.counters.prefills
     with pytest.raises(RequestError):
         scorer.score_or_continue([[256, 65]], Sampling(seed=2**64))
-    assert engine.counters.prefills == before
+    assert scorer.engine.counters.prefills == before
 
 
-def test_a_failure_while_decoding_leaves_no_cache_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine, bundle = scripted(tmp_path)
-    scorer = Scorer(engine, bundle)
-    monkeypatch.setattr(engine, "wait", lambda: 1 // 0)
+def test_one_failure_ends_them_all(scorer: Scorer, script: ScriptedEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(script, "wait", lambda: 1 // 0)
     with pytest.raises(ZeroDivisionError):
         scorer.score_or_continue([[256, 65]] * 3, Sampling(), GATE.at(1.0))
-    assert engine.counters.open_continuations == 0
 
 
-def test_nan_is_never_a_risk(tmp_path: Path) -> None:
-    engine, bundle = scripted(tmp_path)
-    scorer = Scorer(engine, bundle)
-    engine.nan_layer = 1
+def test_an_answer_that_the_engine_alone_gated_is_an_error(scorer: Scorer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Gate, "closes", lambda *_: True)
+    with pytest.raises(EngineError, match="complete"):
+        scorer.score_or_continue([[256, 65]], Sampling(), GATE.at(0.999999))
+
+
+def test_nan_is_never_a_risk(scorer: Scorer, script: ScriptedEngine) -> None:
+    script.nan_layer = 1
     with pytest.raises(NonFiniteReadout):
         scorer.score([[256, 65]])
 
 
-def test_another_model_or_other_golden_risks_are_refused(tmp_path: Path) -> None:
-    engine, bundle = scripted(tmp_path)
+def test_another_model_or_other_golden_risks_are_refused(tmp_path: Path, script: ScriptedEngine) -> None:
+    bundle = matching_bundle(script, tmp_path)
 
     class Renamed(ScriptedEngine):
         """Says that it is another architecture."""
@@ -104,15 +109,68 @@ def test_another_model_or_other_golden_risks_are_refused(tmp_path: Path) -> None
     other = Renamed()
     object.__setattr__(other.identity, "architecture", "OtherForCausalLM")
     with pytest.raises(WrongModel):
-        Scorer(other, bundle)
-    wrong = matching_bundle(engine, tmp_path / "two")
-    engine.rows = lambda prompt, site: np.ones((4, 16), np.float32)  # type: ignore[method-assign]
+        Scorer(Scheduled(other), bundle)
+    wrong = matching_bundle(script, tmp_path / "two")
+    script.rows = lambda prompt, site: np.ones((4, 16), np.float32)  # type: ignore[method-assign]
     with pytest.raises(GoldenMismatch):
-        Scorer(engine, wrong)
+        Scorer(Scheduled(script), wrong)
 
 
 @pytest.mark.parametrize("prompt", ["", "  \n"])
-def test_an_empty_prompt_is_refused(tmp_path: Path, prompt: str) -> None:
-    scorer = Scorer(*scripted(tmp_path))
+def test_an_empty_prompt_is_refused(scorer: Scorer, prompt: str) -> None:
     with pytest.raises(EmptyPrompt):
         scorer.render(prompt=prompt)
+
+
+def test_the_gate_closes_where_the_verdict_says_so(scorer: Scorer) -> None:
+    for policy in (GATE, BLOCK.at(0.3), GATE.at(0.0)):
+        gate = scorer.gate(policy)
+        assert gate is not None
+        assert gate.weight == (WEIGHT, 0.0, 0.0)
+        assert gate.intercept == INTERCEPT
+        for depth in np.linspace(-3, 3, 61):
+            value = float(risk(np.array([depth, -0.5, 0.7]), np.array(gate.weight), gate.intercept))
+            verdict = judge(value, policy, scorer.bundle.manifest.threshold)
+            assert (value >= gate.threshold) == (verdict.decision is not Decision.CONTINUE)
+
+
+def test_no_gate_where_nothing_is_ended(scorer: Scorer) -> None:
+    assert scorer.gate(OBSERVE) is None
+    assert scorer.gate(OBSERVE.at(0.0)) is None
+    assert scorer.gate(GATE.at(1.0)) is None
+
+
+def test_weights_go_to_their_signals(tmp_path: Path, script: ScriptedEngine) -> None:
+    plain = matching_bundle(script, tmp_path, "plain")
+    weight = np.array([WEIGHT, 0.5, -0.25])
+    results = script.score(GOLDEN, [probes_of(plain)], first_token=True)
+    signals: Any = np.array(
+        [
+            (depth_mean(one.trajectories[0]), one.first_token.entropy, one.first_token.log_max_prob)
+            for one in results
+            if one.first_token
+        ]
+    )
+    golden = Golden.record(
+        GOLDEN,
+        np.stack([one.trajectories[0] for one in results]),
+        risk(signals, weight, INTERCEPT),
+        signals[:, [2, 1]],
+    )
+    bundle = matching_bundle(
+        script,
+        tmp_path,
+        signals=("depth_mean", "entropy", "log_max_prob"),
+        classifier=Classifier((2.0, 0.5, -0.25), INTERCEPT),
+        golden=golden,
+    )
+    engine = Scheduled(script)
+    scorer = Scorer(engine, bundle)
+    gate = scorer.gate(GATE)
+    assert gate is not None
+    assert gate.weight == (2.0, -0.25, 0.5)
+    ids = [scorer.render(prompt=f"prompt {n}") for n in range(20)]
+    middle = sorted(report.risk for report in scorer.score(ids))[10]
+    reports = scorer.score_or_continue(ids, Sampling(), GATE.at(middle))
+    assert sum(report.completion is None for report in reports) == 10
+    engine.close()

@@ -16,7 +16,7 @@ from service.api import error_handlers as problems
 from service.api.auth import BearerKeys
 from service.api.middleware import RequestFrame
 from service.api.shedding import LoadShedder
-from service.api.state import ServiceState
+from service.serving.state import ServiceState
 
 READABLE = ["x-request-id", "x-queue-time", "x-inference-time", "x-total-time", "retry-after",
             "x-hallutracer-bundle", "x-hallutracer-risk", "x-hallutracer-decision"]  # fmt: skip

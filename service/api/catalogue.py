@@ -6,8 +6,9 @@ from typing import Annotated
 
 from fastapi import APIRouter, Depends
 
+from service.api.dependencies import service_state
 from service.api.response_schema import BundleCard, BundleList, ModelCard, ModelList, errors
-from service.api.state import ServiceState, service_state
+from service.serving.state import ServiceState
 
 router = APIRouter(tags=["catalogue"])
 RESPONSES = errors(_401="no bearer key, or an unknown one", _503="not ready: loading, or shutting down")

@@ -6,8 +6,9 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Response
 
+from service.api.dependencies import service_state
 from service.api.response_schema import Status, errors
-from service.api.state import ServiceState, service_state
+from service.serving.state import ServiceState
 
 router = APIRouter(tags=["operations"])
 _TEXT: dict[int | str, dict[str, Any]] = {

@@ -12,10 +12,10 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from service.api.error_handlers import respond
-from service.api.metrics import Metrics
 from service.api.request_log import RequestRecord, log
 from service.api.request_schema import ROUTES
 from service.errors import BodyTooLarge, BodyTooSlow, ClientGone, HalluTracerError, NotReady
+from service.serving.metrics import Metrics
 
 _ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 

@@ -6,24 +6,21 @@ import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
-from service.api.metrics import Metrics
 from service.api.request_log import RequestRecord
 from service.api.request_schema import Include
 from service.api.response_schema import BundleRef, CompletionOut, RiskOut, ScoreResponse, Usage
 from service.engines.base import Completion
-from service.guard import Policy
 from service.risk import running_means
 from service.scoring import RiskReport, Scorer
-from service.serving.job import Ticket
+from service.serving.metrics import Metrics
+from service.serving.request_handle import RequestHandle
 
 
 @dataclass
 class Reply:
     """What is the same for all of one request's events."""
 
-    scorer: Scorer
-    policy: Policy
-    ticket: Ticket
+    handle: RequestHandle
     include: list[Include]
     record: RequestRecord
     metrics: Metrics
@@ -39,9 +36,9 @@ class Reply:
         return ScoreResponse(
             id=self.id,
             created=self.created,
-            model=self.scorer.engine.identity.model,
-            policy=self.policy.name,
-            bundle=bundle_ref(self.scorer),
+            model=self.handle.scorer.engine.identity.model,
+            policy=self.handle.policy.name,
+            bundle=bundle_ref(self.handle.scorer),
             data=[risk_out(index, report, self.include) for index, report in enumerate(reports)],
             usage=self.usage(reports),
         )
@@ -57,15 +54,15 @@ class Reply:
 
     def headers(self, reports: list[RiskReport]) -> dict[str, str]:
         """Times in ms, of the prompt that took longest, and ``risk_headers``."""
-        timings = [job.timings for job in self.ticket.jobs]
+        timings = [job.timings for job in self.handle.jobs]
         return {
             "x-queue-time": f"{max(t.queue for t in timings) * 1e3:.3f}",
             "x-inference-time": f"{max(t.prefill + t.probe + (t.decode or 0.0) for t in timings) * 1e3:.3f}",
-        } | risk_headers(self.scorer, reports)
+        } | risk_headers(self.handle.scorer, reports)
 
     def account(self) -> None:
         """Tell the log and the metrics of every prompt that was scored.  Once, when nothing more will be sent."""
-        jobs = self.ticket.jobs
+        jobs = self.handle.jobs
         # What was decoded before a reader left was decoded all the same.
         scored = [
             (job.timings, job.report, len(job.report.completion.token_ids) if job.report.completion else job.tokens)
@@ -73,7 +70,7 @@ class Reply:
             if job.report is not None
         ]
         reports = [report for _, report, _ in scored]
-        model, reference = self.scorer.engine.identity.model, self.scorer.bundle.reference
+        model, reference = self.handle.scorer.engine.identity.model, self.handle.scorer.bundle.reference
         for timings, report, tokens in scored:
             self.metrics.prompt(
                 model_name=model,
@@ -88,9 +85,9 @@ class Reply:
                 probe_s=timings.probe,
                 decode_s=timings.decode,
             )
-        record, manifest = self.record, self.scorer.bundle.manifest
+        record, manifest = self.record, self.handle.scorer.bundle.manifest
         record.model, record.bundle, record.digest = model, reference, manifest.digest
-        record.policy = self.policy.name
+        record.policy = self.handle.policy.name
         record.risks = [report.risk for report in reports]
         record.decisions = [report.decision.value for report in reports]
         if scored:

@@ -1,4 +1,4 @@
-"""POST /v1/risk/score and its alias /score: request -> token ids -> ticket -> engine room -> reply or stream."""
+"""POST /v1/risk/score and its alias /score: request -> admission -> token ids -> dispatcher -> reply or stream."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from typing import Annotated
 
 from fastapi import APIRouter, Body, Depends, Request, Response
 
+from service.api.dependencies import service_state
 from service.api.reply import Reply
 from service.api.request_log import record_of
 from service.api.request_schema import REQUEST_EXAMPLES, ROUTES, ScoreRequest
 from service.api.response_schema import SCORE_RESPONSES
-from service.api.state import ServiceState, service_state
 from service.api.stream import EventStream
 from service.engines.base import Sampling
 from service.errors import ClientGone, EmptyPrompt, RequestError
 from service.scoring import Scorer
 from service.serving.deadline import Deadline
-from service.serving.job import Ticket
+from service.serving.state import ServiceState
 from service.settings import ServiceSettings
 
 router = APIRouter(tags=["risk"])
@@ -40,19 +40,18 @@ async def score(
     deadline = _deadline(body, settings)
     count = _count(body, settings)
     # Before any work is spent on what would be refused.
-    state.room.check_space(count, deadline, continues=sampling is not None)
-    async with _while_connected(request):
-        async with deadline.enforced():
-            token_ids = await state.tokenizing.run(body.size(), lambda: _token_ids(scorer, body))
-        ticket = Ticket(token_ids, scorer, policy, sampling=sampling, deadline=deadline, streams=body.stream)
-        reply = Reply(scorer, policy, ticket, body.include, record_of(request), state.metrics)
-        state.room.submit(ticket)
-        try:
-            reports = await (ticket.risks() if body.stream else ticket.answers())
-        except BaseException:
-            ticket.cancel()
-            reply.account()
-            raise
+    handle = state.dispatcher.admit(count, scorer, policy, sampling=sampling, deadline=deadline, streams=body.stream)
+    reply = Reply(handle, body.include, record_of(request), state.metrics)
+    try:
+        async with _while_connected(request):
+            async with deadline.enforced():
+                token_ids = await state.tokenizing.run(body.size(), lambda: _token_ids(scorer, body))
+            handle.start(token_ids)
+            reports = await (handle.risks() if body.stream else handle.answers())
+    except BaseException:
+        handle.cancel()
+        reply.account()
+        raise
     if body.stream:
         return EventStream(reply, reports)
     reply.account()

@@ -32,17 +32,17 @@ class EventStream(StreamingResponse):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the events; a client that goes away stops the decoding."""
-        ticket, record = self._reply.ticket, self._reply.record
+        handle, record = self._reply.handle, self._reply.record
         try:
             # A reader that takes nothing blocks a send for ever, which no deadline of ours would see.
-            async with asyncio.timeout(max(0.0, ticket.deadline.left) + SLOW_READER_S):
+            async with asyncio.timeout(max(0.0, handle.deadline.left) + SLOW_READER_S):
                 await super().__call__(scope, receive, send)
         except TimeoutError:
             record.code = DeadlineExceeded.code  # the server closes the connection of an unfinished response
         finally:
-            if record.code is None and not ticket.finished:
+            if record.code is None and not handle.finished:
                 record.code = ClientGone.code
-            ticket.cancel()
+            handle.cancel()
             self._reply.account()
 
 
@@ -50,12 +50,10 @@ async def _events(reply: Reply, reports: list[RiskReport]) -> AsyncIterator[byte
     yield _event(reply.body(reports))
     if reports[0].decision is Decision.CONTINUE:
         try:
-            async for piece in reply.ticket.pieces():
-                yield _chunk(CompletionChunk(id=reply.id, delta=Delta(text=piece)))
-                # Neither a queue that holds pieces nor a socket with space suspends: without this a backlog would
-                # keep the event loop from every other request until it is written.
-                await asyncio.sleep(0)
-            answers = await reply.ticket.answers()
+            async for pieces in reply.handle.pieces():
+                yield b"".join(_chunk(CompletionChunk(id=reply.id, delta=Delta(text=piece))) for piece in pieces)
+                await asyncio.sleep(0)  # neither a full queue nor a free socket suspends: let other requests run
+            answers = await reply.handle.answers()
         except Exception as error:
             yield _failure(reply, error)
         else:

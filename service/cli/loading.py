@@ -87,12 +87,13 @@ def load_engine(
     import torch
     from transformers.utils import logging as transformers_logging
 
+    from service.engines.scheduler import Scheduled
     from service.engines.transformers.engine import TransformersEngine
 
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     if threads is not None:
         torch.set_num_threads(threads)
-    return TransformersEngine.load(options)
+    return Scheduled(TransformersEngine.load(options))
 
 
 def _load_vllm(options: EngineOptions, threads: int | None, bundles: Sequence[Bundle], rows: Sequence[Site]) -> Engine:

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 import typer
 
 if TYPE_CHECKING:
-    from service.api.state import ServiceState
     from service.engines.base import Engine
     from service.scoring import Scorer
+    from service.serving.state import ServiceState
 
 log = logging.getLogger("hallutracer")
 

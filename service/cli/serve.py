@@ -18,7 +18,7 @@ from service.policies import DEFAULT_MESSAGE
 from service.settings import ServiceSettings, env
 
 if TYPE_CHECKING:
-    from service.api.state import ServiceState
+    from service.serving.state import ServiceState
 
 DEFAULTS = ServiceSettings()
 EXAMPLE = (
@@ -161,7 +161,7 @@ def serve(
     address = f"http://{in_url(host)}:{listener.getsockname()[1]}"
 
     from service.api.app import create_app
-    from service.api.state import ServiceState
+    from service.serving.state import ServiceState
 
     state = ServiceState(
         lambda: load_scorers(load_engine(loading, threads, bundles=bundles), bundles),

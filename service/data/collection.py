@@ -21,7 +21,8 @@ from tqdm import tqdm
 
 from service.data.run_folder import AppendLog, RowsFile, claim, write_aside, write_at
 from service.data.training_rows import Dataset
-from service.engines.base import Engine, Sampling, beyond_onset
+from service.engines.base import Engine, Sampling
+from service.engines.checks import beyond_onset
 from service.errors import DataError, NonFiniteReadout, RequestError, RunMismatch, TrainingError
 from service.prompts import PromptFormat, render
 from service.readout import Pooling, Site

@@ -61,9 +61,10 @@ def _model(out: Path, seed: int) -> Path:
 
 
 def _load(model: Path) -> Engine:
+    from service.engines.scheduler import Scheduled
     from service.engines.transformers.engine import TransformersEngine
 
-    return TransformersEngine.load(EngineOptions(str(model), max_batch_tokens=BATCH_TOKENS))
+    return Scheduled(TransformersEngine.load(EngineOptions(str(model), max_batch_tokens=BATCH_TOKENS)))
 
 
 def _loader(model: Path) -> Callable[[], Engine]:

@@ -1,22 +1,22 @@
-"""The Engine protocol: what every engine does, in the words of the method.  Imports no torch and no engine.
+"""The engine contract: token ids in, numbers out.  Imports neither torch nor an engine.
 
-Token ids in, numbers out.  The same engine that serves also feeds the trainer (``extract`` and ``generate``), so a
-probe never meets an activation that was computed by other code than the one it was fitted on.
-Engines are synchronous and used from one thread at a time; ``service.serving`` puts a thread in front.  Only
-``tokenize``, ``render_chat`` and ``check`` may be called beside a running forward, and beside each other.
+``Engine`` is what everything above this package uses, for training and for serving alike, so a probe never meets an
+activation that was computed by other code than the one it was fitted on.  ``BatchEngine`` is what a model runner has
+to offer; ``scheduler.Scheduled`` makes an Engine of it.  vLLM schedules by itself and implements ``Engine`` directly.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from service.errors import EngineError, RequestError
+from service.errors import EngineError
 from service.readout import Geometry, Pooling, Probes, Site
+from service.risk import depth_mean, risk
 
 TokenIds = Sequence[int]
 EngineName = Literal["transformers", "vllm"]
@@ -48,11 +48,11 @@ class FirstToken:
 
 
 @dataclass(frozen=True)
-class Onset:
-    """Everything read at one prompt's answer onset t*."""
+class PrefillResult:
+    """What was read at one prompt's answer onset t*."""
 
-    trajectories: tuple[NDArray[np.float64], ...]  # one [m] for each of the probes asked for
-    first_token: FirstToken | None  # only where it was asked for
+    trajectories: tuple[NDArray[np.float64], ...]  # one [m] for each requested probe
+    first_token: FirstToken | None  # only where requested
     prompt_tokens: int
 
 
@@ -65,21 +65,6 @@ class Extraction:
     pooled: dict[tuple[Site, Pooling], NDArray[np.float32]] = field(default_factory=dict)  # [n, m, width]; no last_1
 
 
-def beyond_onset(poolings: Sequence[Pooling]) -> list[Pooling]:
-    """What ``poolings`` asks for besides the row at t*, each once, in a fixed order."""
-    return [pooling for pooling in Pooling if pooling in poolings and pooling is not Pooling.LAST_1]
-
-
-def check_onset_only(poolings: Sequence[Pooling], engine: str) -> None:
-    """Raise EngineError where an engine that reads t* alone is asked for more."""
-    if others := beyond_onset(poolings):
-        raise EngineError(
-            f"the {engine} engine reads the answer onset alone (last_1) and cannot pool {', '.join(others)}: load the "
-            "model with the transformers engine for the readout-position ablation, or ask for last_1",
-            param="poolings",
-        )
-
-
 @dataclass(frozen=True, slots=True)
 class Sampling:
     """How to decode.  ``temperature`` 0 is greedy."""
@@ -89,22 +74,6 @@ class Sampling:
     top_p: float = 1.0
     seed: int | None = None
     stop: tuple[str, ...] = ()
-
-
-def check_sampling(sampling: Sampling) -> None:
-    """Raise RequestError naming the option at fault."""
-    if sampling.max_tokens < 1:
-        raise RequestError(f"max_tokens is {sampling.max_tokens}; it must be at least 1", param="max_tokens")
-    if not 0.0 <= sampling.temperature < float("inf"):
-        raise RequestError(
-            f"temperature is {sampling.temperature}; it must be 0 (greedy) or a positive number", param="temperature"
-        )
-    if not 0.0 < sampling.top_p <= 1.0:
-        raise RequestError(f"top_p is {sampling.top_p}; it must lie in (0, 1]", param="top_p")
-    if sampling.seed is not None and not -(2**63) <= sampling.seed < 2**63:
-        raise RequestError(f"seed is {sampling.seed}; it must fit into 64 bits", param="seed")
-    if any(not stop for stop in sampling.stop):
-        raise RequestError("stop holds an empty string, which would end every answer at once; remove it", param="stop")
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,16 +95,62 @@ class Counters:
     open_continuations: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class Gate:
+    """When an engine must not begin an answer: unless ``risk < threshold``.
+
+    The risk is the classifier's over (depth mean of the first probe, log max probability, entropy), with weight 0 for a
+    signal that it does not read (``risk.risk``).
+    """
+
+    weight: tuple[float, float, float]
+    intercept: float
+    threshold: float
+
+    def closes(self, result: PrefillResult) -> bool:
+        """Whether the answer must not begin; a risk that is not a number closes too."""
+        first = result.first_token
+        signals = (
+            float(depth_mean(result.trajectories[0])),
+            first.log_max_prob if first is not None else 0.0,
+            first.entropy if first is not None else 0.0,
+        )
+        return not float(risk(np.array(signals), np.array(self.weight), self.intercept)) < self.threshold
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """Progress of one prompt.  The first update has ``prefill``; the last one of an answer has ``completion``."""
+
+    prefill: PrefillResult | None = None
+    piece: str = ""  # text; "" where a token completes no character yet
+    tokens: int = 0  # decoded since the last update
+    completion: Completion | None = None
+    cached_tokens: int = 0  # prompt tokens found in the prefix cache; with ``prefill``
+    queue_s: float = 0.0  # from submission to the start of the first forward pass; with ``prefill``
+    prefill_s: float = 0.0  # from there to the first token; with ``prefill``
+
+
+@dataclass(frozen=True)
+class TorchModel:
+    """A model's own modules, for methods that need gradients.  Not to be used while the engine runs."""
+
+    model: Any
+    head: Any  # the language-model head
+    blocks: Sequence[Any]
+    device: Any
+
+
 class Continuation(Protocol):
-    """One prefilled prompt that may go on decoding from the same KV cache.  Whoever called ``begin`` closes it."""
+    """One prefilled prompt that may go on decoding from the same KV cache.  The caller of ``begin`` closes it."""
 
     @property
-    def onset(self) -> Onset:
+    def prefill(self) -> PrefillResult:
         """What was read at t*."""
         ...
 
     def decode(self, sampling: Sampling, cancelled: Callable[[], bool] = ...) -> Iterator[str]:
-        """Yield one piece of text per token, "" where it completes nothing yet; ``completion`` holds the whole.
+        """Yield one piece of text per token, "" where it completes no character; ``completion`` holds the whole.
 
         Stops at once when ``cancelled()`` turns true or the iterator is closed.
         """
@@ -151,8 +166,11 @@ class Continuation(Protocol):
         ...
 
 
-class Engine(Protocol):
-    """A loaded model.  Going on with an answer is a ``SteppingEngine``'s or an ``online.OnlineEngine``'s part."""
+class LoadedModel(Protocol):
+    """What batch engines and serving engines share.
+
+    ``tokenize``, ``render_chat`` and ``check`` may be called from any thread at any time.
+    """
 
     @property
     def identity(self) -> ModelIdentity:
@@ -162,6 +180,16 @@ class Engine(Protocol):
     @property
     def counters(self) -> Counters:
         """Work done so far."""
+        ...
+
+    @property
+    def max_batch_tokens(self) -> int:
+        """Largest number of padded tokens in one forward pass."""
+        ...
+
+    @property
+    def torch_model(self) -> TorchModel | None:
+        """The model's modules; None where this process does not hold them."""
         ...
 
     def tokenize(self, text: str) -> list[int]:
@@ -179,26 +207,23 @@ class Engine(Protocol):
         """Ids to text, special tokens left out."""
         ...
 
-    @property
-    def max_batch_tokens(self) -> int:
-        """Padded tokens in one forward pass, at most."""
-        ...
-
     def check(self, prompts: Sequence[TokenIds]) -> None:
-        """Raise EmptyPrompt, PromptTooLong or RequestError for the first prompt that no forward would take."""
+        """Raise EmptyPrompt, PromptTooLong or RequestError for the first prompt that the engine cannot take."""
         ...
 
-    def score(self, prompts: Sequence[TokenIds], probes: Sequence[Probes], *, first_token: bool = False) -> list[Onset]:
-        """Prefill only.  Without ``first_token`` the forward stops after the last readout: no lm_head."""
+    def score(
+        self, prompts: Sequence[TokenIds], probes: Sequence[Probes], *, first_token: bool = False
+    ) -> list[PrefillResult]:
+        """Prefill all prompts and wait.  Without ``first_token`` the forward stops after the last readout."""
         ...
 
     def extract(
         self, prompts: Sequence[TokenIds], sites: Sequence[Site], poolings: Sequence[Pooling] = (Pooling.LAST_1,)
     ) -> Extraction:
-        """Prefill and return every layer's rows, all heads; other poolings from the same forward pass.
+        """Prefill and return every layer's activations, all heads; other poolings come from the same forward pass.
 
         ``rows`` are always those at t*, whether ``poolings`` names last_1 or not.  Raises EngineError where the engine
-        does not pool.
+        cannot pool.
         """
         ...
 
@@ -207,16 +232,62 @@ class Engine(Protocol):
         ...
 
     def close(self) -> None:
-        """Free the model."""
+        """Free the model.  Later calls raise EngineError."""
         ...
 
 
-class SteppingEngine(Engine, Protocol):
-    """An engine that runs what it is told, when it is told: whoever uses it makes the batches and takes the turns."""
+class BatchEngine(LoadedModel, Protocol):
+    """Runs one batch at a time, synchronously, from one thread at a time."""
 
     def begin(self, prompts: Sequence[TokenIds], probes: Sequence[Probes]) -> Sequence[Continuation]:
         """Prefill and keep the KV cache, so that any of the prompts can go on decoding."""
         ...
+
+
+class Engine(LoadedModel, Protocol):
+    """Serves prompts as they come.  Its synchronous methods may run beside ``answer``, but not on an event loop."""
+
+    on_prefill: Callable[[int, int], None]
+    """Called with (prompts, tokens) after each forward pass over prompts, from any thread."""
+
+    @property
+    def alive(self) -> bool:
+        """False once only a new engine helps."""
+        ...
+
+    @property
+    def scores_overtake_answers(self) -> bool:
+        """Whether prompts without ``sampling`` pass those that wait for room in the KV cache."""
+        ...
+
+    def answer(
+        self,
+        prompt: TokenIds,
+        probes: Sequence[Probes],
+        *,
+        first_token: bool = False,
+        sampling: Sampling | None = None,
+        gate: Gate | None = None,
+    ) -> AsyncGenerator[Update, None]:
+        """One prompt: its prefill, then its answer from the same KV cache.  Runs on any event loop.
+
+        Without ``sampling`` the prefill is all.  Where ``gate`` closes, the request ends in the step that finished its
+        prefill, and nothing is decoded.  Closing the generator, or cancelling the task that waits for it, ends the
+        request.  Raises what ``score`` raises, and EngineError once the engine is gone.
+        """
+        ...
+
+
+def prefill_of(update: Update) -> PrefillResult:
+    """The prefill of a prompt's first update.  Raises EngineError where there is none."""
+    if update.prefill is None:
+        raise EngineError("the engine sent an update before the prefill's; please report this bug of the engine")
+    return update.prefill
+
+
+def unfinished() -> EngineError:
+    """For a request whose updates ended before its answer did."""
+    return EngineError("the engine ended a request before its answer was complete; try again")
 
 
 @dataclass(frozen=True)

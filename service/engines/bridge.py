@@ -1,53 +1,125 @@
-"""Many answers of an OnlineEngine at once, for a caller who is not on its event loop.  Knows no risk and no policy."""
+"""Between threads and event loops: batched delivery to a loop, generators of another loop, synchronous waiting."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
-from concurrent.futures import Future
+import threading
+from collections import deque
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import aclosing
 from typing import Any, TypeVar
 
-from service.engines.base import Completion, Onset, Sampling, TokenIds
-from service.engines.online import Gate, OnlineEngine, Update
 from service.errors import EngineError
-from service.readout import Probes
 
 T = TypeVar("T")
+MAX_AT_ONCE = 64
 
 
-def ask_all(
-    engine: OnlineEngine,
-    prompts: Sequence[TokenIds],
-    probes: Sequence[Probes],
-    sampling: Sampling,
-    *,
-    first_token: bool,
-    gate: Gate | None,
-    goes_on: Callable[[int, Onset, Update], bool],
-) -> list[Completion | None]:
-    """All prompts' answers, None for those that ``goes_on(place, onset, update)`` ended at their onset.
+class Outbox:
+    """Items for consumers on one event loop, sent from another thread: one wake-up of the loop for all that waits."""
 
-    Not on ``engine.loop``'s thread; ``goes_on`` is called there.  The first failure ends them all and is raised.
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.loop = loop
+        self._items: deque[tuple[asyncio.Queue[Any], Any]] = deque()
+        self._scheduled = False
+
+    def put(self, inbox: asyncio.Queue[Any], item: object) -> None:
+        """Add an item; it is delivered after the next ``flush``."""
+        self._items.append((inbox, item))
+
+    def flush(self) -> None:
+        """Have everything delivered on the loop."""
+        if self._scheduled or not self._items:
+            return
+        self._scheduled = True
+        try:
+            self.loop.call_soon_threadsafe(self._deliver)
+        except RuntimeError:  # the loop is closed, and every consumer with it
+            self._items.clear()
+
+    def _deliver(self) -> None:
+        self._scheduled = False  # before reading: what is put from now on needs another wake-up
+        while self._items:
+            inbox, item = self._items.popleft()
+            inbox.put_nowait(item)
+
+
+class Outboxes:
+    """One outbox for each event loop with consumers.  Thread-safe."""
+
+    def __init__(self) -> None:
+        self._all: tuple[Outbox, ...] = ()
+        self._lock = threading.Lock()
+
+    def of(self, loop: asyncio.AbstractEventLoop) -> Outbox:
+        """The loop's outbox; those of closed loops are dropped."""
+        for outbox in self._all:
+            if outbox.loop is loop:
+                return outbox
+        with self._lock:
+            outbox = Outbox(loop)
+            self._all = (*(known for known in self._all if not known.loop.is_closed()), outbox)
+        return outbox
+
+    def flush(self) -> None:
+        """Have everything delivered."""
+        for outbox in self._all:
+            outbox.flush()
+
+
+async def receive(inbox: asyncio.Queue[T | BaseException | None]) -> AsyncGenerator[T, None]:
+    """The items of an inbox up to None.  Raises the errors among them."""
+    taken = 0
+    while (item := await inbox.get()) is not None:
+        if isinstance(item, BaseException):
+            raise item
+        yield item
+        taken += 1
+        if taken % MAX_AT_ONCE == 0:  # a queue that holds items never suspends: let other tasks run
+            await asyncio.sleep(0)
+
+
+async def relay(
+    loop: asyncio.AbstractEventLoop, outbox: Outbox, make: Callable[[], AsyncGenerator[T, None]]
+) -> AsyncGenerator[T, None]:
+    """Iterate ``make()`` on ``loop`` and yield its items here, on the loop of ``outbox``.
+
+    Leaving early cancels it there.  Raises EngineError where ``loop`` is closed.
     """
+    inbox: asyncio.Queue[T | BaseException | None] = asyncio.Queue()
 
-    async def one(place: int) -> Completion | None:
-        answer = engine.answer(prompts[place], probes, first_token=first_token, sampling=sampling, gate=gate)
-        begun = False
-        async with aclosing(answer) as updates:
-            async for update in updates:
-                if not begun and not goes_on(place, onset_of(update), update):
-                    return None
-                begun = True
-                if update.completion is not None:
-                    return update.completion
-        raise unfinished()
+    async def pump() -> None:
+        ended: BaseException | None = EngineError("the engine cancelled a request; try again")
+        try:
+            async with aclosing(make()) as items:
+                async for item in items:
+                    outbox.put(inbox, item)
+                    outbox.flush()
+            ended = None
+        except Exception as error:
+            ended = error
+        finally:
+            outbox.put(inbox, ended)
+            outbox.flush()
 
-    return all_on(engine.loop, [one(place) for place in range(len(prompts))])
+    work = pump()
+    try:
+        future = asyncio.run_coroutine_threadsafe(work, loop)
+    except RuntimeError:
+        work.close()
+        raise EngineError("the engine's event loop has closed; restart the service") from None
+    try:
+        async with aclosing(receive(inbox)) as items:
+            async for item in items:
+                yield item
+    finally:
+        if not future.done() and not loop.is_closed():
+            future.cancel()
 
 
 def run_on(loop: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, T]) -> T:
-    """Its result.  Where the caller is interrupted, it is cancelled.  Not on ``loop``'s thread."""
+    """Wait for ``work`` on ``loop``; an interrupted caller cancels it.  Not to be called on ``loop``'s thread."""
     future: Future[T] = asyncio.run_coroutine_threadsafe(work, loop)
     try:
         return future.result()
@@ -55,39 +127,30 @@ def run_on(loop: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, T]) -> T:
         future.cancel()
 
 
-def all_on(
-    loop: asyncio.AbstractEventLoop, work: Sequence[Coroutine[Any, Any, T]], at_once: int | None = None
-) -> list[T]:
-    """Every result in order, ``at_once`` at a time; the first failure ends them all and is raised."""
-    room = asyncio.Semaphore(at_once or max(1, len(work)))
+def wait_for(work: Coroutine[Any, Any, T]) -> T:
+    """Run ``work`` on an event loop of its own and wait; from a notebook, whose loop is running, in a thread."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(work)
+    with ThreadPoolExecutor(max_workers=1) as pool:
+        return pool.submit(asyncio.run, work).result()
 
-    async def one(item: Coroutine[Any, Any, T]) -> T:
-        async with room:
+
+async def gather_all(work: Sequence[Coroutine[Any, Any, T]], at_once: int | None = None) -> list[T]:
+    """Every result in order, ``at_once`` at a time; the first failure cancels the rest and is raised."""
+    slots = asyncio.Semaphore(at_once or max(1, len(work)))
+
+    async def bounded(item: Coroutine[Any, Any, T]) -> T:
+        async with slots:
             return await item
 
-    async def everyone() -> list[T]:
-        try:
-            async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(one(item)) for item in work]
-        except BaseExceptionGroup as errors:
-            raise errors.exceptions[0] from None
-        finally:
-            for item in work:
-                item.close()  # those that were never begun
-        return [task.result() for task in tasks]
-
-    return run_on(loop, everyone())
-
-
-def onset_of(update: Update) -> Onset:
-    """The onset of a prompt's first update.  Raises EngineError where there is none."""
-    if update.onset is None:
-        raise EngineError(
-            "the engine told of an answer before its onset; this is a bug of the engine, please report it"
-        )
-    return update.onset
-
-
-def unfinished() -> EngineError:
-    """What a request gets whose news ended before its answer did."""
-    return EngineError("the engine ended a request before its answer was whole; try again")
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(bounded(item)) for item in work]
+    except BaseExceptionGroup as errors:
+        raise errors.exceptions[0] from None
+    finally:
+        for item in work:
+            item.close()  # those that never began
+    return [task.result() for task in tasks]

@@ -19,11 +19,11 @@ from service.engines.base import (
     Extraction,
     FirstToken,
     ModelIdentity,
-    Onset,
+    PrefillResult,
     Sampling,
     TokenIds,
-    check_onset_only,
 )
+from service.engines.checks import check_onset_only
 from service.errors import EmptyPrompt, EngineError, PromptTooLong, RequestError
 from service.readout import Geometry, Pooling, Probes, Site
 from service.risk import truth_logits
@@ -33,7 +33,7 @@ VOCABULARY = 259
 
 
 class ScriptedEngine:
-    """Implements ``base.SteppingEngine`` with invented numbers.
+    """Implements ``base.BatchEngine`` with invented numbers.
 
     ``answer`` is what every completion says, one byte per token.  ``sleep_s`` delays every forward and decode step,
     ``fail`` is raised by the next forward (and every one after), ``nan_layer`` puts a NaN into that layer's rows, and
@@ -85,6 +85,11 @@ class ScriptedEngine:
         """Padded tokens in one forward pass, at most."""
         return 8192
 
+    @property
+    def torch_model(self) -> None:
+        """There are none."""
+        return None
+
     def tokenize(self, text: str) -> list[int]:
         """BOS and the UTF-8 bytes.  Raises RequestError on lone surrogates."""
         return [BOS, *_utf8(text)]
@@ -133,15 +138,17 @@ class ScriptedEngine:
             if min(prompt) < 0 or max(prompt) >= VOCABULARY:
                 raise RequestError(f"prompt {number} holds a token id outside 0 to {VOCABULARY - 1}", param="input_ids")
 
-    def score(self, prompts: Sequence[TokenIds], probes: Sequence[Probes], *, first_token: bool = False) -> list[Onset]:
+    def score(
+        self, prompts: Sequence[TokenIds], probes: Sequence[Probes], *, first_token: bool = False
+    ) -> list[PrefillResult]:
         """Truth logits of the invented rows; NaN is passed on, for tests of what stands above."""
         self._forward("score", prompts)
-        return [self._onset(prompt, probes, first_token) for prompt in prompts]
+        return [self._read(prompt, probes, first_token) for prompt in prompts]
 
     def begin(self, prompts: Sequence[TokenIds], probes: Sequence[Probes]) -> list[ScriptedContinuation]:
         """As ``score``, with a script to go on with."""
         self._forward("begin", prompts)
-        return [ScriptedContinuation(self, self._onset(prompt, probes, True)) for prompt in prompts]
+        return [ScriptedContinuation(self, self._read(prompt, probes, True)) for prompt in prompts]
 
     def extract(
         self, prompts: Sequence[TokenIds], sites: Sequence[Site], poolings: Sequence[Pooling] = (Pooling.LAST_1,)
@@ -188,29 +195,29 @@ class ScriptedEngine:
         self._counters.prefills += len(prompts)
         self._counters.forward_tokens += sum(len(prompt) for prompt in prompts)
 
-    def _onset(self, prompt: TokenIds, probes: Sequence[Probes], first_token: bool) -> Onset:
+    def _read(self, prompt: TokenIds, probes: Sequence[Probes], first_token: bool) -> PrefillResult:
         geometry = self._identity.geometry
         trajectories = []
         for probe in probes:
             readout = geometry.select(self.rows(prompt, probe.site), probe.head, probe.site)
             trajectories.append(truth_logits(readout, probe.direction, probe.bias, probe.scale))
-        return Onset(tuple(trajectories), self.first_token(prompt) if first_token else None, len(prompt))
+        return PrefillResult(tuple(trajectories), self.first_token(prompt) if first_token else None, len(prompt))
 
 
 class ScriptedContinuation:
     """Says the engine's ``answer``, one character at a time.  Implements ``base.Continuation``."""
 
-    def __init__(self, engine: ScriptedEngine, onset: Onset) -> None:
+    def __init__(self, engine: ScriptedEngine, prefill: PrefillResult) -> None:
         self._engine = engine
-        self._onset = onset
+        self._prefill = prefill
         self._completion: Completion | None = None
         self._open = True
         engine.counters.open_continuations += 1
 
     @property
-    def onset(self) -> Onset:
+    def prefill(self) -> PrefillResult:
         """What was read at t*."""
-        return self._onset
+        return self._prefill
 
     @property
     def completion(self) -> Completion | None:
@@ -232,7 +239,7 @@ class ScriptedContinuation:
         answer = self._engine.answer
         ends = [at for stop in sampling.stop if (at := answer.find(stop)) >= 0]
         script = answer[: min(ends)] if ends else answer
-        limit = min(sampling.max_tokens, self._engine.identity.max_tokens - self._onset.prompt_tokens)
+        limit = min(sampling.max_tokens, self._engine.identity.max_tokens - self._prefill.prompt_tokens)
         try:
             for character in script:
                 if cancelled() or not self._open:

@@ -17,7 +17,8 @@ from numpy.typing import NDArray
 from tqdm import tqdm
 
 from service.data.run_folder import claim, locked
-from service.engines.base import Engine, ModelIdentity, beyond_onset
+from service.engines.base import Engine, ModelIdentity
+from service.engines.checks import beyond_onset
 from service.errors import EngineError, NoDirection, TrainingError
 from service.evaluation.gather import Gathered, answers_path, gather, read_rows, that_fit
 from service.evaluation.main_table import MEASURES, Run, compare, main_table, measured, rows_of

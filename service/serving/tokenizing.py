@@ -1,6 +1,6 @@
-"""Text to token ids off the event loop and the engine, in two lanes: short texts never wait for a long one.
+"""Text to token ids off the event loop, in two lanes, so that short texts never wait for a long one.
 
-Bounded, like the queue behind it: what waits here holds its text.
+Both lanes are bounded, because waiting requests hold their text.
 """
 
 from __future__ import annotations
@@ -14,30 +14,30 @@ from service.errors import Overloaded
 
 T = TypeVar("T")
 LONG = 16_384  # characters or ids from which a request takes the slow lane
-MOST_LONG = 16  # requests in the slow lane
+MAX_LONG = 16  # requests in the slow lane
 
 
 class _Lane:
-    """One thread, and how many requests it has yet to finish."""
+    """One thread and the number of its pending requests."""
 
-    def __init__(self, name: str, most: int) -> None:
+    def __init__(self, name: str, max_pending: int) -> None:
         self.thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix=name)
-        self.most = most
+        self.max_pending = max_pending
         self.pending = 0
 
 
 class Tokenizing:
     """Renders requests off the loop.  Used on the event loop only."""
 
-    def __init__(self, most: int) -> None:
-        """``most`` requests may wait for the fast lane."""
-        self._short = _Lane("tokenize", most)
-        self._long = _Lane("tokenize-long", MOST_LONG)
+    def __init__(self, max_pending: int) -> None:
+        """``max_pending`` requests may wait for the fast lane."""
+        self._short = _Lane("tokenize", max_pending)
+        self._long = _Lane("tokenize-long", MAX_LONG)
 
     async def run(self, size: int, work: Callable[[], T]) -> T:
         """``work()`` in the lane for ``size`` characters or ids; raises what it raises, or Overloaded."""
         lane = self._long if size >= LONG else self._short
-        if lane.pending >= lane.most:
+        if lane.pending >= lane.max_pending:
             raise Overloaded(f"{lane.pending} requests are waiting to be tokenized; try again in 1 s")
         lane.pending += 1
         done = lane.thread.submit(work)
@@ -45,7 +45,7 @@ class Tokenizing:
         return await asyncio.wrap_future(done)
 
     def close(self) -> None:
-        """Forget what has not begun."""
+        """Drop requests that have not begun."""
         for lane in (self._short, self._long):
             lane.thread.shutdown(wait=True, cancel_futures=True)
 

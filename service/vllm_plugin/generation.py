@@ -1,6 +1,6 @@
-"""vLLM's ``generate`` for the OpenAI routes: the same request, read at its onset, ended there where it is gated.
+"""vLLM's ``generate`` for the OpenAI routes: the same request, judged at its answer onset and ended there if gated.
 
-Knows vLLM's requests and outputs, and no HTTP.  Requests that have no ``note`` pass untouched.
+Requests that have no ``note`` pass untouched.
 """
 
 from __future__ import annotations
@@ -14,109 +14,112 @@ from fastapi import HTTPException
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 
-from service.api.state import ServiceState
 from service.engines.vllm.engine import VllmEngine
-from service.engines.vllm.requests import Reading, times
+from service.engines.vllm.requests import ProbeLease, times
 from service.engines.vllm.wire import KEY
 from service.errors import HalluTracerError, NotReady
 from service.guard import Action, Decision, Policy
 from service.scoring import RiskReport, Scorer
+from service.serving.state import ServiceState
 from service.vllm_plugin.note import CURRENT, Note
 
 Generate = Callable[..., AsyncGenerator[Any, None]]
 XARGS = ("hallutracer_bundle", "hallutracer_policy", "hallutracer_threshold")
 
 
-def reading_generate(generate: Generate, state: ServiceState) -> Generate:
-    """``generate`` with readings.  ``state`` may still be loading, or have failed to."""
+def judging_generate(generate: Generate, state: ServiceState, engine_of: Callable[[], VllmEngine]) -> Generate:
+    """``generate`` with risks.  ``state`` may be loading, or have failed to; ``engine_of`` is called once ready."""
 
     def wrapped(prompt: Any, sampling_params: Any, request_id: str, *args: Any, **kwargs: Any) -> Any:
         note = CURRENT.get()
         if note is None or not isinstance(sampling_params, SamplingParams):
             return generate(prompt, sampling_params, request_id, *args, **kwargs)
         parameters = sampling_params.clone()
-        asked = note.asked or _take_xargs(parameters)
+        xargs = note.xargs or _take_xargs(parameters)
         place = note.add()
         try:
-            scorer, policy = _wanted(state, asked)
+            scorer, policy = _resolve(state, xargs)
         except NotReady as error:
-            if not _observes(state, asked):
+            if not _observes(state, xargs):
                 raise HTTPException(error.status, str(error)) from error
             note.unread = str(error)
             return generate(prompt, parameters, request_id, *args, **kwargs)
         if "-beam-" in request_id:
-            note.unread = "beam search is many requests, none of which is the answer: it is not read"
+            note.unread = "beam search runs many requests, none of which is the answer: its risk is not measured"
             if policy.action is not Action.OBSERVE:
                 raise VLLMValidationError(note.unread, parameter="use_beam_search")
             return generate(prompt, parameters, request_id, *args, **kwargs)
         note.scorer, note.policy, note.choices = scorer, policy, parameters.n
-        read = _Read(state, scorer, policy, note, place, parameters)
-        return read.run(lambda: generate(prompt, parameters, request_id, *args, **kwargs))
+        judged = _JudgedPrompt(state, engine_of(), scorer, policy, note, place, parameters)
+        return judged.run(lambda: generate(prompt, parameters, request_id, *args, **kwargs))
 
     return wrapped
 
 
-class _Read:
+class _JudgedPrompt:
     """One prompt of one request."""
 
     def __init__(
-        self, state: ServiceState, scorer: Scorer, policy: Policy, note: Note, place: int, parameters: Any
+        self,
+        state: ServiceState,
+        engine: VllmEngine,
+        scorer: Scorer,
+        policy: Policy,
+        note: Note,
+        place: int,
+        parameters: Any,
     ) -> None:
-        self._state, self._scorer, self._policy = state, scorer, policy
+        self._state, self._engine, self._scorer, self._policy = state, engine, scorer, policy
         self._note, self._place, self._parameters = note, place, parameters
         self._report: RiskReport | None = None
         self._times = (0.0, 0.0)
-        self._end_token: int | None = None
 
     async def run(self, start: Callable[[], AsyncGenerator[Any, None]]) -> AsyncGenerator[Any, None]:
         """vLLM's outputs; of a gated answer one, empty and finished."""
         try:
-            reading = await self._prepare()
+            lease = await self._prepare()
         except HalluTracerError as error:
             self._unread(error)
-            reading = None
+            lease = None
         tokens = 0
         try:
             async with aclosing(start()) as outputs:
                 async for output in outputs:
-                    if self._report is None and reading is not None:
-                        self._judge(reading, output)
+                    if self._report is None and lease is not None:
+                        self._judge(lease, output)
                         if self._report is not None and self._report.decision is not Decision.CONTINUE:
-                            yield _withheld(output, self._parameters.n, self._end_token)
+                            yield _withheld(output, self._parameters.n, self._engine.end_token)
                             return
                     new = sum(len(one.token_ids) for one in output.outputs)
                     tokens = tokens + new if self._parameters.output_kind is RequestOutputKind.DELTA else new
                     yield output
         finally:
-            if reading is not None:
-                reading.release()
+            if lease is not None:
+                lease.release()
             if self._report is not None:
                 self._account(self._report, tokens)
 
-    async def _prepare(self) -> Reading:
-        """Hold the probe in its slot and tell the worker what is wanted."""
-        engine, parameters = self._scorer.engine, self._parameters
-        assert isinstance(engine, VllmEngine)
+    async def _prepare(self) -> ProbeLease:
+        """Hold the probe in its slot and put the directive into the request."""
+        parameters = self._parameters
         gate = self._scorer.gate(self._policy)
         in_engine = gate is not None and _ends_at_an_end_token(parameters)
-        self._end_token = engine.end_token
-        reading = await engine.read(
+        lease = await self._engine.lease(
             [self._scorer.probes],
             first_token=self._scorer.needs_first_token,
             gate=gate if in_engine else None,
         )
-        parameters.extra_args = {**(parameters.extra_args or {}), **reading.directive.encode()}
+        parameters.extra_args = {**(parameters.extra_args or {}), **lease.directive.encode()}
         final = parameters.output_kind is RequestOutputKind.FINAL_ONLY
         if gate is not None and not in_engine and final and parameters.n == 1:
-            parameters.output_kind = RequestOutputKind.CUMULATIVE  # to end it from here, its onset has to be seen
-        return reading
+            parameters.output_kind = RequestOutputKind.CUMULATIVE  # to end it from here, its first token has to be seen
+        return lease
 
-    def _judge(self, reading: Reading, output: Any) -> None:
+    def _judge(self, lease: ProbeLease, output: Any) -> None:
         try:
-            onset, _ = reading.onset(output, len(output.prompt_token_ids or ()))
-            self._report = self._scorer.report(
-                onset, onset.trajectories[0], self._policy, cached_tokens=int(output.num_cached_tokens or 0)
-            )
+            result, _ = lease.prefill(output, len(output.prompt_token_ids or ()))
+            cached = int(output.num_cached_tokens or 0)
+            self._report = self._scorer.judge(result, self._policy, cached_tokens=cached)
         except HalluTracerError as error:
             self._unread(error)
             return
@@ -124,7 +127,7 @@ class _Read:
         self._note.reports[self._place] = self._report
 
     def _unread(self, error: HalluTracerError) -> None:
-        """Where nothing would have been withheld an answer goes on without a reading; elsewhere it fails."""
+        """Under a policy that only observes, the answer goes on without a risk; otherwise the request fails."""
         if self._policy.action is not Action.OBSERVE:
             raise error
         self._note.unread = str(error)
@@ -147,17 +150,17 @@ class _Read:
 
 
 def _take_xargs(parameters: Any) -> dict[str, Any]:
-    """Our names out of ``vllm_xargs``; a caller's own directive is not taken."""
+    """Take our arguments out of ``vllm_xargs``; a directive that a caller wrote is dropped."""
     extra = dict(parameters.extra_args or {})
     extra.pop(KEY, None)
-    asked = {name: extra.pop(name) for name in XARGS if name in extra}
+    xargs = {name: extra.pop(name) for name in XARGS if name in extra}
     parameters.extra_args = extra or None
-    return asked
+    return xargs
 
 
-def _wanted(state: ServiceState, asked: dict[str, Any]) -> tuple[Scorer, Policy]:
-    """Raises NotReady, and VLLMValidationError naming the argument at fault."""
-    bundle, policy, threshold = (asked.get(name) for name in XARGS)
+def _resolve(state: ServiceState, xargs: dict[str, Any]) -> tuple[Scorer, Policy]:
+    """The scorer and policy that apply.  Raises NotReady, and VLLMValidationError naming the argument at fault."""
+    bundle, policy, threshold = (xargs.get(name) for name in XARGS)
     if threshold is not None and (isinstance(threshold, bool) or not isinstance(threshold, int | float)):
         raise VLLMValidationError(f"{XARGS[2]} must be a number in [0, 1]", parameter=f"vllm_xargs.{XARGS[2]}")
     try:
@@ -171,26 +174,26 @@ def _wanted(state: ServiceState, asked: dict[str, Any]) -> tuple[Scorer, Policy]
         raise VLLMValidationError(str(error), parameter="vllm_xargs") from error
 
 
-def _observes(state: ServiceState, asked: dict[str, Any]) -> bool:
-    """Whether nothing could have been withheld: a gate that is not there must not stand open."""
-    policy = state.policies.get(str(asked.get(XARGS[1], state.settings.policy)))
+def _observes(state: ServiceState, xargs: dict[str, Any]) -> bool:
+    """Whether the policy only observes: while the service is not ready, any other must not let an answer through."""
+    policy = state.policies.get(str(xargs.get(XARGS[1], state.settings.policy)))
     return policy is not None and policy.action is Action.OBSERVE
 
 
 def _ends_at_an_end_token(parameters: Any) -> bool:
-    """Whether an end token in place of the first would end the request; otherwise it is ended from here."""
+    """Whether an end token as the first token would end the request; otherwise it is ended from here."""
     return not (parameters.ignore_eos or parameters.min_tokens or parameters.structured_outputs)
 
 
 def _withheld(output: Any, choices: int, end_token: int | None) -> Any:
-    """The same output without a token of an answer, for each of a request's choices.
+    """The same output without any token of the answer, for each of a request's choices.
 
-    An end token stands alone in it, without text: vLLM's streams leave out an output that has no token at all.
+    It holds an end token without text, because vLLM's streams skip an output that has no token at all.
     """
     from vllm.logprobs import Logprob
 
     token, first = end_token or 0, output.outputs[0]
-    logprobs = None if first.logprobs is None else [{token: Logprob(0.0, 1, "")}]  # nothing of the first token's own
+    logprobs = None if first.logprobs is None else [{token: Logprob(0.0, 1, "")}]  # nothing of the first token's
     output.outputs = [
         replace(
             first,

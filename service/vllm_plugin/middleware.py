@@ -1,4 +1,4 @@
-"""The note into the response: ``hallutracer`` beside ``choices``, in JSON and in each stream's chunks.  Plain ASGI.
+"""Writes the note into the response: ``hallutracer`` beside ``choices``, in JSON and in streams.  Plain ASGI.
 
 A withheld answer's choice has no text and the finish reason ``content_filter``, which OpenAI's clients know.
 """
@@ -20,7 +20,7 @@ RETRY_S = 1
 
 
 class RiskNotes:
-    """Gives each completion request a note, and puts what was written on it into the response."""
+    """Gives each completion request a note and writes its content into the response."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
@@ -33,13 +33,13 @@ class RiskNotes:
         note = Note()
         token = CURRENT.set(note)
         try:
-            await self.app(scope, _Listening(note, receive).receive, _Noting(note, send).send)
+            await self.app(scope, _BodyReader(note, receive).receive, _ResponseWriter(note, send).send)
         finally:
             CURRENT.reset(token)
 
 
-class _Listening:
-    """Hears what a beam search was asked for: vLLM makes other requests of it, without the caller's arguments."""
+class _BodyReader:
+    """Keeps the ``vllm_xargs`` of a beam search: vLLM makes other requests of it, without the caller's arguments."""
 
     def __init__(self, note: Note, receive: Receive) -> None:
         self._note, self._receive = note, receive
@@ -50,20 +50,20 @@ class _Listening:
         if message["type"] == "http.request":
             self._body += message.get("body", b"")
             if not message.get("more_body") and b"use_beam_search" in self._body:
-                asked = (_parsed(self._body) or {}).get("vllm_xargs")
-                self._note.asked = asked if isinstance(asked, dict) else {}
+                xargs = (_parsed(self._body) or {}).get("vllm_xargs")
+                self._note.xargs = xargs if isinstance(xargs, dict) else {}
         return message
 
 
-class _Noting:
-    """Holds the response's start back until its first body is there: only then are the headers known."""
+class _ResponseWriter:
+    """Sends the response's start with its first body, because only then are the headers known."""
 
     def __init__(self, note: Note, send: Send) -> None:
         self._note, self._send = note, send
         self._start: Message | None = None
         self._streams = False
         self._held = b""
-        self._told: set[int] = set()
+        self._annotated: set[int] = set()
 
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
@@ -108,7 +108,7 @@ class _Noting:
         return b"data: " + json.dumps(content, ensure_ascii=False).encode()
 
     def _annotate(self, content: dict[str, Any]) -> None:
-        """Each prompt's row once: in the only body, or in the first chunk after its onset."""
+        """Add each prompt's item once: in the only body, or in the first chunk after its prefill."""
         note = self._note
         for choice in content["choices"]:
             if note.gated(int(choice.get("index", 0)) // note.choices) and choice.get("finish_reason") is not None:
@@ -117,8 +117,8 @@ class _Noting:
         if body is None:
             return
         if "data" in body:
-            fresh = [row for row in body["data"] if row["index"] not in self._told]
-            self._told |= {row["index"] for row in fresh}
+            fresh = [item for item in body["data"] if item["index"] not in self._annotated]
+            self._annotated |= {item["index"] for item in fresh}
             if not fresh:
                 return
             body["data"] = fresh
@@ -134,7 +134,7 @@ class _Noting:
         for name, value in self._note.headers().items():
             headers[name] = value
         if start["status"] == NotReady.status:
-            headers.setdefault("retry-after", str(RETRY_S))  # vLLM's error handlers pass no headers on
+            headers.setdefault("retry-after", str(RETRY_S))  # vLLM's error handlers drop headers
         await self._send(start)
 
 

@@ -1,6 +1,6 @@
-"""What one OpenAI request's prompts came to: written by ``generation``, read by ``middleware``.  Knows no HTTP.
+"""The risks of one OpenAI request's prompts: written by ``generation``, read by ``middleware``.
 
-A context variable ties the two together: vLLM's serving code between them knows of neither.
+A context variable connects the two across vLLM's own serving code.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from service.scoring import RiskReport, Scorer
 
 @dataclass
 class Note:
-    """One request's readings, in the order of its prompts; None where there is none yet."""
+    """One request's reports, in the order of its prompts; None where there is none yet."""
 
     scorer: Scorer | None = None
     policy: Policy | None = None
     reports: list[RiskReport | None] = field(default_factory=list)
-    unread: str | None = None  # why there is no reading
+    unread: str | None = None  # why there is no risk
     choices: int = 1  # answers to each prompt (n)
-    asked: dict[str, Any] = field(default_factory=dict)  # vllm_xargs of a beam search, which vLLM does not hand on
+    xargs: dict[str, Any] = field(default_factory=dict)  # vllm_xargs of a beam search, which vLLM drops
 
     def add(self) -> int:
-        """One more prompt; its place."""
+        """Add a prompt and return its index."""
         self.reports.append(None)
         return len(self.reports) - 1
 

@@ -1,4 +1,4 @@
-"""What vLLM loads: routes when its app is built, and what they need once its engine runs."""
+"""The plugin that vLLM loads: adds routes when vLLM builds its app, and loads bundles once its engine runs."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from service.api.app import create_app
 from service.api.request_schema import ROUTES
-from service.api.state import ServiceState
 from service.engines.vllm.engine import VllmEngine
 from service.errors import HalluTracerError
 from service.scoring import Scorer
-from service.vllm_plugin.generation import reading_generate
+from service.serving.state import ServiceState
+from service.vllm_plugin.generation import judging_generate
 from service.vllm_plugin.middleware import RiskNotes
 from service.vllm_plugin.options import read_options
 
@@ -27,7 +27,7 @@ OWN_PATHS = (ROUTES[0], "/v1/bundles", "/health/ready", "/health/live")
 
 
 class _Endpoint:
-    """Our app as a route's endpoint: vLLM prints every endpoint's name when it starts."""
+    """Our app as a route's endpoint, with the name that vLLM logs at start."""
 
     __name__ = "hallutracer"
 
@@ -45,13 +45,14 @@ class HalluTracerPlugin:
     required_tasks = ("generate",)
 
     def __init__(self) -> None:
-        """Read the options.  Raises HalluTracerError: better no server than one that does not guard."""
+        """Read the options.  Raises SystemExit where they are wrong: a server without its guard must not start."""
         try:
             options = read_options()
         except HalluTracerError as error:
             raise SystemExit(f"hallutracer: {error}") from error
         self._options = options
         self._client: Any = None
+        self._engine: VllmEngine
         self._loop: asyncio.AbstractEventLoop | None = None
         self._loading: asyncio.Task[None] | None = None
         self.state = ServiceState(
@@ -59,7 +60,7 @@ class HalluTracerPlugin:
         )
 
     def attach_router(self, app: FastAPI) -> None:
-        """Our routes beside vLLM's own, and notes around its completions.
+        """Add our routes beside vLLM's own, and a note to each of its completion requests.
 
         ``/score``, ``/health``, ``/metrics`` and ``/v1/models`` stay vLLM's; our series join its ``/metrics``.
         """
@@ -70,11 +71,11 @@ class HalluTracerPlugin:
         REGISTRY.register(self.state.metrics.collector)
 
     async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
-        """Load behind vLLM's back: it answers at once, our routes once the self-test and golden prompts have passed."""
+        """Load in the background: vLLM answers at once, our routes after the self-test and the golden prompts."""
         if engine_client is None:
             return
         self._client, self._loop = engine_client, asyncio.get_running_loop()
-        engine_client.generate = reading_generate(engine_client.generate, self.state)
+        engine_client.generate = judging_generate(engine_client.generate, self.state, lambda: self._engine)
         self._loading = asyncio.create_task(self._start())
 
     async def _start(self) -> None:
@@ -85,5 +86,5 @@ class HalluTracerPlugin:
 
     def _load(self) -> list[Scorer]:
         assert self._loop is not None
-        engine = VllmEngine.around(self._client, self._loop)
-        return [Scorer(engine, bundle) for bundle in self._options.bundles]
+        self._engine = VllmEngine.around(self._client, self._loop)
+        return [Scorer(self._engine, bundle) for bundle in self._options.bundles]

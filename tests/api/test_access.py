@@ -17,11 +17,12 @@ from fastapi.testclient import TestClient
 from service.api.app import create_app
 from service.api.auth import HEALTH, METRICS
 from service.api.request_log import JsonLines
-from service.api.state import ServiceState
+from service.engines.scheduler import Scheduled
 from service.engines.scripted import ScriptedEngine
 from service.guard import Action, Policy
 from service.policies import built_in
 from service.scoring import Scorer
+from service.serving.state import ServiceState
 from service.settings import ServiceSettings
 from tests.matching import matching_bundle
 from tests.running import until
@@ -34,12 +35,12 @@ def client(tmp_path: Path, policies: dict[str, Policy] | None = None, **settings
     engine = ScriptedEngine()
     bundle = matching_bundle(engine, tmp_path)
     state = ServiceState(
-        lambda: [Scorer(engine, bundle)],
+        lambda: [Scorer(Scheduled(engine), bundle)],
         settings=ServiceSettings(**settings),
         policies=built_in() | (policies or {}),
     )
     with TestClient(create_app(state), raise_server_exceptions=False) as opened:
-        until(lambda: state._room is not None)
+        until(lambda: state.is_ready)
         yield opened
 
 

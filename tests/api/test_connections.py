@@ -9,20 +9,21 @@ import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, MutableMapping
+from collections.abc import AsyncGenerator, Iterator, MutableMapping
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
-from tests.running import ROOMS, Running, running, until
-from tests.scripted_online import ScriptedOnlineEngine
+from service.engines.base import Update
+from tests.engine_kinds import KINDS
+from tests.running import Running, running, until
 
-both_rooms = pytest.mark.parametrize("room", ROOMS)
+both_kinds = pytest.mark.parametrize("kind", KINDS)
 
 
-@pytest.fixture(params=ROOMS)
+@pytest.fixture(params=KINDS)
 def service(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Running]:
     with running(tmp_path, request.param) as service:
         yield service
@@ -73,10 +74,15 @@ def test_a_stream_is_the_risk_then_the_answer(service: Running) -> None:
     assert {event["id"] for event in (first, *pieces, last)} == {f"risk-{response.headers['x-request-id']}"}
 
 
-def test_cached_tokens_are_told(tmp_path: Path) -> None:
-    with running(tmp_path, "live") as service:
-        assert isinstance(service.served, ScriptedOnlineEngine)
-        service.served.cached_tokens = 4
+def test_cached_tokens_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with running(tmp_path) as service:
+        answer_of = service.served.answer
+
+        async def cached(*arguments: Any, **options: Any) -> AsyncGenerator[Update, None]:
+            async for update in answer_of(*arguments, **options):
+                yield dataclasses.replace(update, cached_tokens=4)
+
+        monkeypatch.setattr(service.served, "answer", cached)
         assert service.post(prompt=["a", "b"]).json()["usage"]["cached_tokens"] == 8
         answer: dict[str, Any] = {"prompt": "a", "generate": {"max_tokens": 5}, "threshold": 1}
         plain = service.post(**answer).json()["usage"]
@@ -200,10 +206,10 @@ def test_a_body_that_never_comes_is_408(tmp_path: Path) -> None:
         assert service.metric("hallutracer_requests_in_flight") == 0
 
 
-@both_rooms
-def test_a_reader_that_takes_nothing_is_let_go(tmp_path: Path, room: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@both_kinds
+def test_a_reader_that_takes_nothing_is_let_go(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("service.api.stream.SLOW_READER_S", 0.2)
-    with running(tmp_path, room, deadline_s=3.0, max_new_tokens=50_000, max_kv_tokens=200_000) as service:
+    with running(tmp_path, kind, deadline_s=3.0, max_new_tokens=50_000, max_kv_tokens=200_000) as service:
         service.engine.answer = "x" * 50_000
         service.engine._identity = dataclasses.replace(service.engine.identity, max_tokens=60_000)
         body = {"prompt": "a", "threshold": 1, "generate": {"max_tokens": 50_000}, "stream": True}
@@ -224,9 +230,9 @@ def test_a_reader_that_takes_nothing_is_let_go(tmp_path: Path, room: str, monkey
             connection.close()
 
 
-@both_rooms
-def test_a_backlog_of_pieces_does_not_hold_the_event_loop(tmp_path: Path, room: str) -> None:
-    service = Running(tmp_path, room, max_new_tokens=500)
+@both_kinds
+def test_a_backlog_of_pieces_does_not_hold_the_event_loop(tmp_path: Path, kind: str) -> None:
+    service = Running(tmp_path, kind, max_new_tokens=500)
     service.socket.close()
     service.engine.answer = "x" * 500
     body = json.dumps({"prompt": "a", "threshold": 1, "generate": {"max_tokens": 500}, "stream": True}).encode()
@@ -255,7 +261,7 @@ def test_a_backlog_of_pieces_does_not_hold_the_event_loop(tmp_path: Path, room: 
     async def stream() -> None:
         counting = asyncio.create_task(count_turns())
         async with service.app.router.lifespan_context(service.app):
-            while not service.ready:
+            while not service.state.is_ready:
                 await asyncio.sleep(0.01)
             headers = [(b"content-type", b"application/json")]
             scope = {"type": "http", "method": "POST", "path": "/score", "query_string": b"", "headers": headers}
@@ -267,9 +273,9 @@ def test_a_backlog_of_pieces_does_not_hold_the_event_loop(tmp_path: Path, room: 
     assert max(sent_in_turn.values()) <= 64
 
 
-@both_rooms
-def test_stopping_finishes_what_is_in_flight(tmp_path: Path, room: str) -> None:
-    with running(tmp_path, room) as service:
+@both_kinds
+def test_stopping_finishes_what_is_in_flight(tmp_path: Path, kind: str) -> None:
+    with running(tmp_path, kind) as service:
         service.engine.answer, service.engine.sleep_s = "x" * 100, 0.01
         streaming = send(service, {"prompt": "a", "threshold": 1, "generate": {"max_tokens": 100}, "stream": True})
         text = streaming.recv(4096)
@@ -301,13 +307,13 @@ def test_the_same_answer_with_and_without_a_stream_in_a_crowd(service: Running) 
     until(lambda: idle(service))
 
 
-@both_rooms
-def test_a_broken_engine_is_neither_ready_nor_alive(tmp_path: Path, room: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    with running(tmp_path, room) as service:
+@both_kinds
+def test_a_broken_engine_is_neither_ready_nor_alive(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with running(tmp_path, kind) as service:
         told = threading.Event()
         service.state.on_broken = told.set
         assert httpx.get(f"{service.url}/health/live").status_code == 200
-        monkeypatch.setattr(service.state.metrics, "batch", lambda *_: 1 / 0)
+        monkeypatch.setattr(service.served, "on_prefill", lambda *_: 1 / 0)
         assert service.post(prompt="a").status_code == 503
         assert told.wait(20)
         for path in ("live", "ready"):
@@ -317,10 +323,9 @@ def test_a_broken_engine_is_neither_ready_nor_alive(tmp_path: Path, room: str, m
         assert service.metric("hallutracer_ready") == 0
 
 
-@pytest.mark.parametrize(("room", "waiting"), [("room", 2), ("live", 3)])
-def test_a_full_queue_is_429_with_retry_after(tmp_path: Path, room: str, waiting: int) -> None:
-    """In front of a scheduler that keeps its queue to itself, what it has begun with waits as well."""
-    with running(tmp_path, room, max_queue=waiting, max_prompts=2) as service:
+@both_kinds
+def test_a_full_queue_is_429_with_retry_after(tmp_path: Path, kind: str) -> None:
+    with running(tmp_path, kind, max_queue=3, max_prompts=2) as service:
         entered, release = threading.Event(), threading.Event()
 
         def block(_: str) -> None:
@@ -331,7 +336,7 @@ def test_a_full_queue_is_429_with_retry_after(tmp_path: Path, room: str, waiting
         first = send(service, {"prompt": "held"})
         assert entered.wait(20)
         second = send(service, {"prompt": ["a", "b"]})
-        until(lambda: service.metric("hallutracer_queue_depth") == waiting)
+        until(lambda: service.metric("hallutracer_queue_depth") == 3)
         refused = service.post(prompt="c")
         assert refused.status_code == 429
         assert int(refused.headers["retry-after"]) >= 1

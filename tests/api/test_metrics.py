@@ -14,9 +14,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from service import __version__
 from service.api import error_handlers as problems
-from service.api.metrics import FOLDER_VARIABLE, STATUS_OF, Metrics
 from service.errors import DeadlineExceeded, HalluTracerError, Overloaded
 from service.guard import Decision
+from service.serving.metrics import FOLDER_VARIABLE, STATUS_OF, Metrics
 
 ROOT = Path(__file__).parent.parent.parent
 LABELS = {"model_name": "m", "bundle": "demo:1"}
@@ -157,7 +157,7 @@ def test_names_end_in_their_unit_and_nothing_is_said_twice() -> None:
 
 WRITER = """
 import sys
-from service.api.metrics import Metrics
+from service.serving.metrics import Metrics
 metrics = Metrics()
 metrics.bundle("m", "demo:1", "sha256:ab")
 metrics.ready(True)
@@ -172,7 +172,7 @@ if sys.stdin.readline().strip() == "close":
 """
 READER = """
 import sys
-from service.api.metrics import Metrics
+from service.serving.metrics import Metrics
 metrics = Metrics()
 metrics.ready({ready})
 sys.stdout.buffer.write(metrics.render()[0])
@@ -250,7 +250,7 @@ def test_a_folder_that_cannot_be_shared_is_said_at_start(tmp_path: Path, case: s
     if case == "read-only" and not Path(name).is_dir():
         pytest.skip("no folder here that even root cannot write to")
     (tmp_path / "file").touch()
-    child = process("from service.api.metrics import Metrics\nMetrics()", name)
+    child = process("from service.serving.metrics import Metrics\nMetrics()", name)
     _, error = child.communicate(timeout=60)
     assert child.returncode == 1
     last = error.strip().splitlines()[-1]

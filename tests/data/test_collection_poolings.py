@@ -17,7 +17,8 @@ import pytest
 
 from service.data.collection import Collection, collect
 from service.data.training_rows import Dataset, read_dataset
-from service.engines.base import Extraction, TokenIds, beyond_onset
+from service.engines.base import Extraction, TokenIds
+from service.engines.checks import beyond_onset
 from service.errors import EngineError, NonFiniteReadout, RunMismatch
 from service.readout import Pooling, Site
 from tests.engines import tiny

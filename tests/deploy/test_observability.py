@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import yaml
 
-from service.api.metrics import STATUS_OF
+from service.serving.metrics import STATUS_OF
 from tests.deploy import dashboards
 from tests.deploy.checks import flags
 from tests.deploy.live_service import BUNDLES, Traffic, serving

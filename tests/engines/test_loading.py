@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from service.engines import loading
-from service.engines.base import EngineOptions, SteppingEngine
+from service.engines.base import BatchEngine, EngineOptions
 from service.engines.identity import folder_fingerprint, memory_fingerprint
 from service.engines.transformers.engine import TransformersEngine
 from service.errors import ModelLoadError, UnknownFamily
@@ -37,7 +37,7 @@ def load(folder: Path, **options: str) -> TransformersEngine:
 
 
 def test_a_loaded_model_reads_what_the_one_in_memory_reads(saved: Path):
-    engine: SteppingEngine = load(saved)
+    engine: BatchEngine = load(saved)
     memory = tiny.shared_engine("llama")
     prompts, probe = tiny.prompts([5, 12]), tiny.probes(memory.identity.geometry)
     for ours, theirs in zip(engine.score(prompts, [probe]), memory.score(prompts, [probe]), strict=True):

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from service.engines.base import Sampling, SteppingEngine
+from service.engines.base import BatchEngine, Sampling
 from service.engines.scripted import ScriptedEngine
 from service.errors import EmptyPrompt, EngineError, PromptTooLong, RequestError
 from service.readout import Geometry, Probes, Site
@@ -29,7 +29,7 @@ def test_it_imports_no_torch():
 
 @given(st.lists(st.text(min_size=1, max_size=20), min_size=1, max_size=4))
 def test_equal_prompts_read_equal_rows_in_any_batch_and_engine(texts: list[str]):
-    engine: SteppingEngine = ScriptedEngine()
+    engine: BatchEngine = ScriptedEngine()
     probe = probes(engine.identity.geometry)
     prompts = [engine.tokenize(text) for text in texts]
     together = engine.score(prompts, [probe], first_token=True)

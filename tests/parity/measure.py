@@ -22,9 +22,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from service.engines.base import Completion, EngineOptions, Onset, Sampling
+from service.engines.base import Completion, Engine, EngineOptions, PrefillResult, Sampling, Update
 from service.engines.bridge import run_on
-from service.engines.online import OnlineEngine, Update
 from service.errors import EngineError
 from service.readout import Geometry, Probes, Site
 from tests.parity import questions as q
@@ -41,7 +40,7 @@ def wanted(question: q.Question, bundles: Sequence[list[Probes]]) -> list[Probes
     return [probe for bundle in question.bundles for probe in bundles[bundle]]
 
 
-def flat(asked: Sequence[q.Question], onsets: Sequence[Onset]) -> Arrays:
+def flat(asked: Sequence[q.Question], onsets: Sequence[PrefillResult]) -> Arrays:
     """Onsets as arrays, absent where a bundle does not read a question."""
     layers = len(onsets[0].trajectories[0])
     trajectories = np.full((len(asked), q.BUNDLES, len(Site), layers), np.nan)
@@ -94,7 +93,7 @@ def transformers(folder: str) -> Arrays:
     every = [probe for bundle in bundles for probe in bundle]
     scored = engine.score([one.prompt for one in everything], every, first_token=True)
     onsets = [
-        Onset(
+        PrefillResult(
             tuple(
                 trajectory
                 for bundle in question.bundles
@@ -144,9 +143,9 @@ def vllm(folder: str, arguments: dict[str, str], faulty: str | None) -> Arrays:
         found = asyncio.run_coroutine_threadsafe(everyone(engine, asked, bundles), engine.loop).result(900)
         repeated = asyncio.run_coroutine_threadsafe(again(engine, asked, bundles), engine.loop).result(300)
         firsts = [*(updates[0] for updates in found), *repeated]
-        onsets = [update.onset for update in firsts if update.onset is not None]
+        onsets = [update.prefill for update in firsts if update.prefill is not None]
         assert len(onsets) == len(firsts)
-        assert not any(update.onset for updates in found for update in updates[1:])
+        assert not any(update.prefill for updates in found for update in updates[1:])
         answered = [place for place, one in enumerate(asked) if one.sampling is not None and not one.cancelled]
         texts = ["".join(update.piece for update in found[place]) for place in answered]
         completions = [found[place][-1].completion for place in answered]
@@ -177,7 +176,7 @@ def flawed(engine: Any, asked: list[q.Question], bundles: Sequence[list[Probes]]
     return {"bundles": np.array([[onset.trajectories for onset in onsets] for onsets in scored])}
 
 
-async def again(engine: OnlineEngine, asked: list[q.Question], bundles: Sequence[list[Probes]]) -> list[Update]:
+async def again(engine: Engine, asked: list[q.Question], bundles: Sequence[list[Probes]]) -> list[Update]:
     """Long prompts twice, one at a time, nothing in their way: what the second time says, from cached blocks."""
     found = []
     for question in q.repeated(asked):
@@ -190,9 +189,7 @@ async def again(engine: OnlineEngine, asked: list[q.Question], bundles: Sequence
     return found
 
 
-async def everyone(
-    engine: OnlineEngine, asked: Sequence[q.Question], bundles: Sequence[list[Probes]]
-) -> list[list[Update]]:
+async def everyone(engine: Engine, asked: Sequence[q.Question], bundles: Sequence[list[Probes]]) -> list[list[Update]]:
     """All questions, submitted at once."""
 
     async def one(question: q.Question) -> list[Update]:

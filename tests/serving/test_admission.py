@@ -1,10 +1,11 @@
-"""The speed that the estimated wait rests on.  The rule itself is tested through the waiting room and the live room."""
+"""The admission rule, and the speed that its estimate is based on."""
 
 from __future__ import annotations
 
 import pytest
 
-from service.serving.admission import NEW_SPEED, Speed
+from service.errors import Overloaded
+from service.serving.admission import MAX_RETRY_S, NEW_SPEED, Speed, check_space
 
 
 def test_speed_is_measured_from_note_to_note_in_a_crowd() -> None:
@@ -22,7 +23,7 @@ def test_speed_is_measured_from_note_to_note_in_a_crowd() -> None:
 
 def test_bursts_do_not_look_fast() -> None:
     """Eight prompts of ten tokens come out together, every 0.1 s."""
-    speed = Speed(least_s=0.25)
+    speed = Speed(min_span_s=0.25)
     for burst in range(40):
         for prompt in range(8):
             speed.note(10, burst * 0.1 + prompt * 1e-5, crowded=True)
@@ -30,8 +31,24 @@ def test_bursts_do_not_look_fast() -> None:
 
 
 def test_a_crowd_that_was_too_short_says_nothing() -> None:
-    speed = Speed(least_s=0.25)
+    speed = Speed(min_span_s=0.25)
     for prompt in range(8):
         speed.note(10, prompt * 1e-5, crowded=True)
     speed.note(10, 0.1, crowded=False)
     assert speed.value is None
+
+
+def test_a_full_queue_says_when_to_retry() -> None:
+    full = {"waiting": 8, "max_waiting": 10, "ahead": 800, "seconds": 30.0}
+    check_space(2, **full, tokens_per_second=None)
+    for speed, retry in ((None, 1), (100, 8), (0.001, MAX_RETRY_S)):
+        with pytest.raises(Overloaded, match="8 of at most 10") as refused:
+            check_space(3, **full, tokens_per_second=speed)
+        assert refused.value.retry_after_s == retry
+
+
+def test_a_request_that_cannot_be_answered_in_time_is_refused() -> None:
+    load = {"waiting": 8, "max_waiting": 1000, "ahead": 800, "tokens_per_second": 100.0}
+    check_space(1, **load, seconds=11)
+    with pytest.raises(Overloaded, match="about 8.0 s of work"):
+        check_space(1, **load, seconds=10)

@@ -8,7 +8,7 @@ import threading
 import pytest
 
 from service.errors import Overloaded
-from service.serving.tokenizing import LONG, MOST_LONG, Tokenizing
+from service.serving.tokenizing import LONG, MAX_LONG, Tokenizing
 
 pytestmark = pytest.mark.anyio
 
@@ -32,7 +32,7 @@ async def test_what_a_text_does_wrong_is_raised() -> None:
 
 async def test_a_lane_is_bounded_and_those_who_leave_make_room() -> None:
     lanes, release = Tokenizing(4), threading.Event()
-    waiting = [asyncio.create_task(lanes.run(LONG, lambda: release.wait(20))) for _ in range(MOST_LONG)]
+    waiting = [asyncio.create_task(lanes.run(LONG, lambda: release.wait(20))) for _ in range(MAX_LONG)]
     await asyncio.sleep(0.05)
     with pytest.raises(Overloaded, match="waiting to be tokenized"):
         await lanes.run(LONG, lambda: True)

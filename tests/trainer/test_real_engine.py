@@ -11,6 +11,7 @@ import torch
 
 from probes_store.store import Store
 from service.data.options import JudgeOptions
+from service.engines.scheduler import Scheduled
 from service.engines.transformers.engine import TransformersEngine
 from service.readout import Site
 from service.scoring import Scorer
@@ -50,7 +51,7 @@ def test_a_tiny_llama_from_rows_to_risks(tmp_path: Path, site: Site) -> None:
     assert bundle.manifest.model.name == "tiny-llama"
     # The word that decides the label stands in the prompt, and attention carries it to the last position.
     assert bundle.evaluation()["held_out"]["signals"]["bundle"]["auroc"] > 0.75
-    scorer = Scorer(tiny.engine(), bundle)
+    scorer = Scorer(Scheduled(tiny.engine()), bundle)
     rows = planted_rows(80, seed=3)
     risk = np.array([report.risk for report in scorer.score([scorer.render(prompt=row["prompt"]) for row in rows])])
     hallucinated = np.array([1 - row["label"] for row in rows])

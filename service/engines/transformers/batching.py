@@ -1,4 +1,4 @@
-"""From prompts of many lengths to padded micro-batches and back.  Knows no model, no hooks and no text."""
+"""From prompts of many lengths to padded micro-batches and back."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import numpy as np
 import torch
 
 from service.engines.base import TokenIds
-from service.errors import EmptyPrompt, PromptTooLong, RequestError
 
 Tensor = torch.Tensor
 
@@ -33,38 +32,6 @@ class Batch:
     def onsets(self) -> list[int]:
         """Column of t* per row."""
         return [start + length - 1 for start, length in zip(self.starts, self.lengths, strict=True)]
-
-
-def check_prompts(prompts: Sequence[TokenIds], *, vocabulary: int, max_tokens: int) -> None:
-    """Raise EmptyPrompt, PromptTooLong or RequestError for the first prompt at fault, by its number."""
-    for number, prompt in enumerate(prompts):
-        if len(prompt) == 0:
-            raise EmptyPrompt(
-                f"prompt {number} has no tokens, so it has no answer onset; send at least one token", param="input_ids"
-            )
-        if len(prompt) > max_tokens:
-            raise PromptTooLong(
-                f"prompt {number} has {len(prompt)} tokens and the model's context holds {max_tokens}; "
-                "shorten the prompt (it is never truncated silently)",
-                param="prompt",
-            )
-        try:
-            ids = np.asarray(prompt)
-        except ValueError:  # nested lists of several lengths
-            ids = np.asarray(None)
-        if ids.dtype.kind == "O" and all(type(token) is int for token in prompt):
-            raise RequestError(
-                f"prompt {number} holds a token id beyond 64 bits; this model's vocabulary is 0 to {vocabulary - 1}",
-                param="input_ids",
-            )
-        if ids.ndim != 1 or ids.dtype.kind not in "iu":
-            raise RequestError(f"prompt {number} is not a flat list of integer token ids", param="input_ids")
-        if ids.min() < 0 or ids.max() >= vocabulary:
-            at_fault = int(ids.min()) if ids.min() < 0 else int(ids.max())
-            raise RequestError(
-                f"prompt {number} holds token id {at_fault}; this model's vocabulary is 0 to {vocabulary - 1}",
-                param="input_ids",
-            )
 
 
 def micro_batches(lengths: Sequence[int], budget: int, *, equal_lengths: bool = False) -> list[list[int]]:

@@ -25,16 +25,16 @@ from service.engines.base import (
     Extraction,
     FirstToken,
     ModelIdentity,
-    Onset,
+    PrefillResult,
     Sampling,
     TokenIds,
-    beyond_onset,
-    check_sampling,
+    TorchModel,
 )
+from service.engines.checks import beyond_onset, check_prompts, check_sampling
 from service.engines.families import Layout, locate
 from service.engines.identity import memory_fingerprint, revision_of
 from service.engines.tokens import Tokens
-from service.engines.transformers.batching import Batch, check_prompts, micro_batches, pad
+from service.engines.transformers.batching import Batch, micro_batches, pad
 from service.engines.transformers.generation import generate_batch
 from service.engines.transformers.hooks import (
     LastReadout,
@@ -52,7 +52,7 @@ from service.engines.transformers.pooling import ContentWords, PooledBuffer, win
 from service.engines.transformers.results import (
     Prefilled,
     first_tokens,
-    onsets,
+    prefill_results,
     refuse_nan,
     refuse_non_finite,
     summarise,
@@ -68,7 +68,7 @@ BATCH_TOKENS = {
 
 
 class TransformersEngine:
-    """Runs one model.  Implements ``base.SteppingEngine``.
+    """Runs one model.  Implements ``base.BatchEngine``.
 
     Synchronous, one thread at a time; a second thread that enters during a call gets an EngineError.  Hooks exist
     only while a call runs.  A prompt's readout does not depend on the prompts beside it: in float32 to 1e-5; in half
@@ -142,6 +142,11 @@ class TransformersEngine:
         """Padded tokens in one forward pass, at most."""
         return self._options.max_batch_tokens or BATCH_TOKENS.get(self._device.type, 8192)
 
+    @property
+    def torch_model(self) -> TorchModel | None:
+        """The model's modules; None after ``close``."""
+        return None if self._model is None else TorchModel(self._model, self._head, self._layout.blocks, self._device)
+
     def tokenize(self, text: str) -> list[int]:
         """Plain text to ids, with the tokenizer's own special tokens.  Raises RequestError."""
         return self._tokens.tokenize(text)
@@ -158,7 +163,9 @@ class TransformersEngine:
         """Raise EmptyPrompt, PromptTooLong or RequestError for the first prompt that no forward would take."""
         check_prompts(prompts, vocabulary=self._vocabulary, max_tokens=self.max_tokens)
 
-    def score(self, prompts: Sequence[TokenIds], probes: Sequence[Probes], *, first_token: bool = False) -> list[Onset]:
+    def score(
+        self, prompts: Sequence[TokenIds], probes: Sequence[Probes], *, first_token: bool = False
+    ) -> list[PrefillResult]:
         """Trajectories (Eq. trajectory) at t*, one per probe and prompt.
 
         Without ``first_token`` the forward ends at the last readout.  With it the language-model head runs on one row
@@ -172,7 +179,7 @@ class TransformersEngine:
                 sink = TruthLogits(stack, len(batch.index), self._device)
                 logits = self._prefill(batch, sink, full=full)
                 done.append(Prefilled(batch, sink, summarise(logits) if first_token and logits is not None else None))
-            return onsets(stack, done)
+            return prefill_results(stack, done)
 
     def begin(self, prompts: Sequence[TokenIds], probes: Sequence[Probes]) -> list[KvContinuation]:
         """Prefill and keep one KV cache per prompt.  Raises as ``score`` does, and then keeps nothing."""
@@ -188,7 +195,9 @@ class TransformersEngine:
                 done.append(Prefilled(batch, sink, summarise(logits)))
                 for row, own in enumerate(split_cache(cache, batch, self._model.config)):
                     kept[batch.index[row]] = (own, logits[row].clone())
-            return [KvContinuation(self, onset, *kept[index]) for index, onset in enumerate(onsets(stack, done))]
+            return [
+                KvContinuation(self, result, *kept[index]) for index, result in enumerate(prefill_results(stack, done))
+            ]
 
     def extract(
         self, prompts: Sequence[TokenIds], sites: Sequence[Site], poolings: Sequence[Pooling] = (Pooling.LAST_1,)

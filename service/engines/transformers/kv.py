@@ -13,7 +13,8 @@ from typing import Any, Protocol
 import torch
 from transformers import DynamicCache
 
-from service.engines.base import Completion, Counters, Onset, Sampling, check_sampling
+from service.engines.base import Completion, Counters, PrefillResult, Sampling
+from service.engines.checks import check_sampling
 from service.engines.transformers.batching import Batch
 from service.engines.transformers.decoding import TextStream, generator_for, pick
 from service.errors import EngineError
@@ -75,9 +76,9 @@ def never() -> bool:
 class KvContinuation:
     """A prompt that has been read at t* and may go on decoding.  Implements ``base.Continuation``."""
 
-    def __init__(self, decoder: Decoder, onset: Onset, cache: Any, logits: Tensor) -> None:
+    def __init__(self, decoder: Decoder, prefill: PrefillResult, cache: Any, logits: Tensor) -> None:
         self._decoder = decoder
-        self._onset = onset
+        self._prefill = prefill
         self._cache: Any = cache
         self._logits: Tensor | None = logits
         self._ids: list[int] = []
@@ -86,9 +87,9 @@ class KvContinuation:
         decoder.counters.open_continuations += 1
 
     @property
-    def onset(self) -> Onset:
+    def prefill(self) -> PrefillResult:
         """What was read at t*."""
-        return self._onset
+        return self._prefill
 
     @property
     def completion(self) -> Completion | None:
@@ -121,7 +122,7 @@ class KvContinuation:
     ) -> Iterator[str]:
         try:
             generator = generator_for(sampling, logits.device)
-            for number in range(min(sampling.max_tokens, self._decoder.max_tokens - self._onset.prompt_tokens)):
+            for number in range(min(sampling.max_tokens, self._decoder.max_tokens - self._prefill.prompt_tokens)):
                 if cancelled():
                     return
                 if number:

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from service.engines.base import FirstToken, Onset
+from service.engines.base import FirstToken, PrefillResult
 from service.engines.transformers.batching import Batch
 from service.engines.transformers.hooks import ProbeStack, TruthLogits
 from service.errors import NonFiniteReadout
@@ -27,7 +27,7 @@ class Prefilled:
     summary: Tensor | None  # [batch, 3], where first tokens were asked for
 
 
-def onsets(stack: ProbeStack, done: Sequence[Prefilled]) -> list[Onset]:
+def prefill_results(stack: ProbeStack, done: Sequence[Prefilled]) -> list[PrefillResult]:
     """All micro-batches of a call, transferred at once and put into the caller's order.
 
     Raises NonFiniteReadout naming the layer and the prompt.
@@ -48,9 +48,9 @@ def onsets(stack: ProbeStack, done: Sequence[Prefilled]) -> list[Onset]:
         trajectories = [tuple(of_prompt) for of_prompt in by_prompt]
     if summaries := [part.summary for part in done if part.summary is not None]:
         first = first_tokens(torch.cat(summaries).cpu().numpy())
-    result: list[Onset | None] = [None] * len(order)
+    result: list[PrefillResult | None] = [None] * len(order)
     for row, index in enumerate(order):
-        result[index] = Onset(trajectories[row], first[row] if first else None, lengths[row])
+        result[index] = PrefillResult(trajectories[row], first[row] if first else None, lengths[row])
     return [onset for onset in result if onset is not None]
 
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from contextlib import aclosing
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -21,41 +21,46 @@ from service.engines.base import (
     Counters,
     EngineOptions,
     Extraction,
+    Gate,
     ModelIdentity,
-    Onset,
+    PrefillResult,
     Sampling,
     TokenIds,
-    check_onset_only,
-    check_sampling,
+    Update,
+    prefill_of,
 )
-from service.engines.bridge import all_on, onset_of, run_on
+from service.engines.bridge import Outboxes, gather_all, relay, run_on
+from service.engines.checks import check_onset_only, check_prompts, check_sampling
 from service.engines.families import text_config
 from service.engines.identity import folder_fingerprint, revision_of
-from service.engines.online import Gate, Update
 from service.engines.tokens import Tokens
-from service.engines.transformers.batching import check_prompts
 from service.engines.vllm import launch as starting
 from service.engines.vllm.client import Client
-from service.engines.vllm.requests import Answer, Reading, answering, payload_of, score_only, times
+from service.engines.vllm.requests import Answer, ProbeLease, answering, payload_of, score_only, times
 from service.engines.vllm.self_test import self_test
 from service.engines.vllm.slots import Slots
 from service.engines.vllm.wire import Directive, Payload, Plan
 from service.errors import EngineError
 from service.readout import Geometry, Pooling, Probes, Site
 
+T = TypeVar("T")
 SLOTS = 4
 IN_FLIGHT = 256  # prompts of one synchronous call inside vLLM at a time
 
 
 class VllmEngine:
-    """One model on vLLM.  Implements ``online.OnlineEngine``."""
+    """One model on vLLM.  Implements ``base.Engine``."""
+
+    scores_overtake_answers = False
 
     def __init__(self, client: Any, found: loading.Found, loop: asyncio.AbstractEventLoop, *, owns_loop: bool) -> None:
         """Take a started ``AsyncLLM``; ``load`` starts one.  ``loop`` is, or will be, where the client lives.
 
         Raises EngineError where the worker is not ours or the self-test fails.
         """
+        self.on_prefill: Callable[[int, int], None] = lambda prompts, tokens: None
         self._client, self._owns_loop = Client(client, loop), owns_loop
+        self._outboxes = Outboxes()
         self._tokens = Tokens(found.tokenizer)
         self._vocabulary = int(text_config(found.config).vocab_size)
         self._end_token = getattr(found.tokenizer, "eos_token_id", None)
@@ -124,7 +129,7 @@ class VllmEngine:
 
     @property
     def loop(self) -> asyncio.AbstractEventLoop:
-        """Where the client lives and ``answer`` runs."""
+        """Where vLLM's client lives."""
         return self._client.loop
 
     @property
@@ -157,6 +162,11 @@ class VllmEngine:
         """Tokens of one step, at most."""
         return int(self._client.config.scheduler_config.max_num_batched_tokens)
 
+    @property
+    def torch_model(self) -> None:
+        """vLLM's processes hold them."""
+        return None
+
     def tokenize(self, text: str) -> list[int]:
         """Plain text to ids, with the tokenizer's own special tokens.  Raises RequestError."""
         return self._tokens.tokenize(text)
@@ -176,16 +186,18 @@ class VllmEngine:
         """
         check_prompts(prompts, vocabulary=self._vocabulary, max_tokens=self._identity.max_tokens - 1)
 
-    def score(self, prompts: Sequence[TokenIds], probes: Sequence[Probes], *, first_token: bool = False) -> list[Onset]:
+    def score(
+        self, prompts: Sequence[TokenIds], probes: Sequence[Probes], *, first_token: bool = False
+    ) -> list[PrefillResult]:
         """Trajectories (Eq. trajectory) at t*, one per probe and prompt.  Raises as ``check`` does, NonFiniteReadout,
         and EngineError where the probes need more slots than there are."""
         self._begin(prompts)
 
-        async def one(prompt: TokenIds) -> Onset:
-            async with aclosing(self.answer(prompt, probes, first_token=first_token)) as updates:
-                return onset_of(await anext(updates, Update()))
+        async def prefill(prompt: TokenIds) -> PrefillResult:
+            async with aclosing(self._answer(prompt, probes, first_token, None, None)) as updates:
+                return prefill_of(await anext(updates, Update()))
 
-        return all_on(self.loop, [one(prompt) for prompt in prompts], at_once=IN_FLIGHT)
+        return self._run_all([prefill(prompt) for prompt in prompts])
 
     def extract(
         self, prompts: Sequence[TokenIds], sites: Sequence[Site], poolings: Sequence[Pooling] = (Pooling.LAST_1,)
@@ -205,7 +217,7 @@ class VllmEngine:
             async with aclosing(self._client.outputs(prompt, score_only(directive))) as outputs:
                 return payload_of(await anext(outputs, None), self._plan, directive)
 
-        found = all_on(self.loop, [one(prompt) for prompt in prompts], at_once=IN_FLIGHT)
+        found = self._run_all([one(prompt) for prompt in prompts])
         rows = {
             site: np.stack([payload.rows[site] for payload in found])
             if found
@@ -225,7 +237,7 @@ class VllmEngine:
                 answer.take(output)
             return answer.completion()
 
-        return all_on(self.loop, [one(prompt) for prompt in prompts], at_once=IN_FLIGHT)
+        return self._run_all([one(prompt) for prompt in prompts])
 
     async def answer(
         self,
@@ -236,36 +248,58 @@ class VllmEngine:
         sampling: Sampling | None = None,
         gate: Gate | None = None,
     ) -> AsyncGenerator[Update, None]:
-        """One prompt as ``online.OnlineEngine`` says, all of it one request of vLLM's.  Runs on ``loop``."""
+        """One prompt as ``base.Engine`` says, all of it one request of vLLM's."""
         if sampling is not None:
             check_sampling(sampling)
-        reading = await self.read(probes, first_token=first_token, gate=gate if sampling is not None else None)
+        here = asyncio.get_running_loop()
+
+        def make() -> AsyncGenerator[Update, None]:
+            return self._answer(prompt, probes, first_token, sampling, gate)
+
+        answer = make() if here is self.loop else relay(self.loop, self._outboxes.of(here), make)
+        async with aclosing(answer) as updates:
+            async for update in updates:
+                yield update
+
+    async def _answer(
+        self,
+        prompt: TokenIds,
+        probes: Sequence[Probes],
+        first_token: bool,
+        sampling: Sampling | None,
+        gate: Gate | None,
+    ) -> AsyncGenerator[Update, None]:
+        """On ``loop``."""
+        lease = await self.lease(probes, first_token=first_token, gate=gate if sampling is not None else None)
         answer = Answer()
         try:
-            parameters = score_only(reading.directive) if sampling is None else answering(sampling, reading.directive)
+            parameters = score_only(lease.directive) if sampling is None else answering(sampling, lease.directive)
             async with aclosing(self._client.outputs(prompt, parameters)) as outputs:
                 async for output in outputs:
                     piece, tokens = answer.take(output)
                     if answer.steps > 1:
                         yield Update(None, piece, tokens, answer.completion() if output.finished else None)
                         continue
-                    onset, gated = reading.onset(output, len(prompt))
-                    goes_on = sampling is not None and not gated
-                    queue, prefill = times(output)
+                    result, gated = lease.prefill(output, len(prompt))
+                    continues = sampling is not None and not gated
+                    queue_s, prefill_s = times(output)
+                    self.on_prefill(1, len(prompt))
                     yield Update(
-                        onset,
-                        piece if goes_on else "",
-                        tokens if goes_on else 0,
-                        answer.completion() if goes_on and output.finished else None,
+                        result,
+                        piece if continues else "",
+                        tokens if continues else 0,
+                        answer.completion() if continues and output.finished else None,
                         cached_tokens=int(output.num_cached_tokens or 0),
-                        queue_s=queue,
-                        prefill_s=prefill,
+                        queue_s=queue_s,
+                        prefill_s=prefill_s,
                     )
         finally:
-            reading.release()
+            lease.release()
 
-    async def read(self, probes: Sequence[Probes], *, first_token: bool = False, gate: Gate | None = None) -> Reading:
-        """Hold the probes in their slots for one request; its sampling parameters carry ``Reading.directive``.
+    async def lease(
+        self, probes: Sequence[Probes], *, first_token: bool = False, gate: Gate | None = None
+    ) -> ProbeLease:
+        """Hold the probes in their slots for one request; its sampling parameters carry ``ProbeLease.directive``.
 
         For requests that are not made here, such as those of vLLM's own server.  Runs on ``loop``.
         """
@@ -277,12 +311,15 @@ class VllmEngine:
             gate=gate if gated else None,
             end_token=self._end_token if gated else None,
         )
-        return Reading(directive, self._plan, columns, self._slots.release)
+        return ProbeLease(directive, self._plan, columns, self._slots.release)
 
     def close(self) -> None:
         """End vLLM's processes.  Later calls raise EngineError."""
         if self._client.close() and self._owns_loop:
             self.loop.call_soon_threadsafe(self.loop.stop)
+
+    def _run_all(self, work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+        return run_on(self.loop, gather_all(work, at_once=IN_FLIGHT))
 
     def _begin(self, prompts: Sequence[TokenIds]) -> None:
         self._client.check_open()

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from service.engines.base import Completion, Onset, Sampling
+from service.engines.base import Completion, PrefillResult, Sampling
 from service.engines.vllm.wire import Directive, Payload, Plan
 from service.errors import EngineError
 
 
-class Reading:
-    """A request's probes, held in their slots until its onset has come."""
+class ProbeLease:
+    """A request's probes, kept in their slots until its prefill has been read."""
 
     def __init__(
         self, directive: Directive, plan: Plan, columns: Sequence[int], release: Callable[[Sequence[int]], None]
@@ -22,7 +22,7 @@ class Reading:
         self._held = list(columns)
         self._release = release
 
-    def onset(self, output: Any, prompt_tokens: int) -> tuple[Onset, bool]:
+    def prefill(self, output: Any, prompt_tokens: int) -> tuple[PrefillResult, bool]:
         """What the output with the first token brought, and whether the gate closed.  Frees the slots.
 
         Raises EngineError where it brought nothing, NonFiniteReadout rather than a NaN.
@@ -30,7 +30,7 @@ class Reading:
         payload = payload_of(output, self._plan, self.directive)
         self.release()
         trajectories = tuple(payload.trajectories[column] for column in self._columns)
-        return Onset(trajectories, payload.first_token, prompt_tokens), payload.gated
+        return PrefillResult(trajectories, payload.first_token, prompt_tokens), payload.gated
 
     def release(self) -> None:
         """Free the slots.  Safe to call twice."""

@@ -13,7 +13,7 @@ from typing import Protocol
 
 import numpy as np
 
-from service.engines.base import Onset, TokenIds
+from service.engines.base import PrefillResult, TokenIds
 from service.engines.vllm.wire import Plan
 from service.errors import EngineError
 from service.readout import Probes
@@ -30,7 +30,9 @@ class Scores(Protocol):
         """Which model this is."""
         ...
 
-    def score(self, prompts: Sequence[TokenIds], probes: Sequence[Probes], *, first_token: bool = False) -> list[Onset]:
+    def score(
+        self, prompts: Sequence[TokenIds], probes: Sequence[Probes], *, first_token: bool = False
+    ) -> list[PrefillResult]:
         """As ``base.Engine``'s."""
         ...
 
@@ -74,4 +76,4 @@ def self_test(engine: Scores, plan: Plan, vocabulary: int) -> None:
 
 
 def _trajectories(engine: Scores, prompts: Sequence[TokenIds], probes: Probes) -> np.ndarray:
-    return np.stack([onset.trajectories[0] for onset in engine.score(prompts, [probes])])
+    return np.stack([result.trajectories[0] for result in engine.score(prompts, [probes])])

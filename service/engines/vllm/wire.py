@@ -14,8 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from service.engines.base import FirstToken
-from service.engines.online import Gate
+from service.engines.base import FirstToken, Gate
 from service.errors import EngineError, NonFiniteReadout
 from service.readout import Geometry, Site
 

@@ -28,8 +28,7 @@ from numpy.typing import NDArray
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from tqdm import tqdm
 
-from service.engines.base import Engine, Sampling, TokenIds
-from service.engines.transformers.engine import TransformersEngine
+from service.engines.base import LoadedModel, Sampling, TokenIds, TorchModel
 from service.errors import EngineError, TrainingError
 from service.evaluation.methods.base import Floats, Index, Material, Scores
 from service.readout import Site
@@ -62,7 +61,7 @@ class HalluGuard:
         return Scores(risk[test], risk[train], "reads the finished answer; risk is minus the published score")
 
 
-def halluguard_scores(engine: Engine, prompts: Sequence[TokenIds], max_new_tokens: int = 64) -> Floats:
+def halluguard_scores(engine: LoadedModel, prompts: Sequence[TokenIds], max_new_tokens: int = 64) -> Floats:
     """The published score of each prompt's greedy answer, [n]; high means sound.
 
     T is at most ``max_new_tokens``, where the answer is cut, since time grows linearly with T (three passes back
@@ -74,7 +73,8 @@ def halluguard_scores(engine: Engine, prompts: Sequence[TokenIds], max_new_token
             prompt that leaves no room for an answer.
         RequestError: prompts or ``max_new_tokens`` that the engine refuses.
     """
-    if not isinstance(engine, TransformersEngine):
+    torch_model = engine.torch_model
+    if torch_model is None:
         raise EngineError(
             f"halluguard needs gradients and {type(engine).__name__} computes none: run it on the transformers engine, "
             "or leave the method out",
@@ -88,28 +88,27 @@ def halluguard_scores(engine: Engine, prompts: Sequence[TokenIds], max_new_token
             for place, answer in enumerate(engine.generate(some, Sampling(max_tokens=max_new_tokens))):
                 if not answer.token_ids:
                     raise EngineError(
-                        f"prompt {start + place} fills the model's context of {engine.max_tokens} tokens, so there is "
-                        "no answer to score; shorten it or leave the method out"
+                        f"prompt {start + place} fills the model's context of {engine.identity.max_tokens} tokens: "
+                        "there is no answer to score; shorten it or leave the method out"
                     )
-                kernel, states = answer_kernel(engine, some[place], answer.token_ids)
+                kernel, states = answer_kernel(torch_model, some[place], answer.token_ids)
                 scores[start + place] = score(kernel, states, floor)
                 bar.update()
     return scores
 
 
-def answer_kernel(engine: TransformersEngine, prompt: TokenIds, answer: TokenIds) -> tuple[Floats, Floats]:
+def answer_kernel(torch_model: TorchModel, prompt: TokenIds, answer: TokenIds) -> tuple[Floats, Floats]:
     """K [T, T] of unit-norm gradients, and the answer tokens' last hidden states [T, hidden_size].
 
     The states are those that the language-model head reads, after the final norm.
     """
-    # The engine has no public way to its weights: nothing that serves needs gradients.
-    model, head, block, device = engine._model, engine._head, engine._layout.blocks[-1], engine._device
-    ids = torch.tensor([[*prompt, *answer]], device=device)
+    block = torch_model.blocks[-1]
+    ids = torch.tensor([[*prompt, *answer]], device=torch_model.device)
     states: list[Tensor] = []
-    handle = head.register_forward_pre_hook(lambda _module, inputs: states.append(inputs[0].detach()))
+    handle = torch_model.head.register_forward_pre_hook(lambda _module, inputs: states.append(inputs[0].detach()))
     try:
         with _differentiable(block) as parameters, _twice():
-            logits = model(input_ids=ids, use_cache=False, logits_to_keep=len(answer) + 1).logits[
+            logits = torch_model.model(input_ids=ids, use_cache=False, logits_to_keep=len(answer) + 1).logits[
                 0, -len(answer) - 1 : -1
             ]
             log_prob = torch.log_softmax(logits.float(), dim=-1)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from service.engines.base import Continuation, Sampling, SteppingEngine
+from service.engines.base import BatchEngine, Continuation, Sampling
 from service.errors import EngineError, NonFiniteReadout, RequestError
 from tests.engines import tiny
 
@@ -34,7 +34,7 @@ def read(continuation: Continuation, sampling: Sampling) -> tuple[int, ...]:
 @pytest.mark.parametrize("name", tiny.ALL)
 @pytest.mark.parametrize("side", ["right", "left"])
 def test_greedy_equals_generate_and_the_prompt_runs_once(name: str, side: str):
-    engine: SteppingEngine = tiny.engine(name, padding_side=side)
+    engine: BatchEngine = tiny.engine(name, padding_side=side)
     prompts = tiny.prompts(LENGTHS)
     continuations = engine.begin(prompts, [tiny.probes(engine.identity.geometry)])
     assert engine.counters.forward_tokens == sum(LENGTHS)
@@ -70,10 +70,10 @@ def test_begin_reads_the_same_onset_as_score():
     prompts, probe = tiny.prompts(LENGTHS), tiny.probes(engine.identity.geometry)
     scored = engine.score(prompts, [probe], first_token=True)
     for onset, continuation in zip(scored, engine.begin(prompts, [probe]), strict=True):
-        assert continuation.onset.trajectories[0] == pytest.approx(onset.trajectories[0], abs=1e-6)
-        assert continuation.onset.first_token is not None
+        assert continuation.prefill.trajectories[0] == pytest.approx(onset.trajectories[0], abs=1e-6)
+        assert continuation.prefill.first_token is not None
         assert onset.first_token is not None
-        assert continuation.onset.first_token.token == onset.first_token.token
+        assert continuation.prefill.first_token.token == onset.first_token.token
         continuation.close()
 
 

@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from tokenizers import pre_tokenizers
 
-from service.engines.base import beyond_onset
+from service.engines.checks import beyond_onset
 from service.engines.scripted import ScriptedEngine
 from service.engines.tokens import Tokens
 from service.engines.transformers.batching import pad

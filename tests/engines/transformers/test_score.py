@@ -11,7 +11,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from service.engines.base import SteppingEngine
+from service.engines.base import BatchEngine
 from service.errors import EmptyPrompt, EngineError, NonFiniteReadout, PromptTooLong, RequestError
 from service.readout import Probes, Site
 from service.risk import truth_logits
@@ -27,7 +27,7 @@ def hooks_of(model: Any) -> int:
 @pytest.mark.parametrize("side", ["right", "left"])
 @pytest.mark.parametrize("name", tiny.ALL)
 def test_score_equals_the_formula_on_single_prompt_rows(name: str, side: str):
-    engine: SteppingEngine = tiny.shared_engine(name, side, 60)
+    engine: BatchEngine = tiny.shared_engine(name, side, 60)
     shape = engine.identity.geometry
     asked = [
         tiny.probes(shape, Site.ATTENTION_HEAD, 1),

@@ -14,8 +14,7 @@ import numpy as np
 import pytest
 
 from service.demo import MODEL_DIR
-from service.engines.base import EngineOptions, Sampling
-from service.engines.online import Gate, OnlineEngine, Update
+from service.engines.base import Engine, EngineOptions, Gate, Sampling, Update
 from service.engines.transformers.engine import TransformersEngine
 from service.errors import EmptyPrompt, EngineError, PromptTooLong, RequestError
 from service.readout import Probes, Site
@@ -77,8 +76,7 @@ def idle(engine: VllmEngine) -> bool:
     return engine._client.idle
 
 
-def test_it_is_an_online_engine_and_says_which_model_it_runs(engine: VllmEngine, reference: TransformersEngine) -> None:
-    assert isinstance(engine, OnlineEngine)
+def test_it_says_which_model_it_runs(engine: Engine, reference: TransformersEngine) -> None:
     mine, other = engine.identity, reference.identity
     for name in ("model", "fingerprint", "architecture", "model_type", "tokenizer", "chat_template", "geometry"):
         assert getattr(mine, name) == getattr(other, name), name
@@ -122,8 +120,8 @@ def test_generated_and_streamed_answers_are_the_same_and_the_references(
     ]
     for prompt, expected in zip(PROMPTS[1:4], generated, strict=True):
         found = updates(engine, engine.answer(prompt, probes[:1], sampling=sampling))
-        assert found[0].onset is not None
-        assert all(update.onset is None for update in found[1:])
+        assert found[0].prefill is not None
+        assert all(update.prefill is None for update in found[1:])
         assert found[-1].completion == expected
         assert all(update.completion is None for update in found[:-1])
         assert "".join(update.piece for update in found) == expected.text
@@ -140,7 +138,7 @@ def test_a_closed_gate_ends_a_request_at_its_onset(engine: VllmEngine, probes: l
     before = engine.counters.decode_steps
     for gate in (Gate((1.0, 0.0, 0.0), 0.0, 0.0), Gate((0.5, 0.2, 0.1), -99.0, 0.9)):
         [update] = updates(engine, engine.answer(PROMPTS[1], probes[:1], sampling=Sampling(), gate=gate))
-        assert update.onset is not None
+        assert update.prefill is not None
         assert (update.piece, update.tokens, update.completion) == ("", 0, None)
     assert engine.counters.decode_steps == before, "tokens were decoded behind a closed gate"
     assert idle(engine)

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from service.engines.online import Gate
+from service.engines.base import Gate
 from service.engines.transformers.results import summarise
 from service.engines.vllm.graph import Ranks, SiteTensors, Sizes
 from service.engines.vllm.reader import Layout, OnsetRow, Reader, StageLink, onset_rows

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from service.engines.online import Gate
+from service.engines.base import Gate
 from service.engines.vllm.wire import Directive
 from service.errors import EngineError
 from tests.engines.vllm.installed import vllm_or_skip

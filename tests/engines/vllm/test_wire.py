@@ -8,7 +8,7 @@ import math
 import numpy as np
 import pytest
 
-from service.engines.online import Gate
+from service.engines.base import Gate
 from service.engines.vllm.wire import EXTRAS, KEY, Directive, Payload, Plan
 from service.errors import EngineError, NonFiniteReadout
 from service.readout import Geometry, Site

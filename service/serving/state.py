@@ -1,7 +1,4 @@
-"""What the running service holds: one engine with its scorers, the room that works with it, policies, metrics.
-
-Also whether it is ready, and why not.
-"""
+"""What the running service holds: the loaded bundles on one engine, the dispatcher, policies, metrics; is it ready?"""
 
 from __future__ import annotations
 
@@ -12,18 +9,13 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
-from fastapi import Request
-
-from service.api.metrics import Metrics
 from service.engines.base import Engine
-from service.engines.online import OnlineEngine
-from service.errors import EngineError, NotFound, NotReady
+from service.errors import NotFound, NotReady
 from service.guard import Policy
 from service.policies import built_in
 from service.scoring import Scorer
-from service.serving.live import LiveRoom
-from service.serving.protocol import Room
-from service.serving.room import EngineRoom
+from service.serving.dispatcher import Dispatcher
+from service.serving.metrics import Metrics
 from service.serving.tokenizing import Tokenizing
 from service.settings import ServiceSettings
 
@@ -40,11 +32,11 @@ class ServiceState:
     policies: Mapping[str, Policy] = field(default_factory=built_in)
     metrics: Metrics = field(default_factory=Metrics)
     scorers: list[Scorer] = field(default_factory=list)
-    error: BaseException | None = None  # why loading ended without scorers, or what broke the room
-    on_broken: Callable[[], None] = lambda: None  # after the room broke: only a new process helps
+    error: BaseException | None = None  # why loading ended without scorers, or what broke the engine
+    on_broken: Callable[[], None] = lambda: None  # the engine broke: only a new process helps
     stopping: bool = False
     created: int = field(default_factory=lambda: int(time.time()))
-    _room: Room | None = None
+    _dispatcher: Dispatcher | None = None
     tokenizing: Tokenizing = field(init=False)
 
     def __post_init__(self) -> None:
@@ -54,24 +46,23 @@ class ServiceState:
     async def start(self) -> None:
         """Load in the background: live at once, ready once every bundle has matched its golden prompts."""
         try:
-            scorers = await asyncio.wrap_future(_in_a_thread_of_its_own(self.load))
-            self._room = self._open(scorers)
+            scorers = await asyncio.wrap_future(_in_own_thread(self.load))
+            self._dispatcher = Dispatcher(
+                scorers[0].engine, self.metrics, max_queue=self.settings.max_queue, on_broken=self._broken
+            )
         except Exception as error:
             self.error = error
             return
         self._serve(scorers)
 
     async def reload(self, load: Callable[[Engine], list[Scorer]]) -> None:
-        """Other bundles on the running engine: whoever is under way ends with the bundle it began with.
+        """Load other bundles on the running engine; requests under way end with the bundle they began with.
 
-        For an OnlineEngine, which takes golden prompts beside everything else.  Raises what ``load`` raises, and
-        EngineError for another engine; the loaded bundles then stay.
+        Raises what ``load`` raises; the loaded bundles then stay.
         """
         self.check_ready()
         engine = self.scorers[0].engine
-        if not isinstance(engine, OnlineEngine):
-            raise EngineError("this engine cannot change its bundles while it runs; restart the service")
-        self._serve(await asyncio.wrap_future(_in_a_thread_of_its_own(lambda: load(engine))))
+        self._serve(await asyncio.wrap_future(_in_own_thread(lambda: load(engine))))
 
     def _serve(self, scorers: list[Scorer]) -> None:
         self.scorers = scorers
@@ -79,31 +70,17 @@ class ServiceState:
             manifest = scorer.bundle.manifest
             self.metrics.bundle(scorer.engine.identity.model, manifest.reference, manifest.digest)
 
-    def _open(self, scorers: list[Scorer]) -> Room:
-        settings = self.settings
-        if isinstance(scorers[0].engine, OnlineEngine):  # batches, caches and waits are its own matter
-            return LiveRoom(scorers, self.metrics, max_queue=settings.max_queue, on_broken=self._broken)
-        return EngineRoom(
-            scorers,
-            self.metrics,
-            max_queue=settings.max_queue,
-            max_batch_tokens=scorers[0].engine.max_batch_tokens,
-            max_kv_tokens=settings.max_kv_tokens,
-            max_wait_s=settings.max_wait_ms / 1e3,
-            on_broken=self._broken,
-        )
-
     @property
     def failure(self) -> str | None:
         """The error that no waiting will mend, in words; None where there was none."""
         return None if self.error is None else f"{type(self.error).__name__}: {self.error}"
 
     @property
-    def room(self) -> Room:
-        """Where work is submitted.  Raises NotReady."""
+    def dispatcher(self) -> Dispatcher:
+        """Where requests are admitted.  Raises NotReady."""
         self.check_ready()
-        assert self._room is not None
-        return self._room
+        assert self._dispatcher is not None
+        return self._dispatcher
 
     def _broken(self, error: BaseException) -> None:
         self.error = error
@@ -113,8 +90,8 @@ class ServiceState:
         """Refuse new work, end what still runs, wait until the engine is idle, free the model."""
         self.stopping = True
         self.tokenizing.close()
-        if self._room is not None:
-            self._room.close()
+        if self._dispatcher is not None:
+            self._dispatcher.close()
         if self.scorers:
             self.scorers[0].engine.close()
         self.scorers = []
@@ -127,8 +104,8 @@ class ServiceState:
 
     def check_not_full(self) -> None:
         """Raise Overloaded where not even one more prompt may wait; whatever else is wrong is said elsewhere."""
-        if self._room is not None and self._room.alive:
-            self._room.check_not_full()
+        if self._dispatcher is not None and self._dispatcher.alive:
+            self._dispatcher.check_not_full()
 
     @property
     def is_ready(self) -> bool:
@@ -144,9 +121,9 @@ class ServiceState:
         if self.stopping:
             raise NotReady("the service is shutting down")
         if self.failure is not None:
-            what = "loading failed" if self._room is None else "the engine broke, restart the service"
+            what = "loading failed" if self._dispatcher is None else "the engine broke, restart the service"
             raise NotReady(f"{what}: {self.failure}")
-        if self._room is None:
+        if self._dispatcher is None:
             raise NotReady("the model and its bundles are still loading")
 
     def scorer(self, bundle: str | None, model: str | None) -> Scorer:
@@ -181,14 +158,7 @@ class ServiceState:
         return policy.at(self.settings.threshold if policy.threshold is None else None).at(threshold)
 
 
-async def service_state(request: Request) -> ServiceState:
-    """The state that the app factory attached.  A coroutine: FastAPI sends plain functions through a thread pool."""
-    state = request.app.state.service
-    assert isinstance(state, ServiceState)
-    return state
-
-
-def _in_a_thread_of_its_own(load: Load) -> Future[list[Scorer]]:
+def _in_own_thread(load: Load) -> Future[list[Scorer]]:
     """A thread that ends with the loading, and does not hold the process up if it is told to stop meanwhile.
 
     While a second thread that has run torch is there, OpenMP counts twice the threads, finds too few cores, stops

@@ -1,0 +1,74 @@
+"""What every engine refuses alike: prompts, sampling options, poolings."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from service.engines.base import Sampling, TokenIds
+from service.errors import EmptyPrompt, EngineError, PromptTooLong, RequestError
+from service.readout import Pooling
+
+
+def check_prompts(prompts: Sequence[TokenIds], *, vocabulary: int, max_tokens: int) -> None:
+    """Raise EmptyPrompt, PromptTooLong or RequestError for the first prompt at fault, by its number."""
+    for number, prompt in enumerate(prompts):
+        if len(prompt) == 0:
+            raise EmptyPrompt(
+                f"prompt {number} has no tokens, so it has no answer onset; send at least one token", param="input_ids"
+            )
+        if len(prompt) > max_tokens:
+            raise PromptTooLong(
+                f"prompt {number} has {len(prompt)} tokens and the model's context holds {max_tokens}; "
+                "shorten the prompt (it is never truncated silently)",
+                param="prompt",
+            )
+        try:
+            ids = np.asarray(prompt)
+        except ValueError:  # nested lists of several lengths
+            ids = np.asarray(None)
+        if ids.dtype.kind == "O" and all(type(token) is int for token in prompt):
+            raise RequestError(
+                f"prompt {number} holds a token id beyond 64 bits; this model's vocabulary is 0 to {vocabulary - 1}",
+                param="input_ids",
+            )
+        if ids.ndim != 1 or ids.dtype.kind not in "iu":
+            raise RequestError(f"prompt {number} is not a flat list of integer token ids", param="input_ids")
+        if ids.min() < 0 or ids.max() >= vocabulary:
+            at_fault = int(ids.min()) if ids.min() < 0 else int(ids.max())
+            raise RequestError(
+                f"prompt {number} holds token id {at_fault}; this model's vocabulary is 0 to {vocabulary - 1}",
+                param="input_ids",
+            )
+
+
+def check_sampling(sampling: Sampling) -> None:
+    """Raise RequestError naming the option at fault."""
+    if sampling.max_tokens < 1:
+        raise RequestError(f"max_tokens is {sampling.max_tokens}; it must be at least 1", param="max_tokens")
+    if not 0.0 <= sampling.temperature < float("inf"):
+        raise RequestError(
+            f"temperature is {sampling.temperature}; it must be 0 (greedy) or a positive number", param="temperature"
+        )
+    if not 0.0 < sampling.top_p <= 1.0:
+        raise RequestError(f"top_p is {sampling.top_p}; it must lie in (0, 1]", param="top_p")
+    if sampling.seed is not None and not -(2**63) <= sampling.seed < 2**63:
+        raise RequestError(f"seed is {sampling.seed}; it must fit into 64 bits", param="seed")
+    if any(not stop for stop in sampling.stop):
+        raise RequestError("stop holds an empty string, which would end every answer at once; remove it", param="stop")
+
+
+def beyond_onset(poolings: Sequence[Pooling]) -> list[Pooling]:
+    """What ``poolings`` asks for besides the row at t*, each once, in a fixed order."""
+    return [pooling for pooling in Pooling if pooling in poolings and pooling is not Pooling.LAST_1]
+
+
+def check_onset_only(poolings: Sequence[Pooling], engine: str) -> None:
+    """Raise EngineError where an engine that reads t* alone is asked for more."""
+    if others := beyond_onset(poolings):
+        raise EngineError(
+            f"the {engine} engine reads the answer onset alone (last_1) and cannot pool {', '.join(others)}: load the "
+            "model with the transformers engine for the readout-position ablation, or ask for last_1",
+            param="poolings",
+        )

@@ -1,0 +1,124 @@
+"""Prompts that wait for a forward pass, and which of them make the next batch.  No threads, no clock, no engine.
+
+A batch is a bucket of similar lengths around the prompt that has waited longest: the nearest in length join while they
+fit and the padding stays small, so no prompt starves and no forward pass is mostly padding.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+
+from service.engines.base import Gate, Sampling, TokenIds, Update
+from service.engines.bridge import Outbox
+from service.readout import Probes
+
+MAX_PADDING = 1.25  # padded over real tokens in one forward pass
+FREE_PADDING = 128  # padded tokens up to which a forward pass is too small for padding to matter
+MAX_CANDIDATES = 256  # waiting prompts among which a batch is chosen
+
+
+@dataclass(eq=False, slots=True)
+class EngineRequest:
+    """One prompt inside a scheduler.  ``sampling`` None scores only."""
+
+    prompt: TokenIds
+    probes: Sequence[Probes]
+    first_token: bool
+    sampling: Sampling | None
+    gate: Gate | None
+    outbox: Outbox
+    inbox: asyncio.Queue[Update | BaseException | None] = field(default_factory=asyncio.Queue)  # None: the end
+    queued: float = field(default_factory=time.monotonic)
+    cancelled: bool = False  # written by the consumer's loop, read by the engine's thread
+    finished: bool = False  # written by the engine's thread
+
+    @property
+    def kv_tokens(self) -> int:
+        """Largest number of tokens whose keys and values it may hold."""
+        return len(self.prompt) + (self.sampling.max_tokens if self.sampling is not None else 0)
+
+    @property
+    def continues(self) -> bool:
+        """Whether it may go on decoding, so that its prefill has to keep a KV cache."""
+        return self.sampling is not None
+
+    def send(self, update: Update) -> None:
+        """Put an update into the outbox.  On the engine's thread."""
+        self.outbox.put(self.inbox, update)
+
+    def finish(self, error: BaseException | None = None) -> None:
+        """Put the end, or the error that ended it, into the outbox.  On the engine's thread."""
+        self.finished = True
+        self.outbox.put(self.inbox, error)
+
+
+class RequestQueue:
+    """Requests in order of arrival.  Not thread-safe: its owner holds a lock."""
+
+    def __init__(self, max_batch_tokens: int, max_kv_tokens: int) -> None:
+        self._max_batch_tokens = max_batch_tokens
+        self._max_kv_tokens = max_kv_tokens
+        self._requests: deque[EngineRequest] = deque()
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def add(self, request: EngineRequest) -> None:
+        """Append a request."""
+        self._requests.append(request)
+
+    def remove(self, condition: Callable[[EngineRequest], bool]) -> list[EngineRequest]:
+        """Take out every request that meets ``condition``."""
+        removed = [request for request in self._requests if condition(request)]
+        self._take(removed)
+        return removed
+
+    def startable(self, kv_held: int) -> bool:
+        """Whether any waiting request could start now."""
+        return next(self._startable(kv_held), None) is not None
+
+    def next_batch(self, kv_held: int) -> list[EngineRequest]:
+        """Take the next batch; empty where no request can start.
+
+        Requests that may go on decoding keep a KV cache and come in batches of their own, as long as ``kv_held`` and
+        theirs stay within the limit; one that is larger than the whole limit goes alone, when nothing is held.
+        """
+        waiting = list(islice(self._startable(kv_held), MAX_CANDIDATES))
+        if not waiting:
+            return []
+        oldest = waiting[0]
+        own = len(oldest.prompt)
+        alike = [request for request in waiting[1:] if request.continues == oldest.continues]
+        alike.sort(key=lambda request: abs(len(request.prompt) - own))  # stable: equal lengths in order of arrival
+        batch, longest, total = [oldest], own, own
+        for request in alike:
+            length = len(request.prompt)
+            padded = max(longest, length) * (len(batch) + 1)
+            if padded > self._max_batch_tokens or padded > max(FREE_PADDING, MAX_PADDING * (total + length)):
+                break
+            batch.append(request)
+            longest, total = max(longest, length), total + length
+        self._take(batch)
+        return batch
+
+    def _startable(self, kv_held: int) -> Iterator[EngineRequest]:
+        """Requests in order of arrival, without those for whose cache there is no room now."""
+        blocked = False
+        for request in self._requests:
+            if request.continues:
+                # None overtakes a request that waits for room: a large one would never find any.
+                blocked = blocked or (kv_held > 0 and kv_held + request.kv_tokens > self._max_kv_tokens)
+                if blocked:
+                    continue
+                kv_held += request.kv_tokens
+            yield request
+
+    def _take(self, requests: Sequence[EngineRequest]) -> None:
+        if requests:
+            taken = set(requests)
+            self._requests = deque(request for request in self._requests if request not in taken)

@@ -1,0 +1,168 @@
+"""The handle of one request: its prompts, what became of them, and its answer's text as it is decoded.
+
+Used on the event loop only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from service.engines.base import Sampling, TokenIds
+from service.errors import DeadlineExceeded
+from service.guard import Policy
+from service.scoring import RiskReport, Scorer
+from service.serving.deadline import Deadline
+
+MAX_PIECES = 64  # pieces of text handed on together
+
+
+@dataclass(slots=True)
+class Timings:
+    """Where one prompt's time went, in seconds.  ``decode`` None where nothing was decoded."""
+
+    queue: float = 0.0  # from submission to the start of its forward pass
+    prefill: float = 0.0  # of its batch's forward pass, readouts and truth logits included
+    probe: float = 0.0  # from truth logits to a verdict
+    decode: float | None = None  # from the verdict to the last token, other requests' turns included
+
+
+@dataclass(eq=False, slots=True)
+class Job:
+    """One prompt of a request."""
+
+    token_ids: TokenIds
+    report: RiskReport | None = None  # None until it is scored
+    tokens: int = 0  # decoded so far
+    timings: Timings = field(default_factory=Timings)
+    task: asyncio.Task[None] | None = None
+    state: Literal["waiting", "decoding", "over"] = "waiting"
+
+    def result(self) -> RiskReport:
+        """The report of a prompt that was scored."""
+        assert self.report is not None
+        return self.report
+
+
+class RequestHandle:
+    """One admitted request.  ``Dispatcher.admit`` makes it; ``start`` begins the work."""
+
+    def __init__(
+        self,
+        prompts: int,
+        scorer: Scorer,
+        policy: Policy,
+        *,
+        sampling: Sampling | None = None,
+        deadline: Deadline,
+        streams: bool = False,
+        start: Callable[[RequestHandle], None],
+        cancelled: Callable[[RequestHandle], None],
+    ) -> None:
+        """``sampling`` None scores only; with ``streams`` the answer's text comes piece by piece."""
+        self.prompts = prompts
+        self.scorer = scorer
+        self.policy = policy
+        self.sampling = sampling
+        self.deadline = deadline
+        self.streams = streams
+        self.jobs: list[Job] = []
+        self._start, self._cancelled = start, cancelled
+        self._unscored = self._unfinished = prompts
+        self._scored, self._done = asyncio.Event(), asyncio.Event()
+        self._pieces: asyncio.Queue[str | None] = asyncio.Queue()  # None: no more
+        self._error: BaseException | None = None
+
+    @property
+    def finished(self) -> bool:
+        """Whether nothing more will come."""
+        return self._done.is_set()
+
+    def start(self, prompts: Sequence[TokenIds]) -> None:
+        """Have the prompts scored, as many as were admitted; nothing happens once the request has ended."""
+        assert len(prompts) == self.prompts
+        if not self.finished:
+            self.jobs = [Job(token_ids) for token_ids in prompts]
+            self._start(self)
+
+    async def risks(self) -> list[RiskReport]:
+        """Every prompt's report without its answer, as soon as all are scored.
+
+        Raises what went wrong, DeadlineExceeded among it.
+        """
+        await self._until(self._scored)
+        # A short answer may be complete by now, but a stream sends the risk before any of it.
+        return [replace(job.result(), completion=None) for job in self.jobs]
+
+    async def answers(self) -> list[RiskReport]:
+        """Every prompt's report with its completion, once nothing more will come.  Raises as ``risks`` does."""
+        await self._until(self._done)
+        return [job.result() for job in self.jobs]
+
+    async def pieces(self) -> AsyncIterator[list[str]]:
+        """The text of a streaming request as it is decoded, all pieces that are there.  Raises as ``risks`` does."""
+        while batch := await self._next_pieces():
+            yield batch
+        if self._error is not None:
+            raise self._error
+
+    def cancel(self, reason: BaseException | None = None) -> None:
+        """End the work; callers that wait get ``reason``.  Does nothing to a request that has ended."""
+        if not self.finished:
+            self._end(reason)
+            self._cancelled(self)
+
+    # For the dispatcher.
+
+    def note_scored(self) -> None:
+        """One more job has its report."""
+        self._unscored -= 1
+        if not self._unscored:
+            self._scored.set()
+
+    def note_piece(self, piece: str) -> None:
+        """More text of a streaming request."""
+        self._pieces.put_nowait(piece)
+
+    def note_finished(self) -> None:
+        """Nothing more will come of one more job."""
+        self._unfinished -= 1
+        if not self._unfinished:
+            self._end(None)
+
+    def _end(self, error: BaseException | None) -> None:
+        if self._error is None:
+            self._error = error
+        self._scored.set()
+        self._done.set()
+        self._pieces.put_nowait(None)
+
+    async def _next_pieces(self) -> list[str]:
+        """Empty at the end."""
+        try:
+            if self._pieces.empty():
+                # The deadline guards the waiting alone: around a ``yield`` it would fire in the reader's own code.
+                async with self.deadline.enforced():
+                    pieces = [await self._pieces.get()]
+            else:
+                pieces = [self._pieces.get_nowait()]
+        except DeadlineExceeded as late:
+            self.cancel(late)
+            return []
+        while pieces[-1] is not None and len(pieces) < MAX_PIECES and not self._pieces.empty():
+            pieces.append(self._pieces.get_nowait())
+        if pieces[-1] is None:
+            self._pieces.put_nowait(None)  # found again by the next call
+        return [piece for piece in pieces if piece is not None]
+
+    async def _until(self, event: asyncio.Event) -> None:
+        if not event.is_set():
+            try:
+                async with self.deadline.enforced():
+                    await event.wait()
+            except DeadlineExceeded as late:
+                self.cancel(late)
+        if self._error is not None:
+            raise self._error

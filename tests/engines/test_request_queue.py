@@ -1,0 +1,84 @@
+"""Which waiting prompts make the next batch."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from service.engines.base import Sampling
+from service.engines.request_queue import FREE_PADDING, MAX_PADDING, EngineRequest, RequestQueue
+
+
+def request(length: int, answer: int | None = None) -> EngineRequest:
+    sampling = None if answer is None else Sampling(max_tokens=answer)
+    return EngineRequest([1] * length, [], False, sampling, None, cast(Any, None), cast(Any, None))
+
+
+def queue(requests: list[EngineRequest], *, batch: int = 4096, kv: int = 1000) -> RequestQueue:
+    made = RequestQueue(batch, kv)
+    for one in requests:
+        made.add(one)
+    return made
+
+
+REQUESTS = st.lists(
+    st.builds(request, st.integers(1, 700), st.one_of(st.none(), st.integers(1, 300))), min_size=1, max_size=60
+)
+
+
+@settings(deadline=None)
+@given(REQUESTS)
+def test_every_request_leaves_once_in_batches_that_fit(requests: list[EngineRequest]) -> None:
+    waiting = queue(requests, batch=1024, kv=500)
+    left: list[EngineRequest] = []
+    while len(waiting):
+        oldest = next(one for one in requests if one not in left)
+        batch = waiting.next_batch(kv_held=0)
+        assert batch[0] is oldest  # none starves
+        assert len({one.continues for one in batch}) == 1
+        lengths = [len(one.prompt) for one in batch]
+        padded = max(lengths) * len(batch)
+        if len(batch) > 1:
+            assert padded <= 1024
+            assert padded <= max(FREE_PADDING, MAX_PADDING * sum(lengths))
+            assert not batch[0].continues or sum(one.kv_tokens for one in batch) <= 500
+        left += batch
+    assert sorted(map(id, left)) == sorted(map(id, requests))
+
+
+def test_similar_lengths_are_batched_and_others_left_for_the_next_batch() -> None:
+    requests = [request(400), request(40), request(410), request(42), request(395)]
+    waiting = queue(requests)
+    assert waiting.next_batch(0) == [requests[0], requests[4], requests[2]]  # nearest first
+    assert waiting.next_batch(0) == [requests[1], requests[3]]
+
+
+def test_short_prompts_go_together_whatever_their_lengths() -> None:
+    requests = [request(length) for length in (5, 30, 9, 25)]
+    assert set(queue(requests).next_batch(0)) == set(requests)
+
+
+def test_answers_wait_for_room_in_the_cache_and_scores_pass_them() -> None:
+    requests = [request(400, 300), request(50, 50), request(60)]
+    waiting = queue(requests, kv=1000)
+    assert waiting.next_batch(kv_held=600) == [requests[2]]
+    assert waiting.next_batch(kv_held=600) == []  # the small answer does not overtake the large one
+    assert waiting.next_batch(kv_held=300) == [requests[0]]
+    assert waiting.next_batch(kv_held=0) == [requests[1]]
+
+
+def test_an_answer_beyond_the_whole_cache_goes_alone() -> None:
+    requests = [request(400, 3000), request(50, 50)]
+    waiting = queue(requests, kv=1000)
+    assert waiting.next_batch(kv_held=10) == []
+    assert waiting.next_batch(kv_held=0) == [requests[0]]
+
+
+def test_removed_requests_are_in_no_batch() -> None:
+    requests = [request(100) for _ in range(8)]
+    waiting = queue(requests)
+    assert waiting.remove(lambda one: one in requests[:4]) == requests[:4]
+    assert set(waiting.next_batch(0)) == set(requests[4:])
+    assert len(waiting) == 0

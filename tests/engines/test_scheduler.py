@@ -1,0 +1,360 @@
+"""The scheduler on the scripted engine: batches, turns, the KV budget, synchronous calls between turns."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import aclosing, asynccontextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+
+from service.engines.base import Engine, Gate, Sampling, Update, prefill_of
+from service.engines.bridge import wait_for
+from service.engines.scheduler import Scheduled
+from service.engines.scripted import ScriptedEngine
+from service.errors import EngineError, RequestError
+from service.readout import Probes
+from tests.engines.test_scripted import probes
+
+pytestmark = pytest.mark.anyio
+CLOSED, OPEN = Gate((1.0, 0.0, 0.0), 0.0, 0.0), Gate((1.0, 0.0, 0.0), 0.0, 1.1)
+
+
+class Bench:
+    """A scheduler whose script can be held inside a forward pass."""
+
+    def __init__(self) -> None:
+        self.script = ScriptedEngine()
+        self.probe = probes(self.script.identity.geometry)
+        self.batches: list[int] = []
+        self.entered, self.release = threading.Event(), threading.Event()
+        self.engine: Scheduled
+
+    @asynccontextmanager
+    async def open(self, **options: Any) -> AsyncIterator[Bench]:
+        self.engine = Scheduled(self.script, **options)
+        self.engine.on_prefill = lambda prompts, tokens: self.batches.append(prompts)
+        try:
+            yield self
+        finally:
+            self.release.set()
+            await asyncio.to_thread(self.engine.close)
+            assert self.script.counters.open_continuations == 0
+
+    async def answer(self, text: str, probe: Probes | None = None, **options: Any) -> list[Update]:
+        updates = self.engine.answer(self.script.tokenize(text), [probe or self.probe], **options)
+        async with aclosing(updates):
+            return [update async for update in updates]
+
+    async def held(self) -> asyncio.Task[list[Update]]:
+        """A prompt whose forward pass stands still until ``release`` is set."""
+
+        def block(_: str) -> None:
+            self.entered.set()
+            assert self.release.wait(20)
+
+        self.script.before = block
+        task = asyncio.create_task(self.answer("held"))
+        await asyncio.to_thread(self.entered.wait, 20)
+        return task
+
+    def logits(self, text: str, probe: Probes | None = None) -> list[float]:
+        """What the prompt reads by itself."""
+        (result,) = ScriptedEngine().score([self.script.tokenize(text)], [probe or self.probe])
+        return result.trajectories[0].tolist()
+
+
+@pytest.fixture
+def bench() -> Bench:
+    return Bench()
+
+
+def logits(updates: Sequence[Update]) -> list[float]:
+    return prefill_of(updates[0]).trajectories[0].tolist()
+
+
+def text(updates: Sequence[Update]) -> str:
+    return "".join(update.piece for update in updates)
+
+
+def started(work: Any) -> asyncio.Task[list[Update]]:
+    return asyncio.create_task(work)
+
+
+async def test_waiting_prompts_share_one_forward(bench: Bench) -> None:
+    async with bench.open():
+        held = await bench.held()
+        tasks = [started(bench.answer(f"prompt {n}")) for n in range(9)]
+        await asyncio.sleep(0)
+        bench.release.set()
+        await held
+        assert [logits(await task) for task in tasks] == [bench.logits(f"prompt {n}") for n in range(9)]
+    assert bench.batches == [1, 9]
+
+
+async def test_several_bundles_share_one_forward(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
+    score = bench.script.score
+
+    def counted(prompts: Sequence[Any], probes: Sequence[Any], **options: Any) -> Any:
+        calls.append(len(probes))
+        return score(prompts, probes, **options)
+
+    three = []
+    for seed in range(3):
+        direction = np.random.default_rng(seed).normal(size=bench.probe.direction.shape).astype(np.float32)
+        three.append(Probes(bench.probe.site, bench.probe.head, direction, bench.probe.bias, bench.probe.scale))
+    async with bench.open():
+        held = await bench.held()
+        monkeypatch.setattr(bench.script, "score", counted)
+        tasks = [started(bench.answer("same", three[n % 3])) for n in range(6)]
+        await asyncio.sleep(0)
+        bench.release.set()
+        await held
+        assert [logits(await task) for task in tasks] == [bench.logits("same", three[n % 3]) for n in range(6)]
+    assert calls == [3]  # one call with every bundle's probes
+
+
+async def test_a_batch_that_fails_is_tried_one_by_one(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    poison, score, begin = bench.script.tokenize("poison"), bench.script.score, bench.script.begin
+
+    def refusing(work: Callable[..., Any]) -> Callable[..., Any]:
+        def call(prompts: Sequence[Any], *arguments: Any, **options: Any) -> Any:
+            if poison in list(prompts):
+                raise RuntimeError("poison")
+            return work(prompts, *arguments, **options)
+
+        return call
+
+    for options in ({}, {"sampling": Sampling()}):
+        async with Bench().open() as fresh:
+            held = await fresh.held()
+            monkeypatch.setattr(fresh.script, "score", refusing(fresh.script.score))
+            monkeypatch.setattr(fresh.script, "begin", refusing(fresh.script.begin))
+            tasks = [started(fresh.answer(one, **options)) for one in ("a", "poison", "b")]
+            await asyncio.sleep(0)
+            fresh.release.set()
+            await held
+            assert [logits(await tasks[n]) for n in (0, 2)] == [fresh.logits("a"), fresh.logits("b")]
+            with pytest.raises(RuntimeError, match="poison"):
+                await tasks[1]
+            assert fresh.engine.alive
+    assert (score, begin) == (bench.script.score, bench.script.begin)
+
+
+async def test_updates_are_the_prefill_the_pieces_and_the_completion(bench: Bench) -> None:
+    bench.script.answer = "Zürich"
+    async with bench.open():
+        first, *rest, last = await bench.answer("a", sampling=Sampling(), gate=OPEN)
+        assert first.prefill is not None
+        assert (first.piece, first.tokens, first.completion) == ("", 0, None)
+        assert min(first.queue_s, first.prefill_s) >= 0
+        assert [update.piece for update in rest] == ["Z", "", "ü", *"rich"]
+        assert all(update.tokens == 1 for update in rest)
+        assert last.completion is not None
+        assert last.completion.text == "Zürich"
+        assert len(await bench.answer("a")) == 1  # without sampling, the prefill is all
+
+
+async def test_a_closed_gate_costs_no_decode_step(bench: Bench) -> None:
+    async with bench.open():
+        (only,) = await bench.answer("a", sampling=Sampling(), gate=CLOSED)
+        assert only.prefill is not None
+        assert bench.script.counters.decode_steps == 0
+        bench.script.nan_layer = 1  # a risk that is not a number closes, too
+        assert len(await bench.answer("a", sampling=Sampling(), gate=OPEN)) == 1
+
+
+def test_a_gate_reads_the_signals_it_weighs(bench: Bench) -> None:
+    (result,) = bench.script.score([[1, 2]], [bench.probe], first_token=True)
+    first = result.first_token
+    assert first is not None
+    z = 0.3 * result.trajectories[0].mean() + 2.0 * first.log_max_prob - 0.5 * first.entropy + 0.1
+    risk = 1 / (1 + np.exp(z))
+    for threshold, closes in ((risk - 1e-6, True), (risk + 1e-6, False)):
+        assert Gate((0.3, 2.0, -0.5), 0.1, threshold).closes(result) is closes
+
+
+async def test_scores_do_not_wait_for_a_long_answer(bench: Bench) -> None:
+    bench.script.answer = "x" * 400
+    async with bench.open():
+        bench.script.sleep_s = 0.005
+        answer = started(bench.answer("long", sampling=Sampling(max_tokens=400)))
+        for n in range(5):
+            await bench.answer(f"score {n}")
+        assert not answer.done()
+        answer.cancel()
+
+
+async def test_answers_take_turns(bench: Bench) -> None:
+    bench.script.answer = "x" * 40
+    async with bench.open():
+        bench.script.sleep_s = 0.03
+        long = started(bench.answer("long", sampling=Sampling(max_tokens=40)))
+        await asyncio.sleep(0.1)
+        assert len(text(await bench.answer("short", sampling=Sampling(max_tokens=3)))) == 3
+        assert not long.done()
+        assert len(text(await long)) == 40
+
+
+async def test_caches_of_running_answers_are_bounded(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    most, begin = 0, bench.script.begin
+
+    def watched(*arguments: Any) -> Any:
+        nonlocal most
+        opened = begin(*arguments)
+        most = max(most, bench.script.counters.open_continuations)
+        return opened
+
+    monkeypatch.setattr(bench.script, "begin", watched)
+    async with bench.open(max_kv_tokens=3 * 40):
+        tasks = [started(bench.answer(f"prompt {n}", sampling=Sampling(max_tokens=30))) for n in range(10)]
+        for task in tasks:
+            assert text(await task) == bench.script.answer
+    assert 1 <= most <= 3
+
+
+async def test_a_batch_waits_for_as_many_prompts_as_last_time(bench: Bench) -> None:
+    async with bench.open(max_wait_s=5.0):
+        held = await bench.held()
+        tasks = [started(bench.answer(f"first {n}")) for n in range(4)]
+        await asyncio.sleep(0)
+        bench.release.set()
+        for task in (held, *tasks):
+            await task
+        again = []
+        for n in range(4):
+            again.append(started(bench.answer(f"second {n}")))
+            await asyncio.sleep(0.02)
+        for task in again:
+            await task
+    assert bench.batches == [1, 4, 4]
+
+
+async def test_cancelled_prompts_are_dropped(bench: Bench) -> None:
+    async with bench.open():
+        held = await bench.held()
+        tasks = [started(bench.answer(f"prompt {n}")) for n in range(5)]
+        await asyncio.sleep(0)
+        for task in tasks:
+            task.cancel()
+        await asyncio.sleep(0)
+        bench.release.set()
+        await held
+        await bench.answer("next")
+    assert bench.batches == [1, 1]
+
+
+async def test_synchronous_calls_run_between_turns(bench: Bench) -> None:
+    """As a reload's golden prompts do, while prompts are being served."""
+    bench.script.answer = "x" * 400
+    threads: set[int] = set()
+    async with bench.open():
+        bench.script.sleep_s = 0.002
+        bench.script.before = lambda _: threads.add(threading.get_ident())
+        answer = started(bench.answer("long", sampling=Sampling(max_tokens=400)))
+        await asyncio.sleep(0.05)
+        prompts = [bench.script.tokenize("a"), bench.script.tokenize("b")]
+        results = await asyncio.to_thread(bench.engine.score, prompts, [bench.probe])
+        assert [one.trajectories[0].tolist() for one in results] == [bench.logits("a"), bench.logits("b")]
+        extraction = await asyncio.to_thread(bench.engine.extract, prompts, [bench.probe.site])
+        assert len(extraction.first_tokens) == 2
+        (completion,) = await asyncio.to_thread(bench.engine.generate, prompts[:1], Sampling(max_tokens=3))
+        assert completion.text == "xxx"
+        with pytest.raises(RequestError):
+            await asyncio.to_thread(bench.engine.score, [[999]], [bench.probe])
+        assert not answer.done()
+        assert len(threads) == 1  # the engine's
+        answer.cancel()
+
+
+async def test_synchronous_calls_and_answers_never_run_together(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    busy = threading.Lock()
+
+    def alone(_: str) -> None:
+        assert busy.acquire(blocking=False), "two forward passes at once"
+        try:
+            threading.Event().wait(0.001)
+        finally:
+            busy.release()
+
+    bench.script.before = alone
+    async with bench.open():
+        prompt = bench.script.tokenize("a")
+        calls = [asyncio.to_thread(bench.engine.score, [prompt], [bench.probe]) for _ in range(20)]
+        await asyncio.gather(*calls[:1], *(bench.answer(f"{n}") for n in range(20)), *calls[1:10])
+        await asyncio.gather(*calls[10:])
+
+
+def test_until_the_first_answer_calls_run_on_their_callers_thread(bench: Bench) -> None:
+    threads: list[int] = []
+    bench.script.before = lambda _: threads.append(threading.get_ident())
+    engine: Engine = Scheduled(bench.script)
+    engine.score([[1]], [bench.probe])
+    assert threads == [threading.get_ident()]
+    engine.close()
+    with pytest.raises(EngineError):
+        engine.score([[1]], [bench.probe])
+
+
+async def test_closing_ends_what_runs_and_refuses_what_comes(bench: Bench) -> None:
+    bench.script.answer = "x" * 400
+    async with bench.open():
+        bench.script.sleep_s = 0.01
+        decoding = started(bench.answer("a", sampling=Sampling(max_tokens=400)))
+        await asyncio.sleep(0.05)
+        await asyncio.to_thread(bench.engine.close)
+        with pytest.raises(EngineError):
+            await decoding
+        assert not bench.engine.alive
+        with pytest.raises(EngineError):
+            await bench.answer("b")
+
+
+async def test_a_thread_that_fails_leaves_no_consumer_waiting(bench: Bench) -> None:
+    def broken(prompts: int, tokens: int) -> None:
+        raise MemoryError
+
+    async with bench.open():
+        bench.engine.on_prefill = broken
+        for work in (bench.answer("a"), bench.answer("b", sampling=Sampling())):
+            with pytest.raises(EngineError):
+                await work
+        assert not bench.engine.alive
+        prompt = bench.script.tokenize("a")
+        assert len(await asyncio.to_thread(bench.engine.score, [prompt], [bench.probe])) == 1  # no call hangs
+
+
+async def test_a_backlog_of_updates_does_not_starve_the_loop(bench: Bench) -> None:
+    bench.script.answer = "x" * 300
+    async with bench.open():
+        iterations, counting, loop = 0, True, asyncio.get_running_loop()
+
+        def count() -> None:
+            nonlocal iterations
+            iterations += 1
+            if counting:
+                loop.call_soon(count)
+
+        updates = bench.engine.answer([1], [bench.probe], sampling=Sampling(max_tokens=300))
+        async with aclosing(updates):
+            await anext(updates)
+            await asyncio.sleep(0.2)  # all of the answer waits by now
+            loop.call_soon(count)
+            async for _ in updates:
+                pass
+            assert iterations >= 3
+        counting = False
+
+
+def test_waiting_works_inside_a_running_loop() -> None:
+    async def one() -> int:
+        return 1
+
+    async def notebook() -> int:
+        return wait_for(one())
+
+    assert wait_for(notebook()) == 1
