@@ -11,17 +11,21 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, Self
 
 import httpx
 import uvicorn
+from fastapi.testclient import TestClient
 
 from service.api.app import create_app
 from service.engines.scripted import ScriptedEngine
+from service.guard import Policy
+from service.policies import built_in
 from service.scoring import Scorer
 from service.serving.state import ServiceState
 from service.settings import ServiceSettings
@@ -31,17 +35,45 @@ from tests.matching import matching_bundle
 ROOT = Path(__file__).parent.parent
 
 
-class Running:
-    """A service on the scripted engine, listening; ``kind`` is one of ``KINDS``."""
+class App:
+    """The app on a scripted engine; ``kind`` is one of ``KINDS``, ``names`` those of its bundles."""
 
-    def __init__(self, tmp_path: Path, kind: str = KINDS[0], max_kv_tokens: int = 16_384, **settings: Any) -> None:
+    def __init__(
+        self,
+        tmp_path: Path,
+        kind: str = KINDS[0],
+        *,
+        names: Sequence[str] = ("one", "two"),
+        policies: Mapping[str, Policy] = MappingProxyType({}),
+        resolve: Callable[[str], str] = str,
+        max_kv_tokens: int = 16_384,
+        **settings: Any,
+    ) -> None:
         self.engine = ScriptedEngine()
         self.served = engine_of(self.engine, kind, max_kv_tokens=max_kv_tokens)
-        self.bundles = [matching_bundle(self.engine, tmp_path, name, seed) for seed, name in enumerate(("one", "two"))]
+        self.bundles = [matching_bundle(self.engine, tmp_path, name, seed) for seed, name in enumerate(names)]
         self.state = ServiceState(
-            lambda: [Scorer(self.served, bundle) for bundle in self.bundles], settings=ServiceSettings(**settings)
+            lambda: [Scorer(self.served, bundle) for bundle in self.bundles],
+            resolve,
+            ServiceSettings(**settings),
+            built_in() | policies,
         )
         self.app = create_app(self.state)
+        self.client = TestClient(self.app, raise_server_exceptions=False)
+
+    @contextmanager
+    def started(self) -> Iterator[Self]:
+        """Ready, in this process and without a socket: ``client`` reaches it."""
+        with self.client:
+            until(lambda: self.state.is_ready)
+            yield self
+
+
+class Running(App):
+    """The app, listening."""
+
+    def __init__(self, tmp_path: Path, kind: str = KINDS[0], **options: Any) -> None:
+        super().__init__(tmp_path, kind, **options)
         self.server = uvicorn.Server(uvicorn.Config(self.app, log_level="warning", timeout_graceful_shutdown=10))
         self.socket = socket.create_server(("127.0.0.1", 0))
         self.port: int = self.socket.getsockname()[1]

@@ -18,7 +18,7 @@ import pytest
 
 from service.engines.base import Update
 from tests.engine_kinds import KINDS
-from tests.running import Running, running, until
+from tests.running import App, Running, running, until
 
 both_kinds = pytest.mark.parametrize("kind", KINDS)
 
@@ -232,8 +232,7 @@ def test_a_reader_that_takes_nothing_is_let_go(tmp_path: Path, kind: str, monkey
 
 @both_kinds
 def test_a_backlog_of_pieces_does_not_hold_the_event_loop(tmp_path: Path, kind: str) -> None:
-    service = Running(tmp_path, kind, max_new_tokens=500)
-    service.socket.close()
+    service = App(tmp_path, kind, max_new_tokens=500)
     service.engine.answer = "x" * 500
     body = json.dumps({"prompt": "a", "threshold": 1, "generate": {"max_tokens": 500}, "stream": True}).encode()
     requests = [{"type": "http.request", "body": body}]

@@ -1,4 +1,4 @@
-"""Both clients behind one blocking face, so that every test runs against either.  Knows no server."""
+"""Both clients behind one blocking interface, so that each test runs against either."""
 
 from __future__ import annotations
 

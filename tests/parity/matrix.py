@@ -1,4 +1,4 @@
-"""Which families vLLM is compared on, and how it is run.  Knows no engine."""
+"""Which families vLLM is compared on, and how it is run."""
 
 from __future__ import annotations
 

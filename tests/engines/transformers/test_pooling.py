@@ -194,7 +194,7 @@ def test_a_nan_away_from_t_is_refused_and_named() -> None:
     handle = engine._layout.blocks[-1].register_forward_hook(poison)
     try:
         assert np.isfinite(engine.extract([prompt], [Site.RESIDUAL_STREAM]).rows[Site.RESIDUAL_STREAM]).all()
-        with pytest.raises(NonFiniteReadout, match=r"layer 2 .*residual_stream, mean.* prompt 0"):
+        with pytest.raises(NonFiniteReadout, match="layer 2.*mean.* prompt 0"):
             engine.extract([prompt], [Site.RESIDUAL_STREAM], [Pooling.MEAN])
     finally:
         handle.remove()
@@ -247,7 +247,7 @@ def test_what_is_asked_for_besides_the_onset_comes_once_and_in_order() -> None:
 
 @pytest.mark.parametrize("engine", [ScriptedEngine(), object.__new__(VllmEngine)], ids=["scripted", "vllm"])
 def test_engines_that_read_t_alone_say_what_to_use_instead(engine: Any) -> None:
-    with pytest.raises(EngineError, match=r"cannot pool last_8, mean: load the model with the transformers engine"):
+    with pytest.raises(EngineError, match="last_8, mean.*transformers"):
         engine.extract([[1, 2]], [Site.ATTENTION_HEAD], [Pooling.MEAN, Pooling.LAST_1, Pooling.LAST_8])
 
 

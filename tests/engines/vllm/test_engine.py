@@ -180,7 +180,7 @@ def test_cancelling_who_waits_ends_the_request(engine: VllmEngine, probes: list[
 def test_more_bundles_than_slots_are_refused_until_one_is_free(engine: VllmEngine, probes: list[Probes]) -> None:
     geometry = engine.identity.geometry
     third = tiny.probes(geometry, Site.ATTENTION_HEAD, 9)
-    with pytest.raises(EngineError, match="all 2 probe slots at attention_head are in use.*--probe-slots"):
+    with pytest.raises(EngineError, match="--probe-slots"):
         engine.score(PROMPTS[:1], [probes[0], probes[2], third])
     [onset] = engine.score(PROMPTS[1:2], [third])  # takes the place of one that nobody holds
     [back] = engine.score(PROMPTS[1:2], [probes[0], probes[2]])
@@ -225,7 +225,7 @@ def test_impossible_sampling_is_refused(engine: VllmEngine) -> None:
 
 def test_probes_of_another_geometry_are_refused(engine: VllmEngine) -> None:
     wrong = tiny.probes(tiny.shared_engine("llama").identity.geometry)
-    with pytest.raises(EngineError, match="the bundle was fitted on another model"):
+    with pytest.raises(EngineError, match="another model"):
         engine.score(PROMPTS[:1], [wrong])
     assert not any(slot.users for slot in engine._slots._slots)
 

@@ -255,13 +255,13 @@ def test_a_rank_has_the_blocks_of_its_stage() -> None:
 
 
 def test_a_module_tree_that_is_not_known_is_refused() -> None:
-    with pytest.raises(EngineError, match="has 2 blocks in vLLM where 3 belong"):
+    with pytest.raises(EngineError, match="2 blocks"):
         installed(Model(layers=2))
-    with pytest.raises(EngineError, match="no blocks where they are looked for.*--engine transformers"):
+    with pytest.raises(EngineError, match="--engine transformers"):
         graph.blocks_of(nn.Linear(2, 2), LLAMA, 3)
     model = Model()
     model.model.layers[2].self_attn.o_proj.input_size = 30
-    with pytest.raises(EngineError, match="layer 2's self_attn.o_proj takes 30 inputs"):
+    with pytest.raises(EngineError, match="o_proj takes 30"):
         installed(model)
 
 

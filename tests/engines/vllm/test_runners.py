@@ -216,7 +216,7 @@ def test_v2_reads_a_prompt_preempted_before_its_onset_and_not_one_preempted_afte
 
 
 def test_a_runner_that_is_neither_is_refused() -> None:
-    with pytest.raises(EngineError, match="SimpleNamespace is neither of vLLM 0.32's model runners"):
+    with pytest.raises(EngineError, match="SimpleNamespace"):
         runners.adopt(SimpleNamespace(model=None), SimpleNamespace())  # type: ignore[arg-type]
 
 

@@ -107,7 +107,7 @@ def test_rounding_does_not_make_a_probability_above_one_or_a_negative_entropy() 
     ],
 )
 def test_a_payload_of_another_length_is_refused(count: int, directive: Directive) -> None:
-    with pytest.raises(EngineError, match=f"sent {count} numbers where .* belong"):
+    with pytest.raises(EngineError, match=f"{count} numbers"):
         Payload.decode(np.zeros(count, np.float32), PLAN, directive)
 
 

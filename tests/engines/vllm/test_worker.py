@@ -1,4 +1,4 @@
-"""What a worker is told, what it refuses, and that no compile cache of another graph can be served to it."""
+"""What a worker is configured with, what it refuses, and that no compile cache of another graph can be served to it."""
 
 from __future__ import annotations
 
