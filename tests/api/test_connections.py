@@ -159,7 +159,7 @@ def test_what_cannot_be_scored_gets_its_documented_error(
 def test_a_deadline_under_way_is_an_event(service: Running) -> None:
     service.engine.answer = "x" * 400
     service.engine.sleep_s = 0.01
-    response = service.post(prompt="a", generate={"max_tokens": 400}, threshold=1, stream=True, deadline_ms=300)
+    response = service.post(prompt="a", generate={"max_tokens": 400}, threshold=1, stream=True, deadline_ms=1500)
     assert events(response.text)[-1]["error"]["code"] == "deadline_exceeded"
     until(lambda: idle(service))
 
@@ -186,7 +186,7 @@ def test_clients_that_leave_take_their_work_with_them(service: Running) -> None:
     holder.close()
     assert 'errors_total{code="client_closed_request"} 4.0' in httpx.get(f"{service.url}/metrics").text
 
-    service.engine.before, service.engine.sleep_s = None, 0.005
+    service.engine.before, service.engine.sleep_s = None, 0.02
     streaming = send(service, answer | {"stream": True})
     text = b""
     while b"risk.list" not in text:

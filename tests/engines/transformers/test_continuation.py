@@ -26,7 +26,6 @@ def reference(model: Any, prompt: list[int], count: int) -> list[int]:
 def read(continuation: Continuation, sampling: Sampling) -> tuple[int, ...]:
     pieces = list(continuation.decode(sampling))
     completion = continuation.completion
-    assert completion is not None
     assert "".join(pieces) == completion.text
     return completion.token_ids
 
@@ -71,8 +70,6 @@ def test_begin_reads_the_same_onset_as_score():
     scored = engine.score(prompts, [probe], first_token=True)
     for onset, continuation in zip(scored, engine.begin(prompts, [probe]), strict=True):
         assert continuation.prefill.trajectories[0] == pytest.approx(onset.trajectories[0], abs=1e-6)
-        assert continuation.prefill.first_token is not None
-        assert onset.first_token is not None
         assert continuation.prefill.first_token.token == onset.first_token.token
         continuation.close()
 
@@ -100,7 +97,6 @@ def test_interleaved_continuations_do_not_disturb_each_other():
             if next(stream, None) is None:
                 streams.remove(stream)
     for continuation, prompt in zip((first, second), prompts, strict=True):
-        assert continuation.completion is not None
         assert list(continuation.completion.token_ids) == reference(engine._model, prompt, 10)
 
 
@@ -115,7 +111,6 @@ def test_end_tokens_stop_the_answer(as_list: bool):
     continuation = engine.begin([prompt], [])[0]
     ids = read(continuation, Sampling(max_tokens=10))
     assert list(ids) == answer[: answer.index(end) + 1]
-    assert continuation.completion is not None
     assert continuation.completion.finish_reason == "stop"
     assert continuation.completion.text == tiny.shared_engine("llama").detokenize(ids[:-1]).rstrip("\ufffd")
 
@@ -134,7 +129,6 @@ def test_stop_strings_end_the_answer_before_themselves():
     continuation = engine.begin([prompt], [])[0]
     pieces = list(continuation.decode(Sampling(max_tokens=16, stop=(text[3:5], "never said"))))
     assert "".join(pieces) == text[:3]
-    assert continuation.completion is not None
     assert continuation.completion.finish_reason == "stop"
     assert engine.counters.open_continuations == 0
 
@@ -150,7 +144,6 @@ def test_cancelling_stops_before_the_next_step():
 
     list(continuation.decode(Sampling(max_tokens=50), cancelled))
     assert engine.counters.decode_steps == 2  # tokens 2 and 3; the first was free, the fourth never ran
-    assert continuation.completion is not None
     assert continuation.completion.finish_reason == "cancelled"
     assert len(continuation.completion.token_ids) == 3
     assert engine.counters.open_continuations == 0
@@ -165,7 +158,6 @@ def test_closing_the_iterator_frees_the_cache():
     stream.close()  # type: ignore[attr-defined]
     assert continuation._cache is None
     assert engine.counters.open_continuations == 0
-    assert continuation.completion is not None
     assert continuation.completion.finish_reason == "cancelled"
     assert engine.counters.decode_steps == steps
     continuation.close()
@@ -201,7 +193,6 @@ def test_prompt_and_answer_never_exceed_the_context():
     nearly, full = engine.begin(tiny.prompts([tiny.CONTEXT - 3, tiny.CONTEXT]), [])
     for continuation, room in ((nearly, 3), (full, 0)):
         list(continuation.decode(Sampling(max_tokens=20)))
-        assert continuation.completion is not None
         assert len(continuation.completion.token_ids) == room
         assert continuation.completion.finish_reason == "length"
 
@@ -241,7 +232,6 @@ def test_impossible_sampling_is_refused_by_name(bad: Sampling, param: str):
     with pytest.raises(RequestError):
         engine.generate(tiny.prompts([4]), bad)
     list(continuation.decode(Sampling(max_tokens=1)))  # the refusal used nothing up
-    assert continuation.completion is not None
     assert continuation.completion.finish_reason == "length"
 
 

@@ -89,7 +89,6 @@ def test_first_token_equals_the_models_own_logits(name: str, side: str):
             logits = engine._model(input_ids=torch.tensor([prompt])).logits[0, -1].double()
         log_probabilities = torch.log_softmax(logits, -1)
         first = with_token.first_token
-        assert first is not None
         assert first.token == other.token == int(logits.argmax())
         assert first.log_max_prob == pytest.approx(float(log_probabilities.max()), abs=1e-4)
         entropy = float(-(log_probabilities.exp() * log_probabilities).sum())

@@ -237,7 +237,6 @@ def test_whole_rows_are_kept_at_the_onsets() -> None:
         model(hidden())
     for site in Site:
         kept = tensors[site].rows
-        assert kept is not None
         np.testing.assert_array_equal(kept.numpy().swapaxes(0, 1), rows[site][[5, 11, 2, 0]])
 
 

@@ -178,7 +178,6 @@ def test_each_request_gets_its_own_rows_numbers_and_its_own_logits() -> None:
         np.testing.assert_array_equal(payload.trajectories, there.T.numpy())
         np.testing.assert_allclose(payload.depth_means, there.mean(0).numpy(), rtol=1e-6)
         if row.directive.first_token:
-            assert payload.first_token is not None
             assert payload.first_token.token == int(logits[number + 1].argmax())
             assert payload.first_token.entropy == pytest.approx(float(expected[number + 1, 1]))
     assert made.payloads() == {}, "a payload is sent once"
@@ -197,7 +196,6 @@ def test_only_the_steps_first_logits_are_the_first_tokens() -> None:
     logits = torch.randn(5, VOCABULARY, generator=torch.Generator().manual_seed(1))
     [payload] = run(made, step(asked), logits, torch.flip(logits, [1])[:2]).values()
     first = Payload.decode(payload.numpy(), made.plan, asked).first_token
-    assert first is not None
     assert first.token == int(logits[1].argmax())
 
 
@@ -244,7 +242,6 @@ def test_whole_rows_are_those_of_the_requests_that_ask() -> None:
     assert made._onsets.tolist() == [1, 3, 0, 0, 0, 0, 0, 0]
     fill(made, 10)
     for tensors in made.sites.values():
-        assert tensors.rows is not None
         tensors.rows[:] = torch.arange(tensors.rows.numel()).reshape(tensors.rows.shape).float()
     made.after()
     made.saw_logits(torch.randn(4, VOCABULARY))
@@ -252,7 +249,6 @@ def test_whole_rows_are_those_of_the_requests_that_ask() -> None:
     assert payloads["r0"].shape == (1, made.plan.payload)
     payload = Payload.decode(payloads["r1"].numpy(), made.plan, asked[1].directive)
     for site, tensors in made.sites.items():
-        assert tensors.rows is not None
         np.testing.assert_array_equal(payload.rows[site], tensors.rows[:, 1].numpy())
     made.before(step(Directive()), 2)
     assert made._onsets.tolist() == [1, 0, 0, 0, 0, 0, 0, 0]
@@ -267,7 +263,6 @@ def test_a_later_stage_adds_its_layers_and_its_part_of_the_mean() -> None:
     handed_on = first.after()
     whole = last.after(handed_on)
     assert handed_on is not None
-    assert whole is not None
     assert whole.shape == (2 + 2 + 1, 2, 4)
     for column, (site, slot) in enumerate((site, slot) for site in Site for slot in range(SLOTS)):
         expected = torch.cat([made.sites[site].logits[:, [1, 3], slot] for made in (first, last)])
@@ -289,7 +284,6 @@ def gated(gate: Gate, *, slot: int = 0, seed: int = 0) -> tuple[bool, int, float
     sampled = torch.tensor([[1], [2], [3]])
     [payload] = run(made, step(directive), logits, sampled=sampled).values()
     read = Payload.decode(payload.numpy(), made.plan, directive)
-    assert read.first_token is not None
     signals = [read.trajectories[slot].mean(), read.first_token.log_max_prob, read.first_token.entropy]
     assert sampled[0, 0] == 1
     assert sampled[2, 0] == 3

@@ -67,7 +67,6 @@ def test_a_payload_is_taken_apart_by_column_layer_and_site() -> None:
     assert payload.trajectories.dtype == np.float64
     assert payload.trajectories.tolist() == [[(4 * column + layer) / 8 for layer in range(3)] for column in range(4)]
     assert payload.depth_means.tolist() == [(4 * column + 3) / 8 for column in range(4)]
-    assert payload.first_token is not None
     assert (payload.first_token.log_max_prob, payload.first_token.entropy, payload.first_token.token) == (
         -0.5,
         1.25,
@@ -92,7 +91,6 @@ def test_rounding_does_not_make_a_probability_above_one_or_a_negative_entropy() 
     values = wire()
     values[LOGITS : LOGITS + 2] = [1e-7, -1e-7]
     first = Payload.decode(values, PLAN, Directive(first_token=True)).first_token
-    assert first is not None
     assert (first.log_max_prob, first.entropy) == (0.0, 0.0)
 
 
