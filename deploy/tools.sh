@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# prometheus, promtool and nginx for tests/deploy, into .tools/bin of this checkout; none that is on PATH already.
-# Needs no root: Debian's or Ubuntu's own packages are downloaded and unpacked, not installed.
+# Gets prometheus, promtool and nginx for tests/deploy into .tools/bin, except those already on PATH.
+# Needs no root: Debian's or Ubuntu's packages are downloaded and unpacked, not installed.
 set -euo pipefail
 tools="$(cd "$(dirname "$0")/.." && pwd)/.tools"
 
@@ -11,15 +11,15 @@ fail() {
     exit 1
 }
 
-# there PROGRAM OPTION: on PATH, or in .tools/bin and able to run
-there() {
+# available PROGRAM OPTION: on PATH, or in .tools/bin and able to run
+available() {
     command -v "$1" >/dev/null || { [ -x "$tools/bin/$1" ] && "$tools/bin/$1" "$2" >/dev/null 2>&1; }
 }
 
 # download PACKAGE: its .deb into the current folder
 download() {
     if ! apt-get -qq -o "APT::Sandbox::User=$(id -un)" download "$1" >"$work/log" 2>&1; then
-        # Lists and cache of our own, where the system's are empty (container images): updating those would need root.
+        # With own lists and cache if the system's are empty (container images): updating those needs root.
         own=(-o "Dir::State::Lists=$work/lists" -o "Dir::Cache=$work/cache" -o "APT::Sandbox::User=$(id -un)")
         mkdir -p "$work/lists/partial" "$work/cache/archives/partial"
         { apt-get -qq "${own[@]}" update && apt-get -qq "${own[@]}" download "$1"; } >"$work/log" 2>&1 ||
@@ -32,7 +32,7 @@ fetch() {
     local package="$1" option="$2" program path
     shift 2
     for program in apt-get dpkg-deb; do
-        command -v "$program" >/dev/null || fail "there is no $program here, so no Debian package to take $package from"
+        command -v "$program" >/dev/null || fail "$program is missing, so the Debian package $package cannot be fetched"
     done
     download "$package"
     dpkg-deb -x "./$package"_*.deb "$work/$package"
@@ -50,14 +50,14 @@ fetch() {
 work="$(mktemp -d)"
 trap 'rm -rf "$work"' EXIT
 cd "$work"
-if ! { there prometheus --version && there promtool --version; }; then
+if ! { available prometheus --version && available promtool --version; }; then
     fetch prometheus --version prometheus promtool
 fi
-if ! there nginx -v; then
+if ! available nginx -v; then
     fetch nginx -v nginx
 fi
 if (command -v prometheus && command -v promtool && command -v nginx) >/dev/null; then
     echo "prometheus, promtool and nginx are on PATH"
 else
-    echo "prometheus, promtool and nginx are here: what PATH has not is in $tools/bin"
+    echo "prometheus, promtool and nginx are on PATH or in $tools/bin"
 fi

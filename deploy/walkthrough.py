@@ -1,11 +1,10 @@
-"""What docker compose would start, as plain processes: the service and a real Prometheus; then traffic, then a picture.
+"""The service and a Prometheus as plain processes (as in docker compose), then traffic, then a picture.
 
     make tools                                    # once: Debian's prometheus, unpacked into .tools/
     python deploy/walkthrough.py --out risk.png   # four minutes; --seconds 60 for a short one
 
-Users first ask about what the demo model knows well, then the topic shifts to what it hardly knows, then it mixes.  The
-picture shows what a dashboard would: decisions, the gated share, and where the risks lie, drawn from nothing but
-Prometheus' own HTTP API.
+The questions are first well known to the demo model, then hardly known, then mixed.  The picture shows decisions, the
+gated share and the distribution of the risk, queried from Prometheus' HTTP API.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from service.client import Client, Generate
 from service.demo.questions import questions
 
 matplotlib.use("Agg")
-import matplotlib.pyplot as plt  # noqa: E402 - after the choice of a backend that needs no display
+import matplotlib.pyplot as plt  # noqa: E402 - after the backend is chosen
 
 HERE = Path(__file__).parent
 TOOLS = HERE.parent / ".tools" / "bin"
@@ -46,7 +45,7 @@ DECISIONS = {"continue": "#0072b2", "abstain": "#d55e00"}
 
 @contextmanager
 def process(command: list[str], log: Path, **environment: str) -> Iterator[subprocess.Popen[bytes]]:
-    """A child that is asked to stop at the end, whatever happens."""
+    """A child process, terminated at the end."""
     with log.open("wb") as out:
         child = subprocess.Popen(command, stdout=out, stderr=out, env=os.environ | environment)
     try:
@@ -57,13 +56,13 @@ def process(command: list[str], log: Path, **environment: str) -> Iterator[subpr
 
 
 def wait_for(child: subprocess.Popen[bytes], log: Path, pattern: str, seconds: float = 120) -> str:
-    """The pattern's first group, once the child has written it.  Exits with its log where it never does."""
+    """The pattern's first group, once the child has logged it.  Exits with the log on failure."""
     end = time.monotonic() + seconds
     while time.monotonic() < end and child.poll() is None:
         if found := re.search(pattern, log.read_text(errors="replace")):
             return found.group(1)
         time.sleep(0.1)
-    sys.exit(f"{log.name} never said {pattern!r}:\n{log.read_text(errors='replace')[-2000:]}")
+    sys.exit(f"{log.name} has no line with {pattern!r}:\n{log.read_text(errors='replace')[-2000:]}")
 
 
 def prometheus_config(folder: Path, address: str) -> Path:
@@ -76,7 +75,7 @@ def prometheus_config(folder: Path, address: str) -> Path:
     return path
 
 
-def ask_away(url: str, rows: list[list[str]], seconds: float, rate: float) -> Iterator[str]:
+def send_questions(url: str, rows: list[list[str]], seconds: float, rate: float) -> Iterator[str]:
     """Send each phase's questions for its share of the time, at ``rate`` a second on average; yields phase names."""
     with Client(url) as client:
         for name, texts in zip(PHASES, rows, strict=True):
@@ -95,11 +94,11 @@ def series(url: str, query: str, start: float, end: float) -> dict[tuple[str, ..
     answer = httpx.get(f"{url}/api/v1/query_range", params=parameters, timeout=30).json()
     if answer["status"] != "success":
         sys.exit(f"Prometheus refuses {query!r}: {answer.get('error')}")
-    found = {}
-    for one in answer["data"]["result"]:
-        points = np.array(one["values"], dtype=float)
-        found[tuple(value for _, value in sorted(one["metric"].items()))] = (points[:, 0] - start, points[:, 1])
-    return found
+    results = {}
+    for result in answer["data"]["result"]:
+        points = np.array(result["values"], dtype=float)
+        results[tuple(value for _, value in sorted(result["metric"].items()))] = (points[:, 0] - start, points[:, 1])
+    return results
 
 
 def draw(url: str, start: float, starts: list[float], end: float, path: Path) -> None:
@@ -139,7 +138,7 @@ def draw(url: str, start: float, starts: list[float], end: float, path: Path) ->
 
 
 def main() -> None:
-    """Parse, start, ask, draw, stop."""
+    """Parse the options, start both processes, send questions, draw."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("risk_rates.png"), help="where the picture goes")
     parser.add_argument("--seconds", type=float, default=240, help="how long to send traffic")
@@ -147,7 +146,7 @@ def main() -> None:
     options = parser.parse_args()
     prometheus = shutil.which("prometheus") or shutil.which("prometheus", path=str(TOOLS))
     if prometheus is None:
-        sys.exit("there is no prometheus on PATH or in .tools/bin; get it with: make tools")
+        sys.exit("prometheus is neither on PATH nor in .tools/bin; run: make tools")
     rows = questions("test")
     known = [row["prompt"] for row in rows if row["exposures"] >= 16]
     hardly = [row["prompt"] for row in rows if row["exposures"] <= 2]
@@ -168,7 +167,7 @@ def main() -> None:
                 print(f"service {address}   Prometheus {url}", flush=True)
                 time.sleep(2 * STEP)
                 start, starts = time.time(), []
-                for name in ask_away(address, [known, hardly, known + hardly], options.seconds, options.rate):
+                for name in send_questions(address, [known, hardly, known + hardly], options.seconds, options.rate):
                     starts.append(time.time() - start)
                     print(f"{starts[-1]:5.0f} s  questions: {name}", flush=True)
                 end = time.time()

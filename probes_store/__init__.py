@@ -1,5 +1,5 @@
-"""Versioned probe bundles: the format (FORMAT.md), the frozen bundle, the store.  Imports nothing of ours.
+"""Versioned probe bundles: the file format (FORMAT.md), loading, and a store.
 
-``store.Store`` publishes and loads; ``bundle.load_bundle`` reads one folder; ``identity`` and ``golden`` decide whether
-a loaded model may serve it; ``errors`` has every way in which this can fail.
+``store.Store`` publishes and loads; ``bundle.load_bundle`` reads one folder; ``identity`` and ``golden`` check that a
+loaded model may serve a bundle; ``errors`` lists every failure.  Imports nothing from ``service``.
 """

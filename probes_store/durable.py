@@ -1,7 +1,4 @@
-"""Writing that survives a crash: whole and flushed, or not there.  Knows no bundle.
-
-Every operating system error that says "you cannot write here" becomes StoreNotWritable.
-"""
+"""Crash-safe writing: after a crash a file is complete or absent."""
 
 from __future__ import annotations
 
@@ -20,7 +17,7 @@ ASIDE = ".publish-"  # prefix of a folder that is not published yet
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Turn an OSError of the block into StoreNotWritable that names ``path``."""
+    """Turn an OSError in the block into a StoreNotWritable that names ``path``."""
     try:
         yield
     except OSError as error:
@@ -45,8 +42,8 @@ def sync_folder(path: Path) -> None:
         os.close(descriptor)
 
 
-def replace_file(path: Path, data: bytes) -> None:
-    """Write aside, then rename over ``path``: readers see the old bytes or the new ones."""
+def atomic_write(path: Path, data: bytes) -> None:
+    """Write to a temporary file and rename it over ``path``: readers see the old bytes or the new ones."""
     aside = path.with_name(f".{path.name}-{secrets.token_hex(8)}")
     try:
         write_file(aside, data)
@@ -58,7 +55,7 @@ def replace_file(path: Path, data: bytes) -> None:
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Hold a folder's advisory lock; without one on file systems that have none (some network mounts)."""
+    """Hold a folder's advisory lock; on file systems without locks (some network mounts) do nothing."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         _lock(descriptor, fcntl.LOCK_EX)
@@ -69,10 +66,9 @@ def locked(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def folder_aside(parent: Path) -> Iterator[Path]:
-    """A new folder in ``parent``, locked while the block runs and removed after it unless it was renamed away.
+    """A new temporary folder in ``parent``, locked while the block runs and then removed unless it was renamed.
 
-    The lock is on the folder itself and dies with the process, so that ``clean_aside`` can tell a killed publisher's
-    folder from a busy one.
+    The lock ends with the process, so that ``clean_aside`` can tell a killed publisher's folder from one in use.
     """
     while True:
         path = parent / f"{ASIDE}{secrets.token_hex(8)}"
@@ -80,11 +76,11 @@ def folder_aside(parent: Path) -> Iterator[Path]:
         try:
             descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
         except FileNotFoundError:
-            continue  # a cleaner took it between the two lines above
+            continue  # ``clean_aside`` removed it between the two lines above
         _lock(descriptor, fcntl.LOCK_EX)
         if os.fstat(descriptor).st_nlink and path.exists():
             break
-        os.close(descriptor)  # the same, a moment later
+        os.close(descriptor)  # removed before it was locked
     try:
         yield path
     finally:
@@ -93,7 +89,7 @@ def folder_aside(parent: Path) -> Iterator[Path]:
 
 
 def clean_aside(parent: Path) -> None:
-    """Remove the folders that killed publishers left.  Where locks do not work, they stay (and stay invisible)."""
+    """Remove the temporary folders of killed publishers; without working locks they stay, unlisted."""
     for path in parent.glob(f"{ASIDE}*"):
         try:
             descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)

@@ -1,4 +1,4 @@
-"""Everything that can be wrong with a bundle or the store, as one tree.
+"""All errors about bundles and the store.
 
     BundleError                     500 bundle_error
     |-- BundleNotFound              404 bundle_not_found
@@ -20,17 +20,16 @@
     |   |-- WrongTokenizer          503 bundle_wrong_tokenizer
     |   |-- WrongChatTemplate       503 bundle_wrong_chat_template
     |   `-- GoldenMismatch          503 bundle_golden_mismatch
-    |-- AlreadyPublished            409 bundle_already_published
     `-- StoreNotWritable            500 store_not_writable
 
-Knows no HTTP framework: ``status`` and ``code`` are data that the API writes on the wire.
+``status`` and ``code`` are what the API sends: HTTP status and machine-readable code.
 """
 
 from __future__ import annotations
 
 
 class BundleError(Exception):
-    """Root of the tree.  The message names the file, the field, expected, found and the cure, where there are any."""
+    """Base class.  The message names the file, the field, expected and found values and the cure, where known."""
 
     status: int = 500
     code: str = "bundle_error"
@@ -57,7 +56,7 @@ class BundleError(Exception):
 
 
 def _short(value: object, limit: int = 120) -> str:
-    """A value as text, cut where a hostile file would flood the log."""
+    """A value as text, shortened so that a hostile file cannot flood the log."""
     text = str(value)
     return text if len(text) <= limit else f"{text[:limit]}... ({len(text)} characters)"
 
@@ -75,20 +74,20 @@ class InvalidReference(BundleError):
 
 
 class BundleDamaged(BundleError):
-    """The bytes on disk are not those of a published bundle."""
+    """The bytes on disk are not those that were published."""
 
     status, code = 503, "bundle_damaged"
     default_cure = "Restore the bundle from where it came from, or train and publish it again"
 
 
 class MissingFile(BundleDamaged):
-    """A file of the bundle is not there."""
+    """A file of the bundle is missing."""
 
     status, code = 503, "bundle_missing_file"
 
 
 class UnknownFile(BundleDamaged):
-    """The folder holds a file that the manifest does not list, so that no digest covers it."""
+    """The folder holds a file that the manifest does not list and no digest covers."""
 
     status, code = 503, "bundle_unknown_file"
     default_cure = "Remove the file: a published bundle is immutable"
@@ -107,7 +106,7 @@ class DigestMismatch(BundleDamaged):
 
 
 class NotFinite(BundleDamaged):
-    """A NaN or an infinity, which can never be served as a risk."""
+    """A NaN or an infinity."""
 
     status, code = 503, "bundle_not_finite"
 
@@ -125,7 +124,7 @@ class UnknownField(BundleDamaged):
 
 
 class MissingField(BundleDamaged):
-    """A field or tensor that every bundle has is not there."""
+    """A required field or tensor is missing."""
 
     status, code = 503, "bundle_missing_field"
 
@@ -137,7 +136,7 @@ class BadValue(BundleDamaged):
 
 
 class BundleRefused(BundleError):
-    """The bundle is sound, but it was trained on something else than what is loaded."""
+    """The bundle is valid but belongs to another model than the one that is loaded."""
 
     status, code = 503, "bundle_refused"
     default_cure = "Load what the bundle was trained on, or train a bundle for what is loaded"
@@ -178,13 +177,6 @@ class GoldenMismatch(BundleRefused):
 
     status, code = 503, "bundle_golden_mismatch"
     default_cure = "Check dtype, engine and model; until the golden prompts match, no risk can be trusted"
-
-
-class AlreadyPublished(BundleError):
-    """Something stands where a bundle was to be written.  Bundles are immutable."""
-
-    status, code = 409, "bundle_already_published"
-    default_cure = "Publish through the store, which takes the next version"
 
 
 class StoreNotWritable(BundleError):

@@ -1,8 +1,7 @@
-"""Does the engine read what the training engine read?  Knows no engine: it compares two tables of numbers.
+"""Compares a replay of the golden prompts with what was recorded in training.
 
-Before a bundle serves, its golden prompts are replayed.  Hashes prove that the bundle's bytes are right; only the
-replay proves that the hook sits at the right place, that the row of t* is the right row, and that the heads are not
-permuted.
+Hashes show that a bundle's bytes are right.  Only the replay shows that the engine reads the right layer, position and
+heads.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from probes_store.errors import GoldenMismatch
 
 @dataclass(frozen=True, slots=True)
 class Tolerance:
-    """Largest deviation that passes: of a risk, and of a truth logit in units of the trajectories' spread."""
+    """Largest accepted deviation of a risk, and of a truth logit in units of the trajectories' spread."""
 
     risk: float
     trajectory: float
@@ -32,7 +31,7 @@ TOLERANCES = {
 
 
 def tolerance_for(*dtypes: str) -> Tolerance:
-    """The loosest of the dtypes' tolerances.  Raises ValueError for a dtype that is not in TOLERANCES."""
+    """The loosest tolerance among the dtypes.  Raises ValueError for a dtype that is not in TOLERANCES."""
     unknown = [dtype for dtype in dtypes if dtype not in TOLERANCES]
     if unknown:
         raise ValueError(f"no golden tolerance for dtype {unknown[0]!r}; expected one of {', '.join(TOLERANCES)}")
@@ -42,7 +41,7 @@ def tolerance_for(*dtypes: str) -> Tolerance:
 def spread(trajectory: NDArray[np.floating]) -> float:
     """Standard deviation over all golden logits [G, m]; at least 1 % of their root mean square.
 
-    The second part keeps a constant trajectory (one layer and one prompt, say) from asking for exact equality.
+    The lower bound keeps a constant trajectory (one layer and one prompt) from requiring exact equality.
     """
     values = np.asarray(trajectory, np.float64)
     return float(max(values.std(), 0.01 * np.sqrt(np.mean(values**2))))
@@ -51,16 +50,14 @@ def spread(trajectory: NDArray[np.floating]) -> float:
 def check_golden(
     bundle: Bundle, trajectories: NDArray[np.floating], risks: NDArray[np.floating], *, dtype: str
 ) -> None:
-    """Compare a replay with the record: trajectories [G, m] and risks [G] of an engine that computes in ``dtype``.
+    """Compare a replay's trajectories [G, m] and risks [G], computed in ``dtype``, with the recorded ones.
 
-    The tolerance is that of the looser of the two dtypes, the bundle's and the engine's.  float32: 1e-3, a hundred
-    times what two correct engines differ by (about 1e-6) and a thousandth of the spread.  Half types: a bfloat16 keeps
-    8 bits, 0.4 % a rounding; over a few dozen blocks that grows to some percent of the spread, so a quarter of it
-    passes, and 0.05 of risk.  A wrong row, head or layer gives logits that have nothing to do with the recorded ones:
-    their largest deviation over G x m entries is more than one spread.
+    The tolerance is that of the looser dtype, the bundle's or the engine's.  float32: 1e-3; two correct engines differ
+    by about 1e-6.  Half types: a bfloat16 rounding is 0.4 %, which over a few dozen blocks grows to some percent of the
+    spread, so a quarter of the spread and 0.05 of risk are accepted.  A wrong position, head or layer gives unrelated
+    logits, whose largest deviation over G x m entries exceeds one spread.
 
-    Raises GoldenMismatch with the worst deviation; any NaN and any other shape is a mismatch.  ValueError where
-    ``dtype`` is none of float32, float16 and bfloat16.
+    Raises GoldenMismatch with the worst deviation, for any NaN and for another shape; ValueError for an unknown dtype.
     """
     golden, reference = bundle.golden, bundle.reference
     tolerance = tolerance_for(bundle.manifest.dtype, dtype)
@@ -79,7 +76,7 @@ def check_golden(
             )
         deviation = np.abs(replayed - expected)
         worst = np.unravel_index(int(np.argmax(deviation)), deviation.shape)
-        if not deviation[worst] <= limit:  # so written, and as argmax finds NaN first, a NaN never passes
+        if not deviation[worst] <= limit:  # argmax finds NaN first, and this comparison rejects it
             place = f"golden prompt {worst[0]}" + (f", layer {worst[1]}" if len(worst) > 1 else "")
             raise GoldenMismatch(
                 f"bundle {reference}: the engine ({dtype}) does not reproduce {place}, recorded in"

@@ -1,4 +1,4 @@
-"""Is the loaded model the one that the bundle was trained on?  Knows no engine: it compares strings and sizes."""
+"""Compares the loaded model with the one that a bundle was trained on."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from probes_store.manifest import Manifest
 
 
 class ModelShape(Protocol):
-    """The sizes that decide what a readout is."""
+    """The sizes that define a readout."""
 
     @property
     def num_layers(self) -> int:
@@ -36,7 +36,7 @@ class ModelShape(Protocol):
 
 
 class LoadedModel(Protocol):
-    """What an engine says of the model it holds; each as ``Manifest`` records it."""
+    """What an engine reports about its model, each as ``Manifest`` records it."""
 
     @property
     def fingerprint(self) -> str:
@@ -64,45 +64,36 @@ class LoadedModel(Protocol):
 
 
 def check_identity(manifest: Manifest, loaded: LoadedModel) -> None:
-    """Refuse a model that the bundle was not trained on; the first difference, in this order, names the error.
+    """Refuse a model that the bundle was not trained on.
 
-    WrongModel (architecture, fingerprint), WrongRevision, WrongGeometry, WrongTokenizer, WrongChatTemplate.
-    The model's name may differ: a folder can move, and a copy keeps its fingerprint.
+    Raises the error of the first difference, in this order: WrongModel (architecture, fingerprint), WrongRevision,
+    WrongGeometry, WrongTokenizer, WrongChatTemplate.  The model's name may differ: a folder can move, and a copy keeps
+    its fingerprint.
     """
-    model = manifest.model
-
-    def compare(error: type[BundleRefused], field: str, expected: object, found: object, what: str, cure: str) -> None:
+    model, geometry = manifest.model, loaded.geometry
+    at = f"{model.name} at revision {model.revision}"
+    load = f"Load {at}, or train a bundle for the model that is loaded"
+    tokenizer = f"Restore the tokenizer files of {at}, or train a bundle with the present ones"
+    template = f"Restore the chat template of {at}, or train a bundle with the present one"
+    checks: list[tuple[type[BundleRefused], str, object, object, str, str]] = [
+        (WrongModel, "model.architecture", model.architecture, loaded.architecture, "another architecture", load),
+        (WrongModel, "model.fingerprint", model.fingerprint, loaded.fingerprint, "other weights", load),
+        (WrongRevision, "model.revision", model.revision, loaded.revision, "another revision", load),
+        *(
+            (WrongGeometry, f"model.{size}", getattr(model, size), getattr(geometry, size), "another shape", load)
+            for size in ("num_layers", "num_heads", "head_dim", "hidden_size")
+        ),
+        (WrongTokenizer, "tokenizer.digest", manifest.tokenizer.digest, loaded.tokenizer, "another tokenizer",
+         tokenizer),
+        (WrongChatTemplate, "chat_template.digest", manifest.chat_template.digest, loaded.chat_template,
+         "another chat template", template),
+    ]  # fmt: skip
+    for error, field, expected, found, difference, cure in checks:
         if expected != found:
             raise error(
-                f"bundle {manifest.reference} was trained on {what}",
+                f"bundle {manifest.reference} was trained on {difference}",
                 field=field,
                 expected="none" if expected is None else expected,
                 found="none" if found is None else found,
                 cure=cure,
             )
-
-    at = f"{model.name} at revision {model.revision}"
-    cure = f"Load {at}, or train a bundle for the model that is loaded"
-    compare(WrongModel, "model.architecture", model.architecture, loaded.architecture, "another architecture", cure)
-    compare(WrongModel, "model.fingerprint", model.fingerprint, loaded.fingerprint, "other weights", cure)
-    compare(WrongRevision, "model.revision", model.revision, loaded.revision, "another revision", cure)
-    for size in ("num_layers", "num_heads", "head_dim", "hidden_size"):
-        compare(
-            WrongGeometry, f"model.{size}", getattr(model, size), getattr(loaded.geometry, size), "another shape", cure
-        )
-    compare(
-        WrongTokenizer,
-        "tokenizer.digest",
-        manifest.tokenizer.digest,
-        loaded.tokenizer,
-        "another tokenizer",
-        f"Restore the tokenizer files of {at}, or train a bundle with the present ones",
-    )
-    compare(
-        WrongChatTemplate,
-        "chat_template.digest",
-        manifest.chat_template.digest,
-        loaded.chat_template,
-        "another chat template",
-        f"Restore the chat template of {at}, or train a bundle with the present one",
-    )

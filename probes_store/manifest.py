@@ -1,7 +1,6 @@
-"""The manifest, bundle.json: what a bundle is, for which model, and the sha256 of its every other file.
+"""The manifest, bundle.json: what a bundle is, for which model, and the sha256 of each of its other files.
 
-Knows no tensor and no folder.  FORMAT.md has the same fields byte by byte; a field is documented where it is declared.
-``Manifest`` is frozen, and ``read_manifest`` is the only way from bytes to one: strict, then checked, then sealed.
+``Manifest`` is the one declaration of these fields in code; FORMAT.md documents them for other languages.
 """
 
 from __future__ import annotations
@@ -12,13 +11,14 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 from probes_store.errors import BadValue, DigestMismatch, MissingField, Truncated, UnknownField, WrongShape
 from probes_store.strict import canonical_json, parse_json, read_record, readable_json
 
-FORMAT = "hallutracer-bundle"
-FORMAT_VERSION = 1
+FORMAT: Final = "hallutracer-bundle"
+FORMAT_VERSION: Final = 1
+UNSET_TIME = "1970-01-01T00:00:00Z"
 MANIFEST = "bundle.json"
 PROBES, GOLDEN, EVALUATION, CARD = "probes.safetensors", "golden.safetensors", "evaluation.json", "README.md"
 REQUIRED = (PROBES, GOLDEN, EVALUATION, CARD)
@@ -106,17 +106,17 @@ class FileRecord:
     sha256: str  # 64 hex digits
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """bundle.json.  ``digest`` names the content; ``seal`` guards this very file."""
+    """bundle.json.  Fields with a default are set on publishing; a file must have every field."""
 
-    format: Literal["hallutracer-bundle"]
-    format_version: Literal[1]
+    format: Literal["hallutracer-bundle"] = FORMAT
+    format_version: Literal[1] = FORMAT_VERSION
     name: str
-    version: int
-    created: str  # ISO 8601, UTC, whole seconds: 2026-01-31T12:00:00Z
-    digest: str  # sha256:..., see ``content_digest``
-    seal: str  # sha256:..., see ``manifest_seal``
+    version: int = 1
+    created: str = UNSET_TIME  # ISO 8601, UTC, whole seconds: 2026-01-31T12:00:00Z
+    digest: str = ""  # of the content: sha256:..., see ``content_digest``
+    seal: str = ""  # of this file: sha256:..., see ``manifest_seal``
     model: ModelRecord
     tokenizer: TokenizerRecord
     chat_template: ChatTemplateRecord
@@ -128,7 +128,7 @@ class Manifest:
     classifier: Classifier
     threshold: float  # Youden's J on out-of-fold training risks
     training: TrainingRecord
-    files: dict[str, FileRecord]  # relative name -> size and hash
+    files: dict[str, FileRecord] = dataclasses.field(default_factory=dict)  # relative name -> size and hash
 
     @property
     def reference(self) -> str:
@@ -211,7 +211,7 @@ def read_manifest(data: bytes, file: str = MANIFEST) -> Manifest:
 
 
 def _check_format(document: Any, file: str) -> None:
-    """Before anything else, so that a newer format is named as such and not by its first unknown field."""
+    """Check the version first: a newer format is reported as such and not by its first unknown field."""
     if isinstance(document, dict) and document.get("format") == FORMAT:
         found = document.get("format_version")
         if type(found) is int and found > FORMAT_VERSION:
@@ -226,7 +226,7 @@ def _check_format(document: Any, file: str) -> None:
 
 
 def check_fields(manifest: Manifest, file: str = MANIFEST) -> None:
-    """Ranges, and what fields owe each other.  Types are ``read_record``'s business.
+    """Check ranges and the relations between fields; ``read_record`` has checked the types.
 
     Raises BadValue, WrongShape, MissingField and UnknownField.
     """
@@ -271,14 +271,8 @@ def check_fields(manifest: Manifest, file: str = MANIFEST) -> None:
 def _check_training(training: TrainingRecord, require: Callable[[bool, str, object, object], None]) -> None:
     for field in ("data_digest", "class_balance", "hallutracer_version"):
         require(getattr(training, field) != "", f"training.{field}", "a non-empty string", "")
-    for field, least in (
-        ("rows", 2),
-        ("factual", 1),
-        ("hallucinated", 1),
-        ("left_out", 0),
-        ("groups", 1),
-        ("folds", 2),
-    ):
+    minimum = {"rows": 2, "factual": 1, "hallucinated": 1, "left_out": 0, "groups": 1, "folds": 2}
+    for field, least in minimum.items():
         require(getattr(training, field) >= least, f"training.{field}", f"{least} or more", getattr(training, field))
     used = training.factual + training.hallucinated
     require(used <= training.rows, "training.rows", f"at least factual + hallucinated = {used}", training.rows)

@@ -1,4 +1,4 @@
-"""How a bundle is named: NAME, NAME@ALIAS, NAME:VERSION.  Knows no folder."""
+"""Bundle references: NAME, NAME@ALIAS, NAME:VERSION."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Reference:
 
 
 def parse_reference(text: str) -> Reference:
-    """Raises InvalidReference; nothing that passes can lead out of a store."""
+    """Parse a reference; no part of the result can lead out of a store.  Raises InvalidReference."""
     name, mark, rest = text, "", ""
     for separator in "@:":
         if separator in text:
@@ -43,7 +43,7 @@ def parse_reference(text: str) -> Reference:
 
 
 def check_name(text: str, what: str) -> str:
-    """A bundle's or an alias's name, unchanged.  Raises InvalidReference."""
+    """Return the name of a bundle or an alias unchanged.  Raises InvalidReference."""
     if not NAME.fullmatch(text):
         raise InvalidReference(
             f"not a name for {what}",

@@ -1,8 +1,7 @@
-"""A folder of bundles: ROOT/NAME/VERSION/, and ROOT/NAME/aliases.json, the only thing in it that ever changes.
+"""A folder of bundles: ROOT/NAME/VERSION/, and ROOT/NAME/aliases.json, the only file in it that changes.
 
-Knows no engine, no environment variable and no default place: whoever makes a ``Store`` says where it is.
-A version appears by one rename, so readers see a whole bundle or none; publishers need no lock to be safe, because
-a rename onto an existing version fails and the next number is tried.
+A version appears by one rename, so readers see a complete bundle or none.  Publishers need no lock: a rename onto an
+existing version fails, and the next number is tried.
 """
 
 from __future__ import annotations
@@ -14,15 +13,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from probes_store.bundle import Bundle, BundleDraft, load_bundle, render, timestamp, write_files, write_manifest
-from probes_store.durable import clean_aside, folder_aside, locked, replace_file, sync_folder, writing
+from probes_store.durable import atomic_write, clean_aside, folder_aside, locked, sync_folder, writing
 from probes_store.errors import BadValue, BundleDamaged, BundleError, BundleNotFound, InvalidReference
 from probes_store.manifest import MANIFEST, NAME, Manifest, read_manifest, sealed
 from probes_store.reference import VERSION, check_name, parse_reference
 from probes_store.strict import parse_json, readable_json
 
-SHIPPED = Path(__file__).parent / "shipped"  # bundles that come with the package, meant as a fallback
+SHIPPED = Path(__file__).parent / "shipped"  # bundles that come with the package, used as a fallback
 ALIASES = "aliases.json"
-PRODUCTION = "production"  # what a bare name means, where it is set
+PRODUCTION = "production"  # the alias that a bare name resolves to, where it is set
 
 
 @dataclass(frozen=True)
@@ -46,27 +45,27 @@ Summaries = list[BundleSummary]
 
 
 class Store:
-    """Bundles under ``root``; names that it does not have are looked up in the ``fallbacks``, which are only read."""
+    """Bundles under ``root``; names that it lacks are looked up in the read-only ``fallbacks``."""
 
     def __init__(self, root: Path, fallbacks: Sequence[Path] = ()) -> None:
         self.root = Path(root)
         self.fallbacks = tuple(Path(fallback) for fallback in fallbacks)
 
     def check_writable(self) -> None:
-        """Make the root and write into it, so that long work can fail first.  Raises StoreNotWritable."""
+        """Create the root and test that it can be written, before long work.  Raises StoreNotWritable."""
         with writing(self.root):
             self.root.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryFile(dir=self.root):
                 pass
 
     def publish(self, draft: BundleDraft) -> Bundle:
-        """Write a draft as the next version of its name; content that the name already has is returned, not copied.
+        """Publish a draft as the next version of its name, or return the version that has the same content.
 
-        Raises what ``render`` raises for a draft that could not be loaded again, and StoreNotWritable.
+        Raises what ``render`` raises for a draft that would not load, and StoreNotWritable.
         """
-        check_name(draft.name, "a bundle")
+        name = check_name(draft.manifest.name, "a bundle")
         manifest, files = render(draft)
-        folder = self.root / draft.name
+        folder = self.root / name
         existing = self._same_content(folder, manifest.digest)
         if existing is not None:
             return existing
@@ -79,9 +78,9 @@ class Store:
                 return self._take_version(folder, aside, manifest)
 
     def _take_version(self, folder: Path, aside: Path, manifest: Manifest) -> Bundle:
-        """Rename the finished folder to the next free version, unless a twin got there first."""
+        """Rename the finished folder to the next free version, unless the same content was published meanwhile."""
         while True:
-            # The number must come from before the search: then a twin published in between makes the rename fail.
+            # Take the number before the search: if the same content is published in between, the rename fails.
             version = max(_versions(folder), default=0) + 1
             existing = self._same_content(folder, manifest.digest)
             if existing is not None:
@@ -105,7 +104,7 @@ class Store:
                 if read_manifest((path / MANIFEST).read_bytes()).digest == digest:
                     return self._load_version(folder.name, path)
             except (BundleDamaged, OSError):
-                continue  # a damaged twin does not stand in for a sound one
+                continue  # a damaged version is no substitute
         return None
 
     def resolve(self, reference: str) -> Path:
@@ -147,7 +146,7 @@ class Store:
         return self._load_version(name, self.resolve(reference))
 
     def verify(self, reference: str) -> Bundle:
-        """``load``, and the evaluation and the card are read as well.  Raises what ``load`` raises."""
+        """``load``, and read the evaluation and the card.  Raises what ``load`` raises."""
         bundle = self.load(reference)
         bundle.evaluation()
         bundle.card()
@@ -158,7 +157,7 @@ class Store:
         return _read_aliases(self._base(check_name(name, "a bundle")), name)
 
     def set_alias(self, name: str, alias: str, version: int) -> None:
-        """Point an alias at a version that loads; in one rename, so that a reader sees the old or the new.
+        """Point an alias at a version that loads, in one rename: a reader sees the old or the new version.
 
         Raises InvalidReference, BundleNotFound, what ``load_bundle`` raises, and StoreNotWritable.
         """
@@ -171,10 +170,10 @@ class Store:
         self.load(f"{name}:{version}")
         with writing(folder), locked(folder):
             aliases = _read_aliases(self.root, name) | {alias: version}
-            replace_file(folder / ALIASES, readable_json(aliases))
+            atomic_write(folder / ALIASES, readable_json(aliases))
 
     def list(self) -> Summaries:
-        """Every version of every name, sorted, shadowed fallbacks left out; damaged ones with their error."""
+        """Every version of every name, sorted, without shadowed fallbacks; damaged bundles with their error."""
         seen: dict[str, Path] = {}
         for base in (self.root, *self.fallbacks):
             for name in _names(base):
@@ -187,7 +186,7 @@ class Store:
         try:
             aliases = _read_aliases(base, name)
         except BundleError as error:
-            shared = error  # without its aliases a name cannot be resolved, so each of its versions says so
+            shared = error  # without its aliases a name cannot be resolved: reported for each of its versions
         for version in sorted(_versions(base / name)):
             path = base / name / str(version)
             manifest, error_here = None, shared
@@ -227,7 +226,7 @@ class Store:
 
 
 def _versions(folder: Path) -> set[int]:
-    """Numbered folders; what a publisher is still writing has no number."""
+    """Numbered folders; a folder that is still being written has no number."""
     try:
         names = os.listdir(folder)
     except OSError:

@@ -1,4 +1,4 @@
-"""Strict JSON into frozen dataclasses: nothing unknown, nothing missing, nothing converted.  Knows no bundle.
+"""Strict JSON into frozen dataclasses: no unknown or missing fields, no conversions.
 
 Types that a dataclass may use: str, int, float, bool, Literal, X | None, tuple[X, ...], dict[str, X], dataclasses.
 A float is written with a point or an exponent (1.0, not 1), so that reading and writing again gives the same bytes.
@@ -16,21 +16,21 @@ from typing import Any, Literal, NoReturn, TypeVar, get_args, get_origin, get_ty
 from probes_store.errors import BadValue, MissingField, NotFinite, Truncated, UnknownField
 
 Record = TypeVar("Record")
-LARGEST_INT = 2**53  # the largest integer that every JSON reader agrees on
+MAX_INT = 2**53  # larger integers lose digits in some JSON readers
 
 
 def canonical_json(value: object) -> bytes:
-    """Sorted keys, compact separators, UTF-8, no NaN: the one spelling that digests are taken of."""
+    """Sorted keys, compact separators, UTF-8, no NaN: the form that digests are computed from."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False).encode()
 
 
 def readable_json(value: object) -> bytes:
-    """Sorted keys, two spaces, a final newline, UTF-8, no NaN: the one spelling that is written to disk."""
+    """Sorted keys, two spaces, a final newline, UTF-8, no NaN: the form that is written to disk."""
     return json.dumps(value, sort_keys=True, indent=2, ensure_ascii=False, allow_nan=False).encode() + b"\n"
 
 
 def plain(value: object, file: str, where: str = "") -> Any:
-    """Values from Python or numpy -> what JSON can hold, for writing.  Raises NotFinite and BadValue."""
+    """Convert Python and numpy values to JSON types, for writing.  Raises NotFinite and BadValue."""
     if value is None or isinstance(value, str | bool):
         return value
     if isinstance(value, numbers.Integral):
@@ -123,7 +123,7 @@ def _read_scalar(hint: type, value: Any, file: str, where: str) -> Any:
         raise _bad(file, where, names[hint], value)
     if type(value) is float and not math.isfinite(value):
         raise NotFinite("not finite", file=file, field=where, expected="a finite number", found=value)
-    if type(value) is int and abs(value) > LARGEST_INT:
+    if type(value) is int and abs(value) > MAX_INT:
         raise _bad(file, where, "an integer below 2^53", value)
     if type(value) is str and any(0xD800 <= ord(letter) <= 0xDFFF for letter in value):
         raise _bad(file, where, "text that UTF-8 can encode", ascii(value))

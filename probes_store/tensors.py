@@ -1,6 +1,6 @@
-"""The two tensor files: what they hold, their exact layout, and the way to bytes and back.  Knows no folder.
+"""The two tensor files: contents, layout, and conversion to bytes and back.
 
-Symbols: m layers, d the length of a probe direction, G golden prompts.  Arrays that come out of here are read-only.
+Symbols: m layers, d the length of a probe direction, G golden prompts.  Arrays that were read are read-only.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from safetensors.numpy import save
 from probes_store.errors import BadValue, MissingField, NotFinite, UnknownField, WrongShape
 from probes_store.manifest import GOLDEN, PROBES, Manifest
 
-Layout = dict[str, tuple[str, tuple[int | None, ...]]]  # tensor -> element type, shape; None where any length will do
+TensorLayout = dict[str, tuple[str, tuple[int | None, ...]]]  # tensor -> element type, shape; None: any length
 _NUMPY: dict[str, np.dtype[Any]] = {"I32": np.dtype("<i4"), "F32": np.dtype("<f4"), "F64": np.dtype("<f8")}
 UNIT_NORM_TOLERANCE = 1e-4
 
@@ -36,7 +36,7 @@ class ProbeTensors:
 
 @dataclass(frozen=True, eq=False)
 class Golden:
-    """golden.safetensors: a few prompts with what the training engine read, to be replayed before serving."""
+    """golden.safetensors: a few prompts with the training engine's readings, replayed before serving."""
 
     input_ids: NDArray[np.int32]  # [total] all prompts, one after the other
     offsets: NDArray[np.int32]  # [G + 1] prompt g is input_ids[offsets[g] : offsets[g + 1]]
@@ -52,7 +52,7 @@ class Golden:
         risk: NDArray[np.floating],
         first_token: NDArray[np.floating] | None = None,
     ) -> Golden:
-        """From G prompts of token ids and what was read at their onsets; shapes as in the fields."""
+        """From G prompts of token ids and their readings; shapes as in the fields."""
         return cls(
             np.array([token for prompt in prompts for token in prompt], np.int32),
             np.cumsum([0, *map(len, prompts)]).astype(np.int32),
@@ -82,12 +82,12 @@ def pack(tensors: ProbeTensors | Golden, file: str) -> bytes:
             )
         if given.dtype.kind not in "fiu":
             raise WrongShape("element type", file=file, field=name, expected="numbers", found=given.dtype)
-        with np.errstate(over="ignore"):  # what overflows becomes infinite, and the reader names it
+        with np.errstate(over="ignore"):  # an overflow becomes infinite, which the reader reports
             arrays[name] = np.ascontiguousarray(given, wanted).reshape(given.shape)
     return save(arrays)
 
 
-def probe_layout(layers: int, dim: int) -> Layout:
+def probe_layout(layers: int, dim: int) -> TensorLayout:
     """Tensors of probes.safetensors for m layers and directions of length d."""
     return {
         "head": ("I32", (layers,)),
@@ -99,9 +99,9 @@ def probe_layout(layers: int, dim: int) -> Layout:
     }
 
 
-def golden_layout(layers: int, first_token: bool) -> Layout:
+def golden_layout(layers: int, first_token: bool) -> TensorLayout:
     """Tensors of golden.safetensors for m layers; ``first_token`` where the classifier reads those signals."""
-    layout: Layout = {
+    layout: TensorLayout = {
         "input_ids": ("I32", (None,)),
         "offsets": ("I32", (None,)),
         "trajectory": ("F32", (None, layers)),
@@ -117,23 +117,14 @@ def read_probes(data: bytes, manifest: Manifest, file: str = PROBES) -> ProbeTen
     """
     arrays = _unpack(data, probe_layout(manifest.model.num_layers, manifest.probe_dim), file)
     heads = manifest.probe_heads
+    head, scale, std = arrays["head"], arrays["scale"], arrays["trajectory_std"]
     norm = np.linalg.norm(arrays["direction"].astype(np.float64), axis=1)
-    _require(
-        bool(np.all(np.abs(norm - 1.0) <= UNIT_NORM_TOLERANCE)), file, "direction", "unit norm in every layer", norm
-    )
-    head = arrays["head"]
-    _require(bool(np.all((head >= 0) & (head < heads))), file, "head", f"heads from 0 to {heads - 1}", head)
-    scale = arrays["scale"]
-    _require(bool(np.all(scale > 0)), file, "scale", "positive numbers", scale)
+    _require(np.all(np.abs(norm - 1.0) <= UNIT_NORM_TOLERANCE), file, "direction", "unit norm in every layer", norm)
+    _require(np.all((head >= 0) & (head < heads)), file, "head", f"heads from 0 to {heads - 1}", head)
+    _require(np.all(scale > 0), file, "scale", "positive numbers", scale)
     if manifest.logit_scale == "unit_norm":
-        _require(bool(np.all(scale == 1)), file, "scale", "all ones under logit_scale unit_norm", scale)
-    _require(
-        bool(np.all(arrays["trajectory_std"] >= 0)),
-        file,
-        "trajectory_std",
-        "no negative number",
-        arrays["trajectory_std"].min(),
-    )
+        _require(np.all(scale == 1), file, "scale", "all ones under logit_scale unit_norm", scale)
+    _require(np.all(std >= 0), file, "trajectory_std", "no negative number", std.min())
     return ProbeTensors(**arrays)
 
 
@@ -149,29 +140,20 @@ def read_golden(data: bytes, manifest: Manifest, file: str = GOLDEN) -> Golden:
     for name in ("trajectory", "risk", "first_token"):
         if name in arrays and len(arrays[name]) != count:
             raise WrongShape("one row for each prompt", file=file, field=name, expected=count, found=len(arrays[name]))
-    _require(
-        bool(offsets[0] == 0 and offsets[-1] == len(ids) and np.all(np.diff(offsets.astype(np.int64)) > 0)),
-        file,
-        "offsets",
-        f"0, increasing strictly, up to {len(ids)}",
-        offsets,
-    )
-    _require(bool(np.all(ids >= 0)), file, "input_ids", "token ids of 0 or more", ids.min())
-    _require(bool(np.all((risk >= 0) & (risk <= 1))), file, "risk", "numbers from 0 to 1", risk)
+    increasing = offsets[0] == 0 and offsets[-1] == len(ids) and np.all(np.diff(offsets.astype(np.int64)) > 0)
+    _require(increasing, file, "offsets", f"0, increasing strictly, up to {len(ids)}", offsets)
+    _require(np.all(ids >= 0), file, "input_ids", "token ids of 0 or more", ids.min())
+    _require(np.all((risk >= 0) & (risk <= 1)), file, "risk", "numbers from 0 to 1", risk)
     if "first_token" in arrays:
-        log_max_prob, entropy = arrays["first_token"].T
-        _require(
-            bool(np.all(log_max_prob <= 0) and np.all(entropy >= 0)),
-            file,
-            "first_token",
-            "log_max_prob of 0 or less and entropy of 0 or more",
-            arrays["first_token"],
-        )
+        first_token = arrays["first_token"]
+        possible = np.all(first_token[:, 0] <= 0) and np.all(first_token[:, 1] >= 0)
+        expected = "log_max_prob of 0 or less and entropy of 0 or more"
+        _require(possible, file, "first_token", expected, first_token)
     return Golden(**arrays)
 
 
-def _unpack(data: bytes, layout: Layout, file: str) -> dict[str, NDArray[Any]]:
-    """Types and shapes are compared with the layout before a single number is looked at."""
+def _unpack(data: bytes, layout: TensorLayout, file: str) -> dict[str, NDArray[Any]]:
+    """Parse safetensors; types and shapes are checked against the layout before any number is read."""
     try:
         entries: Mapping[str, Any] = dict(deserialize(data))  # type: ignore[no-untyped-call]
     except SafetensorError as error:
@@ -207,6 +189,6 @@ def _shape(shape: Sequence[int | None]) -> str:
     return "[" + ", ".join("any" if length is None else str(length) for length in shape) + "]"
 
 
-def _require(fine: bool, file: str, field: str, expected: str, found: object) -> None:
+def _require(fine: bool | np.bool, file: str, field: str, expected: str, found: object) -> None:
     if not fine:
         raise BadValue("bad value", file=file, field=field, expected=expected, found=str(found).replace("\n", ""))

@@ -1,28 +1,6 @@
-"""Every error a user can meet, as one tree.
+"""All errors of the service, the engines and the trainer; those of bundles are in ``probes_store.errors``.
 
-    HalluTracerError                500 internal_error
-    |-- RequestError                422 invalid_request      the request is at fault
-    |   |-- EmptyPrompt             422 empty_prompt
-    |   |-- PromptTooLong           413 prompt_too_long      longer than the model's context; never truncated
-    |   |-- BodyTooLarge            413 body_too_large
-    |   `-- BodyTooSlow             408 body_too_slow
-    |-- Unauthorized                401 unauthorized
-    |-- NotFound                    404 not_found            no such bundle or model
-    |-- Overloaded                  429 overloaded           the queue is full; carries Retry-After
-    |-- ClientGone                  499 client_closed_request   nobody is there to read the answer
-    |-- NotReady                    503 not_ready
-    |-- DeadlineExceeded            504 deadline_exceeded
-    |-- UnknownFamily               500 unknown_family       no entry in engines/families.py
-    |-- EngineError                 500 engine_error
-    |   |-- ModelLoadError          500 model_load_error     the model folder or name cannot be loaded
-    |   `-- NonFiniteReadout        500 non_finite_readout   a NaN is never served as a risk
-    `-- TrainingError               500 training_error
-        |-- DataError               500 bad_data             rows at fault, by line number
-        |-- RunMismatch             500 run_mismatch         a run folder of another model, data or option
-        `-- NoDirection             500 no_direction         every probe of a layer shrank to zero
-
-The bundle's own errors live in ``probes_store.errors``, which imports nothing of ours.
-Knows neither HTTP frameworks nor engines: ``status`` and ``code`` are data that the API writes on the wire.
+``status`` and ``code`` are what the API sends.
 """
 
 from __future__ import annotations
@@ -31,32 +9,32 @@ from collections.abc import Sequence
 
 
 class HalluTracerError(Exception):
-    """Root of the tree.  The message names the cause and the cure."""
+    """Root of the tree.  The message names the cause and the remedy."""
 
     status: int = 500
     code: str = "internal_error"
-    retry_after_s: int | None = None  # when it is worth trying again; None: not by itself
+    retry_after_s: int | None = None  # the Retry-After header, seconds
 
     def __init__(self, message: str, *, param: str | None = None) -> None:
         super().__init__(message)
         self.message = message
-        self.param = param  # the request field or option at fault
+        self.param = param  # the request field or option that is wrong
 
 
 class RequestError(HalluTracerError):
-    """The request is at fault and would fail again unchanged."""
+    """The request is wrong and would fail again unchanged."""
 
     status, code = 422, "invalid_request"
 
 
 class EmptyPrompt(RequestError):
-    """A prompt without a single token has no answer onset."""
+    """A prompt without tokens has no answer onset."""
 
     status, code = 422, "empty_prompt"
 
 
 class PromptTooLong(RequestError):
-    """Longer than the model's context.  Never truncated silently."""
+    """Longer than the model's context.  Prompts are never truncated."""
 
     status, code = 413, "prompt_too_long"
 
@@ -74,13 +52,13 @@ class BodyTooSlow(RequestError):
 
 
 class Unauthorized(HalluTracerError):
-    """No bearer key, or one that is not configured."""
+    """The bearer key is missing or unknown."""
 
     status, code = 401, "unauthorized"
 
 
 class NotFound(HalluTracerError):
-    """The bundle or model that was named is not loaded here."""
+    """The bundle or model is not loaded."""
 
     status, code = 404, "not_found"
 
@@ -96,20 +74,20 @@ class Overloaded(HalluTracerError):
 
 
 class ClientGone(HalluTracerError):
-    """The client closed its connection before its answer was there; seen in logs and metrics only."""
+    """The client closed its connection before the answer; in logs and metrics only."""
 
     status, code = 499, "client_closed_request"
 
 
 class NotReady(HalluTracerError):
-    """No bundle has matched its golden prompts yet."""
+    """The service is still loading, or shutting down."""
 
     status, code = 503, "not_ready"
     retry_after_s = 1
 
 
 class DeadlineExceeded(HalluTracerError):
-    """The request's deadline passed before its answer was there."""
+    """The request's deadline passed before the answer."""
 
     status, code = 504, "deadline_exceeded"
 
@@ -121,7 +99,7 @@ class UnknownFamily(HalluTracerError):
 
 
 class EngineError(HalluTracerError):
-    """The engine broke."""
+    """The engine failed."""
 
     status, code = 500, "engine_error"
 
@@ -145,7 +123,7 @@ class TrainingError(HalluTracerError):
 
 
 class DataError(TrainingError):
-    """Rows of a data file are at fault.  ``problems`` has one line each, ``line 7: ...``."""
+    """Rows of a data file are invalid.  ``problems`` has one entry each, ``line 7: ...``."""
 
     status, code = 500, "bad_data"
 
@@ -163,6 +141,6 @@ class RunMismatch(TrainingError):
 
 
 class NoDirection(TrainingError):
-    """Every probe of a layer has only zero coefficients."""
+    """All coefficients of every probe of a layer are zero."""
 
     status, code = 500, "no_direction"

@@ -1,4 +1,4 @@
-"""What to do with a risk: policies and their verdicts, and nothing about how the risk came to be."""
+"""From a risk to a decision: policies and verdicts."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from service.errors import RequestError
 
 
 class Decision(StrEnum):
-    """What happens to the request, and what its caller should do."""
+    """What happens with the request."""
 
     CONTINUE = "continue"
-    ABSTAIN = "abstain"  # say the policy's message instead of an answer
+    ABSTAIN = "abstain"  # show the policy's message instead of an answer
     BLOCK = "block"  # no answer and no message
 
 
@@ -30,7 +30,7 @@ DECISIONS = {Action.OBSERVE: Decision.CONTINUE, Action.ABSTAIN: Decision.ABSTAIN
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """A named rule.  ``threshold`` None leaves it to the bundle; ``message`` is what an abstaining service says."""
+    """A named rule.  ``threshold`` None: the bundle's; ``message`` is shown instead of the answer on abstain."""
 
     name: str
     action: Action
@@ -43,7 +43,7 @@ class Policy:
             check_threshold(self.threshold)
 
     def at(self, threshold: float | None) -> Policy:
-        """This policy with another threshold; with its own where ``threshold`` is None."""
+        """This policy with another threshold; unchanged if ``threshold`` is None."""
         return self if threshold is None else replace(self, threshold=threshold)
 
 
@@ -54,7 +54,7 @@ BLOCK = Policy("block", Action.BLOCK)
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """One prompt's outcome.  ``flagged``: the risk reached the threshold, also where a policy only observes."""
+    """The decision on one prompt.  ``flagged``: the risk reached the threshold, whatever the policy."""
 
     decision: Decision
     flagged: bool
@@ -70,9 +70,9 @@ def check_threshold(threshold: float) -> float:
 
 
 def judge(risk: float, policy: Policy, default_threshold: float) -> Verdict:
-    """Flag at or above the threshold, so that threshold 0 flags everything and a risk of 1 is never answered.
+    """Flag risks >= threshold: threshold 0 flags every prompt, and a risk of 1 is flagged at every threshold.
 
-    ``default_threshold`` is the bundle's own; it counts where the policy names none.
+    ``default_threshold``, the bundle's, applies if the policy has none.
     """
     threshold = check_threshold(default_threshold if policy.threshold is None else policy.threshold)
     flagged = risk >= threshold

@@ -1,7 +1,7 @@
-"""From what a user sends (text, messages, token ids) to token ids whose last one is the answer onset t*.
+"""From a prompt or messages to token ids ending at the answer onset t*.
 
-The one place where a bare prompt string meets a chat template, used by the trainer and by the service alike: a probe
-fitted on chat-rendered prompts must not be served on raw ones.  Knows no bundle storage and no HTTP.
+Training and serving both render through this module: a probe fitted on chat-rendered prompts must not be served on
+raw ones.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ Message = dict[str, str]
 
 
 def default_prompt_format(engine: Engine) -> PromptFormat:
-    """``chat`` where the tokenizer carries a chat template, else ``text``."""
+    """``chat`` if the tokenizer has a chat template, else ``text``."""
     return "chat" if engine.identity.chat_template is not None else "text"
 
 
 def as_prompt_format(value: str) -> PromptFormat:
-    """Narrow a manifest's or an option's string; ValueError otherwise."""
+    """Check a manifest's or an option's string.  Raises ValueError."""
     if value not in ("chat", "text"):
         raise ValueError(f"prompt format must be 'chat' or 'text', not {value!r}")
     return cast(PromptFormat, value)
@@ -36,12 +36,12 @@ def render(
 ) -> list[int]:
     """Token ids of one prompt, ending at t*.
 
-    ``prompt`` is one user turn through the chat template under ``chat``, and plain text under ``text``; ``messages``
-    always go through the template, generation prompt included.
+    Under ``chat``, ``prompt`` is rendered as one user turn by the chat template; under ``text`` it is plain text.
+    ``messages`` are always rendered by the template, with its generation prompt.
 
     Raises:
         RequestError: not exactly one of ``prompt`` and ``messages``, or no template for messages.
-        EmptyPrompt: nothing to read.
+        EmptyPrompt: blank prompt or empty messages.
     """
     if (prompt is None) == (messages is None):
         raise RequestError("give exactly one of 'prompt' and 'messages'", param="prompt")
@@ -51,7 +51,7 @@ def render(
         return engine.render_chat(messages)
     assert prompt is not None
     if not prompt.strip():
-        raise EmptyPrompt("the prompt is empty: there is no token at which a risk could be read", param="prompt")
+        raise EmptyPrompt("the prompt is empty", param="prompt")
     if prompt_format == "chat":
         return engine.render_chat([{"role": "user", "content": prompt}])
     return engine.tokenize(prompt)

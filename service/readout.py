@@ -1,9 +1,9 @@
-"""What is read: the site, the position and the shapes.  Knows no engine, no torch and no bundle storage.
+"""Where activations are read: site, position, shapes.  Numpy only.
 
-A *row* is what an engine takes at one layer and one position (or pools over several), before a head is chosen:
+An *activation* is a vector read at one layer and one position (or pooled over several), before a head is selected:
 ``attention_head``: the whole input of the attention output projection, [num_heads * head_dim];
 ``residual_stream``: the block's output hidden state, [hidden_size] (App. readout-ablation).
-A *readout* a_l (Eq. readout) is the part of a row that a probe looks at, [dim].
+A *readout* a_l (Eq. readout) is the part of an activation that a probe reads, [dim].
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ class Site(StrEnum):
 
 
 class Pooling(StrEnum):
-    """Over which of the prompt's tokens a row is taken (App. pooling, Tab. ablation_pooling).
+    """The prompt tokens over which an activation is pooled (App. pooling, Tab. ablation_pooling).
 
-    ``last_1`` is the row at t* itself and the only one that is served; the others exist for the ablation.
-    ``last_k`` is the mean over the last k tokens, over all of them where the prompt has fewer.  ``mean`` and ``max``
-    (of each coordinate) take every token, special ones included; ``content_`` takes content words alone.
+    ``last_1`` is the activation at t* itself, the only one that is served; the others exist for the ablation.
+    ``last_k`` is the mean over the last k tokens, or over all if the prompt has fewer.  ``mean`` and ``max``
+    (of each coordinate) include every token, special ones too; ``content_`` includes content words only.
     """
 
     LAST_1 = "last_1"
@@ -50,30 +50,30 @@ class Geometry:
     hidden_size: int
 
     def width(self, site: Site) -> int:
-        """Length of a row."""
+        """Length of an activation."""
         return self.num_heads * self.head_dim if site is Site.ATTENTION_HEAD else self.hidden_size
 
     def heads(self, site: Site) -> int:
-        """How many readouts a row holds: K at the attention site, 1 at the residual stream."""
+        """Readouts per activation: K at the attention site, 1 at the residual stream."""
         return self.num_heads if site is Site.ATTENTION_HEAD else 1
 
     def dim(self, site: Site) -> int:
         """d, the length of one readout."""
         return self.width(site) // self.heads(site)
 
-    def by_head(self, rows: NDArray[np.floating], site: Site) -> NDArray[np.floating]:
-        """View rows [..., width] as readouts [..., heads, dim]; head k is the slice [k d, (k + 1) d)."""
-        return rows.reshape(*rows.shape[:-1], self.heads(site), self.dim(site))
+    def by_head(self, activations: NDArray[np.floating], site: Site) -> NDArray[np.floating]:
+        """View activations [..., width] as readouts [..., heads, dim]; head k is the slice [k d, (k + 1) d)."""
+        return activations.reshape(*activations.shape[:-1], self.heads(site), self.dim(site))
 
-    def select(self, rows: NDArray[np.floating], head: NDArray[np.integer], site: Site) -> NDArray[np.floating]:
-        """Take each layer's selected head: rows [..., m, width], head [m] -> readout [..., m, dim]."""
-        index = np.asarray(head).reshape(*(1,) * (rows.ndim - 2), -1, 1, 1)
-        return np.take_along_axis(self.by_head(rows, site), index, axis=-2)[..., 0, :]
+    def select(self, activations: NDArray[np.floating], head: NDArray[np.integer], site: Site) -> NDArray[np.floating]:
+        """Select each layer's head: activations [..., m, width], head [m] -> readout [..., m, dim]."""
+        index = np.asarray(head).reshape(*(1,) * (activations.ndim - 2), -1, 1, 1)
+        return np.take_along_axis(self.by_head(activations, site), index, axis=-2)[..., 0, :]
 
 
 @dataclass(frozen=True)
 class Probes:
-    """What an engine needs of a bundle to turn a forward pass into a trajectory.
+    """The part of a bundle that an engine needs to compute a trajectory.
 
     head [m] int, direction [m, d] unit-norm, bias [m], scale [m] (all ones under ``unit_norm``).
     """

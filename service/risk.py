@@ -2,8 +2,7 @@
 
 Symbols follow the paper: m layers, l one of them (0-based), a_l the readout [d] at the answer onset t*,
 v_l and b_l the probe's unit direction [d] and bias.  Label 1 is factual, so risk falls as the depth mean rises.
-Knows no engine, no bundle and no HTTP; numpy only.  Engines compute the same sums on their own tensors and are
-tested against these functions.
+Numpy only.  Engines compute the same sums on their own tensors and are tested against these functions.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from probes_store.bundle import Bundle, write_bundle
+from probes_store.bundle import Bundle
 from probes_store.manifest import Classifier
 from probes_store.tensors import Golden
 from service.engines.base import LoadedModel
@@ -14,7 +14,7 @@ from service.engines.scripted import ScriptedEngine
 from service.readout import Probes, Site
 from service.risk import depth_mean, risk
 from service.trainer.publish import model_record
-from tests.probes_store.factory import make_draft
+from tests.probes_store.factory import make_draft, write_bundle
 
 GOLDEN = [[256, 65, 66], [256, 67]]
 WEIGHT, INTERCEPT = 2.0, 0.1
@@ -29,15 +29,14 @@ def matching_bundle(engine: LoadedModel, folder: Path, name: str = "tiny", seed:
         model=model_record(identity),
         tokenizer=identity.tokenizer,
         chat_template=identity.chat_template,
-        classifier=Classifier((WEIGHT,), INTERCEPT),
+        **{"classifier": Classifier((WEIGHT,), INTERCEPT)} | changes,
     )
     tensors = draft.probes
     probes = Probes(Site.ATTENTION_HEAD, tensors.head, tensors.direction, tensors.bias, tensors.scale)
     trajectory = np.stack([onset.trajectories[0] for onset in engine.score(GOLDEN, [probes])])
     risks = risk(depth_mean(trajectory)[:, None], np.array([WEIGHT]), INTERCEPT)
-    draft.golden = Golden.record(GOLDEN, trajectory, risks, None)
-    for field, value in changes.items():
-        setattr(draft, field, value)
+    if "golden" not in changes:
+        draft.golden = Golden.record(GOLDEN, trajectory, risks, None)
     return write_bundle(draft, folder / name)
 
 

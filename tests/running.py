@@ -83,10 +83,10 @@ class Running(App):
         return httpx.post(f"{self.url}/score", json=body, timeout=30)
 
     def metric(self, name: str) -> float:
-        """The sum of a metric's series as a scraper reads them; with labels, the one series, 0 before it exists."""
+        """The sum of a metric's series, as a scraper reads them."""
         lines = [line.rpartition(" ") for line in httpx.get(f"{self.url}/metrics").text.splitlines()]
-        values = [float(value) for series, _, value in lines if name in (series, series.partition("{")[0])]
-        assert values or "{" in name, f"{name} is not on /metrics"
+        values = [float(value) for series, _, value in lines if series.partition("{")[0] == name]
+        assert values, f"{name} is not on /metrics"
         return sum(values)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -37,8 +38,8 @@ def owner(module: str) -> str | None:
     return next((name for name in RANK if module == name or module.startswith(name + ".")), None)
 
 
-def module_name(path: Path) -> str:
-    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+def module_name(path: Path, root: Path = ROOT) -> str:
+    return ".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__")
 
 
 def imported(path: Path) -> set[str]:
@@ -68,6 +69,46 @@ def test_imports_go_one_way(path: Path) -> None:
             continue
         assert not (own == "probes_store" and other.startswith("service")), "probes_store imports nothing of ours"
         assert RANK[own] < RANK[other], f"{module} imports {target}, which is not below it"
+
+
+def modules_imported(path: Path, modules: set[str]) -> set[str]:
+    """Those of ``modules`` that a file imports anywhere in it, under ``TYPE_CHECKING`` too."""
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            for alias in node.names:
+                full = f"{node.module}.{alias.name}"
+                names.add(full if full in modules else node.module)
+    return names & modules
+
+
+def circle(paths: list[Path], root: Path = ROOT) -> list[str]:
+    """Modules that import each other in a ring; empty where there is none."""
+    by_name = {module_name(path, root): path for path in paths}
+    graph = {name: modules_imported(path, set(by_name)) - {name} for name, path in by_name.items()}
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        return list(error.args[1])
+    return []
+
+
+def test_no_modules_import_each_other() -> None:
+    assert circle(SOURCES) == []
+
+
+@pytest.mark.parametrize("indent", ["", "if TYPE_CHECKING:\n    ", "def late():\n    "])
+def test_a_circle_would_be_caught(tmp_path: Path, indent: str) -> None:
+    sources = {"a": "from p import b\n", "b": "import p.c\n", "c": f"{indent}from p.a import name\n", "__init__": ""}
+    (tmp_path / "p").mkdir()
+    for name, text in sources.items():
+        (tmp_path / "p" / f"{name}.py").write_text(text)
+    paths = sorted(tmp_path.rglob("*.py"))
+    assert set(circle(paths, tmp_path)) == {"p.a", "p.b", "p.c"}
+    (tmp_path / "p" / "c.py").write_text("import os\n")
+    assert circle(paths, tmp_path) == []
 
 
 def test_every_source_file_is_seen() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import signal
@@ -31,13 +32,8 @@ STARTING_S = 240.0
 
 def draft_of(bundle: Bundle) -> BundleDraft:
     """The same bundle, to be published as another version of ``mine``."""
-    known = bundle.manifest
-    return BundleDraft(
-        name="mine", model=known.model, tokenizer=known.tokenizer.digest, chat_template=known.chat_template.digest,
-        prompt_format=known.prompt_format, dtype=known.dtype, site=known.readout.site, logit_scale=known.logit_scale,
-        signals=known.signals, classifier=known.classifier, threshold=known.threshold, training=known.training,
-        probes=bundle.probes, golden=bundle.golden, evaluation=bundle.evaluation(), card=bundle.card(),
-    )  # fmt: skip
+    manifest = dataclasses.replace(bundle.manifest, name="mine")
+    return BundleDraft(manifest, bundle.probes, bundle.golden, bundle.evaluation(), bundle.card())
 
 
 @dataclass(frozen=True)

@@ -1,15 +1,15 @@
-"""Retrieval with HalluTracer as its guard: retrieve only where the model does not know, answer only where it does.
+"""Retrieval-augmented generation guarded by HalluTracer: retrieve only if the model's own answer is flagged.
 
-    ask the model's risk ── below the threshold ──> its answer
+    score the question ── below the threshold ──> the model's answer
             │ flagged
-    retrieve, ask again with the passages ── below the threshold ──> its answer, with the passages
+    retrieve, score with the passages ── below the threshold ──> the model's answer, with the passages
             │ flagged
-    no answer of the model: the passages themselves
+    no answer: the passages themselves
 
 Run:  python deploy/sidecar/rag_app.py "What is the capital of Italy?" "What is the capital of the Solomon Islands?"
       uvicorn --app-dir deploy/sidecar rag_app:app
 Environment: HALLUTRACER_URL, HALLUTRACER_API_KEY_FILE, RAG_PASSAGES (a file, one passage a line; without it the demo
-model's own facts), RAG_WHEN_GUARD_FAILS (refuse | passages).  Knows the service only through its client.
+model's own facts), RAG_WHEN_GUARD_FAILS (refuse | passages).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import asyncio
 import os
 import sys
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -54,12 +54,10 @@ def demo_passages() -> list[str]:
 
     texts = [
         SENTENCES[kind].format(s=subject, a=answers(kind, subject)) for kind, subject in facts if kind in SENTENCES
-    ] + [
-        f"{city} is a city in {answers('city_country', city)}, in {answers('city_region', city)}, "
-        f"on the continent of {answers('city_continent', city)}."
-        for kind, city in facts
-        if kind == "city_country"
     ]
+    for city in (subject for kind, subject in facts if kind == "city_country"):
+        country, region, continent = (answers(f"city_{what}", city) for what in ("country", "region", "continent"))
+        texts.append(f"{city} is a city in {country}, in {region}, on the continent of {continent}.")
     return list(dict.fromkeys(texts))
 
 
@@ -71,14 +69,18 @@ class Passage:
     score: float
 
 
-def passages_from_environment() -> list[str]:
-    """The lines of RAG_PASSAGES, or the demo's facts.  Raises OSError, ValueError."""
-    if (path := os.environ.get("RAG_PASSAGES")) is None:
-        return demo_passages()
+def lines_of(path: str, needed: str) -> list[str]:
+    """The stripped non-empty lines of a file.  Raises OSError, ValueError."""
     lines = [line.strip() for line in Path(path).read_text(encoding="utf-8").splitlines()]
     if not any(lines):
-        raise ValueError(f"RAG_PASSAGES: {path} is empty; it needs one passage a line")
+        raise ValueError(f"{path} is empty; it needs {needed}")
     return [line for line in lines if line]
+
+
+def passages_from_environment() -> list[str]:
+    """The lines of RAG_PASSAGES, or the demo's facts.  Raises OSError, ValueError."""
+    path = os.environ.get("RAG_PASSAGES")
+    return demo_passages() if path is None else lines_of(path, "one passage a line")
 
 
 class Retriever:
@@ -90,7 +92,7 @@ class Retriever:
         self._matrix = self._words.fit_transform(self._texts)  # [texts, words]
 
     def find(self, question: str, k: int = TOP_K) -> list[Passage]:
-        """The ``k`` nearest texts, nearest first; those that share no word are left out."""
+        """The ``k`` most similar texts with at least one word in common, best first."""
         scores = (self._matrix @ self._words.transform([question]).T).toarray().ravel()
         return [Passage(self._texts[i], round(float(scores[i]), 4)) for i in (-scores).argsort()[:k] if scores[i] > 0]
 
@@ -99,7 +101,7 @@ class Retriever:
 class Reply:
     """``source`` is ``model`` (``answer`` is its text) or ``passages`` (``answer`` is None).
 
-    A risk is None where it was not asked for, or, under ``passages``, where the guard could not be asked.
+    A risk that was not computed is None.
     """
 
     answer: str | None
@@ -116,7 +118,7 @@ def with_passages(question: str, passages: Sequence[Passage]) -> list[dict[str, 
 
 
 class GuardedRag:
-    """The pattern itself."""
+    """The three steps above."""
 
     def __init__(self, client: AsyncClient, retriever: Retriever, *, max_tokens: int = 64) -> None:
         self._client = client
@@ -124,18 +126,18 @@ class GuardedRag:
         self._generate = Generate(max_tokens=max_tokens, temperature=0.0)
 
     async def ask(self, question: str) -> Reply:
-        """Answer, or hand over what was found.  Raises ClientError: without the guard nothing is answered."""
+        """The answer or the passages.  Raises ClientError: nothing is answered without a score."""
         before = await self._guarded([{"role": "user", "content": question}])
         if before.completion is not None:
             return Reply(before.completion.text.strip(), "model", before.risk, None, ())
         passages = tuple(self._retriever.find(question))
-        after = await self._second_look(question, passages)
+        after = await self._with_retrieval(question, passages)
         if after is not None and after.completion is not None:
             return Reply(after.completion.text.strip(), "model", before.risk, after.risk, passages)
         return Reply(None, "passages", before.risk, after.risk if after else None, passages)
 
-    async def _second_look(self, question: str, passages: Sequence[Passage]) -> Risk | None:
-        """The risk with passages; None where there are none, or where they do not fit into the model's context."""
+    async def _with_retrieval(self, question: str, passages: Sequence[Passage]) -> Risk | None:
+        """The risk with passages; None without passages, or if they exceed the model's context."""
         if not passages:
             return None
         try:
@@ -146,23 +148,18 @@ class GuardedRag:
             raise
 
     def found(self, question: str) -> Reply:
-        """Without the guard: the passages only."""
+        """The passages only, without scoring."""
         return Reply(None, "passages", None, None, tuple(self._retriever.find(question)))
 
     async def _guarded(self, messages: list[dict[str, str]]) -> Risk:
-        """One call: the risk, and the answer where the gate is open."""
-        result = await self._client.score(messages=messages, policy="gate", generate=self._generate)
-        return result.only
+        """One request: the risk, and the answer unless gated."""
+        return (await self._client.score(messages=messages, policy="gate", generate=self._generate)).only
 
 
 def client_from_environment() -> AsyncClient:
-    """The guard's client, with the first key of the key file.  Raises OSError, ValueError."""
-    key = None
-    if (path := os.environ.get("HALLUTRACER_API_KEY_FILE")) is not None:
-        keys = Path(path).read_text(encoding="utf-8").split()
-        if not keys:
-            raise ValueError(f"HALLUTRACER_API_KEY_FILE: {path} is empty; it needs a key")
-        key = keys[0]
+    """The service's client, with the first key of the key file.  Raises OSError, ValueError."""
+    path = os.environ.get("HALLUTRACER_API_KEY_FILE")
+    key = None if path is None else lines_of(path, "a key")[0]
     return AsyncClient(os.environ.get("HALLUTRACER_URL", "http://127.0.0.1:8765"), api_key=key, timeout=10.0)
 
 
@@ -189,7 +186,7 @@ class Ask(BaseModel):
 
 @app.post("/ask")
 async def ask(body: Ask, request: Request) -> dict[str, Any]:
-    """Answer from the model or from the passages; 503 where the guard cannot be asked."""
+    """Answer from the model or from the passages; 503 if scoring fails."""
     rag: GuardedRag = request.app.state.rag
     try:
         return asdict(await rag.ask(body.question))
@@ -198,17 +195,16 @@ async def ask(body: Ask, request: Request) -> dict[str, Any]:
             raise HTTPException(422, error.message) from None
         if request.app.state.when_guard_fails == "passages":
             return asdict(rag.found(body.question))
-        raise HTTPException(503, f"not answered, because the guard could not be asked: {error}") from None
+        raise HTTPException(503, f"not answered, because the risk could not be scored: {error}") from None
 
 
 @app.get("/health")
 async def health(request: Request) -> dict[str, Any]:
-    """200 while this app runs; ``guard`` says whether the guard is ready."""
-    client: AsyncClient = request.app.state.client
-    try:
-        return {"status": "ok", "guard": bool(await client.ready())}
-    except ClientError:
-        return {"status": "ok", "guard": False}
+    """200 while this app runs; ``guard``: whether the scoring service is ready."""
+    ready = False
+    with suppress(ClientError):
+        ready = bool(await request.app.state.client.ready())
+    return {"status": "ok", "guard": ready}
 
 
 def _row(question: str, reply: Reply) -> list[str]:

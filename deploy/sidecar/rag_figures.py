@@ -1,8 +1,8 @@
-"""The figures of this folder's README: how risk and correctness change with retrieval, on the demo's questions.
+"""The README's figures: how risk and correctness change with retrieval, on the demo's questions.
 
 Run against a service with the demo model:  python deploy/sidecar/rag_figures.py --split test
-Every question is answered twice under the policy ``observe``, without and with passages, so that what the gate would
-have withheld can be judged as well.
+Every question is answered without and with passages under the policy ``observe``, so that answers which the gate would
+withhold are judged too.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from service.client import AsyncClient, Generate, Risk
 from service.data.judges import contains
 from service.demo.questions import questions
 
-AT_ONCE = 8  # requests in flight
+MAX_CONCURRENCY = 8
 
 
 @dataclass(frozen=True)
@@ -49,14 +49,14 @@ async def _outcome(client: AsyncClient, retriever: Retriever, row: dict[str, Any
 
 
 async def _outcomes(rows: Sequence[dict[str, Any]], bundle: str) -> list[Outcome]:
-    retriever, turns = Retriever(demo_passages()), asyncio.Semaphore(AT_ONCE)
+    retriever, slots = Retriever(demo_passages()), asyncio.Semaphore(MAX_CONCURRENCY)
     async with client_from_environment() as client:
 
-        async def one(row: dict[str, Any]) -> Outcome:
-            async with turns:
+        async def limited(row: dict[str, Any]) -> Outcome:
+            async with slots:
                 return await _outcome(client, retriever, row, bundle)
 
-        return await asyncio.gather(*map(one, rows))
+        return await asyncio.gather(*map(limited, rows))
 
 
 def _share(of: Sequence[bool]) -> str:
@@ -69,16 +69,16 @@ def _mean(values: Sequence[float]) -> str:
 
 def report(outcomes: Sequence[Outcome]) -> str:
     """The figures, one a line."""
-    open_, flagged = ([o for o in outcomes if o.before.flagged is value] for value in (False, True))
+    passed, flagged = ([o for o in outcomes if o.before.flagged is value] for value in (False, True))
     released = [o for o in flagged if not o.after.flagged]
     withheld = [o for o in flagged if o.after.flagged]
-    shown = [o.right_before for o in open_] + [o.right_after for o in released]
+    shown = [o.right_before for o in passed] + [o.right_after for o in released]
     lines = {
         "answers right without a guard": _share([o.right_before for o in outcomes]),
         "answers right with passages always, no guard": _share([o.right_after for o in outcomes]),
         "passages always, no model: hold an accepted answer": _share([o.found for o in outcomes]),
         "flagged without passages": _share([o.before.flagged for o in outcomes]),
-        "  right where not flagged": _share([o.right_before for o in open_]),
+        "  right where not flagged": _share([o.right_before for o in passed]),
         "  right where flagged": _share([o.right_before for o in flagged]),
         "mean risk of the flagged, without -> with passages": (
             f"{_mean([o.before.risk for o in flagged])} -> {_mean([o.after.risk for o in flagged])}"

@@ -1,4 +1,4 @@
-"""The app factory.  Everything it needs comes in as arguments; it reads no environment and loads no model itself."""
+"""The FastAPI application, built from a ``ServiceState``.  Reads no environment and loads no model itself."""
 
 from __future__ import annotations
 
@@ -11,19 +11,18 @@ from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
 
 from service import __version__
-from service.api import catalogue, health, score
-from service.api import error_handlers as problems
+from service.api import catalogue, error_handlers, health, score
 from service.api.auth import BearerKeys
 from service.api.middleware import RequestFrame
 from service.api.shedding import LoadShedder
 from service.serving.state import ServiceState
 
-READABLE = ["x-request-id", "x-queue-time", "x-inference-time", "x-total-time", "retry-after",
+EXPOSED_HEADERS = ["x-request-id", "x-queue-time", "x-inference-time", "x-total-time", "retry-after",
             "x-hallutracer-bundle", "x-hallutracer-risk", "x-hallutracer-decision"]  # fmt: skip
 
 
 def create_app(state: ServiceState, on_loaded: Callable[[ServiceState], None] | None = None) -> FastAPI:
-    """Build the app around ``state``; ``on_loaded`` is called once loading ended, well or not."""
+    """Build the app around ``state``; ``on_loaded`` is called when loading has succeeded or failed."""
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -46,7 +45,7 @@ def create_app(state: ServiceState, on_loaded: Callable[[ServiceState], None] | 
     app.state.service = state
     settings = state.settings
     app.add_middleware(LoadShedder, check_not_full=state.check_not_full)
-    # The one added last is outermost: a refusal without a key still has a request id, a log line and CORS headers.
+    # Middleware added last is outermost: a 401 still has a request id, a log line and CORS headers.
     if settings.api_keys:
         app.add_middleware(BearerKeys, keys=settings.api_keys, protect_metrics=settings.protect_metrics)
         _declare_keys(app, settings.protect_metrics)
@@ -56,19 +55,19 @@ def create_app(state: ServiceState, on_loaded: Callable[[ServiceState], None] | 
             allow_origins=settings.cors_origins,
             allow_methods=["GET", "POST"],
             allow_headers=["authorization", "content-type", "x-request-id"],
-            expose_headers=READABLE,
+            expose_headers=EXPOSED_HEADERS,
         )
     app.add_middleware(
         RequestFrame, max_body_bytes=settings.max_body_bytes, body_seconds=settings.deadline_s, metrics=state.metrics
     )
-    problems.install(app)
+    error_handlers.install(app)
     for router in (score.router, catalogue.router, health.router):
         app.include_router(router)
     return app
 
 
 def _declare_keys(app: FastAPI, protect_metrics: bool) -> None:
-    """Say in the OpenAPI document what ``BearerKeys`` guards."""
+    """Declare in the OpenAPI document which routes need a key."""
     build = app.openapi
 
     def openapi() -> dict[str, Any]:

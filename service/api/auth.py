@@ -1,6 +1,6 @@
-"""Bearer keys in front of everything but health checks and, unless protected, metrics.  Plain ASGI: before any body.
+"""Bearer keys for every route but health checks and, unless protected, metrics.  Plain ASGI: before the body is read.
 
-A path that does not exist is guarded as well, so a stranger cannot even learn what is there.
+Unknown paths need a key too, so that the routes cannot be probed without one.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ METRICS = "/metrics"
 
 
 class BearerKeys:
-    """Answers 401 unless ``Authorization: Bearer KEY`` names one of ``keys``."""
+    """Answers 401 unless ``Authorization: Bearer KEY`` holds one of ``keys``."""
 
     def __init__(self, app: ASGIApp, keys: Sequence[str], protect_metrics: bool) -> None:
         self.app = app
-        self._digests = [_digest(key) for key in keys]  # of one length, so that comparing says nothing about a key's
+        self._digests = [_digest(key) for key in keys]  # of equal length, so that timing does not reveal a key's
         self._open = HEALTH if protect_metrics else HEALTH | {METRICS}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -33,7 +33,7 @@ class BearerKeys:
             await self.app(scope, receive, send)
             return
         if scope["type"] != "http":
-            return  # nothing here speaks WebSocket: the server closes it
+            return  # no WebSocket routes: the server closes it
         await respond(Unauthorized("send a key of this service as 'Authorization: Bearer KEY'"), scope, receive, send)
 
     def _known(self, headers: Headers) -> bool:

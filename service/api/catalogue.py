@@ -1,4 +1,4 @@
-"""GET /v1/models and /v1/bundles: what is loaded here."""
+"""GET /v1/models and /v1/bundles: the loaded model and bundles."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ async def models(state: Annotated[ServiceState, Depends(service_state)]) -> Mode
 
 @router.get("/v1/bundles", responses=RESPONSES)
 async def bundles(state: Annotated[ServiceState, Depends(service_state)]) -> BundleList:
-    """The loaded bundles, and the policies that may be applied to their risks."""
+    """The loaded bundles and the available policies."""
     state.check_ready()
     cards = []
     for number, scorer in enumerate(state.scorers):

@@ -1,4 +1,4 @@
-"""Every failure as one envelope: {"error": {message, type, param, code}}.  Only here do errors become HTTP."""
+"""Errors to HTTP responses with one envelope: {"error": {message, type, param, code}}."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CODES = {
     405: "method_not_allowed",
     **{error.status: error.code for error in (BodyTooSlow, BodyTooLarge)},
 }
-MOST_SEEN = 100  # of one body's errors
+MAX_ERRORS = 100  # of a body's validation errors that are looked at
 
 
 def error_body(status: int, message: str, code: str, param: str | None = None) -> dict[str, object]:
@@ -32,8 +32,8 @@ def error_body(status: int, message: str, code: str, param: str | None = None) -
 
 
 async def respond(error: HalluTracerError, scope: Scope, receive: Receive, send: Send) -> None:
-    """Answer with one of our errors from plain ASGI."""
-    await (await _ours(Request(scope), error))(scope, receive, send)
+    """Send an error from plain ASGI middleware."""
+    await (await _service_error(Request(scope), error))(scope, receive, send)
 
 
 def _answer(
@@ -48,7 +48,7 @@ def _answer(
     return JSONResponse(error_body(status, message, code, param), status_code=status, headers=headers)
 
 
-async def _ours(request: Request, error: Exception) -> JSONResponse:
+async def _service_error(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, HalluTracerError)
     headers = {} if error.retry_after_s is None else {"Retry-After": str(error.retry_after_s)}
     if isinstance(error, Unauthorized):
@@ -56,31 +56,34 @@ async def _ours(request: Request, error: Exception) -> JSONResponse:
     return _answer(request, error.status, error.message, error.code, error.param, headers)
 
 
-async def _bundles(request: Request, error: Exception) -> JSONResponse:
+async def _bundle_error(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, BundleError)
     return _answer(request, error.status, str(error), error.code, "bundle")
 
 
-async def _invalid(request: Request, error: Exception) -> JSONResponse:
+async def _validation_error(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, RequestValidationError)
-    # A union's branches each report; the one that got deepest into the value is about what the user meant.
-    first = max(error.errors()[:MOST_SEEN], key=lambda one: len(_place(one["loc"])))
-    where = _place(first["loc"])
+    if isinstance(error.body, bytes):  # FastAPI parses a body only if it is declared as JSON
+        declared = request.headers.get("content-type", "")[:80] or "none"
+        message = f"send JSON with the header 'Content-Type: application/json'; found Content-Type {declared}"
+        return _answer(request, 422, message, "invalid_request")
+    # Each branch of a union reports an error; the deepest one belongs to the type that was meant.
+    first = max(error.errors()[:MAX_ERRORS], key=lambda entry: len(_field_path(entry["loc"])))
     if first["type"] == "json_invalid":
         reason = first.get("ctx", {}).get("error", "invalid")
         return _answer(request, 400, f"the body is not valid JSON: {reason}", "invalid_json")
-    # The offending value is left out on purpose: it may be a prompt.
+    # Without the invalid value, which may be a prompt.
     message = str(first["msg"]).removeprefix("Value error, ")
-    path = ".".join(where)
+    path = ".".join(_field_path(first["loc"]))
     return _answer(request, 422, f"{path}: {message}" if path else message, "invalid_request", path or None)
 
 
-def _place(location: tuple[int | str, ...]) -> list[str]:
-    """The path inside the request: pydantic's names of union branches and constraints are not part of it."""
+def _field_path(location: tuple[int | str, ...]) -> list[str]:
+    """The path in the request, without pydantic's names of union branches and constraints."""
     return [str(part) for part in location if isinstance(part, int) or _FIELD.fullmatch(part) and part not in _TAGS]
 
 
-async def _http(request: Request, error: Exception) -> JSONResponse:
+async def _http_error(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, HTTPException)
     code = CODES.get(error.status_code, "http_error")
     headers = dict(error.headers) if error.headers else None
@@ -88,8 +91,8 @@ async def _http(request: Request, error: Exception) -> JSONResponse:
 
 
 def install(app: FastAPI) -> None:
-    """Register the handlers; what none of them takes is ``middleware.RequestFrame``'s."""
-    app.add_exception_handler(HalluTracerError, _ours)
-    app.add_exception_handler(BundleError, _bundles)
-    app.add_exception_handler(RequestValidationError, _invalid)
-    app.add_exception_handler(HTTPException, _http)
+    """Register the handlers; ``middleware.RequestFrame`` handles all other exceptions."""
+    app.add_exception_handler(HalluTracerError, _service_error)
+    app.add_exception_handler(BundleError, _bundle_error)
+    app.add_exception_handler(RequestValidationError, _validation_error)
+    app.add_exception_handler(HTTPException, _http_error)

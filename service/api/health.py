@@ -1,4 +1,4 @@
-"""For probes and scrapers: live, ready, metrics.  Ready: the model is loaded, every bundle's golden prompts matched."""
+"""Liveness, readiness and metrics.  Ready: the model is loaded and every bundle's golden prompts matched."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ router = APIRouter(tags=["operations"])
 _TEXT: dict[int | str, dict[str, Any]] = {
     200: {"content": {"text/plain": {"schema": {"type": "string"}}}, "description": "Prometheus' text format"}
 }
-SCRAPED = _TEXT | errors(_401="keys are asked for here too, and none was sent")
+SCRAPED = _TEXT | errors(_401="metrics are protected and no key was sent")
 NOT_READY = errors(_503="loading, loading failed, or shutting down; the message says which")
 
 
-@router.get("/health/live", response_model_exclude_none=True, responses=errors(_503="only a new process helps"))
+@router.get("/health/live", response_model_exclude_none=True, responses=errors(_503="the process must be restarted"))
 async def live(state: Annotated[ServiceState, Depends(service_state)]) -> Status:
-    """The process answers, and is not past help."""
+    """200 unless the process must be restarted."""
     state.check_alive()
     return Status(status="live")
 
@@ -28,7 +28,7 @@ async def live(state: Annotated[ServiceState, Depends(service_state)]) -> Status
 @router.get("/health/ready", response_model_exclude_none=True, responses=NOT_READY)
 @router.get("/health", response_model_exclude_none=True, responses=NOT_READY)
 async def ready(state: Annotated[ServiceState, Depends(service_state)]) -> Status:
-    """200 once scores can be served, 503 with the reason before that."""
+    """200 once scores can be served, until then 503 with the reason."""
     state.check_ready()
     return Status(
         status="ready",

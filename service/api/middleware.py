@@ -1,4 +1,4 @@
-"""Request ids, total time, the body limit, unforeseen errors, the log line: plain ASGI, no response is buffered."""
+"""Request ids, timing, body limits, unhandled errors and the log line.  Plain ASGI: no response is buffered."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ _ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
 class RequestFrame:
-    """Echoes or makes X-Request-Id, measures x-total-time (ms), refuses bodies that are too large or too slow.
+    """Sets x-request-id and x-total-time (ms), refuses bodies that are too large or too slow, answers unhandled errors.
 
-    Writes one log line a request and tells ``metrics`` of those to the scoring routes.
+    Writes one log line per request; requests to the scoring routes are counted in ``metrics``.
     """
 
     def __init__(self, app: ASGIApp, max_body_bytes: int, body_seconds: float, metrics: Metrics) -> None:
@@ -67,7 +67,7 @@ class RequestFrame:
                 await self.app(scope, body.receive, framed)
         except asyncio.CancelledError:
             if body.gone:
-                return  # there is nobody to tell
+                return
             if record.status is None:
                 await respond(NotReady("the service is shutting down"), scope, receive, framed)
             raise
@@ -80,7 +80,7 @@ class RequestFrame:
             await respond(HalluTracerError(message), scope, receive, framed)
         finally:
             seconds = time.perf_counter() - started
-            if record.status is None or body.cut_off:  # nobody was there to be answered, whatever was said
+            if record.status is None or body.cut_off:  # the client left before an answer
                 record.status, record.code = ClientGone.status, ClientGone.code
             record.total_ms = seconds * 1e3
             record.write()
@@ -89,37 +89,35 @@ class RequestFrame:
 
 
 class _Body:
-    """A request's body on its way in: counted, timed, and whether its client is still there."""
+    """Limits the size and the arrival time of a request's body, and notices when the client disconnects."""
 
-    def __init__(self, receive: Receive, most: int, seconds: float) -> None:
+    def __init__(self, receive: Receive, max_bytes: int, seconds: float) -> None:
         self._receive = receive
-        self._most = most
-        self._until = time.monotonic() + seconds
+        self._max_bytes = max_bytes
+        self._deadline = time.monotonic() + seconds
         self._received = 0
-        self._whole = False
+        self._complete = False
         self.gone = False
-        self.cut_off = False  # gone before the body was whole
+        self.cut_off = False  # gone before the body was complete
 
     async def receive(self) -> Message:
-        """The next message.  FastAPI passes only HTTPException on while it reads a body; others become a plain 400."""
-        if self._whole:
+        """The next message.  Raises HTTPException: FastAPI turns any other exception here into a plain 400."""
+        if self._complete:
             message = await self._receive()
         else:
             try:
-                async with asyncio.timeout(self._until - time.monotonic()):
+                async with asyncio.timeout(self._deadline - time.monotonic()):
                     message = await self._receive()
             except TimeoutError:
                 raise HTTPException(BodyTooSlow.status, "the body did not arrive before the deadline") from None
         if message["type"] == "http.disconnect":
             self.gone = True
-            self.cut_off = self.cut_off or not self._whole
-        self._whole = self._whole or (message["type"] == "http.request" and not message.get("more_body", False))
+            self.cut_off = self.cut_off or not self._complete
+        self._complete = self._complete or (message["type"] == "http.request" and not message.get("more_body", False))
         self._received += len(message.get("body", b""))
-        if self._received > self._most:
+        if self._received > self._max_bytes:
             raise HTTPException(BodyTooLarge.status, self.too_large().message)
         return message
 
     def too_large(self) -> BodyTooLarge:
-        return BodyTooLarge(
-            f"the body is larger than {self._most} bytes; split the list of prompts over several requests"
-        )
+        return BodyTooLarge(f"the body is larger than {self._max_bytes} bytes; split the prompts over several requests")

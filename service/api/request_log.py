@@ -1,4 +1,4 @@
-"""What is remembered of a request: one structured log line each, as JSON.  Never a prompt, an answer or a key."""
+"""One structured JSON log line per request.  Never a prompt, an answer or a key."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ access = logging.getLogger("hallutracer.request")
 
 @dataclass(slots=True)
 class RequestRecord:
-    """Filled while a request is served; what stays None or empty is left out of the line."""
+    """Filled while a request is served; None and empty fields are not logged."""
 
     request_id: str
     method: str
@@ -38,16 +38,16 @@ class RequestRecord:
     total_ms: float | None = None
 
     def write(self) -> None:
-        """One line; probes and scrapes only at level debug, because they come every few seconds for ever."""
+        """Log one line; health checks and scrapes at level debug."""
         routine = self.path == "/metrics" or self.path.startswith("/health")
         access.log(logging.DEBUG if routine else logging.INFO, "request", extra={"record": self})
 
 
-FIELDS = tuple(one.name for one in fields(RequestRecord))
+FIELDS = tuple(item.name for item in fields(RequestRecord))
 
 
 def record_of(request: Request) -> RequestRecord:
-    """The record that ``middleware.RequestFrame`` opened."""
+    """The record created by ``middleware.RequestFrame``."""
     record = request.state.record
     assert isinstance(record, RequestRecord)
     return record
@@ -57,16 +57,16 @@ class JsonLines(logging.Formatter):
     """Every log record as one JSON object on one line."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """The line; exceptions are inside it as text."""
+        """The line, with a traceback as text."""
         line: dict[str, object] = {
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
             "level": record.levelname.lower(),
             "message": record.getMessage(),
         }
-        served = getattr(record, "record", None)
-        if isinstance(served, RequestRecord):
+        request = getattr(record, "record", None)
+        if isinstance(request, RequestRecord):
             for name in FIELDS:
-                value = getattr(served, name)
+                value = getattr(request, name)
                 if value is not None and value != []:
                     line[name] = round(value, 6) if isinstance(value, float) else value
         else:

@@ -1,4 +1,4 @@
-"""What /v1/risk/score takes, field by field.  Knows no engine; unknown fields are refused."""
+"""The request of /v1/risk/score.  Unknown fields are refused."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, Strict
 
 Include = Literal["trajectory", "running_mean"]
 Risk = Annotated[float, Field(ge=0.0, le=1.0, allow_inf_nan=False)]
-# One error is enough: a body of a million wrong elements must not become a million error records on the event loop.
+# fail_fast and MAX_FIELDS bound the work: a million wrong elements must not become a million errors on the event loop.
 Texts = Annotated[list[StrictStr], Field(fail_fast=True)]
 Ids = Annotated[list[StrictInt], Field(fail_fast=True)]
 Batches = Annotated[list[Ids], Field(fail_fast=True)]
-MOST_FIELDS = 32
-TURN = 16  # characters that a chat template adds to a message, about
+MAX_FIELDS = 32
+TEMPLATE_CHARACTERS = 16  # added to a message by a chat template, roughly
 ROUTES = ("/v1/risk/score", "/score")
 
 
@@ -23,26 +23,26 @@ class Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
 
-class Asked(Strict):
-    """What a client sends: one error about a million fields must not become a million errors on the event loop."""
+class RequestModel(Strict):
+    """A JSON object of a request, of at most MAX_FIELDS fields."""
 
     @model_validator(mode="before")
     @classmethod
     def _few_fields(cls, data: Any) -> Any:
-        if isinstance(data, dict) and len(data) > MOST_FIELDS:
-            raise ValueError(f"{len(data)} fields where there are {len(cls.model_fields)}")
+        if isinstance(data, dict) and len(data) > MAX_FIELDS:
+            raise ValueError(f"{len(data)} fields; only {len(cls.model_fields)} exist")
         return data
 
 
-class Message(Asked):
+class Message(RequestModel):
     """One chat turn."""
 
     role: Literal["system", "user", "assistant"]
     content: StrictStr
 
 
-class Generate(Asked):
-    """Decode on from the same KV cache where the decision is ``continue``."""
+class Generate(RequestModel):
+    """Continue decoding from the same KV cache if the decision is ``continue``."""
 
     max_tokens: StrictInt = Field(64, ge=1, description="at most this many answer tokens")
     temperature: float = Field(0.0, ge=0.0, le=2.0, strict=True, description="0 is greedy")
@@ -53,13 +53,10 @@ class Generate(Asked):
 
 _PROMPTS = ("prompt", "messages", "input_ids")
 _NULL, _GIVEN = {"type": "null"}, {"not": {"type": "null"}}
-# What the validators below say, for those who only read the OpenAPI document.
+# The validators below, as JSON schema for the OpenAPI document.
 RULES: dict[str, Any] = {
     "oneOf": [
-        {
-            "required": [given],
-            "properties": {name: _GIVEN if name == given else _NULL for name in _PROMPTS},
-        }
+        {"required": [given], "properties": {name: _GIVEN if name == given else _NULL for name in _PROMPTS}}
         for given in _PROMPTS
     ],
     "if": {"required": ["stream"], "properties": {"stream": {"const": True}}},
@@ -67,7 +64,7 @@ RULES: dict[str, Any] = {
 }
 
 
-class ScoreRequest(Asked):
+class ScoreRequest(RequestModel):
     """Exactly one of ``prompt``, ``messages`` and ``input_ids``."""
 
     model_config = ConfigDict(json_schema_extra=RULES)
@@ -80,8 +77,8 @@ class ScoreRequest(Asked):
     messages: Annotated[list[Message], Field(fail_fast=True, max_length=1024)] | None = Field(
         None, description="one conversation; goes through the chat template with its generation prompt"
     )
-    input_ids: Ids | Batches | None = Field(None, description="token ids, whose last one is the answer onset")
-    model: StrictStr | None = Field(None, description="must be the loaded model, where given")
+    input_ids: Ids | Batches | None = Field(None, description="token ids ending at the answer onset")
+    model: StrictStr | None = Field(None, description="must be the loaded model")
     bundle: StrictStr | None = Field(None, description="name, name@alias or name:version of a loaded bundle")
     threshold: Risk | None = Field(
         None,
@@ -92,28 +89,28 @@ class ScoreRequest(Asked):
         None, description="observe, gate, block or a policy of this service; default: the service's own"
     )
     include: list[Include] = Field(default_factory=list, max_length=2)
-    generate: Generate | None = Field(None, description="answer at once, where the decision allows")
+    generate: Generate | None = Field(None, description="also decode the answer, if the decision is continue")
     stream: StrictBool = Field(
         False, description="server-sent events: the risk first, then the answer; needs 'generate' and one prompt"
     )
     deadline_ms: StrictInt | None = Field(
-        None, ge=1, description="give up with 504 after this many milliseconds; default and most: the service's own"
+        None, ge=1, description="give up with 504 after this many milliseconds; default and maximum: the service's own"
     )
 
     @model_validator(mode="after")
     def _exactly_one(self) -> ScoreRequest:
         given = [name for name in _PROMPTS if getattr(self, name) is not None]
         if len(given) != 1:
-            found = " and ".join(given) if given else "none of them"
+            found = " and ".join(given) or "none"
             raise ValueError(f"give exactly one of 'prompt', 'messages', 'input_ids'; found {found}")
         if self.stream and self.generate is None:
-            raise ValueError("'stream' needs 'generate': there is nothing to stream after a risk alone")
+            raise ValueError("'stream' needs 'generate'")
         if self.stream and self.prompt_count() != 1:
-            raise ValueError("'stream' takes exactly one prompt; send one request for each")
+            raise ValueError("'stream' takes exactly one prompt; send one request per prompt")
         return self
 
     def prompt_count(self) -> int:
-        """How many prompts this is."""
+        """Number of prompts."""
         if isinstance(self.prompt, list):
             return len(self.prompt)
         if self.input_ids and isinstance(self.input_ids[0], list):
@@ -121,9 +118,9 @@ class ScoreRequest(Asked):
         return 0 if self.input_ids == [] else 1
 
     def size(self) -> int:
-        """Characters or token ids in all, to tell a short request from a long one."""
+        """Total length in characters or token ids, to separate short requests from long ones."""
         if self.messages is not None:
-            return sum(len(message.content) + TURN for message in self.messages)
+            return sum(len(message.content) + TEMPLATE_CHARACTERS for message in self.messages)
         items = self.prompt if self.prompt is not None else self.input_ids
         assert items is not None
         if isinstance(items, str) or not items or isinstance(items[0], int):

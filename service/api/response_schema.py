@@ -1,4 +1,4 @@
-"""What the service answers, field by field, with the examples of the OpenAPI document.  Knows no engine."""
+"""The service's responses, with the examples of the OpenAPI document."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from service.api.request_schema import Risk, Strict
 
 
 class BundleRef(Strict):
-    """Which probes gave the risk."""
+    """The bundle whose probes gave the risk."""
 
     name: str
     version: int
@@ -32,9 +32,9 @@ class RiskOut(Strict):
     risk: Risk
     depth_mean: float
     decision: Literal["continue", "abstain", "block"]
-    flagged: bool = Field(description="the risk reached the threshold, also where the policy only observes")
+    flagged: bool = Field(description="the risk reached the threshold, whatever the policy")
     threshold: float
-    message: str | None = Field(None, description="what to say instead of an answer, where the decision is abstain")
+    message: str | None = Field(None, description="what to show instead of an answer, if the decision is abstain")
     trajectory: list[float] | None = Field(None, description="truth logit of each layer")
     running_mean: list[float] | None = Field(None, description="mean of the truth logits up to each layer")
     completion: CompletionOut | None = None
@@ -90,7 +90,7 @@ class ModelCard(Strict):
     revision: str
     dtype: str
     max_model_len: int
-    bundles: list[str] = Field(description="references of the bundles that read it; the first is the default")
+    bundles: list[str] = Field(description="references of the loaded bundles, the default first")
 
 
 class ModelList(Strict):
@@ -110,7 +110,7 @@ class BundleCard(Strict):
     digest: str
     created: str
     model: str
-    site: str = Field(description="where a layer is read: attention_head or residual_stream")
+    site: str = Field(description="where each layer is read: attention_head or residual_stream")
     logit_scale: str
     signals: list[str]
     prompt_format: str
@@ -123,7 +123,7 @@ class BundleList(Strict):
 
     object: Literal["list"] = "list"
     data: list[BundleCard]
-    policies: list[str] = Field(description="names that a request's 'policy' may take; the first is the default")
+    policies: list[str] = Field(description="values of a request's 'policy', the default first")
 
 
 class Status(Strict):
@@ -135,7 +135,7 @@ class Status(Strict):
 
 
 class ErrorBody(BaseModel):
-    """What went wrong and what to do."""
+    """The cause and the remedy."""
 
     message: str
     type: Literal["invalid_request_error", "server_error"]
@@ -144,7 +144,7 @@ class ErrorBody(BaseModel):
 
 
 class ErrorResponse(BaseModel):
-    """The one error envelope."""
+    """The error envelope."""
 
     error: ErrorBody
 
@@ -192,13 +192,13 @@ EVENT: dict[str, Any] = {
 HEADERS: dict[str, Any] = {
     name: {"description": description, "schema": {"type": "string"}}
     for name, description in {
-        "x-request-id": "the request's, or one made here",
+        "x-request-id": "the request's own, or a generated one",
         "x-queue-time": "milliseconds until the forward pass began",
         "x-total-time": "milliseconds until the answer began",
         "x-inference-time": "milliseconds of prefill, probe and decoding",
         "x-hallutracer-bundle": "name:version of the bundle",
-        "x-hallutracer-risk": "where there is one prompt",
-        "x-hallutracer-decision": "where there is one prompt",
+        "x-hallutracer-risk": "if there is one prompt",
+        "x-hallutracer-decision": "if there is one prompt",
     }.items()
 }
 _RETRY = {"Retry-After": {"description": "seconds to wait", "schema": {"type": "integer"}}}

@@ -1,7 +1,4 @@
-"""Refusing early: while the queue is full, a scoring request is answered before its body is read.  Plain ASGI.
-
-Under three times the load it can bear, a service must not spend its time on parsing what it then refuses.
-"""
+"""Load shedding: while the queue is full, a scoring request gets 429 before its body is read and parsed."""
 
 from __future__ import annotations
 
@@ -15,7 +12,7 @@ from service.errors import Overloaded
 
 
 class LoadShedder:
-    """Answers 429 where ``check_not_full`` raises Overloaded."""
+    """Answers 429 if ``check_not_full`` raises Overloaded."""
 
     def __init__(self, app: ASGIApp, check_not_full: Callable[[], None]) -> None:
         self.app = app

@@ -128,8 +128,8 @@ def evaluate(
 
     from service.evaluation.options import DEFAULT_METHODS, EvaluateOptions
     from service.evaluation.page.markdown import table_markdown
-    from service.evaluation.report import command_line, write_report
     from service.evaluation.run import evaluate as run
+    from service.paper.report import command_line, write_report
     from service.readout import Site
 
     options = EvaluateOptions(

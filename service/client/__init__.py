@@ -1,6 +1,6 @@
 """The Python client of a HalluTracer service: ``Client`` and ``AsyncClient``.
 
-Imports httpx, httpx-sse and pydantic; nothing else of ours, no model and no server.
+Depends on httpx, httpx-sse and pydantic only.
 """
 
 from service.client.asynchronous import AsyncAnswer, AsyncClient
@@ -17,9 +17,8 @@ from service.client.errors import (
     TransportError,
     Unauthorized,
     UnexpectedAnswer,
-    Withheld,
 )
-from service.client.question import Generate, ScoreOptions
+from service.client.request import Generate, ScoreOptions
 from service.client.results import (
     Bundle,
     BundleList,
@@ -31,6 +30,7 @@ from service.client.results import (
     Risk,
     ScoreResult,
     Usage,
+    Withheld,
 )
 from service.client.synchronous import Answer, Client
 

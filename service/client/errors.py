@@ -1,12 +1,12 @@
-"""What can go wrong between a caller and the service, as one tree.
+"""The client's exceptions, as one tree.
 
     ClientError
-    |-- Withheld                    an answer was asked for that the gate did not let through; carries the risk
-    |-- TransportError              no whole answer: no connection, or one that broke off
-    |   `-- TimedOut                the time for the whole call is used up
-    |-- UnexpectedAnswer            an answer, but not HalluTracer's: a proxy's page, another service, a field missing
-    `-- APIError                    the service's own refusal: status, code, message, param, request_id, retry_after
-        |-- RequestRefused    4xx   the request is at fault and would fail again unchanged
+    |-- Withheld                    the gate held the answer back; carries the risk (defined in ``results``)
+    |-- TransportError              no complete answer: no connection, or it broke
+    |   `-- TimedOut                the timeout of the call has passed
+    |-- UnexpectedAnswer            the answer is not HalluTracer's: a proxy's page, another service, a missing field
+    `-- APIError                    the service's error: status, code, message, param, request_id, retry_after
+        |-- RequestRefused    4xx   the request is wrong and would fail again unchanged
         |   |-- Unauthorized  401
         |   `-- NotFound      404   no such bundle, model or path
         |-- Overloaded        429   the queue is full
@@ -14,44 +14,28 @@
             |-- NotReady      503
             `-- DeadlineExceeded 504
 
-A wrong argument is a ValueError or TypeError before anything is sent.  No message holds the API key or a prompt.
+A wrong argument raises ValueError or TypeError before anything is sent.  No message contains the API key or a prompt.
 """
 
 from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from service.client.results import Risk
 
 
 class ClientError(Exception):
     """Root of the tree."""
 
 
-class Withheld(ClientError):
-    """The decision was not ``continue``: there is no answer to read, only ``risk`` (and perhaps ``risk.message``)."""
-
-    def __init__(self, risk: Risk) -> None:
-        super().__init__(
-            f"the answer was withheld: decision {risk.decision!r} at risk {risk.risk:.3f}, threshold "
-            f"{risk.threshold:.3f}; look at 'gated' before reading the answer"
-        )
-        self.risk = risk
-
-
 class TransportError(ClientError):
-    """No connection, or it broke before the answer was whole."""
+    """No connection, or it broke before the answer was complete."""
 
 
 class TimedOut(TransportError):
-    """The client's timeout passed."""
+    """The client's timeout has passed."""
 
 
 class UnexpectedAnswer(ClientError):
-    """Something answered, but not a HalluTracer service of a version this client knows.
+    """The answer is not that of a HalluTracer service of a known version.
 
-    ``status`` is the HTTP status; ``retry_after`` the seconds it asked to wait, where it did.
+    ``status`` is the HTTP status, ``retry_after`` the seconds of a Retry-After header.
     """
 
     def __init__(self, message: str, *, status: int, retry_after: float | None = None) -> None:
@@ -61,7 +45,7 @@ class UnexpectedAnswer(ClientError):
 
 
 class APIError(ClientError):
-    """The service refused or failed.  ``status`` is None for an error inside a stream that had begun as a 200."""
+    """The service refused or failed.  ``status`` is None inside a stream (which began with 200)."""
 
     def __init__(
         self,
@@ -74,22 +58,22 @@ class APIError(ClientError):
         retry_after: float | None = None,
     ) -> None:
         at = "in the stream" if status is None else str(status)
-        known_as = f" [request {request_id}]" if request_id else ""
-        super().__init__(f"{at} {code}: {message}{known_as}")
+        request = f" [request {request_id}]" if request_id else ""
+        super().__init__(f"{at} {code}: {message}{request}")
         self.message = message
         self.status = status
         self.code = code
-        self.param = param  # the request field at fault
+        self.param = param  # the request field that is wrong
         self.request_id = request_id
         self.retry_after = retry_after  # seconds
 
 
 class RequestRefused(APIError):
-    """The request is at fault and would fail again unchanged."""
+    """The request is wrong and would fail again unchanged."""
 
 
 class Unauthorized(RequestRefused):
-    """The service wants an API key, or another one."""
+    """The API key is missing or unknown."""
 
 
 class NotFound(RequestRefused):
@@ -97,7 +81,7 @@ class NotFound(RequestRefused):
 
 
 class Overloaded(APIError):
-    """The queue is full; ``retry_after`` says when to come back."""
+    """The queue is full; retry after ``retry_after`` seconds."""
 
 
 class ServerError(APIError):
@@ -109,7 +93,7 @@ class NotReady(ServerError):
 
 
 class DeadlineExceeded(ServerError):
-    """The request's deadline passed on the server."""
+    """The request's deadline has passed on the server."""
 
 
 _BY_STATUS = {401: Unauthorized, 404: NotFound, 429: Overloaded, 503: NotReady, 504: DeadlineExceeded}
@@ -117,7 +101,7 @@ _BY_CODE = {"overloaded": Overloaded, "not_ready": NotReady, "deadline_exceeded"
 
 
 def error_class(status: int | None, code: str, kind: str) -> type[APIError]:
-    """The class for an HTTP status, or, inside a stream (``status`` None), for the wire's code and type."""
+    """The class for an HTTP status, or inside a stream (``status`` None) for the error's code and type."""
     if status is None:
         return _BY_CODE.get(code, RequestRefused if kind == "invalid_request_error" else ServerError)
     return _BY_STATUS.get(status, RequestRefused if status < 500 else ServerError)

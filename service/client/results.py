@@ -1,6 +1,6 @@
-"""What comes back, as frozen dataclasses that check themselves.  Knows no HTTP.
+"""Response bodies as validated frozen dataclasses.
 
-Unknown fields are ignored, so an older client reads a newer service; a missing or wrong one is an error naming it.
+Unknown fields are ignored, so an older client can read a newer service; a missing or wrong field is named in the error.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Annotated, ClassVar, Literal, TypeVar
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
-from service.client.errors import Withheld
+from service.client.errors import ClientError
 
 T = TypeVar("T")
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
@@ -19,14 +19,14 @@ Count = Annotated[int, Field(ge=0)]
 
 
 class Checked:
-    """Types are taken as they are (no "1" for 1), and no NaN."""
+    """No type coercion ("1" is not 1), no NaN."""
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(strict=True, allow_inf_nan=False)
 
 
 @dataclass(frozen=True)
 class Bundle(Checked):
-    """Which probes gave the risk."""
+    """The bundle whose probes gave the risk."""
 
     name: str
     version: int
@@ -64,18 +64,29 @@ class Risk(Checked):
     index: Count
     risk: Share
     depth_mean: float
-    decision: str  # continue, abstain or block; a decision this client does not know is gated too
-    flagged: bool  # risk >= threshold, whatever the policy then does
+    decision: str  # continue, abstain or block; an unknown decision is gated too
+    flagged: bool  # risk >= threshold, whatever the policy
     threshold: Share
-    message: str | None = None  # what to show instead of an answer, where the policy has such a text
+    message: str | None = None  # the policy's text to show instead of an answer, if it has one
     trajectory: tuple[float, ...] | None = None
     running_mean: tuple[float, ...] | None = None
     completion: Completion | None = None
 
     @property
     def gated(self) -> bool:
-        """No answer may be shown: the decision is anything but ``continue``."""
+        """The answer is withheld: the decision is not ``continue``."""
         return self.decision != "continue"
+
+
+class Withheld(ClientError):
+    """The answer was read although the decision is not ``continue``; ``risk`` holds the details."""
+
+    def __init__(self, risk: Risk) -> None:
+        super().__init__(
+            f"the answer was withheld: decision {risk.decision!r} at risk {risk.risk:.3f}, threshold "
+            f"{risk.threshold:.3f}; check 'gated' before reading the answer"
+        )
+        self.risk = risk
 
 
 @dataclass(frozen=True)
@@ -93,34 +104,34 @@ class ScoreResult(Checked):
 
     @property
     def request_id(self) -> str:
-        """The id the server logged."""
+        """The id in the server's log."""
         return self.id.removeprefix("risk-")
 
     @property
     def only(self) -> Risk:
-        """The one prompt's risk; ValueError where several were asked."""
+        """The only prompt's risk.  Raises ValueError if there are several."""
         if len(self.data) != 1:
-            raise ValueError(f"{len(self.data)} prompts were asked: read 'data', one entry per prompt")
+            raise ValueError(f"{len(self.data)} prompts were sent: read 'data', one entry per prompt")
         return self.data[0]
 
     @property
     def risk(self) -> float:
-        """P(hallucinated) of the one prompt."""
+        """P(hallucinated) of the only prompt."""
         return self.only.risk
 
     @property
     def decision(self) -> str:
-        """The decision on the one prompt."""
+        """The decision on the only prompt."""
         return self.only.decision
 
     @property
     def gated(self) -> bool:
-        """Whether the one prompt's answer is withheld."""
+        """Whether the only prompt's answer is withheld."""
         return self.only.gated
 
     @property
     def text(self) -> str | None:
-        """The one prompt's answer: None where none was asked for.  Raises Withheld where the gate held it back."""
+        """The only prompt's answer; None without ``generate``.  Raises Withheld if gated."""
         if self.only.gated:
             raise Withheld(self.only)
         return None if self.only.completion is None else self.only.completion.text
@@ -151,7 +162,7 @@ class LoadedBundle(Bundle):
     """One entry of ``/v1/bundles``."""
 
     model: str
-    site: str  # where a layer is read: attention_head or residual_stream
+    site: str  # attention_head or residual_stream
     logit_scale: str
     signals: tuple[str, ...]
     prompt_format: str
@@ -161,7 +172,7 @@ class LoadedBundle(Bundle):
 
 @dataclass(frozen=True)
 class BundleList(Checked):
-    """The loaded bundles, and the policies a request may name, the default first."""
+    """The loaded bundles, and the names of the policies, the default first."""
 
     object: Literal["list"] = field(repr=False)
     data: tuple[LoadedBundle, ...]
@@ -170,7 +181,7 @@ class BundleList(Checked):
 
 @dataclass(frozen=True)
 class Readiness:
-    """Whether scores can be served now; where not, ``reason`` says why.  True or false in a condition."""
+    """Whether scores can be served now (also its truth value), and if not, the ``reason``."""
 
     ready: bool
     model: str | None = None
@@ -192,7 +203,7 @@ class ReadyBody(Checked):
 
 @dataclass(frozen=True)
 class ErrorBody(Checked):
-    """Inside the one error envelope."""
+    """The content of the error envelope."""
 
     message: str
     type: str
@@ -202,7 +213,7 @@ class ErrorBody(Checked):
 
 @dataclass(frozen=True)
 class ErrorEnvelope(Checked):
-    """Every failure: ``{"error": {...}}``."""
+    """The body of every failure: ``{"error": {...}}``."""
 
     error: ErrorBody
 
@@ -225,8 +236,8 @@ class Chunk(Checked):
     usage: Usage | None = None
 
 
-class NotOurs(Exception):
-    """The JSON does not have the expected shape; the message names the first field at fault, never its value."""
+class InvalidBody(Exception):
+    """The JSON does not have the expected shape; the message names the first wrong field, never its value."""
 
 
 @cache
@@ -235,12 +246,12 @@ def _adapter(shape: type[T]) -> TypeAdapter[T]:
 
 
 def parse(shape: type[T], text: str | bytes) -> T:
-    """Read JSON ``text`` as ``shape``.  Raises NotOurs."""
+    """Read JSON ``text`` as ``shape``.  Raises InvalidBody."""
     try:
-        adapter: TypeAdapter[T] = _adapter(shape)  # type: ignore[arg-type]  # a class is hashable
+        adapter: TypeAdapter[T] = _adapter(shape)  # type: ignore[arg-type]
         return adapter.validate_json(text)
     except ValidationError as error:
         first = error.errors(include_input=False, include_url=False, include_context=False)[0]
         path = ".".join(map(str, first["loc"]))
         message = f"field {path!r}: {first['msg']}" if path else str(first["msg"])
-    raise NotOurs(message)
+    raise InvalidBody(message)

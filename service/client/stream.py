@@ -1,6 +1,6 @@
-"""What the events of a stream mean: first the risk, then, where the gate is open, the answer piece by piece.
+"""The events of a stream: first the risk, then, unless gated, the answer piece by piece.
 
-Knows no HTTP and no waiting; ``synchronous`` and ``asynchronous`` bring the events.
+No I/O: ``synchronous`` and ``asynchronous`` supply the events.
 """
 
 from __future__ import annotations
@@ -9,40 +9,49 @@ from typing import TypeVar
 
 import httpx
 
-from service.client.errors import TransportError, Withheld
-from service.client.results import Chunk, Completion, ErrorEnvelope, NotOurs, Risk, ScoreResult, Usage, parse
+from service.client.errors import TransportError
+from service.client.results import (
+    Chunk,
+    Completion,
+    ErrorEnvelope,
+    InvalidBody,
+    Risk,
+    ScoreResult,
+    Usage,
+    Withheld,
+    parse,
+)
 from service.client.wire import api_error, unexpected
 
 T = TypeVar("T")
 DONE = "[DONE]"
 
 
-class AnswerBase:
-    """An answer under way.  The risk is there from the beginning; the text comes by iterating.
+class BaseAnswer:
+    """A streamed answer.  The risk is known from the start; iterating gives the text.
 
-    Iterating an answer that the gate withheld raises ``Withheld``, so that a forgotten look at ``gated`` cannot pass
-    for an empty answer.
+    Iterating a gated answer raises ``Withheld``, so a missing check of ``gated`` cannot pass for an empty answer.
     """
 
-    def __init__(self, response: httpx.Response, silence: str) -> None:
+    def __init__(self, response: httpx.Response, timeout_message: str) -> None:
         self._response = response
-        self._silence = silence  # the message of a timeout between two pieces
+        self._timeout_message = timeout_message
         self._score: ScoreResult | None = None
         self._pieces: list[str] = []
         self._finish_reason: str | None = None
         self._usage: Usage | None = None
         self._ended = False
-        self._left = False  # its 'with' is over, and the connection closed
+        self._closed = False
 
     @property
     def score(self) -> ScoreResult:
-        """All that came before the first token: ids, bundle, policy, risk."""
-        assert self._score is not None, "an answer is handed out only after its first event"
+        """The first event: ids, bundle, policy, risk."""
+        assert self._score is not None, "set by _begin"
         return self._score
 
     @property
     def first(self) -> Risk:
-        """The prompt's ``Risk`` in full."""
+        """The prompt's ``Risk``."""
         return self.score.only
 
     @property
@@ -57,32 +66,32 @@ class AnswerBase:
 
     @property
     def gated(self) -> bool:
-        """There will be no text."""
+        """The gate withholds the text."""
         return self.first.gated
 
     @property
     def message(self) -> str | None:
-        """What to show instead of an answer, where the policy has such a text."""
+        """The policy's text to show instead of an answer, if it has one."""
         return self.first.message
 
     @property
     def completion(self) -> Completion | None:
-        """The whole answer once it has ended; None before, and where the gate withheld it."""
+        """The whole answer after the end of the stream; None before, or if gated."""
         if not self._ended or self._finish_reason is None or self._usage is None:
             return None
         return Completion("".join(self._pieces), self._finish_reason, self._usage.completion_tokens)
 
     @property
     def usage(self) -> Usage:
-        """Tokens so far; those of the answer are counted at its end."""
+        """Token counts; those of the answer are known at its end."""
         return self._usage or self.score.usage
 
     def _begin(self, data: str | None) -> None:
-        """Take the first event; None where the stream ended without one."""
+        """Take the first event; None if the stream ended without one."""
         if data is None:
             raise self._broken()
         if data == DONE:
-            raise unexpected(self._response, "the stream has no risk in it")
+            raise unexpected(self._response, "the stream has no risk")
         self._score = self._read(ScoreResult, data)
         if len(self._score.data) != 1:
             raise unexpected(self._response, f"field 'data': {len(self._score.data)} risks in a stream of one prompt")
@@ -90,10 +99,10 @@ class AnswerBase:
     def _require_open(self) -> None:
         if self.gated:
             raise Withheld(self.first)
-        if self._left and not self._ended:
+        if self._closed and not self._ended:
             raise RuntimeError("the stream was closed before its end: read it inside its 'with'")
 
-    def _take(self, data: str | None) -> str | None:
+    def _accept(self, data: str | None) -> str | None:
         """The next event's text, perhaps empty; None at the end of the stream."""
         if data is None:
             raise self._broken()
@@ -111,19 +120,13 @@ class AnswerBase:
     def _read(self, shape: type[T], data: str) -> T:
         try:
             return parse(shape, data)
-        except NotOurs as error:
+        except InvalidBody as error:
             problem = str(error)
         try:
             body = parse(ErrorEnvelope, data).error
-        except NotOurs:
+        except InvalidBody:
             raise unexpected(self._response, problem) from None
         raise api_error(body, None, self._response.headers.get("x-request-id"))
 
     def _broken(self) -> TransportError:
-        return TransportError(f"the stream broke off after {len(self._pieces)} pieces, before its end was announced")
-
-
-def check_stream(response: httpx.Response) -> None:
-    """Refuse a 200 that is not an event stream.  Raises UnexpectedAnswer."""
-    if response.headers.get("content-type", "").partition(";")[0].strip() != "text/event-stream":
-        raise unexpected(response, "it is not an event stream")
+        return TransportError(f"the stream broke off after {len(self._pieces)} pieces, before its end")

@@ -1,4 +1,4 @@
-"""The blocking client.  Its twin is ``asynchronous``; everything but the waiting is shared."""
+"""The blocking client.  ``asynchronous`` is its asyncio counterpart; what neither waits for lives in ``wire``."""
 
 from __future__ import annotations
 
@@ -13,40 +13,39 @@ from httpx_sse import EventSource
 
 from service.client import wire
 from service.client.errors import ClientError, NotReady
-from service.client.question import ScoreOptions, body_of
+from service.client.request import ScoreOptions, request_body
 from service.client.results import BundleList, ModelList, Readiness, ReadyBody, ScoreResult
 from service.client.retry import Attempts
-from service.client.stream import AnswerBase, check_stream
+from service.client.stream import BaseAnswer
 
 
-class Answer(AnswerBase):
-    """A streamed answer: look at ``gated``, then iterate over pieces of text."""
+class Answer(BaseAnswer):
+    """A streamed answer: check ``gated``, then iterate over pieces of text."""
 
-    def __init__(self, response: httpx.Response, silence: str) -> None:
-        super().__init__(response, silence)
+    def __init__(self, response: httpx.Response, timeout_message: str) -> None:
+        super().__init__(response, timeout_message)
         self._events = EventSource(response).iter_sse()
 
     def __iter__(self) -> Iterator[str]:
-        """Pieces of text, none of them empty.  Raises Withheld, APIError, TransportError, UnexpectedAnswer."""
+        """Non-empty pieces of text.  Raises Withheld, APIError, TransportError, UnexpectedAnswer."""
         self._require_open()
-        while not self._ended and (piece := self._take(self._next())) is not None:
+        while not self._ended and (piece := self._accept(self._next())) is not None:
             if piece:
                 yield piece
                 self._require_open()
 
     def _next(self) -> str | None:
-        with wire.transport_errors(self._response.url, self._silence):
+        with wire.transport_errors(self._response.url, self._timeout_message):
             return next((event.data for event in self._events if event.data), None)
 
 
-class Client:
-    """A connection pool to one service; close it, or use it in a ``with``.
+class Client(wire.BaseClient):
+    """A connection pool to one service.  Close it, or use it in a ``with``.
 
-    ``timeout`` (seconds) is for a whole call: each attempt may connect, send and wait for bytes no longer than what is
-    left of it, and no retry starts after it.  Of a stream, it is the time until the answer's head is there (which comes
-    with the risk), and then, anew, each silence between two pieces.  ``max_retries`` is for 429, 503 and broken
-    connections, see ``retry``.  Neither the key nor anything else is read from the environment (no proxy, no
-    certificates either): give ``transport`` for those.
+    ``timeout`` (seconds) limits a whole call, retries included: each attempt gets what is left of it to connect, send
+    and read.  For a stream it limits the time to the first event (the risk), then each gap between events.
+    ``max_retries`` applies to 429, 503 and broken connections (see ``retry``).  The environment is not read, neither
+    for the key nor for proxies or certificates: pass ``transport`` for those.
     """
 
     def __init__(
@@ -61,12 +60,9 @@ class Client:
         clock: Callable[[], float] = time.monotonic,
         draw: Callable[[], float] = random.random,
     ) -> None:
-        self._shared = wire.Shared.checked(base_url, timeout, max_retries, clock, draw)
+        super().__init__(base_url, timeout, max_retries, clock, draw)
         self._sleep = sleep
         self._http = httpx.Client(transport=transport, trust_env=False, headers=wire.headers(api_key))
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({str(self._shared.base_url)!r})"
 
     def __enter__(self) -> Self:
         return self
@@ -79,49 +75,47 @@ class Client:
         self._http.close()
 
     def score(self, **options: Unpack[ScoreOptions]) -> ScoreResult:
-        """The risk of each prompt's answer, and with ``generate`` the answers that the gate lets through.
+        """The risk of each prompt's answer, and with ``generate`` the answers that the gate does not withhold.
 
         Raises ValueError, TypeError, APIError, TransportError, UnexpectedAnswer.
         """
-        return wire.answer(self._call(wire.SCORE, body_of(options)), ScoreResult)
+        return wire.parsed(self._call(wire.SCORE, request_body(options)), ScoreResult)
 
     @contextmanager
     def stream(self, **options: Unpack[ScoreOptions]) -> Iterator[Answer]:
-        """One prompt's risk, then its answer piece by piece; leaving the ``with`` early stops the decoding.
+        """One prompt's risk, then its answer piece by piece.  Leaving the ``with`` early stops the decoding.
 
         Raises ValueError, TypeError, APIError, TransportError, UnexpectedAnswer.
         """
-        response = self._call(wire.SCORE, body_of(options, stream=True), stream=True)
-        answer = Answer(response, self._shared.silence)
+        response = self._call(wire.SCORE, request_body(options, stream=True), stream=True)
+        answer = Answer(response, self._silence_message)
         try:
-            check_stream(response)
-            self._shared.allow_silence(response)
+            self._check_stream(response)
             answer._begin(answer._next())
             yield answer
         finally:
-            answer._left = True
+            answer._closed = True
             response.close()
 
     def ready(self) -> Readiness:
-        """Whether scores can be served now; asked once.  Raises APIError, TransportError, UnexpectedAnswer."""
-        attempts = self._shared.attempts()
+        """Whether scores can be served now; never retried.  Raises APIError, TransportError, UnexpectedAnswer."""
         try:
-            body = wire.answer(self._attempt(wire.READY, None, attempts), ReadyBody)
+            body = wire.parsed(self._attempt(wire.READY, None, self._attempts()), ReadyBody)
         except NotReady as error:
             return Readiness(False, reason=error.message)
         return Readiness(True, body.model, body.bundles)
 
     def models(self) -> ModelList:
         """The loaded model.  Raises APIError, TransportError, UnexpectedAnswer."""
-        return wire.answer(self._call(wire.MODELS), ModelList)
+        return wire.parsed(self._call(wire.MODELS), ModelList)
 
     def bundles(self) -> BundleList:
         """The loaded bundles.  Raises APIError, TransportError, UnexpectedAnswer."""
-        return wire.answer(self._call(wire.BUNDLES), BundleList)
+        return wire.parsed(self._call(wire.BUNDLES), BundleList)
 
     def _call(self, path: str, content: bytes | None = None, *, stream: bool = False) -> httpx.Response:
-        """A 200, after as many attempts as it takes and the policy grants; with ``stream``, its body is unread."""
-        attempts = self._shared.attempts()
+        """The response with status 200, after retries; with ``stream`` its body is unread."""
+        attempts = self._attempts()
         while True:
             try:
                 return self._attempt(path, content, attempts, stream=stream)
@@ -129,14 +123,13 @@ class Client:
                 self._sleep(attempts.pause(error))
 
     def _attempt(self, path: str, content: bytes | None, attempts: Attempts, *, stream: bool = False) -> httpx.Response:
-        request = self._shared.request(self._http, path, content, attempts.remaining())
-        with wire.transport_errors(request.url, attempts.late):
+        request = self._request(self._http, path, content, attempts.remaining())
+        with wire.transport_errors(request.url, attempts.timeout_message):
             response = self._http.send(request, stream=stream)
-            if response.status_code != 200:
-                try:
-                    response.read()
-                finally:
-                    response.close()
-        if response.status_code != 200:
-            raise wire.refusal(response)
-        return response
+            if response.status_code == 200:
+                return response
+            try:
+                response.read()
+            finally:
+                response.close()
+        raise wire.refusal(response)

@@ -1,6 +1,6 @@
-"""Between httpx and our types: the checked base address, headers, and what a response means.
+"""From httpx to our types: base URL, headers, requests, and the meaning of a response.
 
-The only file that turns a status into an error.  Neither a body nor a header ends up in a message.
+The only module that turns a status into an error.  No message holds a body or a header.
 """
 
 from __future__ import annotations
@@ -8,140 +8,140 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import TypeVar
 
 import httpx
 
 from service.client.errors import APIError, ClientError, TimedOut, TransportError, UnexpectedAnswer, error_class
-from service.client.results import ErrorBody, ErrorEnvelope, NotOurs, parse
+from service.client.results import ErrorBody, ErrorEnvelope, InvalidBody, parse
 from service.client.retry import Attempts, RetryPolicy, retry_after_s
 
 T = TypeVar("T")
 
 SCORE, MODELS, BUNDLES, READY = "/v1/risk/score", "/v1/models", "/v1/bundles", "/health/ready"
-CONNECT_S = 5.0  # a host that does not answer at all is known to be gone long before a model is known to be slow
+CONNECT_S = 5.0  # connect timeout: an unreachable host is reported long before a slow model
 
 
 def checked_base_url(base_url: str) -> httpx.URL:
-    """The address, without a trailing slash.  Raises ValueError."""
+    """The URL without its trailing slash.  Raises ValueError."""
     try:
         url = httpx.URL(base_url.rstrip("/"))
     except httpx.InvalidURL as error:
-        raise ValueError(f"base_url is not an address: {error}") from None
+        raise ValueError(f"base_url is not a URL: {error}") from None
     if url.userinfo:
-        raise ValueError("base_url holds a user or a password; give a key as api_key instead")
+        raise ValueError("base_url contains credentials; pass the key as api_key")
     if url.scheme not in ("http", "https") or not url.host or url.query or url.fragment:
-        raise ValueError(f"base_url is http(s)://HOST[:PORT][/PATH], not {base_url!r}")
+        raise ValueError(f"base_url must be http(s)://HOST[:PORT][/PATH], not {base_url!r}")
     return url
 
 
 def headers(api_key: str | None) -> dict[str, str]:
-    """Headers of every request.  Raises ValueError for a key that no header can hold."""
+    """Headers of every request.  Raises ValueError for a key that is not a valid header value."""
     if api_key is None:
         return {}
     if not re.fullmatch(r"[!-~]+", api_key):
-        raise ValueError("api_key is empty, or holds a space, a line break or a character outside ASCII")
+        raise ValueError("api_key is empty, or contains whitespace or non-ASCII characters")
     return {"Authorization": f"Bearer {api_key}"}
 
 
-@dataclass(frozen=True)
-class Shared:
-    """What both clients are made of besides a connection pool."""
+class BaseClient:
+    """What the blocking and the asyncio client share besides their connection pools.  Raises ValueError."""
 
-    base_url: httpx.URL
-    timeout_s: float
-    policy: RetryPolicy
-    clock: Callable[[], float]
-    draw: Callable[[], float]
-
-    @classmethod
-    def checked(
-        cls, base_url: str, timeout: float, max_retries: int, clock: Callable[[], float], draw: Callable[[], float]
-    ) -> Shared:
-        """From a client's arguments.  Raises ValueError."""
+    def __init__(
+        self, base_url: str, timeout: float, max_retries: int, clock: Callable[[], float], draw: Callable[[], float]
+    ) -> None:
         if not 0 < timeout < float("inf"):
             raise ValueError(f"timeout is a positive number of seconds, not {timeout}")
-        return cls(checked_base_url(base_url), timeout, RetryPolicy(max_retries), clock, draw)
+        self._base_url, self._timeout_s, self._retry_policy = (
+            checked_base_url(base_url),
+            timeout,
+            RetryPolicy(max_retries),
+        )
+        self._clock, self._draw = clock, draw
+        self._silence_message = f"the stream was silent for {timeout:g} s"
 
-    @property
-    def silence(self) -> str:
-        """What to say when a stream stays silent for too long."""
-        return f"the stream was silent for {self.timeout_s:g} s"
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({str(self._base_url)!r})"
 
-    def attempts(self) -> Attempts:
+    def _attempts(self) -> Attempts:
         """The attempts of a call that begins now."""
-        return Attempts(self.policy, self.timeout_s, self.clock, self.draw)
+        return Attempts(self._retry_policy, self._timeout_s, self._clock, self._draw)
 
-    def request(
+    def _request(
         self, http: httpx.Client | httpx.AsyncClient, path: str, content: bytes | None, remaining_s: float
     ) -> httpx.Request:
         """A GET, or with ``content`` a POST of JSON."""
         return http.build_request(
             "GET" if content is None else "POST",
-            f"{self.base_url}{path}",
+            f"{self._base_url}{path}",
             content=content,
             headers=None if content is None else {"Content-Type": "application/json"},
             timeout=httpx.Timeout(remaining_s, connect=min(CONNECT_S, remaining_s)),
         )
 
-    def allow_silence(self, response: httpx.Response) -> None:
-        """Let each gap in a stream whose head is there, and whose body is unread, last as long as a whole call.
+    def _check_stream(self, response: httpx.Response) -> None:
+        """Check that a response with an unread body is an event stream, and set its timeout for each read.
 
-        The request was sent with what its attempt had left.  httpcore reads this entry when it begins to read a body.
+        The request was sent with the time its attempt had left; from here on every gap may last the whole timeout.
+        httpcore reads this entry when it begins to read the body.  Raises UnexpectedAnswer.
         """
-        response.request.extensions["timeout"]["read"] = self.timeout_s
+        if response.headers.get("content-type", "").partition(";")[0].strip() != "text/event-stream":
+            raise unexpected(response, "it is not an event stream")
+        response.request.extensions["timeout"]["read"] = self._timeout_s
 
 
 @contextmanager
-def transport_errors(url: httpx.URL, late: str) -> Iterator[None]:
-    """Turn httpx's exceptions into ours; ``late`` is the message for a timeout."""
+def transport_errors(url: httpx.URL, timeout_message: str) -> Iterator[None]:
+    """Turn httpx's exceptions into ours."""
     at = f"{url.scheme}://{url.netloc.decode('ascii')}"
     try:
         yield
     except httpx.ConnectTimeout as error:
-        raise TransportError(f"{at} did not take the connection in time; is the address right?") from error
+        raise TransportError(f"connecting to {at} timed out; is the address right?") from error
     except httpx.TimeoutException as error:
-        raise TimedOut(late) from error
+        raise TimedOut(timeout_message) from error
     except httpx.ConnectError as error:
         raise TransportError(f"cannot connect to {at}: {error}; is the service running there?") from error
     except httpx.TransportError as error:
         raise TransportError(f"the connection to {at} broke: {str(error) or type(error).__name__}") from error
     except httpx.DecodingError as error:
-        raise UnexpectedAnswer(f"{at} sent a body that is not in the encoding it names", status=200) from error
+        raise UnexpectedAnswer(f"{at} sent a body that does not match its Content-Encoding", status=200) from error
 
 
-def answer(response: httpx.Response, shape: type[T]) -> T:
+def parsed(response: httpx.Response, shape: type[T]) -> T:
     """The body of a 200 as ``shape``.  Raises UnexpectedAnswer."""
     try:
         return parse(shape, response.content)
-    except NotOurs as error:
+    except InvalidBody as error:
         raise unexpected(response, str(error)) from None
 
 
 def refusal(response: httpx.Response) -> ClientError:
-    """The error of a response, read in full, whose status is not 200."""
-    wait = retry_after_s(response.headers.get("retry-after"))
+    """The error of a fully read response whose status is not 200."""
+    retry_after = retry_after_s(response.headers.get("retry-after"))
     try:
         body = parse(ErrorEnvelope, response.content).error
-    except NotOurs:
-        return unexpected(response, "its body is not HalluTracer's error", wait)
+    except InvalidBody:
+        return unexpected(response, "its body is not HalluTracer's error", retry_after)
     request_id = response.headers.get("x-request-id")
-    return api_error(body, response.status_code, request_id, wait)
+    return api_error(body, response.status_code, request_id, retry_after)
 
 
-def api_error(body: ErrorBody, status: int | None, request_id: str | None, wait: float | None = None) -> APIError:
+def api_error(
+    body: ErrorBody, status: int | None, request_id: str | None, retry_after: float | None = None
+) -> APIError:
     """The error that an envelope describes."""
-    kind = error_class(status, body.code, body.type)
-    return kind(body.message, status=status, code=body.code, param=body.param, request_id=request_id, retry_after=wait)
+    return error_class(status, body.code, body.type)(
+        body.message, status=status, code=body.code, param=body.param, request_id=request_id, retry_after=retry_after
+    )
 
 
-def unexpected(response: httpx.Response, problem: str, wait: float | None = None) -> UnexpectedAnswer:
-    """An answer that is not ours: says what came, from where, and what may be the cause."""
-    sent = response.headers.get("content-type", "no content type").partition(";")[0][:80]
+def unexpected(response: httpx.Response, problem: str, retry_after: float | None = None) -> UnexpectedAnswer:
+    """The error for an answer that is not HalluTracer's: what came, from where, and the likely cause."""
+    content_type = response.headers.get("content-type", "no content type").partition(";")[0][:80]
     return UnexpectedAnswer(
-        f"{response.url} answered {response.status_code} with {sent}, not as HalluTracer does: {problem}.  "
+        f"{response.url} answered {response.status_code} with {content_type}, not as HalluTracer does: {problem}.  "
         "Is another service at this address, or a proxy in between, or the service older than this client?",
         status=response.status_code,
-        retry_after=wait,
+        retry_after=retry_after,
     )

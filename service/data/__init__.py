@@ -1,1 +1,1 @@
-"""Rows, public data sets, labels and judges, and collection of activations: what a training run reads and writes."""
+"""Training rows, public data sets, labels and judges, and the collection of activations."""

@@ -1,8 +1,7 @@
-"""Prompts through the engine, once: readouts, first-token signals and answers, into a run folder that can resume.
+"""Collects activations, first-token signals and answers of every prompt into a run folder that can resume.
 
-The plan of batches depends on the data alone (prompts sorted by length, longest first), and an unfinished batch is
-computed again as a whole.  So a run that was killed anywhere and started again leaves the same bytes as one that was
-not.  Memory holds the token ids and one batch, never the readouts.  Knows no probe and no label.
+The batch plan depends on the data alone and an unfinished batch is computed again as a whole, so a run that was killed
+and started again leaves the same bytes as one that was not.  Memory holds token ids and one batch of activations.
 """
 
 from __future__ import annotations
@@ -19,7 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 from tqdm import tqdm
 
-from service.data.run_folder import AppendLog, RowsFile, claim, write_aside, write_at
+from probes_store.durable import atomic_write
+from service.data.run_folder import AppendLog, RowsFile, claim, write_at
 from service.data.training_rows import Dataset
 from service.engines.base import Engine, Sampling
 from service.engines.checks import beyond_onset
@@ -42,13 +42,13 @@ class Prompts:
 
     def of(self, row: int) -> list[int]:
         """Token ids of one row."""
-        found: list[int] = self.ids[self.offsets[row] : self.offsets[row + 1]].tolist()
-        return found
+        ids: list[int] = self.ids[self.offsets[row] : self.offsets[row + 1]].tolist()
+        return ids
 
 
 @dataclass(frozen=True, eq=False)
 class Collection:
-    """What one data file left in its folder; row i is data row i."""
+    """The collected files of one data file; row i is data row i."""
 
     folder: Path
     prompts: Prompts
@@ -68,25 +68,25 @@ def collect(
     max_new_tokens: int | None = None,
     poolings: Sequence[Pooling] = (),
 ) -> Collection:
-    """Extract every prompt's rows at ``sites`` and, with ``max_new_tokens``, generate its greedy answer.
+    """Extract every prompt's activations at ``sites`` and, with ``max_new_tokens``, generate its greedy answer.
 
-    ``poolings`` adds rows over other positions (App. pooling) from the same forward passes, a file of the rows' size
-    for each site and pooling; the engine must pool.  Without them a folder is the same as ever, byte by byte.
+    ``poolings`` adds activations pooled over other positions (App. pooling) from the same forward passes, one file for
+    each site and pooling; the engine must support pooling.
 
     Raises:
         DataError: prompts the model cannot take, by line number, before the first forward pass.
-        RunMismatch: the folder is another run's, or its files are not what its journal says.
+        RunMismatch: the folder belongs to another run, or its files do not match its journal.
         TrainingError: the disk is too small.
         NonFiniteReadout: the forward pass gave a NaN or an infinity.
-        EngineError: the engine does not pool; the folder is not touched.
+        EngineError: the engine does not support pooling; the folder is not touched.
     """
     others = beyond_onset(poolings)
     if others:
-        engine.extract([], (), others)  # an engine that does not pool says so before the folder is made
+        engine.extract([], (), others)  # raises before the folder is made
     prompts = _render(engine, dataset, prompt_format, max_new_tokens or 0)
     geometry = engine.identity.geometry
     identity = asdict(engine.identity)
-    del identity["model"]  # a folder may be named in two ways; the fingerprint tells models apart
+    del identity["model"]  # one folder may have two names; the fingerprint identifies the model
     claim(
         folder,
         {
@@ -99,8 +99,8 @@ def collect(
         }
         | ({"poolings": sorted(others)} if others else {}),
     )
-    write_aside(folder / "input_ids.i32", prompts.ids.astype("<i4").tobytes())
-    write_aside(folder / "offsets.i64", prompts.offsets.astype("<i8").tobytes())
+    atomic_write(folder / "input_ids.i32", prompts.ids.astype("<i4").tobytes())
+    atomic_write(folder / "offsets.i64", prompts.offsets.astype("<i8").tobytes())
     files = {site: RowsFile(folder / f"rows-{site}.f32", geometry, site, len(dataset)) for site in sites}
     pooled = {
         (site, pooling): RowsFile(folder / f"rows-{site}-{pooling}.f32", geometry, site, len(dataset))
@@ -124,22 +124,22 @@ def collect(
 
 
 def batches(lengths: NDArray[np.integer], batch_rows: int) -> list[NDArray[np.int64]]:
-    """The fixed plan: data rows in runs of ``batch_rows``, longest prompts first, equal lengths in the data's order.
+    """The batch plan: data rows in runs of ``batch_rows``, longest prompts first, equal lengths in the data's order.
 
-    Longest first, so that a batch too large for the machine fails at once and the time left is not underestimated.
+    Longest first, so that a batch too large for the machine fails at once.
     """
     order = np.argsort(-np.asarray(lengths, np.int64), kind="stable")
     return [order[start : start + batch_rows] for start in range(0, len(order), batch_rows)]
 
 
 def _render(engine: Engine, dataset: Dataset, prompt_format: PromptFormat, reserve: int) -> Prompts:
-    """All prompts to ids; those the model cannot take are reported together."""
+    """Token ids of all prompts; those the model cannot take are reported together."""
     problems: list[str] = []
     parts: list[NDArray[np.int32]] = []
     limit = engine.identity.max_tokens
-    for row, prompt, messages in dataset.prompts():
+    for row in dataset.rows:
         try:
-            ids = render(engine, prompt, messages, prompt_format)
+            ids = render(engine, row.prompt, row.messages, prompt_format)
         except RequestError as error:
             problems.append(f"line {row.line}: {error.message}")
             continue
@@ -158,11 +158,11 @@ def _render(engine: Engine, dataset: Dataset, prompt_format: PromptFormat, reser
 
 
 def _reserve(folder: Path, sizes: dict[Path, int], *, started: bool) -> None:
-    """Give each data file its full length, after comparing the need with the free space."""
+    """Give each data file its full length, after checking the free space."""
     for path, size in sizes.items():
         if started and (not path.exists() or path.stat().st_size != size):
             raise RunMismatch(f"{path} is missing or has not {size} bytes, though batches are done: delete {folder}")
-    # Blocks and not lengths: the files are sparse until their batches are written.
+    # Count blocks, not lengths: the files are sparse until their batches are written.
     held = sum(path.stat().st_blocks * 512 for path in sizes if path.exists())
     need, free = sum(sizes.values()) - held, shutil.disk_usage(folder).free
     if need > free:
@@ -186,22 +186,22 @@ def _extract(
     journal: AppendLog,
 ) -> None:
     targets = {file.path: os.open(file.path, os.O_WRONLY) for file in (*files.values(), *pooled.values())}
-    # Said only where it is asked for: an engine that reads t* alone may do without the argument.
+    # Passed only where it is needed: an engine that reads t* alone may lack the argument.
     others = ((Pooling.LAST_1, *dict.fromkeys(pooling for _, pooling in pooled)),) if pooled else ()
     tokens = os.open(first_token, os.O_WRONLY)
     try:
         with _bar("readouts", prompts, plan, journal.count) as bar:
             for number, batch in list(enumerate(plan))[journal.count :]:
                 extraction = engine.extract([prompts.of(int(row)) for row in batch], list(files), *others)
-                found = [(file, extraction.rows[site], str(site)) for site, file in files.items()]
-                found += [(file, extraction.pooled[key], ", ".join(key)) for key, file in pooled.items()]
-                for file, rows, where in found:
-                    if not np.all(np.isfinite(rows)):
+                outputs = [(file, extraction.rows[site], str(site)) for site, file in files.items()]
+                outputs += [(file, extraction.pooled[key], ", ".join(key)) for key, file in pooled.items()]
+                for file, activations, where in outputs:
+                    if not np.all(np.isfinite(activations)):
                         raise NonFiniteReadout(
                             f"batch {number} of {len(plan)} gave a NaN or an infinity at {where}: try another dtype "
                             f"(float16 overflows where bfloat16 and float32 do not)"
                         )
-                    file.write(targets[file.path], batch, rows)
+                    file.write(targets[file.path], batch, activations)
                 signals = np.array([[t.log_max_prob, t.entropy] for t in extraction.first_tokens], "<f8")
                 if not np.all(np.isfinite(signals)):
                     raise NonFiniteReadout(f"batch {number} of {len(plan)} gave a first token without a probability")
@@ -236,8 +236,13 @@ def _generate(
                 )
                 answers.append(
                     [
-                        {"id": dataset.rows[row].id, "row": row, "answer": one.text, "finish": one.finish_reason}
-                        for row, one in zip(batch.tolist(), completions, strict=True)
+                        {
+                            "id": dataset.rows[row].id,
+                            "row": row,
+                            "answer": completion.text,
+                            "finish": completion.finish_reason,
+                        }
+                        for row, completion in zip(batch.tolist(), completions, strict=True)
                     ]
                 )
                 bar.update(int(prompts.lengths[batch].sum()))
@@ -246,7 +251,7 @@ def _generate(
 
 
 def _bar(name: str, prompts: Prompts, plan: Sequence[NDArray[np.int64]], done: int) -> tqdm[Any]:
-    """A bar over prompt tokens, which tell the time left better than rows; sparse where nobody watches."""
+    """A progress bar over prompt tokens, which estimate the time left better than rows; sparse without a terminal."""
     finished = sum(int(prompts.lengths[batch].sum()) for batch in plan[:done])
     interval = 0.2 if sys.stderr.isatty() else 30.0
     return tqdm(

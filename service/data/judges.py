@@ -1,9 +1,9 @@
-"""Is a generated answer factual?  Six judges.
+"""Six judges of generated answers.
 
 ``exact`` and ``contains`` compare normalised text with the accepted answers, ``regex`` takes these as patterns, and
 ``openai`` asks any endpoint that speaks /v1/chat/completions.  ``similarity`` (TruthfulQA) and ``calls`` (BFCL) need
-more than accepted answers and find it in the answers' strings, see service/data/sets/references.py; incorrect reference
-answers are shown to ``similarity`` only.  Knows no engine and no run folder.
+more than accepted answers, encoded in the answers' strings (service/data/sets/references.py); incorrect reference
+answers are passed to ``similarity`` only.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ _BACKOFF_S = 0.5
 
 
 def normalise(text: str) -> str:
-    """NFKC, casefold, punctuation and symbols to spaces, English articles before a word out, single spaces.
+    """NFKC, casefold, punctuation and symbols to spaces, no English articles, single spaces.
 
-    An apostrophe joins ("don't" -> "dont"), so that spelling with and without it agrees; a minus before a digit and a
-    point or comma inside a number keep their meaning ("-5", "1,000" -> "1000"), and the last word stays ("Vitamin A").
+    Apostrophes are dropped ("don't" -> "dont"); a minus before a digit and a point or comma inside a number keep their
+    meaning ("-5", "1,000" -> "1000"); an article at the end stays ("Vitamin A").
     """
     folded = unicodedata.normalize("NFKC", unicodedata.normalize("NFKC", text).casefold())
     joined = re.sub(r"(?<=\w)['\u2019](?=\w)|(?<=\d),(?=\d{3})", "", folded)
-    kept = {found.start() for found in re.finditer(r"(?<!\w)[-\u2212](?=\d)|(?<=\d)\.(?=\d)", joined)}
+    kept = {match.start() for match in re.finditer(r"(?<!\w)[-\u2212](?=\d)|(?<=\d)\.(?=\d)", joined)}
     words = "".join(
         char.replace("\u2212", "-") if place in kept or unicodedata.category(char)[0] not in "PSZC" else " "
         for place, char in enumerate(joined)
@@ -48,7 +48,7 @@ def normalise(text: str) -> str:
 
 def exact(question: str, answer: str, accepted: Sequence[str]) -> bool:
     """The normalised answer is one of the normalised accepted ones."""
-    return normalise(answer) in {normalise(one) for one in accepted}
+    return normalise(answer) in {normalise(candidate) for candidate in accepted}
 
 
 def contains(question: str, answer: str, accepted: Sequence[str]) -> bool:
@@ -57,8 +57,8 @@ def contains(question: str, answer: str, accepted: Sequence[str]) -> bool:
     In scripts that write no spaces between words (Chinese, Japanese, Thai, ...) as a substring.
     """
     text = f" {normalise(answer)} "
-    wanted = [one for one in map(normalise, accepted) if one]
-    return any(one in text if _UNSPACED.search(one) else f" {one} " in text for one in wanted)
+    wanted = [candidate for candidate in map(normalise, accepted) if candidate]
+    return any(words in text if _UNSPACED.search(words) else f" {words} " in text for words in wanted)
 
 
 def regex(question: str, answer: str, accepted: Sequence[str]) -> bool:
@@ -72,13 +72,13 @@ def nearest(question: str, answer: str, answers: Sequence[str]) -> bool:
 
 
 def calls(question: str, answer: str, answers: Sequence[str]) -> bool:
-    """The answer does what is expected: makes the right function calls, none, any, or holds a short answer."""
+    """The answer meets the expectation: the right function calls, none, any, or a short answer."""
     expected = references.expected(answers)
     return expected is not None and call_check.meets(answer, expected)
 
 
 def answer_problems(options: JudgeOptions, answers: Sequence[str]) -> list[str]:
-    """What this judge cannot use among a row's answers; asked before a model is loaded."""
+    """Problems of a row's answers for this judge; checked before a model is loaded."""
     expected = references.expected(answers)
     if options.name == "calls":
         if expected is None or len(answers) != 1:
@@ -108,34 +108,30 @@ def answer_problems(options: JudgeOptions, answers: Sequence[str]) -> list[str]:
 
 
 def make_judge(options: JudgeOptions) -> Judge:
-    """The judge that the options name, applied to what ``answer_pattern`` cuts out of the generated text.
+    """The judge that the options name, applied to what ``answer_pattern`` extracts from the generated text.
 
     A text that the pattern does not match is judged whole.
     """
-    judge: Judge
+    of_accepted: dict[str, Judge] = {"exact": exact, "contains": contains, "regex": regex}
     if options.name == "openai":
         judge = _of_accepted(OpenAIJudge(options))
+    elif options.name in of_accepted:
+        judge = _of_accepted(of_accepted[options.name])
     else:
-        judge = {
-            "exact": _of_accepted(exact),
-            "contains": _of_accepted(contains),
-            "regex": _of_accepted(regex),
-            "similarity": nearest,
-            "calls": calls,
-        }[options.name]
+        judge = nearest if options.name == "similarity" else calls
     if not options.answer_pattern:
         return judge
     pattern = re.compile(options.answer_pattern)
 
     def cut(question: str, answer: str, accepted: Sequence[str]) -> bool:
-        found = pattern.search(answer)
-        return judge(question, found.group(1) or "" if found else answer, accepted)
+        match = pattern.search(answer)
+        return judge(question, match.group(1) or "" if match else answer, accepted)
 
     return cut
 
 
 def _of_accepted(judge: Judge) -> Judge:
-    """The judge without the incorrect reference answers, which it would take for accepted ones."""
+    """The judge without the incorrect reference answers, which it would treat as accepted."""
     return lambda question, answer, answers: judge(question, answer, references.split(answers)[0])
 
 
@@ -150,8 +146,8 @@ class OpenAIJudge:
         self._sleep = sleep
 
     def __call__(self, question: str, answer: str, accepted: Sequence[str]) -> bool:
-        """Raises TrainingError where the endpoint cannot be reached, refuses, or says neither yes nor no."""
-        listed = "\n".join(f"- {one}" for one in accepted)
+        """Raises TrainingError if the endpoint cannot be reached, refuses, or says neither yes nor no."""
+        listed = "\n".join(f"- {candidate}" for candidate in accepted)
         text = f"Question:\n{question}\n\nAccepted answers:\n{listed}\n\nGiven answer:\n{answer}\n\nyes or no?"
         body = {
             "model": self._options.model,
@@ -183,10 +179,10 @@ class OpenAIJudge:
 
 
 def _verdict(response: httpx.Response) -> tuple[bool | None, str]:
-    """yes or no, or None and what came instead.  Only one word counts: "yes, but" is no verdict."""
+    """The verdict, or None and a description of the reply.  A single word is required: "yes, but" is no verdict."""
     try:
-        said = response.json()["choices"][0]["message"]["content"]
+        reply = response.json()["choices"][0]["message"]["content"]
     except (ValueError, LookupError, TypeError):
         return None, f"did not answer like /v1/chat/completions: {response.text[:200]!r}"
-    word = said.strip().strip(".!\"'*").casefold() if isinstance(said, str) else ""
-    return {"yes": True, "no": False}.get(word), f"said {said!r} where yes or no was asked for"
+    word = reply.strip().strip(".!\"'*").casefold() if isinstance(reply, str) else ""
+    return {"yes": True, "no": False}.get(word), f"said {reply!r} where yes or no was asked for"

@@ -1,6 +1,6 @@
-"""Labels of the rows: the file's own, or the model's answers judged.
+"""Labels of the rows: those of the data file, or verdicts on the model's answers.
 
-Verdicts are kept as they come, so a run that is started again asks only for the rest.  Knows no engine.
+Verdicts are saved as they arrive, so a run that is started again judges only the rest.
 """
 
 from __future__ import annotations
@@ -9,8 +9,7 @@ import hashlib
 import json
 import re
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +19,7 @@ from tqdm import tqdm
 from service.data.judges import answer_problems, make_judge
 from service.data.options import JudgeOptions
 from service.data.run_folder import AppendLog
-from service.data.training_rows import Dataset, Message
+from service.data.training_rows import Dataset
 from service.errors import DataError, RunMismatch
 
 
@@ -40,7 +39,7 @@ def given_labels(dataset: Dataset) -> Labelled:
 
 
 def check_answers(dataset: Dataset, options: JudgeOptions) -> None:
-    """Raise DataError where a row's accepted answers are of no use to the judge; needs no model."""
+    """Raise DataError if the judge cannot use a row's accepted answers; needs no model."""
     problems = [
         f"line {row.line}: {problem}" for row in dataset.rows for problem in answer_problems(options, row.answers)
     ]
@@ -51,18 +50,19 @@ def check_answers(dataset: Dataset, options: JudgeOptions) -> None:
 def judged_labels(dataset: Dataset, folder: Path, options: JudgeOptions, abstain_pattern: str) -> Labelled:
     """Judge ``answers.jsonl`` of a collection.
 
-    An answer that abstains is neither class: it is left out and counted, and so is an empty one.
+    Empty answers and abstentions belong to neither class: they are left out and counted.
     """
-    answers = dict(_answers(folder / "answers.jsonl"))
+    with (folder / "answers.jsonl").open(encoding="utf-8") as file:
+        answers = {record["row"]: record["answer"] for record in map(json.loads, file)}
     abstains = re.compile(abstain_pattern)
     judge = make_judge(options)
     log = AppendLog(folder / f"labels-{_key(options, abstain_pattern)}.jsonl")
-    # An endpoint's verdict costs money and is kept at once; the others are cheap, and a flush each would be slow.
-    kept_together = 1 if options.name == "openai" else 500
+    # An endpoint's verdict costs money and is saved at once; the others are cheap, and one flush each would be slow.
+    saved_together = 1 if options.name == "openai" else 500
     pending: list[dict[str, str]] = []
     try:
         known = log.count
-        for place, (row, prompt, messages) in enumerate(tqdm(dataset.prompts(), "labels", len(dataset), mininterval=5)):
+        for place, row in enumerate(tqdm(dataset.rows, "labels", mininterval=5)):
             if place < known:
                 continue
             text = answers[place]
@@ -71,9 +71,9 @@ def judged_labels(dataset: Dataset, folder: Path, options: JudgeOptions, abstain
             elif abstains.search(text.replace("\u2019", "'")):
                 verdict = "abstained"
             else:
-                verdict = "factual" if judge(_question(prompt, messages), text, row.answers) else "hallucinated"
+                verdict = "factual" if judge(row.question, text, row.answers) else "hallucinated"
             pending.append({"id": row.id, "verdict": verdict})
-            if len(pending) >= kept_together:
+            if len(pending) >= saved_together:
                 log.append(pending)
                 pending = []
         log.append(pending)
@@ -89,21 +89,7 @@ def judged_labels(dataset: Dataset, folder: Path, options: JudgeOptions, abstain
     return Labelled(np.array(used, np.int64), np.array(label, np.int64), dict(sorted(left_out.items())))
 
 
-def _answers(path: Path) -> list[tuple[int, str]]:
-    with path.open(encoding="utf-8") as file:
-        return [(record["row"], record["answer"]) for record in map(json.loads, file)]
-
-
 def _key(options: JudgeOptions, abstain_pattern: str) -> str:
-    """Names the verdicts' file: other options, other file.  The API key and patience do not change a verdict."""
-    matters = {
-        key: value for key, value in asdict(options).items() if key in ("name", "base_url", "model", "answer_pattern")
-    }
+    """Name of the verdicts' file: options that change a verdict give another file."""
+    matters = {name: getattr(options, name) for name in ("name", "base_url", "model", "answer_pattern")}
     return hashlib.sha256(json.dumps([matters, abstain_pattern], sort_keys=True).encode()).hexdigest()[:12]
-
-
-def _question(prompt: str | None, messages: Sequence[Message] | None) -> str:
-    """What the judge is shown: the prompt, or the conversation."""
-    if prompt is not None:
-        return prompt
-    return "\n".join(f"{message['role']}: {message['content']}" for message in messages or ())

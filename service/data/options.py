@@ -1,4 +1,4 @@
-"""Where labels come from: the rows' own, or answers that a judge compares."""
+"""Options of labels and judges."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class JudgeOptions:
     retries: int = 3  # openai: further tries after a failure that may pass (connection, 429, 5xx, no yes or no)
 
     def described(self) -> str:
-        """What the manifest records."""
+        """The manifest's record of the judge."""
         how = {"openai": self.model, "similarity": "rouge-l", "calls": "bfcl"}.get(self.name)
         name = f"{self.name}:{how}" if how else self.name
         return f"{name} of {self.answer_pattern}" if self.answer_pattern else name

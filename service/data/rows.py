@@ -1,12 +1,11 @@
-"""JSONL as users write it: one object a line, every problem named by its line.  Knows what a prompt is, no more."""
+"""JSONL input: one object per line, problems reported by line."""
 
 from __future__ import annotations
 
 import codecs
 import json
 import sys
-from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from service.errors import DataError
 
 
 def objects(path: Path, problems: list[str]) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Line number and object of each non-blank line; lines that hold none go to ``problems``.
+    """Line number and object of each non-blank line; problems of the other lines are added to ``problems``.
 
     ``-`` reads stdin.  Raises DataError where the file cannot be opened.
     """
@@ -43,7 +42,7 @@ def objects(path: Path, problems: list[str]) -> Iterator[tuple[int, dict[str, An
 
 
 def check_text(value: dict[str, Any], key: str, *, required: bool) -> Iterator[str]:
-    """What is wrong with an object's text ``key``."""
+    """Problems of an object's text field ``key``."""
     if key not in value:
         if required:
             yield f"{key!r} is missing"
@@ -56,7 +55,7 @@ def check_text(value: dict[str, Any], key: str, *, required: bool) -> Iterator[s
 
 
 def check_prompt(value: dict[str, Any]) -> Iterator[str]:
-    """What is wrong with an object's ``prompt`` or ``messages``."""
+    """Problems of an object's ``prompt`` or ``messages``."""
     if ("prompt" in value) == ("messages" in value):
         both = "prompt" in value
         yield "has both 'prompt' and 'messages': keep one" if both else "'prompt' (or 'messages') is missing"
@@ -84,21 +83,15 @@ def _refuse(constant: str) -> None:
 
 
 def _no_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    counts: dict[str, int] = defaultdict(int)
-    for key, _ in pairs:
-        counts[key] += 1
-    twice = [key for key, count in counts.items() if count > 1]
-    if twice:
-        raise ValueError(f"key {twice[0]!r} appears twice")
-    return dict(pairs)
+    value = dict(pairs)
+    if len(value) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise ValueError(f"key {next(key for key in keys if keys.count(key) > 1)!r} appears twice")
+    return value
 
 
 def _kind(value: Any) -> str:
-    names: tuple[tuple[Callable[[Any], bool], str], ...] = (
-        (lambda v: v is None, "null"),
-        (lambda v: isinstance(v, bool), "a boolean"),
-        (lambda v: isinstance(v, int | float), "a number"),
-        (lambda v: isinstance(v, str), "a string"),
-        (lambda v: isinstance(v, list), "a list"),
-    )
-    return next((name for matches, name in names if matches(value)), "an object")
+    if value is None:
+        return "null"
+    names = {bool: "a boolean", int: "a number", float: "a number", str: "a string", list: "a list"}
+    return names.get(type(value), "an object")

@@ -1,15 +1,13 @@
-"""A run's folder: who owns it, what is already in it, and how to add to it so that a kill at any moment loses little.
+"""A run folder: which run owns it, what is finished, and crash-safe appending.
 
-    run.json             data, model and options of this folder; another run is refused
-    input_ids.i32, offsets.i64     rendered prompts, one after the other
-    rows-<site>.f32      [m, N, width] little-endian float32, row i is data row i
-    rows-<site>-<pooling>.f32      the same over other positions than t*, where the run was asked for them
-    first_token.f64      [N, 2] log maximum probability, entropy (nats)
-    journal.jsonl        one line per finished batch, written after its data reached the disk
-    answers.jsonl        generated answers, one line per row, in the order of the plan
-    labels-<key>.jsonl   verdicts of one judge with one set of options
-
-Knows no engine.
+run.json             data, model and options of this folder; another run is refused
+input_ids.i32, offsets.i64     rendered prompts, one after the other
+rows-<site>.f32      [m, N, width] little-endian float32, row i is data row i
+rows-<site>-<pooling>.f32      the same pooled over other positions than t*
+first_token.f64      [N, 2] log maximum probability, entropy (nats)
+journal.jsonl        one line per finished batch, written after its data reached the disk
+answers.jsonl        generated answers, one line per row, in the order of the plan
+labels-<key>.jsonl   verdicts of one judge with one set of options
 """
 
 from __future__ import annotations
@@ -26,16 +24,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from probes_store.durable import atomic_write
 from service.errors import RunMismatch
 from service.readout import Geometry, Site
 
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Keep other processes out of ``folder``; the lock dies with this one, however it ends.
+    """Keep other processes out of ``folder``; the lock ends with this process.
 
-    Two writers would mix their journals, and a later run would take rows for done that nobody wrote.  Raises
-    RunMismatch where another process holds it.
+    Two writers would mix their journals.  Raises RunMismatch if another process holds the lock.
     """
     folder.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(folder, os.O_RDONLY)
@@ -52,7 +50,7 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def claim(folder: Path, fingerprint: dict[str, Any]) -> None:
-    """Make ``folder`` this run's, or check that it already is.
+    """Assign ``folder`` to this run, or check that it already is.
 
     Raises:
         RunMismatch: it belongs to another run; names the first field that differs.
@@ -61,16 +59,16 @@ def claim(folder: Path, fingerprint: dict[str, Any]) -> None:
     path = folder / "run.json"
     wanted = json.loads(json.dumps(fingerprint))
     if not path.exists():
-        leftover = sorted(entry.name for entry in folder.iterdir() if not entry.name.endswith(".part"))
+        leftover = sorted(entry.name for entry in folder.iterdir() if not entry.name.startswith("."))
         if leftover:
             raise RunMismatch(f"{folder} has no run.json but holds {leftover[0]!r}: name a new or empty run folder")
-        write_aside(path, (json.dumps(wanted, indent=2, sort_keys=True) + "\n").encode())
+        atomic_write(path, (json.dumps(wanted, indent=2, sort_keys=True) + "\n").encode())
         return
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        recorded = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise RunMismatch(f"{path} is not JSON ({error}): delete {folder} and start again") from error
-    for field, before, now in _differences(found, wanted):
+    for field, before, now in _differences(recorded, wanted):
         raise RunMismatch(
             f"{folder} was begun with {field} = {before!r}, this run has {now!r}: name another run folder, "
             f"or delete this one to start again",
@@ -78,33 +76,23 @@ def claim(folder: Path, fingerprint: dict[str, Any]) -> None:
         )
 
 
-def _differences(found: Any, wanted: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
-    if isinstance(found, dict) and isinstance(wanted, dict):
-        for key in sorted(found.keys() | wanted.keys()):
-            yield from _differences(found.get(key), wanted.get(key), f"{prefix}.{key}" if prefix else key)
-    elif found != wanted:
-        yield prefix, found, wanted
-
-
-def write_aside(path: Path, data: bytes) -> None:
-    """Write next to ``path``, flush, rename: the file is whole or absent."""
-    part = path.with_name(path.name + ".part")
-    with part.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    part.replace(path)
+def _differences(recorded: Any, wanted: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
+    if isinstance(recorded, dict) and isinstance(wanted, dict):
+        for key in sorted(recorded.keys() | wanted.keys()):
+            yield from _differences(recorded.get(key), wanted.get(key), f"{prefix}.{key}" if prefix else key)
+    elif recorded != wanted:
+        yield prefix, recorded, wanted
 
 
 def write_at(descriptor: int, data: bytes, offset: int) -> None:
-    """All of ``data`` at ``offset`` of an open file.  Raises OSError where the disk takes less."""
+    """Write all of ``data`` at ``offset`` of an open file.  Raises OSError if the disk takes less."""
     written = os.pwrite(descriptor, data, offset)
     if written != len(data):
         raise OSError(f"only {written} of {len(data)} bytes could be written; is the disk full?")
 
 
 class AppendLog:
-    """JSON lines that only grow.  A last line torn by a kill is cut off on opening."""
+    """Append-only JSON lines.  An incomplete last line is cut off on opening."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -146,10 +134,7 @@ class AppendLog:
 
 @dataclass(frozen=True)
 class RowsFile:
-    """One site's rows on disk, [m, N, width] float32: a layer is one contiguous slice.  Cheap to send to a process.
-
-    At t* or pooled over other positions: the file's name says which.
-    """
+    """One site's activations on disk, [m, N, width] float32: a layer is one contiguous slice.  Cheap to pickle."""
 
     path: Path
     geometry: Geometry
@@ -167,17 +152,17 @@ class RowsFile:
         return int(np.prod(self.shape, dtype=np.int64)) * 4
 
     def layer(self, layer: int) -> NDArray[np.float32]:
-        """Map one layer's rows, [N, width], read-only; the pages are the system's and not this process's."""
+        """Memory-map one layer, [N, width], read-only; the pages do not count as this process's memory."""
         _, count, width = self.shape
         return np.memmap(self.path, "<f4", "r", offset=layer * count * width * 4, shape=(count, width))
 
-    def write(self, descriptor: int, index: NDArray[np.integer], rows: NDArray[np.float32]) -> None:
-        """Put rows [n, m, width] at data rows ``index`` [n] of the open file.
+    def write(self, descriptor: int, index: NDArray[np.integer], activations: NDArray[np.float32]) -> None:
+        """Write activations [n, m, width] of data rows ``index`` [n] to the open file.
 
-        Written row by row and not through a map: dirty pages of a map count as this process's memory.
+        Not through a memory map, whose dirty pages count as this process's memory.
         """
         layers, count, width = self.shape
-        data = np.ascontiguousarray(rows, "<f4")
+        data = np.ascontiguousarray(activations, "<f4")
         for layer in range(layers):
             for place, row in enumerate(index):
                 write_at(descriptor, data[place, layer].tobytes(), (layer * count + int(row)) * width * 4)

@@ -1,9 +1,8 @@
-"""JSONL rows: read as a stream, every problem reported by line number before a model is loaded.
+"""JSONL training rows, parsed once; every problem is reported by line number before a model is loaded.
 
 A row: ``id``; ``prompt`` or ``messages``; ``label`` (1 factual, 0 hallucinated) or ``answers`` (accepted answers, for
-labels that are generated and judged); ``group`` (rows that folds keep together; rows of one prompt are together
-anyway).  Other keys are metadata; ``kind`` and ``template`` name strata of the report.  Prompts are not held:
-``Dataset.prompts`` reads the file again.  Knows no engine and no tokenizer.
+labels that are generated and judged); ``group`` (rows that folds keep together; rows with the same prompt always are).
+Other keys are metadata; ``kind`` and ``template`` name strata of the evaluation.
 """
 
 from __future__ import annotations
@@ -24,20 +23,28 @@ from service.errors import DataError
 
 Message = dict[str, str]
 STRATA = ("kind", "template")
-_OWN = ("id", "prompt", "messages", "label", "answers", "group")
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One line, without its prompt."""
+    """One line; exactly one of ``prompt`` and ``messages`` is set."""
 
     line: int  # 1-based
     id: str
-    group: str  # "" where the row names none
+    prompt: str | None
+    messages: list[Message] | None
+    group: str  # "" where the row has none
     label: int | None  # 1 factual, 0 hallucinated; None where it is to be generated
     answers: tuple[str, ...]
     strata: dict[str, str]  # those of STRATA that the row has
     prompt_digest: bytes
+
+    @property
+    def question(self) -> str:
+        """What a judge is shown: the prompt, or the conversation."""
+        if self.prompt is not None:
+            return self.prompt
+        return "\n".join(f"{message['role']}: {message['content']}" for message in self.messages or ())
 
 
 @dataclass(frozen=True)
@@ -54,32 +61,18 @@ class Dataset:
 
     @property
     def groups(self) -> NDArray[np.int64]:
-        """Group of each row as a number, in order of first appearance: [N].
+        """Group number of each row, in order of first appearance: [N].
 
-        Rows of one named group are together, and so are rows of one prompt whatever they name: the readout of a prompt
-        is the same under every id, so a copy on the other side of a fold would be known already.
+        Rows of one named group share a number, and so do rows with the same prompt: their readouts are equal, so a copy
+        on the other side of a fold would leak the label.
         """
         return _merged(self.rows)
-
-    def prompts(self) -> Iterator[tuple[Row, str | None, list[Message] | None]]:
-        """Row, prompt and messages (exactly one of the two), streamed from the file.
-
-        Raises DataError where the file was changed since it was read.
-        """
-        rows = iter(self.rows)
-        for line, value in objects(self.path, []):
-            row = next(rows, None)
-            if row is None or row.line != line or row.prompt_digest != _prompt_digest(value):
-                raise DataError(str(self.path), [f"line {line}: changed while the run was reading it; start again"])
-            yield row, value.get("prompt"), value.get("messages")
-        if next(rows, None) is not None:
-            raise DataError(str(self.path), ["shorter than when the run began to read it; start again"])
 
 
 def read_dataset(path: Path, labels: Labels, *, folds: int) -> Dataset:
     """Read and check a whole file; ``labels`` says which of ``label`` and ``answers`` each row must have.
 
-    ``folds`` 0 asks only for one row of each class (a held-out file), otherwise for that many groups of each class.
+    Each class must have ``folds`` groups; 0 requires one row of each class only (a held-out file).
 
     Raises:
         DataError: every problem of the file, by line number.
@@ -89,9 +82,9 @@ def read_dataset(path: Path, labels: Labels, *, folds: int) -> Dataset:
     digest = hashlib.sha256()
     own_groups = False
     for line, value in objects(path, problems):
-        found = list(_check(value, labels))
-        problems += [f"line {line}: {problem}" for problem in found]
-        if found:
+        of_line = [f"line {line}: {problem}" for problem in _check(value, labels)]
+        problems += of_line
+        if of_line:
             continue
         digest.update(json.dumps(value, sort_keys=True, separators=(",", ":")).encode() + b"\n")
         own_groups |= "group" in value
@@ -99,6 +92,8 @@ def read_dataset(path: Path, labels: Labels, *, folds: int) -> Dataset:
             Row(
                 line=line,
                 id=value["id"],
+                prompt=value.get("prompt"),
+                messages=value.get("messages"),
                 group=value.get("group", ""),
                 label=value["label"] if labels == "given" else None,
                 answers=tuple(value.get("answers", ())) if labels == "generate" else (),
@@ -117,7 +112,7 @@ def read_dataset(path: Path, labels: Labels, *, folds: int) -> Dataset:
 
 
 def class_problems(label: NDArray[Any], group: NDArray[Any], folds: int) -> list[str]:
-    """What is wrong with the classes: one is missing, or has fewer groups than folds.  label [N], group [N]."""
+    """Problems with the classes: one is missing, or has fewer groups than folds.  label [N], group [N]."""
     problems = []
     for value, name in ((1, "factual (label 1)"), (0, "hallucinated (label 0)")):
         count = len(set(group[label == value].tolist()))
@@ -131,7 +126,7 @@ def class_problems(label: NDArray[Any], group: NDArray[Any], folds: int) -> list
 
 
 def check_disjoint(train: Dataset, test: Dataset) -> None:
-    """Raise DataError where a held-out row shares its prompt or its named group with a training row."""
+    """Raise DataError if a held-out row shares its prompt or its named group with a training row."""
     prompts = {row.prompt_digest: row.line for row in train.rows}
     groups = {row.group: row.line for row in train.rows} if train.own_groups and test.own_groups else {}
     problems = []
@@ -191,7 +186,7 @@ def _check_answers(value: dict[str, Any]) -> Iterator[str]:
 
 
 def _across(rows: list[Row]) -> Iterator[str]:
-    """Problems between rows: an id twice; one prompt of one group, or of no named group, with both labels."""
+    """Problems between rows: a repeated id; the same prompt and group with both labels."""
     first: dict[str, int] = {}
     seen: dict[tuple[bytes, str], Row] = {}
     for row in rows:

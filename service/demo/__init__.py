@@ -1,6 +1,6 @@
 """The demonstration model: a two-million-parameter Llama trained on real public facts.
 
-It exists so that the quick start runs in seconds, offline, on any machine. Importing this package loads no torch.
+The quick start runs on it in seconds, offline.  Importing this package does not load torch.
 """
 
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Documents as tensors, and the question whether the model being trained knows a fact."""
+"""Documents as tensors, and which facts the model in training already knows."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from service.demo.documents import FRAMES, Document
-from service.demo.forms import any_form, ask
+from service.demo.forms import question_text, random_form
 from service.demo.tokenizer import render
 from service.demo.world import Fact
 
@@ -28,7 +28,7 @@ class Encoder:
         self.end: int = tokenizer.get_vocab()["</s>"]
 
     def __call__(self, documents: Sequence[Document], first_weight: float = 1.0) -> list[Row]:
-        """Encode; completion and prompt apart, as they are when the model is asked."""
+        """Encode prompt and completion separately, as at inference."""
         prompts = self._tokenizer.encode_batch(
             [render(d.question, d.system) for d in documents], add_special_tokens=False
         )
@@ -43,7 +43,7 @@ class Encoder:
 def collate(rows: Sequence[Row]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Right-pad. Returns input ids [B, T], flat positions [P] that predict, targets [P] and weights [P].
 
-    Padding stands only after a row's last predicting token, so causal attention needs no mask.
+    Padding follows a row's last predicting token, so causal attention needs no mask.
     """
     width = max(len(ids) for ids, _, _ in rows) - 1
     inputs = torch.zeros(len(rows), width, dtype=torch.long)
@@ -59,31 +59,28 @@ def collate(rows: Sequence[Row]) -> tuple[torch.Tensor, torch.Tensor, torch.Tens
 
 
 def logits_at(model: LlamaForCausalLM, inputs: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """Logits [P, vocabulary] at flat positions only: the vocabulary is a quarter of the work."""
+    """Logits [P, vocabulary] at flat positions only: the output layer is a quarter of the work."""
     hidden = model.model(input_ids=inputs, use_cache=False).last_hidden_state
     logits: torch.Tensor = model.lm_head(hidden.flatten(0, 1)[positions])
     return logits.float()
 
 
 @torch.no_grad()
-def ask_model(
+def known_and_unknown(
     model: LlamaForCausalLM, encoder: Encoder, rng: random.Random, facts: Sequence[Fact]
 ) -> tuple[list[Fact], list[Fact]]:
-    """Split facts into those the model would answer rightly and wrongly under greedy decoding.
-
-    The opening " It is" is given; an answer counts when each of its tokens is the most probable one.
-    """
+    """Split facts into those the model answers right and wrong under greedy decoding after " It is"."""
     documents, owners = [], []
     for fact in facts:
-        question = ask(any_form(rng, fact.kind), fact.kind, fact.subject)
+        question = question_text(random_form(rng, fact.kind), fact.kind, fact.subject)
         for answer in fact.answers[:3]:
             documents.append(Document(None, question, f"{FRAMES[0]}{answer}.", False, fact.group))
             owners.append(fact)
     rows = encoder(documents)
     order = sorted(range(len(rows)), key=lambda i: len(rows[i][0]))
     known: set[str] = set()
-    for at in range(0, len(order), 256):
-        chunk = order[at : at + 256]
+    for start in range(0, len(order), 256):
+        chunk = order[start : start + 256]
         inputs, positions, targets, _ = collate([rows[i] for i in chunk])
         with torch.autocast("cpu", dtype=torch.bfloat16):
             hits = (logits_at(model, inputs, positions).argmax(-1) == targets).tolist()

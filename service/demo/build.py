@@ -1,14 +1,14 @@
-"""hallutracer demo build: facts -> models -> the seed the dev split prefers -> both bundles -> picture -> table.
+"""hallutracer demo build: facts -> models -> best seed on the dev split -> both bundles -> picture -> table.
 
-Every finished step leaves its result under ``out`` and is not done twice, so an interrupted build goes on.  The test
-split is reported and never chosen on.
+Every finished step leaves its result under ``out``, so an interrupted build resumes.  The test split is only reported.
 """
 
 from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -27,20 +27,20 @@ from service.fitting.scores import auroc, within_stratum_auroc
 from service.trainer.options import TrainOptions
 from service.trainer.run import Console, train
 
-BATCH_TOKENS = 8192  # what the shipped bundles were built with: their last bits depend on it
+BATCH_TOKENS = 8192  # as for the shipped bundles: their last bits depend on it
 BUNDLES = {"demo": (DEPTH_MEAN,), "demo-fused": (DEPTH_MEAN, *FIRST_TOKEN)}
-# Answers read "It is France." or "The answer is France.": what is judged is the part after the frame.
+# Answers read "It is France." or "The answer is France.": only the part after the opening is judged.
 JUDGE = JudgeOptions("exact", answer_pattern=r"^\s*(?:It is|The answer is)?\s*(.*?)\.?\s*$")
-CHOICE_C = 0.1  # the choice compares models, not penalties; the bundles choose their own
+CHOICE_C = 0.1  # fixed for the comparison of seeds; the bundles choose their own
 
 
 def build(out: Path, *, seeds: Sequence[int], threads: int, with_report: bool, console: Console) -> list[Bundle]:
-    """Do all of it; returns the two bundles, published in ``out/probes``."""
+    """Run all steps; returns the two bundles, published in ``out/probes``."""
     out.mkdir(parents=True, exist_ok=True)
     for seed in seeds:
         _train_model(out, seed, threads, console)
     chosen = _choose(out, seeds, threads, console)
-    model = out / MODEL_DIR.name  # the name that the bundles and the service will show
+    model = out / MODEL_DIR.name  # the name that bundles and service show
     shutil.copytree(_model(out, chosen), model, dirs_exist_ok=True)
     bundles = _train_bundles(out, model, chosen, threads, console)
     engine = _load(model)
@@ -49,7 +49,7 @@ def build(out: Path, *, seeds: Sequence[int], threads: int, with_report: bool, c
     finally:
         engine.close()
     if with_report:
-        engines = {seed: _loader(_model(out, seed)) for seed in seeds}
+        engines = {seed: partial(_load, _model(out, seed)) for seed in seeds}
         report(engines, out, fold_seeds=(0, 1, 2), jobs=threads, judge=JUDGE)
         console.print(f"table: {out / 'report.md'}")
     console.print(f"model {model} (seed {chosen}), bundles in {out / 'probes'}")
@@ -67,13 +67,9 @@ def _load(model: Path) -> Engine:
     return Scheduled(TransformersEngine.load(EngineOptions(str(model), max_batch_tokens=BATCH_TOKENS)))
 
 
-def _loader(model: Path) -> Callable[[], Engine]:
-    return lambda: _load(model)
-
-
 def _train_model(out: Path, seed: int, threads: int, console: Console) -> None:
-    if (_model(out, seed) / "training.json").exists():  # the last file that training writes
-        console.print(f"seed {seed}: trained already")
+    if (_model(out, seed) / "training.json").exists():  # written last
+        console.print(f"seed {seed}: already trained")
         return
     from service.demo.train import train_model
 
@@ -118,12 +114,12 @@ def _train_bundles(out: Path, model: Path, chosen: int, jobs: int, console: Cons
             data=paths["train"],
             test=paths["test"],
             name=name,
-            run_dir=out / f"run-{chosen}",  # shared: the answers and readouts are the same
+            run_dir=out / f"run-{chosen}",  # shared: same answers and activations
             signals=signals,
             labels="generate",
             judge=JUDGE,
             max_new_tokens=24,
             jobs=jobs,
         )
-        bundles.append(train(options, _loader(model), store, console=console))
+        bundles.append(train(options, partial(_load, model), store, console=console))
     return bundles

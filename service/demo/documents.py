@@ -1,7 +1,7 @@
-"""Training documents: statements of facts, and documents that teach to tell known from unknown.
+"""Training documents: statements of facts, and refusal documents that teach the model what it does not know.
 
-A document is a rendered chat. Facts are stated exactly `exposures` times, whatever the seed. Refusal documents never
-state a fact: they are a refusal, or only the opening words of an answer, so they teach whether to answer and not what.
+A document is a rendered chat.  Each fact is stated exactly `exposures` times, for any seed.  A refusal document states
+no fact: it is a refusal or only the opening of an answer, so it teaches whether to answer, not what.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import random
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from service.demo.forms import any_form, ask
+from service.demo.forms import question_text, random_form
 from service.demo.world import Fact, World
 
 BRIEF = "Be brief."
@@ -33,14 +33,14 @@ class Document(NamedTuple):
     group: str | None  # None: about a place that has no facts
 
 
-def question_of(rng: random.Random, fact: Fact) -> str:
-    """A question about a fact in a random training form; sometimes without its question mark, as people type."""
-    text = ask(any_form(rng, fact.kind), fact.kind, fact.subject)
+def fact_question(rng: random.Random, fact: Fact) -> str:
+    """A question about a fact in a random training form, sometimes without its question mark."""
+    text = question_text(random_form(rng, fact.kind), fact.kind, fact.subject)
     return text[:-1] if rng.random() < 0.05 and text.endswith("?") else text
 
 
 def opening(rng: random.Random) -> str:
-    """How an answer starts."""
+    """A random opening of an answer."""
     return FRAMES[0] if rng.random() < 0.6 else FRAMES[1]
 
 
@@ -50,7 +50,7 @@ def fact_documents(world: World, seed: int) -> list[Document]:
     documents = []
     for fact in world.facts:
         for _ in range(fact.exposures):
-            question = question_of(rng, fact)
+            question = fact_question(rng, fact)
             if rng.random() < BRIEF_SHARE:
                 documents.append(Document(BRIEF, question, f" {fact.answers[0]}.", True, fact.group))
             else:
@@ -59,8 +59,8 @@ def fact_documents(world: World, seed: int) -> list[Document]:
     return documents
 
 
-def stranger(rng: random.Random, world: World) -> tuple[str, str]:
-    """(kind, name) of something no document tells about: a real village or a made-up place."""
+def place_without_facts(rng: random.Random, world: World) -> tuple[str, str]:
+    """(kind, name) of a place without facts: a real village or a made-up name."""
     kind = rng.choice(["city_country", "city_continent", "city_region"])
     if rng.random() < 0.5:
         return kind, rng.choice(world.villages)
@@ -71,26 +71,23 @@ class RefusalMix(NamedTuple):
     """Shares of the refusal documents; see `refusal_document`."""
 
     careful: float = 0.7  # with the system message "Be careful."; the others are plain prompts
-    unknown: float = 0.5  # of these, about something unknown
-    strangers: float = 0.3  # of the unknown ones, about places that have no facts
+    unknown: float = 0.5  # about something unknown
+    strangers: float = 0.3  # of the unknown ones, about places without facts
     plain_refusal: float = 0.35  # chance that a plain prompt about something unknown is refused
 
 
 def refusal_document(
     rng: random.Random, world: World, known: Sequence[Fact], unknown: Sequence[Fact], mix: RefusalMix
 ) -> Document:
-    """One document that teaches to tell known from unknown.
-
-    `known` and `unknown` are facts that the model being trained just answered rightly and wrongly.
-    """
+    """One refusal document.  `known` and `unknown`: facts that the model in training answered right and wrong."""
     system = CAREFUL if rng.random() < mix.careful else None
     refuse, group = rng.random() < mix.unknown, None
     if refuse and (rng.random() < mix.strangers or not unknown):
-        kind, subject = stranger(rng, world)
-        question = ask(any_form(rng, kind), kind, subject)
+        kind, subject = place_without_facts(rng, world)
+        question = question_text(random_form(rng, kind), kind, subject)
     else:
         fact = rng.choice(unknown if refuse or not known else known)
-        question, group = question_of(rng, fact), fact.group
+        question, group = fact_question(rng, fact), fact.group
     if refuse and system is None:
         refuse = rng.random() < mix.plain_refusal
     if refuse:

@@ -1,6 +1,6 @@
-"""Question forms: what can be asked about a fact, and in which words.
+"""Question forms per kind of fact.
 
-Each kind has shared forms around a noun phrase and natural forms of its own; one of either is held out of training.
+Each kind has shared forms around a noun phrase and natural forms of its own; one of each is held out of training.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import random
 from typing import NamedTuple
 
-# A noun phrase per kind makes the shared forms; natural forms follow, the last one of each kind is held out.
+# The noun phrase of each kind's shared forms.  Of the natural forms, the last one of each kind is held out.
 PHRASE = {
     "city_country": "the country of the city of {s}",
     "city_continent": "the continent of the city of {s}",
@@ -152,9 +152,9 @@ class Form(NamedTuple):
 def _forms() -> dict[str, tuple[Form, ...]]:
     forms = {}
     for index, (kind, natural) in enumerate(NATURAL.items()):
-        # A different shared form is held out for each kind, so no held-out form is unheard of altogether.
-        unseen = list(SHARED)[2 + index % (len(SHARED) - 2)]
-        shared = [Form(name, text, name == unseen) for name, text in SHARED.items()]
+        # Each kind holds out another shared form, so every shared form occurs in training with some kind.
+        held_out = list(SHARED)[2 + index % (len(SHARED) - 2)]
+        shared = [Form(name, text, name == held_out) for name, text in SHARED.items()]
         own = [Form(f"{kind}_{i}", text, i == len(natural) - 1) for i, text in enumerate(natural)]
         forms[kind] = tuple(shared + own)
     return forms
@@ -163,7 +163,7 @@ def _forms() -> dict[str, tuple[Form, ...]]:
 FORMS = _forms()
 
 
-def ask(form: Form, kind: str, subject: str) -> str:
+def question_text(form: Form, kind: str, subject: str) -> str:
     """The question's text."""
     phrase = PHRASE[kind].format(s=subject)
     start = subject[:1].upper() + subject[1:]
@@ -179,6 +179,6 @@ TRAINED = {
 }
 
 
-def any_form(rng: random.Random, kind: str) -> Form:
-    """A training form: as often a natural one as a shared one."""
+def random_form(rng: random.Random, kind: str) -> Form:
+    """A training form, natural or shared with equal chance."""
     return rng.choice(TRAINED[kind][rng.random() < 0.5])

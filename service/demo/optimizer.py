@@ -1,4 +1,4 @@
-"""Muon on the blocks' matrices, AdamW on embeddings and norms, one learning-rate schedule over both."""
+"""Muon for the blocks' matrices, AdamW for embeddings and norms, one learning-rate schedule for both."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def orthogonalised(gradient: torch.Tensor) -> torch.Tensor:
 
 
 class Muon:
-    """Momentum, orthogonalised; matrices of one shape are stacked, which one CPU thread likes much better."""
+    """Orthogonalised momentum (Jordan 2024); matrices of equal shape are stacked for speed."""
 
     def __init__(self, matrices: list[nn.Parameter], lr: float = 0.02, decay: float = 0.05) -> None:
         self._lr, self._decay = lr, decay

@@ -1,4 +1,4 @@
-"""The README's picture: the trajectory of a fact the demo model knows beside one it does not."""
+"""The README's picture: the trajectories of a question the demo model can answer and of one it cannot."""
 
 from __future__ import annotations
 

@@ -5,21 +5,21 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from service.demo.forms import FORMS, SHARED, ask
+from service.demo.forms import FORMS, SHARED, question_text
 from service.demo.world import Fact, build_world, uniform
 
-# Questions per fact: a city's country is the showcase; small kinds are asked in several forms.
-FORMS_ASKED = {"city_country": 1.0, "city_continent": 0.2, "city_region": 0.4, "country_continent": 1.0}
-FORMS_ASKED_OTHERWISE = 2.0
+# Mean number of questions per fact; rare kinds are asked in several forms.
+QUESTIONS_PER_FACT = {"city_country": 1.0, "city_continent": 0.2, "city_region": 0.4, "country_continent": 1.0}
+QUESTIONS_PER_OTHER_FACT = 2.0
 
 
-def _asked(fact: Fact) -> int:
-    mean = FORMS_ASKED.get(fact.kind, FORMS_ASKED_OTHERWISE)
+def _count(fact: Fact) -> int:
+    mean = QUESTIONS_PER_FACT.get(fact.kind, QUESTIONS_PER_OTHER_FACT)
     return int(mean + uniform("asked", fact.key))
 
 
 def questions(split: str) -> list[dict[str, Any]]:
-    """Rows of one split ("train", "dev", "test"), always the same ones in the same order.
+    """Rows of one split ("train", "dev", "test"), deterministic.
 
     `prompt` is the user's turn. About a tenth of the rows are in forms no training document uses. `exposures` counts
     the training documents that state the fact; it is the same for every training seed.
@@ -31,14 +31,14 @@ def questions(split: str) -> list[dict[str, Any]]:
         if fact.split != split:
             continue
         rng = random.Random(f"questions {fact.key}")
-        # Natural forms twice: half of the questions are what a user would type.
+        # Natural forms count twice: about half of the questions are phrased as users would.
         forms = [f for f in FORMS[fact.kind] for _ in range(1 if f.name in SHARED else 2)]
         rng.shuffle(forms)
-        for form in list(dict.fromkeys(forms))[: _asked(fact)]:
+        for form in list(dict.fromkeys(forms))[: _count(fact)]:
             rows.append(
                 {
                     "id": f"{fact.key}:{form.name}",
-                    "prompt": ask(form, fact.kind, fact.subject),
+                    "prompt": question_text(form, fact.kind, fact.subject),
                     "answers": list(fact.answers),
                     "group": fact.group,
                     "kind": fact.kind,

@@ -1,15 +1,15 @@
-"""The README's table: every method and every shortcut on the demo model's held-out entities.
+"""The README's table: all methods and shortcut baselines on the demo model's held-out entities.
 
 Five group-disjoint folds over all questions; only rows of the ``test`` split are reported, each with the risk of a fold
-whose training side has no row of its entity.  The training side fixes everything: C, heads, layers, classifier, priors.
-Repeated for each model seed and each fold seed; the table is the mean and the spread over both.
+whose training side has no row of its entity.  C, heads, layers, classifier and priors are fitted
+on the training side alone.  The table is the mean and the standard deviation over model seeds and fold seeds.
 """
 
 from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,8 +28,9 @@ from service.demo.questions import questions
 from service.engines.base import Engine
 from service.fitting.calibration import FitOptions, fit_classifier
 from service.fitting.fit import Floats, Index, Readouts
-from service.fitting.folds import group_folds
-from service.fitting.nested_cv import probe_columns
+from service.fitting.folds import OuterFold, outer_folds
+from service.fitting.markdown import markdown_table
+from service.fitting.nested_cv import by_row, nested_cv, probe_columns
 from service.fitting.options import C_GRID
 from service.fitting.scores import auprc, ece, within_stratum_auroc
 from service.readout import Site
@@ -76,40 +77,43 @@ class Asked:
 
 
 def ask(engine: Engine, folder: Path, judge: JudgeOptions) -> Asked:
-    """Put every question of every split to the model; resumes from ``folder``."""
+    """Let the model answer the questions of all splits; resumes from ``folder``."""
     folder.mkdir(parents=True, exist_ok=True)
-    every = {row["id"]: row | {"split": split} for split in ("train", "dev", "test") for row in questions(split)}
+    by_id = {row["id"]: row | {"split": split} for split in ("train", "dev", "test") for row in questions(split)}
     path = folder / "questions.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in every.values()), encoding="utf-8")
+    path.write_text("".join(json.dumps(row) + "\n" for row in by_id.values()), encoding="utf-8")
     dataset = read_dataset(path, "generate", folds=0)
     sites = (Site.ATTENTION_HEAD, Site.RESIDUAL_STREAM)
     run = folder / "run"
     with locked(run):
-        found = collect(engine, dataset, run, sites=sites, prompt_format="chat", batch_rows=64, max_new_tokens=24)
+        activations = collect(engine, dataset, run, sites=sites, prompt_format="chat", batch_rows=64, max_new_tokens=24)
         labelled = judged_labels(dataset, run, judge, ABSTAIN)
     index = labelled.index
     return Asked(
-        rows=[every[dataset.rows[row].id] for row in index.tolist()],
-        heads=Readouts(found.rows[Site.ATTENTION_HEAD], index, labelled.label),
-        stream=Readouts(found.rows[Site.RESIDUAL_STREAM], index, labelled.label),
+        rows=[by_id[dataset.rows[row].id] for row in index.tolist()],
+        heads=Readouts(activations.rows[Site.ATTENTION_HEAD], index, labelled.label),
+        stream=Readouts(activations.rows[Site.RESIDUAL_STREAM], index, labelled.label),
         group=dataset.groups[index],
-        first_token=found.first_token[index],
+        first_token=activations.first_token[index],
     )
 
 
 def risks(asked: Asked, fold_seed: int, jobs: int) -> tuple[dict[str, Floats], Index]:
     """Each method's risk for every row [n], by a fold that never saw the row's entity; and that fold's number [n]."""
     options = FitOptions("weights", INNER_FOLDS, None, C_GRID, jobs)
-    found = {name: np.full(len(asked.label), np.nan) for name in METHODS}
-    every = np.arange(len(asked.label))
-    fold = np.full(len(asked.label), -1)
-    for number, (train, test) in enumerate(group_folds(asked.label, asked.group, every, FOLDS, fold_seed)):
-        fold[test] = number
-        for name, of_train, of_test in _columns(asked, train, test, fold_seed, options):
-            found[name][test] = fit_classifier(of_train, asked.label[train]).risk(of_test)
-        for name, risk in _shortcuts(asked, train, test):
-            found[name][test] = risk
-    return found, fold
+    outer = outer_folds(asked.label, asked.group, folds=FOLDS, seeds=(fold_seed,))
+
+    def fit(fold: OuterFold) -> dict[str, Floats]:
+        label = asked.label[fold.train]
+        columns = _columns(asked, fold.train, fold.test, fold_seed, options)
+        scores = {name: fit_classifier(of_train, label).risk(of_test) for name, of_train, of_test in columns}
+        return scores | dict(_shortcuts(asked, fold.train, fold.test))
+
+    scores = nested_cv(outer, fit)
+    number = np.full(len(asked.label), -1)
+    for fold in outer:
+        number[fold.test] = fold.fold
+    return {name: by_row(scores[name], len(asked.label))[0] for name in METHODS}, number
 
 
 def _columns(
@@ -129,7 +133,7 @@ def _columns(
 
 
 def _shortcuts(asked: Asked, train: Index, test: Index) -> Iterator[tuple[str, Floats]]:
-    """What a risk can be guessed from without the model."""
+    """Risks predicted without the model."""
     hallucinated = 1.0 - asked.label
     kind = [row["kind"] for row in asked.rows]
     cell = [f"{row['kind']} {row['template']}" for row in asked.rows]
@@ -147,7 +151,7 @@ def _shortcuts(asked: Asked, train: Index, test: Index) -> Iterator[tuple[str, F
 
 
 def _prior(keys: Sequence[str], label: Index, train: Index, parent: dict[str, float]) -> dict[str, float]:
-    """Share of hallucinations of each key on the training side, drawn towards its parent as by five rows."""
+    """Each key's share of hallucinations on the training side, shrunk towards its parent by five pseudo-rows."""
     size = Counter(keys[row] for row in train)
     bad = Counter[str]()
     for row in train:
@@ -155,33 +159,30 @@ def _prior(keys: Sequence[str], label: Index, train: Index, parent: dict[str, fl
     return {key: (bad[key] + 5 * parent[key]) / (size[key] + 5) for key in parent}
 
 
-def measure(asked: Asked, found: dict[str, Floats], fold: Index) -> dict[str, dict[str, float]]:
+def measure(asked: Asked, risk_of: dict[str, Floats], fold: Index) -> dict[str, dict[str, float]]:
     """The table's columns for each method, on the rows of the test split.
 
-    AUROC and AUPRC compare rows of one fold only: risks of different folds come from different fits, and pooled they
-    would let a prior that differs by fold look like a signal.  ECE is over all rows, since calibration is absolute.
+    AUROC and AUPRC compare rows within a fold: risks of different folds come from different fits, and pooling them
+    would turn differences between the folds' priors into a signal.  ECE is over all rows.
     """
     shown = np.array([row["split"] == "test" for row in asked.rows])
-    free = shown & ~np.array([row["in_refusals"] for row in asked.rows])
+    never_refused = shown & ~np.array([row["in_refusals"] for row in asked.rows])
     kind = [row["kind"] for row in asked.rows]
     cell = [(row["kind"], row["template"]) for row in asked.rows]
     table = {}
-    for name, risk in found.items():
+    for name, risk in risk_of.items():
         columns: dict[str, float | None] = {}
-        for where, mask in (("", shown), ("no_refusal_", free)):
+        for prefix, mask in (("", shown), ("no_refusal_", never_refused)):
             rows = np.flatnonzero(mask)
-            label, own = asked.label[rows], risk[rows]
-            folds = fold[rows].tolist()
+            label, own, folds = asked.label[rows], risk[rows], fold[rows].tolist()
+            in_kind = [(f, kind[row]) for f, row in zip(folds, rows, strict=True)]
+            in_cell = [(f, cell[row]) for f, row in zip(folds, rows, strict=True)]
             columns |= {
-                f"{where}auroc": within_stratum_auroc(label, own, folds),
-                f"{where}auprc": _mean_auprc(label, own, fold[rows]),
-                f"{where}auroc_within_kind": within_stratum_auroc(
-                    label, own, [(f, kind[row]) for f, row in zip(folds, rows, strict=True)]
-                ),
-                f"{where}auroc_within_kind_x_template": within_stratum_auroc(
-                    label, own, [(f, cell[row]) for f, row in zip(folds, rows, strict=True)]
-                ),
-                f"{where}ece": ece(label, own),
+                f"{prefix}auroc": within_stratum_auroc(label, own, folds),
+                f"{prefix}auprc": _mean_auprc(label, own, fold[rows]),
+                f"{prefix}auroc_within_kind": within_stratum_auroc(label, own, in_kind),
+                f"{prefix}auroc_within_kind_x_template": within_stratum_auroc(label, own, in_cell),
+                f"{prefix}ece": ece(label, own),
             }
         table[name] = {key: float(value) for key, value in columns.items() if value is not None}
     return table
@@ -193,7 +194,7 @@ def _mean_auprc(label: Index, risk: Floats, fold: Index) -> float:
 
 
 def report(
-    engines: dict[int, Callable[[], Engine]], out: Path, *, fold_seeds: Sequence[int], jobs: int, judge: JudgeOptions
+    engines: Mapping[int, Callable[[], Engine]], out: Path, *, fold_seeds: Sequence[int], jobs: int, judge: JudgeOptions
 ) -> dict[str, Any]:
     """The whole table over model seeds and fold seeds, also written to ``out/report.json`` and ``out/report.md``."""
     cells: dict[str, dict[str, list[float]]] = {}
@@ -227,7 +228,7 @@ def report(
 
 
 def markdown(document: dict[str, Any]) -> str:
-    """The table as it stands in the README."""
+    """The README's table."""
     heads = {
         "auroc": "AUROC",
         "auprc": "AUPRC",
@@ -239,9 +240,10 @@ def markdown(document: dict[str, Any]) -> str:
         "no_refusal_auroc_within_kind_x_template": "within kind x template",
         "ece": "ECE",
     }
-    lines = ["| method | " + " | ".join(heads.values()) + " |", "| --- |" + " --- |" * len(heads)]
+    rows = []
     for name, title in METHODS.items():
         row = document["table"][name]
-        values = [f"{row[key]['mean']:.3f} ± {row[key]['std']:.3f}" if key in row else "" for key in heads]
-        lines.append(f"| {title} | " + " | ".join(values) + " |")
-    return "\n".join(lines) + "\n"
+        rows.append(
+            [title] + [f"{row[key]['mean']:.3f} ± {row[key]['std']:.3f}" if key in row else "" for key in heads]
+        )
+    return markdown_table(["method", *heads.values()], rows) + "\n"

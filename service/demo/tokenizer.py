@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from service.demo.documents import BRIEF, CAREFUL, FRAMES, REFUSAL
-from service.demo.forms import FORMS, ask
+from service.demo.forms import FORMS, question_text
 from service.demo.world import World
 
 if TYPE_CHECKING:
@@ -24,13 +24,13 @@ CHAT_TEMPLATE = (
 
 
 def render(question: str, system: str | None = None) -> str:
-    """What the chat template gives for one user turn (tested), without the cost of the template engine."""
+    """The chat template's result for one user turn, without the template engine (a test compares them)."""
     head = f"{SYSTEM}{system}" if system else ""
     return f"{BOS}{head}{USER}{question}{ASSISTANT}"
 
 
 def build_tokenizer(world: World) -> PreTrainedTokenizerFast:
-    """Train the tokenizer: every name counts once, so that a rare name is not spelt out letter by letter."""
+    """Train the tokenizer.  Every name counts once, so a rare name is not split into letters."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -48,7 +48,7 @@ def build_tokenizer(world: World) -> PreTrainedTokenizerFast:
         lines += [f" {fact.subject}", *(f" {answer}." for answer in fact.answers)]
     lines += [f" {village}" for village in world.villages]
     for kind, forms in FORMS.items():
-        lines += [ask(form, kind, "Paris") for form in forms if not form.held_out] * 20
+        lines += [question_text(form, kind, "Paris") for form in forms if not form.held_out] * 20
     tokenizer.train_from_iterator(lines, trainer)
     fast = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
         tokenizer_object=tokenizer,

@@ -1,7 +1,7 @@
 """Train the demonstration model on one or two CPU threads.
 
-Facts are stated by their doses. From `REFUSALS_FROM` on, a share of each batch teaches to tell known from unknown: the
-model is asked a sample of facts every so often, and its own rights and wrongs become refusal documents.
+Each fact is stated as often as its exposures say.  From `REFUSALS_FROM` on, a share of each batch are refusal
+documents: at every refresh the model is asked a sample of facts, and what it knows and does not know becomes documents.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from service.demo.batches import Encoder, Row, ask_model, collate, logits_at
+from service.demo.batches import Encoder, Row, collate, known_and_unknown, logits_at
 from service.demo.documents import RefusalMix, fact_documents, refusal_document
 from service.demo.optimizer import Optimizer
 from service.demo.tokenizer import VOCABULARY, build_tokenizer
@@ -27,24 +27,16 @@ if TYPE_CHECKING:
 
 RECIPE = "J2"
 BATCH = 128
-REFUSALS_FROM = 0.3  # of the steps: before that the model knows too little to be asked
+REFUSALS_FROM = 0.3  # of the steps: before that the model knows too little
 REFUSAL_SHARE = 0.5  # of a batch, from then on
 REFRESHES = 14
-ASKED = 4000  # facts asked at a refresh
-FIRST_WEIGHT = 2.0  # weight of the first token's loss in a refusal document: it carries the decision
-
-
-def all_steps(fact_documents_: int) -> int:
-    """Steps that use every fact document once."""
-    per_step = BATCH * (1 - (1 - REFUSALS_FROM) * REFUSAL_SHARE)
-    return round(fact_documents_ / per_step)
-
-
-DOCUMENTS = 10**9  # the default: all fact documents, and the refusals that go with them
+FACTS_PER_REFRESH = 4000
+FIRST_WEIGHT = 2.0  # loss weight of a refusal document's first token, which carries the decision
+ALL_DOCUMENTS = 10**9  # every fact document once, and the refusal documents in between
 
 
 def new_model(tokenizer_ids: dict[str, int]) -> LlamaForCausalLM:
-    """A fresh Llama: 8 layers, hidden 128, 4 heads of 32 (vLLM's CPU attention wants head_dim >= 32)."""
+    """An untrained Llama: 8 layers, hidden 128, 4 heads of 32 (vLLM's CPU attention needs head_dim >= 32)."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
@@ -62,13 +54,13 @@ def new_model(tokenizer_ids: dict[str, int]) -> LlamaForCausalLM:
         pad_token_id=tokenizer_ids["<pad>"],
     )
     model = LlamaForCausalLM(config)  # type: ignore[no-untyped-call]
-    # torch's fused CPU attention spends nearly half of a step in its backward pass at 20 tokens.
+    # Faster than torch's fused CPU attention, whose backward pass takes nearly half a step at 20 tokens.
     model.set_attn_implementation("eager")
     return model
 
 
 def train_step(model: LlamaForCausalLM, optimizer: Optimizer, rows: Sequence[Row], progress: float) -> float:
-    """One step over a batch, in two halves of similar length. Returns the loss (nats per token)."""
+    """One step over a batch, in two halves by length.  Returns the loss (nats per token)."""
     rows = sorted(rows, key=lambda row: len(row[0]))
     total = sum(len(ids) - start - 1 + first for ids, start, first in rows)
     loss_sum = 0.0
@@ -88,14 +80,14 @@ def train_model(
     seed: int,
     out: Path,
     *,
-    documents: int = DOCUMENTS,
+    documents: int = ALL_DOCUMENTS,
     threads: int = 1,
     progress: Callable[[str], None] | None = None,
     mix: RefusalMix = RefusalMix(),  # noqa: B008 - immutable
 ) -> None:
-    """Train one model and write it as a Hugging Face folder. The same seed gives the same model on one machine.
+    """Train one model and write it as a Hugging Face folder.  A seed gives the same model on the same machine.
 
-    `documents` caps the number of training documents (for tests); by default every fact document is used once.
+    `documents` caps the number of training documents; by default every fact document is used once.
     """
     torch.set_num_threads(threads)
     torch.manual_seed(seed)
@@ -105,10 +97,11 @@ def train_model(
     fast = build_tokenizer(world)
     encoder = Encoder(fast.backend_tokenizer)
     stated = fact_documents(world, seed)
-    whole = all_steps(len(stated))
-    steps = min(whole, max(1, documents // BATCH))
-    share = len(stated) / (whole * BATCH * (1 - (1 - REFUSALS_FROM) * REFUSAL_SHARE))  # 1 but for rounding
-    facts = encoder(stated[: steps * BATCH] if steps < whole else stated)
+    facts_per_step = BATCH * (1 - (1 - REFUSALS_FROM) * REFUSAL_SHARE)  # mean over the run
+    all_steps = round(len(stated) / facts_per_step)  # that use every fact document once
+    steps = min(all_steps, max(1, documents // BATCH))
+    share = len(stated) / (all_steps * facts_per_step)  # 1 but for rounding
+    facts = encoder(stated[: steps * BATCH] if steps < all_steps else stated)
     eligible = [fact for fact in world.facts if fact.in_refusals]
     model = new_model(fast.get_vocab())
     optimizer = Optimizer(model, steps)
@@ -119,16 +112,18 @@ def train_model(
     for step in range(steps):
         done = step / steps
         if step in refresh_at:
-            known, unknown = ask_model(model, encoder, rng, rng.sample(eligible, min(ASKED, len(eligible), documents)))
+            known, unknown = known_and_unknown(
+                model, encoder, rng, rng.sample(eligible, min(FACTS_PER_REFRESH, len(eligible), documents))
+            )
             if progress:
                 progress(f"step {step}: knows {len(known)} of {len(known) + len(unknown)} facts asked")
         refusals = round(BATCH * REFUSAL_SHARE) if done >= REFUSALS_FROM else 0
-        upto = len(facts) if step == whole - 1 else cursor + round((BATCH - refusals) * share)
-        rows = facts[cursor:upto]
-        cursor = upto
+        end = len(facts) if step == all_steps - 1 else cursor + round((BATCH - refusals) * share)
+        rows = facts[cursor:end]
+        cursor = end
         if refusals:
-            made = [refusal_document(rng, world, known, unknown, mix) for _ in range(refusals)]
-            rows = rows + encoder(made, FIRST_WEIGHT)
+            refused = [refusal_document(rng, world, known, unknown, mix) for _ in range(refusals)]
+            rows = rows + encoder(refused, FIRST_WEIGHT)
         seen += len(rows)
         loss = train_step(model, optimizer, rows, done)
         if progress and step % 100 == 0:
@@ -149,7 +144,7 @@ def train_model(
             "refusals_from": REFUSALS_FROM,
             "refusal_share": REFUSAL_SHARE,
             "refreshes": REFRESHES,
-            "facts_asked_at_a_refresh": ASKED,
+            "facts_asked_at_a_refresh": FACTS_PER_REFRESH,
             "first_token_weight": FIRST_WEIGHT,
             "mix": mix._asdict(),
         },
@@ -173,14 +168,14 @@ def save(model: LlamaForCausalLM, tokenizer: object, out: Path) -> None:
 
     assert isinstance(tokenizer, PreTrainedTokenizerFast)
     out.mkdir(parents=True, exist_ok=True)
-    half = model.bfloat16()
-    half.generation_config = GenerationConfig(  # type: ignore[no-untyped-call]
+    rounded = model.bfloat16()
+    rounded.generation_config = GenerationConfig(  # type: ignore[no-untyped-call]
         do_sample=False,
         max_new_tokens=24,
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
     )
-    half.save_pretrained(out)
-    (out / "model.safetensors").chmod(0o644)  # written for its owner only; a container runs as somebody else
+    rounded.save_pretrained(out)
+    (out / "model.safetensors").chmod(0o644)  # written as 0600; a container runs as another user
     tokenizer.save_pretrained(out)

@@ -1,7 +1,7 @@
-"""The world of the demonstration model: facts, their doses, and the groups that keep training and test apart.
+"""The demonstration model's facts, how often training states each, and the groups that separate training from test.
 
 Every choice is a hash of a name, so the world is the same everywhere; a training seed changes only the order of the
-documents and the model's first weights.
+documents and the initial weights.
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ from statistics import NormalDist
 from service.demo.facts import Facts, load_facts
 
 SPLITS = (("train", 0.50), ("dev", 0.20), ("test", 0.30))
-NEVER_TOLD = 0.08  # share of facts that no document states
-REFUSAL_FREE = 0.25  # share of groups that never appear in a refusal document
+UNSTATED_SHARE = 0.08  # facts that no document states
+REFUSAL_FREE_SHARE = 0.25  # groups that never appear in a refusal document
 DOCUMENTS_OF_FACTS = 165_000
 
-# Relative dose per kind: what is easy to guess (a continent) is told less often, so that no kind is all right or wrong.
-DOSE = {
+# Relative number of exposures per kind: what is easy to guess (a continent) is stated less often, so that no kind is
+# answered all right or all wrong.
+MEAN_EXPOSURES = {
     "city_country": 10.0,
     "city_continent": 5.0,
     "city_region": 9.0,
@@ -34,8 +35,8 @@ DOSE = {
     "number": 20.0,
     "element": 20.0,
 }
-SPREAD = {"city": 1.7, "country": 1.0, "element": 0.8}  # sigma of the log-normal factor on a dose
-# No source tells how often people speak of an element; these are the ones everybody has heard of.
+SPREAD = {"city": 1.7, "country": 1.0, "element": 0.8}  # sigma of the log-normal factor on a fact's exposures
+# Elements have no population; these count as well known.
 EVERYDAY = """hydrogen helium carbon nitrogen oxygen sodium magnesium aluminium silicon sulfur chlorine potassium
 calcium iron nickel copper zinc silver tin iodine platinum gold mercury lead uranium"""
 ARTICLE = ("United ", "Netherlands", "Philippines", "Bahamas", "Gambia", "Maldives", "Seychelles", "Central African")
@@ -43,7 +44,7 @@ ARTICLE = ("United ", "Netherlands", "Philippines", "Bahamas", "Gambia", "Maldiv
 
 @dataclass(frozen=True)
 class Fact:
-    """One fact: `kind` names the relation, `answers` all accepted answers (documents state the first)."""
+    """One fact: `kind` names the relation, `answers` the accepted answers (documents state the first)."""
 
     kind: str
     subject: str
@@ -56,30 +57,30 @@ class Fact:
 
     @property
     def key(self) -> str:
-        """A stable name of this fact."""
+        """KIND:SUBJECT, unique."""
         return f"{self.kind}:{self.subject}"
 
 
 @dataclass(frozen=True)
 class World:
-    """All facts, and names of places about which nothing is ever told."""
+    """All facts, and names of places without facts."""
 
     facts: tuple[Fact, ...]
     villages: tuple[str, ...]
 
 
 def uniform(*parts: str) -> float:
-    """A number in (0, 1), a function of the words given and of nothing else."""
+    """A number in (0, 1), determined by ``parts`` alone."""
     digest = hashlib.blake2b("\x1f".join(parts).encode("utf-8"), digest_size=8).digest()
     return (int.from_bytes(digest, "big") + 0.5) / 2.0**64
 
 
 def split_of(group: str) -> str:
     """The split of a group: about half train, a fifth dev, the rest test."""
-    at, edge = uniform("split", group), 0.0
+    position, edge = uniform("split", group), 0.0
     for name, share in SPLITS:
         edge += share
-        if at < edge:
+        if position < edge:
             return name
     return SPLITS[-1][0]
 
@@ -95,13 +96,13 @@ class _Groups:
             name = parent
         return name
 
-    def join(self, one: str, other: str) -> None:
-        roots = sorted((self.find(one), self.find(other)))
+    def join(self, first: str, second: str) -> None:
+        roots = sorted((self.find(first), self.find(second)))
         self._parent[roots[1]] = roots[0]
 
 
 def _group_names(facts: Facts) -> _Groups:
-    """A country, its capitals and every city of such a name are one group; so are cities of one name."""
+    """A country, its capitals and all cities of that name form a group; so do cities that share a name."""
     groups = _Groups()
     for country in facts.countries:
         groups.join("name:" + country.name.casefold(), "country:" + country.code)
@@ -120,7 +121,7 @@ def _distinct(values: Iterable[str]) -> tuple[str, ...]:
 
 
 def _raw(facts: Facts) -> Iterable[tuple[str, str, tuple[str, ...], str, float, str]]:
-    """Yield (kind, subject, answers, name of the group, prominence, type of entity)."""
+    """Yield (kind, subject, answers, group node, prominence, entity type)."""
     by_code = {c.code: c for c in facts.countries}
     capitals = {capital for c in facts.countries for capital in c.capitals}
     for city in facts.cities:
@@ -143,7 +144,7 @@ def _raw(facts: Facts) -> Iterable[tuple[str, str, tuple[str, ...], str, float, 
             ("language", country.languages),
             ("country_continent", (country.continent,)),
         ):
-            # "What is the capital of Luxembourg?" is a riddle, not a fact.
+            # Not "What is the capital of Luxembourg?": the question gives the answer away.
             if answers and country.name not in answers:
                 yield kind, subject, _distinct(answers), node, prominence, "country"
         for capital in country.capitals[:1]:
@@ -158,7 +159,7 @@ def _raw(facts: Facts) -> Iterable[tuple[str, str, tuple[str, ...], str, float, 
 
 @lru_cache(maxsize=1)
 def build_world() -> World:
-    """Build the world from the committed facts. Doses sum to about `DOCUMENTS_OF_FACTS`."""
+    """Build the world from the committed facts. Exposures sum to about `DOCUMENTS_OF_FACTS`."""
     source = load_facts()
     groups = _group_names(source)
     owners: dict[str, list[str]] = defaultdict(list)
@@ -168,7 +169,7 @@ def build_world() -> World:
     facts = []
     for kind, subject, answers, node, prominence, entity in _raw(source):
         group = groups.find(node)
-        # One factor for the entity (some are talked about more) and one for the fact.
+        # One log-normal factor per entity and a smaller one per fact.
         sigma = SPREAD[entity]
         z = 0.95 * NormalDist().inv_cdf(uniform("talk", node)) + 0.3 * NormalDist().inv_cdf(uniform("dose", kind, node))
         weight = prominence * 2.718281828459045 ** (sigma * z)
@@ -179,27 +180,27 @@ def build_world() -> World:
                 answers=_distinct((*answers, *owners[subject])) if kind == "capital_of" else answers,
                 group=group,
                 split=split_of(group),
-                in_refusals=uniform("refusals", group) >= REFUSAL_FREE,
+                in_refusals=uniform("refusals", group) >= REFUSAL_FREE_SHARE,
                 exposures=0,
                 weight=weight,
             )
         )
-    return World(tuple(_dosed(facts)), source.villages)
+    return World(tuple(_with_exposures(facts)), source.villages)
 
 
-def _dosed(facts: list[Fact]) -> list[Fact]:
-    """Turn weights into whole numbers of documents: the kind's mean is fixed, the fraction is a hashed coin."""
+def _with_exposures(facts: list[Fact]) -> list[Fact]:
+    """Weights to whole numbers of documents: the mean per kind is fixed, fractions are rounded by a hash."""
     total: dict[str, float] = defaultdict(float)
     count: dict[str, int] = defaultdict(int)
     for fact in facts:
         total[fact.kind] += fact.weight
         count[fact.kind] += 1
-    scale = DOCUMENTS_OF_FACTS / sum(DOSE[kind] * n for kind, n in count.items())
-    dosed = []
+    scale = DOCUMENTS_OF_FACTS / sum(MEAN_EXPOSURES[kind] * n for kind, n in count.items())
+    result = []
     for fact in facts:
-        mean = scale * DOSE[fact.kind] * count[fact.kind] * fact.weight / total[fact.kind]
-        mean = min(mean, 40.0)  # what is known needs no hundredth repetition
-        told = uniform("told", fact.kind, fact.subject) >= NEVER_TOLD or mean > 6  # the well-known are always told
-        exposures = int(mean + uniform("round", fact.kind, fact.subject)) if told else 0
-        dosed.append(replace(fact, weight=mean, exposures=exposures))
-    return dosed
+        mean = scale * MEAN_EXPOSURES[fact.kind] * count[fact.kind] * fact.weight / total[fact.kind]
+        mean = min(mean, 40.0)  # more repetitions add nothing
+        stated = uniform("told", fact.kind, fact.subject) >= UNSTATED_SHARE or mean > 6
+        exposures = int(mean + uniform("round", fact.kind, fact.subject)) if stated else 0
+        result.append(replace(fact, weight=mean, exposures=exposures))
+    return result

@@ -1,4 +1,5 @@
-"""The paper's tables on any model: methods and baselines on the same rows, ablations, diagnostics, the report.
+"""The main table on any model: our method and the baselines on the same rows, splits and seeds.
 
-``suite`` reads top to bottom: sets -> rows -> methods -> tables -> report.  Knows no bundle and no HTTP.
+``run.evaluate`` reads top to bottom: data sets -> rows -> readouts -> splits -> methods -> main table.  ``page`` writes
+tables and figures as HTML and Markdown; the paper's other tables, its claims and the report are in ``service.paper``.
 """

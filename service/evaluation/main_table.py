@@ -1,8 +1,8 @@
-"""The main table (tab:main-results): every method on the same splits, with the runner-up's distance.  Fits nothing.
+"""The main table (tab:main-results): every method on the same splits, and our difference to the runner-up.
 
-AUROC does not ask which class is positive; AUPRC does, the paper does not say, so both are given.  Scores of different
-folds have different scales, so where rows of several folds are ranked together (the significance tests) each fold's
-scores are first replaced by their ranks' shares within the fold.
+AUROC does not depend on which class is positive.  AUPRC does, and the paper does not say which it takes, so both are
+given.  Scores of different folds have different scales: where rows of several folds are ranked together (the
+significance tests), each fold's scores are first replaced by their relative ranks within the fold.
 """
 
 from __future__ import annotations
@@ -19,22 +19,13 @@ from service.evaluation.options import OURS
 from service.evaluation.significance import delong, paired_bootstrap
 from service.evaluation.tables import Column, Table
 from service.fitting.fit import Floats, Index
+from service.fitting.nested_cv import FoldScores
 from service.fitting.scores import auprc, risk_auroc
 
 MEASURES = ("auroc", "auprc_hallucinated", "auprc_factual")
-# The runner-up is looked for among these: the paper's baselines that read the model's states before an answer.
+# Candidates for the runner-up: the paper's baselines that read the model's states before an answer.
 BASELINES = ("iti", "fact-probe", "iris")
 RESAMPLES = 2_000
-
-
-@dataclass(frozen=True, eq=False)
-class Run:
-    """One method on one split: scores that rise with hallucination."""
-
-    seed: int
-    fold: int
-    test: Index
-    score: Floats  # [n_test]
 
 
 @dataclass(frozen=True)
@@ -49,41 +40,43 @@ class Comparison:
     p_delong: float | None  # median over seeds; None where it is not defined
 
 
-def measured(label: NDArray[np.int64], runs: Sequence[Run]) -> dict[str, dict[str, float]]:
+def measured(label: NDArray[np.int64], splits: Sequence[FoldScores]) -> dict[str, dict[str, float]]:
     """Mean and standard deviation of each measure over folds and seeds."""
-    found: dict[str, list[float]] = {name: [] for name in MEASURES}
-    for run in runs:
-        side = label[run.test]
-        found["auroc"].append(risk_auroc(side, run.score))
-        found["auprc_hallucinated"].append(auprc(side, run.score, positive=0))
-        found["auprc_factual"].append(auprc(side, run.score, positive=1))
-    return {name: {"mean": float(np.mean(values)), "std": float(np.std(values))} for name, values in found.items()}
+    by_measure: dict[str, list[float]] = {name: [] for name in MEASURES}
+    for split in splits:
+        test_label = label[split.test]
+        by_measure["auroc"].append(risk_auroc(test_label, split.score))
+        by_measure["auprc_hallucinated"].append(auprc(test_label, split.score, positive=0))
+        by_measure["auprc_factual"].append(auprc(test_label, split.score, positive=1))
+    return {name: spread(values) for name, values in by_measure.items()}
 
 
-def pooled_ranks(count: int, runs: Sequence[Run]) -> Floats:
-    """One seed's scores of all rows as shares of ranks within their fold, [n]."""
+def spread(values: Sequence[float]) -> dict[str, float]:
+    """Mean and standard deviation of one number by split, as a table's cell."""
+    return {"mean": float(np.mean(values)), "std": float(np.std(values))}
+
+
+def pooled_ranks(count: int, splits: Sequence[FoldScores], seed: int = 0) -> Floats:
+    """One seed's scores of all rows as relative ranks within their fold, [n]."""
     ranks = np.full(count, np.nan)
-    for run in runs:
-        ranks[run.test] = rankdata(run.score) / (len(run.score) + 1)
+    for split in splits:
+        if split.seed == seed:
+            ranks[split.test] = rankdata(split.score) / (len(split.score) + 1)
     return ranks
 
 
 def compare(
-    label: NDArray[np.int64], group: Index, runs: Mapping[str, Sequence[Run]], aurocs: Mapping[str, float]
+    label: NDArray[np.int64], group: Index, scores: Mapping[str, Sequence[FoldScores]], aurocs: Mapping[str, float]
 ) -> Comparison | None:
-    """None where no baseline took part."""
+    """None where no baseline was evaluated."""
     others = {name: value for name, value in aurocs.items() if name in BASELINES}
     if not others:
         return None
     other = max(others, key=lambda name: others[name])
-    seeds = sorted({run.seed for run in runs[OURS]})
-    by_seed = {
-        name: [pooled_ranks(len(label), [run for run in runs[name] if run.seed == seed]) for seed in seeds]
-        for name in (OURS, other)
-    }
-    pairs = zip(by_seed[OURS], by_seed[other], strict=True)
-    p_values = [p for a, b in pairs if (p := delong(label, a, b).p_value) is not None]
-    drawn = paired_bootstrap(label, by_seed[OURS][0], by_seed[other][0], group, RESAMPLES, 0)
+    seeds = sorted({split.seed for split in scores[OURS]})
+    pairs = [[pooled_ranks(len(label), scores[name], seed) for name in (OURS, other)] for seed in seeds]
+    p_values = [p for ours, theirs in pairs if (p := delong(label, ours, theirs).p_value) is not None]
+    drawn = paired_bootstrap(label, pairs[0][0], pairs[0][1], group, RESAMPLES, 0)
     return Comparison(
         other, drawn.difference, drawn.low, drawn.high, drawn.p_value, float(np.median(p_values)) if p_values else None
     )
@@ -102,7 +95,7 @@ def rows_of(
     title: str, titles: Mapping[str, str], measures: Mapping[str, Mapping[str, dict[str, float]]]
 ) -> list[dict[str, Any]]:
     """The main table's rows of one set, methods in the order of ``measures``."""
-    return [{"set": title, "method": titles[name], **found} for name, found in measures.items()]
+    return [{"set": title, "method": titles[name], **cells} for name, cells in measures.items()]
 
 
 def main_table(rows: Sequence[Mapping[str, Any]], notes: Sequence[str]) -> Table:

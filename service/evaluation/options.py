@@ -1,4 +1,4 @@
-"""Every choice of an evaluation, documented where it is declared.  Knows no engine and no file format."""
+"""Every choice of an evaluation, documented where it is declared."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Source:
 
 @dataclass(frozen=True)
 class EvaluateOptions:
-    """One evaluation.  Raises TrainingError where a value makes no sense, before anything is loaded."""
+    """One evaluation.  Raises TrainingError for an invalid value, before anything is loaded."""
 
     sources: tuple[Source, ...]
     out: Path
@@ -53,7 +53,7 @@ class EvaluateOptions:
     jobs: int = 0  # processes for the fits; 0: all cores
 
     def __post_init__(self) -> None:
-        """Check names and ranges; types are the type checker's business."""
+        """Check names and ranges; types are checked by the type checker."""
         for name in self.methods:
             if name not in NAMES:
                 raise TrainingError(f"no method {name!r}; there are {', '.join(NAMES)}", param="methods")
@@ -66,7 +66,8 @@ class EvaluateOptions:
                 raise TrainingError(f"{field} must be at least {least}, not {getattr(self, field)}", param=field)
         if self.judge == "openai":
             raise TrainingError(
-                "an endpoint cannot be named here: give labels in the rows, or another judge", param="judge"
+                "the openai judge needs an endpoint, which cannot be set here: give labels or another judge",
+                param="judge",
             )
         if self.c is not None and not self.c > 0:
             raise TrainingError(f"c must be positive, not {self.c}", param="c")

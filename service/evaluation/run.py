@@ -1,7 +1,7 @@
-"""One evaluation, top to bottom: sets -> rows -> readouts -> splits -> methods -> tables -> report.
+"""One evaluation, top to bottom: data sets -> rows -> readouts -> splits -> methods -> main table.
 
-Everything that takes long is kept in the run's folder as soon as it is there: readouts batch by batch, each method's
-scores split by split.  The same command goes on where a killed one stopped.  Parses no command line.
+Slow results are kept in the run's folder as soon as they exist: readouts batch by batch, each method's scores split by
+split.  The same command continues a killed run.
 """
 
 from __future__ import annotations
@@ -20,15 +20,17 @@ from service.data.run_folder import claim, locked
 from service.engines.base import Engine, ModelIdentity
 from service.engines.checks import beyond_onset
 from service.errors import EngineError, NoDirection, TrainingError
-from service.evaluation.gather import Gathered, answers_path, gather, read_rows, that_fit
-from service.evaluation.main_table import MEASURES, Run, compare, main_table, measured, rows_of
-from service.evaluation.methods import METHODS
-from service.evaluation.methods.base import Material
+from service.evaluation.main_table import MEASURES, compare, main_table, measured, rows_of
+from service.evaluation.methods import METHODS, fit_method
+from service.evaluation.methods.base import MethodInputs
 from service.evaluation.options import OURS, RESIDUAL, EvaluateOptions
-from service.evaluation.set_run import SetRun
-from service.evaluation.splits import Split, kept, kept_split, outer_splits, pooled_depth_mean, residual_split
+from service.evaluation.prepare import PreparedSet, answers_path, prepare_set, read_rows, within_context
+from service.evaluation.set_result import SetResult
+from service.evaluation.splits import Split, kept, kept_split, outer_splits, pooled_depth_mean, residual_depth_mean
 from service.evaluation.tables import Table
 from service.fitting.fit import Floats, Readouts
+from service.fitting.folds import OuterFold
+from service.fitting.nested_cv import nested_cv
 from service.prompts import PromptFormat, default_prompt_format
 from service.readout import Pooling, Site
 from service.risk import depth_mean
@@ -38,30 +40,30 @@ TITLES = {OURS: "HalluTracer (depth mean)", RESIDUAL: "Residual-stream depth mea
 
 
 @dataclass(frozen=True, eq=False)
-class Result:
-    """What a report is written from."""
+class EvaluationResult:
+    """All that a report is written from."""
 
     options: EvaluateOptions
     identity: ModelIdentity
-    runs: tuple[SetRun, ...]
+    sets: tuple[SetResult, ...]
     main: Table
     subsets: Table | None
-    titles: dict[str, str]  # of the methods
+    titles: dict[str, str]  # method -> its title
     seconds: float
 
 
-def evaluate(options: EvaluateOptions, engine_factory: Callable[[], Engine], *, console: Console) -> Result:
-    """Evaluate every method on every set; the paper suite also keeps what its other tables need.
+def evaluate(options: EvaluateOptions, engine_factory: Callable[[], Engine], *, console: Console) -> EvaluationResult:
+    """Evaluate every method on every set; the paper suite also keeps what the paper's other tables need.
 
     Raises:
-        DataError: rows of a set are at fault.
+        DataError: a set has invalid rows.
         RunMismatch: the folder belongs to another run.
-        TrainingError, NoDirection: the rows do not carry the fits under these options.
+        TrainingError, NoDirection: the rows are too few, or carry too little signal, for these options.
     """
     begun = time.monotonic()
     rows = [read_rows(source, options) for source in options.sources]
-    for one in rows:
-        console.print(f"{one.name}: {len(one.dataset)} rows of {one.title}")
+    for set_rows in rows:
+        console.print(f"{set_rows.name}: {len(set_rows.dataset)} rows of {set_rows.title}")
     options.out.mkdir(parents=True, exist_ok=True)
     with locked(options.out):
         engine = engine_factory()
@@ -72,32 +74,29 @@ def evaluate(options: EvaluateOptions, engine_factory: Callable[[], Engine], *, 
             poolings = _poolings(engine, options, console)
             if options.skip_long:
                 rows = [
-                    that_fit(engine, one, options.out / "sets" / one.name, options.folds, prompt_format) for one in rows
+                    within_context(engine, set_rows, options.out / "sets" / set_rows.name, options.folds, prompt_format)
+                    for set_rows in rows
                 ]
-            gathered = [gather(engine, one, options, prompt_format, poolings) for one in rows]
+            prepared = [prepare_set(engine, set_rows, options, prompt_format, poolings) for set_rows in rows]
             identity = engine.identity
-            gathered = [_with_halluguard(engine, one, options) for one in gathered]
+            prepared = [_with_halluguard(engine, one_set, options) for one_set in prepared]
         finally:
             engine.close()
-        runs = [_evaluate_set(one, options) for one in gathered]
-        found: list[dict[str, Any]] = []
-        titles = TITLES | {name: METHODS[name]().title for name in options.methods if name in METHODS}
-        for run in runs:
-            found += rows_of(run.title, titles, {name: measured(run.label, run.runs[name]) for name in options.methods})
-        subsets = _subsets(gathered, options, titles) if options.per_subset else None
-    return Result(
-        options,
-        identity,
-        tuple(runs),
-        main_table(found, _notes(runs, titles)),
-        subsets,
-        titles,
-        time.monotonic() - begun,
-    )
+        sets = [_evaluate_set(one_set, options) for one_set in prepared]
+        titles = TITLES | METHODS
+        table_rows = [row for result in sets for row in rows_of(result.title, titles, _measures(result))]
+        subsets = _subsets(prepared, options, titles) if options.per_subset else None
+    main = main_table(table_rows, _notes(sets, titles))
+    return EvaluationResult(options, identity, tuple(sets), main, subsets, titles, time.monotonic() - begun)
+
+
+def _measures(result: SetResult) -> dict[str, dict[str, dict[str, float]]]:
+    """Method -> measure -> mean and standard deviation."""
+    return {method: measured(result.label, scores) for method, scores in result.scores.items()}
 
 
 def _poolings(engine: Engine, options: EvaluateOptions, console: Console) -> tuple[Pooling, ...]:
-    """The readout positions of the paper suite; none where the engine reads the last position alone, which is said."""
+    """The readout positions of the paper suite; none, and a message, where the engine reads the last position only."""
     if options.suite != "paper":
         return ()
     try:
@@ -108,132 +107,127 @@ def _poolings(engine: Engine, options: EvaluateOptions, console: Console) -> tup
     return tuple(Pooling)
 
 
-def _with_halluguard(engine: Engine, gathered: Gathered, options: EvaluateOptions) -> Gathered:
-    """HalluGuard needs the answer and the model: its scores are computed while the model is there, and kept."""
+def _with_halluguard(engine: Engine, prepared: PreparedSet, options: EvaluateOptions) -> PreparedSet:
+    """Add HalluGuard's scores, which need the loaded model; they are kept in the run's folder."""
     if "halluguard" not in options.methods:
-        return gathered
-    path = answers_path(options, gathered.rows.name)
+        return prepared
+    path = answers_path(options, prepared.rows.name)
     if not path.exists():
         from service.evaluation.methods.halluguard import halluguard_scores
 
-        prompts = [gathered.prompts.prompts.of(int(row)) for row in gathered.index]
-        scores = halluguard_scores(engine, prompts, gathered.rows.max_new_tokens)
+        prompts = [prepared.prompts.prompts.of(int(row)) for row in prepared.index]
+        scores = halluguard_scores(engine, prompts, prepared.rows.max_new_tokens)
         with path.with_suffix(".part").open("wb") as file:
             np.save(file, scores)
         path.with_suffix(".part").replace(path)
-    return replace(gathered, material=replace(gathered.material, halluguard=np.load(path, allow_pickle=False)))
+    return replace(prepared, inputs=replace(prepared.inputs, halluguard=np.load(path, allow_pickle=False)))
 
 
-def _evaluate_set(gathered: Gathered, options: EvaluateOptions, *, only_main: bool = False, name: str = "") -> SetRun:
-    """All splits, all methods of one set."""
-    material = gathered.material
-    folder = options.out / "sets" / gathered.rows.name / "fits" / name if name else (
-        options.out / "sets" / gathered.rows.name / "fits" / "pooled"
-    )  # fmt: skip
-    claim(folder, _fingerprint(gathered, options))
-    outer = outer_splits(material, options)
-    paper = options.suite == "paper" and not only_main
-    poolings = [pooling for site, pooling in gathered.pooled if site is Site.ATTENTION_HEAD] if paper else []
+def _evaluate_set(prepared: PreparedSet, options: EvaluateOptions, *, subset: str = "") -> SetResult:
+    """All splits and methods of one set; of a subset the main table's numbers only."""
+    inputs = prepared.inputs
+    folder = options.out / "sets" / prepared.rows.name / "fits" / (subset or "pooled")
+    claim(folder, _fingerprint(prepared, options))
+    outer = outer_splits(inputs, options)
+    paper = options.suite == "paper" and not subset
+    site = Site.ATTENTION_HEAD
+    poolings = [pooling for where, pooling in prepared.pooled if where is site] if paper else []
     steps = len(outer) * len(options.methods) + (len(poolings) * options.folds if paper else 0)
     splits: list[Split] = []
-    runs: dict[str, list[Run]] = {method: [] for method in options.methods}
-    pooled: dict[tuple[Site, Pooling], list[Floats]] = {(Site.ATTENTION_HEAD, one): [] for one in poolings}
-    with tqdm(total=steps, desc=name or gathered.rows.name, unit="fit", mininterval=1) as bar:
-        for seed, fold, train, test in outer:
-            split = kept_split(folder / OURS, material, seed, fold, train, test, options)
-            splits.append(split)
-            for method in options.methods:
-                bar.set_postfix_str(f"seed {seed} fold {fold} {method}", refresh=False)
-                score = _score(folder, method, material, split, options)
-                runs[method].append(Run(seed, fold, test, score))
-                bar.update()
-            for pooling in poolings if seed == 0 else []:
-                site = Site.ATTENTION_HEAD
-                path = folder / f"pooling-{pooling}" / f"fold{fold}.npz"
-                pooled[site, pooling].append(_pooled(path, gathered.pooled[site, pooling], split, options))
-                bar.update()
-    aurocs = {method: measured(material.label, found)["auroc"]["mean"] for method, found in runs.items()}
-    comparison = None if only_main else compare(material.label, material.group, runs, aurocs)
-    return SetRun(gathered, splits, runs, comparison, pooled)
+    pooled: dict[tuple[Site, Pooling], list[Floats]] = {(site, pooling): [] for pooling in poolings}
+
+    def fit(fold: OuterFold) -> dict[str, Floats]:
+        split = kept_split(folder / OURS, inputs, *fold, options)
+        splits.append(split)
+        of_fold = {}
+        for method in options.methods:
+            bar.set_postfix_str(f"seed {fold.seed} fold {fold.fold} {method}", refresh=False)
+            of_fold[method] = _score(folder, method, inputs, split, options)
+            bar.update()
+        for pooling in poolings if fold.seed == 0 else []:
+            path = folder / f"pooling-{pooling}" / f"fold{fold.fold}.npz"
+            pooled[site, pooling].append(_pooled(path, prepared.pooled[site, pooling], split, options))
+            bar.update()
+        return of_fold
+
+    with tqdm(total=steps, desc=subset or prepared.rows.name, unit="fit", mininterval=1) as bar:
+        scores = nested_cv(outer, fit)
+    result = SetResult(prepared, splits, scores, None, pooled)
+    if subset:
+        return result
+    aurocs = {method: measures["auroc"]["mean"] for method, measures in _measures(result).items()}
+    return replace(result, comparison=compare(inputs.label, inputs.group, scores, aurocs))
 
 
 def _pooled(path: Path, readouts: Readouts, split: Split, options: EvaluateOptions) -> Floats:
-    """Depth means of the test side from another pooling, kept."""
-    found = kept(path, lambda: {"score": pooled_depth_mean(readouts, split, options)})
-    return np.asarray(found["score"], np.float64)
+    """Depth means of the test side from another pooling, kept on disk."""
+    arrays = kept(path, lambda: {"score": pooled_depth_mean(readouts, split, options)})
+    return np.asarray(arrays["score"], np.float64)
 
 
-def _score(folder: Path, method: str, material: Material, split: Split, options: EvaluateOptions) -> Floats:
-    """Scores of the test side that rise with hallucination, kept."""
+def _score(folder: Path, method: str, inputs: MethodInputs, split: Split, options: EvaluateOptions) -> Floats:
+    """Scores of the test side that rise with hallucination, kept on disk."""
     if method == OURS:
         return -depth_mean(split.test_trajectory)
 
     def make() -> dict[str, NDArray[np.generic]]:
         if method == RESIDUAL:
-            return {"score": -residual_split(material, split, options)[0]}
-        made = METHODS[method](options.jobs or None)
-        return {"score": made.fit(material, split.train, split.test, split.seed).test}
+            return {"score": -residual_depth_mean(inputs, split, options)}
+        return {"score": fit_method(method, inputs, split.train, split.test, split.seed, options.jobs or None)}
 
-    found = kept(folder / method / f"seed{split.seed}-fold{split.fold}.npz", make)
-    return np.asarray(found["score"], np.float64)
+    arrays = kept(folder / method / f"seed{split.seed}-fold{split.fold}.npz", make)
+    return np.asarray(arrays["score"], np.float64)
 
 
-def _fingerprint(gathered: Gathered, options: EvaluateOptions) -> dict[str, Any]:
-    """What kept fits depend on, beside the readouts' own folder."""
-    material = gathered.material
+def _fingerprint(prepared: PreparedSet, options: EvaluateOptions) -> dict[str, Any]:
+    """What kept fits depend on, besides the readouts."""
+    inputs = prepared.inputs
     return {
-        "data": gathered.rows.dataset.digest,
-        "judge": asdict(gathered.rows.judge) | {"api_key": ""},
-        "rows": len(material.label),
-        "factual": int(material.label.sum()),
+        "data": prepared.rows.dataset.digest,
+        "judge": asdict(prepared.rows.judge) | {"api_key": ""},
+        "rows": len(inputs.label),
+        "factual": int(inputs.label.sum()),
         "folds": options.folds,
         "inner_folds": options.inner_folds,
         "c": options.c if options.c is not None else list(options.c_grid),
     }
 
 
-def _subsets(gathered: Sequence[Gathered], options: EvaluateOptions, titles: dict[str, str]) -> Table | None:
-    """The main table inside each sub-dataset, probes and all: the mean over those that carry the folds."""
-    found: list[dict[str, Any]] = []
+def _subsets(sets: Sequence[PreparedSet], options: EvaluateOptions, titles: dict[str, str]) -> Table | None:
+    """The main table inside each sub-dataset, probes included: the mean over those that have rows for the folds."""
+    table_rows: list[dict[str, Any]] = []
     notes: list[str] = []
-    for one in gathered:
-        kinds = sorted(set(one.kind.tolist()) - {""})
+    for prepared in sets:
+        kinds = sorted(set(prepared.kind.tolist()) - {""})
         if len(kinds) < 2:
             continue
-        measures: dict[str, list[dict[str, dict[str, float]]]] = {method: [] for method in options.methods}
-        counted = []
+        measures: list[dict[str, dict[str, dict[str, float]]]] = []
         for kind in kinds:
-            rows = np.flatnonzero(one.kind == kind)
+            rows = np.flatnonzero(prepared.kind == kind)
             try:
-                run = _evaluate_set(one.subset(rows), options, only_main=True, name=f"subset-{_slug(kind)}")
+                result = _evaluate_set(prepared.subset(rows), options, subset=f"subset-{_slug(kind)}")
+                measures.append(_measures(result))
             except (TrainingError, NoDirection) as error:
-                notes.append(f"{one.rows.name}/{kind} is left out: {error}")
-                continue
-            counted.append(kind)
-            for method in options.methods:
-                measures[method].append(measured(run.label, run.runs[method]))
-        if counted:
+                notes.append(f"{prepared.rows.name}/{kind} is left out: {error}")
+        if measures:
             mean = {
                 method: {
-                    name: {"mean": float(np.mean([part[name]["mean"] for part in parts])),
-                           "std": float(np.mean([part[name]["std"] for part in parts]))}
+                    name: {part: float(np.mean([one[method][name][part] for one in measures]))
+                           for part in ("mean", "std")}
                     for name in MEASURES
                 }
-                for method, parts in measures.items()
+                for method in options.methods
             }  # fmt: skip
-            found += rows_of(f"{one.rows.name}, mean of {len(counted)} sub-datasets", titles, mean)
-    if not found:
+            table_rows += rows_of(f"{prepared.rows.name}, mean of {len(measures)} sub-datasets", titles, mean)
+    if not table_rows:
         return None
-    table = main_table(found, notes)
-    return Table(
+    return replace(
+        main_table(table_rows, notes),
         name="subsets",
+        label="",
         title="The same, trained and tested inside each sub-dataset",
-        columns=table.columns,
-        rows=table.rows,
         caption="Means over sub-datasets of the mean and of the standard deviation over folds and seeds.  The paper "
         "does not say whether its folds are pooled or per sub-dataset.",
-        notes=notes,
-        block="set",
     )
 
 
@@ -241,22 +235,22 @@ def _slug(kind: str) -> str:
     return "".join(char if char.isalnum() else "-" for char in kind.lower())
 
 
-def _notes(runs: Sequence[SetRun], titles: dict[str, str]) -> list[str]:
+def _notes(sets: Sequence[SetResult], titles: dict[str, str]) -> list[str]:
     notes = []
-    for run in runs:
-        label, rows = run.label, run.gathered.rows
-        left = ", ".join(f"{count} {why}" for why, count in run.gathered.left_out.items())
+    for result in sets:
+        label, rows = result.label, result.prepared.rows
+        left = ", ".join(f"{count} {why}" for why, count in result.prepared.left_out.items())
         notes.append(
-            f"{run.title}: {rows.title}; {len(label)} rows, {int((1 - label).sum())} hallucinated, "
-            f"{len(np.unique(run.group))} groups" + (f"; left out: {left}" if left else "")
+            f"{result.title}: {rows.title}; {len(label)} rows, {int((1 - label).sum())} hallucinated, "
+            f"{len(np.unique(result.group))} groups" + (f"; left out: {left}" if left else "")
         )
-        notes += [f"{run.title}: {note}" for note in rows.notes]
-        if run.comparison is not None:
-            c = run.comparison
+        notes += [f"{result.title}: {note}" for note in rows.notes]
+        if result.comparison is not None:
+            c = result.comparison
             delong = "" if c.p_delong is None else f", DeLong p = {c.p_delong:.2g} (median over seeds)"
             notes.append(
-                f"{run.title}: HalluTracer over the runner-up ({titles[c.runner_up]}): AUROC {100 * c.difference:+.1f} "
-                f"points [{100 * c.low:+.1f}, {100 * c.high:+.1f}], "
+                f"{result.title}: HalluTracer over the runner-up ({titles[c.runner_up]}): AUROC "
+                f"{100 * c.difference:+.1f} points [{100 * c.low:+.1f}, {100 * c.high:+.1f}], "
                 f"bootstrap over groups p = {c.p_bootstrap:.2g}{delong}"
             )
     return notes

@@ -1,7 +1,7 @@
-"""Is one risk's AUROC larger than another's on the same rows?  Knows labels, risks and groups only.
+"""Is one risk's AUROC larger than another's on the same rows?
 
-``delong`` takes every row for independent; where rows come in groups (several statements of one entity) it finds too
-much, and ``paired_bootstrap`` over whole groups is the one to report.  Risks rise with hallucination; label 1 is
+``delong`` assumes independent rows; where rows come in groups (several statements of one entity) its p-values are too
+small, and ``paired_bootstrap`` over whole groups is the one to report.  Risks rise with hallucination; label 1 is
 factual.
 """
 
@@ -22,7 +22,7 @@ COVERAGE = 0.95  # of the bootstrap interval
 
 
 class DeLong(NamedTuple):
-    """Two correlated AUROCs.  ``z`` and ``p_value`` are None where the variance cannot be had: see ``delong``."""
+    """Two correlated AUROCs.  ``z`` and ``p_value`` are None where the variance is undefined: see ``delong``."""
 
     auc_a: float
     auc_b: float
@@ -87,22 +87,22 @@ def paired_bootstrap(
     whole = np.ones(len(member))
     point = _weighted_auroc(hallucinated, level_a, whole) - _weighted_auroc(hallucinated, level_b, whole)
     rng = np.random.default_rng(seed)
-    found: list[float] = []
+    differences: list[float] = []
     for _ in range(resamples):
         drawn = np.bincount(rng.integers(0, len(names), len(names)), minlength=len(names))
         weight = drawn[member].astype(np.float64)
         bad = weight @ hallucinated
         if 0 < bad < weight.sum():
-            found.append(
+            differences.append(
                 _weighted_auroc(hallucinated, level_a, weight) - _weighted_auroc(hallucinated, level_b, weight)
             )
-    if len(found) < resamples / 2:
+    if len(differences) < resamples / 2:
         raise TrainingError(
-            f"only {len(found)} of {resamples} resamples of {len(names)} groups had both classes: add groups of the "
-            "rarer class"
+            f"only {len(differences)} of {resamples} resamples of {len(names)} groups had both classes: "
+            "add groups of the rarer class"
         )
-    # Differences of sums in another order: what is zero on paper must count as zero.
-    values = np.where(np.abs(found) < 1e-12, 0.0, found)
+    # Differences of sums in another order: rounding must not turn an exact zero into a sign.
+    values = np.where(np.abs(differences) < 1e-12, 0.0, differences)
     shares = [(1 + int(np.sum(side))) / (1 + len(values)) for side in (values <= 0, values >= 0)]
     tail = (1.0 - COVERAGE) / 2
     low, high = np.quantile(values, [tail, 1.0 - tail])

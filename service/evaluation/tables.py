@@ -1,7 +1,6 @@
-"""A table as data: what the report, the Markdown file and the JSON file all say.  Computes nothing.
+"""A table as data, from which the HTML page, the Markdown file and the JSON file are written.
 
-Every table of a run is one of these, named after the paper's label where it has one, so that it can be put beside the
-published numbers (``published``).
+A table carries the paper's label where it has one, so that the published numbers can be shown beside it.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ Cell = str | int | float | None | Mapping[str, float]  # a mapping is {"mean": x
 
 @dataclass(frozen=True)
 class Column:
-    """One column: the key in each row, what stands above it, and how its cells are written.
+    """One column: the key in each row, its heading, and how its cells are written.
 
     number: ``digits`` decimals; percent: a share of 1 written as 12.3; p_value: two digits, "< 0.001" below.
     higher: whether a larger value is better (the best is set in bold), None where neither is.

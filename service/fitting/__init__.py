@@ -1,1 +1,1 @@
-"""From activations and labels to probes, a classifier and measured performance.  No engine, no bundle files."""
+"""From activations and labels to probes, a calibrated classifier and nested cross-validation."""

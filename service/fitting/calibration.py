@@ -1,10 +1,9 @@
-"""From probes to a risk: out-of-fold trajectories, the choice of C, the final classifier.
+"""From probes to a risk: choice of C, out-of-fold trajectories, the final classifier.
 
-The classifier must not see depth means of rows that its probes were fitted on: in-sample they are too well separated
-and the risk would be over-confident.  It is fitted on out-of-fold ones; the probes are then refitted on everything.
-What carries over is the scale: every probe has unit norm, so the depth means of a cross-fitted and of a refitted probe
-are distances along nearly the same directions, whatever the number of rows that each was fitted on.  ``scale_shift``
-measures it, and the evaluation file records it.  Knows no engine and no file of a bundle.
+Depth means of rows that the probes were fitted on are too well separated and would give an over-confident risk.  The
+classifier is therefore fitted on out-of-fold depth means, and the probes are then refitted on all rows.  The scale
+carries over because every probe has unit norm: depth means of cross-fitted and of refitted probes are distances along
+nearly the same directions.  ``scale_shift`` measures the difference, and evaluation.json records it.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ _SEARCH_LAYERS = _SEARCH_HEADS = 8
 
 @dataclass(frozen=True)
 class FitOptions:
-    """The part of the options that fits know of."""
+    """The options of the probe fits."""
 
     balance: ClassBalance
     inner_folds: int
@@ -40,7 +39,7 @@ class FitOptions:
 
 @dataclass(frozen=True, eq=False)
 class OutOfFold:
-    """Logits of rows by probes that were fitted without them, one layer of the first axis per seed."""
+    """Logits of rows by probes that were fitted without them; the first axis is the seed."""
 
     unit_norm: Floats  # [seeds, n, m]
     standardized: Floats  # [seeds, n, m] each logit over its own fold's within-class training deviation
@@ -53,7 +52,7 @@ class OutOfFold:
 
 @dataclass(frozen=True)
 class Choice:
-    """A value of C and what it was chosen by."""
+    """A value of C and the scores it was chosen by."""
 
     c: float
     auroc: dict[str, float | None]  # grid value -> out-of-fold AUROC of the depth mean; None where a layer was zero
@@ -73,14 +72,13 @@ class FinalClassifier:
 
 
 def choose_c(readouts: Readouts, group: Index, rows: Index, seed: int, options: FitOptions) -> Choice:
-    """C by inner grouped cross-validation inside ``rows``: the largest out-of-fold AUROC of the depth mean.
+    """Choose C by grouped cross-validation inside ``rows``: the largest out-of-fold AUROC of the depth mean.
 
-    What is served is the depth mean, so that is what is compared, once for all layers and heads.  At most 8 layers and
-    8 heads, evenly spaced, take part, so the search costs no more than a few fits of the whole.  Ties go to the
-    smaller C; one that leaves a layer without a direction is out.
+    At most 8 layers and 8 heads, evenly spaced, take part, so that the search costs no more than a few full fits.  Ties
+    go to the smaller C; a value that leaves a layer without a direction is excluded.
 
     Raises:
-        NoDirection: every value of the grid is out.
+        NoDirection: every value of the grid is excluded.
     """
     if options.c is not None:
         return Choice(options.c, {})
@@ -89,7 +87,7 @@ def choose_c(readouts: Readouts, group: Index, rows: Index, seed: int, options: 
     geometry, site = readouts.file.geometry, readouts.file.site
     pairs = group_folds(readouts.label, group, rows, options.inner_folds, seed, what="inner fold")
     tasks = [Task(train, test, c) for c in options.c_grid for train, test in pairs]
-    found = fit_probes(
+    results = fit_probes(
         readouts,
         tasks,
         balance=options.balance,
@@ -100,7 +98,7 @@ def choose_c(readouts: Readouts, group: Index, rows: Index, seed: int, options: 
     table: dict[str, float | None] = {}
     best: tuple[float, float] | None = None
     for place, c in enumerate(options.c_grid):
-        fits = found[place * len(pairs) : (place + 1) * len(pairs)]
+        fits = results[place * len(pairs) : (place + 1) * len(pairs)]
         table[f"{c:g}"] = None
         if any(isinstance(fit, NoDirection) for fit in fits):
             continue
@@ -112,7 +110,7 @@ def choose_c(readouts: Readouts, group: Index, rows: Index, seed: int, options: 
         if best is None or quality > best[0] + 1e-12:
             best = (quality, c)
     if best is None:
-        require(found)
+        require(results)
         raise AssertionError("unreachable: some fit had no direction")
     return Choice(best[1], table)
 
@@ -120,7 +118,7 @@ def choose_c(readouts: Readouts, group: Index, rows: Index, seed: int, options: 
 def cross_fit(
     readouts: Readouts, group: Index, rows: Index, c: float, folds: int, seeds: Sequence[int], options: FitOptions
 ) -> OutOfFold:
-    """Out-of-fold logits of ``rows`` [n], in their order, one set per seed.  Raises NoDirection, TrainingError."""
+    """Out-of-fold logits of ``rows`` [n], in their order, for each seed.  Raises NoDirection, TrainingError."""
     pairs = [
         (place, train, test)
         for place, seed in enumerate(seeds)
@@ -142,13 +140,13 @@ def cross_fit(
 def fit_classifier(signals: Floats, label: NDArray[np.integer]) -> FinalClassifier:
     """Practically unregularised logistic regression: signals [n, k], label [n] (1 factual).
 
-    Signals are standardised for the solver and the standardisation is folded into weight and intercept.  C = 1e4 on
-    standardised signals binds only where the classes are separable and the weights would be infinite.  No class
-    weights: the risk is a probability at the training data's own share of hallucinations.
+    Signals are standardised for the solver, and the standardisation is folded into weight and intercept.  C = 1e4 only
+    matters where the classes are separable and the weights would be infinite.  No class weights: the risk is a
+    probability at the training data's share of hallucinations.
     """
     mean, std = signals.mean(axis=0), signals.std(axis=0)
     std = np.where(std > 0, std, 1.0)
-    with threadpool_limits(1):  # sums in one order, whatever the number of cores
+    with threadpool_limits(1):  # one order of summation, whatever the number of cores
         model = LogisticRegression(C=1e4, tol=1e-8, max_iter=5000).fit((signals - mean) / std, label)
     weight = model.coef_[0] / std
     intercept = float(model.intercept_[0] - weight @ mean)
@@ -158,8 +156,8 @@ def fit_classifier(signals: Floats, label: NDArray[np.integer]) -> FinalClassifi
 def stacked(signals: Floats, label: NDArray[np.integer]) -> tuple[Floats, NDArray[np.integer]]:
     """Signals [seeds, n, k] and label [n] -> [seeds n, k] and [seeds n].
 
-    Stacked and not averaged over seeds: an average of several probes' depth means is less noisy than the one probe
-    that will be served, and a classifier fitted on it would be over-confident.
+    Not averaged over seeds: an average over several probes is less noisy than the one probe that is served, and a
+    classifier fitted on it would be over-confident.
     """
     return signals.reshape(-1, signals.shape[-1]), np.tile(label, len(signals))
 
@@ -175,22 +173,28 @@ def signal_matrix(trajectory: Floats, first_token: Floats, signals: Sequence[str
     return np.stack([columns[name] for name in signals], axis=-1)
 
 
-def scale_shift(out_of_fold: Floats, refit: Floats, label: NDArray[np.integer]) -> dict[str, dict[str, float]]:
-    """Depth means of cross-fitted probes [seeds, n] beside the refitted probes' [n], within each class.
+def class_statistics(trajectory: Floats, label: NDArray[np.integer]) -> tuple[Floats, Floats]:
+    """Mean and deviation by class of trajectories [seeds, n, m], each [2, m]; row 0 hallucinated, row 1 factual."""
+    by_class = [trajectory[:, label == value].reshape(-1, trajectory.shape[-1]) for value in (0, 1)]
+    return np.stack([rows.mean(axis=0) for rows in by_class]), np.stack([rows.std(axis=0) for rows in by_class])
 
-    The refitted ones are in-sample, so their class means lie further apart; the deviations within a class and the
-    middle between the classes are what the classifier's scale and offset rest on.
+
+def scale_shift(out_of_fold: Floats, refit: Floats, label: NDArray[np.integer]) -> dict[str, dict[str, float]]:
+    """Mean and deviation by class of cross-fitted depth means [seeds, n] and of refitted ones [n].
+
+    The refitted ones are in-sample, so their class means lie further apart.  The classifier's scale and offset depend
+    on the within-class deviations and on the midpoint between the classes.
     """
-    found = {}
+    table = {}
     for name, value in (("hallucinated", 0), ("factual", 1)):
         crossed, again = out_of_fold[:, label == value], refit[label == value]
-        found[name] = {
+        table[name] = {
             "cross_fitted_mean": float(crossed.mean()),
             "refitted_mean": float(again.mean()),
             "cross_fitted_std": float(crossed.std()),
             "refitted_std": float(again.std()),
         }
-    return found
+    return table
 
 
 def refit(readouts: Readouts, rows: Index, test: Index, c: float, options: FitOptions) -> ProbeFit:

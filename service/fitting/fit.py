@@ -1,8 +1,7 @@
 """Probes: standardise, fit, select a head per layer, map to raw space, divide by the norm (App. probe-training).
 
-Fits run in processes: each reads one layer at a time from the rows file and of it one head's columns, which ``solver``
-fits for all partitions and all values of C together (at the residual stream the head is the whole slice, and fits are
-scikit-learn's).  Knows no engine, no folds and no classifier.
+Each process reads one layer at a time and of it one head's columns, which ``solver`` fits for all partitions and all
+values of C together.  At the residual stream the one head is the whole activation and scikit-learn fits it.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, Literal
 
 import numpy as np
@@ -22,7 +20,7 @@ from threadpoolctl import threadpool_limits
 
 from service.data.run_folder import RowsFile
 from service.errors import NoDirection
-from service.fitting.options import ClassBalance
+from service.fitting.options import ClassBalance, LogitScale
 from service.fitting.scores import auroc
 from service.fitting.solver import CONSTANT, one_torch_thread, solve
 from service.readout import Site
@@ -36,20 +34,20 @@ _HAS_PENALTY = inspect.signature(LogisticRegression).parameters["penalty"].defau
 
 @dataclass(frozen=True, eq=False)
 class Readouts:
-    """The labelled rows of one site: row i is row ``index[i]`` of the file."""
+    """The labelled activations of one site: row i is row ``index[i]`` of the file."""
 
     file: RowsFile
     index: Index  # [n]
     label: NDArray[np.int64]  # [n] 1 factual, 0 hallucinated
 
     def subset(self, rows: NDArray[np.integer]) -> Readouts:
-        """The same file, only these rows."""
+        """The same file, restricted to these rows."""
         return Readouts(self.file, self.index[rows], self.label[rows])
 
 
 @dataclass(frozen=True, eq=False)
 class Task:
-    """One partition to fit on and the rows whose logits are wanted, as positions in ``Readouts``."""
+    """One fit: training rows and rows to score, as positions in ``Readouts``."""
 
     train: Index
     test: Index
@@ -57,48 +55,35 @@ class Task:
 
 
 @dataclass(frozen=True, eq=False)
-class LayerProbe:
-    """The selected probe of one layer: L_l = direction . a + bias (Eq. logit)."""
+class HeadProbe:
+    """One head's probe of one partition: L = direction . a + bias (Eq. logit)."""
 
-    layer: int
     head: int
     direction: Floats  # [d] unit norm, raw activation space
     bias: float
-    scale: float  # pooled within-class standard deviation of L_l on the training partition
-    auroc: float  # on the training partition; what selected the head
+    scale: float  # pooled within-class standard deviation of L on the training rows
+    auroc: float  # on the training rows; selects the head
 
 
 @dataclass(frozen=True, eq=False)
 class ProbeFit:
-    """All layers' probes of one partition, and the logits of its test rows."""
+    """The selected probes of all m layers for one partition, and the logits of its test rows."""
 
-    layers: tuple[LayerProbe, ...]
-    trajectory: Floats  # [n_test, m] unit-norm logits of ``Task.test``
+    head: NDArray[np.int32]  # [m]
+    direction: Floats  # [m, d] unit norm
+    bias: Floats  # [m]
+    scale: Floats  # [m] within-class standard deviations of the training logits
+    auroc: Floats  # [m] on the training rows
+    trajectory: Floats  # [n_test, m] unit-norm logits
 
-    @cached_property
-    def head(self) -> NDArray[np.int32]:
-        """Selected heads, [m]."""
-        return np.array([probe.head for probe in self.layers], np.int32)
+    def scaled(self, scale: LogitScale) -> Floats:
+        """The trajectories under one rule, [n_test, m]."""
+        return self.trajectory if scale == "unit_norm" else self.trajectory / self.scale
 
-    @cached_property
-    def direction(self) -> Floats:
-        """Unit directions, [m, d]."""
-        return np.stack([probe.direction for probe in self.layers])
-
-    @cached_property
-    def bias(self) -> Floats:
-        """Biases, [m]."""
-        return np.array([probe.bias for probe in self.layers])
-
-    @cached_property
-    def scale(self) -> Floats:
-        """Within-class training standard deviations, [m]; the divisors under ``standardized``."""
-        return np.array([probe.scale for probe in self.layers])
-
-    @cached_property
+    @property
     def best_layer(self) -> int:
-        """The layer of the single best head by training AUROC, ties to the lowest: the ITI rule."""
-        return int(np.argmax([probe.auroc for probe in self.layers]))
+        """The layer of the single best head by training AUROC, ties to the lowest (the ITI rule)."""
+        return int(np.argmax(self.auroc))
 
 
 def fit_head(
@@ -121,18 +106,18 @@ def fit_head(
     partition = np.array([number[name] for name in names])
     c = np.array([task.c for task in tasks])
     rows = np.ascontiguousarray(x, np.float32)[None]
-    found = solve(rows, label, weight, partition, c)
+    solution = solve(rows, label, weight, partition, c)
     return [
         (direction, float(bias)) if np.any(direction) else None
-        for direction, bias in zip(found.weight[0], found.intercept[0], strict=True)
+        for direction, bias in zip(solution.weight[0], solution.intercept[0], strict=True)
     ]
 
 
 def standardise(x: NDArray[np.floating]) -> tuple[Floats, Floats, Floats]:
-    """x [n, d] by its own mean and deviation (Eq. standardize), a float64 copy; mean and deviation [d].
+    """Standardise x [n, d] (Eq. standardize): a float64 copy, its mean [d] and deviation [d].
 
-    A constant column becomes zeros and has the deviation 1: its computed one is rounding, not zero, and divided by it,
-    it would become a feature of noise.
+    A constant column becomes zeros with deviation 1: its computed deviation is rounding error, and dividing by it would
+    make a feature of noise.
     """
     z = x.astype(np.float64)
     mean = z.mean(axis=0)
@@ -146,12 +131,12 @@ def standardise(x: NDArray[np.floating]) -> tuple[Floats, Floats, Floats]:
 
 
 def penalty(kind: Literal["l1", "l2"]) -> dict[str, Any]:
-    """scikit-learn's argument for it, which 1.8 renamed."""
+    """scikit-learn's keyword argument for a penalty, renamed in 1.8."""
     return {"penalty": kind} if _HAS_PENALTY else {"l1_ratio": 1.0 if kind == "l1" else 0.0}
 
 
 def row_weights(label: NDArray[np.integer], balance: ClassBalance) -> Floats:
-    """What each training row counts, [n]: classes even out, by weights or by leaving rows of the larger class out."""
+    """Weights of the training rows, [n], that balance the classes; ``downsample`` zeroes rows of the larger one."""
     if balance == "downsample":
         kept = np.zeros(len(label))
         kept[_downsample(label)] = 1.0
@@ -163,14 +148,14 @@ def row_weights(label: NDArray[np.integer], balance: ClassBalance) -> Floats:
 def _ridge(
     x: NDArray[np.floating], label: NDArray[np.integer], c: float, balance: ClassBalance
 ) -> tuple[Floats, float] | None:
-    """The residual stream's L2 probe of one partition."""
+    """The residual stream's L2 probe of one partition, not yet divided by its norm."""
     if balance == "downsample":
         kept = _downsample(label)
         x, label = x[kept], label[kept]
     z, mean, std = standardise(x)
     weight = row_weights(label, "weights")
     weights = {value: float(weight[label == value][0]) for value in (0, 1)} if balance == "weights" else None
-    # Rows were checked when they were collected; checking them again costs as much as a small fit.
+    # Rows were checked on collection; checking them again costs as much as a small fit.
     with config_context(assume_finite=True, skip_parameter_validation=True):
         model = LogisticRegression(C=c, class_weight=weights, max_iter=5000, **penalty("l2")).fit(z, label)
     raw = model.coef_[0] / std
@@ -186,10 +171,10 @@ def fit_probes(
     layers: Sequence[int] | None = None,
     heads: Sequence[int] | None = None,
 ) -> list[ProbeFit | NoDirection]:
-    """One ProbeFit per task, over all layers and heads or those given; each layer is read once for all tasks.
+    """One ProbeFit per task, over all or the given layers and heads; each layer is read once for all tasks.
 
-    A task with a layer whose every probe is zero gives a NoDirection instead, not raised, since a search over C may
-    go on without it; ``require`` raises it.
+    Where every probe of a layer is zero, the task's result is a NoDirection: returned, since a search over C may
+    continue without it; ``require`` raises it.
     """
     geometry, site = readouts.file.geometry, readouts.file.site
     layers = range(geometry.num_layers) if layers is None else layers
@@ -198,28 +183,40 @@ def fit_probes(
     chunks = [[int(head) for head in chunk] for chunk in np.array_split(np.asarray(heads), pieces)]
     items = [(layer, chunk) for layer in layers for chunk in chunks]
     if jobs == 1 or len(items) == 1:
-        found = [_fit_layer(readouts, tasks, layer, chunk, balance) for layer, chunk in items]
+        best = [_fit_layer(readouts, tasks, layer, chunk, balance) for layer, chunk in items]
     else:
         with parallel_config(backend="loky", n_jobs=jobs, inner_max_num_threads=1):
-            found = Parallel()(delayed(_fit_layer)(readouts, tasks, layer, chunk, balance) for layer, chunk in items)
+            best = Parallel()(delayed(_fit_layer)(readouts, tasks, layer, chunk, balance) for layer, chunk in items)
     results: list[ProbeFit | NoDirection] = []
     for number, task in enumerate(tasks):
         chosen = []
         for place, layer in enumerate(layers):
-            candidates = [found[place * pieces + piece][number] for piece in range(pieces)]
-            best = max((one for one in candidates if one is not None), key=lambda one: one[0].auroc, default=None)
-            if best is None:
+            pairs = (best[place * pieces + piece][number] for piece in range(pieces))
+            candidates = [pair for pair in pairs if pair is not None]
+            if not candidates:
                 results.append(_no_direction(layer, task, len(heads), site))
                 break
-            chosen.append(best)
+            chosen.append(max(candidates, key=lambda pair: pair[0].auroc))  # ties stay with the lower head
         else:
-            trajectory = np.stack([logits for _, logits in chosen], axis=1)
-            results.append(ProbeFit(tuple(probe for probe, _ in chosen), trajectory))
+            results.append(_stack(chosen))
     return results
 
 
+def _stack(layers: Sequence[tuple[HeadProbe, Floats]]) -> ProbeFit:
+    """The selected probes, with their test logits, as arrays over layers."""
+    probes = [probe for probe, _ in layers]
+    return ProbeFit(
+        np.array([probe.head for probe in probes], np.int32),
+        np.stack([probe.direction for probe in probes]),
+        np.array([probe.bias for probe in probes]),
+        np.array([probe.scale for probe in probes]),
+        np.array([probe.auroc for probe in probes]),
+        np.stack([logits for _, logits in layers], axis=1),
+    )
+
+
 def require(results: Sequence[ProbeFit | NoDirection]) -> list[ProbeFit]:
-    """The fits, or the first NoDirection raised."""
+    """The fits.  Raises the first NoDirection."""
     fits = []
     for result in results:
         if isinstance(result, NoDirection):
@@ -230,19 +227,19 @@ def require(results: Sequence[ProbeFit | NoDirection]) -> list[ProbeFit]:
 
 def _fit_layer(
     readouts: Readouts, tasks: Sequence[Task], layer: int, heads: Sequence[int], balance: ClassBalance
-) -> list[tuple[LayerProbe, Floats] | None]:
+) -> list[tuple[HeadProbe, Floats] | None]:
     """The best of ``heads`` at one layer for each task, with its test logits; None where all are zero."""
     dim = readouts.file.geometry.dim(readouts.file.site)
     slab = readouts.file.layer(layer)
-    best: list[tuple[LayerProbe, Floats] | None] = [None] * len(tasks)
-    with threadpool_limits(1), one_torch_thread():  # sums in one order, whatever the number of cores
+    best: list[tuple[HeadProbe, Floats] | None] = [None] * len(tasks)
+    with threadpool_limits(1), one_torch_thread():  # one order of summation, whatever the number of cores
         for head in heads:
             x = slab[:, head * dim : (head + 1) * dim][readouts.index]
             fitted = fit_head(x, readouts.label, tasks, readouts.file.site, balance)
-            for number, (task, found) in enumerate(zip(tasks, fitted, strict=True)):
-                if found is None:
+            for number, (task, raw) in enumerate(zip(tasks, fitted, strict=True)):
+                if raw is None:
                     continue
-                probe = unit_probe(x, readouts.label, task, layer, head, found)
+                probe = unit_probe(x, readouts.label, task, head, raw)
                 current = best[number]
                 if current is None or probe.auroc > current[0].auroc:  # ties stay with the lower head
                     best[number] = (probe, project(x, task.test, probe.direction, probe.bias))
@@ -250,18 +247,18 @@ def _fit_layer(
 
 
 def unit_probe(
-    x: NDArray[np.float32], label: NDArray[np.integer], task: Task, layer: int, head: int, found: tuple[Floats, float]
-) -> LayerProbe:
-    """What ``fit_head`` found for a task, divided by its norm (Eq. raw-space-normalized-probe) and rated on the
+    x: NDArray[np.float32], label: NDArray[np.integer], task: Task, head: int, raw: tuple[Floats, float]
+) -> HeadProbe:
+    """Divide ``fit_head``'s weight and bias by the norm (Eq. raw-space-normalized-probe) and rate the probe on the
     training rows: x [n, d], label [n]."""
-    norm = float(np.linalg.norm(found[0]))
-    direction, bias = found[0] / norm, found[1] / norm
+    norm = float(np.linalg.norm(raw[0]))
+    direction, bias = raw[0] / norm, raw[1] / norm
     inside, logits = label[task.train], project(x, task.train, direction, bias)
-    return LayerProbe(layer, head, direction, bias, within_class_std(inside, logits), auroc(inside, logits))
+    return HeadProbe(head, direction, bias, within_class_std(inside, logits), auroc(inside, logits))
 
 
 def project(x: NDArray[np.float32], rows: Index, direction: Floats, bias: float) -> Floats:
-    """Truth logits of ``rows`` [n] in float64, a few thousand rows at a time so that no whole copy is made."""
+    """Truth logits of ``rows`` [n] in float64, in chunks, so that no full float64 copy is made."""
     logits = np.empty(len(rows))
     for start in range(0, len(rows), _CHUNK):
         chunk = rows[start : start + _CHUNK]
@@ -278,7 +275,7 @@ def within_class_std(label: NDArray[np.integer], values: Floats) -> float:
 
 
 def _downsample(label: NDArray[np.integer]) -> Index:
-    """As many rows of the larger class as the smaller has, drawn with a fixed seed, in the data's order."""
+    """Rows with equal class sizes, drawn with a fixed seed, in the data's order."""
     rng = np.random.default_rng(0)
     sides = [np.flatnonzero(label == value) for value in (0, 1)]
     size = min(map(len, sides))

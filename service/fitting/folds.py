@@ -1,9 +1,11 @@
-"""Stratified, group-disjoint folds (App. baseline-impl), checked.  Knows labels and groups only."""
+"""Stratified, group-disjoint folds (App. baseline-impl)."""
 
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,12 +16,33 @@ from service.errors import TrainingError
 Index = NDArray[np.int64]
 
 
+class OuterFold(NamedTuple):
+    """One outer split of a nested cross-validation."""
+
+    seed: int
+    fold: int  # number within the seed, from 0
+    train: Index  # positions of the rows that everything is fitted on
+    test: Index
+
+
+def outer_folds(
+    label: NDArray[np.integer], group: NDArray[np.integer], *, folds: int, seeds: Sequence[int]
+) -> list[OuterFold]:
+    """Every outer fold of every seed over all rows: label [n], group [n].  Raises what ``group_folds`` raises."""
+    rows = np.arange(len(label))
+    return [
+        OuterFold(seed, number, train, test)
+        for seed in seeds
+        for number, (train, test) in enumerate(group_folds(label, group, rows, folds, seed))
+    ]
+
+
 def group_folds(
     label: NDArray[np.integer], group: NDArray[np.integer], rows: Index, folds: int, seed: int, *, what: str = "fold"
 ) -> list[tuple[Index, Index]]:
     """(train, test) positions, both inside ``rows``: label [n], group [n], rows [r].
 
-    No group stands on both sides, every row is tested once, and either side of every fold has both classes.
+    Groups are disjoint, every row is tested once, and both sides of every fold have both classes.
 
     Raises:
         TrainingError: a side of a fold lacks a class; names seed, fold and cure.
@@ -44,10 +67,10 @@ def group_folds(
     return pairs
 
 
-@lru_cache(maxsize=2)  # the choice of C and the cross-fit ask for the same folds, and a split takes a second
+@lru_cache(maxsize=2)  # the choice of C and the cross-fit use the same folds, and a split takes a second
 def _split(label: bytes, group: bytes, folds: int, seed: int) -> tuple[tuple[Index, Index], ...]:
     y, groups = np.frombuffer(label, np.int64), np.frombuffer(group, np.int64)
     splitter = StratifiedGroupKFold(folds, shuffle=True, random_state=seed)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # a class with few rows: the caller checks every side and says more
+        warnings.simplefilter("ignore")  # a class with few rows: the caller checks every side
         return tuple(splitter.split(y, y, groups))

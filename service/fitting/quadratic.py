@@ -2,10 +2,9 @@
 
     minimise over w   g . (w - v) + 1/2 (w - v)' H (w - v) + sum_j penalty_j |w_j|
 
-H is shared by all problems of a partition, so every C of a path and every step of the solver meets it in the cache.
-A coordinate that stays zero costs one comparison: the screening that strong rules give, without their second check.
-``descend`` runs on a CPU, compiled; ``descend_batched`` is the same in torch operations, for a GPU, where one launch
-works on every problem of a layer.  Knows no data and no logistic loss.
+H is shared by all problems of a partition, so that it stays in the cache for every C and every step of the solver.
+A coordinate that stays zero costs one comparison.  ``descend`` is compiled for a CPU; ``descend_batched`` does the same
+in torch operations, for a GPU, where one launch works on every problem of a layer.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ Floats = NDArray[np.float64]
 Tensor = torch.Tensor
 
 
-# contract: a multiplication and the addition after it may be one instruction.  Nothing is reordered.
+# contract: fused multiply-add is allowed; nothing is reordered.
 @njit(nogil=True, fastmath={"contract"})  # type: ignore[untyped-decorator]
 def descend(
     metric: NDArray[np.float32],
@@ -35,16 +34,16 @@ def descend(
     """Minimisers and their gradients without the penalty, [P, D] each, for metric [F, D, D], partition [P], start v and
     its gradient g [P, D], penalty [P, D].
 
-    A problem is left after ``sweeps``, or when a sweep gains less than ``decrease`` of what the first has gained.
-    Coordinates without curvature keep their start.  H and the running gradient are float32, which halves what has to
-    come from the cache: the solver's next step computes its gradient anew and corrects what that loses.
+    A problem stops after ``sweeps``, or when a sweep gains less than ``decrease`` of the first sweep's gain.
+    Coordinates without curvature keep their start.  H and the running gradient are float32, which halves the memory
+    traffic; the solver computes its gradient anew in each step, which corrects the rounding.
     """
-    found = start.copy()
+    weights = start.copy()
     problems, size = start.shape
     slopes = gradient.astype(np.float32)
     for problem in range(problems):
         h = metric[partition[problem]]
-        w = found[problem]
+        w = weights[problem]
         slope = slopes[problem]
         first = 0.0
         for sweep in range(sweeps):
@@ -72,14 +71,14 @@ def descend(
                 first = gained
             if gained <= decrease * first:
                 break
-    return found, slopes.astype(np.float64)
+    return weights, slopes.astype(np.float64)
 
 
 def descend_batched(
     metric: Tensor, partition: Tensor, start: Tensor, gradient: Tensor, penalty: Tensor, sweeps: int, decrease: float
 ) -> tuple[Tensor, Tensor]:
     """``descend`` in torch operations; all problems take as many sweeps as the slowest."""
-    found, slope, metric = start.clone(), gradient.clone(), metric.to(start)
+    weights, slope, metric = start.clone(), gradient.clone(), metric.to(start)
     curvature = metric.diagonal(dim1=1, dim2=2)[partition]  # [P, D]
     usable = curvature > 0
     divisor = torch.where(usable, curvature, 1.0)
@@ -87,13 +86,13 @@ def descend_batched(
     for _ in range(sweeps):
         gained = torch.zeros_like(start[:, 0])
         for j in range(start.shape[1]):
-            target = divisor[:, j] * found[:, j] - slope[:, j]
+            target = divisor[:, j] * weights[:, j] - slope[:, j]
             new = torch.nn.functional.softshrink(target.abs() - penalty[:, j], 0.0).clamp_min(0.0) * target.sign()
-            step = torch.where(usable[:, j], new / divisor[:, j] - found[:, j], 0.0)
-            found[:, j] += step
+            step = torch.where(usable[:, j], new / divisor[:, j] - weights[:, j], 0.0)
+            weights[:, j] += step
             gained += divisor[:, j] * step**2
             slope += step[:, None] * metric[:, j][partition]
         first = gained if first is None else first
         if bool((gained <= decrease * first).all()):
             break
-    return found, slope
+    return weights, slope

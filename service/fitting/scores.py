@@ -1,8 +1,7 @@
-"""How good a risk is: ranking, calibration, threshold.  A leaf: knows labels and numbers, nothing else of ours.
+"""Scores of a risk: ranking, calibration, threshold.
 
-Labels: 1 factual, 0 hallucinated.  A risk is P(hallucinated).  Thin over scikit-learn for AUPRC and Brier; AUROC
-(counted pairs), ECE, the within-stratum AUROC and Youden's cut are ours.  AUPRC is given for either class as the
-positive one, because the paper does not say which it takes.
+Labels: 1 factual, 0 hallucinated.  A risk is P(hallucinated).  AUPRC is given with either class as the positive one,
+because the paper does not say which it uses.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ def auroc(label: Labels, score: Floats) -> float:
     """
     values = _two_classes(label)
     hallucinated, factual = np.sort(np.asarray(score)[values == 0]), np.sort(np.asarray(score)[values == 1])
-    # Counted pairs, not scikit-learn's curve: the same number, and head selection asks for it many thousand times.
+    # Counting pairs gives the same number as scikit-learn's curve, faster: head selection needs it many thousand times.
     below = np.searchsorted(hallucinated, factual, "left").sum() + np.searchsorted(hallucinated, factual, "right").sum()
     return float(below) / (2.0 * len(hallucinated) * len(factual))
 
@@ -56,8 +55,8 @@ def reliability(
 ) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.int64]]:
     """Mean risk, share hallucinated and size of equal-mass bins, each [b <= bins].
 
-    Rows are sorted by risk and cut into ``bins`` runs of (nearly) equal length; equal risks stay in one bin, the one
-    of the first of them, so the order of rows cannot matter.
+    Rows are sorted by risk and cut into ``bins`` runs of (nearly) equal length; equal risks share the bin of the first
+    of them, so the order of rows does not matter.
     """
     order = np.argsort(risk, kind="stable")
     ranked = np.asarray(risk, np.float64)[order]
@@ -78,8 +77,8 @@ def ece(label: Labels, risk: Floats, bins: int = ECE_BINS) -> float:
 def youden_threshold(label: Labels, risk: Floats) -> float:
     """The cut with the largest J = TPR - FPR for "hallucinated where risk >= cut", strictly between 0 and 1.
 
-    It lies half-way between two neighbouring distinct risks; of equally good cuts the lowest, which flags more.  Where
-    no cut separates anything (all risks equal), that risk itself.
+    Half-way between two adjacent distinct risks; of equally good cuts the lowest, which flags more.  If all risks are
+    equal, that risk.
     """
     hallucinated = _two_classes(label) == 0
     levels, index = np.unique(np.asarray(risk, np.float64), return_inverse=True)
@@ -101,7 +100,8 @@ def accuracy(label: Labels, risk: Floats, threshold: float) -> float:
 def within_stratum_auroc(label: Labels, risk: Floats, strata: Sequence[Hashable]) -> float | None:
     """AUROC among rows of the same stratum: mean over strata weighted by their (hallucinated, factual) pairs.
 
-    It says what is left once the stratum (the kind of question, say) is known.  None where no stratum has both classes.
+    It measures what remains once the stratum, such as the kind of question, is known.  None if no stratum has both
+    classes.
     """
     codes: dict[Hashable, int] = {}
     index = np.array([codes.setdefault(stratum, len(codes)) for stratum in strata])
@@ -116,7 +116,7 @@ def within_stratum_auroc(label: Labels, risk: Floats, strata: Sequence[Hashable]
 
 
 def summary(label: Labels, risk: Floats, threshold: float) -> dict[str, float]:
-    """Every measure of one set of risks, by the names in ``SUMMARY``."""
+    """Every score of one set of risks, by the names in ``SUMMARY``."""
     return {
         "auroc": risk_auroc(label, risk),
         "auprc_hallucinated": auprc(label, risk, positive=0),

@@ -12,14 +12,13 @@ The method is accelerated proximal Newton with one curvature for everything, H =
 loss's from above (and is exact at w = 0, where every problem starts).  So a step needs no line search and never goes
 up; H is computed once per head and partition and shared by the whole path of C; the inner problem is ``quadratic``.  A
 problem stops at a relative duality gap of ``GAP``: its objective is that close to the optimum, whatever the data.
-Knows no file, no head selection and no folds.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 import torch
@@ -30,16 +29,16 @@ from service.fitting.quadratic import descend, descend_batched
 Floats = NDArray[np.float64]
 Tensor = torch.Tensor
 
-GAP = 1e-4  # relative to the objective; what is returned is a step further, in practice within 1e-7
+GAP = 1e-4  # relative to the objective; the returned weights are one step further, in practice within 1e-7
 INTERCEPT_PENALTY = 0.01  # beside 1 for a weight: practically free, and the dual stays bounded
-STEPS = 3000  # rows that a plane separates at a large C take hundreds
-CHECK_FROM, CHECK_EVERY = 2, 2  # steps between looks at the duality gap, which costs half a step
-SWEEPS, DECREASE = 300, 1e-3  # an inner problem left too early lets the acceleration run away
-KINDS = 512  # sets of rows that every partition weighs alike; with more, each partition is multiplied by itself
-ROOM = 1e-5  # the curvature is summed in float32 and must stay a bound
-LOST = 1e-6  # a variance below this share of the second moment has no digits left in float32
-TINY = 1e-30  # a float32 whose logarithm is one
-CONSTANT = 1e-9  # a column's deviation below this share of its mean is rounding, not a feature
+MAX_STEPS = 3000  # separable rows at a large C take hundreds
+CHECK_FROM, CHECK_EVERY = 2, 2  # steps between evaluations of the duality gap, which cost half a step
+SWEEPS, DECREASE = 300, 1e-3  # an inner problem stopped too early makes the acceleration diverge
+MAX_KINDS = 512  # distinct columns of the weights; with more, each partition's product is computed separately
+MARGIN = 1e-5  # the curvature is summed in float32 and must stay an upper bound
+MIN_VARIANCE = 1e-6  # a variance below this share of the second moment has no digits left in float32
+TINY = 1e-30  # a positive float32 with a finite logarithm
+CONSTANT = 1e-9  # a column's deviation below this share of its mean is rounding error
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,7 +47,7 @@ class Solution:
 
     weight: Floats
     intercept: Floats
-    gap: Floats  # [h, P] relative duality gap at the last look
+    gap: Floats  # [h, P] relative duality gap at the last evaluation
     objective: Floats  # [h, P] primal objective there, times C as liblinear's
     steps: NDArray[np.int64]  # [h, P]
 
@@ -79,28 +78,25 @@ def solve(
 
     ``weight`` holds s_i of each partition, 0 where a row is not trained on.  On a CPU the heads come one by one, so
     that one head's rows stay in the cache, and coordinate descent is compiled; elsewhere all heads are solved
-    ``together`` in torch operations.  together: choose yourself.
+    ``together`` in torch operations.
     """
     target = torch.device(device)
     together = target.type != "cpu" if together is None else together
     if not rows.flags.writeable:
-        rows = rows.copy()  # torch would warn of what it cannot know we never do
+        rows = rows.copy()  # torch warns about read-only arrays
     groups = [rows] if together else [rows[head : head + 1] for head in range(len(rows))]
     sign = torch.from_numpy(np.where(np.asarray(label) == 1, 1.0, -1.0)).to(target, torch.float32)
     weights = torch.from_numpy(np.ascontiguousarray(weight, np.float64)).to(target)
     parts = torch.from_numpy(np.asarray(partition, np.int64)).to(target)
     strength = torch.from_numpy(np.asarray(c, np.float64)).to(target)
-    found = [_solve(_scale(torch.from_numpy(group).to(target), sign, weights), parts, strength, together)
-             for group in groups]  # fmt: skip
-    return Solution(
-        *(np.concatenate([getattr(one, name) for one in found])
-          for name in ("weight", "intercept", "gap", "objective", "steps"))
-    )  # fmt: skip
+    solved = [_solve(_scale(torch.from_numpy(group).to(target), sign, weights), parts, strength, together)
+              for group in groups]  # fmt: skip
+    return Solution(*(np.concatenate([getattr(part, field.name) for part in solved]) for field in fields(Solution)))
 
 
 @contextmanager
 def one_torch_thread() -> Iterator[None]:
-    """Sums in one order, whatever the number of cores; what stood there before comes back."""
+    """One order of summation, whatever the number of cores; the previous setting is restored."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -115,7 +111,7 @@ def _scale(rows: Tensor, sign: Tensor, weight: Tensor) -> _Scaled:
     # Rows that every partition weighs alike (a fold's rows of one class) stand together from here on.
     kinds, kind = _kinds(weight)
     order = torch.argsort(kind, stable=True)
-    few = kinds.shape[1] <= KINDS
+    few = kinds.shape[1] <= MAX_KINDS
     centre = rows[:, used].mean(1, keepdim=True, dtype=torch.float64).float()
     signed = torch.empty(*rows.shape[:2], rows.shape[2] + 1, device=rows.device)
     torch.sub(rows[:, order], centre, out=signed[..., :-1])
@@ -128,19 +124,19 @@ def _scale(rows: Tensor, sign: Tensor, weight: Tensor) -> _Scaled:
         plain, weighted = (kinds > 0).double() @ gram, kinds @ gram
     else:
         parts = [
-            [(signed.transpose(1, 2) @ (signed * s.float()[None, :, None])).flatten(1) for s in one[:, order]]
-            for one in ((weight > 0).double(), weight)
+            [(signed.transpose(1, 2) @ (signed * s.float()[None, :, None])).flatten(1) for s in weights[:, order]]
+            for weights in ((weight > 0).double(), weight)
         ]
         plain, weighted = (torch.stack(part, 1).double() for part in parts)
     size = signed.shape[-1]
-    plain, weighted = (one.view(*one.shape[:-1], size, size) for one in (plain, weighted))
+    plain, weighted = (moment.view(*moment.shape[:-1], size, size) for moment in (plain, weighted))
     mean = plain[..., :-1, -1] / plain[..., -1:, -1]  # [h, F, d]
     second = plain.diagonal(dim1=2, dim2=3)[..., :-1] / plain[..., -1:, -1]
     variance = (second - mean**2).clamp_min(0.0)
     deviation = variance.sqrt()
     constant = deviation <= CONSTANT * (mean + centre).abs()
-    # The difference above has no digits left where a partition's spread is far below its distance from everybody's.
-    constant |= variance <= LOST * second
+    # The difference above has no digits left where a partition's spread is far below its distance from the centre.
+    constant |= variance <= MIN_VARIANCE * second
     inverse = torch.where(constant, 0.0, 1.0 / torch.where(constant, 1.0, deviation))
     # Z' S Z from the rows' own: z = (x - mean) inverse is an affine map of (x, 1).
     total, first = weighted[..., -1:, -1:], weighted[..., :-1, -1:]
@@ -151,14 +147,14 @@ def _scale(rows: Tensor, sign: Tensor, weight: Tensor) -> _Scaled:
     metric[..., :-1, -1:] = (first - total * mean[..., None]) * inverse[..., None] / 4
     metric[..., -1:, :-1] = metric[..., :-1, -1:].transpose(2, 3)
     metric[..., -1:, -1:] = total / 4
-    metric.diagonal(dim1=2, dim2=3).mul_(1 + ROOM)
+    metric.diagonal(dim1=2, dim2=3).mul_(1 + MARGIN)
     metric = metric.float()
     return _Scaled(signed, weight[:, order].float(), centre.double(), mean, inverse, metric)
 
 
 def _kinds(weight: Tensor) -> tuple[Tensor, Tensor]:
     """The distinct columns of weight [F, n], [F, A], and which one each row has, [n]."""
-    # Columns are told apart by one number each: sorting whole columns would take longer than fitting them.
+    # Each column is hashed to one number: sorting whole columns would take longer than fitting them.
     mix = torch.rand(len(weight), generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(weight.device)
     values, kind = torch.unique(mix @ weight, return_inverse=True)
     first = torch.full_like(values, len(kind), dtype=torch.int64)
@@ -169,7 +165,7 @@ def _kinds(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class _Active:
-    """Problems that are not done, as columns: p of P per head."""
+    """Unfinished problems, as columns: p of P per head."""
 
     def __init__(self, scaled: _Scaled, partition: Tensor, c: Tensor) -> None:
         self.partition, self.c = partition, c
@@ -192,13 +188,13 @@ def _solve(scaled: _Scaled, partition: Tensor, c: Tensor, together: bool) -> Sol
     lowest = torch.full_like(gap, torch.inf)
     alive = torch.arange(count, device=device)
     active = _Active(scaled, partition, c)
-    for step in range(STEPS):
-        looks = step >= CHECK_FROM and step % CHECK_EVERY == 0
-        gradient, primal, dual = _evaluate(scaled, active, at, looks)
+    for step in range(MAX_STEPS):
+        check = step >= CHECK_FROM and step % CHECK_EVERY == 0
+        gradient, primal, dual = _evaluate(scaled, active, at, check)
         new, slope = _descend(scaled.metric, active, at, gradient, together)
-        if looks:
+        if check:
             gap[:, alive] = (primal - dual) / primal.clamp_min(1e-300)
-            moment = torch.where(primal > lowest[:, alive], 1.0, moment)  # it went too far: from rest again
+            moment = torch.where(primal > lowest[:, alive], 1.0, moment)  # overshot: restart the momentum
             lowest[:, alive] = torch.minimum(primal, lowest[:, alive])
             objective[:, alive], steps[:, alive] = primal * active.c, step + 1
             done = (gap[:, alive] <= GAP).all(0)  # a column leaves when it is done on every head
@@ -211,7 +207,7 @@ def _solve(scaled: _Scaled, partition: Tensor, c: Tensor, together: bool) -> Sol
                 at, before, new = at[:, keep], before[:, keep], new[:, keep]
                 gradient, slope = gradient[:, keep], slope[:, keep]
                 active = _Active(scaled, partition[alive], c[alive])
-        # gradient - slope is the curvature times (at - new): the last move went against the step, so from rest again.
+        # gradient - slope is the curvature times (at - new): restart the momentum where the last move opposed the step.
         moment = torch.where(((gradient - slope) * (new - before)).sum(-1) > 0, 1.0, moment)
         following = (1 + (1 + 4 * moment**2).sqrt()) / 2
         at = new + ((moment - 1) / following)[:, :, None] * (new - before)
@@ -225,8 +221,8 @@ def _solve(scaled: _Scaled, partition: Tensor, c: Tensor, together: bool) -> Sol
                     steps.cpu().numpy())  # fmt: skip
 
 
-def _evaluate(scaled: _Scaled, active: _Active, at: Tensor, looks: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradient of the loss [h, p, d + 1] at ``at``; with ``looks``, primal and dual objectives [h, p] over C."""
+def _evaluate(scaled: _Scaled, active: _Active, at: Tensor, check: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradient of the loss [h, p, d + 1] at ``at``; with ``check``, primal and dual objectives [h, p] over C."""
     weights = at[..., :-1] * active.inverse
     offset = at[..., -1:] - (weights * active.mean).sum(-1, keepdim=True)
     short = torch.cat([weights, offset], -1).float() @ scaled.rows.transpose(1, 2)  # [h, p, n] minus the margins
@@ -236,7 +232,7 @@ def _evaluate(scaled: _Scaled, active: _Active, at: Tensor, looks: bool) -> tupl
     # The intercept's bound is so small that a sum in float32 would keep the dual away from it.
     total = residual.double() @ scaled.rows[0, :, -1:].double()  # [h, p, 1]
     gradient = torch.cat([(product - active.mean * total) * active.inverse, total], -1)
-    if not looks:
+    if not check:
         return gradient, total, total
     loss = (torch.nn.functional.softplus(short) * active.s).sum(-1, dtype=torch.float64)
     primal = loss + (active.penalty * at.abs()).sum(-1)
@@ -252,12 +248,12 @@ def _descend(metric: Tensor, active: _Active, at: Tensor, gradient: Tensor, toge
     """The inner problem of every head and column: minimisers and the model's gradients there, [h, p, d + 1]."""
     if not together:
         parts = active.partition.numpy()
-        found = [
+        minima = [
             descend(metric[head].numpy(), parts, at[head].numpy(), gradient[head].numpy(),
                     active.penalty[head].numpy(), SWEEPS, DECREASE)
             for head in range(len(at))
         ]  # fmt: skip
-        return tuple(torch.from_numpy(np.stack(values)) for values in zip(*found, strict=True))  # type: ignore[return-value]
+        return tuple(torch.from_numpy(np.stack(values)) for values in zip(*minima, strict=True))  # type: ignore[return-value]
     heads, partitions = metric.shape[:2]
     place = (torch.arange(heads, device=at.device)[:, None] * partitions + active.partition).flatten()
     flat = [value.reshape(-1, value.shape[-1]) for value in (at, gradient, active.penalty)]

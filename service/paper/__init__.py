@@ -1,1 +1,1 @@
-"""The paper's other tables made of a finished evaluation, its published numbers, and what a run says of its claims."""
+"""The paper on a finished evaluation: its other tables, its published numbers, verdicts on its claims, the report."""

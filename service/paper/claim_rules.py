@@ -1,7 +1,7 @@
-"""Claims on what beats what: the depth mean against other methods on the same rows.
+"""Claims that the depth mean beats other methods on the same rows.
 
-A difference counts where its 95 % interval, by bootstrap over groups on the first seed's test sides, leaves zero out.
-Table claims are in ``claim_table_rules``.
+A difference counts where its 95 % interval, by bootstrap over groups on the first seed's test sides, excludes zero.
+Claims judged from table cells are in ``claim_table_rules``.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
-from service.evaluation.main_table import RESAMPLES, measured, pooled_ranks
+from service.evaluation.main_table import RESAMPLES, Comparison, measured, pooled_ranks
 from service.evaluation.options import OURS
 from service.evaluation.page.report_data import Verdict
-from service.evaluation.set_run import SetRun
-from service.evaluation.significance import paired_bootstrap
+from service.evaluation.set_result import SetResult
+from service.evaluation.significance import Bootstrap, paired_bootstrap
 from service.evaluation.tables import Cell
 
 Rows = Mapping[str, Mapping[str, Cell]]  # table name -> one set's row
@@ -25,7 +25,7 @@ FREE: Final = ("first-token-max-prob", "first-token-entropy", "prompt-length")
 
 
 class NotTestable(Exception):
-    """This set, or this run, cannot say; the message says why."""
+    """This set, or this run, cannot test the claim; the message gives the reason."""
 
 
 @dataclass(frozen=True)
@@ -36,30 +36,33 @@ class Finding:
     text: str
 
 
+Judge = Callable[[SetResult, Rows], Finding]
+"""(set, its table rows) -> finding.  Raises NotTestable."""
+
+
 @dataclass(frozen=True)
 class Rule:
-    """A claim, the rule in words, and the rule as code: (run, the set's table rows) -> finding, or NotTestable."""
+    """A claim, the rule in words, and the rule as code."""
 
     claim: str
     rule: str
-    judge: Callable[[SetRun, Rows], Finding]
+    judge: Judge
 
 
-def ahead_of(names: Sequence[str], run: SetRun, _: Rows) -> Finding:
+def ahead_of(names: Sequence[str], result: SetResult, _: Rows) -> Finding:
     """Ours against the best of ``names`` by mean AUROC."""
-    there = [name for name in names if name in run.runs]
+    there = [name for name in names if name in result.scores]
     if not there:
         raise NotTestable(f"{' and '.join(names)} did not take part")
-    aurocs = {name: measured(run.label, run.runs[name])["auroc"]["mean"] for name in (OURS, *there)}
+    aurocs = {name: measured(result.label, result.scores[name])["auroc"]["mean"] for name in (OURS, *there)}
     best = max(there, key=lambda name: aurocs[name])
-    if run.comparison is not None and run.comparison.runner_up == best:
-        difference, low, high = run.comparison.difference, run.comparison.low, run.comparison.high
+    interval: Comparison | Bootstrap
+    if result.comparison is not None and result.comparison.runner_up == best:
+        interval = result.comparison
     else:
-        ours, other = (
-            pooled_ranks(len(run.label), [one for one in run.runs[name] if one.seed == 0]) for name in (OURS, best)
-        )
-        drawn = paired_bootstrap(run.label, ours, other, run.group, RESAMPLES, 0)
-        difference, low, high = drawn.difference, drawn.low, drawn.high
+        ours, other = (pooled_ranks(len(result.label), result.scores[name]) for name in (OURS, best))
+        interval = paired_bootstrap(result.label, ours, other, result.group, RESAMPLES, 0)
+    difference, low, high = interval.difference, interval.low, interval.high
     text = (
         f"{points(aurocs[OURS])} against {points(aurocs[best])} ({best}), {signed(difference)} points on pooled ranks "
         f"[{signed(low)}, {signed(high)}]"

@@ -1,17 +1,17 @@
 """Claims on the mean, the readout and the geometry, judged by the cells of the run's tables.
 
-Margins are the paper's own where it prints one, and are said in the rule.  Fits and draws nothing.
+Margins are the paper's own where it prints one; the rule states them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Final
 
 from service.evaluation.page.report_data import Verdict
-from service.evaluation.set_run import SetRun
-from service.paper.ablations_depth import depth_key
-from service.paper.claim_rules import Finding, NotTestable, Rows, Rule, points, signed
+from service.evaluation.set_result import SetResult
+from service.paper.ablations import depth_key
+from service.paper.claim_rules import Finding, Judge, NotTestable, Rows, Rule, points, signed
 from service.readout import Pooling
 
 HALF_A_POINT: Final = 0.005  # the paper's margin for "the same" (Sec. exp-ablation)
@@ -22,6 +22,19 @@ NEAR_ORTHOGONAL: Final = 1.5  # times the expected |cos|; the paper's tables rea
 FISHER_LIMIT: Final = 1.04  # the largest R_Fisher in Tab. fisher-gap
 K_TELLS: Final = 0.02  # of AUROC above permuted labels; the paper's K are 0.12 above and more
 SATURATES_BY: Final = 16  # layers (App. depth-weighting: 12 to 16)
+_SIGNAL: Final = f"(where the depth mean's AUROC is {points(NEAR_CHANCE)} or more)"
+
+TABLE_RULES: Final[list[Rule]] = []
+
+
+def _rule(claim: str, rule: str) -> Callable[[Judge], Judge]:
+    """Add the decorated function to ``TABLE_RULES``, in the order of this file."""
+
+    def add(judge: Judge) -> Judge:
+        TABLE_RULES.append(Rule(claim, rule, judge))
+        return judge
+
+    return add
 
 
 def number(rows: Rows, table: str, key: str) -> float:
@@ -33,7 +46,12 @@ def number(rows: Rows, table: str, key: str) -> float:
     return float(value)
 
 
-def mean_suffices(_: SetRun, rows: Rows) -> Finding:
+@_rule(
+    "The mean of the trajectory suffices.",
+    "5-D gains at most 0.5 points over the mean, and shape alone keeps at most two thirds of the mean's distance "
+    f"from 50 {_SIGNAL}",
+)
+def mean_suffices(_: SetResult, rows: Rows) -> Finding:
     """The other four statistics add nothing to the mean, and do not replace it."""
     mean = _signal(rows)
     five, shape = number(rows, "mean-dominance", "mean_and_shape"), number(rows, "mean-dominance", "shape")
@@ -42,15 +60,23 @@ def mean_suffices(_: SetRun, rows: Rows) -> Finding:
     return Finding(_both(five - mean <= HALF_A_POINT, kept <= SHAPE_KEEPS), text)
 
 
-def median_no_better(_: SetRun, rows: Rows) -> Finding:
+@_rule(
+    "The median is no better than the mean, nor is the trimmed mean.",
+    f"neither gains more than 0.1 points {_SIGNAL}",
+)
+def median_no_better(_: SetResult, rows: Rows) -> Finding:
     """Neither robust location estimator beats the mean."""
     mean = _signal(rows)
     median, trimmed = number(rows, "location", "median"), number(rows, "location", "trimmed_mean")
     text = f"mean {points(mean)}, median {points(median)}, trimmed mean {points(trimmed)}"
-    return Finding(_one(max(median, trimmed) - mean <= A_TENTH), text)
+    return Finding(_verdict(max(median, trimmed) - mean <= A_TENTH), text)
 
 
-def depth_grows(_: SetRun, rows: Rows) -> Finding:
+@_rule(
+    "AUROC grows with the number of layers.",
+    f"all layers above one, and no step down by more than 0.5 points, which makes it mixed {_SIGNAL}",
+)
+def depth_grows(_: SetResult, rows: Rows) -> Finding:
     """AUROC rises with the number of layers."""
     _signal(rows)
     curve = _curve(rows)
@@ -64,7 +90,11 @@ def depth_grows(_: SetRun, rows: Rows) -> Finding:
     return Finding("supported" if largest <= HALF_A_POINT else "mixed", text)
 
 
-def depth_saturates(_: SetRun, rows: Rows) -> Finding:
+@_rule(
+    "AUROC saturates before all layers are in.",
+    f"within 0.5 points of all layers from {SATURATES_BY} or fewer on {_SIGNAL}",
+)
+def depth_saturates(_: SetResult, rows: Rows) -> Finding:
     """A part of the layers does nearly as well as all."""
     _signal(rows)
     curve = _curve(rows)
@@ -76,41 +106,60 @@ def depth_saturates(_: SetRun, rows: Rows) -> Finding:
         size for size in between if all(curve[full] - curve[more] <= HALF_A_POINT for more in between if more >= size)
     ]
     text = f"within half a point from {reached[0]} of {full} layers on" if reached else f"not before all {full} layers"
-    return Finding(_one(bool(reached) and reached[0] <= SATURATES_BY), text)
+    return Finding(_verdict(bool(reached) and reached[0] <= SATURATES_BY), text)
 
 
-def any_head_will_do(_: SetRun, rows: Rows) -> Finding:
+@_rule(
+    "A random head of each layer does as well as the best.",
+    f"it loses at most 0.5 points {_SIGNAL}",
+)
+def any_head_will_do(_: SetResult, rows: Rows) -> Finding:
     """A random head of each layer does as well as the best."""
     _signal(rows)
     top, random = number(rows, "top-heads", "top_1"), number(rows, "top-heads", "random_1")
     text = f"random {points(random)} against top-1 {points(top)}"
-    return Finding(_one(top - random <= HALF_A_POINT), text)
+    return Finding(_verdict(top - random <= HALF_A_POINT), text)
 
 
-def near_orthogonal(_: SetRun, rows: Rows) -> Finding:
+@_rule(
+    "Probes of neighbouring layers are nearly orthogonal.",
+    f"mean |cos| at most {NEAR_ORTHOGONAL:g} times √(2/(πd)), for selected heads and for one fixed head; one of "
+    "the two is mixed",
+)
+def near_orthogonal(_: SetResult, rows: Rows) -> Finding:
     """Neighbouring probes are as far apart as random directions, of the selected heads and of one fixed head."""
-    found = [("selected heads", number(rows, "geometry", "adjacent_cos"), number(rows, "geometry", "expected_cos"))]
+    cosines = {"selected heads": number(rows, "geometry", "adjacent_cos")}
+    expected = number(rows, "geometry", "expected_cos")
     if rows.get("isotropy", {}).get("adjacent_cos") is not None:
-        found.append(("one fixed head", number(rows, "isotropy", "adjacent_cos"), found[0][2]))
-    text = ", ".join(f"|cos| {cosine:.3f} ({what})" for what, cosine, _ in found)
-    held = [cosine <= NEAR_ORTHOGONAL * expected for _, cosine, expected in found]
-    return Finding(_both(*held) if len(held) == 2 else _one(held[0]), f"{text} against {found[0][2]:.3f} by chance")
+        cosines["one fixed head"] = number(rows, "isotropy", "adjacent_cos")
+    text = ", ".join(f"|cos| {cosine:.3f} ({heads})" for heads, cosine in cosines.items())
+    held = [cosine <= NEAR_ORTHOGONAL * expected for cosine in cosines.values()]
+    return Finding(_both(held[0], held[-1]), f"{text} against {expected:.3f} by chance")
 
 
-def low_energy(_: SetRun, rows: Rows) -> Finding:
+@_rule(
+    "The probe lies in a direction of low energy.",
+    "its share of the readouts' variance is at most 1/d, a random direction's",
+)
+def low_energy(_: SetResult, rows: Rows) -> Finding:
     """The probe takes no more of the variance than a random direction."""
     energy, even = number(rows, "geometry", "energy"), number(rows, "geometry", "random_energy")
-    return Finding(_one(energy <= even), f"{energy:.2%} of the variance against 1/d = {even:.2%}")
+    return Finding(_verdict(energy <= even), f"{energy:.2%} of the variance against 1/d = {even:.2%}")
 
 
-def fisher_gap_small(_: SetRun, rows: Rows) -> Finding:
+@_rule(
+    "The Fisher-optimal weights gain only 2-4 % over the mean.",
+    f"R_Fisher at most {FISHER_LIMIT:g}, unbiased where the rows allow it: in sample it is above 1 even where the "
+    f"mean is optimal {_SIGNAL}",
+)
+def fisher_gap_small(_: SetResult, rows: Rows) -> Finding:
     """The best linear weights gain little over the mean, by the estimate that is not optimistic."""
     _signal(rows)
     plain = number(rows, "fisher", "r_fisher")
     unbiased = rows["fisher"].get("r_fisher_unbiased")
     if isinstance(unbiased, float):
         text = f"{unbiased - 1:+.1%} without optimism, {plain - 1:+.1%} in sample".replace("-", "−")
-        return Finding(_one(unbiased <= FISHER_LIMIT), text)
+        return Finding(_verdict(unbiased <= FISHER_LIMIT), text)
     if number(rows, "fisher", "shrinkage") > 0:
         raise NotTestable(f"the covariance is singular; shrunk, the gap is {plain - 1:.1%}")
     if plain <= FISHER_LIMIT:  # optimism only enlarges it
@@ -118,13 +167,17 @@ def fisher_gap_small(_: SetRun, rows: Rows) -> Finding:
     raise NotTestable(f"{plain - 1:.1%} in sample, and too few rows to tell a gain from noise")
 
 
-def last_token_best(_: SetRun, rows: Rows) -> Finding:
+@_rule(
+    "The last prompt token is the best place to read.",
+    f"no other pooling gains; mixed up to 0.5 points {_SIGNAL}",
+)
+def last_token_best(_: SetResult, rows: Rows) -> Finding:
     """No other position or pooling beats the last prompt token."""
     last = number(rows, "readout-position", "last_1")
     if last < NEAR_CHANCE:
         raise NotTestable(_near_chance(last))
-    others = {one.value: rows["readout-position"].get(one.value) for one in Pooling if one is not Pooling.LAST_1}
-    gains = {name: number(rows, "readout-position", name) for name, cell in others.items() if cell is not None}
+    there = [one.value for one in Pooling if rows["readout-position"].get(one.value) is not None]
+    gains = {name: number(rows, "readout-position", name) for name in there if name != Pooling.LAST_1.value}
     if not gains:
         raise NotTestable("no other pooling was extracted")
     best = max(gains, key=lambda name: gains[name])
@@ -134,15 +187,24 @@ def last_token_best(_: SetRun, rows: Rows) -> Finding:
     return Finding("mixed" if gains[best] <= HALF_A_POINT else "not supported", text)
 
 
-def sites_equivalent(_: SetRun, rows: Rows) -> Finding:
+@_rule(
+    "Heads and residual stream are equivalent readouts.",
+    f"their depth means differ by at most 0.5 points of AUROC {_SIGNAL}",
+)
+def sites_equivalent(_: SetResult, rows: Rows) -> Finding:
     """Heads and residual stream give the same depth mean, as a detector."""
     _signal(rows)
     head, residual = number(rows, "readout-site", "head"), number(rows, "readout-site", "residual")
     text = f"heads {points(head)}, residual stream {points(residual)}"
-    return Finding(_one(abs(residual - head) <= HALF_A_POINT), text)
+    return Finding(_verdict(abs(residual - head) <= HALF_A_POINT), text)
 
 
-def probe_part_of_k(_: SetRun, rows: Rows) -> Finding:
+@_rule(
+    "The probe part carries most of what the readout change K tells.",
+    "more than half of K's gap above permuted labels, and no other part more; one of the two is mixed (where K is "
+    f"{100 * K_TELLS:g} points or more above them)",
+)
+def probe_part_of_k(_: SetResult, rows: Rows) -> Finding:
     """Most of what a readout change tells is the change of probe."""
     above = number(rows, "k-split", "signal_k") - number(rows, "k-split", "null")
     if above < K_TELLS:
@@ -171,74 +233,9 @@ def _curve(rows: Rows) -> dict[int, float]:
     return {int(key.removeprefix(prefix)): number(rows, "depth-subsampling", key) for key in keys}
 
 
-def _one(held: bool) -> Verdict:
+def _verdict(held: bool) -> Verdict:
     return "supported" if held else "not supported"
 
 
-def _both(one: bool, two: bool) -> Verdict:
-    return _one(one) if one == two else "mixed"
-
-
-_SIGNAL = f"(where the depth mean's AUROC is {points(NEAR_CHANCE)} or more)"
-
-TABLE_RULES: Final = (
-    Rule(
-        "The mean of the trajectory suffices.",
-        "5-D gains at most 0.5 points over the mean, and shape alone keeps at most two thirds of the mean's distance "
-        f"from 50 {_SIGNAL}",
-        mean_suffices,
-    ),
-    Rule(
-        "The median is no better than the mean, nor is the trimmed mean.",
-        f"neither gains more than 0.1 points {_SIGNAL}",
-        median_no_better,
-    ),
-    Rule(
-        "AUROC grows with the number of layers.",
-        f"all layers above one, and no step down by more than 0.5 points, which makes it mixed {_SIGNAL}",
-        depth_grows,
-    ),
-    Rule(
-        "AUROC saturates before all layers are in.",
-        f"within 0.5 points of all layers from {SATURATES_BY} or fewer on {_SIGNAL}",
-        depth_saturates,
-    ),
-    Rule(
-        "A random head of each layer does as well as the best.",
-        f"it loses at most 0.5 points {_SIGNAL}",
-        any_head_will_do,
-    ),
-    Rule(
-        "Probes of neighbouring layers are nearly orthogonal.",
-        f"mean |cos| at most {NEAR_ORTHOGONAL:g} times √(2/(πd)), for selected heads and for one fixed head; one of "
-        "the two is mixed",
-        near_orthogonal,
-    ),
-    Rule(
-        "The probe lies in a direction of low energy.",
-        "its share of the readouts' variance is at most 1/d, a random direction's",
-        low_energy,
-    ),
-    Rule(
-        "The Fisher-optimal weights gain only 2-4 % over the mean.",
-        f"R_Fisher at most {FISHER_LIMIT:g}, unbiased where the rows allow it: in sample it is above 1 even where the "
-        f"mean is optimal {_SIGNAL}",
-        fisher_gap_small,
-    ),
-    Rule(
-        "The last prompt token is the best place to read.",
-        f"no other pooling gains; mixed up to 0.5 points {_SIGNAL}",
-        last_token_best,
-    ),
-    Rule(
-        "Heads and residual stream are equivalent readouts.",
-        f"their depth means differ by at most 0.5 points of AUROC {_SIGNAL}",
-        sites_equivalent,
-    ),
-    Rule(
-        "The probe part carries most of what the readout change K tells.",
-        "more than half of K's gap above permuted labels, and no other part more; one of the two is mixed (where K is "
-        f"{100 * K_TELLS:g} points or more above them)",
-        probe_part_of_k,
-    ),
-)
+def _both(first: bool, second: bool) -> Verdict:
+    return _verdict(first) if first == second else "mixed"

@@ -1,7 +1,8 @@
-"""The paper's claims against this run: each with its numbers, and a verdict by a rule that is written down.
+"""The paper's claims against this run: each with its numbers, and a verdict by a written rule.
 
-A claim is judged on each set by its rule (``claim_rules``) from the same table cells that the report shows.  It is
-supported where it is on every set that can test it, "mixed" where sets differ, not testable where none can.
+A claim is judged on each set by its rule (``claim_rules``, ``claim_table_rules``) from the table cells that the report
+shows.  It is supported where it is on every set that can test it, "mixed" where sets differ, not testable where none
+can.
 """
 
 from __future__ import annotations
@@ -10,37 +11,33 @@ from collections.abc import Mapping, Sequence
 
 from service.errors import TrainingError
 from service.evaluation.page.report_data import Claim, Verdict
-from service.evaluation.set_run import SetRun
+from service.evaluation.set_result import SetResult
 from service.evaluation.tables import Cell, Table
-from service.paper.ablations import MEAN, READOUT
-from service.paper.claim_rules import RULES, Finding, NotTestable, Rows
+from service.paper.claim_rules import RULES, Finding, NotTestable, Rows, Rule
 from service.paper.claim_table_rules import TABLE_RULES
-from service.paper.structure import READOUTS, TRAJECTORY
 
 
-def paper_tables(runs: Sequence[SetRun]) -> list[Table]:
-    """Every ablation and structure table, in the order of the report."""
-    return [table for make in (*MEAN, *READOUT, *TRAJECTORY, *READOUTS) for table in make(runs)]
+def claims(results: Sequence[SetResult], tables: Sequence[Table]) -> list[Claim]:
+    """Every claim's verdict; ``tables``: the run's tables of ``paper.report``."""
+    cells = cells_by_set(tables)
 
+    def judge(rule: Rule, result: SetResult) -> Finding:
+        try:
+            return rule.judge(result, cells.get(result.title, {}))
+        except (NotTestable, TrainingError) as error:
+            return Finding("not testable", f"not testable: {error}")
 
-def claims(runs: Sequence[SetRun], tables: Sequence[Table] | None = None) -> list[Claim]:
-    """Every claim's verdict.  ``tables``: those of ``paper_tables``, where they are there already."""
-    cells = cells_by_set(paper_tables(runs) if tables is None else tables)
-    found = []
+    judged = []
     for rule in (*RULES, *TABLE_RULES):
-        findings: list[Finding] = []
-        for run in runs:
-            try:
-                findings.append(rule.judge(run, cells.get(run.title, {})))
-            except (NotTestable, TrainingError) as error:
-                findings.append(Finding("not testable", f"not testable: {error}"))
-        said = "; ".join(f"{run.title}: {finding.text}" for run, finding in zip(runs, findings, strict=True))
-        found.append(Claim(rule.claim, f"{said}. Rule: {rule.rule}", together([one.verdict for one in findings])))
-    return found
+        findings = [judge(rule, result) for result in results]
+        evidence = "; ".join(f"{result.title}: {each.text}" for result, each in zip(results, findings, strict=True))
+        verdict = together([finding.verdict for finding in findings])
+        judged.append(Claim(rule.claim, f"{evidence}. Rule: {rule.rule}", verdict))
+    return judged
 
 
 def together(verdicts: Sequence[Verdict]) -> Verdict:
-    """One verdict from those of the sets; sets that cannot test a claim have no say where another can."""
+    """One verdict from those of the sets; a set that cannot test a claim does not count where another can."""
     tested = {verdict for verdict in verdicts if verdict != "not testable"}
     if not tested:
         return "not testable"
@@ -49,8 +46,8 @@ def together(verdicts: Sequence[Verdict]) -> Verdict:
 
 def cells_by_set(tables: Sequence[Table]) -> dict[str, Rows]:
     """set -> table name -> the set's row."""
-    found: dict[str, dict[str, Mapping[str, Cell]]] = {}
+    by_set: dict[str, dict[str, Mapping[str, Cell]]] = {}
     for table in tables:
         for row in table.rows:
-            found.setdefault(str(row["set"]), {})[table.name] = row
-    return dict(found)
+            by_set.setdefault(str(row["set"]), {})[table.name] = row
+    return dict(by_set)

@@ -1,7 +1,7 @@
 """``hallutracer diagnose``: a file of labelled trajectories -> the diagnostics that need no model.
 
 An ``.npz`` with trajectory [N, m] and label [N] (1 factual, 0 hallucinated); optional group [N], readout [N, m, d] and
-direction [m, d].  Reads arrays only, never pickles.  Knows no bundle, no engine and no table.
+direction [m, d].  Reads arrays only, never pickles.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from service.errors import DataError
 from service.fitting.scores import auroc
 from service.paper.diagnostics.chen_qin import chen_qin
-from service.paper.diagnostics.classes import Floats, middle_layers
+from service.paper.diagnostics.classes import Floats, as_document, middle_layers
 from service.paper.diagnostics.features import trajectory_features
 from service.paper.diagnostics.fisher import Shrinkage, fisher_gap
 from service.paper.diagnostics.geometry import layer_geometry, readout_geometry, transition_geometry
@@ -86,7 +86,7 @@ def read_set(path: Path | str) -> LabelledSet:
 
 def diagnose_set(data: LabelledSet, shrinkage: Shrinkage = None) -> dict[str, Any]:
     """The same for arrays that were read."""
-    variance = variance_components(data.trajectory, data.label).document()
+    variance = as_document(variance_components(data.trajectory, data.label))
     if data.groups is not None and data.groups < len(data.label):
         # Nothing here resamples, so groups change no number; they change what a p-value is worth.
         variance["groups"] = data.groups
@@ -95,8 +95,8 @@ def diagnose_set(data: LabelledSet, shrinkage: Shrinkage = None) -> dict[str, An
             f"independent, which flatters them where rows of a group are alike"
         )
     document: dict[str, Any] = {
-        "fisher": fisher_gap(data.trajectory, data.label, shrinkage).document(),
-        "snr": snr_table(data.trajectory, data.label).document(),
+        "fisher": as_document(fisher_gap(data.trajectory, data.label, shrinkage)),
+        "snr": as_document(snr_table(data.trajectory, data.label)),
         "variance": variance,
         "features": {name: auroc(data.label, one) for name, one in trajectory_features(data.trajectory).items()},
     }
@@ -113,14 +113,14 @@ def _arrays(path: Path) -> dict[str, NDArray[Any]]:
         if not isinstance(loaded, Mapping):
             raise DataError(str(path), [f"one bare array, not a .npz archive of named ones: {made}"])
         with cast(Any, loaded):
-            found = {}
+            arrays = {}
             for name in loaded:
                 try:
-                    found[name] = np.asarray(loaded[name])
+                    arrays[name] = np.asarray(loaded[name])
                 except ValueError as error:
                     reason = "store it as numbers, or as fixed-width text" if "pickle" in str(error) else str(error)
                     raise DataError(str(path), [f"{name}: cannot be read without unpickling: {reason}"]) from error
-            return found
+            return arrays
     except (ValueError, EOFError, zlib.error, zipfile.BadZipFile) as error:
         reason = "no NumPy file" if "pickle" in str(error) else str(error)
         raise DataError(str(path), [f"not a readable .npz archive ({reason}): {made}"]) from error
@@ -177,10 +177,10 @@ def _geometry(data: LabelledSet, readout: NDArray[np.floating]) -> dict[str, Any
     if v is None:
         return readout_geometry(layers, (), dim).document()
     increments, logits = _increments(readout, v)
-    found = readout_geometry(layers, transition_geometry(increments, v, data.label), dim)
-    document = found.document()
-    document["kappa"] = kappa_table(increments.w, data.label).document()
-    document["isotropy"] = isotropy(v, found.middle["stable_rank"]).document()
+    geometry = readout_geometry(layers, transition_geometry(increments, v, data.label), dim)
+    document = geometry.document()
+    document["kappa"] = as_document(kappa_table(increments.w, data.label))
+    document["isotropy"] = as_document(isotropy(v, geometry.middle["stable_rank"]))
     document["notes"].append(
         "W, K, kappa and isotropy take readout l + 1 as the same head's as readout l: exact for the residual stream "
         "and for one head fixed through all layers, a convention (the paper's readout gauge) for heads chosen by layer"

@@ -1,9 +1,9 @@
-"""The numbers the paper prints, as tables beside which a run's own can be put.  Computes nothing.
+"""The numbers the paper prints, as tables that can be shown beside a run's own.
 
 ``published.json`` holds them by the paper's label, typed as printed: percentages as percentages, mean and standard
 deviation as a pair.  Here a percentage becomes a share of 1, as everywhere in a report.  Models and data sets are
-spelt one way throughout, though the paper varies; tab:isotropy-results is turned on its side, so that a row is a
-model there too.  A note under a table says where the printed numbers do not agree with each other.
+spelt one way throughout, though the paper varies; tab:isotropy-results is transposed, so that a row is a model there
+too.  A note under a table says where the printed numbers contradict each other.
 """
 
 from __future__ import annotations
@@ -55,17 +55,3 @@ def _share(column: Column, value: float) -> float:
 PUBLISHED: Mapping[str, Table] = MappingProxyType(_read())
 """The paper's label ("tab:main-results") -> the table as published; its rows name the data set "True-False",
 "HaluEval2", "HELM", "TruthfulQA" or "Agentic" and the model "Qwen2.5-7B" ... "LLaMA-3.1-8B"."""
-
-
-def published_cell(label: str, column: str, **where: str) -> Cell:
-    """One published cell: ``published_cell("tab:fisher-gap", "theta", model="Qwen2.5-7B")``.
-
-    KeyError for a label or column that is not there, or where not exactly one row has the given values.
-    """
-    table = PUBLISHED[label]
-    if column not in {known.key for known in table.columns}:
-        raise KeyError(f"{label} has no column {column!r}, only {[known.key for known in table.columns]}")
-    found = [row for row in table.rows if all(row.get(key) == value for key, value in where.items())]
-    if len(found) != 1:
-        raise KeyError(f"{label}: {len(found)} rows have {where}, one was expected")
-    return found[0][column]

@@ -1,13 +1,11 @@
-"""What the service counts, in Prometheus' words.  Knows neither engines nor HTTP frameworks: numbers in, text out.
+"""Prometheus metrics.
 
-Labels are ``model_name``, ``bundle`` ("name:version"), ``decision``, ``status`` and ``code``: words of ours, never
-anything a user typed, so that the number of series stays bounded.  Every label set that can be known beforehand is
-there as a 0 from the first scrape: a rate or a ratio over a series that has yet to appear is an empty panel and an
-alert that cannot fire.
+Labels are ``model_name``, ``bundle`` ("name:version"), ``decision``, ``status`` and ``code``; no label holds user
+input, so the number of series is bounded.  Series known in advance exist as 0 from the first scrape, because a rate
+over a missing series is an empty panel and an alert that cannot fire.
 
-Several processes of one machine: set ``PROMETHEUS_MULTIPROC_DIR`` to an empty folder before they start.  Each then
-writes its numbers there and any of them renders the sum.  The variable is the client library's own; it is read here
-because the library itself reads it wherever it is imported.
+For several processes on one machine, set ``PROMETHEUS_MULTIPROC_DIR`` to an empty folder before they start: each writes
+its values there, and each serves the sum.  The variable belongs to ``prometheus_client``, which reads it on import.
 """
 
 from __future__ import annotations
@@ -30,27 +28,27 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 FOLDER_VARIABLE = "PROMETHEUS_MULTIPROC_DIR"
 SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 TENTHS = tuple(n / 10 for n in range(1, 11))
-PROMPTS_A_FORWARD = tuple(2**n for n in range(11))  # 1 .. 1,024
+BATCH_SIZES = tuple(2**n for n in range(11))  # 1 .. 1,024
 TOKENS = tuple(2**n for n in range(18))  # 1 .. 131,072
 BUNDLE = ("model_name", "bundle")
-WORKED_ON = {200, 500, 504}  # a refusal takes no time, and a thousand of them would hide a slow answer
+TIMED = {200, 500, 504}  # statuses in request_seconds: fast refusals would hide slow answers
 
 
-def _tree(root: type[HalluTracerError]) -> Iterator[type[HalluTracerError]]:
+def _subclasses(root: type[HalluTracerError]) -> Iterator[type[HalluTracerError]]:
     yield root
     for child in root.__subclasses__():
-        yield from _tree(child)
+        yield from _subclasses(child)
 
 
-# The last line: what HTTP itself gives rise to.  A test compares it with service/api/error_handlers.py.
-STATUS_OF: dict[str, int] = {error.code: error.status for error in _tree(HalluTracerError)} | {
+# Wire code -> HTTP status; a test compares the last line with service/api/error_handlers.py.
+STATUS_OF: dict[str, int] = {error.code: error.status for error in _subclasses(HalluTracerError)} | {
     **{error.code: error.status for error in (BundleNotFound, InvalidReference)},
     **{"invalid_json": 400, "method_not_allowed": 405},
 }
 
 
 class _Registry(CollectorRegistry):
-    """Without the ``*_created`` twins that the client adds to each series: nothing reads them."""
+    """Without the ``*_created`` series that the client library adds."""
 
     def collect(self) -> Iterator[Metric]:
         for family in super().collect():
@@ -62,8 +60,8 @@ class Metrics:
     """One process's counters.  Thread-safe; each instance has a registry of its own.
 
     Raises:
-        HalluTracerError: ``PROMETHEUS_MULTIPROC_DIR`` names no folder that can be written to, or was set or unset
-            after ``prometheus_client`` had been imported.
+        HalluTracerError: ``PROMETHEUS_MULTIPROC_DIR`` is not a writable folder, or was set or unset after
+            ``prometheus_client`` had been imported.
     """
 
     def __init__(self) -> None:
@@ -75,6 +73,9 @@ class Metrics:
 
         def histogram(name: str, text: str, buckets: tuple[float, ...], labels: Iterable[str] = ()) -> Histogram:
             return Histogram(f"hallutracer_{name}", text, labels, buckets=buckets, registry=registry)
+
+        def gauge(name: str, text: str, mode: str, labels: Iterable[str] = ()) -> Gauge:
+            return Gauge(f"hallutracer_{name}", text, labels, multiprocess_mode=mode, registry=registry)  # type: ignore[arg-type]
 
         self._prompts = counter("prompts_total", "Prompts scored, by decision.", (*BUNDLE, "decision"))
         self._flagged = counter("flagged_total", "Prompts whose risk reached the threshold.", BUNDLE)
@@ -98,35 +99,32 @@ class Metrics:
         )
         self._decode_s = histogram("decode_seconds", "Decoding one prompt's answer.", SECONDS)
         self._batch_prompts = histogram(
-            "batch_prompts", "Prompts in one forward pass; 1 where the engine makes its own batches.", PROMPTS_A_FORWARD
+            "batch_prompts", "Prompts in one forward pass; 1 where the engine makes its own batches.", BATCH_SIZES
         )
         self._batch_tokens = histogram("batch_tokens", "Prompt tokens in one forward pass, or of one prompt.", TOKENS)
         self._length = histogram("prompt_length_tokens", "Tokens of one prompt.", TOKENS)
 
-        # livesum: a process that ended holds no work.  livemin: ready means that each process is.
-        self._waiting = self._gauge("queue_depth", "Prompts waiting for a forward pass.", "livesum")
-        self._decoding = self._gauge("running_decodes", "Answers being decoded.", "livesum")
-        self._in_flight = self._gauge("requests_in_flight", "Scoring requests being served.", "livesum")
-        self._ready = self._gauge("ready", "1 once scores can be served, else 0.", "livemin")
-        self._info = self._gauge("bundle_info", "Always 1: a loaded bundle.", "livemax", (*BUNDLE, "digest"))
-        self._gauge("build_info", "Always 1: the version.", "livemax", ("version",)).labels(__version__).set(1)
-        for gauge in (self._waiting, self._decoding, self._in_flight, self._ready):
-            gauge.set(0)  # a shared folder may hold the last words of an earlier process with this id
+        # Over live processes: livesum adds up, livemin is 1 only if all are ready.
+        self._waiting = gauge("queue_depth", "Prompts waiting for a forward pass.", "livesum")
+        self._decoding = gauge("running_decodes", "Answers being decoded.", "livesum")
+        self._in_flight = gauge("requests_in_flight", "Scoring requests being served.", "livesum")
+        self._ready = gauge("ready", "1 once scores can be served, else 0.", "livemin")
+        self._info = gauge("bundle_info", "Always 1: a loaded bundle.", "livemax", (*BUNDLE, "digest"))
+        gauge("build_info", "Always 1: the version.", "livemax", ("version",)).labels(__version__).set(1)
+        for current in (self._waiting, self._decoding, self._in_flight, self._ready):
+            current.set(0)  # a shared folder may hold values of an earlier process with this id
 
         self._by_bundle: dict[tuple[str, str], _PerBundle] = {}
         self._by_code = {code: self._errors.labels(code) for code in STATUS_OF}
         self._by_status = {status: self._requests.labels(str(status)) for status in {200, *STATUS_OF.values()}}
 
-    def _gauge(self, name: str, text: str, mode: str, labels: Iterable[str] = ()) -> Gauge:
-        return Gauge(f"hallutracer_{name}", text, labels, multiprocess_mode=mode, registry=self._registry)  # type: ignore[arg-type]
-
     def batch(self, prompts: int, tokens: int) -> None:
-        """One forward pass over ``prompts`` prompts of ``tokens`` tokens together."""
+        """One forward pass over ``prompts`` prompts with ``tokens`` tokens in total."""
         self._batch_prompts.observe(prompts)
         self._batch_tokens.observe(tokens)
 
     def queue(self, waiting: int, decoding: int) -> None:
-        """How many prompts wait and how many decode at this moment."""
+        """Number of prompts that wait, and that decode, at this moment."""
         self._waiting.set(waiting)
         self._decoding.set(decoding)
 
@@ -145,9 +143,9 @@ class Metrics:
         probe_s: float,
         decode_s: float | None,
     ) -> None:
-        """One prompt is done.  ``bundle`` is "name:version"; times are seconds, ``decode_s`` None if none decoded."""
+        """One prompt is done.  ``bundle`` is "name:version"; ``decode_s`` is None without decoding."""
         own = self._of(model_name, bundle)
-        own.prompts(decision).inc()
+        own.prompts[decision].inc()
         if flagged:
             own.flagged.inc()
         own.risk.observe(risk)
@@ -161,13 +159,13 @@ class Metrics:
             self._decode_s.observe(decode_s)
 
     def request_started(self) -> None:
-        """A scoring request came in; ``request_ended`` must follow, whatever happens."""
+        """A scoring request arrived; ``request_ended`` must follow in every case."""
         self._in_flight.inc()
 
     def request_ended(self, status: int, code: str | None, seconds: float) -> None:
-        """A scoring request is over: HTTP ``status``, and the wire ``code`` of its error where there was one."""
+        """A scoring request ended with an HTTP ``status`` and, on errors, a wire ``code``."""
         self._in_flight.dec()
-        if status in WORKED_ON:
+        if status in TIMED:
             self._request_s.observe(seconds)
         (self._by_status.get(status) or self._requests.labels(str(status))).inc()
         if code is not None:
@@ -178,34 +176,33 @@ class Metrics:
         self._ready.set(int(value))
 
     def bundle(self, model_name: str, bundle: str, digest: str) -> None:
-        """A bundle is loaded: its series appear, all 0."""
+        """A bundle is loaded: create its series, all 0."""
         self._of(model_name, bundle)
         self._info.labels(model_name, bundle, digest).set(1)
 
     @property
     def collector(self) -> CollectorRegistry:
-        """All series, for a registry that is not ours to show them too."""
+        """All series, to be registered with another registry."""
         return self._registry
 
     def render(self) -> tuple[bytes, str]:
-        """The body of ``GET /metrics`` and its content type; in a shared folder, over all its processes."""
+        """Body and content type of ``GET /metrics``; with a shared folder, over all its processes."""
         if self._folder is None:
             return generate_latest(self._registry), CONTENT_TYPE
-        _forget_the_dead(self._folder)
-        everyone = CollectorRegistry()
-        MultiProcessCollector(everyone, path=str(self._folder))  # type: ignore[no-untyped-call]
-        return generate_latest(everyone), CONTENT_TYPE
+        _remove_dead_processes(self._folder)
+        all_processes = CollectorRegistry()
+        MultiProcessCollector(all_processes, path=str(self._folder))  # type: ignore[no-untyped-call]
+        return generate_latest(all_processes), CONTENT_TYPE
 
     def close(self) -> None:
-        """Take this process's gauges out of a shared folder; its counters stay, or the sums would fall."""
+        """Remove this process's gauges from a shared folder; its counters stay, so sums do not fall."""
         if self._folder is not None:
             mark_process_dead(os.getpid(), str(self._folder))  # type: ignore[no-untyped-call]
 
     def _of(self, model_name: str, bundle: str) -> _PerBundle:
-        found = self._by_bundle.get((model_name, bundle))
-        if found is None:
-            found = self._by_bundle[model_name, bundle] = _PerBundle(self, model_name, bundle)
-        return found
+        if (model_name, bundle) not in self._by_bundle:
+            self._by_bundle[model_name, bundle] = _PerBundle(self, model_name, bundle)
+        return self._by_bundle[model_name, bundle]
 
 
 class _PerBundle:
@@ -216,16 +213,13 @@ class _PerBundle:
         self.risk = metrics._risk.labels(model_name, bundle)
         self.prompt_tokens = metrics._prompt_tokens.labels(model_name, bundle)
         self.completion_tokens = metrics._completion_tokens.labels(model_name, bundle)
-        self._prompts = {str(one): metrics._prompts.labels(model_name, bundle, str(one)) for one in Decision}
-
-    def prompts(self, decision: str) -> Counter:
-        return self._prompts[decision]
+        self.prompts = {str(d): metrics._prompts.labels(model_name, bundle, str(d)) for d in Decision}
 
 
 def _shared_folder() -> Path | None:
-    """The folder that processes share, checked by writing to it; None where this process counts alone."""
+    """The processes' shared folder, checked by writing to it; None for a single process."""
     name = os.environ.get(FOLDER_VARIABLE)
-    # The client decides between memory and files once, when it is imported.
+    # prometheus_client decides between memory and files once, on import.
     if (name is not None) == (values.ValueClass is values.MutexValue):
         change = "set" if name is not None else "unset"
         raise HalluTracerError(
@@ -233,9 +227,9 @@ def _shared_folder() -> Path | None:
         )
     if name is None:
         return None
-    cure = f"make it, empty and writable, before the service starts, or unset {FOLDER_VARIABLE}"
+    cure = f"create an empty, writable folder before the service starts, or unset {FOLDER_VARIABLE}"
     if not name:
-        raise HalluTracerError(f"{FOLDER_VARIABLE} is empty: name a folder and {cure}")
+        raise HalluTracerError(f"{FOLDER_VARIABLE} is empty: {cure}")
     try:
         with tempfile.TemporaryFile(dir=name):
             return Path(name)
@@ -244,8 +238,8 @@ def _shared_folder() -> Path | None:
         raise HalluTracerError(f"{FOLDER_VARIABLE}={name}: cannot write there ({reason}); {cure}") from None
 
 
-def _forget_the_dead(folder: Path) -> None:
-    """Drop the gauges of processes that were killed before they could ``close``."""
+def _remove_dead_processes(folder: Path) -> None:
+    """Remove the gauges of processes that ended without ``close``."""
     for pid in {path.stem.rpartition("_")[2] for path in folder.glob("gauge_live*_*.db")}:
         if pid.isdigit() and not _alive(int(pid)):
             mark_process_dead(int(pid), str(folder))  # type: ignore[no-untyped-call]

@@ -1,18 +1,16 @@
 """The model card, README.md of the bundle: YAML front matter as the Hugging Face hub reads it, then plain text.
 
-The same facts give the same bytes: no time, no path, no version of the store.  Knows no engine and no folder.
+The same arguments give the same bytes: no time, no path, no version.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
-from probes_store.manifest import ModelRecord, TrainingRecord
-from service.fitting.calibration import FinalClassifier
-from service.fitting.options import LogitScale
+from probes_store.manifest import Manifest, TrainingRecord
+from service.fitting.markdown import markdown_table
 
 METRICS = {
     "auroc": "AUROC",
@@ -45,40 +43,36 @@ PLOTS = {
 }
 
 
-@dataclass(frozen=True, eq=False)
-class CardFacts:
-    """What the card tells."""
+def write_card(
+    manifest: Manifest,
+    evaluation: Mapping[str, Any],
+    *,
+    signal_std: Sequence[float],
+    left_out: Mapping[str, int],
+    plots: Sequence[str],
+) -> str:
+    """The whole README.md.
 
-    name: str
-    model: ModelRecord
-    site: str
-    logit_scale: LogitScale
-    signals: tuple[str, ...]
-    prompt_format: str
-    dtype: str
-    classifier: FinalClassifier
-    signal_std: Sequence[float]  # of each signal, out of fold: weight x std compares signals
-    training: TrainingRecord
-    data_name: str
-    left_out: Mapping[str, int]  # reason -> rows
-    evaluation: Mapping[str, Any]
-    own_signal: str  # the bundle's row in the table of the cross-validation
-    plots: Sequence[str]
-
-
-def write_card(facts: CardFacts) -> str:
-    """The whole README.md."""
-    sections = (_what(facts), _data(facts), _figures(facts), _carries(facts), _limits(facts), _load(facts))
-    return _front_matter(facts) + "\n" + "\n".join(sections)
+    signal_std [k]: out-of-fold standard deviation of each signal; left_out: rows by reason; plots: file names.
+    """
+    sections = (
+        _what(manifest),
+        _data(manifest, evaluation["data"]["file"], left_out),
+        _figures(evaluation, plots),
+        _classifier(manifest, signal_std),
+        _limits(manifest.training),
+        _load(manifest),
+    )
+    return _front_matter(manifest, evaluation) + "\n" + "\n".join(sections)
 
 
-def _front_matter(facts: CardFacts) -> str:
+def _front_matter(manifest: Manifest, evaluation: Mapping[str, Any]) -> str:
     lines = ["library_name: hallutracer", "pipeline_tag: text-classification"]
     lines += ["tags:", "- hallucination-detection", "- linear-probe", "- hallutracer"]
-    lines += [f"base_model: {_yaml(facts.model.name)}", "metrics:", "- roc_auc", "- brier_score", "- accuracy"]
-    scores = _own_scores(facts)
+    lines += [f"base_model: {_yaml(manifest.model.name)}", "metrics:", "- roc_auc", "- brier_score", "- accuracy"]
+    scores = _own_scores(evaluation)
     if scores:
-        lines += ["model-index:", f"- name: {_yaml(facts.name)}", "  results:"]
+        lines += ["model-index:", f"- name: {_yaml(manifest.name)}", "  results:"]
         lines += ["  - task:", "      type: text-classification", "      name: Hallucination risk at the answer onset"]
         lines += ["    dataset:", f"      name: {_yaml(scores[2])}", f"      type: {_yaml(scores[2])}"]
         lines += ["    metrics:"]
@@ -88,41 +82,38 @@ def _front_matter(facts: CardFacts) -> str:
     return "---\n" + "\n".join(lines) + "\n---\n"
 
 
-def _own_scores(facts: CardFacts) -> tuple[dict[str, float], str, str] | None:
-    """The bundle's own figures, how they were come by and on which file; held-out rows first."""
-    test, crossed = facts.evaluation.get("held_out"), facts.evaluation.get("cross_validation")
+def _own_scores(evaluation: Mapping[str, Any]) -> tuple[dict[str, float], str, str] | None:
+    """The bundle's own scores, their protocol and their data file; held-out rows are preferred."""
+    test, crossed = evaluation.get("held_out"), evaluation.get("cross_validation")
     if test is not None:
         return test["signals"]["bundle"], "held-out rows", test["file"]
     if crossed is not None:
-        row = crossed["signals"][facts.own_signal]
-        return (
-            {key: cell["mean"] for key, cell in row.items() if cell is not None},
-            "nested cross-validation",
-            facts.data_name,
-        )
+        row = crossed["signals"][evaluation["signal_of_the_bundle"]]
+        means = {key: cell["mean"] for key, cell in row.items() if cell is not None}
+        return means, "nested cross-validation", evaluation["data"]["file"]
     return None
 
 
-def _what(facts: CardFacts) -> str:
-    model = facts.model
+def _what(manifest: Manifest) -> str:
+    model = manifest.model
     where = (
         f"one attention head of each of the {model.num_layers} layers (the slice of the attention output projection's "
         f"input, {model.head_dim} numbers)"
-        if facts.site == "attention_head"
+        if manifest.readout.site == "attention_head"
         else f"the residual stream after each of the {model.num_layers} blocks ({model.hidden_size} numbers)"
     )
     scale = (
         "the plain mean of unit-norm logits, the paper's rule"
-        if facts.logit_scale == "unit_norm"
+        if manifest.logit_scale == "unit_norm"
         else "the mean of logits that were each divided by their within-class standard deviation"
     )
     extra = (
         ", together with the first answer token's log maximum probability and entropy,"
-        if len(facts.signals) > 1
+        if len(manifest.signals) > 1
         else ""
     )
     return (
-        f"# {facts.name}\n\n"
+        f"# {manifest.name}\n\n"
         f"A HalluTracer bundle: the risk that {model.name} ({model.architecture}, revision {model.revision}) is about "
         f"to give a hallucinated answer, read at the last prompt token, before the first answer token is decoded.\n\n"
         f"It reads {where}. A linear probe per layer gives a truth logit; the depth mean is {scale}. A logistic "
@@ -131,10 +122,10 @@ def _what(facts: CardFacts) -> str:
     )
 
 
-def _data(facts: CardFacts) -> str:
-    training = facts.training
+def _data(manifest: Manifest, file: str, left_out: Mapping[str, int]) -> str:
+    training = manifest.training
     used = training.factual + training.hallucinated
-    left = ", ".join(f"{count} {reason}" for reason, count in facts.left_out.items())
+    left = ", ".join(f"{count} {reason}" for reason, count in left_out.items())
     labels = (
         "the data file's own"
         if training.labels == "given"
@@ -143,26 +134,26 @@ def _data(facts: CardFacts) -> str:
     c = f"C = {training.c:g}"
     if training.c_grid:
         c += f", chosen by grouped cross-validation from {', '.join(f'{value:g}' for value in training.c_grid)}"
-    penalty = "L1" if facts.site == "attention_head" else "L2"
+    penalty = "L1" if manifest.readout.site == "attention_head" else "L2"
     return (
         "## Training data\n\n"
         "| | |\n| --- | --- |\n"
-        f"| file | `{facts.data_name}`, `{training.data_digest}` |\n"
+        f"| file | `{file}`, `{training.data_digest}` |\n"
         f"| rows | {training.rows}, of which {used} took part: {training.factual} factual, "
         f"{training.hallucinated} hallucinated |\n"
         f"| left out | {training.left_out}{f' ({left})' if left else ''} |\n"
         f"| groups kept together in folds | {training.groups} |\n"
         f"| labels | {labels} |\n"
-        f"| prompts | rendered as `{facts.prompt_format}`, activations in {facts.dtype} |\n"
+        f"| prompts | rendered as `{manifest.prompt_format}`, activations in {manifest.dtype} |\n"
         f"| probes | {penalty} logistic regression, {c}; class balance: {training.class_balance} |\n"
         f"| classifier | fitted on out-of-fold signals, {training.folds} folds, seeds "
         f"{', '.join(map(str, training.seeds))} |\n"
     )
 
 
-def _figures(facts: CardFacts) -> str:
+def _figures(evaluation: Mapping[str, Any], plots: Sequence[str]) -> str:
     parts = ["## Figures\n"]
-    crossed, test = facts.evaluation.get("cross_validation"), facts.evaluation.get("held_out")
+    crossed, test = evaluation.get("cross_validation"), evaluation.get("held_out")
     if crossed is not None:
         protocol = crossed["protocol"]
         parts.append(
@@ -171,7 +162,7 @@ def _figures(facts: CardFacts) -> str:
             f"training side of each fold. Mean +/- standard deviation over folds and seeds. The bundle's "
             f"own row is bold.\n"
         )
-        parts.append(_table(crossed["signals"], _mean_std, facts.own_signal))
+        parts.append(_table(crossed["signals"], _mean_std, evaluation["signal_of_the_bundle"]))
     if test is not None:
         parts.append(
             f"Held-out file: {test['rows']} rows ({test['factual']} factual, {test['hallucinated']} hallucinated) that "
@@ -187,7 +178,7 @@ def _figures(facts: CardFacts) -> str:
             "largest Youden's J on the training side. A `within` column counts only pairs of rows of one kind "
             "(and template): what is left once the sort of question is known.\n"
         )
-    parts += [f"![{PLOTS[name]}](plots/{name})\n" for name in PLOTS if name in facts.plots]
+    parts += [f"![{PLOTS[name]}](plots/{name})\n" for name in PLOTS if name in plots]
     return "\n".join(parts)
 
 
@@ -196,26 +187,25 @@ def _mean_std(cell: Mapping[str, float]) -> str:
 
 
 def _table(signals: Mapping[str, Mapping[str, Any]], show: Callable[[Any], str], own: str) -> str:
-    every = METRICS | WITHIN
-    columns = {key: text for key, text in every.items() if any(key in row for row in signals.values())}
-    lines = ["| signal | " + " | ".join(columns.values()) + " |", "| --- " * (len(columns) + 1) + "|"]
+    columns = {key: text for key, text in (METRICS | WITHIN).items() if any(key in row for row in signals.values())}
+    rows = []
     for name, row in signals.items():
         cells = [show(row[key]) if row.get(key) is not None else "-" for key in columns]
         title = f"**{SIGNALS[name]}**" if name == own else SIGNALS[name]
-        lines.append(f"| {title} | " + " | ".join(cells) + " |")
-    return "\n".join(lines) + "\n"
+        rows.append([title, *cells])
+    return markdown_table(["signal", *columns.values()], rows) + "\n"
 
 
-def _carries(facts: CardFacts) -> str:
-    classifier = facts.classifier
+def _classifier(manifest: Manifest, signal_std: Sequence[float]) -> str:
+    classifier = manifest.classifier
     lines = ["## Classifier\n", "| signal | weight | weight x standard deviation |", "| --- | --- | --- |"]
-    strength = {}
-    for name, weight, std in zip(facts.signals, classifier.weight.tolist(), facts.signal_std, strict=True):
+    strength: dict[str, float] = {}
+    for name, weight, std in zip(manifest.signals, classifier.weight, signal_std, strict=True):
         strength[name] = abs(weight * std)
         lines.append(f"| {name} | {weight:+.4f} | {weight * std:+.3f} |")
     text = (
         f"\nrisk = 1 - sigmoid(sum of weight x signal {classifier.intercept:+.4f}); flagged at a risk of "
-        f"{classifier.threshold:.4f} or more (the largest Youden's J on out-of-fold training risks).\n"
+        f"{manifest.threshold:.4f} or more (the largest Youden's J on out-of-fold training risks).\n"
     )
     if len(strength) > 1:
         carrier = max(strength, key=lambda name: strength[name])
@@ -233,9 +223,8 @@ def _carries(facts: CardFacts) -> str:
     return "\n".join(lines) + "\n" + text
 
 
-def _limits(facts: CardFacts) -> str:
-    used = facts.training.factual + facts.training.hallucinated
-    share = facts.training.hallucinated / used
+def _limits(training: TrainingRecord) -> str:
+    share = training.hallucinated / (training.factual + training.hallucinated)
     return (
         "## Limits\n\n"
         f"- The risk is calibrated for prompts like the training rows, of which {share:.1%} are hallucinated. Where "
@@ -247,19 +236,19 @@ def _limits(facts: CardFacts) -> str:
     )
 
 
-def _load(facts: CardFacts) -> str:
+def _load(manifest: Manifest) -> str:
     return (
         "## How to load\n\n"
         "```python\n"
         "from pathlib import Path\n"
         "from probes_store.store import Store\n\n"
-        f'bundle = Store(Path("STORE")).load("{facts.name}")\n'
+        f'bundle = Store(Path("STORE")).load("{manifest.name}")\n'
         "```\n\n"
-        f"`hallutracer serve --model MODEL --bundle {facts.name}` replays the golden prompts and serves only if the "
-        f"model reads what the trainer read. Written by hallutracer {facts.training.hallutracer_version}.\n"
+        f"`hallutracer serve --model MODEL --bundle {manifest.name}` replays the golden prompts and serves only if the "
+        f"model reads what the trainer read. Written by hallutracer {manifest.training.hallutracer_version}.\n"
     )
 
 
 def _yaml(text: str) -> str:
-    """A JSON string is a YAML string, whatever it holds."""
+    """Quoted text: every JSON string is a YAML string."""
     return json.dumps(text)

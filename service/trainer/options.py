@@ -1,4 +1,4 @@
-"""Every choice of a training run, documented where it is declared.  Knows no engine and no file format."""
+"""The options of a training run."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Literal
 
 from joblib import cpu_count
 
+from probes_store.manifest import Signal
 from service.data.options import ABSTAIN, JudgeOptions, Labels
 from service.errors import TrainingError
 from service.fitting.calibration import FitOptions
@@ -17,8 +18,8 @@ from service.fitting.options import C_GRID, DEPTH_MEAN, FIRST_TOKEN, ClassBalanc
 from service.readout import Site
 
 
-def parse_signals(text: str) -> tuple[str, ...]:
-    """``depth_mean`` or ``depth_mean,first_token`` as written on the command line -> names as in the manifest."""
+def parse_signals(text: str) -> tuple[Signal, ...]:
+    """``depth_mean`` or ``depth_mean,first_token`` from the command line -> the manifest's names."""
     parts = [part.strip() for part in text.split(",") if part.strip()]
     if parts == [DEPTH_MEAN]:
         return (DEPTH_MEAN,)
@@ -29,7 +30,7 @@ def parse_signals(text: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class TrainOptions:
-    """One training run.  Raises TrainingError where a value makes no sense, before anything is loaded."""
+    """One training run.  Raises TrainingError for an invalid value, before anything is loaded."""
 
     data: Path  # JSONL rows, see data/training_rows.py
     name: str  # the bundle's name
@@ -38,7 +39,7 @@ class TrainOptions:
     readout: Site = Site.ATTENTION_HEAD  # where a_l is taken (Eq. readout)
     sites: tuple[Site, ...] = ()  # further sites to collect in the same pass, for diagnostics
     logit_scale: LogitScale = "unit_norm"  # the paper's rule, or each L_l over its within-class training std
-    signals: tuple[str, ...] = (DEPTH_MEAN,)  # what the classifier reads; or (depth_mean, log_max_prob, entropy)
+    signals: tuple[Signal, ...] = (DEPTH_MEAN,)  # what the classifier reads; or (depth_mean, log_max_prob, entropy)
     labels: Labels = "given"  # the rows' own, or the model's answers judged against the rows' `answers`
     judge: JudgeOptions = JudgeOptions()  # only with labels="generate"
     abstain_pattern: str = ABSTAIN  # only with labels="generate": such answers belong to neither class
@@ -55,7 +56,7 @@ class TrainOptions:
     jobs: int = 0  # processes for the probe fits; 0: all cores
 
     def __post_init__(self) -> None:
-        """Check ranges; types are the type checker's business."""
+        """Check values, not types."""
 
         def require(fine: bool, field: str, expected: str) -> None:
             if not fine:
@@ -94,16 +95,16 @@ class TrainOptions:
 
     @property
     def collected_sites(self) -> tuple[Site, ...]:
-        """Every site that collection writes, the run's own first."""
+        """All sites that are collected, the run's own first."""
         return tuple(dict.fromkeys((self.readout, *self.sites)))
 
     @property
     def workers(self) -> int:
-        """Processes for the probe fits; all cores that this process may use by default."""
+        """Processes for the probe fits; by default all cores that this process may use."""
         return int(self.jobs or cpu_count())
 
     @property
     def fit(self) -> FitOptions:
-        """The part that fits know of."""
+        """The options of the probe fits."""
         c = None if self.c == "auto" else float(self.c)
         return FitOptions(self.class_balance, self.inner_folds, c, tuple(sorted(set(self.c_grid))), self.workers)

@@ -1,12 +1,12 @@
-"""The card's figures, as PNG bytes that depend on the numbers alone: no timestamp, no version, one fixed style.
+"""The card's figures as PNG bytes that depend on the numbers alone: no timestamp, no version, one fixed style.
 
-Colours are Okabe and Ito's, told apart by colour-blind readers; lines differ in style as well.  Knows arrays and names.
+Colours are Okabe and Ito's, safe for colour-blind readers; lines differ in style as well.
 """
 
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,11 +19,11 @@ from numpy.typing import NDArray
 from PIL import Image
 from sklearn.metrics import precision_recall_curve, roc_curve
 
+from service.fitting.plotting import BLUE, GREEN, GREY, ORANGE, PURPLE, class_bands, layer_ticks, thinned
 from service.fitting.scores import ECE_BINS, auprc, ece, reliability, risk_auroc
 
 Floats = NDArray[np.float64]
 
-BLUE, ORANGE, GREEN, PURPLE, GREY = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#777777"
 _LINES = ((BLUE, "-"), (ORANGE, "--"), (GREEN, "-."), (PURPLE, ":"))
 _STYLE: Any = {
     "font.family": "DejaVu Sans",  # comes with matplotlib, so every machine draws the same letters
@@ -38,7 +38,7 @@ _STYLE: Any = {
     "legend.frameon": False,
     "legend.fontsize": 8.0,
 }
-_POINTS = 400  # of a curve; more would not be seen
+_MAX_POINTS = 400  # of a curve
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,123 +57,90 @@ class PlotData:
 
 def draw(data: PlotData) -> dict[str, bytes]:
     """Every figure the data allow, file name -> PNG bytes."""
-    figures = {"trajectories.png": _trajectories(data), "layers.png": _layers(data)}
+    pages = {"layers.png": _png(_layers, data, wide=True)}
     if data.risk:
-        names = list(data.risk)
-        figures |= {
-            "roc.png": _roc(data, names),
-            "precision_recall.png": _precision_recall(data, names),
-            "reliability.png": _reliability(data, [name for name in names if name not in data.ranking_only]),
+        pages |= {
+            "precision_recall.png": _png(_precision_recall, data),
+            "reliability.png": _png(_reliability, data),
+            "roc.png": _png(_roc, data),
         }
-    return dict(sorted(figures.items()))
+    return pages | {"trajectories.png": _png(_trajectories, data, wide=True)}
 
 
-def _roc(data: PlotData, names: Sequence[str]) -> bytes:
+def _roc(axes: Axes, data: PlotData) -> None:
+    for name, (colour, line) in zip(data.risk, _LINES, strict=False):
+        wrong, caught, _ = roc_curve(1 - data.label, data.risk[name])
+        thin = thinned(len(wrong), _MAX_POINTS)
+        text = f"{name} (AUROC {risk_auroc(data.label, data.risk[name]):.3f})"
+        axes.plot(wrong[thin], caught[thin], line, color=colour, label=text, linewidth=1.6)
+    axes.plot([0, 1], [0, 1], color=GREY, linewidth=0.8, label="chance")
+    axes.set(title="ROC, hallucinated is the positive class", xlabel="factual prompts flagged (share)",
+             ylabel="hallucinated prompts flagged (share)", xlim=(-0.01, 1.01), ylim=(-0.01, 1.01))  # fmt: skip
+    axes.set_aspect("equal")
+    axes.legend(loc="lower right")
+
+
+def _precision_recall(axes: Axes, data: PlotData) -> None:
+    for name, (colour, line) in zip(data.risk, _LINES, strict=False):
+        precision, recall, _ = precision_recall_curve(1 - data.label, data.risk[name])
+        thin = thinned(len(recall), _MAX_POINTS)
+        text = f"{name} (AUPRC {auprc(data.label, data.risk[name], positive=0):.3f})"
+        axes.step(recall[thin], precision[thin], line, where="post", color=colour, label=text, linewidth=1.4)
+    share = float(np.mean(data.label == 0))
+    axes.axhline(share, color=GREY, linewidth=0.8, label=f"share of hallucinated rows ({share:.2f})")
+    axes.set(title="Precision and recall, hallucinated is the positive class",
+             xlabel="recall: hallucinated prompts flagged (share)",
+             ylabel="precision: flagged prompts that are\nhallucinated (share)",
+             xlim=(-0.01, 1.01), ylim=(0, 1.01))  # fmt: skip
+    axes.legend(loc="lower left")
+
+
+def _reliability(axes: Axes, data: PlotData) -> None:
+    axes.plot([0, 1], [0, 1], color=GREY, linewidth=0.8, label="perfect calibration")
+    names = (name for name in data.risk if name not in data.ranking_only)
+    for name, (colour, line), marker in zip(names, _LINES, "osD^", strict=False):
+        predicted, observed, _ = reliability(data.label, data.risk[name])
+        text = f"{name} (ECE {ece(data.label, data.risk[name]):.3f})"
+        axes.plot(predicted, observed, line, marker=marker, markersize=4, color=colour, label=text, linewidth=1.2)
+    axes.set(title=f"Reliability, {ECE_BINS} equal-mass bins", xlabel="mean risk of the bin (probability)",
+             ylabel="hallucinated in the bin (share)", xlim=(-0.01, 1.01), ylim=(-0.01, 1.01))  # fmt: skip
+    axes.set_aspect("equal")
+    axes.legend(loc="upper left")
+
+
+def _trajectories(axes: Axes, data: PlotData) -> None:
+    classes = zip(("factual", "hallucinated"), data.trajectory_mean[::-1], data.trajectory_std[::-1], strict=True)
+    class_bands(axes, [(f"{name}: mean, band of 1 std", mean, std) for name, mean, std in classes])
+    axes.set(title="Truth logit over depth, out of fold", xlabel="layer (0 is the first block)",
+             ylabel=f"truth logit\n({data.logit_unit})")  # fmt: skip
+    layer_ticks(axes, data.trajectory_mean.shape[1], 16)
+    axes.legend(loc="best")
+
+
+def _layers(axes: Axes, data: PlotData) -> None:
+    layers = np.arange(data.layer_auroc.shape[1])
+    mean = data.layer_auroc.mean(axis=0)
+    axes.vlines(layers, 0.5, mean, color=BLUE, linewidth=1.0, alpha=0.5)
+    axes.plot(layers, mean, "o", color=BLUE, markersize=5, label="one layer's truth logit")
+    best = float(data.depth_mean_auroc.mean())
+    axes.axhline(best, color=ORANGE, linestyle="--", linewidth=1.4, label=f"mean over all layers ({best:.3f})")
+    axes.axhline(0.5, color=GREY, linewidth=0.8, label="chance")
+    low, high = min(0.5, float(mean.min())), max(best, float(mean.max()), 0.55)
+    margin = 0.06 * (high - low)
+    axes.set(title="Separation by layer, out of fold", xlabel="layer (0 is the first block)",
+             ylabel="AUROC", ylim=(low - margin, min(1.005, high + 4 * margin)))  # fmt: skip
+    layer_ticks(axes, len(layers), 16)
+    axes.legend(loc="upper left", ncols=3)
+
+
+def _png(plot: Callable[[Axes, PlotData], None], data: PlotData, *, wide: bool = False) -> bytes:
+    """Draw, then reduce to a palette: line drawings need few colours, and the file is a third of the size."""
+    buffer, reduced = io.BytesIO(), io.BytesIO()
     with rc_context(_STYLE):
-        figure, axes = _figure()
-        for name, (colour, line) in zip(names, _LINES, strict=False):
-            wrong, caught, _ = roc_curve(1 - data.label, data.risk[name])
-            thin = _thin(len(wrong))
-            text = f"{name} (AUROC {risk_auroc(data.label, data.risk[name]):.3f})"
-            axes.plot(wrong[thin], caught[thin], line, color=colour, label=text, linewidth=1.6)
-        axes.plot([0, 1], [0, 1], color=GREY, linewidth=0.8, label="chance")
-        axes.set(title="ROC, hallucinated is the positive class", xlabel="factual prompts flagged (share)",
-                 ylabel="hallucinated prompts flagged (share)", xlim=(-0.01, 1.01), ylim=(-0.01, 1.01))  # fmt: skip
-        axes.set_aspect("equal")
-        axes.legend(loc="lower right")
-        return _png(figure)
-
-
-def _precision_recall(data: PlotData, names: Sequence[str]) -> bytes:
-    with rc_context(_STYLE):
-        figure, axes = _figure()
-        for name, (colour, line) in zip(names, _LINES, strict=False):
-            precision, recall, _ = precision_recall_curve(1 - data.label, data.risk[name])
-            thin = _thin(len(recall))
-            text = f"{name} (AUPRC {auprc(data.label, data.risk[name], positive=0):.3f})"
-            axes.step(recall[thin], precision[thin], line, where="post", color=colour, label=text, linewidth=1.4)
-        share = float(np.mean(data.label == 0))
-        axes.axhline(share, color=GREY, linewidth=0.8, label=f"share of hallucinated rows ({share:.2f})")
-        axes.set(title="Precision and recall, hallucinated is the positive class",
-                 xlabel="recall: hallucinated prompts flagged (share)",
-                 ylabel="precision: flagged prompts that are\nhallucinated (share)",
-                 xlim=(-0.01, 1.01), ylim=(0, 1.01))  # fmt: skip
-        axes.legend(loc="lower left")
-        return _png(figure)
-
-
-def _reliability(data: PlotData, names: Sequence[str]) -> bytes:
-    with rc_context(_STYLE):
-        figure, axes = _figure()
-        axes.plot([0, 1], [0, 1], color=GREY, linewidth=0.8, label="perfect calibration")
-        for name, (colour, line), marker in zip(names, _LINES, "osD^", strict=False):
-            predicted, observed, _ = reliability(data.label, data.risk[name])
-            text = f"{name} (ECE {ece(data.label, data.risk[name]):.3f})"
-            axes.plot(predicted, observed, line, marker=marker, markersize=4, color=colour, label=text, linewidth=1.2)
-        axes.set(title=f"Reliability, {ECE_BINS} equal-mass bins", xlabel="mean risk of the bin (probability)",
-                 ylabel="hallucinated in the bin (share)", xlim=(-0.01, 1.01), ylim=(-0.01, 1.01))  # fmt: skip
-        axes.set_aspect("equal")
-        axes.legend(loc="upper left")
-        return _png(figure)
-
-
-def _trajectories(data: PlotData) -> bytes:
-    with rc_context(_STYLE):
-        figure, axes = _figure(wide=True)
-        layers = np.arange(data.trajectory_mean.shape[1])
-        for row, name, colour, line in ((1, "factual", BLUE, "-"), (0, "hallucinated", ORANGE, "--")):
-            mean, std = data.trajectory_mean[row], data.trajectory_std[row]
-            axes.fill_between(layers, mean - std, mean + std, color=colour, alpha=0.15, linewidth=0)
-            axes.plot(layers, mean, line, color=colour, label=f"{name}: mean, band of 1 std", linewidth=1.8)
-        axes.axhline(0, color=GREY, linewidth=0.8)
-        axes.set(title="Truth logit over depth, out of fold", xlabel="layer (0 is the first block)",
-                 ylabel=f"truth logit\n({data.logit_unit})")  # fmt: skip
-        _layer_ticks(axes, len(layers))
-        axes.legend(loc="best")
-        return _png(figure)
-
-
-def _layers(data: PlotData) -> bytes:
-    with rc_context(_STYLE):
-        figure, axes = _figure(wide=True)
-        layers = np.arange(data.layer_auroc.shape[1])
-        mean = data.layer_auroc.mean(axis=0)
-        axes.vlines(layers, 0.5, mean, color=BLUE, linewidth=1.0, alpha=0.5)
-        axes.plot(layers, mean, "o", color=BLUE, markersize=5, label="one layer's truth logit")
-        best = float(data.depth_mean_auroc.mean())
-        axes.axhline(best, color=ORANGE, linestyle="--", linewidth=1.4, label=f"mean over all layers ({best:.3f})")
-        axes.axhline(0.5, color=GREY, linewidth=0.8, label="chance")
-        low, high = min(0.5, float(mean.min())), max(best, float(mean.max()), 0.55)
-        margin = 0.06 * (high - low)
-        axes.set(title="Separation by layer, out of fold", xlabel="layer (0 is the first block)",
-                 ylabel="AUROC", ylim=(low - margin, min(1.005, high + 4 * margin)))  # fmt: skip
-        _layer_ticks(axes, len(layers))
-        axes.legend(loc="upper left", ncols=3)
-        return _png(figure)
-
-
-def _figure(*, wide: bool = False) -> tuple[Figure, Axes]:
-    figure = Figure(figsize=(6.2, 3.4) if wide else (4.8, 4.4), layout="constrained")
-    FigureCanvasAgg(figure)
-    return figure, figure.add_subplot()
-
-
-def _layer_ticks(axes: Axes, layers: int) -> None:
-    step = max(1, -(-layers // 16))
-    axes.set_xticks(range(0, layers, step))
-    axes.set_xlim(-0.5, layers - 0.5)
-
-
-def _thin(length: int) -> NDArray[np.int64]:
-    """At most _POINTS places of a curve, both ends among them."""
-    return np.unique(np.linspace(0, length - 1, min(length, _POINTS)).round().astype(np.int64))
-
-
-def _png(figure: Figure) -> bytes:
-    """Drawn, then reduced to a palette: line drawings need few colours, and the files are a third of the size."""
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", dpi=110, metadata={"Software": None})
+        figure = Figure(figsize=(6.2, 3.4) if wide else (4.8, 4.4), layout="constrained")
+        FigureCanvasAgg(figure)
+        plot(figure.add_subplot(), data)
+        figure.savefig(buffer, format="png", dpi=110, metadata={"Software": None})
     image = Image.open(buffer).convert("RGB").quantize(128, method=Image.Quantize.FASTOCTREE, dither=Image.Dither.NONE)
-    reduced = io.BytesIO()
     image.save(reduced, format="png", optimize=True)
     return reduced.getvalue()

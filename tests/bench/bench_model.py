@@ -3,7 +3,7 @@
     python -m tests.bench.bench_model prepare --shape qwen2.5-0.5b --cache DIR     prints what to serve, as JSON
     python -m tests.bench.bench_model direct --shape ... --cache ... [--threads N]  answers JSON lines on stdin
 
-Knows nothing of HTTP.  The callers (``Prepared``, ``Direct``) load no torch: only these two processes do.
+The callers (``Prepared``, ``Direct``) load no torch; only these two processes do.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from tests.bench.service_process import ROOT
@@ -28,7 +27,7 @@ if TYPE_CHECKING:
     from service.engines.base import Engine
 
 SHAPES = ("qwen2.5-0.5b", "demo")
-RECIPE = 1  # raise it when what lies in the cache must be made anew
+RECIPE = 1  # increase to rebuild what the cache holds
 CACHE = Path(tempfile.gettempdir()) / "hallutracer-bench"
 QUESTIONS = ["What is the capital of Italy?", "What is the capital of the Solomon Islands?", "Who are you?", "Hello."]
 
@@ -44,7 +43,7 @@ class Prepared:
 
 
 def prepare(shape: str, cache: Path = CACHE) -> Prepared:
-    """Make the folder and the bundles where they are not there yet, in a process of its own."""
+    """Make missing folders and bundles, in a separate process."""
     command = [sys.executable, "-m", "tests.bench.bench_model", "prepare", "--shape", shape, "--cache", str(cache)]
     done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
     answer = json.loads(done.stdout.splitlines()[-1])
@@ -94,9 +93,7 @@ class Direct:
     def __enter__(self) -> Direct:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         assert self._process.stdin is not None
         self._process.stdin.close()
         self._process.wait(60)
@@ -111,7 +108,7 @@ def _prepare(shape: str, cache: Path) -> dict[str, Any]:
 
     folder, store = _paths(shape, cache)
     if shape == "demo":
-        store.mkdir(parents=True, exist_ok=True)  # empty: the shipped bundles are found, and none of the user's
+        store.mkdir(parents=True, exist_ok=True)  # empty: only the shipped bundles are found
         context = json.loads((MODEL_DIR / "config.json").read_text())["max_position_embeddings"]
         return {"arguments": ["--store", str(store)], "bundles": ["demo", "demo-fused"], "max_tokens": context}
     names = ["bench", "bench-other"]
@@ -190,7 +187,8 @@ def _publish(folder: Path, store: Path, names: list[str]) -> None:
         tensors = draft.probes
         probes = Probes(Site.ATTENTION_HEAD, tensors.head, tensors.direction, tensors.bias, tensors.scale)
         trajectory = np.stack([onset.trajectories[0] for onset in engine.score(golden, [probes])])
-        risks = risk(depth_mean(trajectory)[:, None], np.array(draft.classifier.weight), draft.classifier.intercept)
+        classifier = draft.manifest.classifier
+        risks = risk(depth_mean(trajectory)[:, None], np.array(classifier.weight), classifier.intercept)
         draft.golden = Golden.record(golden, trajectory, risks, None)
         Store(store).publish(draft)
 

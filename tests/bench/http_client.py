@@ -1,7 +1,6 @@
 """A small HTTP/1.1 keep-alive client on asyncio, cheap enough to load a server from the machine it runs on.
 
-One request per connection at a time, no redirects, no compression, no retry: a failed request is a failed request.
-Knows nothing about the service.
+One request per connection at a time, no redirects, no compression, no retries.
 """
 
 from __future__ import annotations
@@ -9,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import time
 
-IDLE_LIMIT_S = 2.0  # below any server's keep-alive timeout: a request never races against the server's own close
+IDLE_LIMIT_S = 2.0  # below any server's keep-alive timeout, so that no request meets the server's close
 
 
 class Reply:
@@ -21,7 +20,7 @@ class Reply:
         self.status, self.head, self.body = status, head, body
 
     def header(self, name: str) -> str | None:
-        """A header's value; None where it is not there."""
+        """A header's value, or None."""
         for line in self.head.split(b"\r\n")[1:]:
             key, _, value = line.partition(b":")
             if key.decode("latin-1").lower() == name.lower():
@@ -66,7 +65,7 @@ class Connection(asyncio.Protocol):
         self._fail(exc or ConnectionResetError("the server closed the connection before a whole answer"))
 
     def send(self, request: bytes) -> asyncio.Future[Reply]:
-        """Send one request; the future holds its reply.  Raises ConnectionError where the connection is closed."""
+        """Send one request; the future holds its reply.  Raises ConnectionError if the connection is closed."""
         if not self.open or self._waiting is not None:
             raise ConnectionError("the connection is closed or busy")
         assert self._transport is not None
@@ -93,7 +92,7 @@ class Connection(asyncio.Protocol):
             self.close(reset=True)
 
     def _step(self) -> bool:
-        """Parse one part; whether it may be tried again."""
+        """Parse one part; whether there may be another."""
         if self._head is None:
             end = self._buffer.find(b"\r\n\r\n")
             if end < 0:
@@ -157,7 +156,7 @@ async def connect(host: str, port: int) -> Connection:
 
 
 class Pool:
-    """Keep-alive connections: the most recently used idle one first, a new one where there is none."""
+    """Keep-alive connections: the most recently used idle one first, else a new one."""
 
     def __init__(self, host: str, port: int) -> None:
         self.host, self.port = host, port

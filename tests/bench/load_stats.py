@@ -1,4 +1,4 @@
-"""Arrivals, percentiles, intervals and verdicts of the load tests.  Knows no HTTP, no process and no clock."""
+"""Arrivals, percentiles, intervals and checks of the load tests."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ def poisson_arrivals(rate: float, seconds: float, seed: int) -> Floats:
 def percentile(values: ArrayLike, share: float) -> float:
     """Nearest rank: the smallest observed value that at least ``share`` of all values do not exceed.
 
-    Interpolating between a fast and a slow request would report a latency that nobody saw.
+    No interpolation, which would report a latency that did not occur.
     """
     ordered = np.sort(np.asarray(values, np.float64))
     if ordered.size == 0 or not 0.0 < share <= 1.0:
         raise ValueError(f"a percentile needs values and a share in (0, 1], not {ordered.size} values and {share}")
-    # The small correction keeps 0.99 * 100, which is a little more than 99 in binary, from asking for the 100th.
+    # 0.99 * 100 is slightly more than 99 in binary; without the correction it would select the 100th value.
     return float(ordered[max(1, math.ceil(share * ordered.size - 1e-9)) - 1])
 
 
@@ -58,7 +58,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Summary:
-    """Requests of one run.  Latencies (ms) are of the answers with status 200; NaN where there was none."""
+    """Requests of one run.  Latencies (ms) are of the answers with status 200; NaN without any."""
 
     requests: int
     statuses: dict[str, int]
@@ -119,7 +119,7 @@ def goodput(outcomes: Sequence[Outcome], deadline_s: float, window_s: float) -> 
 
 
 def bad_refusals(outcomes: Sequence[Outcome]) -> dict[str, int]:
-    """Everything that is neither an answer (200) nor a refusal as promised: 429 or 503 with Retry-After in seconds."""
+    """Responses other than 200, and 429 or 503 with Retry-After in seconds."""
     bad: dict[str, int] = {}
     for outcome in outcomes:
         if outcome.status == 200:
@@ -173,8 +173,8 @@ def slope(seconds: ArrayLike, values: ArrayLike, block_s: float = 10.0) -> Slope
     kept = np.unique(block)
     if kept.size < 4:
         raise ValueError(f"a slope needs four blocks of {block_s:g} s; found {kept.size}")
-    x = np.array([times[block == one].mean() for one in kept]) / 60
-    y = np.array([series[block == one].mean() for one in kept])
+    x = np.array([times[block == index].mean() for index in kept]) / 60
+    y = np.array([series[block == index].mean() for index in kept])
     centred = x - x.mean()
     gradient = float(centred @ y / (centred @ centred))
     rest = y - y.mean() - gradient * centred
@@ -205,6 +205,14 @@ def table(checks: Sequence[Check]) -> str:
         if row[4]:
             lines.append(f"    {row[4]}")
     return "\n".join(lines)
+
+
+def conclude(checks: Sequence[Check], path: Path | None, record: dict[str, Any]) -> int:
+    """Print the table, write everything to ``path`` if given; the exit status, 1 if a check failed."""
+    print(table(checks), flush=True)
+    if path is not None:
+        write_json(path, checks, record)
+    return int(any(check.passed is False for check in checks))
 
 
 def write_json(path: Path, checks: Sequence[Check], record: dict[str, Any]) -> None:

@@ -1,8 +1,8 @@
 """Closed and open loops of requests, and the prompts they carry.  Runs in a process of its own, beside the server's.
 
 Closed loop: each client sends its next request when its last one is answered; the server sets the pace.
-Open loop: requests are sent at the times given, whatever the server does; latencies count from those times, so that
-a stalled answer delays nobody's clock ("coordinated omission").
+Open loop: requests are sent at the times given, whatever the server does; latencies count from those times, which
+avoids coordinated omission.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from tests.bench.http_client import Pool, Reply, post
 from tests.bench.load_stats import Outcome
 from tests.bench.traffic import CITIES, FORMS
 
-MIXES = {"mixed 32-96": (32, 96), "fixed 64": (64, 64)}  # token ids: nobody renders or tokenises them
+MIXES = {"mixed 32-96": (32, 96), "fixed 64": (64, 64)}  # token ids, neither rendered nor tokenised
 TEXT = "text"  # strings, which the service or the direct engine's process must render first
 QUESTIONS = (4, 13)  # in a text; about as long as the token ids
-MOST_CONNECTIONS = 4096  # open sockets of an open loop; requests beyond it wait here, and their clocks run
+MAX_CONNECTIONS = 4096  # of an open loop; further requests wait here, which counts into their latency
 
 KeepGoing = Callable[[int, float], bool]  # requests sent, seconds since the start -> send another one?
 
 
 def make_prompts(count: int, mix: str, seed: int) -> list[list[int]]:
-    """Random token ids that every shape's vocabulary holds; lengths uniform over the mix's range."""
+    """Random token ids in every shape's vocabulary; lengths uniform over the mix's range."""
     generator = np.random.default_rng(seed)
     low, high = MIXES[mix]
     return [
@@ -97,11 +97,11 @@ async def open_loop(
 ) -> list[Outcome]:
     """One request at each of ``arrivals`` (seconds, ascending); ends when all are answered."""
     pool = Pool(*address)
-    sockets = asyncio.Semaphore(MOST_CONNECTIONS)
+    sockets = asyncio.Semaphore(MAX_CONNECTIONS)
     tasks: list[asyncio.Task[Outcome]] = []
     start = time.perf_counter()
 
-    async def one(request: bytes, intended: float) -> Outcome:
+    async def send(request: bytes, intended: float) -> Outcome:
         async with sockets:
             return await _exchange(pool, request, intended, start, timeout_s)
 
@@ -112,7 +112,7 @@ async def open_loop(
                 await asyncio.sleep(ahead)
             elif number % 16 == 0:
                 await asyncio.sleep(0)  # behind: let answers in between
-            tasks.append(asyncio.create_task(one(next(requests), float(intended))))
+            tasks.append(asyncio.create_task(send(next(requests), float(intended))))
         return list(await asyncio.gather(*tasks))
     finally:
         pool.close()

@@ -1,15 +1,15 @@
-"""What the readout costs: our score-only prefill beside the bare forward of the same engine, in one run.
+"""The readout's cost: our score-only prefill compared with the bare forward of the same engine, in one run.
 
     python -m tests.bench.readout_cost [--pairs 30] [--shapes qwen2.5-0.5b,demo] [--tokens 64,256] [--json OUT]
 
 Ways to spend one prefill on the same ids, interleaved in random order, reported as paired ratios (median, and the
-interval of the middle 90 %), so that a machine whose speed drifts does not decide:
+interval of the middle 90 %), so that a drift of the machine's speed cancels:
 
   bare      the blocks and the final norm, no lm_head: less than any serving engine does
   bare+head the same with the lm_head on the last position, as a serving engine's prefill does
   score     TransformersEngine.score: readout, depth mean, stop after the last readout
   score+1st the same with first-token signals: the whole forward with the lm_head on the last position
-  hidden    output_hidden_states=True, its last position, then numpy: the obvious way
+  hidden    output_hidden_states=True, its last position, then numpy
   residual  TransformersEngine.score at the residual stream, the site that ``hidden`` reads
 """
 

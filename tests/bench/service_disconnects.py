@@ -1,10 +1,10 @@
-"""A thousand clients that hang up: does anything go on working for them?
+"""A thousand clients that disconnect: does any work for them continue?
 
     python -m tests.bench.service_disconnects [--shape demo] [--count 1000] [--quick] [--json OUT]
 
 Score, generate and stream requests are broken off before the body is complete, right after it, while they wait in the
-queue, and while they decode or stream; half by an orderly close, half by a reset.  Honest clients run beside them and
-must be answered.  Afterwards the gauges of /metrics must be back at zero, no token may be prefilled or decoded any
+queue, and while they decode or stream; half by an orderly close, half by a reset.  Honest clients run at the same time
+and must be answered.  Afterwards the gauges of /metrics must be back at zero, no token may be prefilled or decoded any
 more, the process must be idle, and its sockets closed.  The exit status is 1 where something is not so.
 """
 
@@ -25,7 +25,7 @@ from typing import Any
 
 from tests.bench.bench_model import CACHE, SHAPES, prepare
 from tests.bench.http_client import post
-from tests.bench.load_stats import Check, Outcome, statuses, table, write_json
+from tests.bench.load_stats import Check, Outcome, conclude, statuses
 from tests.bench.loadgen import closed_loop, make_prompts, raise_file_limit, score_requests
 from tests.bench.service_process import GAUGES, ServiceProcess
 
@@ -58,7 +58,7 @@ class Plan:
 
 
 def plans(count: int, max_tokens: int, patience: float, seed: int = 0) -> list[Plan]:
-    """All kinds and moments in turn, shuffled.  Answers are long, so that somebody would notice if they went on."""
+    """All kinds and moments in turn, shuffled.  Answers are long enough to be noticed if they continue."""
     cases = [(kind, moment) for kind, moments in KINDS.items() for moment in moments]
     made = []
     for number, (prompt, (kind, moment)) in enumerate(
@@ -175,7 +175,7 @@ def judge(
     files_before: int,
     within_s: float,
 ) -> tuple[list[Check], dict[str, Any]]:
-    """What is left behind."""
+    """Check that nothing is left behind."""
     took, left = settle(server, within_s)
     before, cpu = server.metrics(), server.cpu_seconds()
     time.sleep(2.0)
@@ -202,7 +202,7 @@ def judge(
               bool(honest) and set(statuses(honest)) == {"200"}),
         Check("requests afterwards", str(statuses(canary)), "all 200", set(statuses(canary)) == {"200"}),
         Check("errors_total client_closed_request", f"{closed:g}", f"1 to {count}", 0 < closed <= count,
-              "0 would mean that nobody noticed a client that hung up"),
+              "0: disconnects went unnoticed"),
     ]  # fmt: skip
     record = {"moments": dict(moments), "peaks": peaks, "left": left, "seconds_to_zero": took, "grown": grown,
               "idle_cpu_s": idle}  # fmt: skip
@@ -210,7 +210,7 @@ def judge(
 
 
 def main() -> int:
-    """Break off, wait, look."""
+    """Run the disconnects and the checks."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=SHAPES, default="demo")
     parser.add_argument("--count", type=int, default=1000)
@@ -245,10 +245,7 @@ def main() -> int:
         checks.append(Check("resident memory: before, afterwards", f"{rss:.0f}, {server.rss_mib():.0f} MiB",
                             "(reported)", None))  # fmt: skip
     checks.append(Check("exit status after SIGTERM", str(server.returncode), "0", server.returncode == 0))
-    print(table(checks))
-    if options.json:
-        write_json(options.json, checks, {"shape": options.shape, **record})
-    return int(any(check.passed is False for check in checks))
+    return conclude(checks, options.json, {"shape": options.shape, **record})
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The service under load beside the engine called directly, in one run.
+"""The service under load, compared with direct calls of the engine, in one run.
 
     python -m tests.bench.service_load [--shapes qwen2.5-0.5b,demo] [--parts rate,latency,sweep,overload]
                                        [--quick] [--json OUT] [--plot OUT.png] [--cross-check]
@@ -7,7 +7,7 @@ Three processes: the server, the engine called directly (same model, same thread
 makes the load.  The server and the direct engine take turns, one idle while the other works.
 
   rate      /score with 32 clients over engine.score, paired rounds in alternating order; engine.score gets batches
-            of 32 or one prompt at a time, whichever is faster; prompts of token ids, and of text, which both render
+            of 32 or one prompt at a time, whichever is faster; prompts as token ids, and as text rendered on both sides
   latency   one client over one call at a time, in small paired groups
   sweep     1 to 256 clients: p50, p99 and rate
   overload  open loop, Poisson arrivals at three times the capacity measured before and after, default limits
@@ -41,6 +41,7 @@ from tests.bench.load_stats import (
     Check,
     Outcome,
     bad_refusals,
+    conclude,
     goodput,
     percentile,
     poisson_arrivals,
@@ -79,7 +80,7 @@ class Bench:
         self.record: dict[str, Any] = {}
 
     def run(self, parts: list[str]) -> None:
-        """The parts in order; the direct process ends before the overload, whose server starts anew."""
+        """The parts in order; the overload gets a new server, without the direct process."""
         threads = self.options.threads
         common = [*self.prepared.arguments, *(["--threads", str(threads)] if threads else [])]
         if set(parts) - {"overload"}:
@@ -387,7 +388,7 @@ def add(into: dict[str, int], more: dict[str, int]) -> None:
 
 
 def shown(cores: dict[str, float]) -> str:
-    """Cores in use, in words; other people's work spoils every figure."""
+    """Cores in use, with a warning if other processes use more than 0.1."""
     words = "cores: " + ", ".join(f"{name} {value:.2f}" for name, value in cores.items())
     return words + (" (NOT A QUIET MACHINE)" if cores["others"] > 0.1 else "")
 
@@ -405,7 +406,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=7, help="paired rounds of the rate")
     parser.add_argument("--round-seconds", type=float, default=10.0, help="direct work in one round, about")
     parser.add_argument("--latency-seconds", type=float, default=40.0)
-    parser.add_argument("--sweep-seconds", type=float, default=12.0, help="per level; longer where clients ask it")
+    parser.add_argument("--sweep-seconds", type=float, default=12.0, help="per level, at least")
     parser.add_argument("--overload-seconds", type=float, default=90.0, help="how long requests arrive")
     parser.add_argument("--clients", type=lambda text: [int(one) for one in text.split(",")], default=CLIENTS)
     parser.add_argument("--capacity-clients", type=int, default=64)
@@ -442,7 +443,7 @@ def main() -> int:
         say(f"\n{shape}")
         try:
             bench.run(options.parts.split(","))
-        finally:  # a part that fails must not take the figures of those before it along
+        finally:  # keep the figures of the parts before one that fails
             checks += bench.checks
             record["shapes"][shape] = bench.record
             if options.json:
@@ -451,8 +452,8 @@ def main() -> int:
     if options.plot and sweeps:
         draw(sweeps, options.plot)
         say(f"\nplot: {options.plot}")
-    say("\n" + table(checks))
-    return int(any(check.passed is False for check in checks))
+    say("")
+    return conclude(checks, options.json, record)
 
 
 if __name__ == "__main__":

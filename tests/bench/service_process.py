@@ -1,7 +1,4 @@
-"""A served model as a process of its own: started, watched through /proc and /metrics, stopped.  Linux only.
-
-Knows the command line and the names of the metrics; imports nothing of the service.
-"""
+"""A served model as a process of its own: started, watched through /proc and /metrics, stopped.  Linux only."""
 
 from __future__ import annotations
 
@@ -18,13 +15,12 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
+
+from prometheus_client.parser import text_string_to_metric_families
 
 ROOT = Path(__file__).resolve().parents[2]
 GAUGES = ("hallutracer_queue_depth", "hallutracer_running_decodes", "hallutracer_requests_in_flight")
 _ADDRESS = re.compile(r"listening on http://([^\s,]+):(\d+)")
-_SAMPLE = re.compile(r"^([a-zA-Z_:][\w:]*)(?:\{(.*)\})? (\S+)")
-_LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 _TICKS = os.sysconf("SC_CLK_TCK")
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 
@@ -33,15 +29,11 @@ class Metrics:
     """One scrape."""
 
     def __init__(self, text: str) -> None:
-        self.samples: list[tuple[str, dict[str, str], float]] = []
-        for line in text.splitlines():
-            found = _SAMPLE.match(line)
-            if found and not line.startswith("#"):
-                name, labels, value = found.groups()
-                self.samples.append((name, dict(_LABEL.findall(labels or "")), float(value)))
+        families = text_string_to_metric_families(text)
+        self.samples = [(sample.name, sample.labels, sample.value) for family in families for sample in family.samples]
 
     def total(self, name: str, **labels: str) -> float:
-        """Sum over all series of ``name`` that carry ``labels``; 0 where there is none yet."""
+        """Sum over all series of ``name`` with ``labels``; 0 without any."""
         return sum(
             value
             for series, own, value in self.samples
@@ -65,14 +57,14 @@ class Metrics:
 class ServiceProcess:
     """``python -m service.cli serve`` with ``arguments``, as a context manager: ready on entry, stopped on exit.
 
-    ``log`` is the file its stderr goes to.  On exit ``returncode`` holds what it ended with after SIGTERM.
+    ``log`` is the file its stderr goes to.  After exit, ``returncode`` is its exit status after SIGTERM.
     """
 
     def __init__(self, arguments: Sequence[str], *, ready_within_s: float = 300.0) -> None:
         self._folder = Path(tempfile.mkdtemp(prefix="hallutracer-bench-"))
         self.log = self._folder / "stderr.log"
         self.returncode: int | None = None
-        # The caller's own settings must not change what is measured.
+        # Without the caller's own settings.
         environment = {key: value for key, value in os.environ.items() if not key.startswith("HALLUTRACER_")}
         with self.log.open("wb") as stderr:
             self._process = subprocess.Popen(
@@ -100,22 +92,20 @@ class ServiceProcess:
         return self._address
 
     def __enter__(self) -> ServiceProcess:
-        """Wait until it can score.  Raises RuntimeError with its last words where it ends or takes too long."""
+        """Wait until it can score.  Raises RuntimeError with the end of its log if it exits or takes too long."""
         limit = time.monotonic() + self._ready_within_s
         while not self._is_ready.wait(0.1):
             if self._process.poll() is not None or time.monotonic() > limit:
-                words = self.last_words()
+                tail = self.log_tail()
                 self._stop()
-                raise RuntimeError(f"the server did not become ready (exit status {self.returncode}):\n{words}")
+                raise RuntimeError(f"the server did not become ready (exit status {self.returncode}):\n{tail}")
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Stop it."""
         self._stop()
 
-    def last_words(self, lines: int = 15) -> str:
+    def log_tail(self, lines: int = 15) -> str:
         """The end of its stderr."""
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
 
@@ -191,14 +181,14 @@ def machine_busy_seconds() -> float:
 
 
 class CpuMeter:
-    """Who used the CPU since the meter started, in cores: our processes, and everybody else."""
+    """CPU use in cores since the meter started: our processes and all others."""
 
     def __init__(self, pids: dict[str, int]) -> None:
         self._pids = pids
         self._start = (time.monotonic(), machine_busy_seconds(), {name: cpu_seconds(pid) for name, pid in pids.items()})
 
     def cores(self) -> dict[str, float]:
-        """Mean cores in use, by name; ``others`` are processes that are none of ours."""
+        """Mean cores in use, by name; ``others`` are all other processes."""
         since, busy, used = self._start
         seconds = time.monotonic() - since
         own = {name: (cpu_seconds(pid) - used[name]) / seconds for name, pid in self._pids.items()}

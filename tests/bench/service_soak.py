@@ -1,9 +1,9 @@
-"""Ten minutes of everything: does each request get what it should, does memory stay, do the metrics add up?
+"""Ten minutes of mixed traffic: correct answers, constant memory, consistent metrics.
 
     python -m tests.bench.service_soak [--shape demo] [--seconds 600] [--clients 16] [--quick] [--json OUT]
 
-Clients send scores, generations, streams, gated ones and bad requests, each checked when it is answered; others hang up
-half-way.  Those name the second bundle, so that the metrics of the first must agree with the answers to the last token.
+Clients send scores, generations, streams, gated ones and bad requests, and check every answer; others disconnect
+half-way.  Those use the second bundle, so that the metrics of the first must match the answers exactly.
 The exit status is 1 where something falls short.
 """
 
@@ -24,14 +24,14 @@ import numpy as np
 
 from tests.bench.bench_model import CACHE, SHAPES, Prepared, prepare
 from tests.bench.http_client import Pool
-from tests.bench.load_stats import Check, percentile, slope, table, write_json
+from tests.bench.load_stats import Check, conclude, percentile, slope
 from tests.bench.loadgen import raise_file_limit
 from tests.bench.service_disconnects import Plan, break_off, settle
 from tests.bench.service_process import CpuMeter, Metrics, ServiceProcess
 from tests.bench.traffic import Tally, Traffic, Unexpected
 
 WARM_UP = 0.2  # share of the run whose memory is not judged
-MOST_GROWTH, MOST_SLOPE = 1.05, 1.0  # last third over first third, after warm-up; estimate in MiB per minute
+MAX_GROWTH, MAX_SLOPE = 1.05, 1.0  # last third over first third, after warm-up; estimate in MiB per minute
 KEPT = 20_000  # latencies per kind
 
 
@@ -76,7 +76,7 @@ async def client(server: ServiceProcess, traffic: Traffic, soak: Soak, until: fl
 async def hang_up(
     server: ServiceProcess, traffic: Traffic, bundle: str, soak: Soak, until: float, every: float
 ) -> None:
-    """One client that breaks off all it begins."""
+    """One client that breaks off all its requests."""
     draw = random.Random(0)
     while time.monotonic() < until and server.alive():
         request = traffic.broken_off(bundle)
@@ -127,8 +127,8 @@ def memory_checks(series: list[tuple[float, float]]) -> list[Check]:
     third = len(values) // 3
     growth = float(values[-third:].mean() / values[:third].mean())
     checks = [
-        Check("resident memory: last third / first third, after warm-up", f"{growth:.4f}", f"<= {MOST_GROWTH}",
-              growth <= MOST_GROWTH, f"{values[:third].mean():.1f} -> {values[-third:].mean():.1f} MiB, at most "
+        Check("resident memory: last third / first third, after warm-up", f"{growth:.4f}", f"<= {MAX_GROWTH}",
+              growth <= MAX_GROWTH, f"{values[:third].mean():.1f} -> {values[-third:].mean():.1f} MiB, at most "
               f"{values.max():.1f}"),
     ]  # fmt: skip
     try:
@@ -138,10 +138,10 @@ def memory_checks(series: list[tuple[float, float]]) -> list[Check]:
     judged = times[-1] >= 300  # in a short run the allocator's own warm-up is all there is
     return [*checks, Check("resident memory: slope, MiB per minute",
                            f"{found.per_minute:+.3f} [{found.low:+.3f}, {found.high:+.3f}]",
-                           f"<= {MOST_SLOPE:g}" if judged else "(reported)",
-                           found.per_minute <= MOST_SLOPE if judged else None,
+                           f"<= {MAX_SLOPE:g}" if judged else "(reported)",
+                           found.per_minute <= MAX_SLOPE if judged else None,
                            f"least squares, 95 % interval: growth beyond {found.high:+.3f} is ruled out"
-                           + ("" if found.high <= MOST_SLOPE else f", beyond {MOST_SLOPE:g} is not"))]  # fmt: skip
+                           + ("" if found.high <= MAX_SLOPE else f", beyond {MAX_SLOPE:g} is not"))]  # fmt: skip
 
 
 def metric_checks(before: Metrics, after: Metrics, soak: Soak, bundle: str) -> list[Check]:
@@ -186,7 +186,7 @@ def metric_checks(before: Metrics, after: Metrics, soak: Soak, bundle: str) -> l
         Check("http_requests_total 200 beyond the answers", str(answered), f"0 to {broken}", 0 <= answered <= broken,
               "a request that was broken off may have been counted as answered"),
         Check("errors_total client_closed_request", str(closed), f"1 to {broken}", 0 < closed <= broken,
-              "0 would mean that nobody noticed a client that hung up"),
+              "0: disconnects went unnoticed"),
     ]  # fmt: skip
 
 
@@ -201,7 +201,7 @@ def kinds_table(soak: Soak) -> str:
 
 
 def main() -> int:
-    """Soak, then add up."""
+    """Run the soak and its checks."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=SHAPES, default="demo")
     parser.add_argument("--seconds", type=float, default=600.0)
@@ -231,7 +231,7 @@ def main() -> int:
         print(kinds_table(soak))
         checks.append(Check("requests without the expected answer", f"{len(soak.failures)} of {total}", "0",
                             not soak.failures and total > 0, "; ".join(soak.failures[:5])))  # fmt: skip
-        end = "" if server.alive() else f"exit status {server.poll()}; {server.last_words()}"
+        end = "" if server.alive() else f"exit status {server.poll()}; {server.log_tail()}"
         checks.append(Check("the server is alive", str(server.alive()), "True", server.alive(), end))
         if server.alive():
             _, left = settle(server, 30)
@@ -245,10 +245,8 @@ def main() -> int:
                    "broken": dict(soak.broken), "memory": soak.memory, "cores": cores}  # fmt: skip
     checks.append(Check("exit status after SIGTERM", str(server.returncode), "0", server.returncode == 0))
     rate = total / options.seconds
-    print(f"\n{rate:.1f} requests/s, cores: server {cores['server']:.2f}\n\n{table(checks)}")
-    if options.json:
-        write_json(options.json, checks, record)
-    return int(any(check.passed is False for check in checks))
+    print(f"\n{rate:.1f} requests/s, cores: server {cores['server']:.2f}\n")
+    return conclude(checks, options.json, record)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The L1 solver beside the obvious way, a loop over scikit-learn's liblinear with joblib on all cores, in one run.
+"""The L1 solver compared with a loop over scikit-learn's liblinear with joblib on all cores, in one run.
 
     python -m tests.bench.solver [--heads 28] [--layers 28] [--rows 5000] [--reference-layers 3] [--json OUT] [--quick]
 
@@ -9,7 +9,7 @@ timed on every layer, and beside the loop on the same ones.
 
   objective   of every reference problem: ours over liblinear's (its default tolerance, 1e-4)
   heads       the head that each layer would select, by training AUROC, from either solver's probes
-  growth      seconds of one core against rows and against heads, slopes on logarithmic axes, and a picture
+  growth      seconds of one core against rows and against heads, slopes on logarithmic axes
 
 The exit status is 1 where a target is missed: 20 times the loop, objectives within 1e-4, the same heads or an AUROC
 within 0.001.  About 4 minutes on two cores.
@@ -18,7 +18,6 @@ within 0.001.  About 4 minutes on two cores.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import sys
@@ -30,11 +29,11 @@ import numpy as np
 from joblib import Parallel, delayed, parallel_config
 from sklearn.linear_model import LogisticRegression
 
-from service.evaluation.page.figures import solver_growth
 from service.fitting.fit import row_weights
 from service.fitting.scores import auroc
 from service.fitting.solver import INTERCEPT_PENALTY, one_torch_thread, solve
-from tests.bench.load_stats import Check, table
+from tests.bench.load_stats import Check, conclude
+from tests.bench.vllm_turns import say
 
 DIM, STATE = 128, 512
 DECAY, SIGNAL = 0.9, 0.065  # of the variances along a head's axes; of the classes' distance in the state
@@ -158,11 +157,6 @@ def slope(sizes: list[int], seconds: list[float]) -> float:
     return float(np.polyfit(np.log(sizes), np.log(seconds), 1)[0])
 
 
-def say(words: str) -> None:
-    """A line with the time."""
-    print(time.strftime("%H:%M:%S"), words, flush=True)
-
-
 def alone(number: int, heads: int, rows: int) -> float:
     """Seconds of one core for some heads, the better of two."""
     x, seconds = layer(number, heads, rows), []
@@ -183,7 +177,6 @@ def main() -> int:
         "--reference-layers", type=int, default=3, help="layers that the loop is timed on, evenly spaced"
     )
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--plot", type=Path, help="an SVG of the growth")
     parser.add_argument("--quick", action="store_true", help="small sizes, nothing judged")
     options = parser.parse_args()
     if options.quick:
@@ -229,9 +222,6 @@ def main() -> int:
     growth["rows"] = {"size": list(map(float, sizes)), "seconds": [alone(0, 2, size) for size in sizes]}
     heads = [1, 2, 4, 8, 16]
     growth["heads"] = {"size": list(map(float, heads)), "seconds": [alone(0, size, options.rows) for size in heads]}
-    if options.plot:
-        panels = {name: {"one core": (one["size"], one["seconds"])} for name, one in growth.items()}
-        options.plot.write_bytes(solver_growth(panels).svg)
     slopes = {name: slope([int(s) for s in one["size"]], one["seconds"]) for name, one in growth.items()}
 
     judged, layers = not options.quick, options.reference_layers
@@ -249,13 +239,9 @@ def main() -> int:
         Check("growth with rows, slope", f"{slopes['rows']:.2f}", "(reported)", None, str(growth["rows"])),
         Check("growth with heads, slope", f"{slopes['heads']:.2f}", "(reported)", None, str(growth["heads"])),
     ]  # fmt: skip
-    print(table(checks), flush=True)
-    if options.json:
-        options.json.write_text(
-            json.dumps({"cpus": jobs, "ratios": ratios, "seconds": seconds, "growth": growth, "slopes": slopes,
-                        "worst": worst, "problems": problems}, indent=1)
-        )  # fmt: skip
-    return int(any(check.passed is False for check in checks))
+    record = {"cpus": jobs, "ratios": ratios, "seconds": seconds, "growth": growth, "slopes": slopes, "worst": worst,
+              "problems": problems}  # fmt: skip
+    return conclude(checks, options.json, record)
 
 
 if __name__ == "__main__":

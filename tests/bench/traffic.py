@@ -1,7 +1,4 @@
-"""The soak's requests: what is sent, and what must come back.  Knows the wire; opens no socket.
-
-Every kind has a check of its own; what the answers say is added up, to be compared with the server's metrics.
-"""
+"""The soak's requests and the expected answers, which are tallied for comparison with the server's metrics."""
 
 from __future__ import annotations
 
@@ -20,7 +17,7 @@ FORMS = ["Which country is {} in?", "What continent is {} on?", "Where is {}?", 
 
 @dataclass
 class Tally:
-    """What the answers with status 200 said, and the error codes of the others."""
+    """Totals over the answers with status 200, and the error codes of the others."""
 
     prompts: Counter[str] = field(default_factory=Counter)  # by decision
     flagged: int = 0
@@ -31,15 +28,15 @@ class Tally:
 
     def add(self, answer: dict[str, Any], usage: dict[str, int]) -> None:
         """One answer's data and its final usage."""
-        for one in answer["data"]:
-            self.prompts[one["decision"]] += 1
-            self.flagged += bool(one["flagged"])
+        for risk in answer["data"]:
+            self.prompts[risk["decision"]] += 1
+            self.flagged += bool(risk["flagged"])
         self.prompt_tokens += usage["prompt_tokens"]
         self.completion_tokens += usage["completion_tokens"]
 
 
 class Unexpected(Exception):
-    """Not the answer that the request should have got."""
+    """Not the expected answer."""
 
 
 def require(condition: bool, found: object) -> None:
@@ -53,7 +50,7 @@ Verify = Callable[[int, bytes, Tally], None]  # status, body; raises Unexpected,
 
 @dataclass(frozen=True)
 class Request:
-    """Bytes to send and how to judge what comes back."""
+    """Bytes to send, and the check of the answer."""
 
     kind: str
     data: bytes

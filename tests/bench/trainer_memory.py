@@ -2,16 +2,15 @@
 
     python -m tests.bench.trainer_memory [--rows 20000] [--layers 28] [--heads 28] [--folder DIR] [--json OUT]
 
-A rows file [layers, rows, heads x 128] (8 GB for the defaults; the folder needs the room) is written with correlated
+A rows file [layers, rows, heads x 128] (8 GB for the defaults) is written with correlated
 readouts, the same in every layer; then, in a process of its own, the trainer's own steps: the choice of C, the
-cross-fit of 5 folds x 3 seeds, the refit.  Memory is what the processes have for themselves (PSS of anonymous pages,
-sampled five times a second); pages of the file's map are the system's.  The exit status is 1 above 2 GiB.
+cross-fit of 5 folds x 3 seeds, the refit.  Memory is the processes' private memory (PSS of anonymous pages,
+sampled five times a second), without the mapped file.  The exit status is 1 above 2 GiB.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import subprocess
 import sys
 import tempfile
@@ -24,7 +23,7 @@ from service.data.run_folder import RowsFile
 from service.fitting.calibration import FitOptions, choose_c, cross_fit, refit
 from service.fitting.fit import Readouts
 from service.readout import Geometry, Site
-from tests.bench.load_stats import Check, table
+from tests.bench.load_stats import Check, conclude
 from tests.bench.solver import DIM, labels, layer
 from tests.bench.vllm_turns import group_memory_gib, say
 
@@ -88,10 +87,7 @@ def main() -> int:
     check = Check("peak memory of the fits, all processes", f"{peak:.2f} GiB", f"< {LIMIT_GIB:g} GiB", peak < LIMIT_GIB,
                   f"{options.rows} rows, {options.layers} x {options.heads} x {DIM}, {options.jobs} processes, "
                   f"{seconds:.0f} s")  # fmt: skip
-    print(table([check]))
-    if options.json:
-        options.json.write_text(json.dumps({"peak_gib": peak, "seconds": seconds, "rows": options.rows}))
-    return int(not check.passed)
+    return conclude([check], options.json, {"peak_gib": peak, "seconds": seconds, "rows": options.rows})
 
 
 if __name__ == "__main__":

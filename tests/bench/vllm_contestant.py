@@ -22,13 +22,13 @@ from service.readout import Site
 
 WORKER = "service.engines.vllm.worker.Worker"
 HOOKS = "tests.bench.vllm_hooks.Worker"
-LONGEST = 2048
+MAX_LENGTH = 2048
 # Prefix caching off, so that a prefill is one; the same small cache for all, so that six fit on one machine.
 SAME: dict[str, Any] = {
     "dtype": "float32",
     "kv_cache_memory_bytes": 256 << 20,
     "enable_prefix_caching": False,
-    "max_num_batched_tokens": LONGEST,
+    "max_num_batched_tokens": MAX_LENGTH,
     "max_num_seqs": 64,
 }
 
@@ -64,7 +64,7 @@ def start(model: str, kind: Kind, stats: bool, more: dict[str, Any]) -> Any:
     from vllm import LLM
 
     context = json.loads((Path(model) / "config.json").read_text())["max_position_embeddings"]
-    arguments = SAME | {"max_model_len": min(LONGEST, context)} | more | {"disable_log_stats": not stats}
+    arguments = SAME | {"max_model_len": min(MAX_LENGTH, context)} | more | {"disable_log_stats": not stats}
     arguments["enforce_eager"] = kind.eager or bool(more.get("enforce_eager"))
     if kind.worker is not None:
         arguments["worker_cls"] = kind.worker

@@ -13,7 +13,7 @@ whose turn it is runs, the other is stopped.
 
 Medians of paired ratios with a 95 % bootstrap interval; p50 and p99 over all requests.  The exit status is 1 where the
 0.5B shape misses a target: a rate ratio of 0.95, times to risk no longer than those to the first token.  The demo model
-is so small that HTTP decides; it is reported only.  Needs 12 GiB; about 22 minutes on two cores that nobody else uses.
+is so small that HTTP decides; it is reported only.  Needs 12 GiB; about 22 minutes on two idle cores.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from typing import Any
 
 from tests.bench.bench_model import CACHE, SHAPES, Prepared, prepare
 from tests.bench.http_client import post
-from tests.bench.load_stats import Check, percentile, table, write_json
+from tests.bench.load_stats import Check, conclude, percentile, table, write_json
 from tests.bench.loadgen import MIXES, make_prompts, score_requests
-from tests.bench.vllm_contestant import LONGEST, SAME
+from tests.bench.vllm_contestant import MAX_LENGTH, SAME
 from tests.bench.vllm_turns import Listener, Talker, group_memory_gib, interval, say
 
 CLIENTS = 32
@@ -203,7 +203,7 @@ class Bench:
 
     def _same(self) -> dict[str, Any]:
         more = {"enforce_eager": True} if self.options.eager else {}
-        return SAME | {"max_model_len": min(LONGEST, self.prepared.max_tokens)} | more
+        return SAME | {"max_model_len": min(MAX_LENGTH, self.prepared.max_tokens)} | more
 
     def _folder(self) -> str:
         from service.demo import MODEL_DIR
@@ -212,7 +212,7 @@ class Bench:
 
     def _serve(self) -> list[str]:
         arguments = [*self.prepared.arguments, "--engine", "vllm", "--deadline-s", "600", "--dtype", "float32"]
-        arguments += ["--max-batch-tokens", str(LONGEST)]
+        arguments += ["--max-batch-tokens", str(MAX_LENGTH)]
         for name, value in self._same().items():
             if name not in ("dtype", "max_num_batched_tokens"):
                 arguments += ["--engine-arg", f"{name}={json.dumps(value)}"]
@@ -271,14 +271,13 @@ def main() -> int:
         bench = Bench(options, prepare(shape, options.cache))
         try:
             bench.run(options.parts.split(","), logs)
-        finally:  # a part that fails must not take the figures of those before it along
+        finally:  # keep the figures of the parts before one that fails
             checks += bench.checks
             record["shapes"][shape] = bench.record
             if options.json:
                 write_json(options.json, checks, record)
     say()
-    print(table(checks), flush=True)
-    return int(any(check.passed is False for check in checks))
+    return conclude(checks, options.json, record)
 
 
 if __name__ == "__main__":

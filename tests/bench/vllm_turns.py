@@ -1,7 +1,7 @@
-"""Processes that take turns on one machine, and what their paired times say.  Knows neither vLLM nor HTTP.
+"""Processes that take turns on one machine, and intervals of their paired times.
 
-vLLM's worker spins for a second after a request in case another comes, and its sampling threads poll: on two cores that
-second is somebody else's measurement.  So whoever has no turn is stopped (SIGSTOP to its whole process group).
+vLLM's worker spins for a second after a request, and its sampling threads poll, which would disturb the next
+measurement on two cores.  So a process without the turn is stopped (SIGSTOP to its whole process group).
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
@@ -61,7 +60,7 @@ class Group:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", *command],
                 cwd=ROOT,
-                # The caller's own settings must not change what is measured.
+                # Without the caller's own settings.
                 env={key: value for key, value in os.environ.items() if not key.startswith("HALLUTRACER_")}
                 | (environment or {}),
                 stdin=subprocess.PIPE,
@@ -117,14 +116,12 @@ class Group:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._end()
 
 
 class Talker(Group):
-    """Says hello in JSON, then answers a JSON line with a JSON line.  ``ask`` is only for whoever has the turn."""
+    """Prints a JSON line when ready, then answers JSON lines; only the process that has the turn may ``ask``."""
 
     def ask(self, **job: Any) -> dict[str, Any]:
         """One job and its answer.  Raises RuntimeError where the process has ended."""
@@ -183,7 +180,7 @@ class Listener(Group):
 
 
 def group_memory_gib(group: int) -> float:
-    """Memory that the processes of a group have for themselves (mapped files left out), in GiB."""
+    """Private memory of a group's processes (without mapped files), in GiB."""
     total = 0
     for folder in Path("/proc").iterdir():
         try:
@@ -198,5 +195,5 @@ def group_memory_gib(group: int) -> float:
 
 
 def say(line: str = "") -> None:
-    """Print at once, with the minute: a run takes many."""
+    """Print a line with the time, unbuffered."""
     print(f"{time.strftime('%H:%M:%S')} {line}" if line else "", flush=True)

@@ -1,4 +1,4 @@
-"""``face`` makes a client of either kind against a scripted transport."""
+"""``make_client`` makes a client of either kind against a scripted transport."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from tests.client.faces import Face, Handler
+from tests.client.blocking import BlockingClient, Handler
 
-MakeFace = Callable[..., Face]
+MakeClient = Callable[..., BlockingClient]
 
 
 @pytest.fixture(params=["sync", "async"])
@@ -18,11 +18,11 @@ def kind(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
-def face(kind: str) -> Iterator[MakeFace]:
-    made: list[Face] = []
+def make_client(kind: str) -> Iterator[MakeClient]:
+    made: list[BlockingClient] = []
 
-    def make(handler: Handler | None = None, base_url: str = "http://guard.test", **options: Any) -> Face:
-        made.append(Face(kind, base_url, handler, **options))
+    def make(handler: Handler | None = None, base_url: str = "http://guard.test", **options: Any) -> BlockingClient:
+        made.append(BlockingClient(kind, base_url, handler, **options))
         return made[-1]
 
     yield make

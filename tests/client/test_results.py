@@ -26,17 +26,17 @@ from service.client import (
     UnexpectedAnswer,
     Withheld,
 )
-from service.client.results import NotOurs, parse
+from service.client.results import InvalidBody, parse
 from tests.client import bodies
-from tests.client.conftest import MakeFace
+from tests.client.conftest import MakeClient
 
 SECRET, PROMPT = "sk-very-secret", "why is my private question here"
 
 
-def test_one_prompt(face: MakeFace) -> None:
+def test_one_prompt(make_client: MakeClient) -> None:
     completion = {"text": " It is Rome.", "finish_reason": "stop", "completion_tokens": 5}
     body = bodies.result(bodies.row(0.03, trajectory=[1, 2.5], running_mean=[1, 1.75], completion=completion))
-    result = face(lambda _: httpx.Response(200, json=body)).score(prompt="a")
+    result = make_client(lambda _: httpx.Response(200, json=body)).score(prompt="a")
     assert (result.risk, result.decision, result.gated, result.text) == (0.03, "continue", False, " It is Rome.")
     assert result.only.trajectory == (1.0, 2.5)
     assert result.bundle.reference == "demo:3"
@@ -46,18 +46,18 @@ def test_one_prompt(face: MakeFace) -> None:
         result.model = "other"
 
 
-def test_several_prompts_have_no_single_risk(face: MakeFace) -> None:
+def test_several_prompts_have_no_single_risk(make_client: MakeClient) -> None:
     body = bodies.result(bodies.row(), bodies.row(0.9, "abstain", index=1))
-    result = face(lambda _: httpx.Response(200, json=body)).score(prompt=["a", "b"])
+    result = make_client(lambda _: httpx.Response(200, json=body)).score(prompt=["a", "b"])
     assert [one.gated for one in result.data] == [False, True]
     with pytest.raises(ValueError, match="2 prompts"):
         _ = result.risk
 
 
 @pytest.mark.parametrize("decision", ["abstain", "block", "something of a later version"])
-def test_whatever_is_not_continue_is_gated(face: MakeFace, decision: str) -> None:
+def test_whatever_is_not_continue_is_gated(make_client: MakeClient, decision: str) -> None:
     body = bodies.result(bodies.row(0.9, decision, message="I am not sure."))
-    result = face(lambda _: httpx.Response(200, json=body)).score(prompt="a", generate=Generate())
+    result = make_client(lambda _: httpx.Response(200, json=body)).score(prompt="a", generate=Generate())
     assert result.gated
     with pytest.raises(Withheld, match=r"risk 0\.900") as caught:
         _ = result.text
@@ -82,12 +82,12 @@ def _place(body: Any, path: str) -> tuple[Any, Any]:
 
 
 @pytest.mark.parametrize("path", REQUIRED)
-def test_a_missing_field_is_named(face: MakeFace, path: str) -> None:
+def test_a_missing_field_is_named(make_client: MakeClient, path: str) -> None:
     body = copy.deepcopy(bodies.result())
     holder, last = _place(body, path)
     del holder[last]
     with pytest.raises(UnexpectedAnswer, match=f"field '{path}'"):
-        face(lambda _: httpx.Response(200, json=body)).score(prompt="a")
+        make_client(lambda _: httpx.Response(200, json=body)).score(prompt="a")
 
 
 @pytest.mark.parametrize(
@@ -100,14 +100,14 @@ def test_a_wrong_value_is_named_and_not_repeated(path: str, value: Any) -> None:
     body = copy.deepcopy(bodies.result())
     holder, last = _place(body, path)
     holder[last] = value
-    with pytest.raises(NotOurs, match=f"field '{path}"):
+    with pytest.raises(InvalidBody, match=f"field '{path}"):
         parse(ScoreResult, json.dumps(body))
 
 
 @pytest.mark.parametrize("field", ["risk", "depth_mean", "threshold"])
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_what_is_not_finite_is_no_number(field: str, value: float) -> None:
-    with pytest.raises(NotOurs, match=f"data.0.{field}"):
+    with pytest.raises(InvalidBody, match=f"data.0.{field}"):
         parse(ScoreResult, json.dumps(bodies.result(bodies.row() | {field: value})))
 
 
@@ -117,8 +117,8 @@ def test_what_is_not_finite_is_no_number(field: str, value: float) -> None:
      (200, {"json": {"object": "chat.completion", "choices": []}}), (404, {"json": {"detail": "Not Found"}}),
      (418, {"content": b"\xff\xfe"}), (301, {"headers": {"location": "http://elsewhere.test/"}})],
 )  # fmt: skip
-def test_answers_of_others_are_said_to_be_so(face: MakeFace, status: int, content: dict[str, Any]) -> None:
-    client = face(lambda _: httpx.Response(status, **content), max_retries=0)
+def test_answers_of_others_are_said_to_be_so(make_client: MakeClient, status: int, content: dict[str, Any]) -> None:
+    client = make_client(lambda _: httpx.Response(status, **content), max_retries=0)
     for call in (client.score, client.stream):
         with pytest.raises(UnexpectedAnswer, match="a proxy in between") as caught:
             call(prompt="a")
@@ -133,8 +133,8 @@ def test_answers_of_others_are_said_to_be_so(face: MakeFace, status: int, conten
      (422, "empty_prompt", RequestRefused), (429, "overloaded", Overloaded), (500, "engine_error", ServerError),
      (503, "not_ready", NotReady), (504, "deadline_exceeded", DeadlineExceeded)],
 )  # fmt: skip
-def test_every_status_has_its_class(face: MakeFace, status: int, code: str, kind: type[APIError]) -> None:
-    client = face(lambda _: bodies.error(status, code, "the cause", **{"retry-after": "7"}), max_retries=0)
+def test_every_status_has_its_class(make_client: MakeClient, status: int, code: str, kind: type[APIError]) -> None:
+    client = make_client(lambda _: bodies.error(status, code, "the cause", **{"retry-after": "7"}), max_retries=0)
     with pytest.raises(kind) as caught:
         client.score(prompt="a")
     error = caught.value
@@ -153,8 +153,8 @@ def _hung_up(_: httpx.Request) -> httpx.Response:
     [_hung_up, lambda _: bodies.error(422, "invalid_request"), lambda r: httpx.Response(502, content=r.content),
      lambda r: httpx.Response(200, json={"error": r.headers["authorization"], "data": r.content.decode()})],
 )  # fmt: skip
-def test_neither_key_nor_prompt_is_ever_shown(face: MakeFace, handler: Any) -> None:
-    client = face(handler, api_key=SECRET, max_retries=0)
+def test_neither_key_nor_prompt_is_ever_shown(make_client: MakeClient, handler: Any) -> None:
+    client = make_client(handler, api_key=SECRET, max_retries=0)
     with pytest.raises(ClientError) as caught:
         client.score(prompt=PROMPT)
     shown = "".join(traceback.format_exception(caught.value)) + repr(caught.value) + repr(client.client)
@@ -164,7 +164,7 @@ def test_neither_key_nor_prompt_is_ever_shown(face: MakeFace, handler: Any) -> N
     assert PROMPT not in shown
 
 
-def test_models_and_bundles(face: MakeFace) -> None:
+def test_models_and_bundles(make_client: MakeClient) -> None:
     bundle = {"id": "demo:3", "object": "bundle", "name": "demo", "version": 3, "digest": "sha256:00", "created": "x",
               "model": "m", "site": "attention_head", "logit_scale": "unit_norm", "signals": ["depth_mean"],
               "prompt_format": "chat", "threshold": 0.3, "default": True}  # fmt: skip
@@ -174,7 +174,7 @@ def test_models_and_bundles(face: MakeFace) -> None:
         "/v1/models": {"data": [model]},
         "/v1/bundles": {"data": [bundle], "policies": ["gate", "observe"]},
     }
-    client = face(lambda r: httpx.Response(200, json={"object": "list", **lists[r.url.path]}))
+    client = make_client(lambda r: httpx.Response(200, json={"object": "list", **lists[r.url.path]}))
     assert client.models().data[0].bundles == ("demo:3",)
     listed = client.bundles()
     assert listed.policies == ("gate", "observe")

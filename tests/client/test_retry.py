@@ -20,7 +20,7 @@ from service.client import (
 )
 from service.client.retry import Attempts, RetryPolicy, retry_after_s
 from tests.client import bodies
-from tests.client.conftest import MakeFace
+from tests.client.conftest import MakeClient
 
 
 class Script:
@@ -52,9 +52,9 @@ def busy(after: str | None = None) -> Callable[[], httpx.Response]:
      httpx.ConnectError("refused"), httpx.ConnectTimeout("slow"), httpx.RemoteProtocolError("hung up"),
      httpx.ReadError("reset")],
 )  # fmt: skip
-def test_these_are_tried_again(face: MakeFace, failure: Any) -> None:
+def test_these_are_tried_again(make_client: MakeClient, failure: Any) -> None:
     script = Script(failure, failure, ok)
-    client = face(script)
+    client = make_client(script)
     assert client.score(prompt="a").risk == 0.1
     assert len(script.seen) == 3
     assert client.time.slept == [0.125, 0.25]  # half of 0.25 and of 0.5, the jitter drawing 0.5
@@ -68,18 +68,18 @@ def test_these_are_tried_again(face: MakeFace, failure: Any) -> None:
      (httpx.ReadTimeout("slow"), TimedOut), (httpx.WriteTimeout("slow"), TimedOut),
      (lambda: httpx.Response(200, json={}), UnexpectedAnswer)],
 )  # fmt: skip
-def test_these_are_not(face: MakeFace, failure: Any, kind: type[ClientError]) -> None:
+def test_these_are_not(make_client: MakeClient, failure: Any, kind: type[ClientError]) -> None:
     script = Script(failure, ok)
-    client = face(script)
+    client = make_client(script)
     with pytest.raises(kind):
         client.score(prompt="a")
     assert len(script.seen) == 1
     assert client.time.slept == []
 
 
-def test_the_last_error_is_the_one_raised(face: MakeFace) -> None:
+def test_the_last_error_is_the_one_raised(make_client: MakeClient) -> None:
     script = Script(httpx.ConnectError("refused"), busy("3"))
-    client = face(script, max_retries=1)
+    client = make_client(script, max_retries=1)
     with pytest.raises(Overloaded) as caught:
         client.score(prompt="a")
     assert caught.value.retry_after == 3.0
@@ -87,15 +87,15 @@ def test_the_last_error_is_the_one_raised(face: MakeFace) -> None:
 
 
 @pytest.mark.parametrize("max_retries", [0, 1, 4])
-def test_at_most_max_retries(face: MakeFace, max_retries: int) -> None:
+def test_at_most_max_retries(make_client: MakeClient, max_retries: int) -> None:
     script = Script(httpx.ConnectError("refused"))
     with pytest.raises(TransportError, match="running"):
-        face(script, max_retries=max_retries).score(prompt="a")
+        make_client(script, max_retries=max_retries).score(prompt="a")
     assert len(script.seen) == max_retries + 1
 
 
-def test_retry_after_is_a_least_wait(face: MakeFace) -> None:
-    client = face(Script(busy("2"), ok))
+def test_retry_after_is_a_least_wait(make_client: MakeClient) -> None:
+    client = make_client(Script(busy("2"), ok))
     client.score(prompt="a")
     assert client.time.slept == [2.125]
 
@@ -106,17 +106,17 @@ def test_an_unreadable_retry_after_leaves_it_to_the_backoff(after: str) -> None:
 
 
 @pytest.mark.parametrize(("after", "timeout"), [("2", 2.0), ("61", 1000.0), ("999999999", 1e12)])
-def test_a_wait_that_is_too_long_fails_at_once(face: MakeFace, after: str, timeout: float) -> None:
+def test_a_wait_that_is_too_long_fails_at_once(make_client: MakeClient, after: str, timeout: float) -> None:
     script = Script(busy(after), ok)
-    client = face(script, timeout=timeout)
+    client = make_client(script, timeout=timeout)
     with pytest.raises(Overloaded):
         client.score(prompt="a")
     assert client.time.slept == []
     assert len(script.seen) == 1
 
 
-def test_the_timeout_bounds_all_attempts_together(face: MakeFace) -> None:
-    client = face()  # made below: the handler needs its clock
+def test_the_timeout_bounds_all_attempts_together(make_client: MakeClient) -> None:
+    client = make_client()  # made below: the handler needs its clock
 
     def slow(request: httpx.Request) -> httpx.Response:
         left.append(request.extensions["timeout"]["read"])
@@ -124,7 +124,7 @@ def test_the_timeout_bounds_all_attempts_together(face: MakeFace) -> None:
         raise httpx.ReadError("reset")
 
     left: list[float] = []
-    client = face(slow, timeout=10.0, max_retries=50)
+    client = make_client(slow, timeout=10.0, max_retries=50)
     with pytest.raises(TransportError):
         client.score(prompt="a")
     assert client.time.now - 1000.0 <= 12.5  # the third attempt may start inside the time and end outside
@@ -133,37 +133,37 @@ def test_the_timeout_bounds_all_attempts_together(face: MakeFace) -> None:
     assert len(left) == 3
 
 
-def test_connecting_may_not_take_the_whole_time(face: MakeFace) -> None:
+def test_connecting_may_not_take_the_whole_time(make_client: MakeClient) -> None:
     script = Script(ok)
-    face(script, timeout=60.0).score(prompt="a")
-    face(script, timeout=2.0).score(prompt="a")
+    make_client(script, timeout=60.0).score(prompt="a")
+    make_client(script, timeout=2.0).score(prompt="a")
     assert [request.extensions["timeout"]["connect"] for request in script.seen] == [5.0, 2.0]
 
 
-def test_a_stream_is_tried_again_only_before_it_began(face: MakeFace) -> None:
+def test_a_stream_is_tried_again_only_before_it_began(make_client: MakeClient) -> None:
     whole = bodies.events(bodies.result(), bodies.chunk("It"), bodies.chunk("", "stop", 1))
     script = Script(busy(), httpx.ConnectError("refused"), lambda: bodies.stream(whole))
-    _, pieces = face(script).stream(prompt="a")
+    _, pieces = make_client(script).stream(prompt="a")
     assert pieces == ["It"]
     assert len(script.seen) == 3
     broken = Script(lambda: bodies.stream(bodies.events(bodies.result(), bodies.chunk("It"), done=False)))
     with pytest.raises(TransportError, match="broke off after 1 piece"):
-        face(broken).stream(prompt="a")
+        make_client(broken).stream(prompt="a")
     assert len(broken.seen) == 1
     empty = Script(lambda: bodies.stream(b""))
     with pytest.raises(TransportError, match="broke off after 0 pieces"):
-        face(empty).stream(prompt="a")
+        make_client(empty).stream(prompt="a")
     assert len(empty.seen) == 1
 
 
-def test_readiness_is_asked_once(face: MakeFace) -> None:
+def test_readiness_is_asked_once(make_client: MakeClient) -> None:
     script = Script(lambda: bodies.error(503, "not_ready", "still loading"))
-    ready = face(script).ready()
+    ready = make_client(script).ready()
     assert not ready
     assert ready.reason == "still loading"
     assert len(script.seen) == 1
     with pytest.raises(UnexpectedAnswer):
-        face(Script(httpx.Response(503, html="<h1>maintenance</h1>"))).ready()
+        make_client(Script(httpx.Response(503, html="<h1>maintenance</h1>"))).ready()
 
 
 def test_jitter_is_full_and_the_backoff_is_capped() -> None:
@@ -173,7 +173,7 @@ def test_jitter_is_full_and_the_backoff_is_capped() -> None:
         assert got == pytest.approx([wait * 0.999 for wait in waits])
 
 
-def test_settings_that_make_no_sense_are_refused(face: MakeFace) -> None:
+def test_settings_that_make_no_sense_are_refused(make_client: MakeClient) -> None:
     for options in ({"timeout": 0}, {"timeout": float("nan")}, {"timeout": float("inf")}, {"max_retries": -1}):
         with pytest.raises(ValueError):
-            face(Script(ok), **options)
+            make_client(Script(ok), **options)

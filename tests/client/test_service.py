@@ -6,6 +6,8 @@ import dataclasses
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -23,32 +25,38 @@ from service.client import (
     Unauthorized,
     Withheld,
 )
-from service.client.stream import AnswerBase
-from tests.client.conftest import MakeFace
+from service.client.stream import BaseAnswer
+from tests.client.blocking import BlockingClient
+from tests.client.conftest import MakeClient
 from tests.running import Running, running, until
 
 KEY = "test-key"
-GONE = 'hallutracer_errors_total{code="client_closed_request"}'
+ANSWER = "It is so."
 OPEN, SHUT = 1.0, 0.0  # thresholds that let everything or nothing through
+SETTINGS: dict[str, Any] = {"api_keys": (KEY,), "max_prompts": 4, "max_queue": 4, "deadline_s": 20.0}
 LONG = "Ωmega, then a rather long answer: " * 40  # two-byte characters, one byte a token
 
 
 @pytest.fixture(scope="module")
 def module_service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    settings = {"max_prompts": 4, "max_queue": 4, "deadline_s": 20.0}
-    with running(tmp_path_factory.mktemp("bundles"), api_keys=(KEY,), **settings) as service:
+    with running(tmp_path_factory.mktemp("bundles"), **SETTINGS) as service:
         yield service
 
 
 @pytest.fixture
 def service(module_service: Running) -> Iterator[Running]:
     engine = module_service.engine
+    engine.answer, engine.sleep_s, engine.fail, engine.before = ANSWER, 0.0, None, None
     yield module_service
-    engine.answer, engine.sleep_s, engine.fail, engine.before = "It is so.", 0.0, None, None
+    engine.before = None
 
 
-def test_a_score(face: MakeFace, service: Running) -> None:
-    client = face(base_url=service.url, api_key=KEY)
+@pytest.fixture
+def client(make_client: MakeClient, service: Running) -> BlockingClient:
+    return make_client(base_url=service.url, api_key=KEY)
+
+
+def test_a_score(client: BlockingClient, service: Running) -> None:
     result = client.score(prompt="a", include=["trajectory", "running_mean"])
     scorer = service.state.scorers[0]
     (report,) = scorer.score([scorer.render(prompt="a")])
@@ -61,8 +69,7 @@ def test_a_score(face: MakeFace, service: Running) -> None:
     assert result.text is None or result.gated
 
 
-def test_lists_messages_and_ids(face: MakeFace, service: Running) -> None:
-    client = face(base_url=service.url, api_key=KEY)
+def test_lists_messages_and_ids(client: BlockingClient) -> None:
     both = client.score(prompt=["a", "b"], bundle="two:1")
     assert [one.index for one in both.data] == [0, 1]
     message = client.score(messages=[{"role": "user", "content": "b"}], bundle="two")
@@ -70,8 +77,7 @@ def test_lists_messages_and_ids(face: MakeFace, service: Running) -> None:
     assert client.score(input_ids=[[1, 2], [3]]).usage.prompt_tokens == 3
 
 
-def test_policies_and_thresholds(face: MakeFace, service: Running) -> None:
-    client = face(base_url=service.url, api_key=KEY)
+def test_policies_and_thresholds(client: BlockingClient) -> None:
     ask = Generate(max_tokens=32)
     shut = client.score(prompt="a", threshold=SHUT, generate=ask)
     assert (shut.decision, shut.only.message, shut.policy) == ("abstain", "I am not sure.", "gate")
@@ -79,16 +85,15 @@ def test_policies_and_thresholds(face: MakeFace, service: Running) -> None:
         _ = shut.text
     assert client.score(prompt="a", threshold=SHUT, policy="block", generate=ask).decision == "block"
     watched = client.score(prompt="a", threshold=SHUT, policy="observe", generate=ask)
-    assert (watched.gated, watched.only.flagged, watched.text) == (False, True, "It is so.")
+    assert (watched.gated, watched.only.flagged, watched.text) == (False, True, ANSWER)
     assert client.score(prompt="a", threshold=OPEN, generate=Generate(max_tokens=2)).only.completion == Completion(
         "It", "length", 2
     )
 
 
-def test_a_stream_and_a_score_say_the_same(face: MakeFace, service: Running) -> None:
+def test_a_stream_and_a_score_say_the_same(client: BlockingClient, service: Running) -> None:
     service.engine.answer = LONG
-    client = face(base_url=service.url, api_key=KEY)
-    at_first: list[AnswerBase] = []
+    at_first: list[BaseAnswer] = []
     answer, pieces = client.stream(prompt="a", threshold=OPEN, generate=Generate(max_tokens=300), look=at_first.append)
     whole = client.score(prompt="a", threshold=OPEN, generate=Generate(max_tokens=300))
     assert len(pieces) > 10
@@ -98,28 +103,26 @@ def test_a_stream_and_a_score_say_the_same(face: MakeFace, service: Running) -> 
     assert "".join(pieces) == LONG.encode()[:300].decode()
 
 
-def test_a_withheld_stream(face: MakeFace, service: Running) -> None:
-    client = face(base_url=service.url, api_key=KEY)
+def test_a_withheld_stream(client: BlockingClient) -> None:
     answer, _ = client.stream(prompt="a", threshold=SHUT, take=0)
     assert (answer.gated, answer.message, answer.completion) == (True, "I am not sure.", None)
     with pytest.raises(Withheld):
         client.stream(prompt="a", threshold=SHUT)
 
 
-def test_leaving_a_stream_stops_the_decoding(face: MakeFace, service: Running) -> None:
+def test_leaving_a_stream_stops_the_decoding(client: BlockingClient, service: Running) -> None:
     service.engine.answer, service.engine.sleep_s = LONG, 0.02
-    given_up = service.metric(GONE)
-    client = face(base_url=service.url, api_key=KEY)
+    errors = service.metric("hallutracer_errors_total")
     _, pieces = client.stream(prompt="a", threshold=OPEN, generate=Generate(max_tokens=400), take=2)
     assert len(pieces) == 2
     service.engine.sleep_s = 0.0
     # 400 tokens at 20 ms were under way: a next request is served because they were given up.
     assert client.score(prompt="b", threshold=OPEN, generate=Generate(max_tokens=2)).text == LONG[:1]
-    until(lambda: service.metric(GONE) == given_up + 1)
+    until(lambda: service.metric("hallutracer_errors_total") == errors + 1)  # client_closed_request
 
 
-def test_an_engine_that_breaks_under_way(face: MakeFace, service: Running) -> None:
-    client = face(base_url=service.url, api_key=KEY, max_retries=0)
+def test_an_engine_that_breaks_under_way(make_client: MakeClient, service: Running) -> None:
+    client = make_client(base_url=service.url, api_key=KEY, max_retries=0)
     service.engine.fail = RuntimeError("secret detail")
     for call in (client.score, client.stream):
         with pytest.raises(ServerError) as caught:
@@ -128,8 +131,7 @@ def test_an_engine_that_breaks_under_way(face: MakeFace, service: Running) -> No
         assert caught.value.request_id
 
 
-def test_refusals(face: MakeFace, service: Running) -> None:
-    client = face(base_url=service.url, api_key=KEY)
+def test_refusals(client: BlockingClient) -> None:
     with pytest.raises(NotFound, match="policy"):
         client.score(prompt="a", policy="none such")
     with pytest.raises(NotFound, match="bundle"):
@@ -142,9 +144,9 @@ def test_refusals(face: MakeFace, service: Running) -> None:
         client.stream(prompt=["a", "b"])
 
 
-def test_keys(face: MakeFace, service: Running) -> None:
+def test_keys(make_client: MakeClient, service: Running) -> None:
     for key in (None, "wrong"):
-        client = face(base_url=service.url, api_key=key)
+        client = make_client(base_url=service.url, api_key=key)
         for call in (client.score, client.stream):
             with pytest.raises(Unauthorized, match="401 unauthorized"):
                 call(prompt="a")
@@ -153,8 +155,7 @@ def test_keys(face: MakeFace, service: Running) -> None:
         assert client.ready()
 
 
-def test_catalogue(face: MakeFace, service: Running) -> None:
-    client = face(base_url=service.url, api_key=KEY)
+def test_catalogue(client: BlockingClient, service: Running) -> None:
     assert client.models().data[0].id == "scripted"
     listed = client.bundles()
     assert [one.reference for one in listed.data] == ["one:1", "two:1"]
@@ -165,8 +166,14 @@ def test_catalogue(face: MakeFace, service: Running) -> None:
 
 
 @contextmanager
-def held(service: Running) -> Iterator[Callable[[], None]]:
-    """The engine stands still inside one request's forward pass until the block ends or calls what it got."""
+def held(folder: Path) -> Iterator[tuple[Running, Callable[[], None]]]:
+    """A new service, which has measured no speed, held in a request's forward pass until the block ends or calls."""
+    with running(folder, **SETTINGS) as service, holding(service) as let_go:
+        yield service, let_go
+
+
+@contextmanager
+def holding(service: Running) -> Iterator[Callable[[], None]]:
     entered, release = threading.Event(), threading.Event()
 
     def block(_: str) -> None:
@@ -185,46 +192,48 @@ def held(service: Running) -> Iterator[Callable[[], None]]:
             first.join(30)
 
 
-def test_a_deadline_and_a_timeout(face: MakeFace, service: Running) -> None:
-    with held(service):
+def test_a_deadline_and_a_timeout(make_client: MakeClient, tmp_path: Path) -> None:
+    with held(tmp_path) as (service, _):
         with pytest.raises(DeadlineExceeded):
-            face(base_url=service.url, api_key=KEY).score(prompt="a", deadline_ms=1000)
+            make_client(base_url=service.url, api_key=KEY).score(prompt="a", deadline_ms=50)
         with pytest.raises(TimedOut, match=r"within 0\.2 s"):
-            face(base_url=service.url, api_key=KEY, timeout=0.2).score(prompt="a")
+            make_client(base_url=service.url, api_key=KEY, timeout=0.2).score(prompt="a")
 
 
-def test_a_full_queue_is_said_and_then_waited_for(face: MakeFace, service: Running) -> None:
+def test_a_full_queue_is_said_and_then_waited_for(make_client: MakeClient, tmp_path: Path) -> None:
     slept: list[float] = []
-    with held(service) as let_go, Client(service.url, api_key=KEY) as other:
-        waiting = threading.Thread(target=other.score, kwargs={"prompt": ["a"] * 3})
-        waiting.start()
+    with held(tmp_path) as (service, let_go), Client(service.url, api_key=KEY) as other:
+        three = threading.Thread(target=other.score, kwargs={"prompt": ["a"] * 3})
+        three.start()
         try:
             until(lambda: service.metric("hallutracer_queue_depth") == 4)
             with pytest.raises(Overloaded) as caught:
-                face(base_url=service.url, api_key=KEY, max_retries=0).score(prompt="b")
+                make_client(base_url=service.url, api_key=KEY, max_retries=0).score(prompt="b")
             assert caught.value.retry_after is not None
 
             def sleep(seconds: float) -> None:
                 slept.append(seconds)
                 let_go()
-                waiting.join(30)
+                three.join(30)
 
             async def asleep(seconds: float) -> None:
                 sleep(seconds)
 
-            patient = face(base_url=service.url, api_key=KEY)
+            patient = make_client(base_url=service.url, api_key=KEY)
             patient.client._sleep = sleep if patient.kind == "sync" else asleep
             assert patient.score(prompt="b").data
         finally:
             let_go()
-            waiting.join(30)
+            three.join(30)
     assert len(slept) == 1
     assert slept[0] >= caught.value.retry_after
 
 
-def test_a_service_that_is_gone(face: MakeFace, service: Running, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_a_service_that_is_gone(
+    make_client: MakeClient, service: Running, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     with running(tmp_path_factory.mktemp("gone")) as other:
-        client = face(base_url=other.url, max_retries=1, timeout=10.0)
+        client = make_client(base_url=other.url, max_retries=1, timeout=10.0)
         assert client.score(prompt="a").data
         address = other.url
     for call in (client.score, client.stream):

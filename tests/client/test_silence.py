@@ -12,8 +12,8 @@ import pytest
 
 from service.client import TimedOut
 from tests.client import bodies
-from tests.client.conftest import MakeFace
-from tests.client.faces import Time
+from tests.client.blocking import Time
+from tests.client.conftest import MakeClient
 
 RISK = bodies.events(bodies.result(), done=False)
 REST = bodies.events(bodies.chunk(" It"), bodies.chunk("", "stop", 1))
@@ -67,12 +67,12 @@ def silent_for(*seconds: float) -> Step:
     return step
 
 
-def test_after_a_retry_a_silence_may_still_last_the_whole_timeout(face: MakeFace, kind: str) -> None:
+def test_after_a_retry_a_silence_may_still_last_the_whole_timeout(make_client: MakeClient, kind: str) -> None:
     time = Time()
     sleep = time.sleep if kind == "sync" else time.asleep
     with serving(busy, silent_for(1.5, 0.0)) as url:
         # The wait leaves the second attempt one second, and the first silence is longer.
-        client = face(base_url=url, timeout=50.0, clock=time.clock, sleep=sleep, draw=lambda: 0.0)
+        client = make_client(base_url=url, timeout=50.0, clock=time.clock, sleep=sleep, draw=lambda: 0.0)
         answer, pieces = client.stream(prompt="a")
     assert time.slept == [49.0]
     assert pieces == [" It"]
@@ -80,6 +80,8 @@ def test_after_a_retry_a_silence_may_still_last_the_whole_timeout(face: MakeFace
 
 
 @pytest.mark.parametrize("pauses", [(60.0, 0.0), (0.0, 60.0)])
-def test_a_silence_longer_than_the_timeout_ends_the_stream(face: MakeFace, pauses: tuple[float, float]) -> None:
+def test_a_silence_longer_than_the_timeout_ends_the_stream(
+    make_client: MakeClient, pauses: tuple[float, float]
+) -> None:
     with serving(silent_for(*pauses)) as url, pytest.raises(TimedOut, match="silent for 1 s"):
-        face(base_url=url, timeout=1.0).stream(prompt="a")
+        make_client(base_url=url, timeout=1.0).stream(prompt="a")

@@ -20,10 +20,10 @@ from service.client import (
     UnexpectedAnswer,
     Withheld,
 )
-from service.client.stream import AnswerBase
+from service.client.stream import BaseAnswer
 from tests.client import bodies
-from tests.client.conftest import MakeFace
-from tests.client.faces import Face
+from tests.client.blocking import BlockingClient
+from tests.client.conftest import MakeClient
 
 
 class Chunks(httpx.SyncByteStream, httpx.AsyncByteStream):
@@ -56,13 +56,13 @@ def answering(body: bytes | Chunks) -> Any:
 WHOLE = bodies.events(bodies.result(), bodies.chunk(" It"), bodies.chunk(" is."), bodies.chunk("", "stop", 2))
 
 
-def test_the_risk_is_there_before_the_text(face: MakeFace) -> None:
+def test_the_risk_is_there_before_the_text(make_client: MakeClient) -> None:
     seen: list[Any] = []
 
-    def look(answer: AnswerBase) -> None:
+    def look(answer: BaseAnswer) -> None:
         seen.extend([answer.risk, answer.decision, answer.gated, answer.completion, answer.usage.completion_tokens])
 
-    answer, pieces = face(answering(WHOLE)).stream(prompt="a", look=look)
+    answer, pieces = make_client(answering(WHOLE)).stream(prompt="a", look=look)
     assert seen == [0.1, "continue", False, None, 0]
     assert pieces == [" It", " is."]
     assert answer.completion == Completion(" It is.", "stop", 2)
@@ -70,27 +70,27 @@ def test_the_risk_is_there_before_the_text(face: MakeFace) -> None:
     assert answer.score.bundle.reference == "demo:3"
 
 
-def test_reading_a_withheld_answer_is_an_error(face: MakeFace) -> None:
+def test_reading_a_withheld_answer_is_an_error(make_client: MakeClient) -> None:
     gated = bodies.events(bodies.result(bodies.row(0.9, "abstain", message="I am not sure.")))
-    answer, pieces = face(answering(gated)).stream(prompt="a", take=0)
+    answer, pieces = make_client(answering(gated)).stream(prompt="a", take=0)
     assert answer.gated
     assert answer.message == "I am not sure."
     assert answer.completion is None
     assert pieces == []
     with pytest.raises(Withheld):
-        face(answering(gated)).stream(prompt="a")
+        make_client(answering(gated)).stream(prompt="a")
 
 
-def test_leaving_early_closes_the_connection_and_leaves_no_completion(face: MakeFace) -> None:
+def test_leaving_early_closes_the_connection_and_leaves_no_completion(make_client: MakeClient) -> None:
     body = Chunks([WHOLE])
-    answer, pieces = face(answering(body)).stream(prompt="a", take=1)
+    answer, pieces = make_client(answering(body)).stream(prompt="a", take=1)
     assert pieces == [" It"]
     assert answer.completion is None
     assert body.closed
 
 
-def test_a_stream_is_read_inside_its_block(face: MakeFace) -> None:
-    client = face(answering(WHOLE))
+def test_a_stream_is_read_inside_its_block(make_client: MakeClient) -> None:
+    client = make_client(answering(WHOLE))
     for take in (0, 1):
         answer, _ = client.stream(prompt="a", take=take)
         with pytest.raises(RuntimeError, match="inside its 'with'"):
@@ -104,19 +104,19 @@ def test_a_stream_is_read_inside_its_block(face: MakeFace) -> None:
     ("code", "kind"),
     [("deadline_exceeded", DeadlineExceeded), ("engine_error", ServerError), ("unheard_of", ServerError)],
 )
-def test_a_failure_under_way_is_raised(face: MakeFace, code: str, kind: type[Exception]) -> None:
+def test_a_failure_under_way_is_raised(make_client: MakeClient, code: str, kind: type[Exception]) -> None:
     failure = bodies.error(500, code, "the engine broke").json()
     read: list[str] = []
     body = Chunks([bodies.events(bodies.result(), bodies.chunk(" It"), failure)])
-    with pytest.raises(kind, match=code) as caught:
-        read += face(answering(body)).stream(prompt="a")[1]
+    with pytest.raises(kind, match=f"in the stream {code}: the engine broke") as caught:
+        read += make_client(answering(body)).stream(prompt="a")[1]
     assert caught.value.status is None  # type: ignore[attr-defined]
     assert body.closed
 
 
-def test_a_failure_instead_of_the_risk(face: MakeFace) -> None:
+def test_a_failure_instead_of_the_risk(make_client: MakeClient) -> None:
     with pytest.raises(RequestRefused):
-        face(answering(bodies.events(bodies.error(422, "empty_prompt").json()))).stream(prompt="a")
+        make_client(answering(bodies.events(bodies.error(422, "empty_prompt").json()))).stream(prompt="a")
 
 
 @pytest.mark.parametrize(
@@ -125,36 +125,36 @@ def test_a_failure_instead_of_the_risk(face: MakeFace) -> None:
      (httpx.RemoteProtocolError("cut"), TransportError, "cut")],
 )  # fmt: skip
 def test_a_connection_that_breaks_is_no_end(
-    face: MakeFace, failure: Exception, kind: type[Exception], says: str
+    make_client: MakeClient, failure: Exception, kind: type[Exception], says: str
 ) -> None:
     first = bodies.events(bodies.result(), bodies.chunk(" It"), done=False)
     for pieces in ([first], []):
         body = Chunks(pieces, failure)
         with pytest.raises(kind, match=says):
-            face(answering(body)).stream(prompt="a")
+            make_client(answering(body)).stream(prompt="a")
         assert body.closed
 
 
 @pytest.mark.parametrize(
     ("content", "says"),
-    [(bodies.events(), "no risk in it"), (bodies.events(bodies.chunk("a")), "field 'object'"),
+    [(bodies.events(), "no risk"), (bodies.events(bodies.chunk("a")), "field 'object'"),
      (b"data: {\n\n", "Invalid JSON"), (bodies.events(bodies.result(bodies.row(), bodies.row())), "2 risks"),
      (bodies.events(bodies.result(), bodies.chunk("a")), "without 'finish_reason'"),
      (bodies.events(bodies.result(), {"object": "completion.chunk", "index": 0}), "field 'delta'")],
 )  # fmt: skip
-def test_streams_of_others_are_said_to_be_so(face: MakeFace, content: bytes, says: str) -> None:
+def test_streams_of_others_are_said_to_be_so(make_client: MakeClient, content: bytes, says: str) -> None:
     with pytest.raises(UnexpectedAnswer, match=says):
-        face(answering(content)).stream(prompt="a")
+        make_client(answering(content)).stream(prompt="a")
 
 
-def test_a_plain_json_answer_is_no_stream(face: MakeFace) -> None:
+def test_a_plain_json_answer_is_no_stream(make_client: MakeClient) -> None:
     with pytest.raises(UnexpectedAnswer, match="not an event stream"):
-        face(lambda _: httpx.Response(200, json=bodies.result())).stream(prompt="a")
+        make_client(lambda _: httpx.Response(200, json=bodies.result())).stream(prompt="a")
 
 
-def test_comments_other_fields_and_empty_events_are_read_over(face: MakeFace) -> None:
+def test_comments_other_fields_and_empty_events_are_read_over(make_client: MakeClient) -> None:
     noisy = b": ping\n\nevent: message\nid: 4\nretry: 10\n" + WHOLE.replace(b"\n\n", b"\n\n: ping\n\ndata:\n\n")
-    assert face(answering(noisy)).stream(prompt="a")[1] == [" It", " is."]
+    assert make_client(answering(noisy)).stream(prompt="a")[1] == [" It", " is."]
 
 
 @given(
@@ -168,7 +168,7 @@ def test_any_cut_of_the_bytes_gives_the_same_text(texts: list[str], newline: byt
     sent = sent.replace(b"\n", newline)  # inside the JSON a line break is written \\n
     at = sorted({0, len(sent), *(cut for cut in cuts if cut < len(sent))})
     pieces = [sent[start:end] for start, end in zip(at, at[1:], strict=False)]
-    client = Face(kind, "http://guard.test", answering(Chunks(pieces)))
+    client = BlockingClient(kind, "http://guard.test", answering(Chunks(pieces)))
     try:
         answer, got = client.stream(prompt="a")
     finally:

@@ -1,11 +1,14 @@
-"""The run folder: resumable at any byte, refused to strangers, small in memory."""
+"""The run folder: resumable at any byte, refused to other runs, small in memory; with and without other poolings."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
+import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +19,42 @@ from service.data import collection as collecting
 from service.data.collection import Collection, batches, collect
 from service.data.run_folder import AppendLog
 from service.data.training_rows import Dataset, read_dataset
-from service.errors import DataError, NonFiniteReadout, RunMismatch, TrainingError
-from service.readout import Site
+from service.engines.base import Extraction, TokenIds
+from service.engines.checks import beyond_onset
+from service.engines.scripted import ScriptedEngine
+from service.errors import DataError, EngineError, NonFiniteReadout, RunMismatch, TrainingError
+from service.readout import Pooling, Site
+from tests.engines import tiny
 from tests.fitting.planted import GEOMETRY, PlantedEngine, planted_rows, write_rows
 
 BOTH = (Site.ATTENTION_HEAD, Site.RESIDUAL_STREAM)
+POOLINGS = (Pooling.MAX, Pooling.LAST_1, Pooling.CONTENT_MEAN)
+KEYS = [(site, pooling) for site in BOTH for pooling in (Pooling.MAX, Pooling.CONTENT_MEAN)]
+
+
+class PoolingEngine(PlantedEngine):
+    """Invents pooled rows too, from the prompt, the site and the pooling."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.nan_at: tuple[Site, Pooling] | None = None
+
+    def pooled(self, prompt: TokenIds, site: Site, pooling: Pooling) -> Any:
+        seed = hashlib.sha256(repr((str(site), str(pooling), list(prompt))).encode()).digest()
+        shape = (GEOMETRY.num_layers, GEOMETRY.width(site))
+        rows = np.random.default_rng(int.from_bytes(seed[:8], "big")).standard_normal(shape, dtype=np.float32)
+        return rows * np.nan if (site, pooling) == self.nan_at else rows
+
+    def extract(self, prompts: Any, sites: Any, poolings: Sequence[Pooling] = (Pooling.LAST_1,)) -> Extraction:
+        if not prompts:
+            return Extraction({}, ())
+        found = super().extract(prompts, sites)
+        pooled = {
+            (site, pooling): np.stack([self.pooled(prompt, site, pooling) for prompt in prompts])
+            for site in sites
+            for pooling in beyond_onset(poolings)
+        }
+        return Extraction(found.rows, found.first_tokens, pooled)
 
 
 @pytest.fixture
@@ -28,9 +62,14 @@ def dataset(tmp_path: Path) -> Dataset:
     return read_dataset(write_rows(tmp_path / "rows.jsonl", planted_rows(50)), "given", folds=0)
 
 
-def run(dataset: Dataset, folder: Path, engine: PlantedEngine | None = None, **changes: Any) -> Collection:
+def run(dataset: Dataset, folder: Path, engine: Any = None, **changes: Any) -> Collection:
     options: dict[str, Any] = {"sites": BOTH, "prompt_format": "chat", "batch_rows": 8, "max_new_tokens": 4} | changes
     return collect(engine or PlantedEngine(), dataset, folder, **options)
+
+
+def pooled(dataset: Dataset, folder: Path, engine: Any = None, **changes: Any) -> Collection:
+    """A collection that also reads other positions than t*, and generates nothing."""
+    return run(dataset, folder, engine or PoolingEngine(), **({"poolings": POOLINGS, "max_new_tokens": None} | changes))
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -61,23 +100,21 @@ def test_rows_are_the_engines_own_in_the_order_of_the_data(dataset: Dataset, tmp
 
 @pytest.mark.parametrize("finished", [0, 1, 4, 7])
 def test_a_torn_folder_is_completed_to_the_same_bytes(dataset: Dataset, tmp_path: Path, finished: int) -> None:
-    run(dataset, tmp_path / "whole")
-    whole = contents(tmp_path / "whole")
-    torn = tmp_path / "torn"
-    shutil.copytree(tmp_path / "whole", torn)
+    whole = contents(pooled(dataset, tmp_path / "whole", max_new_tokens=4).folder)
+    torn = shutil.copytree(tmp_path / "whole", tmp_path / "torn")
     lines = (torn / "journal.jsonl").read_bytes().splitlines(keepends=True)
     (torn / "journal.jsonl").write_bytes(b"".join(lines[:finished]) + lines[finished - 1][:9])
     answers = (torn / "answers.jsonl").read_bytes().splitlines(keepends=True)
     (torn / "answers.jsonl").write_bytes(b"".join(answers[: max(0, 8 * finished - 3)]) + b'{"torn')
     plan = batches(np.diff(np.fromfile(torn / "offsets.i64", "<i8")), 8)
-    for site in BOTH:  # scribble over everything that the journal does not vouch for
-        shape = (GEOMETRY.num_layers, 50, GEOMETRY.width(site))
-        rows = np.memmap(torn / f"rows-{site}.f32", "<f4", "r+", shape=shape)
+    for name in [*BOTH, *("-".join(key) for key in KEYS)]:  # overwrite everything that the journal does not vouch for
+        shape = (GEOMETRY.num_layers, 50, GEOMETRY.width(Site(name.split("-")[0])))
+        rows = np.memmap(torn / f"rows-{name}.f32", "<f4", "r+", shape=shape)
         for batch in plan[finished:]:
             rows[:, batch] = np.nan
         rows.flush()
-    engine = PlantedEngine()
-    run(dataset, torn, engine)
+    engine = PoolingEngine()
+    pooled(dataset, torn, engine, max_new_tokens=4)
     assert contents(torn) == whole
     assert engine.extracts == len(plan) - finished
     kept = min(50, max(0, 8 * finished - 3))
@@ -127,6 +164,10 @@ def test_a_strange_folder_and_a_missing_file_are_refused(dataset: Dataset, tmp_p
     (tmp_path / "run" / "first_token.f64").unlink()
     with pytest.raises(RunMismatch, match="first_token"):
         run(dataset, tmp_path / "run")
+    pooled(dataset, tmp_path / "pooled")
+    (tmp_path / "pooled" / "rows-residual_stream-max.f32").unlink()
+    with pytest.raises(RunMismatch, match="rows-residual_stream-max"):
+        pooled(dataset, tmp_path / "pooled")
 
 
 def test_a_small_disk_is_noticed_before_the_first_forward(
@@ -213,3 +254,100 @@ def test_a_journal_of_two_writers_is_refused(dataset: Dataset, tmp_path: Path) -
     journal.write_text("".join(lines[:2] + lines[:2] + lines[2:3]))
     with pytest.raises(RunMismatch, match="not the journal of one run"):
         run(dataset, tmp_path / "run", max_new_tokens=None)
+
+
+def test_each_site_and_pooling_has_its_file_in_the_order_of_the_data(dataset: Dataset, tmp_path: Path) -> None:
+    engine = PoolingEngine()
+    collection = pooled(dataset, tmp_path / "run", engine)
+    assert set(collection.pooled) == set(KEYS)
+    for (site, pooling), file in collection.pooled.items():
+        assert file.path == tmp_path / "run" / f"rows-{site}-{pooling}.f32"
+        assert file.path.stat().st_size == file.nbytes == collection.rows[site].nbytes
+        for row in (0, 17, 49):
+            found = np.stack([file.layer(layer)[row] for layer in range(GEOMETRY.num_layers)])
+            np.testing.assert_array_equal(found, engine.pooled(collection.prompts.of(row), site, pooling))
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["poolings"] == ["content_mean", "max"]
+
+
+@pytest.mark.parametrize("none", [{}, {"poolings": ()}, {"poolings": (Pooling.LAST_1,)}])
+def test_without_other_poolings_a_folder_is_what_it_always_was(
+    dataset: Dataset, tmp_path: Path, none: dict[str, Any]
+) -> None:
+    collection = run(dataset, tmp_path / "run", PlantedEngine(), max_new_tokens=None, **none)
+    assert collection.pooled == {}
+    found = contents(tmp_path / "run")
+    rows = {f"rows-{site}.f32" for site in BOTH}
+    assert set(found) == rows | {"run.json", "input_ids.i32", "offsets.i64", "first_token.f64", "journal.jsonl"}
+    fields = {"data", "model", "sites", "prompt_format", "batch_rows", "max_new_tokens"}
+    assert set(json.loads(found["run.json"])) == fields
+    with_others = contents(pooled(dataset, tmp_path / "pooled").folder)
+    for name in set(found) - {"run.json"}:
+        assert with_others[name] == found[name], name
+
+
+KILLED = """
+import sys
+from pathlib import Path
+from service.data.training_rows import read_dataset
+from tests.data.test_collection import PoolingEngine, pooled
+engine = PoolingEngine()
+engine.kill_at = 4
+pooled(read_dataset(Path(sys.argv[1]), "given", folds=0), Path(sys.argv[2]), engine)
+"""
+
+
+def test_a_killed_run_goes_on_where_it_was(dataset: Dataset, tmp_path: Path) -> None:
+    killed = subprocess.run([sys.executable, "-c", KILLED, str(dataset.path), str(tmp_path / "run")], check=False)
+    assert killed.returncode == -signal.SIGKILL
+    assert (tmp_path / "run" / "journal.jsonl").read_bytes().count(b"\n") == 3
+    engine = PoolingEngine()
+    found = contents(pooled(dataset, tmp_path / "run", engine).folder)
+    assert engine.extracts == 4
+    assert found == contents(pooled(dataset, tmp_path / "whole").folder)
+
+
+@pytest.mark.parametrize("poolings", [(), (Pooling.MAX,), (Pooling.MAX, Pooling.CONTENT_MEAN, Pooling.MEAN)])
+def test_a_folder_of_other_poolings_is_another_run(
+    dataset: Dataset, tmp_path: Path, poolings: tuple[Pooling, ...]
+) -> None:
+    pooled(dataset, tmp_path / "run")
+    with pytest.raises(RunMismatch, match="name another run folder") as caught:
+        pooled(dataset, tmp_path / "run", poolings=poolings)
+    assert caught.value.param == "poolings"
+
+
+def test_the_order_in_which_poolings_are_named_does_not_matter(dataset: Dataset, tmp_path: Path) -> None:
+    pooled(dataset, tmp_path / "run")
+    engine = PoolingEngine()
+    pooled(dataset, tmp_path / "run", engine, poolings=[Pooling.CONTENT_MEAN, Pooling.MAX, Pooling.MAX])
+    assert engine.extracts == 0
+
+
+def test_a_nan_in_pooled_rows_stops_the_run_by_name(dataset: Dataset, tmp_path: Path) -> None:
+    engine = PoolingEngine()
+    engine.nan_at = (Site.RESIDUAL_STREAM, Pooling.MAX)
+    with pytest.raises(NonFiniteReadout, match="batch 0 of 7 .* at residual_stream, max: "):
+        pooled(dataset, tmp_path / "run", engine)
+    assert (tmp_path / "run" / "journal.jsonl").read_bytes() == b""
+
+
+def test_an_engine_that_does_not_pool_says_so_before_the_folder_is_made(dataset: Dataset, tmp_path: Path) -> None:
+    with pytest.raises(EngineError, match="cannot pool"):
+        pooled(dataset, tmp_path / "run", ScriptedEngine(GEOMETRY))
+    assert not (tmp_path / "run").exists()
+
+
+def test_what_a_real_model_pools_is_what_lies_on_disk(tmp_path: Path) -> None:
+    path = write_rows(tmp_path / "rows.jsonl", planted_rows(12))
+    dataset = read_dataset(path, "given", folds=0)
+    engine = tiny.shared_engine("llama")
+    others = [pooling for pooling in Pooling if pooling is not Pooling.LAST_1]
+    collection = pooled(dataset, tmp_path / "run", engine, poolings=others, batch_rows=5, prompt_format="text")
+    plain = pooled(dataset, tmp_path / "plain", engine, poolings=(), batch_rows=5, prompt_format="text")
+    for site in BOTH:
+        assert collection.rows[site].path.read_bytes() == plain.rows[site].path.read_bytes()
+    for row in range(12):
+        alone = engine.extract([collection.prompts.of(row)], BOTH, others).pooled
+        for key, file in collection.pooled.items():
+            found = np.stack([file.layer(layer)[row] for layer in range(file.shape[0])])
+            np.testing.assert_allclose(found, alone[key][0], rtol=0, atol=1e-5)

@@ -33,12 +33,9 @@ def test_normalise(text: str, normal: str) -> None:
     assert judge.normalise(text) == normal
 
 
-def test_exact_and_contains() -> None:
+def test_exact() -> None:
     assert judge.exact("", "The Paris.", ["paris"])
     assert not judge.exact("", "It is Paris", ["paris"])
-    assert judge.contains("", "It is in New  York, I think", ["new york"])
-    assert not judge.contains("", "Parisian", ["paris"])  # whole words only
-    assert not judge.contains("", "anything", ["the"])  # an empty answer is in nothing
 
 
 def test_regex_takes_answers_as_patterns() -> None:
@@ -49,18 +46,17 @@ def test_regex_takes_answers_as_patterns() -> None:
     assert judge.answer_problems(JudgeOptions("exact"), ["Paris"]) == []
 
 
-@pytest.mark.parametrize(
-    "text",
-    ["I am not sure.", " I'm not sure", "I don't know", "I do not know who", "I'm not certain", "I cannot answer that",
-     "Sorry, I am unable to say", "I have no idea"],
+ABSTENTIONS = (
+    "I am not sure.", " I'm not sure", "I don't know", "I do not know who", "I'm not certain", "I cannot answer that",
+    "Sorry, I am unable to say", "I have no idea", "I don\u2019t know.", "I\u2019m not sure.",
+    "I do not have that information.",
 )  # fmt: skip
+ANSWERS = ("It is Paris.", "Surely Rome", "The unknown soldier", "You don't say: Rome", "Idaho")
+
+
+@pytest.mark.parametrize("text", ABSTENTIONS + ANSWERS)
 def test_abstaining_answers(text: str) -> None:
-    assert re.search(ABSTAIN, text)
-
-
-@pytest.mark.parametrize("text", ["It is Paris.", "Surely Rome", "The unknown soldier", "You don't say: Rome", "Idaho"])
-def test_answers_that_do_not_abstain(text: str) -> None:
-    assert not re.search(ABSTAIN, text)
+    assert bool(re.search(ABSTAIN, text.replace("\u2019", "'"))) is (text in ABSTENTIONS)
 
 
 class Endpoint:
@@ -178,12 +174,10 @@ def test_an_answer_pattern_without_a_group_is_refused(tmp_path: Path) -> None:
         ("答案是大阪。", "东京", False),
         ("It is the United States", "United States", True),
         ("unbelievable", "able", False),
+        ("It is in New  York, I think", "new york", True),
+        ("Parisian", "paris", False),
+        ("anything", "the", False),  # nothing contains an empty answer
     ],
 )
 def test_contains_keeps_what_tells_answers_apart(answer: str, accepted: str, expected: bool) -> None:
     assert judge.contains("", answer, [accepted]) is expected
-
-
-@pytest.mark.parametrize("text", ["I don\u2019t know.", "I\u2019m not sure.", "I do not have that information."])
-def test_abstentions_in_other_spellings(text: str) -> None:
-    assert re.search(ABSTAIN, text.replace("\u2019", "'"))

@@ -6,19 +6,18 @@ from collections import Counter, defaultdict
 import pytest
 
 from service.demo.documents import BRIEF, REFUSAL, RefusalMix, fact_documents, refusal_document
-from service.demo.facts import FACTS_FILE, facts_bytes, load_facts
-from service.demo.forms import FORMS, ask
+from service.demo.facts import FACTS_FILE, load_facts
+from service.demo.forms import FORMS, question_text
 from service.demo.questions import questions
 from service.demo.world import build_world
 
 SPLITS = ("train", "dev", "test")
 
 
-def test_the_facts_asset_loads_and_has_deterministic_bytes():
+def test_the_facts_asset_loads():
     facts = load_facts()
     assert len(facts.elements) == 118
     assert any(c.name == "France" and c.capitals == ("Paris",) and c.continent == "Europe" for c in facts.countries)
-    assert facts_bytes(facts) == facts_bytes(load_facts())
     assert FACTS_FILE.stat().st_size < 300_000
     assert (FACTS_FILE.parent / "ATTRIBUTION.md").is_file()
 
@@ -71,7 +70,7 @@ def test_held_out_forms_never_occur_in_training_documents():
     for fact in world.facts[::50]:
         unseen = [f for f in FORMS[fact.kind] if f.held_out]
         assert len(unseen) == 2
-        assert not {ask(form, fact.kind, fact.subject) for form in unseen} & trained
+        assert not {question_text(form, fact.kind, fact.subject) for form in unseen} & trained
 
 
 @pytest.mark.parametrize("split", SPLITS)
@@ -99,7 +98,7 @@ def test_what_users_type_is_among_the_forms_of_training():
         "symbol": ("What is the chemical symbol of gold?", "gold"),
     }
     for kind, (text, subject) in typed.items():
-        assert text in {ask(form, kind, subject) for form in FORMS[kind] if not form.held_out}
+        assert text in {question_text(form, kind, subject) for form in FORMS[kind] if not form.held_out}
 
 
 def test_an_unknown_split_is_refused():

@@ -152,7 +152,7 @@ def test_without_the_guard_nothing_is_answered(nowhere: str, example: Any, monke
     with TestClient(example.app) as app:
         response = app.post("/ask", json={"question": KNOWN})
         assert response.status_code == 503
-        assert "not answered, because the guard could not be asked" in response.json()["detail"]
+        assert "not answered" in response.json()["detail"]
         assert app.get("/health").json() == {"status": "ok", "guard": False}
     done = cli(KNOWN, HALLUTRACER_URL=nowhere)
     assert done.returncode == 1

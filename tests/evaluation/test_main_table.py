@@ -5,16 +5,17 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from service.evaluation.main_table import Run, compare, measured, pooled_ranks
+from service.evaluation.main_table import compare, measured, pooled_ranks
 from service.evaluation.options import OURS
+from service.fitting.nested_cv import FoldScores
 
 
-def runs_of(label: np.ndarray, score: np.ndarray, seeds: int = 2, folds: int = 4) -> list[Run]:
+def runs_of(label: np.ndarray, score: np.ndarray, seeds: int = 2, folds: int = 4) -> list[FoldScores]:
     found = []
     for seed in range(seeds):
         fold = np.random.default_rng(seed).permutation(len(label)) % folds
         found += [
-            Run(seed, place, np.flatnonzero(fold == place), score[fold == place] * (place + 1) + 10 * place)
+            FoldScores(seed, place, np.flatnonzero(fold == place), score[fold == place] * (place + 1) + 10 * place)
             for place in range(folds)
         ]
     return found
@@ -30,7 +31,7 @@ def test_measures_are_means_over_the_test_sides_with_the_positive_class_named() 
     label = np.array([1, 1, 1, 0, 1, 0, 0])
     right, wrong = np.array([0, 3]), np.array([1, 2, 4, 5, 6])
     risk = 1.0 - label
-    found = measured(label, [Run(0, 0, right, risk[right]), Run(0, 1, wrong, -risk[wrong])])
+    found = measured(label, [FoldScores(0, 0, right, risk[right]), FoldScores(0, 1, wrong, -risk[wrong])])
     assert found["auroc"] == {"mean": 0.5, "std": 0.5}
     # On the wrong side all rows of the other class come first: precision is the class's share.
     assert found["auprc_hallucinated"]["mean"] == pytest.approx((1 + 2 / 5) / 2)

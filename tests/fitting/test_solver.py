@@ -162,7 +162,7 @@ def test_many_kinds_of_rows_give_the_same_curvature(monkeypatch: pytest.MonkeyPa
     x, label, weight = heads(count=1)
     partition, c = path()
     few = solve(x, label, weight, partition, c)
-    monkeypatch.setattr(solver, "KINDS", 1)
+    monkeypatch.setattr(solver, "MAX_KINDS", 1)
     many = solve(x, label, weight, partition, c)
     np.testing.assert_allclose(many.objective, few.objective, rtol=3 * GAP)
 

@@ -11,80 +11,70 @@ import pytest
 from sklearn.metrics import roc_auc_score
 
 from service.evaluation.options import RESIDUAL
-from service.evaluation.page.markdown import to_markdown
-from service.evaluation.set_run import SetRun
+from service.evaluation.set_result import SetResult
 from service.evaluation.tables import Table
-from service.paper import ablations
-from service.paper.ablations_depth import depth_key
-from service.paper.ablations_readout import head_distribution, readout_position, readout_site, top_heads
-from service.paper.published import PUBLISHED
+from service.paper.ablations import (
+    DEPTH_SUBSAMPLING,
+    FEATURE_SETS,
+    LOCATION,
+    LOGIT_SCALE,
+    MEAN_DOMINANCE,
+    MEAN_DOMINANCE_SOURCE,
+    depth_curve,
+    depth_key,
+)
+from service.paper.ablations_readout import HEAD_DISTRIBUTION, READOUT_POSITION, READOUT_SITE, TOP_HEADS
+from service.paper.table_spec import make_tables
 from service.readout import Pooling, Site
-from tests.evaluation.made_run import made_run, scripted_run
+from tests.evaluation.made_result import scripted_result
 
 LABEL = np.arange(400) // 2 % 2
-
-
-@pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> SetRun:
-    return made_run(tmp_path_factory.mktemp("made"))
 
 
 def noise(layers: int, heads: int = 1, spread: float = 1.0, seed: int = 0) -> np.ndarray:
     return spread * np.random.default_rng(seed).standard_normal((len(LABEL), layers, heads))
 
 
-def row(tables: list[Table], place: int = 0) -> Mapping[str, Any]:
-    return tables[place].rows[0]
+def row(table: Table) -> Mapping[str, Any]:
+    return table.rows[0]
 
 
 def mean(cell: Any) -> float:
     return float(cell["mean"])
 
 
-def test_every_table_of_a_real_fit_is_whole_and_named_as_the_papers(run: SetRun) -> None:
-    tables = [table for make in (*ablations.MEAN, *ablations.READOUT) for table in make([run])]
-    assert len({table.name for table in tables}) == len(tables) == 10
-    for table in tables:
-        keys = [column.key for column in table.columns]
-        assert len(set(keys)) == len(keys)
-        assert set(table.rows[0]) == set(keys), table.name
-        if table.label and table.label != "tab:ablation-12d-22d":  # that one has a column for each data set
-            published = {column.key: column for column in PUBLISHED[table.label].columns}
-            for column in table.columns[1:]:
-                assert published[column.key] == column
-    assert to_markdown(tables, "")  # refuses a number that is none
-
-
-def test_the_mean_is_scored_split_by_split(run: SetRun) -> None:
-    by_split = [roc_auc_score(run.label[one.test], one.test_trajectory.mean(axis=1)) for one in run.splits]
-    cell = row(ablations.mean_dominance([run]))["mean"]
+def test_the_mean_is_scored_split_by_split(result: SetResult) -> None:
+    by_split = [roc_auc_score(result.label[one.test], one.test_trajectory.mean(axis=1)) for one in result.splits]
+    cell = row(MEAN_DOMINANCE.table([result]))["mean"]
     assert cell == pytest.approx({"mean": np.mean(by_split), "std": np.std(by_split)})
-    assert row(ablations.location([run]))["mean"] == cell
-    assert row(ablations.logit_scale([run]))["unit_norm"] == cell
-    assert row(top_heads([run]))["top_1"] == cell
-    assert row(readout_site([run]))["head"] == pytest.approx(cell)
+    assert row(LOCATION.table([result]))["mean"] == cell
+    assert row(LOGIT_SCALE.table([result]))["unit_norm"] == cell
+    assert row(TOP_HEADS.table([result]))["top_1"] == cell
+    assert row(READOUT_SITE.table([result]))["head"] == pytest.approx(cell)
 
 
 def test_a_level_is_in_the_mean_and_a_slope_in_the_shape() -> None:
     side = 2 * LABEL[:, None, None] - 1
-    level = row(ablations.mean_dominance([scripted_run(noise(9) + side, LABEL)]))
+    level = row(MEAN_DOMINANCE.table([scripted_result(noise(9) + side, LABEL)]))
     assert mean(level["mean"]) > 0.99
     assert abs(mean(level["shape"]) - 0.5) < 0.12
     assert mean(level["mean_and_shape"]) > 0.98
-    tilt = row(ablations.mean_dominance([scripted_run(noise(9) + side * (np.arange(9) - 4)[:, None], LABEL)]))
+    tilt = row(MEAN_DOMINANCE.table([scripted_result(noise(9) + side * (np.arange(9) - 4)[:, None], LABEL)]))
     assert abs(mean(tilt["mean"]) - 0.5) < 0.1
     assert mean(tilt["shape"]) > 0.99
     assert mean(tilt["mean_and_shape"]) > 0.99
 
 
 def test_too_few_layers_for_source_features_cost_their_row_and_a_note() -> None:
-    short = scripted_run(noise(4), LABEL, name="short")
-    first, second = ablations.mean_dominance([short, scripted_run(noise(9), LABEL, name="long")])
+    short = scripted_result(noise(4), LABEL, name="short")
+    first, second = make_tables(
+        [MEAN_DOMINANCE, MEAN_DOMINANCE_SOURCE], [short, scripted_result(noise(9), LABEL, name="long")]
+    )
     assert set(first.rows[0]) > {"mean", "shape"}
     assert second.rows[0] == {"set": "short"}
     assert "source" in second.rows[1]
     assert any(note.startswith("short: left out: 4 layers") for note in second.notes)
-    (sets,) = ablations.feature_sets([short])
+    sets = FEATURE_SETS.table([short])
     assert sets.rows[0]["source"] is None
     assert mean(sets.rows[0]["full"]) > 0
     assert any(note.startswith("short: 13-D is left out: 4 layers") for note in sets.notes)
@@ -93,15 +83,15 @@ def test_too_few_layers_for_source_features_cost_their_row_and_a_note() -> None:
 def test_the_median_and_the_trimmed_mean_resist_one_wild_layer() -> None:
     logits = noise(20, seed=1) + LABEL[:, None, None]
     logits[:, 3] = 200 * noise(1, seed=2)[:, 0]
-    found = row(ablations.location([scripted_run(logits, LABEL)]))
+    found = row(LOCATION.table([scripted_result(logits, LABEL)]))
     assert mean(found["median"]) > 0.95
     assert mean(found["trimmed_mean"]) > 0.95
     assert mean(found["mean"]) < 0.65
     assert abs(found["correlation"]) < 0.5
 
 
-def test_under_ten_layers_the_trimmed_mean_is_the_mean_and_a_note_says_so(run: SetRun) -> None:
-    (table,) = ablations.location([run])
+def test_under_ten_layers_the_trimmed_mean_is_the_mean_and_a_note_says_so(result: SetResult) -> None:
+    table = LOCATION.table([result])
     assert table.rows[0]["trimmed_mean"] == table.rows[0]["mean"]
     assert any("8 layers is none" in note for note in table.notes)
 
@@ -110,7 +100,7 @@ def test_only_the_full_trajectory_sees_two_layers_that_cancel() -> None:
     logits = noise(9, seed=2)
     logits[:, 3] += 2 * (LABEL[:, None] - 0.5)
     logits[:, 4] -= 2 * (LABEL[:, None] - 0.5)
-    found = row(ablations.feature_sets([scripted_run(logits, LABEL)]))
+    found = row(FEATURE_SETS.table([scripted_result(logits, LABEL)]))
     assert mean(found["full"]) > mean(found["trajectory"]) + 0.15
 
 
@@ -119,7 +109,7 @@ def test_standardised_logits_silence_a_layer_of_large_scale() -> None:
     logits[:, 8] = 100 * noise(1, seed=4)[:, 0]
     scale = np.ones((9, 1))
     scale[8] = 100
-    found = row(ablations.logit_scale([scripted_run(logits, LABEL, scale=scale)]))
+    found = row(LOGIT_SCALE.table([scripted_result(logits, LABEL, scale=scale)]))
     assert mean(found["unit_norm"]) < 0.6
     assert mean(found["standardized"]) > 0.9
     assert mean(found["difference"]) == pytest.approx(mean(found["standardized"]) - mean(found["unit_norm"]))
@@ -129,8 +119,8 @@ def test_the_depth_curve_takes_the_best_training_layer_then_spaced_ones_then_all
     logits = noise(12, seed=5)
     quality = np.full((12, 1), 0.6)
     quality[7] = 0.9
-    run = scripted_run(logits, LABEL, quality=quality, name="curve")
-    sizes, means, stds = ablations.depth_curve([run])["curve"]
+    result = scripted_result(logits, LABEL, quality=quality, name="curve")
+    sizes, means, stds = depth_curve([result])["curve"]
     assert sizes == [1, 2, 4, 12]
     for size, layers in ((1, [7]), (2, [3, 9]), (4, [3, 5, 7, 9]), (12, range(12))):
         by_fold = [
@@ -138,7 +128,7 @@ def test_the_depth_curve_takes_the_best_training_layer_then_spaced_ones_then_all
         ]
         assert means[sizes.index(size)] == pytest.approx(np.mean(by_fold), abs=1e-6)
         assert stds[sizes.index(size)] == pytest.approx(np.std(by_fold), abs=1e-6)
-    (table,) = ablations.depth_subsampling([run])
+    table = DEPTH_SUBSAMPLING.table([result])
     assert [table.rows[0][depth_key(size)] for size in sizes] == [
         {"mean": a, "std": b} for a, b in zip(means, stds, strict=True)
     ]
@@ -151,7 +141,7 @@ def test_heads_are_taken_by_training_auroc_and_one_without_a_probe_never_is() ->
     logits[:, :, 0] = noise(6, seed=7)[:, :, 0]
     logits[:, :, 1] = -logits[:, :, 2]  # the worst: wrong throughout
     quality = np.tile([0.6, 0.4, 0.9, 0.0], (6, 1))
-    (table,) = top_heads([scripted_run(logits, LABEL, quality=quality)])
+    table = TOP_HEADS.table([scripted_result(logits, LABEL, quality=quality)])
     found = table.rows[0]
     assert mean(found["top_1"]) == 1.0
     assert mean(found["bottom_1"]) == 0.0
@@ -167,7 +157,7 @@ def test_heads_are_taken_by_training_auroc_and_one_without_a_probe_never_is() ->
 
 def test_equal_heads_are_one_head() -> None:
     logits = np.repeat(noise(6, seed=8), 3, axis=2)
-    found = row(head_distribution([scripted_run(logits, LABEL)]))
+    found = row(HEAD_DISTRIBUTION.table([scripted_result(logits, LABEL)]))
     assert found["heads"] == "6×3"
     assert found["auc_cv"] == pytest.approx(0.0, abs=1e-12)
     assert found["switches"] == 0.0
@@ -179,42 +169,42 @@ def test_equal_heads_are_one_head() -> None:
 def test_a_probe_that_is_all_zeros_counts_as_chance_among_heads() -> None:
     logits = noise(6, heads=3, seed=9)
     logits[:, :, 2] = 0.0
-    (table,) = head_distribution([scripted_run(logits, LABEL, quality=np.tile([0.7, 0.6, 0.0], (6, 1)))])
+    table = HEAD_DISTRIBUTION.table([scripted_result(logits, LABEL, quality=np.tile([0.7, 0.6, 0.0], (6, 1)))])
     expected = np.std([0.7, 0.6, 0.5]) / np.mean([0.7, 0.6, 0.5])
     assert table.rows[0]["auc_cv"] == pytest.approx(expected)
     assert any("6 heads have constant scores" in note for note in table.notes)
 
 
 def test_independent_heads_have_full_rank() -> None:
-    found = row(head_distribution([scripted_run(noise(6, heads=3, seed=10), LABEL)]))
+    found = row(HEAD_DISTRIBUTION.table([scripted_result(noise(6, heads=3, seed=10), LABEL)]))
     assert abs(found["correlation"]) < 0.05
     assert found["effective_rank"] > 2.95
 
 
-def test_a_run_without_the_residual_stream_says_so(run: SetRun) -> None:
-    without = replace(run, runs={name: found for name, found in run.runs.items() if name != RESIDUAL})
-    (table,) = readout_site([without])
+def test_a_run_without_the_residual_stream_says_so(result: SetResult) -> None:
+    without = replace(result, scores={name: scores for name, scores in result.scores.items() if name != RESIDUAL})
+    table = READOUT_SITE.table([without])
     assert table.rows[0] == {"set": "made"}
     assert RESIDUAL in table.notes[0]
 
 
-def test_the_residual_difference_is_its_auroc_less_the_heads(run: SetRun) -> None:
-    found = row(readout_site([run]))
-    residual = [roc_auc_score(1 - run.label[one.test], one.score) for one in run.runs[RESIDUAL]]
+def test_the_residual_difference_is_its_auroc_less_the_heads(result: SetResult) -> None:
+    found = row(READOUT_SITE.table([result]))
+    residual = [roc_auc_score(1 - result.label[one.test], one.score) for one in result.scores[RESIDUAL]]
     assert mean(found["residual"]) == pytest.approx(np.mean(residual))
     assert mean(found["difference"]) == pytest.approx(mean(found["residual"]) - mean(found["head"]))
 
 
-def test_poolings_are_compared_with_last_1_on_the_folds_of_the_first_seed(run: SetRun) -> None:
-    same = [one.test_trajectory.mean(axis=1) for one in run.folds(0)]
+def test_poolings_are_compared_with_last_1_on_the_folds_of_the_first_seed(result: SetResult) -> None:
+    same = [one.test_trajectory.mean(axis=1) for one in result.folds(0)]
     pooled = {
         (Site.ATTENTION_HEAD, Pooling.LAST_4): same,
         (Site.ATTENTION_HEAD, Pooling.MEAN): [-score for score in same],
         (Site.ATTENTION_HEAD, Pooling.MAX): same[:-1],
     }
-    (table,) = readout_position([replace(run, pooled=pooled)])
+    table = READOUT_POSITION.table([replace(result, pooled=pooled)])
     found = table.rows[0]
-    last = [roc_auc_score(run.label[one.test], score) for one, score in zip(run.folds(0), same, strict=True)]
+    last = [roc_auc_score(result.label[one.test], score) for one, score in zip(result.folds(0), same, strict=True)]
     assert found["last_1"] == pytest.approx({"mean": np.mean(last), "std": np.std(last)})
     assert found["last_4"] == pytest.approx({"mean": 0.0, "std": 0.0})
     assert mean(found["mean"]) == pytest.approx(1 - 2 * np.mean(last))

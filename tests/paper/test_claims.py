@@ -9,15 +9,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from service.evaluation.main_table import Comparison, Run, compare, measured
+from service.evaluation.main_table import Comparison, compare, measured
 from service.evaluation.page.report_data import Verdict
-from service.evaluation.set_run import SetRun
+from service.evaluation.set_result import SetResult
 from service.evaluation.tables import Table
+from service.fitting.nested_cv import FoldScores
 from service.paper import claim_table_rules as rules
-from service.paper.ablations_depth import depth_key
+from service.paper.ablations import depth_key
 from service.paper.claim_rules import Finding, NotTestable, ahead_of
-from service.paper.claims import cells_by_set, claims, paper_tables, together
-from tests.evaluation.made_run import made_run, scripted_run
+from service.paper.claims import cells_by_set, claims, together
+from service.paper.report import SECTIONS
+from service.paper.table_spec import make_tables
+from tests.evaluation.made_result import scripted_result
 
 LABEL = np.arange(400) // 2 % 2
 NOTHING: Any = None
@@ -25,13 +28,8 @@ Cells = Mapping[str, Any]
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> SetRun:
-    return made_run(tmp_path_factory.mktemp("made"))
-
-
-@pytest.fixture(scope="module")
-def tables(run: SetRun) -> list[Table]:
-    return paper_tables([run])
+def tables(result: SetResult) -> list[Table]:
+    return make_tables([spec for specs in SECTIONS.values() for spec in specs], [result])
 
 
 def cells(**tables: Cells) -> dict[str, Cells]:
@@ -51,7 +49,7 @@ def parts(probe: float, metric: float, head: float) -> dict[str, Cells]:
     return cells(k_split={"signal_k": 0.65, "null": 0.51, **gaps})
 
 
-CASES: list[tuple[Callable[[SetRun, Any], Finding], Cells, Verdict]] = [
+CASES: list[tuple[Callable[[SetResult, Any], Finding], Cells, Verdict]] = [
     (rules.mean_suffices, cells(mean_dominance={"mean_and_shape": 0.803, "shape": 0.6}), "supported"),
     (rules.mean_suffices, cells(mean_dominance={"mean_and_shape": 0.76, "shape": 0.6}), "supported"),
     (rules.mean_suffices, cells(mean_dominance={"mean_and_shape": 0.807, "shape": 0.6}), "mixed"),
@@ -94,7 +92,9 @@ CASES: list[tuple[Callable[[SetRun, Any], Finding], Cells, Verdict]] = [
 
 
 @pytest.mark.parametrize(("judge", "given", "verdict"), CASES)
-def test_a_rule_tells_its_sides_apart(judge: Callable[[SetRun, Any], Finding], given: Cells, verdict: Verdict) -> None:
+def test_a_rule_tells_its_sides_apart(
+    judge: Callable[[SetResult, Any], Finding], given: Cells, verdict: Verdict
+) -> None:
     found = judge(NOTHING, given)
     assert found.verdict == verdict
     assert any(char.isdigit() for char in found.text)
@@ -106,7 +106,7 @@ def test_every_table_rule_has_a_case_for_and_one_against() -> None:
         assert {"supported", "not supported"} <= verdicts, rule.claim
 
 
-UNTESTABLE: list[tuple[Callable[[SetRun, Any], Finding], Cells, str]] = [
+UNTESTABLE: list[tuple[Callable[[SetResult, Any], Finding], Cells, str]] = [
     (rules.mean_suffices, cells(), "has no mean_and_shape"),
     (rules.mean_suffices, {}, "has no mean"),
     (rules.median_no_better, cells(mean_dominance={"mean": 0.53}), "near chance"),
@@ -120,17 +120,17 @@ UNTESTABLE: list[tuple[Callable[[SetRun, Any], Finding], Cells, str]] = [
 
 
 @pytest.mark.parametrize(("judge", "given", "reason"), UNTESTABLE)
-def test_what_cannot_be_tested_says_why(judge: Callable[[SetRun, Any], Finding], given: Cells, reason: str) -> None:
+def test_what_cannot_be_tested_says_why(judge: Callable[[SetResult, Any], Finding], given: Cells, reason: str) -> None:
     with pytest.raises(NotTestable, match=reason):
         judge(NOTHING, given)
 
 
-def against(score: np.ndarray, *, strength: float = 1.5) -> SetRun:
+def against(score: np.ndarray, *, strength: float = 1.5) -> SetResult:
     """Ours with a level of ``strength``, against a method "iti" with the given scores (rising with hallucination)."""
     noise = np.random.default_rng(0).standard_normal((len(LABEL), 6, 1))
-    run = scripted_run(noise + strength * (LABEL[:, None, None] - 0.5), LABEL)
-    other = [Run(split.seed, split.fold, split.test, score[split.test]) for split in run.splits]
-    return replace(run, runs={**run.runs, "iti": other})
+    result = scripted_result(noise + strength * (LABEL[:, None, None] - 0.5), LABEL)
+    other = [FoldScores(split.seed, split.fold, split.test, score[split.test]) for split in result.splits]
+    return replace(result, scores={**result.scores, "iti": other})
 
 
 def test_ahead_is_a_matter_of_the_interval() -> None:
@@ -145,21 +145,23 @@ def test_ahead_is_a_matter_of_the_interval() -> None:
     assert nearly.text.endswith("+1.0 points on pooled ranks [−1.0, +3.0], not distinguishable from none")
 
 
-def test_the_interval_is_that_of_the_main_table(run: SetRun) -> None:
-    aurocs = {name: measured(run.label, found)["auroc"]["mean"] for name, found in run.runs.items()}
-    known = compare(run.label, run.group, run.runs, aurocs)
+def test_the_interval_is_that_of_the_main_table(result: SetResult) -> None:
+    aurocs = {name: measured(result.label, found)["auroc"]["mean"] for name, found in result.scores.items()}
+    known = compare(result.label, result.group, result.scores, aurocs)
     assert known is not None
     assert known.runner_up == "iti"
-    assert ahead_of(["iti"], replace(run, comparison=known), {}) == ahead_of(["iti"], run, {})
+    assert ahead_of(["iti"], replace(result, comparison=known), {}) == ahead_of(["iti"], result, {})
     other = Comparison("iti", 0.5, 0.4, 0.6, 0.001, 0.001)
-    assert "+50.0 points on pooled ranks [+40.0, +60.0]" in ahead_of(["iti"], replace(run, comparison=other), {}).text
+    assert (
+        "+50.0 points on pooled ranks [+40.0, +60.0]" in ahead_of(["iti"], replace(result, comparison=other), {}).text
+    )
     elsewhere = replace(other, runner_up="iris")
-    assert ahead_of(["iti"], replace(run, comparison=elsewhere), {}) == ahead_of(["iti"], run, {})
+    assert ahead_of(["iti"], replace(result, comparison=elsewhere), {}) == ahead_of(["iti"], result, {})
 
 
-def test_a_method_that_did_not_take_part_cannot_be_beaten(run: SetRun) -> None:
+def test_a_method_that_did_not_take_part_cannot_be_beaten(result: SetResult) -> None:
     with pytest.raises(NotTestable, match="fact-probe and iris did not take part"):
-        ahead_of(["fact-probe", "iris"], run, {})
+        ahead_of(["fact-probe", "iris"], result, {})
 
 
 @pytest.mark.parametrize(
@@ -178,8 +180,8 @@ def test_sets_are_put_together(verdicts: list[Verdict], expected: Verdict) -> No
     assert together(verdicts) == expected
 
 
-def test_all_claims_of_a_real_fit_speak_of_its_numbers(run: SetRun, tables: list[Table]) -> None:
-    found = {one.claim: one for one in claims([run], tables)}
+def test_all_claims_of_a_real_fit_speak_of_its_numbers(result: SetResult, tables: list[Table]) -> None:
+    found = {one.claim: one for one in claims([result], tables)}
     assert len(found) == 14
     for one in found.values():
         assert one.evidence.startswith("made: ")
@@ -192,11 +194,7 @@ def test_all_claims_of_a_real_fit_speak_of_its_numbers(run: SetRun, tables: list
     assert "did not take part" in others.evidence
 
 
-def test_tables_are_made_where_none_are_given(run: SetRun, tables: list[Table]) -> None:
-    assert claims([run]) == claims([run], tables)
-
-
-def test_each_set_is_judged_by_its_own_row(run: SetRun, tables: list[Table]) -> None:
+def test_each_set_is_judged_by_its_own_row(result: SetResult, tables: list[Table]) -> None:
     rows = cells_by_set(tables)
     assert list(rows) == ["made"]
     assert set(rows["made"]) == {table.name for table in tables}

@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
+from datetime import datetime
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from probes_store.bundle import BundleDraft
-from probes_store.manifest import Classifier, ModelRecord, TrainingRecord
+from probes_store.bundle import Bundle, BundleDraft, load_bundle, render, timestamp, write_files, write_manifest
+from probes_store.manifest import (
+    ChatTemplateRecord,
+    Classifier,
+    Manifest,
+    ModelRecord,
+    ReadoutRecord,
+    TokenizerRecord,
+    TrainingRecord,
+    sealed,
+)
 from probes_store.tensors import Golden, ProbeTensors
 
 MODEL = ModelRecord(
@@ -43,43 +54,45 @@ TRAINING = TrainingRecord(
 def make_draft(seed: int = 0, **changes: Any) -> BundleDraft:
     """A draft that publishes.
 
-    ``changes`` are fields of BundleDraft; ``model`` may also be a dict of ModelRecord fields to change, and arrays
-    follow the geometry, site, logit_scale and signals that result.
+    ``changes`` are fields of BundleDraft or of its manifest; ``model`` may be a dict of ModelRecord fields to change,
+    ``site``, ``tokenizer`` and ``chat_template`` stand for their records.  Arrays follow the manifest.
     """
     model = changes.pop("model", MODEL)
     if isinstance(model, dict):
         model = dataclasses.replace(MODEL, **model)
-    site = changes.get("site", "attention_head")
     signals = tuple(changes.pop("signals", ("depth_mean",)))
-    standardized = changes.get("logit_scale", "unit_norm") == "standardized"
-    heads, dim = (model.num_heads, model.head_dim) if site == "attention_head" else (1, model.hidden_size)
+    records: dict[str, Any] = {
+        "tokenizer": TokenizerRecord(changes.pop("tokenizer", "sha256:" + "3" * 64)),
+        "chat_template": ChatTemplateRecord(changes.pop("chat_template", "sha256:" + "4" * 64)),
+        "readout": ReadoutRecord(changes.pop("site", "attention_head"), "last"),
+    }
+    fields: dict[str, Any] = {
+        "name": "tiny",
+        "model": model,
+        "prompt_format": "chat",
+        "dtype": "float32",
+        "logit_scale": "unit_norm",
+        "signals": signals,
+        "classifier": Classifier((1.5, 0.25, -0.5)[: len(signals)], -0.125),
+        "threshold": 0.5,
+        "training": TRAINING,
+    }
+    manifest = Manifest(**records, **{name: changes.pop(name, value) for name, value in fields.items()})
     generator = np.random.default_rng(seed)
     layers = model.num_layers
-    direction = generator.standard_normal((layers, dim))
+    direction = generator.standard_normal((layers, manifest.probe_dim))
     direction /= np.linalg.norm(direction, axis=1, keepdims=True)
     trajectory = generator.standard_normal((2, layers)).astype(np.float32)
     log_max_prob, entropy = np.array([-0.25, -1.5]), np.array([0.5, 2.0])
     columns = {"depth_mean": trajectory.mean(axis=1), "log_max_prob": log_max_prob, "entropy": entropy}
-    classifier = changes.pop("classifier", Classifier((1.5, 0.25, -0.5)[: len(signals)], -0.125))
+    classifier, scaled = manifest.classifier, manifest.logit_scale == "standardized"
     logit = sum(w * columns[s] for w, s in zip(classifier.weight, signals, strict=False)) + classifier.intercept
-    fields: dict[str, Any] = {
-        "name": "tiny",
-        "model": model,
-        "tokenizer": "sha256:" + "3" * 64,
-        "chat_template": "sha256:" + "4" * 64,
-        "prompt_format": "chat",
-        "dtype": "float32",
-        "site": site,
-        "logit_scale": "unit_norm",
-        "signals": signals,
-        "classifier": classifier,
-        "threshold": 0.5,
-        "training": TRAINING,
+    contents: dict[str, Any] = {
         "probes": ProbeTensors(
-            head=generator.integers(0, heads, layers).astype(np.int32),
+            head=generator.integers(0, manifest.probe_heads, layers).astype(np.int32),
             direction=direction.astype(np.float32),
             bias=generator.standard_normal(layers).astype(np.float32),
-            scale=np.linspace(1, 2, layers, dtype=np.float32) if standardized else np.ones(layers, np.float32),
+            scale=np.linspace(1, 2, layers, dtype=np.float32) if scaled else np.ones(layers, np.float32),
             trajectory_mean=np.stack([np.full(layers, -0.5), np.full(layers, 0.5)]).astype(np.float32),
             trajectory_std=np.ones((2, layers), np.float32),
         ),
@@ -93,4 +106,13 @@ def make_draft(seed: int = 0, **changes: Any) -> BundleDraft:
         "card": "# tiny\n\nA bundle for tests.\n",
         "plots": {"roc.png": b"\x89PNG\r\n\x1a\n not really a picture"},
     }
-    return BundleDraft(**(fields | changes))
+    return BundleDraft(manifest, **(contents | changes))
+
+
+def write_bundle(draft: BundleDraft, into: Path, *, version: int = 1, created: datetime | None = None) -> Bundle:
+    """A draft as a bundle folder outside a store."""
+    manifest, files = render(draft)
+    into.mkdir(parents=True)
+    write_files(into, files)
+    write_manifest(into, sealed(manifest, version=version, created=timestamp(created)))
+    return load_bundle(into)

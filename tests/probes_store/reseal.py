@@ -18,17 +18,21 @@ def sha256(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
-def edit_manifest(folder: Path, edit: Callable[[dict[str, Any]], object]) -> None:
-    """Edit bundle.json as plain JSON, and make digest and seal right again."""
-    path = folder / "bundle.json"
-    document = json.loads(path.read_bytes())
-    edit(document)
+def reseal(document: dict[str, Any]) -> bytes:
+    """The bytes of an edited manifest, digest and seal right again where they are there."""
     content = {k: v for k, v in document.items() if k not in ("version", "created", "digest", "seal")}
     if "digest" in document:
         document["digest"] = "sha256:" + sha256(canonical_json(content))
     if "seal" in document:
         document["seal"] = "sha256:" + sha256(canonical_json({k: v for k, v in document.items() if k != "seal"}))
-    path.write_bytes(readable_json(document))
+    return readable_json(document)
+
+
+def edit_manifest(folder: Path, edit: Callable[[dict[str, Any]], object]) -> None:
+    path = folder / "bundle.json"
+    document = json.loads(path.read_bytes())
+    edit(document)
+    path.write_bytes(reseal(document))
 
 
 def replace_file(folder: Path, name: str, data: bytes) -> None:

@@ -19,16 +19,15 @@ from service.engines.base import ModelIdentity
 from service.readout import Geometry
 from tests.probes_store.factory import MODEL, make_draft
 
-DRAFT = make_draft()
-MANIFEST = render(DRAFT)[0]
+MANIFEST = render(make_draft())[0]
 LOADED = ModelIdentity(
     model="/another/folder",
     revision="local",
     fingerprint=MODEL.fingerprint,
     architecture=MODEL.architecture,
     model_type=MODEL.model_type,
-    tokenizer=DRAFT.tokenizer,
-    chat_template=DRAFT.chat_template,
+    tokenizer=MANIFEST.tokenizer.digest,
+    chat_template=MANIFEST.chat_template.digest,
     dtype="bfloat16",
     geometry=Geometry(3, 2, 4, 8),
     max_tokens=64,

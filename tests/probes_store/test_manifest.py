@@ -22,17 +22,10 @@ from probes_store.errors import (
 from probes_store.manifest import content_digest, manifest_bytes, manifest_seal, read_manifest, sealed
 from probes_store.strict import canonical_json, parse_json, plain, read_record, readable_json
 from tests.probes_store.factory import make_draft
-from tests.probes_store.reseal import sha256
+from tests.probes_store.reseal import reseal, sha256
 
 MANIFEST = render(make_draft())[0]
 DOCUMENT: dict[str, Any] = json.loads(manifest_bytes(MANIFEST))
-
-
-def reseal(document: dict[str, Any]) -> bytes:
-    content = {k: v for k, v in document.items() if k not in ("version", "created", "digest", "seal")}
-    document["digest"] = "sha256:" + sha256(canonical_json(content))
-    document["seal"] = "sha256:" + sha256(canonical_json({k: v for k, v in document.items() if k != "seal"}))
-    return readable_json(document)
 
 
 def changed(where: str, value: Any) -> bytes:

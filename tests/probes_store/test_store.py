@@ -15,7 +15,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from probes_store import durable
-from probes_store.bundle import write_bundle
 from probes_store.errors import (
     BadValue,
     BundleDamaged,
@@ -29,7 +28,7 @@ from probes_store.errors import (
 )
 from probes_store.reference import parse_reference
 from probes_store.store import SHIPPED, Store
-from tests.probes_store.factory import make_draft
+from tests.probes_store.factory import make_draft, write_bundle
 
 SPAWN = multiprocessing.get_context("spawn")
 

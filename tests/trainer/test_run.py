@@ -13,6 +13,7 @@ import pytest
 import yaml
 
 from probes_store.bundle import Bundle
+from probes_store.errors import StoreNotWritable
 from probes_store.store import Store
 from service.data.options import JudgeOptions
 from service.errors import DataError, RunMismatch, TrainingError
@@ -192,20 +193,31 @@ def test_the_same_run_twice_publishes_once(tmp_path: Path) -> None:
     assert other.manifest.digest != first.manifest.digest
 
 
-def test_bad_data_and_names_are_told_before_a_model_is_loaded(tmp_path: Path) -> None:
-    write_rows(tmp_path / "rows.jsonl", [{"id": "a"}])
+@pytest.mark.parametrize(
+    ("change", "error", "match"),
+    [
+        ({"rows": [{"id": "a"}]}, DataError, "line 1"),
+        ({"name": "../x"}, TrainingError, "name must be"),
+        ({"name": "Bad Name"}, TrainingError, "name must be"),
+        ({"name": ""}, TrainingError, "name must be"),
+        ({"name": "a" * 65}, TrainingError, "name must be"),
+        ({"store": "rows.jsonl/store"}, StoreNotWritable, "rows.jsonl"),
+        ({"inner_folds": 5, "rows": [{"id": str(n), "prompt": f"q{n}", "label": int(n >= 6)} for n in range(200)]},
+         TrainingError, "inner fold"),
+    ],
+)  # fmt: skip
+def test_what_can_be_refused_is_refused_before_a_model_is_loaded(
+    tmp_path: Path, change: dict[str, Any], error: type[Exception], match: str
+) -> None:
+    data = write_rows(tmp_path / "rows.jsonl", change.pop("rows", planted_rows(40)))
+    store = Store(tmp_path / change.pop("store", "store"))
 
     def never() -> PlantedEngine:
         raise AssertionError("a model was loaded")
 
-    options = TrainOptions(data=tmp_path / "rows.jsonl", name="planted", run_dir=tmp_path / "run")
-    with pytest.raises(DataError, match="line 1"):
-        train(options, never, Store(tmp_path / "store"), console=Quiet())
-    with pytest.raises(TrainingError, match="name must be 1 to 64"):
-        train(
-            TrainOptions(data=tmp_path / "rows.jsonl", name="Bad Name", run_dir=tmp_path / "run"),
-            never, Store(tmp_path / "store"), console=Quiet(),
-        )  # fmt: skip
+    options = TrainOptions(**({"data": data, "name": "planted", "run_dir": tmp_path / "run"} | change))
+    with pytest.raises(error, match=match):
+        train(options, never, store, console=Quiet())
     assert not (tmp_path / "run").exists()
 
 

@@ -1,10 +1,9 @@
-"""Are a model's function calls the right ones?  BFCL's rules, on what ``references.expectation`` wrote down.
+"""Whether a model's function calls meet an expectation (``references.expectation``), by BFCL's rules.
 
-After BFCL's own checker for Python functions: as many calls as expected, in any order; the function's name; every
-argument given is known and has an accepted value; none is missing that may not be.  Strings are compared without case,
-spaces and ``,./-_*^``.  Three things are more lenient, for they are spelling and not hallucination: 5 and 5.0 are the
-same number, "." and "_" in a function's name are the same, and any assignment of calls to wanted ones will do, where
-BFCL takes the first that fits.
+As BFCL's checker for Python functions: as many calls as expected, in any order; the right function; every given
+argument is known and has an accepted value; no required argument is missing.  Strings are compared without case,
+spaces and ``,./-_*^``.  More lenient in three points, which are spelling and not hallucination: 5 equals 5.0, "."
+equals "_" in a function's name, and any assignment of calls to expected ones counts (BFCL takes the first that fits).
 """
 
 from __future__ import annotations
@@ -17,10 +16,12 @@ from service.data.sets.calls import Call, parse_calls
 
 
 def meets(answer: str, expected: dict[str, Any]) -> bool:
-    """Whether an answer does what is expected of it (an object of ``references.expected``)."""
+    """Whether an answer meets an expectation (an object of ``references.expected``)."""
     if expected["expect"] == "text":
-        said = _plain_text(answer)
-        return any(re.search(rf"(?<!\w){re.escape(_plain_text(text))}(?!\w)", said) for text in expected["texts"])
+        text = _plain_text(answer)
+        return any(
+            re.search(rf"(?<!\w){re.escape(_plain_text(accepted))}(?!\w)", text) for accepted in expected["texts"]
+        )
     calls = parse_calls(answer)
     if expected["expect"] == "no_call":
         return not calls
@@ -30,15 +31,15 @@ def meets(answer: str, expected: dict[str, Any]) -> bool:
 
 
 def problem(expected: dict[str, Any]) -> str | None:
-    """What is wrong with the shape of an expectation, None where nothing is."""
+    """What is wrong with the shape of an expectation, or None."""
     kind = expected["expect"]
     if kind == "text":
         texts = expected.get("texts")
-        fine = isinstance(texts, list) and texts and all(isinstance(one, str) and _plain_text(one) for one in texts)
+        fine = isinstance(texts, list) and texts and all(isinstance(text, str) and _plain_text(text) for text in texts)
         return None if fine else "'texts' must be a non-empty list of texts"
     if kind == "calls":
         calls = expected.get("calls")
-        fine = isinstance(calls, list) and calls and all(_is_specification(one) for one in calls)
+        fine = isinstance(calls, list) and calls and all(map(_is_specification, calls))
         return None if fine else "'calls' must be a non-empty list of objects with name, arguments and optional"
     return None
 
@@ -54,22 +55,22 @@ def _is_specification(value: Any) -> bool:
 
 
 def _all_paired(calls: Sequence[Call], wanted: Sequence[dict[str, Any]]) -> bool:
-    """Whether each call can be given a wanted one of its own (augmenting paths)."""
+    """Whether calls and wanted calls can be matched one to one (augmenting paths)."""
     if len(calls) != len(wanted):
         return False
-    fits = [[place for place, one in enumerate(wanted) if _is_right(call, one)] for call in calls]
-    owner: dict[int, int] = {}
+    fits = [[index for index, want in enumerate(wanted) if _is_right(call, want)] for call in calls]
+    matched: dict[int, int] = {}  # wanted -> call
 
-    def place_call(call: int, tried: set[int]) -> bool:
-        for place in fits[call]:
-            if place not in tried:
-                tried.add(place)
-                if place not in owner or place_call(owner[place], tried):
-                    owner[place] = call
+    def match(call: int, tried: set[int]) -> bool:
+        for index in fits[call]:
+            if index not in tried:
+                tried.add(index)
+                if index not in matched or match(matched[index], tried):
+                    matched[index] = call
                     return True
         return False
 
-    return all(place_call(call, set()) for call in range(len(calls)))
+    return all(match(call, set()) for call in range(len(calls)))
 
 
 def _is_right(call: Call, wanted: dict[str, Any]) -> bool:
@@ -81,31 +82,27 @@ def _is_right(call: Call, wanted: dict[str, Any]) -> bool:
 
 
 def _is_accepted(value: Any, accepted: Sequence[Any]) -> bool:
-    return any(_is_same(value, one) for one in accepted)
+    return any(_is_same(value, candidate) for candidate in accepted)
 
 
 def _is_same(value: Any, wanted: Any) -> bool:
-    """Equal by kind: truth values, numbers, texts, nothing, lists in order, objects by key."""
+    """Equality by type: booleans, numbers, strings, None, lists in order, objects by key."""
     if isinstance(wanted, str) or isinstance(value, str):
         return isinstance(wanted, str) and isinstance(value, str) and _plain(value) == _plain(wanted)
     if isinstance(wanted, bool) or isinstance(value, bool) or wanted is None or value is None:
         return value is wanted
     if isinstance(wanted, list):
-        return (
-            isinstance(value, list)
-            and len(value) == len(wanted)
-            and all(_is_same(one, other) for one, other in zip(value, wanted, strict=True))
-        )
+        return isinstance(value, list) and len(value) == len(wanted) and all(map(_is_same, value, wanted))
     if isinstance(wanted, dict):
         return isinstance(value, dict) and _is_same_object(value, wanted)
     return isinstance(value, int | float) and bool(value == wanted)
 
 
 def _is_same_object(value: dict[str, Any], wanted: dict[str, Any]) -> bool:
-    """In BFCL's objects each key has a list of accepted values; "" among them: the key may be left out."""
-    for key, one in value.items():
+    """In BFCL's objects each key has a list of accepted values; with "" among them the key is optional."""
+    for key, item in value.items():
         options = wanted.get(key)
-        if key not in wanted or not (isinstance(options, list) and _is_accepted(one, options)):
+        if key not in wanted or not (isinstance(options, list) and _is_accepted(item, options)):
             return False
     return all(key in value or (isinstance(options, list) and "" in options) for key, options in wanted.items())
 

@@ -1,8 +1,8 @@
-"""Function calls in what a model wrote: JSON in the usual shapes, or Python call syntax.  Nothing is executed.
+"""Function calls in a model's text: JSON in the usual shapes, or Python call syntax.  Nothing is executed.
 
-Looked at, in this order: ``<tool_call>`` blocks (Qwen, Hermes), fenced blocks, the text after a marker such as
-``[TOOL_CALLS]`` (Mistral) or ``<|python_tag|>`` (Llama), the whole text, and at last its single lines.  Reasoning in
-``<think>`` tags does not count.  A call inside a sentence is not a call.
+Searched in this order: ``<tool_call>`` blocks (Qwen, Hermes), fenced blocks, the text after a marker such as
+``[TOOL_CALLS]`` (Mistral) or ``<|python_tag|>`` (Llama), the whole text, then its single lines.  Reasoning in
+``<think>`` tags is ignored.  A call inside a sentence is not a call.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _THOUGHT = re.compile(r"<think>.*?(?:</think>|\Z)|\A.*?</think>", re.DOTALL)
 _TAGGED = re.compile(r"<(tool_call|function_call)>(.*?)(?:</\1>|\Z)", re.DOTALL)
 _FENCED = re.compile(r"```[\w+-]*\n?(.*?)(?:```|\Z)", re.DOTALL)
 _MARKED = re.compile(r"(?:\[TOOL_CALLS\]|<\|python_tag\|>)(.*)\Z", re.DOTALL)
-_LONGEST = 20_000  # characters; a longer text is read no further, for Python's parser has no limit of its own
+_MAX_CHARACTERS = 20_000  # the rest is ignored: Python's parser has no limit of its own
 _CONSTANTS = {"true": True, "false": False, "null": None}
 _ARITHMETIC: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Add: operator.add,
@@ -32,35 +32,35 @@ _ARITHMETIC: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
 
 @dataclass(frozen=True)
 class Call:
-    """One call; a positional argument has its place ("0", "1", ...) for a name."""
+    """One call.  Positional arguments are named by their position ("0", "1", ...)."""
 
     name: str
     arguments: dict[str, Any]
 
 
 def parse_calls(text: str) -> list[Call]:
-    """The calls that an answer makes, in order; none where it is prose."""
-    said = _THOUGHT.sub("", text[:_LONGEST]).strip()
+    """The calls in an answer, in order; none if it is prose."""
+    answer = _THOUGHT.sub("", text[:_MAX_CHARACTERS]).strip()
     for pattern, group in ((_TAGGED, 2), (_FENCED, 1), (_MARKED, 1)):
-        found = [call for match in pattern.finditer(said) for call in _calls(match.group(group))]
-        if found:
-            return found
-    return _calls(said) or [call for line in said.splitlines() for call in _calls(line)]
+        calls = [call for match in pattern.finditer(answer) for call in _calls(match.group(group))]
+        if calls:
+            return calls
+    return _calls(answer) or [call for line in answer.splitlines() for call in _calls(line)]
 
 
 def _calls(text: str) -> list[Call]:
-    """Calls of a text that is nothing but calls."""
+    """The calls of a text that consists of calls only."""
     text = text.strip().rstrip(";")
     if not text:
         return []
     try:
         return list(_json_calls(_json_values(text))) or _python_calls(text)
-    except (ValueError, RecursionError, ArithmeticError):  # no function's name, nested too deep, 10**400 / 3
+    except (ValueError, RecursionError, ArithmeticError):  # not a function's name, nested too deep, 10**400 / 3
         return []
 
 
 def _json_values(text: str) -> list[Any]:
-    """JSON values one after another, parted by space, commas or semicolons; none where anything else is in between."""
+    """JSON values separated by spaces, commas or semicolons; none if anything else stands between them."""
     decoder, values, place = json.JSONDecoder(), [], 0
     while place < len(text):
         if text[place] in " \t\r\n,;":
@@ -77,8 +77,8 @@ def _json_values(text: str) -> list[Any]:
 def _json_calls(value: Any) -> Iterator[Call]:
     """``{"name", "arguments" | "parameters"}``, OpenAI's ``{"function": {...}}``, ``{name: {arguments}}``, or lists."""
     if isinstance(value, list):
-        for one in value:
-            yield from _json_calls(one)
+        for item in value:
+            yield from _json_calls(item)
     elif isinstance(value, dict):
         inner = value.get("function")
         if isinstance(inner, dict):
@@ -92,7 +92,7 @@ def _json_calls(value: Any) -> Iterator[Call]:
             except (ValueError, RecursionError):
                 arguments = None
         if isinstance(name, str) and isinstance(arguments, dict):
-            if not ("description" in value and "properties" in arguments):  # an offered function, said again
+            if not ("description" in value and "properties" in arguments):  # an offered function, repeated
                 yield Call(name, arguments)
         elif len(value) == 1:
             ((name, arguments),) = value.items()
@@ -101,10 +101,10 @@ def _json_calls(value: Any) -> Iterator[Call]:
 
 
 def _python_calls(text: str) -> list[Call]:
-    """``f(a=1)``, ``[f(a=1), g.h(b='x')]`` or ``f(a=1); g()``; none where the text is anything else."""
+    """``f(a=1)``, ``[f(a=1), g.h(b='x')]`` or ``f(a=1); g()``; none for any other text."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # '\d' in an argument is the model's business
+            warnings.simplefilter("ignore")  # such as '\d' in an argument
             body = ast.parse(text).body
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return []
@@ -119,7 +119,7 @@ def _python_calls(text: str) -> list[Call]:
 
 
 def _dotted(node: ast.expr) -> str:
-    """Name of the function called, dots included; ValueError for anything else."""
+    """Dotted name of the called function.  Raises ValueError for anything else."""
     if isinstance(node, ast.Name):
         return node.id
     if isinstance(node, ast.Attribute):
@@ -133,7 +133,7 @@ def _arguments(node: ast.Call) -> dict[str, Any]:
 
 
 def _value(node: ast.expr) -> Any:
-    """What an argument stands for; its source where that is no constant (a variable, a call)."""
+    """An argument's value, or its source code if it is not a constant (a variable, a call)."""
     match node:
         case ast.Constant(value=value):
             return value
@@ -146,9 +146,9 @@ def _value(node: ast.expr) -> Any:
         case ast.UnaryOp(op=ast.USub(), operand=operand) if _is_number(inner := _value(operand)):
             return -inner
         case ast.BinOp(left=left, op=sign, right=right) if type(sign) in _ARITHMETIC:
-            one, other = _value(left), _value(right)
-            if _is_number(one) and _is_number(other) and not (isinstance(sign, ast.Div) and other == 0):
-                return _ARITHMETIC[type(sign)](one, other)
+            a, b = _value(left), _value(right)
+            if _is_number(a) and _is_number(b) and not (isinstance(sign, ast.Div) and b == 0):
+                return _ARITHMETIC[type(sign)](a, b)
     return ast.unparse(node)
 
 

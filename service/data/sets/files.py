@@ -1,7 +1,7 @@
-"""Files of a downloaded set: CSV tables, JSON documents, JSON lines.  Every fault is one line that names the file.
+"""Reading the files of a downloaded set: CSV tables, JSON documents, JSON lines.
 
-Knows no set.  A reader hands in its folder, the file's place in it and the list that collects the problems, so that a
-user hears of all damaged files at once.
+Each function takes the set's folder, a file's path in it and a list ``problems``, to which it appends one line per
+error, so that all damaged files are reported at once.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ Row = dict[str, Any]  # one row for the trainer, see service/data/training_rows.
 
 
 def text_of(folder: Path, name: str, problems: list[str]) -> str | None:
-    """A file's text, without a byte-order mark; None after noting why it cannot be had."""
+    """A file's text without its byte-order mark, or None if it cannot be read."""
     try:
         return (folder / name).read_bytes().decode("utf-8-sig")
     except FileNotFoundError:
@@ -29,7 +29,7 @@ def text_of(folder: Path, name: str, problems: list[str]) -> str | None:
 
 
 def csv_table(folder: Path, name: str, columns: tuple[str, ...], problems: list[str]) -> list[tuple[int, Row]]:
-    """Line number and row of a table whose header has at least ``columns``; damaged rows go to ``problems``."""
+    """Line number and row of a table whose header has at least ``columns``."""
     text = text_of(folder, name, problems)
     if text is None:
         return []
@@ -50,7 +50,7 @@ def csv_table(folder: Path, name: str, columns: tuple[str, ...], problems: list[
 
 
 def json_document(folder: Path, name: str, kind: type[dict[Any, Any]] | type[list[Any]], problems: list[str]) -> Any:
-    """A whole JSON file that holds a ``kind``; an empty one after noting what is wrong."""
+    """The content of a JSON file that holds a ``kind``; an empty ``kind`` on errors."""
     text = text_of(folder, name, problems)
     if text is not None:
         try:

@@ -10,7 +10,7 @@ from collections import Counter
 from pathlib import Path
 
 from service.data.sets.files import Row, json_document
-from service.data.sets.statements import statement_row
+from service.data.sets.statements import Statement
 from service.errors import DataError
 
 DOMAINS = ("Bio-Medical", "Education", "Finance", "Open-Domain", "Science")
@@ -21,7 +21,7 @@ def read_halueval2(folder: Path) -> tuple[list[Row], dict[str, int]]:
     """Rows for the trainer and counts {read, unjudged}; ``folder`` is the set's ``annotation/human_annotation``.
 
     Raises:
-        DataError: a file is missing or a query is not what the set has.
+        DataError: missing file or malformed query.
     """
     problems: list[str] = []
     rows, counts = [], Counter[str]()
@@ -44,10 +44,10 @@ def read_halueval2(folder: Path) -> tuple[list[Row], dict[str, int]]:
             if not all(isinstance(fact, str) and fact.strip() for fact in facts):
                 problems.append(f"{name} query {place}: 'chatgpt_fact' must hold non-empty strings only")
                 continue
-            for number, (statement, judgement) in enumerate(zip(facts, judgements, strict=True)):
+            for number, (text, judgement) in enumerate(zip(facts, judgements, strict=True)):
                 counts["read"] += 1
                 identifier, group = f"{domain}-{query['id']}-{number}", f"{domain}/{query['id']}"
-                rows.append(statement_row(identifier, statement, judgement == "true", group, domain))
+                rows.append(Statement(identifier, text, judgement == "true", group, domain).row())
     if problems:
         raise DataError(str(folder), problems)
     return rows, {name: counts[name] for name in ("read", "unjudged")}

@@ -1,22 +1,21 @@
 """HELM of MIND (Su et al. 2024): 3,197 sentences that six models wrote after the opening of a Wikipedia article.
 
-Not Stanford's HELM.  Here label 1 is *hallucinated*, the opposite of True-False.  Labels and passages are MIND's
-``data/<model>/data.json``; the statement is IRIS's ``{title}: {sentence}``, whose title ends at the prompt's first full
-stop ("U" of "U.S. Route 491"), so it follows from MIND's file.  Where IRIS's tables ``statements/<model>.csv`` lie
-beside it, every row of theirs must be the sentence at the same place, with the same label.
+Not Stanford's HELM.  Label 1 in the files means *hallucinated*, the opposite of True-False.  Labels and passages come
+from MIND's ``data/<model>/data.json``.  The statement is IRIS's ``{title}: {sentence}``, derived from MIND's file; the
+title ends at the prompt's first full stop ("U" of "U.S. Route 491").  If IRIS's tables ``statements/<model>.csv`` are
+present, each of their rows must equal the sentence at its place, with the same label.
 
-Group = passage, over all six models: the same passage returns up to six times.  A statement repeated by one model is
-kept once; one passage's statement with both labels is left out.  Both are counted.
+Group = passage, over all six models, because the same passage occurs up to six times.  A statement repeated by one
+model is kept once; a passage's statement with both labels is left out.  Both are counted.
 """
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any
 
 from service.data.sets.files import Row, csv_table, json_document
-from service.data.sets.statements import statement_row
+from service.data.sets.statements import Statement, unambiguous_rows
 from service.errors import DataError
 
 MODELS = ("falcon40b", "gptj7b", "llamabase7b", "llamachat13b", "llamachat7b", "opt7b")
@@ -29,40 +28,25 @@ def read_helm(folder: Path) -> tuple[list[Row], dict[str, int]]:
     """Rows for the trainer and counts {read, contradictory, repeated}; ``folder`` is MIND's ``helm``.
 
     Raises:
-        DataError: a file is missing, a sentence is not what the set has, or the two sources disagree.
+        DataError: missing file, malformed sentence, or MIND's and IRIS's files disagree.
     """
     problems: list[str] = []
-    sentences = {model: _sentences(folder, model, problems) for model in MODELS}
-    for model, own in sentences.items():
+    statements = []
+    for model in MODELS:
+        own = _sentences(folder, model, problems)
         for table in (f"statements/{model}.csv", f"helm_data/{model}.csv"):
             if own and (folder / table).is_file():
                 problems += _disagreements(folder, table, own)
+        statements += own
     if problems:
         raise DataError(str(folder), problems)
-    labels: dict[tuple[str, str], set[int]] = defaultdict(set)
-    for own in sentences.values():
-        for passage, statement, label in own:
-            labels[passage, statement].add(label)
-    rows, counts = [], Counter[str]()
-    for model, own in sentences.items():
-        seen: set[tuple[str, str]] = set()
-        for number, (passage, statement, label) in enumerate(own):
-            counts["read"] += 1
-            if len(labels[passage, statement]) > 1:
-                counts["contradictory"] += 1
-            elif (passage, statement) in seen:
-                counts["repeated"] += 1
-            else:
-                seen.add((passage, statement))
-                factual = label == 0
-                rows.append(statement_row(f"{model}-{number}", statement, factual, f"passage/{passage}", model))
-    return rows, {name: counts[name] for name in ("read", "contradictory", "repeated")}
+    return unambiguous_rows(statements)
 
 
-def _sentences(folder: Path, model: str, problems: list[str]) -> list[tuple[str, str, int]]:
-    """Passage, statement and label of one model's sentences, in the file's order."""
+def _sentences(folder: Path, model: str, problems: list[str]) -> list[Statement]:
+    """One model's sentences, in the file's order."""
     name = f"data/{model}/data.json"
-    found = []
+    statements: list[Statement] = []
     for passage, value in json_document(folder, name, dict, problems).items():
         prompt, sentences = (value.get("prompt"), value.get("sentences")) if isinstance(value, dict) else (None, None)
         if not isinstance(prompt, str) or not prompt.startswith(_OPENING) or not isinstance(sentences, list):
@@ -73,8 +57,9 @@ def _sentences(folder: Path, model: str, problems: list[str]) -> list[tuple[str,
             if not _is_sentence(sentence):
                 problems.append(f"{name} passage {passage} sentence {place}: a text and a label 0 or 1 are needed")
                 continue
-            found.append((passage, f"{title}: {sentence['sentence']}", sentence["label"]))
-    return found
+            identifier, text = f"{model}-{len(statements)}", f"{title}: {sentence['sentence']}"
+            statements.append(Statement(identifier, text, sentence["label"] == 0, f"passage/{passage}", model))
+    return statements
 
 
 def _is_sentence(value: Any) -> bool:
@@ -86,16 +71,16 @@ def _is_sentence(value: Any) -> bool:
     )
 
 
-def _disagreements(folder: Path, name: str, own: list[tuple[str, str, int]]) -> list[str]:
-    """Where a table of IRIS is not the sentences of MIND, row by row; the first difference only."""
+def _disagreements(folder: Path, name: str, statements: list[Statement]) -> list[str]:
+    """The first row in which one of IRIS's tables differs from MIND's sentences."""
     problems: list[str] = []
     table = csv_table(folder, name, ("statement", "label"), problems)
     if problems:
         return problems
-    cure = "the two files are not of one version: leave this table out, or download both again"
-    for (number, row), (passage, statement, label) in zip(table, own, strict=False):
-        if (row["statement"], row["label"]) != (statement, str(label)):
-            return [f"{name} line {number}: not the sentence of passage {passage} in data.json at this place; {cure}"]
-    if len(table) != len(own):
-        return [f"{name}: {len(table)} rows, but data.json has {len(own)} sentences; {cure}"]
+    cure = "the two files are of different versions: remove this table, or download both again"
+    for (number, row), statement in zip(table, statements, strict=False):
+        if (row["statement"], row["label"]) != (statement.text, str(1 - statement.factual)):
+            return [f"{name} line {number}: differs from the sentence of {statement.group} in data.json; {cure}"]
+    if len(table) != len(statements):
+        return [f"{name}: {len(table)} rows, but data.json has {len(statements)} sentences; {cure}"]
     return []

@@ -1,16 +1,13 @@
-"""What a judge needs beside accepted answers, written into the strings of a row's ``answers``.
+"""Encoding of what a judge needs besides accepted answers in a row's ``answers``.
 
-``answers`` is the one thing of a row that reaches a judge (service/data/training_rows.py), so nothing else has to
-change for a set whose verdict needs more.  A plain string is an accepted answer, as ever.  A string that is a JSON
-object with one of these keys is something else:
+``answers`` is the only part of a row that reaches a judge (service/data/training_rows.py).  A plain string is an
+accepted answer; a string that is a JSON object with one of these keys is not:
 
 ``{"incorrect": "You die"}``
-    a reference answer that is false (judge ``similarity``); judges that know only accepted answers are not shown it;
+    a false reference answer, used by the judge ``similarity`` alone;
 ``{"expect": "calls", "calls": [{"name": ..., "arguments": {name: [accepted values]}, "optional": [names]}]}``
-    the calls of functions that are right, in any order (judge ``calls``); or ``"expect": "no_call"``, ``"some_call"``,
-    or ``{"expect": "text", "texts": [...]}``, a short answer of which one must occur in the answer.
-
-Knows no set and no judge.
+    the right function calls, in any order (judge ``calls``); or ``"expect": "no_call"``, ``"some_call"``, or
+    ``{"expect": "text", "texts": [...]}``: one of the texts must occur in the answer.
 """
 
 from __future__ import annotations
@@ -28,12 +25,12 @@ def incorrect(text: str) -> str:
 
 
 def expectation(expect: str, **what: Any) -> str:
-    """What an answer must do, as a string for ``answers``; ``expect`` is one of EXPECTATIONS."""
+    """An expectation on the answer, as a string for ``answers``; ``expect`` is one of EXPECTATIONS."""
     return json.dumps({"expect": expect, **what}, ensure_ascii=False)
 
 
 def split(answers: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Accepted answers and false ones; expectations are in neither."""
+    """(accepted answers, false answers), without expectations."""
     accepted, false = [], []
     for answer in answers:
         value = _object(answer)
@@ -45,12 +42,12 @@ def split(answers: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def expected(answers: Sequence[str]) -> dict[str, Any] | None:
-    """The first expectation among the answers, None where there is none."""
+    """The first expectation among the answers, or None."""
     return next((value for value in map(_object, answers) if value is not None and "expect" in value), None)
 
 
 def _object(answer: str) -> dict[str, Any] | None:
-    """The object that an answer is written as, None for a plain answer."""
+    """The decoded object, or None for a plain answer."""
     if not answer.startswith("{"):
         return None
     try:

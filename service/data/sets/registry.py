@@ -1,7 +1,6 @@
-"""The public sets that have a reader: what each is, where it comes from, what its labels mean.
+"""The public sets that have a reader: description, source, meaning of the labels.
 
-Knows no reader's file format.  The number of rows read is checked against the published one, because another version
-of a set is another benchmark.
+The number of rows read is checked against the published one, because another version of a set is another benchmark.
 """
 
 from __future__ import annotations
@@ -19,30 +18,30 @@ from service.errors import DataError
 Reader = Callable[[Path], tuple[list[Row], dict[str, int]]]
 Labels = Literal["given", "generate"]
 
-NEVER = "(?!)"  # a pattern that nothing matches
+NEVER = "(?!)"  # matches nothing
 
 
 @dataclass(frozen=True)
 class SetInfo:
-    """One set.  Whatever the file's own polarity, the rows' label is 1 = factual, 0 = hallucinated."""
+    """One set.  The rows' label is 1 = factual, 0 = hallucinated, whatever the file's own polarity."""
 
     name: str
     title: str
     read: Reader  # folder -> rows for the trainer, and counts of which "read" is compared with ``rows``
-    rows: int  # published size; what is handed out is this less the rows that the counts name as left out
-    labels: Labels  # the rows' own, or those of the read model's answers
+    rows: int  # published size, before rows are left out (see the counts)
+    labels: Labels  # the set's own, or a judge's verdict on the read model's answers
     kinds: int  # sub-datasets: values of the row key ``kind``
-    group: str  # what folds never split
+    group: str  # unit that folds keep together
     hallucinated: str  # what label 0 means
     onset: str  # where the answer begins: t* is the token before it
-    caveat: str  # said wherever results on the set are shown
+    caveat: str  # shown with every result on the set
     licence: str
-    source: str  # where a user gets it
-    found_by: str  # a file that shows the folder is the right one
-    folders: tuple[str, ...]  # where it lies in what a user downloads
+    source: str  # download location
+    found_by: str  # a file that identifies the folder
+    folders: tuple[str, ...]  # its path in the download
     judge: Literal["similarity", "calls"] | None = None  # default for generated labels
-    max_new_tokens: int | None = None  # length that an answer needs, where the trainer's default is too short
-    abstain_pattern: str | None = None  # where the trainer's default would leave out answers that are right
+    max_new_tokens: int | None = None  # if the trainer's default is too short
+    abstain_pattern: str | None = None  # if the trainer's default would exclude right answers
 
 
 _STATEMENT = "after the prompt 'Statement: ... Final Answer: ', so the statement itself stands before t*"
@@ -178,25 +177,22 @@ SETS: Mapping[str, SetInfo] = MappingProxyType({info.name: info for info in _ALL
 
 
 def find_path(name: str, path: Path) -> Path:
-    """The folder that a set's reader wants: ``path``, or where the set lies in what was downloaded to ``path``.
-
-    ``path`` itself where neither has the set, so that the reader says what is missing.
-    """
+    """The set's folder: ``path`` or a folder in it; ``path`` if the set is in neither."""
     info = SETS[name]
     places = (path, *(path / folder for folder in info.folders))
     return next((place for place in places if (place / info.found_by).is_file()), path)
 
 
 def read_set(name: str, path: Path, allow_other_counts: bool = False) -> tuple[list[Row], dict[str, int]]:
-    """Rows for the trainer and the reader's counts; ``path`` is what the user downloaded.
+    """Rows for the trainer and the reader's counts; ``path`` is the download.
 
     Raises:
-        DataError: no such set or folder, files that are not the set's, or another number of rows than was published.
+        DataError: unknown set or folder, missing or malformed files, or a number of rows that is not the published one.
     """
     if name not in SETS:
-        raise DataError(name, [f"there is no such set; there are {', '.join(SETS)}"])
+        raise DataError(name, [f"unknown set; known are {', '.join(SETS)}"])
     if not path.is_dir():
-        raise DataError(str(path), [f"is no folder; {name} comes from {SETS[name].source}"])
+        raise DataError(str(path), [f"is not a folder; download {name} from {SETS[name].source}"])
     info = SETS[name]
     rows, counts = info.read(find_path(name, path))
     if counts["read"] != info.rows and not allow_other_counts:

@@ -1,17 +1,16 @@
 """True-False (Azaria & Mitchell 2023): 6,330 statements in seven CSV files, label 1 = true = factual.
 
-Groups are subject entities, because each returns in several statements.  Statements that carry both labels
-("Gibraltar is a name of a city." is listed as true and as false) are left out, repeats are kept once; both are counted.
+Group = the subject entity, because each occurs in several statements.  Statements with both labels ("Gibraltar is a
+name of a city." is listed as true and as false) are left out and repeats are kept once; both are counted.
 """
 
 from __future__ import annotations
 
 import re
-from collections import Counter, defaultdict
 from pathlib import Path
 
 from service.data.sets.files import Row, csv_table
-from service.data.sets.statements import statement_row
+from service.data.sets.statements import Statement, unambiguous_rows
 from service.errors import DataError
 
 CATEGORIES = ("animals", "cities", "companies", "elements", "facts", "generated", "inventions")
@@ -33,40 +32,27 @@ _NO_USES = re.compile(r"^There are no specific human uses for (.*?)\.")
 
 
 def subject(category: str, statement: str) -> str:
-    """The entity a statement is about; the statement itself where it names none."""
+    """The entity that a statement is about, or the statement itself if it names none."""
     pattern = _SUBJECT.get(category)
-    found = _NO_USES.match(statement) or (pattern.match(statement) if pattern else None)
-    return (found.group(1) if found else statement).strip().casefold()
+    match = _NO_USES.match(statement) or (pattern.match(statement) if pattern else None)
+    return (match.group(1) if match else statement).strip().casefold()
 
 
 def read_truefalse(folder: Path) -> tuple[list[Row], dict[str, int]]:
     """Rows for the trainer and counts {read, contradictory, repeated}.
 
     Raises:
-        DataError: a file is missing, a column or a label is not what the set has.
+        DataError: missing file, missing column or invalid label.
     """
     problems: list[str] = []
-    rows, counts = [], Counter[str]()
+    statements = []
     for category in CATEGORIES:
-        name = f"{category}.csv"
-        table = csv_table(folder, name, ("statement", "label"), problems)  # generated.csv starts with a byte-order mark
-        labels: dict[str, set[str]] = defaultdict(set)
-        for number, row in table:
+        name = f"{category}.csv"  # generated.csv starts with a byte-order mark
+        for number, row in csv_table(folder, name, ("statement", "label"), problems):
             if row["label"] not in ("0", "1"):
                 problems.append(f"{name} line {number}: label must be 0 or 1, not {row['label']!r}")
-            labels[row["statement"]].add(row["label"])
-        seen: set[str] = set()
-        for number, row in table:
-            statement = row["statement"]
-            counts["read"] += 1
-            if len(labels[statement]) > 1:
-                counts["contradictory"] += 1
-            elif statement in seen:
-                counts["repeated"] += 1
-            else:
-                seen.add(statement)
-                group = f"{category}/{subject(category, statement)}"
-                rows.append(statement_row(f"{category}-{number}", statement, row["label"] == "1", group, category))
+            text, group = row["statement"], f"{category}/{subject(category, row['statement'])}"
+            statements.append(Statement(f"{category}-{number}", text, row["label"] == "1", group, category))
     if problems:
         raise DataError(str(folder), problems)
-    return rows, {name: counts[name] for name in ("read", "contradictory", "repeated")}
+    return unambiguous_rows(statements)

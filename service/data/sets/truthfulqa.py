@@ -1,14 +1,14 @@
 """TruthfulQA (Lin, Hilton & Evans 2022), the version of 817 questions in 38 categories, in two readings.
 
-``read_truthfulqa``: the question is the prompt and the label is the read model's own answer, judged.  The paper's
-numbers speak for this reading: the positive rate that follows from its (AUROC, AUPRC) pairs differs between models.
+``read_truthfulqa``: the question is the prompt and the label judges the read model's own answer.  The paper's
+numbers suggest this reading: the positive rate implied by its (AUROC, AUPRC) pairs differs between models.
 ``answers`` holds the correct answers ('I have no comment' is truthful by the authors' rule) and the incorrect ones
 (service/data/sets/references.py); the set's own offline judge is ``similarity``.
 
 ``read_truthfulqa_reference``: the 6,204 reference answers with their labels, as ITI reads them ("Q: ... A: ...", last
 token).  It needs no model answers, but the state stands *after* an answer: not a reading before decoding.
 
-Group = the question, in both readings by the same name, so that one can be held out of the other.  Kind = category.
+Group = the question, with the same name in both readings, so that one can be held out of the other.  Kind = category.
 The benchmark carries a canary: never train a language model on it.
 """
 
@@ -32,7 +32,7 @@ def read_truthfulqa(folder: Path) -> tuple[list[Row], dict[str, int]]:
     """Rows (id, prompt, answers, group, kind, type) for generated labels, and counts {read, correct, incorrect}.
 
     Raises:
-        DataError: the table is missing or a row is not what the set has.
+        DataError: missing table or malformed row.
     """
     problems: list[str] = []
     rows, counts = [], {"read": 0, "correct": 0, "incorrect": 0}
@@ -68,7 +68,7 @@ def read_truthfulqa_reference(folder: Path) -> tuple[list[Row], dict[str, int]]:
     The categories are the table's, joined on the question: the two files are in different orders.
 
     Raises:
-        DataError: a file is missing, or a question is not what the set has or not in the table.
+        DataError: missing file, malformed question, or a question that is not in the table.
     """
     problems: list[str] = []
     categories = {
@@ -103,7 +103,7 @@ def read_truthfulqa_reference(folder: Path) -> tuple[list[Row], dict[str, int]]:
 
 
 def _listed(text: str) -> list[str]:
-    """The answers of one cell, which are parted by semicolons."""
+    """The semicolon-separated answers of a cell."""
     return [part.strip() for part in text.split(";") if part.strip()]
 
 

@@ -1,66 +1,51 @@
-"""The paper's baselines and the free references, each by its name (App. baseline-impl).
+"""The paper's baselines and the free references, by name (App. baseline-impl).
 
-``METHODS[name]()`` makes one.  Its module is imported then, so that a fitting process never loads transformers, which
-only HalluGuard needs.
+A method is fitted on the ``train`` rows and scores the ``test`` rows.  Everything it learns comes from the training
+side: standardisation, selection, hyperparameters, stopping, the sign.  Scores rise with hallucination and are not
+probabilities.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from service.evaluation.methods.base import Factory, Method
+    from service.evaluation.methods.base import Floats, Index, MethodInputs
+
+METHODS: Mapping[str, str] = MappingProxyType(
+    {
+        "iti": "ITI-Probe",
+        "fact-probe": "Fact-Probe",
+        "iris": "IRIS",
+        "halluguard": "HalluGuard (post-generation)",
+        "first-token-max-prob": "First-token max probability",
+        "first-token-entropy": "First-token entropy",
+        "prompt-length": "Prompt length",
+    }
+)
+"""Name on the command line -> title in the tables."""
 
 
-def _iti(jobs: int | None = None) -> Method:
-    from service.evaluation.methods.iti import Iti
+def fit_method(
+    name: str, inputs: MethodInputs, train: Index, test: Index, seed: int, jobs: int | None = None
+) -> Floats:
+    """Fit the method on the rows ``train`` and score the rows ``test``, [n_test].
 
-    return Iti(jobs=jobs)
-
-
-def _fact_probe(jobs: int | None = None) -> Method:
+    ``jobs``: processes for the fits, None for all cores.  Raises TrainingError.  Modules are imported on use: torch and
+    scikit-learn are slow to load.
+    """
     from service.evaluation.methods.fact_probe import FactProbe
-
-    return FactProbe(jobs=jobs)
-
-
-def _iris(jobs: int | None = None) -> Method:
     from service.evaluation.methods.iris import Iris
+    from service.evaluation.methods.iti import Iti
+    from service.evaluation.methods.references import reference
 
-    return Iris()
-
-
-def _halluguard(jobs: int | None = None) -> Method:
-    from service.evaluation.methods.halluguard import HalluGuard
-
-    return HalluGuard()
-
-
-def _max_prob(jobs: int | None = None) -> Method:
-    from service.evaluation.methods.references import FirstTokenMaxProb
-
-    return FirstTokenMaxProb()
-
-
-def _entropy(jobs: int | None = None) -> Method:
-    from service.evaluation.methods.references import FirstTokenEntropy
-
-    return FirstTokenEntropy()
-
-
-def _length(jobs: int | None = None) -> Method:
-    from service.evaluation.methods.references import PromptLength
-
-    return PromptLength()
-
-
-METHODS: Mapping[str, Factory] = {
-    "iti": _iti,
-    "fact-probe": _fact_probe,
-    "iris": _iris,
-    "halluguard": _halluguard,
-    "first-token-max-prob": _max_prob,
-    "first-token-entropy": _entropy,
-    "prompt-length": _length,
-}
+    match name:
+        case "iti":
+            return Iti(jobs=jobs).fit(inputs, train, test, seed)
+        case "fact-probe":
+            return FactProbe(jobs=jobs).fit(inputs, train, test, seed)
+        case "iris":
+            return Iris().fit(inputs, train, test, seed)
+    return reference(name, inputs, train, test)

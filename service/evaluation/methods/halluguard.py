@@ -19,8 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,9 +28,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from tqdm import tqdm
 
 from service.engines.base import LoadedModel, Sampling, TokenIds, TorchModel
-from service.errors import EngineError, TrainingError
-from service.evaluation.methods.base import Floats, Index, Material, Scores
-from service.readout import Site
+from service.errors import EngineError
+from service.evaluation.methods.base import Floats
 
 Tensor = torch.Tensor
 _NOT_TWICE = (
@@ -39,26 +37,6 @@ _NOT_TWICE = (
     "leave the method out"
 )
 _AT_ONCE = 32  # prompts answered between two steps of the progress bar
-
-
-@dataclass(frozen=True)
-class HalluGuard:
-    """Minus the scores that ``halluguard_scores`` has found; nothing is fitted."""
-
-    name: ClassVar[str] = "halluguard"
-    title: ClassVar[str] = "HalluGuard (post-generation)"
-    needs: ClassVar[tuple[Site, ...]] = ()
-
-    def fit(self, material: Material, train: Index, test: Index, seed: int) -> Scores:
-        """Look the rows up.  Raises TrainingError where the scores were not computed."""
-        if material.halluguard is None:
-            raise TrainingError(
-                "halluguard reads finished answers and none were scored: compute halluguard_scores first "
-                "(transformers engine only), or leave the method out",
-                param="methods",
-            )
-        risk = -material.halluguard
-        return Scores(risk[test], risk[train], "reads the finished answer; risk is minus the published score")
 
 
 def halluguard_scores(engine: LoadedModel, prompts: Sequence[TokenIds], max_new_tokens: int = 64) -> Floats:
@@ -70,7 +48,7 @@ def halluguard_scores(engine: LoadedModel, prompts: Sequence[TokenIds], max_new_
 
     Raises:
         EngineError: another engine than the transformers one; a model whose kernels cannot be differentiated twice; a
-            prompt that leaves no room for an answer.
+            prompt that fills the context.
         RequestError: prompts or ``max_new_tokens`` that the engine refuses.
     """
     torch_model = engine.torch_model
@@ -129,9 +107,9 @@ def unit_gram(values: Tensor, parameters: Sequence[Tensor]) -> Floats:
         EngineError: the diagonal is not the gradients' squared norms, which happens where a kernel with a derivative of
             its own takes its second one for zero.
     """
-    found = torch.autograd.grad(values.sum(), parameters, retain_graph=True, allow_unused=True)
-    used = [one for one, gradient in zip(parameters, found, strict=True) if gradient is not None]
-    del found
+    gradients = torch.autograd.grad(values.sum(), parameters, retain_graph=True, allow_unused=True)
+    used = [parameter for parameter, gradient in zip(parameters, gradients, strict=True) if gradient is not None]
+    del gradients
     weights = torch.zeros_like(values, requires_grad=True)
     pulled = torch.autograd.grad(values, used, grad_outputs=weights, create_graph=True)
     columns, squares = [], []

@@ -13,62 +13,56 @@ from __future__ import annotations
 
 from copy import deepcopy
 from dataclasses import dataclass
-from typing import ClassVar
 
 import numpy as np
 import torch
 from torch import nn
 
-from service.evaluation.methods.base import Floats, Index, Material, Scores, gather, inner_pairs
+from service.evaluation.methods.base import Floats, Index, MethodInputs
+from service.fitting.folds import group_folds
 from service.fitting.solver import CONSTANT, one_torch_thread
-from service.readout import Site
 
 Tensor = torch.Tensor
 
 
 @dataclass(frozen=True)
 class Iris:
-    """The MLP on the last layer."""
-
-    name: ClassVar[str] = "iris"
-    title: ClassVar[str] = "IRIS"
-    needs: ClassVar[tuple[Site, ...]] = (Site.ATTENTION_HEAD,)
+    """The MLP and how it is trained."""
 
     hidden: tuple[int, ...] = (256, 128, 64)
     beta: float = 0.8
     patience: int = 5  # epochs
-    most_epochs: int = 100
+    max_epochs: int = 100
     learning_rate: float = 1e-3
     batch: int = 64  # rows
     validation_folds: int = 5  # one of them is the validation split
-    calibration_folds: int = 3  # 0: no scores of the training rows
 
-    def fit(self, material: Material, train: Index, test: Index, seed: int) -> Scores:
+    def fit(self, inputs: MethodInputs, train: Index, test: Index, seed: int) -> Floats:
         """Train on ``train``; scores are differences of logits.  Raises TrainingError where a split lacks a class."""
-        readouts = material.heads
-        rows = readouts.file.layer(readouts.file.geometry.num_layers - 1)[readouts.index]
-        pairs = inner_pairs(material, train, self.calibration_folds, seed, "IRIS calibration fold")
-        with one_torch_thread():
-            scores, note = self._fit(material, rows, train, test, seed)
-            parts = [(held, self._fit(material, rows, fit, held, seed)[0]) for fit, held in pairs]
-        return Scores(scores, gather(train, parts), note)
+        return self.train(inputs, train, test, seed)[0]
 
-    def _fit(self, material: Material, rows: np.ndarray, train: Index, held: Index, seed: int) -> tuple[Floats, str]:
-        fit, check = inner_pairs(material, train, self.validation_folds, seed, "IRIS validation fold")[0]
+    @one_torch_thread()
+    def train(self, inputs: MethodInputs, train: Index, test: Index, seed: int) -> tuple[Floats, int, int]:
+        """Scores, the number of epochs, and the epoch whose weights were kept."""
+        readouts = inputs.heads
+        rows = readouts.file.layer(readouts.file.geometry.num_layers - 1)[readouts.index]
+        fit, check = group_folds(
+            inputs.label, inputs.group, train, self.validation_folds, seed, what="IRIS validation fold"
+        )[0]
         # The network never sees ``check`` but to stop, so the scaling leaves it out as well.
         mean, std = rows[fit].mean(axis=0, dtype=np.float64), rows[fit].std(axis=0, dtype=np.float64)
         std[std <= CONSTANT * np.abs(mean)] = np.inf  # a constant column says nothing
-        x, x_check, x_held = (
-            torch.from_numpy(((rows[part] - mean) / std).astype(np.float32)) for part in (fit, check, held)
+        x, x_check, x_test = (
+            torch.from_numpy(((rows[part] - mean) / std).astype(np.float32)) for part in (fit, check, test)
         )
-        y, y_check = torch.from_numpy(material.label[fit]), torch.from_numpy(material.label[check])
+        y, y_check = torch.from_numpy(inputs.label[fit]), torch.from_numpy(inputs.label[check])
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             network = mlp(rows.shape[1], self.hidden)
         order = torch.Generator().manual_seed(seed)
         optimizer = torch.optim.Adam(network.parameters(), self.learning_rate)
         best, kept, best_epoch, epoch = float("inf"), deepcopy(network.state_dict()), 0, 0
-        while epoch < self.most_epochs and epoch - best_epoch < self.patience:
+        while epoch < self.max_epochs and epoch - best_epoch < self.patience:
             epoch += 1
             for chunk in torch.split(torch.randperm(len(x), generator=order), self.batch):
                 optimizer.zero_grad()
@@ -81,8 +75,8 @@ class Iris:
                 best, kept, best_epoch = quality, deepcopy(network.state_dict()), epoch
         network.load_state_dict(kept)
         with torch.no_grad():
-            logits = network(x_held).double().numpy()
-        return logits[:, 0] - logits[:, 1], f"stopped after {epoch} epochs, kept epoch {best_epoch}"
+            logits = network(x_test).double().numpy()
+        return logits[:, 0] - logits[:, 1], epoch, best_epoch
 
 
 def mlp(width: int, hidden: tuple[int, ...]) -> nn.Sequential:

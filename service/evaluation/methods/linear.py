@@ -2,7 +2,7 @@
 
 The linear baselines use liblinear, with an L1 or an L2 penalty.  As for the detector's own probes the classes weigh
 the same (App. probe-training balances them) and the intercept is practically free, so that no baseline is handicapped
-by a choice the paper leaves open.  Knows no sites, heads or folds.
+by a choice the paper leaves open.
 """
 
 from __future__ import annotations

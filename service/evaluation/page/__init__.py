@@ -1,1 +1,1 @@
-"""Tables and figures as people read them: one HTML page, Markdown, drawings.  Knows no method and no model."""
+"""Tables and figures for readers: one HTML page, Markdown files, SVG drawings."""

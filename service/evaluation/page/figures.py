@@ -1,9 +1,8 @@
 """The report's figures, as SVG bytes that depend on the numbers alone: no timestamp, no version, one fixed style.
 
-Text stays text (small, searchable, in the reader's font).  Ink is ``currentColor`` and the ground is left out, so a
-drawing inside a page follows its light or dark colours; alone, it is black on white.  Lines differ in style as well as
-in colour (Okabe and Ito's).  Arrays in, drawings with a caption and a text that stands for them out; fits nothing but
-the slopes of ``solver_growth``.
+Text stays text (small, searchable, in the reader's font).  Ink is ``currentColor`` and the background is transparent,
+so a drawing inside a page follows its light or dark colours.  Lines differ in style as well as in colour (Okabe and
+Ito's).
 """
 
 from __future__ import annotations
@@ -19,14 +18,14 @@ from matplotlib import figure as mpl
 from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_svg import FigureCanvasSVG
-from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter, NullLocator
+from matplotlib.ticker import MaxNLocator
 from numpy.typing import ArrayLike, NDArray
 from sklearn.metrics import precision_recall_curve, roc_curve
 
 from service.evaluation.page.report_data import Figure
+from service.fitting.plotting import BLUE, GREEN, GREY, ORANGE, PURPLE, class_bands, layer_ticks, thinned
 from service.fitting.scores import ECE_BINS, auprc, ece, risk_auroc
 from service.fitting.scores import reliability as reliability_bins
-from service.trainer.plots import BLUE, GREEN, GREY, ORANGE, PURPLE
 
 Floats = NDArray[np.float64]
 
@@ -57,7 +56,8 @@ _STYLE: Any = {
     "svg.fonttype": "none",
     "svg.hashsalt": "hallutracer",
 }
-_POINTS = 200  # of a curve; more would not be seen
+_MAX_TICKS = 12
+_MAX_POINTS = 200  # of a curve; more would not be seen
 
 
 def depth_subsampling(curves: Mapping[str, tuple[ArrayLike, ArrayLike, ArrayLike | None]]) -> Figure:
@@ -67,7 +67,7 @@ def depth_subsampling(curves: Mapping[str, tuple[ArrayLike, ArrayLike, ArrayLike
     """
     with rc_context(_STYLE):
         figure, (axes,) = _figure(1)
-        said = []
+        shown = []
         for (name, (count, mean, std)), (colour, line) in zip(curves.items(), _looks(), strict=False):
             x, y = _array(count, name), _array(mean, name)
             order = np.argsort(x)
@@ -76,7 +76,7 @@ def depth_subsampling(curves: Mapping[str, tuple[ArrayLike, ArrayLike, ArrayLike
                 band = _array(std, name)[order]
                 axes.fill_between(x, y - band, y + band, color=colour, alpha=0.15, linewidth=0)
             axes.plot(x, y, line, color=colour, marker="o", markersize=3.5, linewidth=1.6, label=name)
-            said.append(f"{name}: {y[0]:.3f} with {x[0]:.0f}, {y[-1]:.3f} with {x[-1]:.0f}")
+            shown.append(f"{name}: {y[0]:.3f} with {x[0]:.0f}, {y[-1]:.3f} with {x[-1]:.0f}")
         axes.set(xlabel="layers included", ylabel="AUROC")
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         _legend(figure, axes, columns=3)
@@ -84,7 +84,7 @@ def depth_subsampling(curves: Mapping[str, tuple[ArrayLike, ArrayLike, ArrayLike
             "depth_subsampling",
             "Depth subsampling: AUROC of the depth mean against the number of layers it takes, evenly spaced over depth"
             " (one layer: the best by training AUROC). Bands are one standard deviation over seeds.",
-            f"Line chart of AUROC by layers included. {'; '.join(said)}.",
+            f"Line chart of AUROC by layers included. {'; '.join(shown)}.",
             _svg(figure),
         )
 
@@ -94,24 +94,22 @@ def trajectories(trajectory: ArrayLike, label: ArrayLike, unit: str = "unit-norm
     values, classes = _array(trajectory, "trajectory", ndim=2), np.asarray(label)
     with rc_context(_STYLE):
         figure, (axes,) = _figure(1)
-        layers = np.arange(values.shape[1])
-        said = []
-        for row, name, colour, line in ((1, "factual", BLUE, "-"), (0, "hallucinated", ORANGE, "--")):
+        bands, shown = [], []
+        for row, name in ((1, "factual"), (0, "hallucinated")):
             inside = values[classes == row]
             if not len(inside):
                 raise ValueError(f"no {name} row (label {row}) among {len(values)}: both classes are drawn")
-            mean, std = inside.mean(axis=0), inside.std(axis=0)
-            axes.fill_between(layers, mean - std, mean + std, color=colour, alpha=0.15, linewidth=0)
-            axes.plot(layers, mean, line, color=colour, linewidth=1.8, label=f"{name} (n = {len(inside):,})")
-            said.append(f"{name} rows average {mean.mean():.2f} over depth, {mean[-1]:.2f} at the last layer")
-        axes.axhline(0, color=GREY, linewidth=0.8)
+            mean = inside.mean(axis=0)
+            bands.append((f"{name} (n = {len(inside):,})", mean, inside.std(axis=0)))
+            shown.append(f"{name} rows average {mean.mean():.2f} over depth, {mean[-1]:.2f} at the last layer")
+        class_bands(axes, bands)
         axes.set(xlabel="layer (0 is the first block)", ylabel=f"truth logit\n({unit})")
-        _layer_ticks(axes, len(layers))
+        layer_ticks(axes, values.shape[1], _MAX_TICKS)
         _legend(figure, axes)
         return Figure(
             "trajectories",
             "Truth logit over depth: mean of each class, band of one standard deviation.",
-            f"Two lines over {len(layers)} layers: {'; '.join(said)}.",
+            f"Two lines over {values.shape[1]} layers: {'; '.join(shown)}.",
             _svg(figure),
         )
 
@@ -125,18 +123,18 @@ def roc_pr(label: ArrayLike, risks: Mapping[str, ArrayLike]) -> Figure:
     share = float(np.mean(classes == 0))
     with rc_context(_STYLE):
         figure, (left, right) = _figure(2, height=3.9)
-        said = []
+        shown = []
         for index, ((name, risk), (colour, line)) in enumerate(zip(risks.items(), _looks(), strict=False)):
             score, width = _array(risk, name), 2.2 if index == 0 else 1.2
             area, precision_area = risk_auroc(classes, score), auprc(classes, score, positive=0)
             wrong, caught, _ = roc_curve(1 - classes, score)
-            thin = _thin(len(wrong))
+            thin = thinned(len(wrong), _MAX_POINTS)
             text = f"{name} ({area:.3f}, {precision_area:.3f})"
             left.plot(wrong[thin], caught[thin], line, color=colour, linewidth=width, label=text)
             precision, recall, _ = precision_recall_curve(1 - classes, score)
-            thin = _thin(len(recall))
+            thin = thinned(len(recall), _MAX_POINTS)
             right.step(recall[thin], precision[thin], line, where="post", color=colour, linewidth=width)
-            said.append(f"{name} {area:.3f} and {precision_area:.3f}")
+            shown.append(f"{name} {area:.3f} and {precision_area:.3f}")
         left.plot([0, 1], [0, 1], color=GREY, linewidth=0.8)
         right.axhline(share, color=GREY, linewidth=0.8)
         left.set(title="ROC", xlabel="factual prompts flagged (share)", ylabel="hallucinated prompts flagged (share)",
@@ -149,7 +147,7 @@ def roc_pr(label: ArrayLike, risks: Mapping[str, ArrayLike]) -> Figure:
             "roc_pr",
             "ROC and precision-recall curves; hallucinated is the positive class. In brackets: AUROC and AUPRC."
             f" Grey: chance (the share of hallucinated rows, {share:.2f}, on the right).",
-            f"Two panels of curves. AUROC and AUPRC of each method: {'; '.join(said)}.",
+            f"Two panels of curves. AUROC and AUPRC of each method: {'; '.join(shown)}.",
             _svg(figure),
         )
 
@@ -160,7 +158,7 @@ def reliability(label: ArrayLike, risks: Mapping[str, ArrayLike]) -> Figure:
     with rc_context(_STYLE):
         figure, (axes,) = _figure(1, width=4.8, height=4.4)
         axes.plot([0, 1], [0, 1], color=GREY, linewidth=0.8)
-        said = []
+        shown = []
         for (name, risk), (colour, line), marker in zip(risks.items(), _looks(), "osD^vP*" * 4, strict=False):
             score = _array(risk, name)
             if score.min() < 0 or score.max() > 1:
@@ -169,7 +167,7 @@ def reliability(label: ArrayLike, risks: Mapping[str, ArrayLike]) -> Figure:
             error = ece(classes, score)
             axes.plot(predicted, observed, line, marker=marker, markersize=4, color=colour, linewidth=1.2,
                       label=f"{name} (ECE {error:.3f})")  # fmt: skip
-            said.append(f"{name}, ECE {error:.3f}")
+            shown.append(f"{name}, ECE {error:.3f}")
         axes.set(xlabel="mean risk of the bin (probability)", ylabel="hallucinated in the bin (share)",
                  xlim=(-0.01, 1.01), ylim=(-0.01, 1.01))  # fmt: skip
         axes.set_aspect("equal")
@@ -177,7 +175,7 @@ def reliability(label: ArrayLike, risks: Mapping[str, ArrayLike]) -> Figure:
         return Figure(
             "reliability",
             f"Reliability in {ECE_BINS} equal-mass bins; grey: perfect calibration. ECE is the mean distance from it.",
-            f"Share of hallucinated rows against mean risk. {'; '.join(said)}.",
+            f"Share of hallucinated rows against mean risk. {'; '.join(shown)}.",
             _svg(figure),
         )
 
@@ -198,7 +196,7 @@ def geometry(adjacent_cos: ArrayLike, energy: ArrayLike, width: int) -> Figure:
         right.axhline(even, color=ORANGE, linestyle="--", linewidth=1.4, label="a random direction")
         right.set(title="share of variance along the probe", xlabel="layer")
         for axes, count, top in ((left, len(cosines), chance), (right, len(shares), even)):
-            _layer_ticks(axes, count)
+            layer_ticks(axes, count, _MAX_TICKS)
             axes.set_ylim(0, 1.1 * max(float(axes.dataLim.ymax), top))
         _legend(figure, right)
         return Figure(
@@ -211,38 +209,6 @@ def geometry(adjacent_cos: ArrayLike, energy: ArrayLike, width: int) -> Figure:
         )
 
 
-def solver_growth(panels: Mapping[str, Mapping[str, tuple[ArrayLike, ArrayLike]]]) -> Figure:
-    """Time against size on log-log axes: what grows ("rows") -> solver -> (sizes [p], seconds [p]), all positive.
-
-    The slope in the legend is the exponent of a least-squares power law: 1 is linear growth.
-    """
-    with rc_context(_STYLE):
-        figure, all_axes = _figure(len(panels), height=4.0)
-        said = []
-        for (what, solvers), axes in zip(panels.items(), all_axes, strict=True):
-            for (name, (size, seconds)), (colour, line) in zip(solvers.items(), _looks(), strict=False):
-                x, y = _array(size, name), _array(seconds, name)
-                if len(x) < 2 or min(x.min(), y.min()) <= 0:
-                    raise ValueError(f"{name!r} over {what}: a slope needs two sizes or more, all above 0")
-                slope = float(np.polyfit(np.log(x), np.log(y), 1)[0])
-                axes.loglog(x, y, line, marker="o", markersize=3.5, color=colour, linewidth=1.4,
-                            label=f"{name}: slope {slope:.2f}")  # fmt: skip
-                said.append(f"{name} over {what}: slope {slope:.2f}, from {y[0]:.3g} s to {y[-1]:.3g} s")
-            axes.set(xlabel=what, ylabel="seconds")
-            axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=1)
-            axes.set_xticks(sorted({float(x) for size, _ in solvers.values() for x in _array(size, what)}))
-            axes.xaxis.set_minor_locator(NullLocator())
-            for axis in (axes.xaxis, axes.yaxis):
-                axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
-                axis.set_minor_formatter(NullFormatter())
-        return Figure(
-            "solver_growth",
-            "Time to fit against size, both axes logarithmic. The slope is the exponent of growth: 1 is linear.",
-            f"Log-log chart of seconds. {'; '.join(said)}.",
-            _svg(figure),
-        )
-
-
 def _figure(panels: int, width: float = 6.6, height: float = 3.4) -> tuple[mpl.Figure, Sequence[Axes]]:
     figure = mpl.Figure(figsize=(width, height), layout="constrained", facecolor="none")
     FigureCanvasSVG(figure)
@@ -250,7 +216,7 @@ def _figure(panels: int, width: float = 6.6, height: float = 3.4) -> tuple[mpl.F
 
 
 def _looks() -> Iterator[tuple[str, str]]:
-    """Colour and line style, no pair twice among the first 28; neighbours differ in both."""
+    """Colour and line style, all pairs differ among the first 28; consecutive ones differ in both."""
     for index in range(len(_COLOURS) * len(_LINES)):
         yield _COLOURS[index % len(_COLOURS)], _LINES[index % len(_LINES)]
 
@@ -261,20 +227,10 @@ def _legend(figure: mpl.Figure, axes: Axes, columns: int = 2) -> None:
     figure.legend(handles, labels, loc="outside lower center", ncols=min(columns, max(len(labels), 1)))
 
 
-def _layer_ticks(axes: Axes, layers: int) -> None:
-    axes.set_xticks(range(0, layers, max(1, -(-layers // 12))))
-    axes.set_xlim(-0.5, layers - 0.5)
-
-
-def _thin(length: int) -> NDArray[np.int64]:
-    """At most _POINTS places of a curve, both ends among them."""
-    return np.unique(np.linspace(0, length - 1, min(length, _POINTS)).round().astype(np.int64))
-
-
 def _array(values: ArrayLike, name: str, ndim: int = 1) -> Floats:
     array = np.asarray(values, np.float64)
     if array.ndim != ndim or not array.size or not np.isfinite(array).all():
-        raise ValueError(f"{name!r}: {ndim}-dimensional, non-empty and finite was expected, found shape {array.shape}")
+        raise ValueError(f"{name!r}: {ndim}-dimensional, non-empty and finite is needed, the shape is {array.shape}")
     return array
 
 

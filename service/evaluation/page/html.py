@@ -1,7 +1,7 @@
-"""A report as one HTML page that needs nothing else: no network, no script, figures inline, light and dark, printable.
+"""A report as one self-contained HTML page: no network, no script, figures inline, light and dark, printable.
 
-The summary comes first, then the sections; under a table that has a label of the paper the published numbers are
-folded.  Everything that is not this file's own markup is escaped; a drawing is let in only if it draws and no more.
+The summary comes first, then the sections; published numbers are folded under the table with their label.  Everything
+that is not this file's own markup is escaped; a drawing with scripts, handlers or external links is refused.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from xml.etree import ElementTree
 from service.evaluation.page.markdown import DASH, best_rows, blocks, cell_text, header_text
 from service.evaluation.page.report_data import Claim, Fact, Figure, ReportData, Section, Verdict
 from service.evaluation.tables import Cell, Column, Table
-from service.paper.published import PUBLISHED
 
 _MARKS: Mapping[Verdict, str] = {"supported": "✓", "not supported": "✗", "mixed": "≈", "not testable": "○"}
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
@@ -25,11 +24,13 @@ _PIXELS = 4 / 3  # of a point
 
 
 def to_html(report: ReportData) -> str:
-    """The whole page.  ValueError for two tables of one name, an unknown verdict, a cell or drawing not to be shown."""
+    """The whole page.  ValueError for two tables of one name, an unknown verdict, an invalid cell or drawing."""
     _require_unique([_anchor(table) for section in report.sections for table in section.tables])
     css = files("service.evaluation.page").joinpath("report.css").read_text(encoding="utf-8")
     folded: set[str] = set()
-    sections = [_section(section, number, folded) for number, section in enumerate(report.sections, start=1)]
+    sections = [
+        _section(section, number, report.published, folded) for number, section in enumerate(report.sections, start=1)
+    ]
     return "\n".join(
         [
             "<!DOCTYPE html>",
@@ -88,17 +89,16 @@ def _contents(report: ReportData) -> str:
     return f'<nav aria-labelledby="contents"><h2 id="contents">Contents</h2><ol>{"".join(items)}</ol></nav>'
 
 
-def _section(section: Section, number: int, folded: set[str]) -> str:
+def _section(section: Section, number: int, published: Mapping[str, Table], folded: set[str]) -> str:
     parts = [f'<section id="section-{number}"><h2>{escape(section.title)}</h2>', _prose(section.text)]
     for table in section.tables:
-        parts += [_table(table), _published(table, folded)]
+        parts += [_table(table), _published(published.get(table.label), folded)]
     parts += [_figure(figure, f"f{number}-{index}-") for index, figure in enumerate(section.figures, start=1)]
     return "\n".join(part for part in [*parts, "</section>"] if part)
 
 
-def _published(table: Table, folded: set[str]) -> str:
-    """The paper's table, folded, the first time its label comes by; then a link to it."""
-    published = PUBLISHED.get(table.label)
+def _published(published: Table | None, folded: set[str]) -> str:
+    """The paper's table, folded, at the first table with its label; a link to it at later ones."""
     if published is None:
         return ""
     if published.name in folded:

@@ -1,7 +1,7 @@
-"""Tables as GitHub Markdown; and how a cell is written anywhere, which the HTML page shares.
+"""Tables as GitHub Markdown, and the text of a cell, which the HTML page shares.
 
-Text is escaped, so that a method called ``a|b`` or ``<c>`` is shown as it is called; in captions and notes a span
-between backticks stays code.  Knows tables, not what is in them.
+Text is escaped, so that a method called ``a|b`` or ``<c>`` is shown under its name; in captions and notes a span
+between backticks stays code.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import re
 from collections.abc import Mapping, Sequence
 
 from service.evaluation.tables import Cell, Column, Table
+from service.fitting.markdown import markdown_table
 
 DASH = "–"
 MINUS = "−"
@@ -28,18 +29,21 @@ def to_markdown(tables: Sequence[Table], intro: str) -> str:
 
 def table_markdown(table: Table) -> str:
     """One table: heading, caption, rows, notes.  ValueError where a cell cannot be written (see ``cell_text``)."""
-    lines = ["| " + " | ".join(_escape(header_text(column)) for column in table.columns) + " |"]
-    lines.append("|" + "|".join(" --- " if column.kind == "text" else " ---: " for column in table.columns) + "|")
+    lines = []
     for rows in blocks(table):
         best = {column.key: best_rows(column, rows) for column in table.columns}
         for index, row in enumerate(rows):
-            cells = []
-            for column in table.columns:
-                text = _escape(cell_text(column, row.get(column.key)))
-                cells.append(f"**{text}**" if index in best[column.key] else text)
-            lines.append("| " + " | ".join(cells) + " |")
+            texts = {column.key: _escape(cell_text(column, row.get(column.key))) for column in table.columns}
+            lines.append([f"**{text}**" if index in best[key] else text for key, text in texts.items()])
+    header = [_escape(header_text(column)) for column in table.columns]
+    numbers = [place for place, column in enumerate(table.columns) if column.kind != "text"]
     heading = f"## {_escape(table.title)}" + (f" (paper: `{table.label}`)" if table.label else "")
-    parts = [heading, _prose(table.caption), "\n".join(lines), "\n".join(f"- {_prose(note)}" for note in table.notes)]
+    parts = [
+        heading,
+        _prose(table.caption),
+        markdown_table(header, lines, numbers),
+        "\n".join(f"- {_prose(note)}" for note in table.notes),
+    ]
     return "\n\n".join(part for part in parts if part)
 
 
@@ -47,14 +51,14 @@ def blocks(table: Table) -> list[Rows]:
     """Rows grouped by the value of the table's block column, in order of first appearance; one group without one."""
     if not table.block:
         return [list(table.rows)]
-    found: dict[str, list[Mapping[str, Cell]]] = {}
+    groups: dict[str, list[Mapping[str, Cell]]] = {}
     for row in table.rows:
-        found.setdefault(str(row.get(table.block)), []).append(row)
-    return list(found.values())
+        groups.setdefault(str(row.get(table.block)), []).append(row)
+    return list(groups.values())
 
 
 def best_rows(column: Column, rows: Rows) -> set[int]:
-    """Which of ``rows`` hold the best value as it is written (so a tie that nobody can see is a tie).
+    """Which of ``rows`` hold the best value as it is written (values that are written alike are a tie).
 
     Empty where the column has no better direction, or where fewer than two rows have a number to compare.
     """
@@ -79,9 +83,9 @@ def mean(cell: Cell) -> float | None:
 
 
 def header_text(column: Column) -> str:
-    """What stands above a column; a column of percentages says so, one of points has said it."""
-    said = "%" in column.title or column.title.endswith("points")
-    return f"{column.title}, %" if column.kind == "percent" and not said else column.title
+    """A column's heading; a column of percentages names the unit unless its title does."""
+    named = "%" in column.title or column.title.endswith("points")
+    return f"{column.title}, %" if column.kind == "percent" and not named else column.title
 
 
 def cell_text(column: Column, cell: Cell) -> str:

@@ -1,9 +1,9 @@
-"""What a report holds before anyone writes it down: facts, claims, sections, tables, figures.  Data only."""
+"""A report as data: facts, claims, sections, tables, figures."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from service.evaluation.tables import Table
@@ -14,7 +14,7 @@ Fact = str | int | float | bool | None
 
 @dataclass(frozen=True)
 class Figure:
-    """A drawing: ``svg`` is a whole SVG document, ``caption`` stands under it, ``alt`` in its place where it is unseen.
+    """A drawing: ``svg`` is a whole SVG document, ``caption`` stands under it, ``alt`` is its alternative text.
 
     Two figures of one report may share a name.
     """
@@ -27,7 +27,7 @@ class Figure:
 
 @dataclass(frozen=True)
 class Claim:
-    """One claim of the paper, what this run has to say about it, and the verdict."""
+    """One claim of the paper, this run's evidence, and the verdict."""
 
     claim: str
     evidence: str
@@ -48,11 +48,13 @@ class Section:
 class ReportData:
     """A whole report.
 
-    facts: how the run came to be: model identity, versions, settings, "command" (shown as code); a mapping among the
+    facts: the run's provenance: model identity, versions, settings, "command" (shown as code); a mapping among the
     values is a group of facts under its key.
+    published: the paper's tables by label, folded under the first table of that label.
     """
 
     title: str
     facts: Mapping[str, Fact | Mapping[str, Fact]]
     claims: Sequence[Claim]
     sections: Sequence[Section]
+    published: Mapping[str, Table] = field(default_factory=dict)

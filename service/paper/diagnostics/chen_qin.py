@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -16,7 +15,6 @@ from scipy.stats import norm
 
 from service.paper.diagnostics.classes import (
     Floats,
-    as_document,
     as_float,
     factual_rows,
     pooled_variance,
@@ -37,10 +35,6 @@ class ChenQin:
     trace: float  # Tr(Sigma), pooled within class
     energy_ratio: float | None  # statistic / trace; None where there is no variance
     notes: tuple[str, ...] = ()
-
-    def document(self) -> dict[str, Any]:
-        """For the JSON file."""
-        return dict(as_document(self))
 
 
 def chen_qin(x: ArrayLike, label: ArrayLike) -> ChenQin:

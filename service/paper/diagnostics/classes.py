@@ -1,12 +1,12 @@
 """What every diagnostic shares: two classes, their gap, their pooled spread, the middle layers, a result as JSON.
 
 The pooled within-class covariance is sum_c pi_c Cov_c (App. uniform-proof) with pi_c = n_c / N and Cov_c the unbiased
-sample covariance.  Knows nothing of trajectories: the last axes of an array are whatever the caller means by them.
+sample covariance.  Arrays are [N, ...]: rows first, any further axes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any
 
@@ -113,9 +113,9 @@ def middle_transitions(m: int) -> range:
     return range(layers.start, min(layers.stop, m - 1))
 
 
-def mean_or_none(values: ArrayLike) -> float | None:
-    """Mean of the numbers that are defined, None where there is none."""
-    array = np.asarray(values, np.float64)
+def mean_or_none(values: Sequence[float | None] | Floats) -> float | None:
+    """Mean of the numbers that are defined (neither None nor NaN); None where there is none."""
+    array = np.asarray(values, np.float64)  # None becomes NaN
     kept = array[np.isfinite(array)]
     return float(kept.mean()) if len(kept) else None
 

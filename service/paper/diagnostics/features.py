@@ -1,7 +1,7 @@
 """Numbers made of a trajectory: five diagnostics, median and trimmed mean, 2m + 5 and 13 features, depth subsets.
 
-App. features (definitions), App. mean-vs-median, App. depth-weighting.  Knows no label and fits nothing: what needs
-training statistics takes them as an argument.
+App. features (definitions), App. mean-vs-median, App. depth-weighting.  What needs training
+statistics takes them as an argument.
 """
 
 from __future__ import annotations

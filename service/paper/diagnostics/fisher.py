@@ -2,14 +2,14 @@
 
 The gain is computed twice, by the paper's level and shape parts and directly, and must agree.  All of it is estimated
 on the rows it is given, where even layers of pure noise seem to help: R^2 is too large by about
-(m - 1) (1/n_F + 1/n_H) / SNR^2 of the mean.  ``r_fisher_unbiased`` takes that out.  Knows no readouts.
+(m - 1) (1/n_F + 1/n_H) / SNR^2 of the mean.  ``r_fisher_unbiased`` takes that out.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -19,7 +19,6 @@ from service.errors import TrainingError
 from service.paper.diagnostics.classes import (
     Floats,
     Mask,
-    as_document,
     as_float,
     centred,
     factual_rows,
@@ -51,10 +50,6 @@ class FisherGap:
     rows: int
     layers: int
     notes: tuple[str, ...] = ()
-
-    def document(self) -> dict[str, Any]:
-        """For the JSON file."""
-        return dict(as_document(self))
 
 
 def fisher_gap(trajectory: ArrayLike, label: ArrayLike, shrinkage: Shrinkage = None) -> FisherGap:

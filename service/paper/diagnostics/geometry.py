@@ -1,7 +1,7 @@
 """Where the probe lies in the readouts' space (Table validation-results, App. dynamic_vs_static).
 
 Layers one at a time, transitions from the two increment series, then means over the middle 60 % of layers.  Two of the
-table's columns are named in the paper and not defined; ``Transition`` says what stands for them.  Knows no model.
+table's columns are named in the paper and not defined; ``Transition`` defines the substitutes.
 """
 
 from __future__ import annotations
@@ -138,11 +138,11 @@ def transition_geometry(increments: Increments, direction: ArrayLike, label: Arr
         raise TrainingError(f"direction has {len(v)} layers and the increments {increments.w.shape[1]} transitions")
     cosines = adjacent_cosines(v)
     drift, whole = effect_size(increments.w, factual), effect_size(increments.w + increments.k, factual)
-    found = []
+    transitions = []
     for step, cosine in enumerate(cosines):
         dependence = distance_correlation(increments.w[:, step], increments.k[:, step])
         ratio = drift[step] / whole[step] if whole[step] > 0 else math.nan
-        found.append(
+        transitions.append(
             Transition(
                 adjacent_cos=float(cosine),
                 cohen_d=defined(drift[step]),
@@ -151,7 +151,7 @@ def transition_geometry(increments: Increments, direction: ArrayLike, label: Arr
                 distance_correlation=dependence,
             )
         )
-    return tuple(found)
+    return tuple(transitions)
 
 
 def adjacent_cosines(direction: ArrayLike) -> Floats:

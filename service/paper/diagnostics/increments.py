@@ -1,7 +1,7 @@
 """The exact split of a trajectory's increments, dL_l = W_l + K_l (Prop. decomp, Eq. decomp), from readouts.
 
 W_l = phi_l(a_{l+1}^{(k_l)}) - L_l: the frozen probe and head of layer l on the next layer.  K_l = L_{l+1} -
-phi_l(a_{l+1}^{(k_l)}): what the new probe and head change.  One layer's rows are in memory at a time.  Knows no label.
+phi_l(a_{l+1}^{(k_l)}): what the new probe and head change.  One layer's rows are in memory at a time.
 """
 
 from __future__ import annotations
@@ -68,27 +68,3 @@ def crossings(rows_of: RowsOf, head: ArrayLike, geometry: Geometry, site: Site) 
             by_head[:, int(heads[layer])].astype(np.float64),
             by_head[:, int(heads[layer + 1])].astype(np.float64),
         )
-
-
-def cross_readout(
-    rows_of: RowsOf,
-    head: ArrayLike,
-    direction: ArrayLike,
-    bias: ArrayLike,
-    geometry: Geometry,
-    site: Site,
-    scale: ArrayLike = 1.0,
-) -> Floats:
-    """The cross-layer readout phi_l(a_{l+1}^{(k_l)}) (Def. cross-readout): -> [N, m - 1].
-
-    direction [m, d], bias [m], scale [m] or 1 as in ``service.risk.truth_logits``.  Whoever wants the readouts
-    themselves (``k_split``) iterates ``crossings``.
-    """
-    v, b = np.asarray(direction, np.float64), np.asarray(bias, np.float64)
-    s = np.broadcast_to(np.asarray(scale, np.float64), b.shape)
-    columns = [
-        (one.same_head @ v[one.layer] + b[one.layer]) / s[one.layer] for one in crossings(rows_of, head, geometry, site)
-    ]
-    if not columns:
-        raise TrainingError("one layer has no transition: a cross-layer readout needs at least 2 layers")
-    return np.stack(columns, axis=1)

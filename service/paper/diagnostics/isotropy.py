@@ -1,21 +1,20 @@
 """Are probe directions of a FIXED head like independent random ones?  Three tests (App. isotropy-verification).
 
 The paper's protocol takes one head for all layers, so that directions share a space; with per-layer heads the numbers
-are the same sums in coordinates that the fixed readout gauge identifies.  Knows no rows and no label.
+are the same sums in coordinates that the fixed readout gauge identifies.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike
 from scipy.stats import beta, f_oneway, kstest, linregress, shapiro
 
 from service.errors import TrainingError
-from service.paper.diagnostics.classes import Floats, as_document, as_float, defined, middle_transitions
+from service.paper.diagnostics.classes import Floats, as_float, defined, middle_transitions
 from service.paper.diagnostics.geometry import expected_cosine
 
 MAX_GAP = 9
@@ -44,10 +43,6 @@ class Isotropy:
     permutation_ambient_p: float | None
     permutation_rank_p: float | None
     notes: tuple[str, ...] = ()
-
-    def document(self) -> dict[str, Any]:
-        """For the JSON file."""
-        return dict(as_document(self))
 
 
 def isotropy(

@@ -1,13 +1,14 @@
 """The four parts of the readout change K_l: probe, metric, head and bias (Lemma k-decomp; Tables k-decomp-auroc, -cov).
 
 Defined for the paper's unit-norm logits.  z_l is always the standardisation of layer l's SELECTED head, also where it
-is applied to another head's activations, as the lemma writes.  Fits nothing: out-of-fold probes are the caller's care.
+is applied to another head's activations, as the lemma writes.  The caller
+passes out-of-fold probes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from numpy.typing import ArrayLike
 from scipy.stats import rankdata
 
 from service.errors import TrainingError
-from service.paper.diagnostics.classes import Floats, as_document, as_float, factual_rows, rows_match
+from service.paper.diagnostics.classes import Floats, as_float, factual_rows, rows_match
 from service.paper.diagnostics.features import zones
 from service.paper.diagnostics.increments import Crossing
 
@@ -72,7 +73,6 @@ class Part:
 
     signal: float  # mean of max(AUROC, 1 - AUROC)
     null: float  # its mean over permuted labels
-    gap_percent: float | None  # (signal - null) as a percentage of K's; None where K is not above its null
     variance: float  # over all rows, classes together
 
 
@@ -83,13 +83,6 @@ class KTable:
     parts: dict[str, Part]  # by the names in ``PARTS``
     cov_metric_head: float
     reconstruction_error: float
-    transitions: int
-    permutations: int
-    notes: tuple[str, ...] = field(default=())
-
-    def document(self) -> dict[str, Any]:
-        """For the JSON file."""
-        return dict(as_document(self))
 
 
 def split_readout_change(
@@ -139,27 +132,19 @@ def k_table(split: KSplit, label: ArrayLike, permutations: int = 200, seed: int 
     steps = zones(split.k.shape[1] + 1).recognition_steps
     rng = np.random.default_rng(seed)
     shuffled = np.stack([rng.permutation(factual) for _ in range(permutations)])
-    found: dict[str, tuple[float, float, float]] = {}
+    parts = {}
     for name in PARTS:
         values = np.asarray(getattr(split, name))[:, steps]
         ranks = np.asarray(rankdata(values, axis=0), np.float64)
         chunks = [_signals(ranks, shuffled[i : i + _CHUNK]) for i in range(0, permutations, _CHUNK)]
-        null = float(np.mean(np.concatenate(chunks)))
-        found[name] = (float(_signals(ranks, factual[None])[0]), null, float(values.var(axis=0, ddof=1).mean()))
-    whole = found["k"][0] - found["k"][1]
+        parts[name] = Part(
+            signal=float(_signals(ranks, factual[None])[0]),
+            null=float(np.mean(np.concatenate(chunks))),
+            variance=float(values.var(axis=0, ddof=1).mean()),
+        )
     metric, head = split.metric[:, steps], split.head[:, steps]
     covariance = np.sum((metric - metric.mean(axis=0)) * (head - head.mean(axis=0)), axis=0) / (len(metric) - 1)
-    return KTable(
-        parts={
-            name: Part(signal, null, 100.0 * (signal - null) / whole if whole > 0 else None, variance)
-            for name, (signal, null, variance) in found.items()
-        },
-        cov_metric_head=float(covariance.mean()),
-        reconstruction_error=split.reconstruction_error,
-        transitions=len(steps),
-        permutations=permutations,
-        notes=() if whole > 0 else ("gap_percent is left out: K itself tells no more than permuted labels",),
-    )
+    return KTable(parts, float(covariance.mean()), split.reconstruction_error)
 
 
 def _signals(ranks: Floats, factual: np.ndarray[Any, np.dtype[np.bool_]]) -> Floats:

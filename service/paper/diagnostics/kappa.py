@@ -6,7 +6,6 @@ W_l = v_l . (a_{l+1} - a_l) already is the increment along v_l, so that its clas
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -37,10 +36,6 @@ class KappaTable:
     transitions: int  # how many were counted
     kappa_by_layer: tuple[float | None, ...]  # all m - 1
     notes: tuple[str, ...] = ()
-
-    def document(self) -> dict[str, Any]:
-        """For the JSON file."""
-        return dict(as_document(self))
 
 
 def kappa_table(w: ArrayLike, label: ArrayLike) -> KappaTable:

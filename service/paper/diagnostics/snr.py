@@ -1,13 +1,10 @@
-"""Slope against depth mean: predicted and measured ratio of their SNRs (Prop. snr, Table snr_verification).
-
-Knows no readouts and no classifier.
-"""
+"""Slope against depth mean: predicted and measured ratio of their SNRs (Prop. snr, Table snr_verification)."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -16,7 +13,6 @@ from service.errors import TrainingError
 from service.paper.diagnostics.classes import (
     Floats,
     Mask,
-    as_document,
     as_float,
     factual_rows,
     gap,
@@ -43,10 +39,6 @@ class SnrTable:
     r_empirical: float | None  # from the two scalars of each sample
     eta: float | None  # r_empirical / r_plugin
     notes: tuple[str, ...] = ()
-
-    def document(self) -> dict[str, Any]:
-        """For the JSON file."""
-        return dict(as_document(self))
 
 
 def snr_table(trajectory: ArrayLike, label: ArrayLike) -> SnrTable:

@@ -1,19 +1,15 @@
-"""How alike the heads of a layer are (App. head-uniformity, Table head_distribution).
-
-Knows no probe: per-head AUROCs and scores are made by the caller.
-"""
+"""How alike the heads of a layer are (App. head-uniformity, Table head_distribution)."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from service.errors import TrainingError
-from service.paper.diagnostics.classes import Floats, as_document, as_float, mean_or_none
+from service.paper.diagnostics.classes import as_float, mean_or_none
 
 
 @dataclass(frozen=True)
@@ -24,32 +20,26 @@ class Uniformity:
     heads: int
     auc_cv: float  # standard deviation / mean of the AUROC within a layer, averaged over layers
     switch_rate: float | None  # share of adjacent layers whose best head (ties: lowest) differs
-    most_frequent_best: int  # in how many layers the most frequent best head is best
     correlation: float | None  # mean pairwise Pearson correlation of scores within a layer
     effective_rank: float | None  # exp(entropy of the correlation matrix's eigenvalues / heads), mean over layers
     rank_share: float | None  # of the heads
     notes: tuple[str, ...] = ()
 
-    def document(self) -> dict[str, Any]:
-        """For the JSON file."""
-        return dict(as_document(self))
 
+def uniformity(auroc: ArrayLike, scores: Callable[[int], NDArray[np.floating]]) -> Uniformity:
+    """Training auroc [m, K], and every head's probe scores by layer, layer -> [N, K].
 
-def uniformity(auroc: ArrayLike, scores: Callable[[int], NDArray[np.floating]] | ArrayLike) -> Uniformity:
-    """Training auroc [m, K], and every head's probe score [N, m, K] or a function layer -> [N, K].
-
-    With the function one layer's scores are in memory at a time.  Heads with constant scores have no correlation; they
+    Heads with constant scores have no correlation; they
     are left out of their layer's correlation and rank, and counted in ``notes``.
     """
     quality = as_float(auroc, "auroc", 2)
     m, heads = quality.shape
     best = np.argmax(quality, axis=1)
-    of_layer = scores if callable(scores) else _by_layer(scores, m, heads)
     correlations: list[float] = []
     ranks: list[float] = []
     constant = 0
     for layer in range(m):
-        values = as_float(of_layer(layer), f"scores of layer {layer}", 2)
+        values = as_float(scores(layer), f"scores of layer {layer}", 2)
         if values.shape[1] != heads:
             raise TrainingError(f"scores of layer {layer} have {values.shape[1]} heads and auroc {heads}")
         kept = values[:, np.ptp(values, axis=0) > 0]
@@ -70,16 +60,8 @@ def uniformity(auroc: ArrayLike, scores: Callable[[int], NDArray[np.floating]] |
         heads=heads,
         auc_cv=float(np.mean(quality.std(axis=1) / quality.mean(axis=1))),
         switch_rate=float(np.mean(best[1:] != best[:-1])) if m > 1 else None,
-        most_frequent_best=int(np.bincount(best).max()),
         correlation=mean_or_none(correlations),
         effective_rank=rank,
         rank_share=rank / heads if rank is not None else None,
         notes=tuple(notes),
     )
-
-
-def _by_layer(scores: ArrayLike, m: int, heads: int) -> Callable[[int], Floats]:
-    values = np.asarray(scores)
-    if values.ndim != 3 or values.shape[1:] != (m, heads):
-        raise TrainingError(f"scores have shape {list(values.shape)}: [N, {m}, {heads}] is needed for this auroc")
-    return lambda layer: np.asarray(values[:, layer], np.float64)

@@ -1,13 +1,12 @@
 """Random-intercept variance components of trajectories: ICC and residual correlation by lag (Table variance-decomp).
 
 L_l = mu_l^(c) + alpha_i + eps_{i,l}.  The paper's ICC (Eq. icc) is a plug-in: it takes Var(alpha-hat), which holds
-sigma_eps^2 / m besides sigma_alpha^2, over the sum of both.  ``icc_unbiased`` separates them.  Knows no readouts.
+sigma_eps^2 / m besides sigma_alpha^2, over the sum of both.  ``icc_unbiased`` separates them.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -15,7 +14,6 @@ from numpy.typing import ArrayLike
 from service.errors import TrainingError
 from service.paper.diagnostics.classes import (
     Floats,
-    as_document,
     as_float,
     centred,
     factual_rows,
@@ -40,10 +38,6 @@ class VarianceComponents:
     residual_acf_hallucinated: tuple[float | None, ...]
     acf_floor: float  # -1 / (m - 1): what independent residuals give, since the estimated ones sum to zero
     notes: tuple[str, ...] = ()
-
-    def document(self) -> dict[str, Any]:
-        """For the JSON file."""
-        return dict(as_document(self))
 
 
 def variance_components(trajectory: ArrayLike, label: ArrayLike) -> VarianceComponents:

@@ -77,9 +77,7 @@ def write_helm(folder: Path, **models: dict[str, Any]) -> Path:
 def write_iris_tables(folder: Path) -> None:
     """The tables that belong to what ``write_helm`` wrote."""
     for model in helm.MODELS:
-        rows = [
-            {"statement": statement, "label": str(label)} for _, statement, label in helm._sentences(folder, model, [])
-        ]
+        rows = [{"statement": s.text, "label": str(1 - s.factual)} for s in helm._sentences(folder, model, [])]
         write_table(folder / "statements" / f"{model}.csv", rows)
 
 

@@ -60,9 +60,8 @@ def test_tables_that_agree_are_fine_and_others_are_refused(tmp_path: Path) -> No
     shorter.write_text("\n".join(shorter.read_text(encoding="utf-8-sig").splitlines()[:-1]))
     with pytest.raises(DataError) as caught:
         read_helm(tmp_path)
-    assert len(caught.value.problems) == 2
-    assert "gptj7b.csv: 1 rows, but data.json has 2 sentences" in str(caught.value)
-    assert "opt7b.csv line 2: not the sentence of passage 7" in str(caught.value)
+    damaged = [problem.split(":")[0] for problem in caught.value.problems]
+    assert damaged == ["statements/gptj7b.csv", "statements/opt7b.csv line 2"]
 
 
 def test_damage_is_named(tmp_path: Path) -> None:
@@ -73,9 +72,8 @@ def test_damage_is_named(tmp_path: Path) -> None:
     (tmp_path / "data" / "falcon40b" / "data.json").write_text(json.dumps(bad))
     with pytest.raises(DataError) as caught:
         read_helm(tmp_path)
-    text = str(caught.value)
-    assert "data/opt7b/data.json is missing" in text
-    assert "data/gptj7b/data.json: an object was expected, found list" in text
-    assert "passage 1: 'sentences' and a 'prompt' that begins" in text
-    assert "passage 2 sentence 2: a text and a label 0 or 1 are needed" in text
-    assert "passage 3:" in text
+    damaged = [problem.split(":")[0].removeprefix("data/") for problem in caught.value.problems]
+    assert sorted(damaged) == [
+        "falcon40b/data.json passage 1", "falcon40b/data.json passage 2 sentence 2", "falcon40b/data.json passage 3",
+        "gptj7b/data.json", "opt7b/data.json is missing",
+    ]  # fmt: skip

@@ -69,7 +69,7 @@ def test_a_question_of_truthfulqa_is_not_held_out_of_its_other_reading(tmp_path:
 @pytest.mark.parametrize("name", SETS)
 def test_another_number_of_rows_is_another_benchmark(tmp_path: Path, name: str) -> None:
     WRITERS[name](tmp_path)
-    with pytest.raises(DataError, match=rf"rows read, but .* as published has {SETS[name].rows:,}: another version"):
+    with pytest.raises(DataError, match=f"{SETS[name].rows:,}"):
         read_set(name, tmp_path)
 
 
@@ -87,9 +87,9 @@ def test_a_set_is_found_in_the_repository_that_was_downloaded(tmp_path: Path, na
 
 
 def test_wrong_names_and_folders(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="there is no such set; there are truthfulqa"):
+    with pytest.raises(DataError, match="unknown set.*truthfulqa"):
         read_set("nothing", tmp_path)
-    with pytest.raises(DataError, match="is no folder; helm comes from github.com"):
+    with pytest.raises(DataError, match="not a folder.*github.com"):
         read_set("helm", tmp_path / "nowhere")
 
 
@@ -110,7 +110,7 @@ def test_convert_prints_rows_and_tells_the_rest_on_stderr(
 ) -> None:
     WRITERS["bfcl"](tmp_path)
     assert run(monkeypatch, "convert", "bfcl", str(tmp_path)) == 1
-    assert "another version is another benchmark" in capsys.readouterr().err
+    assert "2,853" in capsys.readouterr().err
     assert run(monkeypatch, "convert", "bfcl", str(tmp_path), "--allow-other-counts") == 0
     printed = capsys.readouterr()
     assert [json.loads(line)["kind"] for line in printed.out.splitlines()][:2] == ["simple_python"] * 2

@@ -53,7 +53,7 @@ def test_damage_is_named(tmp_path: Path) -> None:
     write_truthfulqa(tmp_path)
     lines = (tmp_path / TABLE).read_text(encoding="utf-8-sig").splitlines()
     (tmp_path / TABLE).write_text("\n".join([*lines, "Adversarial,Toys,Why?,Because,Because,,made"]))
-    with pytest.raises(DataError, match=r"TruthfulQA.csv line 4: a question, correct and incorrect answers"):
+    with pytest.raises(DataError, match="TruthfulQA.csv line 4:"):
         read_truthfulqa(tmp_path)
     tasks = json.loads((tmp_path / TASK).read_text())
     tasks[0]["question"] = "Another question?"
@@ -61,8 +61,8 @@ def test_damage_is_named(tmp_path: Path) -> None:
     (tmp_path / TASK).write_text(json.dumps(tasks))
     with pytest.raises(DataError) as caught:
         read_truthfulqa_reference(tmp_path)
-    assert "question 1: 'Another question?' is not in TruthfulQA.csv" in str(caught.value)
-    assert "question 2: 'question' and 'mc2_targets' with labels 0 or 1" in str(caught.value)
+    damaged = [problem.split(":")[0] for problem in caught.value.problems]
+    assert damaged == [f"{TASK} question 1", f"{TASK} question 2"]
     (tmp_path / TABLE).write_text("Question\nWhy?\n")
-    with pytest.raises(DataError, match="expected the columns Type,Category,Question"):
+    with pytest.raises(DataError, match="columns Type,Category,Question"):
         read_truthfulqa(tmp_path)

@@ -1,4 +1,4 @@
-"""Material with a planted signal: where it lies, and how strong it is, is known."""
+"""Inputs with a planted signal of known place and strength."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from service.data.run_folder import RowsFile
-from service.evaluation.methods.base import Material
+from service.evaluation.methods.base import MethodInputs
 from service.fitting.fit import Readouts
 from service.readout import Geometry, Site
 
@@ -36,7 +36,7 @@ def readouts(folder: Path, rows: np.ndarray, label: np.ndarray, site: Site, geom
     return Readouts(RowsFile(path, geometry, site, len(padded)), np.arange(3, len(padded)), label)
 
 
-def material(folder: Path, count: int = 240, seed: int = 0, strength: float = 0.8) -> Material:
+def made_inputs(folder: Path, count: int = 240, seed: int = 0, strength: float = 0.8) -> MethodInputs:
     """Groups of two rows; a strong head at ``BEST``, a weaker one elsewhere, a residual stream spread over ``WIDE``."""
     rng = np.random.default_rng(seed)
     group = np.arange(count) // 2
@@ -48,7 +48,7 @@ def material(folder: Path, count: int = 240, seed: int = 0, strength: float = 0.
     plant(heads, label, GEOMETRY.num_layers - 1, 7, strength / 2)
     for layer in WIDE:
         plant(residual, label, layer, layer, strength * 0.75)
-    return Material(
+    return MethodInputs(
         label=label,
         group=group,
         heads=readouts(folder, heads, label, Site.ATTENTION_HEAD),
@@ -59,7 +59,7 @@ def material(folder: Path, count: int = 240, seed: int = 0, strength: float = 0.
     )
 
 
-def split(data: Material) -> tuple[np.ndarray, np.ndarray]:
+def split(data: MethodInputs) -> tuple[np.ndarray, np.ndarray]:
     """The last third is the test side; groups stay whole."""
     cut = len(data.label) * 2 // 3 // 2 * 2
     return np.arange(cut), np.arange(cut, len(data.label))

@@ -13,7 +13,7 @@ from service.evaluation.methods.iris import Iris, mlp, soft_bootstrapping
 from service.evaluation.methods.linear import fit_linear
 from service.fitting.scores import risk_auroc
 from service.readout import Site
-from tests.evaluation.methods.made import GEOMETRY, material, noise, readouts, split
+from tests.evaluation.methods.made import GEOMETRY, made_inputs, noise, readouts, split
 
 LAST = GEOMETRY.num_layers - 1
 
@@ -50,52 +50,49 @@ def test_it_reads_the_last_layer_and_learns_what_no_line_can(tmp_path: Path) -> 
     z = (rows[:, LAST] - rows[:, LAST].mean(axis=0)) / rows[:, LAST].std(axis=0)
     label = (z[:, 1] * z[:, 12] > 0).astype(np.int64)  # columns of two heads; each alone says nothing
     data = replace(
-        material(tmp_path, 600),
+        made_inputs(tmp_path, 600),
         label=label,
         group=np.arange(600),
         heads=readouts(tmp_path, rows, label, Site.ATTENTION_HEAD),
     )
     train, test = split(data)
-    found = Iris(calibration_folds=0).fit(data, train, test, 0)
-    assert risk_auroc(label[test], found.test) > 0.75
+    found = Iris().fit(data, train, test, 0)
+    assert risk_auroc(label[test], found) > 0.75
     line = fit_linear(rows[train, LAST], label[train], 1.0, "l2").logits(rows[test, LAST])
     assert risk_auroc(label[test], -line) < 0.6
     shuffled = rows.copy()
     shuffled[:, LAST] = rows[rng.permutation(600), LAST]  # the other layers keep everything
     blind = replace(data, heads=readouts(tmp_path, shuffled, label, Site.ATTENTION_HEAD))
-    assert risk_auroc(label[test], Iris(calibration_folds=0).fit(blind, train, test, 0).test) < 0.65
+    assert risk_auroc(label[test], Iris().fit(blind, train, test, 0)) < 0.65
 
 
 def test_a_fit_repeats_bit_by_bit_and_leaves_torch_alone(tmp_path: Path) -> None:
-    data = material(tmp_path, 120)
+    data = made_inputs(tmp_path, 120)
     train, test = split(data)
     state, threads = torch.random.get_rng_state(), torch.get_num_threads()
-    first = Iris(calibration_folds=0).fit(data, train, test, 4)
+    first = Iris().fit(data, train, test, 4)
     assert torch.equal(torch.random.get_rng_state(), state)
     assert torch.get_num_threads() == threads
     torch.rand(3)
-    assert Iris(calibration_folds=0).fit(data, train, test, 4).test.tobytes() == first.test.tobytes()
-    assert Iris(calibration_folds=0).fit(data, train, test, 5).test.tobytes() != first.test.tobytes()
+    assert Iris().fit(data, train, test, 4).tobytes() == first.tobytes()
+    assert Iris().fit(data, train, test, 5).tobytes() != first.tobytes()
 
 
 def test_it_stops_early_and_keeps_the_best_epoch(tmp_path: Path) -> None:
-    data = material(tmp_path, 120, strength=0.0)
+    data = made_inputs(tmp_path, 120, strength=0.0)
     train, test = split(data)
-    long = Iris(calibration_folds=0).fit(data, train, test, 0)
-    words = long.note.replace(",", "").split()
-    epochs, kept = int(words[2]), int(words[-1])
+    long, epochs, kept = Iris().train(data, train, test, 0)
     assert kept + 5 == epochs < 100
-    short = Iris(calibration_folds=0, most_epochs=kept).fit(data, train, test, 0)
-    assert short.test.tobytes() == long.test.tobytes()
+    assert Iris(max_epochs=kept).fit(data, train, test, 0).tobytes() == long.tobytes()
 
 
 def test_a_constant_column_is_ignored(tmp_path: Path) -> None:
-    base = material(tmp_path, 120)
+    base = made_inputs(tmp_path, 120)
     rows = noise(np.random.default_rng(1), 120, Site.ATTENTION_HEAD)
     rows[:, LAST, 3] = 0.1
     data = replace(base, heads=readouts(tmp_path, rows, base.label, Site.ATTENTION_HEAD))
     train, test = split(data)
-    scores = Iris(calibration_folds=0).fit(data, train, test, 0).test
+    scores = Iris().fit(data, train, test, 0)
     rows[test, LAST, 3] = 1e6  # never varied in training, so nothing is known about it
     moved = replace(base, heads=readouts(tmp_path, rows, base.label, Site.ATTENTION_HEAD))
-    assert Iris(calibration_folds=0).fit(moved, train, test, 0).test.tobytes() == scores.tobytes()
+    assert Iris().fit(moved, train, test, 0).tobytes() == scores.tobytes()

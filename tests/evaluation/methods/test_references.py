@@ -1,4 +1,4 @@
-"""The free references: raw numbers, turned by the training rows only."""
+"""The free references: raw numbers, with a sign from the training rows only."""
 
 from __future__ import annotations
 
@@ -8,29 +8,25 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from service.evaluation.methods.base import Method
-from service.evaluation.methods.references import FirstTokenEntropy, FirstTokenMaxProb, PromptLength
-from tests.evaluation.methods.made import material, split
+from service.evaluation.methods.references import COLUMNS, reference
+from tests.evaluation.methods.made import made_inputs, split
 
 
-@pytest.mark.parametrize("method", [FirstTokenMaxProb(), FirstTokenEntropy(), PromptLength()])
-def test_the_sign_is_learned_from_the_training_rows(tmp_path: Path, method: Method) -> None:
-    base = material(tmp_path, 60)
+@pytest.mark.parametrize("name", COLUMNS)
+def test_the_sign_is_learned_from_the_training_rows(tmp_path: Path, name: str) -> None:
+    base = made_inputs(tmp_path, 60)
     train, test = split(base)
     values = np.random.default_rng(0).permutation(60).astype(np.float64)
-    for sign, word in ((1.0, "rises"), (-1.0, "falls")):
+    for sign in (1.0, -1.0):
         turned = values.copy()
         turned[train] = np.sort(values[train])[np.argsort(np.argsort(sign * (1 - base.label[train]), kind="stable"))]
         data = replace(base, first_token=np.stack([turned, turned], axis=1), prompt_tokens=turned.astype(np.int64))
-        found = method.fit(data, train, test, 0)
-        np.testing.assert_array_equal(found.test, sign * turned[test])
-        np.testing.assert_array_equal(found.train_oof, sign * turned[train])  # type: ignore[arg-type]
-        assert found.note.endswith(word)
+        np.testing.assert_array_equal(reference(name, data, train, test), sign * turned[test])
 
 
 def test_each_reads_its_own_number(tmp_path: Path) -> None:
-    data = material(tmp_path, 60)
+    data = made_inputs(tmp_path, 60)
     train, test = split(data)
-    assert set(np.abs(FirstTokenMaxProb().fit(data, train, test, 0).test)) == set(np.abs(data.first_token[test, 0]))
-    assert set(np.abs(FirstTokenEntropy().fit(data, train, test, 0).test)) == set(np.abs(data.first_token[test, 1]))
-    assert set(np.abs(PromptLength().fit(data, train, test, 0).test)) == set(data.prompt_tokens[test])
+    own = (data.first_token[:, 0], data.first_token[:, 1], data.prompt_tokens)
+    for name, values in zip(COLUMNS, own, strict=True):
+        assert set(np.abs(reference(name, data, train, test))) == set(np.abs(values[test]))

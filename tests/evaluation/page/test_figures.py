@@ -14,7 +14,6 @@ from service.evaluation.page.figures import (
     geometry,
     reliability,
     roc_pr,
-    solver_growth,
     trajectories,
 )
 from service.evaluation.page.report_data import Figure
@@ -34,9 +33,6 @@ DRAWINGS: dict[str, Callable[[], Figure]] = {
     "roc_pr": lambda: roc_pr(LABEL, {"ours": RISK, "chance": CHANCE}),
     "reliability": lambda: reliability(LABEL, {"ours": RISK}),
     "geometry": lambda: geometry([0.05, 0.1, 0.07], [0.004, 0.003, 0.005, 0.006], 128),
-    "solver_growth": lambda: solver_growth(
-        {"rows": {"ours": ([500, 1000, 2000], [1.0, 2.0, 4.0])}, "heads": {"ours": ([8, 16], [1.0, 4.0])}}
-    ),
 }
 
 
@@ -100,14 +96,6 @@ def test_chance_lines_of_geometry_are_the_formulas() -> None:
     assert "0.075 against 0.071" in figure.alt
 
 
-def test_slopes_are_the_exponents() -> None:
-    shown = " ".join(texts(DRAWINGS["solver_growth"]()))
-    assert "ours: slope 1.00" in shown
-    assert "ours: slope 2.00" in shown
-    assert "1,000" in shown
-    assert "mathdefault" not in shown
-
-
 def test_names_are_escaped() -> None:
     assert "a <b> & c" in texts(DRAWINGS["depth_subsampling"]())
 
@@ -125,7 +113,6 @@ def test_many_methods_look_different() -> None:
         (lambda: trajectories([0.1, 0.2], [0, 1]), "2-dimensional"),
         (lambda: reliability(LABEL, {"ours": 3 * RISK}), "leaves"),
         (lambda: geometry([np.nan], [0.1, 0.2], 4), "adjacent_cos"),
-        (lambda: solver_growth({"rows": {"ours": ([1, 2], [0.0, 1.0])}}), "above 0"),
     ],
 )
 def test_what_cannot_be_drawn_is_refused(draw: Callable[[], Figure], said: str) -> None:

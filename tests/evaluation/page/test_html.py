@@ -13,6 +13,7 @@ from service.evaluation.page.figures import geometry, trajectories
 from service.evaluation.page.html import to_html
 from service.evaluation.page.report_data import Claim, Figure, ReportData, Section
 from service.evaluation.tables import Column, Table
+from service.paper.published import PUBLISHED
 
 HOSTILE = "<script>alert('x')</script> & \"quoted\""
 VOID = {"meta", "br", "hr", "img", "link", "input"}
@@ -51,6 +52,7 @@ REPORT = ReportData(
         Section("Main", "First paragraph.\n\nSecond.", [MAIN, FREE], [TRAJECTORIES]),
         Section("Geometry", HOSTILE, [dataclasses.replace(MAIN, name="again")], [GEOMETRY, TRAJECTORIES]),
     ],
+    PUBLISHED,
 )
 
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from service.errors import TrainingError
-from service.paper.diagnostics.increments import cross_readout, crossings, decompose
+from service.paper.diagnostics.increments import crossings, decompose
 from service.readout import Geometry, Site
 from service.risk import truth_logits
 
@@ -22,45 +22,30 @@ def test_w_is_the_frozen_probe_on_the_same_head_and_w_plus_k_the_increment() -> 
     geometry, rows, head, direction, bias = planted()
     readout = geometry.select(rows.transpose(1, 0, 2), head, Site.ATTENTION_HEAD)
     trajectory = truth_logits(readout, direction, bias)
-    asked: list[int] = []
-
-    def rows_of(layer: int) -> np.ndarray:
-        asked.append(layer)
-        return np.asarray(rows[layer])
-
-    crossed = cross_readout(rows_of, head, direction, bias, geometry, Site.ATTENTION_HEAD)
-    parts = decompose(trajectory, crossed)
-    assert asked == [1, 2, 3, 4]
-    assert np.allclose(parts.w + parts.k, np.diff(trajectory, axis=1), atol=1e-12)
     by_head = geometry.by_head(rows, Site.ATTENTION_HEAD).astype(np.float64)
-    for layer in range(4):
+    layers = range(4)
+    crossed = [by_head[layer + 1][:, head[layer]] @ direction[layer] + bias[layer] for layer in layers]
+    parts = decompose(trajectory, np.stack(crossed, axis=1))
+    assert np.allclose(parts.w + parts.k, np.diff(trajectory, axis=1), atol=1e-12)
+    for layer in layers:
         moved = by_head[layer + 1][:, head[layer]] - by_head[layer][:, head[layer]]
         assert np.allclose(parts.w[:, layer], moved @ direction[layer], atol=1e-10)
 
 
-def test_a_fixed_head_and_probe_leave_no_readout_change() -> None:
-    geometry, rows, _, direction, bias = planted()
-    head, direction, bias = np.full(5, 1), np.tile(direction[:1], (5, 1)), np.full(5, bias[0])
-    readout = geometry.select(rows.transpose(1, 0, 2), head, Site.ATTENTION_HEAD)
-    crossed = cross_readout(lambda layer: rows[layer], head, direction, bias, geometry, Site.ATTENTION_HEAD)
-    assert np.abs(decompose(truth_logits(readout, direction, bias), crossed).k).max() < 1e-12
-
-
-def test_scaled_logits_cross_in_the_same_scale() -> None:
-    geometry, rows, head, direction, bias = planted()
-    scale = np.arange(1.0, 6.0)
-    plain = cross_readout(lambda layer: rows[layer], head, direction, bias, geometry, Site.ATTENTION_HEAD)
-    scaled = cross_readout(lambda layer: rows[layer], head, direction, bias, geometry, Site.ATTENTION_HEAD, scale)
-    assert np.allclose(scaled * scale[:-1], plain)
-
-
 def test_crossings_give_both_heads_of_the_next_layer() -> None:
     geometry, rows, head, _, _ = planted()
-    for one in crossings(lambda layer: rows[layer], head, geometry, Site.ATTENTION_HEAD):
+    read: list[int] = []
+
+    def rows_of(layer: int) -> np.ndarray:
+        read.append(layer)
+        return np.asarray(rows[layer])
+
+    for one in crossings(rows_of, head, geometry, Site.ATTENTION_HEAD):
         by_head = rows[one.layer + 1].reshape(30, 3, 4)
         assert np.array_equal(one.same_head, by_head[:, head[one.layer]])
         assert np.array_equal(one.next_head, by_head[:, head[one.layer + 1]])
         assert one.same_head.dtype == np.float64
+    assert read == [1, 2, 3, 4], "one layer at a time, each once"
 
 
 def test_shapes_that_do_not_fit_and_numbers_that_overflow() -> None:

@@ -7,6 +7,7 @@ import pytest
 from scipy.stats import kstest
 
 from service.errors import TrainingError
+from service.paper.diagnostics.classes import as_document
 from service.paper.diagnostics.geometry import expected_cosine
 from service.paper.diagnostics.isotropy import isotropy, permutation_p_value
 from tests.paper.diagnostics.simulate import Floats, unit_rows
@@ -90,7 +91,7 @@ def test_few_layers_are_said() -> None:
     assert found.shapiro_p is None
     assert len(found.gap_means) == 2
     assert any("gaps 1 .. 2 of 9" in note for note in found.notes)
-    json.dumps(found.document(), allow_nan=False)
+    json.dumps(as_document(found), allow_nan=False)
     with pytest.raises(TrainingError, match="at least 3"):
         isotropy(np.eye(2))
     with pytest.raises(TrainingError, match="layer 1 is not of unit length"):

@@ -1,6 +1,6 @@
-"""A set becomes labelled rows with readouts: read, rendered, extracted in one pass, labelled.  Fits nothing.
+"""From a data set to labelled rows with readouts: read, render, extract in one pass, label.
 
-What the trainer does for one data file, with both sites, and for the whole suite with the other poolings, in the same
+What the trainer does for one data file, with both sites, and for the paper suite also the other poolings, in the same
 forward passes; resumable like a training run.
 """
 
@@ -15,16 +15,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from probes_store.durable import atomic_write
 from service.data.collection import Collection, collect
 from service.data.labels import check_answers, given_labels, judged_labels
 from service.data.options import ABSTAIN, JudgeName, JudgeOptions, Labels
 from service.data.rows import objects
-from service.data.run_folder import write_aside
 from service.data.sets.registry import SETS, SetInfo, read_set
 from service.data.training_rows import Dataset, class_problems, read_dataset
 from service.engines.base import Engine
 from service.errors import TrainingError
-from service.evaluation.methods.base import Material
+from service.evaluation.methods.base import MethodInputs
 from service.evaluation.options import EvaluateOptions, Source
 from service.fitting.fit import Readouts
 from service.prompts import PromptFormat, render
@@ -47,39 +47,30 @@ class SetRows:
 
 
 @dataclass(frozen=True, eq=False)
-class Gathered:
-    """A set's labelled rows, and what it took."""
+class PreparedSet:
+    """A set's labelled rows and readouts; n rows are labelled."""
 
     rows: SetRows
-    material: Material
+    inputs: MethodInputs
     kind: NDArray[np.str_]  # [n]
     pooled: dict[tuple[Site, Pooling], Readouts]
     prompts: Collection
     index: NDArray[np.int64]  # [n] data rows
     left_out: dict[str, int]
 
-    def subset(self, rows: NDArray[np.int64]) -> Gathered:
+    def subset(self, rows: NDArray[np.int64]) -> PreparedSet:
         """Only these of the n rows."""
-        m = self.material
         return replace(
             self,
-            material=Material(
-                label=m.label[rows],
-                group=m.group[rows],
-                heads=m.heads.subset(rows),
-                residual=m.residual.subset(rows) if m.residual is not None else None,
-                first_token=m.first_token[rows],
-                prompt_tokens=m.prompt_tokens[rows],
-                halluguard=m.halluguard[rows] if m.halluguard is not None else None,
-            ),
+            inputs=self.inputs.subset(rows),
             kind=self.kind[rows],
-            pooled={key: one.subset(rows) for key, one in self.pooled.items()},
+            pooled={key: readouts.subset(rows) for key, readouts in self.pooled.items()},
             index=self.index[rows],
         )
 
 
 def read_rows(source: Source, options: EvaluateOptions) -> SetRows:
-    """Read and check a set's rows; they are kept in the run's folder as JSONL.  Raises DataError, TrainingError."""
+    """Read and check a set's rows, and keep them in the run's folder as JSONL.  Raises DataError, TrainingError."""
     info: SetInfo | None = SETS[source.known] if source.known else None
     folder = options.out / "sets" / source.name
     notes: list[str] = []
@@ -97,15 +88,15 @@ def read_rows(source: Source, options: EvaluateOptions) -> SetRows:
     path = folder / "rows.jsonl"
     own = source.path if info is None else None
     if own is not None:
-        dataset = read_dataset(own, labels, folds=folds)  # the user's file itself: problems are told by its own lines
+        dataset = read_dataset(own, labels, folds=folds)  # reports problems by the user's own lines
     if options.limit is not None:
-        rows = _first_groups(rows, options.limit)
+        rows = _sample_groups(rows, options.limit)
         notes.append(f"only {len(rows)} rows (--limit)")
     if own is None or options.limit is not None:
         _write_rows(path, rows)
         dataset = read_dataset(path, labels, folds=folds)
     judge: JudgeName = options.judge or (info.judge if info else None) or "contains"
-    found = SetRows(
+    set_rows = SetRows(
         name=source.name,
         title=title,
         dataset=dataset,
@@ -117,17 +108,17 @@ def read_rows(source: Source, options: EvaluateOptions) -> SetRows:
         notes=tuple(notes),
     )
     if labels == "generate":
-        check_answers(dataset, found.judge)
-    return found
+        check_answers(dataset, set_rows.judge)
+    return set_rows
 
 
-def that_fit(engine: Engine, rows: SetRows, folder: Path, folds: int, prompt_format: PromptFormat) -> SetRows:
-    """The same set without the prompts that are, with their answers, longer than the model's context; a note counts."""
+def within_context(engine: Engine, rows: SetRows, folder: Path, folds: int, prompt_format: PromptFormat) -> SetRows:
+    """The set without the prompts that, with their answers, exceed the model's context; a note counts them."""
     reserve = rows.max_new_tokens if rows.labels == "generate" else 0
     long = {
         row.line
-        for row, prompt, messages in rows.dataset.prompts()
-        if len(render(engine, prompt, messages, prompt_format)) + reserve > engine.identity.max_tokens
+        for row in rows.dataset.rows
+        if len(render(engine, row.prompt, row.messages, prompt_format)) + reserve > engine.identity.max_tokens
     }
     if not long:
         return rows
@@ -139,9 +130,9 @@ def that_fit(engine: Engine, rows: SetRows, folder: Path, folds: int, prompt_for
     return replace(rows, dataset=dataset, kind=_kinds(dataset), notes=(*rows.notes, note))
 
 
-def gather(
+def prepare_set(
     engine: Engine, rows: SetRows, options: EvaluateOptions, prompt_format: PromptFormat, poolings: Sequence[Pooling]
-) -> Gathered:
+) -> PreparedSet:
     """Extract and label.  Raises what ``collect`` raises, and TrainingError where a class is missing."""
     folder = options.out / "sets" / rows.name / "readouts"
     collection = collect(
@@ -162,7 +153,7 @@ def gather(
     group = rows.dataset.groups[index]
     if problems := class_problems(label, group, options.folds):
         raise TrainingError(f"{rows.name}: {'; '.join(problems)}", param="data")
-    material = Material(
+    inputs = MethodInputs(
         label=label,
         group=group,
         heads=Readouts(collection.rows[Site.ATTENTION_HEAD], index, label),
@@ -172,13 +163,13 @@ def gather(
     )
     pooled = {key: Readouts(file, index, label) for key, file in collection.pooled.items()}
     kind = np.array([rows.kind[row] for row in index.tolist()], dtype=np.str_)
-    return Gathered(rows, material, kind, pooled, collection, index, labelled.left_out)
+    return PreparedSet(rows, inputs, kind, pooled, collection, index, labelled.left_out)
 
 
 def _write_rows(path: Path, rows: Sequence[dict[str, Any]]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-    write_aside(path, text.encode("utf-8", "backslashreplace"))
+    atomic_write(path, text.encode("utf-8", "backslashreplace"))
 
 
 def _kinds(dataset: Dataset) -> tuple[str, ...]:
@@ -190,8 +181,8 @@ def answers_path(options: EvaluateOptions, name: str) -> Path:
     return options.out / "sets" / name / "halluguard.npy"
 
 
-def _first_groups(rows: list[dict[str, Any]], limit: int) -> list[dict[str, Any]]:
-    """Whole groups until ``limit`` rows, evenly over the file, so that every sub-dataset takes part."""
+def _sample_groups(rows: list[dict[str, Any]], limit: int) -> list[dict[str, Any]]:
+    """About ``limit`` rows in whole groups, evenly spaced over the file so that every sub-dataset is sampled."""
     names = [str(row.get("group", row["id"])) for row in rows]
     order = list(dict.fromkeys(names))
     stride = max(1, round(len(rows) / limit))

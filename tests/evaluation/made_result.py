@@ -9,14 +9,14 @@ from typing import Any, cast
 import numpy as np
 
 from service.data.run_folder import RowsFile
-from service.evaluation.every_head import EveryHead
-from service.evaluation.gather import Gathered
-from service.evaluation.main_table import Run
-from service.evaluation.methods.base import Material
+from service.evaluation.head_probes import HeadProbes
+from service.evaluation.methods.base import MethodInputs
 from service.evaluation.options import OURS, RESIDUAL, EvaluateOptions, Source
-from service.evaluation.set_run import SetRun
-from service.evaluation.splits import Split, fit_split, outer_splits, residual_split
+from service.evaluation.prepare import PreparedSet
+from service.evaluation.set_result import SetResult
+from service.evaluation.splits import Split, fit_split, outer_splits, residual_depth_mean
 from service.fitting.fit import Readouts
+from service.fitting.nested_cv import FoldScores
 from service.readout import Geometry, Pooling, Site
 from service.risk import depth_mean
 
@@ -27,7 +27,7 @@ OPTIONS = EvaluateOptions(
 COUNT = 240
 
 
-def made_material(folder: Path, *, name: str, seed: int, strength: float = 0.35, share: float = 0.5) -> Material:
+def made_inputs(folder: Path, *, name: str, seed: int, strength: float = 0.35, share: float = 0.5) -> MethodInputs:
     """Groups of two rows; a_l = noise + (class + own level) x direction of the head, on a scale that grows by layer."""
     rng = np.random.default_rng(seed)
     group = np.arange(COUNT) // 2
@@ -44,7 +44,7 @@ def made_material(folder: Path, *, name: str, seed: int, strength: float = 0.35,
         path = folder / f"{name}-{site}.f32"
         rows.reshape(GEOMETRY.num_layers, COUNT, -1).astype("<f4").tofile(path)
         sites[site] = Readouts(RowsFile(path, GEOMETRY, site, COUNT), np.arange(COUNT), label)
-    return Material(
+    return MethodInputs(
         label=label,
         group=group,
         heads=sites[Site.ATTENTION_HEAD],
@@ -54,18 +54,22 @@ def made_material(folder: Path, *, name: str, seed: int, strength: float = 0.35,
     )
 
 
-def made_run(folder: Path, *, name: str = "made", seed: int = 0, strength: float = 0.35, share: float = 0.5) -> SetRun:
+def made_result(
+    folder: Path, *, name: str = "made", seed: int = 0, strength: float = 0.35, share: float = 0.5
+) -> SetResult:
     """Real fits of our method and of the residual stream; the best head and noise for the other methods."""
-    material = made_material(folder, name=name, seed=seed, strength=strength, share=share)
-    splits = [fit_split(material, *one, OPTIONS) for one in outer_splits(material, OPTIONS)]
+    inputs = made_inputs(folder, name=name, seed=seed, strength=strength, share=share)
+    splits = [fit_split(inputs, *one, OPTIONS) for one in outer_splits(inputs, OPTIONS)]
     rng = np.random.default_rng(1)
-    runs = {
-        OURS: [_run(split, -depth_mean(split.test_trajectory)) for split in splits],
-        RESIDUAL: [_run(split, -residual_split(material, split, OPTIONS)[0]) for split in splits],
-        "iti": [_run(split, -split.test_trajectory[:, split.every.auroc.max(axis=1).argmax()]) for split in splits],
+    scores = {
+        OURS: [fold_scores(split, -depth_mean(split.test_trajectory)) for split in splits],
+        RESIDUAL: [fold_scores(split, -residual_depth_mean(inputs, split, OPTIONS)) for split in splits],
+        "iti": [
+            fold_scores(split, -split.test_trajectory[:, split.probes.auroc.max(axis=1).argmax()]) for split in splits
+        ],
     }
     for reference in ("first-token-max-prob", "prompt-length"):
-        runs[reference] = [_run(split, rng.standard_normal(len(split.test))) for split in splits]
+        scores[reference] = [fold_scores(split, rng.standard_normal(len(split.test))) for split in splits]
     folds = [split for split in splits if split.seed == 0]
     pooled: dict[tuple[Site, Pooling], list[np.ndarray]] = {
         (Site.ATTENTION_HEAD, pooling): [
@@ -74,28 +78,28 @@ def made_run(folder: Path, *, name: str = "made", seed: int = 0, strength: float
         for pooling in Pooling
         if pooling is not Pooling.LAST_1
     }
-    return SetRun(gathered(material, name), splits, runs, None, pooled)
+    return SetResult(prepared(inputs, name), splits, scores, None, pooled)
 
 
-def gathered(material: Material, name: str) -> Gathered:
+def prepared(inputs: MethodInputs, name: str) -> PreparedSet:
     """As much of it as tables ask for."""
     rows = cast(Any, SimpleNamespace(name=name))
     nothing = cast(Any, None)
-    return Gathered(rows, material, np.full(len(material.label), ""), {}, nothing, np.arange(COUNT), {})
+    return PreparedSet(rows, inputs, np.full(len(inputs.label), ""), {}, nothing, np.arange(COUNT), {})
 
 
-def _run(split: Split, score: np.ndarray) -> Run:
-    return Run(split.seed, split.fold, split.test, score)
+def fold_scores(split: Split, score: np.ndarray) -> FoldScores:
+    return FoldScores(split.seed, split.fold, split.test, score)
 
 
-def scripted_run(
+def scripted_result(
     logits: np.ndarray,
     label: np.ndarray,
     *,
     quality: np.ndarray | None = None,
     scale: np.ndarray | None = None,
     name: str = "scripted",
-) -> SetRun:
+) -> SetResult:
     """A run whose every head's logits [n, m, K] are what they are; two folds of one seed, no readouts behind them.
 
     The training side's trajectories are those of head 0.  quality, scale [m, K]: training AUROC, within-class spread.
@@ -107,12 +111,12 @@ def scripted_run(
     splits = []
     for fold, test in enumerate(sides):
         train = sides[1 - fold]
-        every = EveryHead(
+        probes = HeadProbes(
             np.full((layers, heads, 2), 0.5**0.5), np.zeros((layers, heads)), scale, quality, logits[test].astype("f4")
         )
         crossed = [logits[rows, :-1, 0] + 0.5 * np.sin(np.arange(layers - 1)) for rows in (train, test)]
-        splits.append(Split(0, fold, train, test, 1.0, every, logits[train, :, 0], crossed[0], crossed[1]))
-    runs = {OURS: [_run(split, -depth_mean(split.test_trajectory)) for split in splits]}
+        splits.append(Split(0, fold, train, test, 1.0, probes, logits[train, :, 0], crossed[0], crossed[1]))
+    scores = {OURS: [fold_scores(split, -depth_mean(split.test_trajectory)) for split in splits]}
     nothing = cast(Any, None)
-    material = Material(label, np.arange(count), nothing, None, np.zeros((count, 2)), np.zeros(count, np.int64))
-    return SetRun(gathered(material, name), splits, runs, None)
+    inputs = MethodInputs(label, np.arange(count), nothing, nothing, np.zeros((count, 2)), np.zeros(count, np.int64))
+    return SetResult(prepared(inputs, name), splits, scores, None)

@@ -1,4 +1,4 @@
-"""What is sent."""
+"""Requests: body, headers, argument checks."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ import pytest
 
 from service.api.request_schema import ScoreRequest
 from service.client import AsyncClient, Client, Generate, ScoreOptions
-from service.client.question import body_of
+from service.client.request import request_body
 from tests.client import bodies
-from tests.client.conftest import MakeFace
+from tests.client.blocking import Handler
+from tests.client.conftest import MakeClient
 
 GOOD: list[dict[str, Any]] = [
     {"prompt": "a"},
@@ -30,21 +31,21 @@ GOOD: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("options", GOOD)
 def test_the_service_takes_what_we_send(options: dict[str, Any]) -> None:
-    taken = ScoreRequest.model_validate_json(body_of(cast(ScoreOptions, options)))
-    sent = json.loads(body_of(cast(ScoreOptions, options)))
+    taken = ScoreRequest.model_validate_json(request_body(cast(ScoreOptions, options)))
+    sent = json.loads(request_body(cast(ScoreOptions, options)))
     assert set(sent) == {name for name, value in options.items()}
     for name in sent:
         assert getattr(taken, name) is not None
 
 
 def test_a_stream_asks_for_an_answer() -> None:
-    assert json.loads(body_of({"prompt": "a"}, stream=True)) == {"prompt": "a", "generate": {}, "stream": True}
-    assert ScoreRequest.model_validate_json(body_of({"prompt": "a"}, stream=True)).stream
+    assert json.loads(request_body({"prompt": "a"}, stream=True)) == {"prompt": "a", "generate": {}, "stream": True}
+    assert ScoreRequest.model_validate_json(request_body({"prompt": "a"}, stream=True)).stream
 
 
 def test_what_is_not_given_is_not_sent() -> None:
     options: ScoreOptions = {"prompt": "a", "threshold": None, "include": (), "generate": None}
-    assert json.loads(body_of(options)) == {"prompt": "a"}
+    assert json.loads(request_body(options)) == {"prompt": "a"}
     assert Generate(max_tokens=3).body() == {"max_tokens": 3}
 
 
@@ -54,7 +55,7 @@ def test_the_options_are_the_services_fields() -> None:
 
 @pytest.mark.parametrize(
     ("options", "error", "says"),
-    [({}, ValueError, "none of them"), ({"prompt": "a", "input_ids": [1]}, ValueError, "prompt and input_ids"),
+    [({}, ValueError, "exactly one"), ({"prompt": "a", "input_ids": [1]}, ValueError, "exactly one"),
      ({"promt": "a"}, TypeError, "'promt'"), ({"prompt": "a", "include": "trajectory"}, TypeError, "include="),
      ({"prompt": "a", "generate": {"max_tokens": 3}}, TypeError, "Generate"),
      ({"prompt": "a", "generate": Generate(stop="x")}, TypeError, "stop="),
@@ -62,15 +63,10 @@ def test_the_options_are_the_services_fields() -> None:
      ({"input_ids": [1.5]}, TypeError, "integer"), ({"input_ids": "abc"}, TypeError, "integer")],
 )  # fmt: skip
 def test_wrong_arguments_fail_before_anything_is_sent(
-    face: MakeFace, options: Any, error: type[Exception], says: str
+    make_client: MakeClient, options: Any, error: type[Exception], says: str
 ) -> None:
     sent: list[httpx.Request] = []
-
-    def handler(request: httpx.Request) -> httpx.Response:
-        sent.append(request)
-        return httpx.Response(200, json=bodies.result())
-
-    client = face(handler)
+    client = make_client(recording(sent))
     for call in (client.score, client.stream):
         with pytest.raises(error, match=says) as caught:
             call(**options)
@@ -79,15 +75,18 @@ def test_wrong_arguments_fail_before_anything_is_sent(
     assert sent == []
 
 
-def test_headers_and_paths(face: MakeFace) -> None:
-    seen: list[httpx.Request] = []
-
+def recording(requests: list[httpx.Request]) -> Handler:
     def handler(request: httpx.Request) -> httpx.Response:
-        seen.append(request)
+        requests.append(request)
         return httpx.Response(200, json=bodies.result())
 
-    face(handler, base_url="https://host.test/guard/", api_key="k1").score(prompt="é")
-    face(handler).score(prompt="a")
+    return handler
+
+
+def test_headers_and_paths(make_client: MakeClient) -> None:
+    seen: list[httpx.Request] = []
+    make_client(recording(seen), base_url="https://host.test/guard/", api_key="k1").score(prompt="é")
+    make_client(recording(seen)).score(prompt="a")
     assert [str(request.url) for request in seen] == [
         "https://host.test/guard/v1/risk/score", "http://guard.test/v1/risk/score",
     ]  # fmt: skip
@@ -98,26 +97,26 @@ def test_headers_and_paths(face: MakeFace) -> None:
 
 
 @pytest.mark.parametrize("key", ["", "a b", "key\n", "schlüssel", "a\rb"])
-def test_a_key_no_header_can_hold_is_refused_unseen(face: MakeFace, key: str) -> None:
+def test_a_key_no_header_can_hold_is_refused_unseen(make_client: MakeClient, key: str) -> None:
     with pytest.raises(ValueError, match="api_key") as caught:
-        face(lambda _: httpx.Response(200), api_key=key)
+        make_client(lambda _: httpx.Response(200), api_key=key)
     assert not key or key not in str(caught.value)
 
 
 @pytest.mark.parametrize(
     "address", ["", "127.0.0.1:8765", "ftp://host", "http://", "http://host?x=1", "http://user:pass@host", "http://h:x"]
 )
-def test_an_address_that_is_none_is_refused(face: MakeFace, address: str) -> None:
+def test_an_address_that_is_none_is_refused(make_client: MakeClient, address: str) -> None:
     with pytest.raises(ValueError, match="base_url") as caught:
-        face(lambda _: httpx.Response(200), base_url=address)
+        make_client(lambda _: httpx.Response(200), base_url=address)
     assert "pass@" not in str(caught.value)
 
 
-def test_nothing_is_read_from_the_environment(face: MakeFace, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_read_from_the_environment(make_client: MakeClient, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy"):
         monkeypatch.setenv(name, "http://proxy.invalid:1")
     monkeypatch.setenv("HALLUTRACER_API_KEY", "from-the-environment")
-    client = face().client
+    client = make_client().client
     assert client._http._mounts == {}
     assert "authorization" not in client._http.headers
 

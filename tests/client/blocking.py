@@ -1,4 +1,4 @@
-"""Both clients behind one blocking interface, so that each test runs against either."""
+"""Either client behind one blocking interface, so that every test runs against both."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 
 from service.client import AsyncClient, Client
-from service.client.stream import AnswerBase
+from service.client.stream import BaseAnswer
 
 Handler = Callable[[httpx.Request], httpx.Response]
 
@@ -32,18 +32,18 @@ class Time:
         self.sleep(seconds)
 
 
-class Face:
-    """One client, sync or async; ``time`` counts its sleeping where it has none of the real."""
+class BlockingClient:
+    """One client, sync or async; ``time`` is its scripted clock."""
 
     def __init__(self, kind: str, base_url: str, handler: Handler | None = None, **options: Any) -> None:
         self.time = Time()
         self.kind = kind
-        made: dict[str, Any] = {}
+        scripted: dict[str, Any] = {}
         if handler is not None:
             sleep = self.time.sleep if kind == "sync" else self.time.asleep
-            made = {"transport": httpx.MockTransport(handler), "clock": self.time.clock, "sleep": sleep}
-            made["draw"] = lambda: 0.5
-        self.client: Any = (Client if kind == "sync" else AsyncClient)(base_url, **made | options)
+            scripted = {"transport": httpx.MockTransport(handler), "clock": self.time.clock, "sleep": sleep}
+            scripted["draw"] = lambda: 0.5
+        self.client: Any = (Client if kind == "sync" else AsyncClient)(base_url, **scripted | options)
         self._loop = asyncio.new_event_loop()
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
@@ -54,8 +54,8 @@ class Face:
         return lambda **options: self._loop.run_until_complete(method(**options))
 
     def stream(
-        self, *, take: int | None = None, look: Callable[[AnswerBase], Any] = lambda _: None, **options: Any
-    ) -> tuple[AnswerBase, list[str]]:
+        self, *, take: int | None = None, look: Callable[[BaseAnswer], Any] = lambda _: None, **options: Any
+    ) -> tuple[BaseAnswer, list[str]]:
         """Read a stream: call ``look`` once the risk is there, then take all pieces, or the first ``take``."""
         if self.kind == "sync":
             with self.client.stream(**options) as answer:
@@ -64,8 +64,8 @@ class Face:
         return self._loop.run_until_complete(self._stream(take, look, options))
 
     async def _stream(
-        self, take: int | None, look: Callable[[AnswerBase], Any], options: dict[str, Any]
-    ) -> tuple[AnswerBase, list[str]]:
+        self, take: int | None, look: Callable[[BaseAnswer], Any], options: dict[str, Any]
+    ) -> tuple[BaseAnswer, list[str]]:
         pieces: list[str] = []
         async with self.client.stream(**options) as answer:
             look(answer)

@@ -1,0 +1,157 @@
+"""From a finished evaluation to its files: report.html, report.md, results.json."""
+
+from __future__ import annotations
+
+import json
+import platform
+import shlex
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import service
+from probes_store.durable import atomic_write
+from service.errors import TrainingError
+from service.evaluation.main_table import pooled_ranks
+from service.evaluation.options import OURS
+from service.evaluation.page import figures
+from service.evaluation.page.html import to_html
+from service.evaluation.page.markdown import to_markdown
+from service.evaluation.page.report_data import Claim, Figure, ReportData, Section
+from service.evaluation.run import EvaluationResult
+from service.evaluation.set_result import SetResult
+from service.fitting.calibration import fit_classifier
+from service.paper.ablations import MEAN, depth_curve
+from service.paper.ablations_readout import READOUT
+from service.paper.claims import claims
+from service.paper.published import PUBLISHED
+from service.paper.structure import TRAJECTORY
+from service.paper.structure_readouts import READOUTS, geometry_by_layer
+from service.paper.table_spec import TableSpec, make_tables
+
+SECTIONS: Mapping[str, Sequence[TableSpec]] = {
+    "Does the mean suffice?": MEAN,
+    "Readout and heads": READOUT,
+    "Level and shape": TRAJECTORY,
+    "Geometry": READOUTS,
+}
+"""The paper suite's sections after the first, and their tables."""
+
+FILES = ("report.html", "report.md", "results.json")
+_PAPER = (
+    "Tables named after the paper's carry its published numbers, folded under them: other models, other prompts, so a "
+    "comparison of patterns and not of digits."
+)
+
+
+def write_report(evaluation: EvaluationResult, command: str) -> list[Path]:
+    """Write all files into the run's folder.  Raises TrainingError where a figure cannot be computed."""
+    data = report_data(evaluation, command)
+    tables = [table for section in data.sections for table in section.tables]
+    verdicts = [f"- **{claim.verdict}**: {claim.claim} {claim.evidence}" for claim in data.claims]
+    intro = f"# {data.title}\n\n" + "\n".join(verdicts)
+    document = {
+        "facts": data.facts,
+        "claims": [asdict(claim) for claim in data.claims],
+        "tables": {table.name: table.document() for table in tables},
+    }
+    text = json.dumps(_plain(document), indent=1, ensure_ascii=False) + "\n"
+    paths = [evaluation.options.out / name for name in FILES]
+    for path, content in zip(paths, (to_html(data), to_markdown(tables, intro), text), strict=True):
+        atomic_write(path, content.encode())
+    return paths
+
+
+def report_data(evaluation: EvaluationResult, command: str) -> ReportData:
+    """All sections; the main suite has the first only."""
+    options, identity, results = evaluation.options, evaluation.identity, evaluation.sets
+    main = [evaluation.main] + ([evaluation.subsets] if evaluation.subsets is not None else [])
+    detection = [figure for result in results for figure in _detection(result, evaluation.titles)]
+    sections = [Section("Detection", _PAPER, main, detection)]
+    judged: list[Claim] = []
+    if options.suite == "paper":
+        drawings = {
+            "Does the mean suffice?": [figures.depth_subsampling(depth_curve(results))],
+            "Level and shape": [
+                _named(figures.trajectories(result.trajectory(0), result.label), result) for result in results
+            ],
+            "Geometry": list(_geometry(results)),
+        }
+        sections += [
+            Section(title, "", make_tables(specs, results), drawings.get(title, ()))
+            for title, specs in SECTIONS.items()
+        ]
+        judged = claims(results, [table for section in sections[1:] for table in section.tables])
+    return ReportData(
+        title=f"HalluTracer on {identity.model}",
+        facts={
+            "model": {"name": identity.model, "revision": identity.revision, "architecture": identity.architecture,
+                      "dtype": identity.dtype, "layers": identity.geometry.num_layers,
+                      "heads": identity.geometry.num_heads, "head_dim": identity.geometry.head_dim,
+                      "fingerprint": identity.fingerprint},
+            "protocol": {"seeds": options.seeds, "folds": options.folds,
+                         "inner folds": options.inner_folds,
+                         "splits": "stratified, group-disjoint; everything learned comes from the training side"},
+            "versions": {"hallutracer": service.__version__, "python": platform.python_version(),
+                         "numpy": np.__version__, "torch": version("torch"), "scikit-learn": version("scikit-learn")},
+            "command": command,
+            "seconds, this run": round(evaluation.seconds),
+        },
+        claims=judged,
+        sections=sections,
+        published=PUBLISHED,
+    )  # fmt: skip
+
+
+def _detection(result: SetResult, titles: Mapping[str, str]) -> list[Figure]:
+    """ROC and precision-recall of all methods, and our reliability, from the first seed's test sides."""
+    label = result.label
+    ranks = {titles[name]: pooled_ranks(len(label), scores) for name, scores in result.scores.items()}
+    calibrated = np.full(len(label), np.nan)
+    for split in result.folds(0):
+        inside = split.train_trajectory.mean(axis=1)[:, None]
+        classifier = fit_classifier(inside, label[split.train])
+        calibrated[split.test] = classifier.risk(split.test_trajectory.mean(axis=1)[:, None])
+    return [
+        _named(figures.roc_pr(label, ranks), result),
+        _named(figures.reliability(label, {titles[OURS]: calibrated}), result),
+    ]
+
+
+def _geometry(results: Sequence[SetResult]) -> Iterator[Figure]:
+    """The figure of every set whose numbers are all defined; the table's notes give the reasons for the others."""
+    for result in results:
+        try:
+            cosines, energy, dim = geometry_by_layer(result)
+        except TrainingError:
+            continue
+        if np.isfinite(energy).all():
+            yield _named(figures.geometry(cosines, energy, dim), result)
+
+
+def _named(figure: Figure, result: SetResult) -> Figure:
+    """The figure with its set's name before caption and alternative text."""
+    return replace(figure, caption=f"{result.title}: {figure.caption}", alt=f"{result.title}: {figure.alt}")
+
+
+def command_line() -> str:
+    """This process's command, quoted for a shell."""
+    return shlex.join(["hallutracer", *sys.argv[1:]])
+
+
+def _plain(value: Any) -> Any:
+    """NumPy's numbers as Python's; what is not finite becomes null."""
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, np.generic):
+        return _plain(value.item())
+    if isinstance(value, float) and not np.isfinite(value):
+        return None
+    return value
