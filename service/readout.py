@@ -14,6 +14,8 @@ from enum import StrEnum
 import numpy as np
 from numpy.typing import NDArray
 
+from probes_store.tensors import ProbeTensors
+
 
 class Site(StrEnum):
     """Where in a block the readout is taken."""
@@ -83,3 +85,8 @@ class Probes:
     direction: NDArray[np.float32]
     bias: NDArray[np.float32]
     scale: NDArray[np.float32]
+
+    @classmethod
+    def of(cls, site: Site, stored: ProbeTensors) -> Probes:
+        """The stored probes of one site."""
+        return cls(site, stored.head, stored.direction, stored.bias, stored.scale)

@@ -56,12 +56,6 @@ class RiskReport:
         return self.verdict.decision
 
 
-def probes_of(bundle: Bundle) -> Probes:
-    """What the engine needs of a bundle."""
-    tensors = bundle.probes
-    return Probes(Site(bundle.manifest.readout.site), tensors.head, tensors.direction, tensors.bias, tensors.scale)
-
-
 def signal_vector(
     result: PrefillResult, trajectory: NDArray[np.float64], signals: Sequence[str]
 ) -> NDArray[np.float64]:
@@ -86,7 +80,7 @@ class Scorer:
         self.engine = engine
         self.bundle = bundle
         self.prompt_format = as_prompt_format(bundle.manifest.prompt_format)
-        self.probes = probes_of(bundle)
+        self.probes = Probes.of(Site(bundle.manifest.readout.site), bundle.probes)
         self._signals = bundle.manifest.signals
         self._weight = np.array(bundle.manifest.classifier.weight, np.float64)
         self.needs_first_token = len(self._signals) > 1

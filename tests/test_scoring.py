@@ -17,9 +17,9 @@ from service.engines.scheduler import Scheduled
 from service.engines.scripted import ScriptedEngine
 from service.errors import EmptyPrompt, EngineError, NonFiniteReadout, RequestError
 from service.guard import BLOCK, GATE, OBSERVE, Decision, judge
-from service.readout import Site
+from service.readout import Probes, Site
 from service.risk import depth_mean, risk, truth_logits
-from service.scoring import Scorer, probes_of
+from service.scoring import Scorer
 from tests.engine_kinds import KINDS, engine_of
 from tests.matching import GOLDEN, INTERCEPT, WEIGHT, matching_bundle
 
@@ -143,7 +143,7 @@ def test_no_gate_where_nothing_is_ended(scorer: Scorer) -> None:
 def test_weights_go_to_their_signals(tmp_path: Path, script: ScriptedEngine) -> None:
     plain = matching_bundle(script, tmp_path, "plain")
     weight = np.array([WEIGHT, 0.5, -0.25])
-    results = script.score(GOLDEN, [probes_of(plain)], first_token=True)
+    results = script.score(GOLDEN, [Probes.of(Site.ATTENTION_HEAD, plain.probes)], first_token=True)
     signals: Any = np.array(
         [
             (depth_mean(one.trajectories[0]), one.first_token.entropy, one.first_token.log_max_prob)

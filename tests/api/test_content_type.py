@@ -7,9 +7,9 @@ from fastapi import FastAPI
 from fastapi.testclient import TestClient
 
 from service.api import error_handlers
-from service.api.metrics import Metrics
 from service.api.middleware import RequestFrame
 from service.api.request_schema import ScoreRequest
+from service.serving.metrics import Metrics
 
 BODY = b'{"prompt": "a"}'
 

@@ -209,13 +209,16 @@ def _direct(shape: str, cache: Path, threads: int | None) -> None:
     import torch
 
     from service.prompts import as_prompt_format, render
-    from service.scoring import probes_of
+    from service.readout import Probes, Site
 
     if threads is not None:
         torch.set_num_threads(threads)
     engine, store = load(shape, cache)
     bundle = store.load(_prepare(shape, cache)["bundles"][0])
-    probes, prompt_format = [probes_of(bundle)], as_prompt_format(bundle.manifest.prompt_format)
+    probes, prompt_format = (
+        [Probes.of(Site(bundle.manifest.readout.site), bundle.probes)],
+        as_prompt_format(bundle.manifest.prompt_format),
+    )
     print(json.dumps({"threads": torch.get_num_threads(), "max_batch_tokens": engine.max_batch_tokens}), flush=True)
 
     def ids_of(prompts: list[list[int] | str]) -> list[list[int]]:
