@@ -1,38 +1,79 @@
-"""An app on a real socket, served by uvicorn in a thread: for what a test client cannot show."""
+"""Services to test against: the app in a thread on a scripted engine, and ``hallutracer serve`` as a process."""
 
 from __future__ import annotations
 
+import os
+import re
+import signal
 import socket
+import subprocess
+import sys
+import tempfile
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, Self
 
 import httpx
 import uvicorn
+from fastapi.testclient import TestClient
 
 from service.api.app import create_app
 from service.engines.scripted import ScriptedEngine
+from service.guard import Policy
+from service.policies import built_in
 from service.scoring import Scorer
 from service.serving.state import ServiceState
 from service.settings import ServiceSettings
 from tests.engine_kinds import KINDS, engine_of
 from tests.matching import matching_bundle
 
+ROOT = Path(__file__).parent.parent
 
-class Running:
-    """A service on the scripted engine, listening; ``kind`` is one of ``KINDS``."""
 
-    def __init__(self, tmp_path: Path, kind: str = KINDS[0], max_kv_tokens: int = 16_384, **settings: Any) -> None:
+class App:
+    """The app on a scripted engine; ``kind`` is one of ``KINDS``, ``names`` those of its bundles."""
+
+    def __init__(
+        self,
+        tmp_path: Path,
+        kind: str = KINDS[0],
+        *,
+        names: Sequence[str] = ("one", "two"),
+        policies: Mapping[str, Policy] = MappingProxyType({}),
+        resolve: Callable[[str], str] = str,
+        max_kv_tokens: int = 16_384,
+        **settings: Any,
+    ) -> None:
         self.engine = ScriptedEngine()
         self.served = engine_of(self.engine, kind, max_kv_tokens=max_kv_tokens)
-        self.bundles = [matching_bundle(self.engine, tmp_path, name, seed) for seed, name in enumerate(("one", "two"))]
+        self.bundles = [matching_bundle(self.engine, tmp_path, name, seed) for seed, name in enumerate(names)]
         self.state = ServiceState(
-            lambda: [Scorer(self.served, bundle) for bundle in self.bundles], settings=ServiceSettings(**settings)
+            lambda: [Scorer(self.served, bundle) for bundle in self.bundles],
+            resolve,
+            ServiceSettings(**settings),
+            built_in() | policies,
         )
         self.app = create_app(self.state)
+        self.client = TestClient(self.app, raise_server_exceptions=False)
+
+    @contextmanager
+    def started(self) -> Iterator[Self]:
+        """Ready, in this process and without a socket: ``client`` reaches it."""
+        with self.client:
+            until(lambda: self.state.is_ready)
+            yield self
+
+
+class Running(App):
+    """The app, listening."""
+
+    def __init__(self, tmp_path: Path, kind: str = KINDS[0], **options: Any) -> None:
+        super().__init__(tmp_path, kind, **options)
         self.server = uvicorn.Server(uvicorn.Config(self.app, log_level="warning", timeout_graceful_shutdown=10))
         self.socket = socket.create_server(("127.0.0.1", 0))
         self.port: int = self.socket.getsockname()[1]
@@ -42,11 +83,11 @@ class Running:
         return httpx.post(f"{self.url}/score", json=body, timeout=30)
 
     def metric(self, name: str) -> float:
-        """The sum of a metric's series, as a scraper reads it."""
-        lines = httpx.get(f"{self.url}/metrics").text.splitlines()
-        found = [float(line.rsplit(" ", 1)[1]) for line in lines if line.split("{")[0].split(" ")[0] == name]
-        assert found, f"{name} is not on /metrics"
-        return sum(found)
+        """The sum of a metric's series, as a scraper reads them."""
+        lines = [line.rpartition(" ") for line in httpx.get(f"{self.url}/metrics").text.splitlines()]
+        values = [float(value) for series, _, value in lines if series.partition("{")[0] == name]
+        assert values, f"{name} is not on /metrics"
+        return sum(values)
 
 
 @contextmanager
@@ -70,3 +111,47 @@ def until(condition: Any, seconds: float = 20.0) -> None:
     while not condition():
         assert time.monotonic() < end, "the condition never became true"
         time.sleep(0.01)
+
+
+@dataclass(frozen=True)
+class Served:
+    """A ``hallutracer serve`` that runs."""
+
+    url: str
+    process: subprocess.Popen[str]
+    errors: Path
+
+    def log(self) -> str:
+        """What it has written to stderr."""
+        return self.errors.read_text()
+
+
+@contextmanager
+def serve(*arguments: str, **variables: str) -> Iterator[Served]:
+    """``hallutracer serve`` as a user starts it, on a free port, once it is ready; ended afterwards.
+
+    No variable of ours is inherited.
+    """
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(("HALLUTRACER_", "RAG_"))}
+    own = {"HALLUTRACER_THREADS": "1", "PYTHONUNBUFFERED": "1", "PYTHONPATH": str(ROOT)}
+    with tempfile.NamedTemporaryFile("w") as errors:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "service.cli", "serve", "--port", "0", *arguments], cwd=ROOT, text=True,
+            stdout=subprocess.PIPE, stderr=errors, env=inherited | own | variables, start_new_session=True,
+        )  # fmt: skip
+        assert process.stdout is not None
+        try:
+            lines: list[str] = []
+            while not lines or not lines[-1].startswith("API reference"):
+                lines.append(process.stdout.readline())
+                assert lines[-1], "".join(lines) + Path(errors.name).read_text()[-3000:]
+            address = re.search(r"listening on (http://[^\s,]+)", "".join(lines))
+            assert address, lines
+            threading.Thread(target=process.stdout.read, daemon=True).start()  # a full pipe would stop the service
+            yield Served(address[1], process, Path(errors.name))
+            process.terminate()
+            process.wait(60)
+        finally:
+            with suppress(ProcessLookupError):  # with what it has started, vLLM's processes among them
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()

@@ -8,7 +8,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from service.demo.picture import KNOWN, UNKNOWN
 from service.demo.questions import questions
 from service.engines.base import EngineOptions, Sampling
 from service.engines.transformers.engine import TransformersEngine
+from tests.running import Served, serve
 
 ROOT = Path(__file__).parent.parent
 
@@ -107,38 +107,29 @@ def test_half_precision_passes_the_golden_replay(tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, subprocess.Popen[str]]]:
-    store = tmp_path_factory.mktemp("store")
-    process = subprocess.Popen(
-        [sys.executable, "-m", "service.cli", "serve", "--port", "0"],
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment(store), cwd=ROOT,
-    )  # fmt: skip
-    assert process.stdout is not None
-    address = ""
-    for line in process.stdout:
-        if found := re.search(r"listening on (http://\S+),", line):
-            address = found.group(1)
-        if line.startswith("API reference"):
-            break
-    assert address, "the service never said that it is ready"
-    yield address, process
-    process.kill()
-    process.wait()
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    with serve(HALLUTRACER_STORE=str(tmp_path_factory.mktemp("store"))) as service:
+        yield service
 
 
-def post(service: tuple[str, Any], **body: Any) -> Any:
-    return httpx.post(f"{service[0]}/score", json=body, timeout=60).json()
+@pytest.fixture
+def service(served: Served) -> str:
+    return served.url
 
 
-def events(service: tuple[str, Any], **body: Any) -> list[Any]:
-    text = httpx.post(f"{service[0]}/score", json=body | {"stream": True}, timeout=60).text
+def post(service: str, **body: Any) -> Any:
+    return httpx.post(f"{service}/score", json=body, timeout=60).json()
+
+
+def events(service: str, **body: Any) -> list[Any]:
+    text = httpx.post(f"{service}/score", json=body | {"stream": True}, timeout=60).text
     lines = [line.removeprefix("data: ") for line in text.split("\n\n") if line]
     assert lines.pop() == "[DONE]"
     return [json.loads(line) for line in lines]
 
 
-def test_curl_answers(service: tuple[str, subprocess.Popen[str]]) -> None:
-    assert httpx.get(f"{service[0]}/health/ready").json()["bundles"] == ["demo:1", "demo-fused:1"]
+def test_curl_answers(service: str) -> None:
+    assert httpx.get(f"{service}/health/ready").json()["bundles"] == ["demo:1", "demo-fused:1"]
     body = post(service, prompt=[KNOWN, UNKNOWN], generate={"max_tokens": 16})
     known, unknown = body["data"]
     assert known["risk"] < known["threshold"] <= unknown["risk"]
@@ -147,7 +138,7 @@ def test_curl_answers(service: tuple[str, subprocess.Popen[str]]) -> None:
     assert body["model"] == "hallutracer-demo"
 
 
-def test_streams_and_answers_equal_the_engines_own_greedy_ones(service: tuple[str, subprocess.Popen[str]]) -> None:
+def test_streams_and_answers_equal_the_engines_own_greedy_ones(service: str) -> None:
     engine = TransformersEngine.load(EngineOptions(str(MODEL_DIR)))
     texts = [row["prompt"] for row in questions("dev")[::150]]
     ids = [engine.render_chat([{"role": "user", "content": text}]) for text in texts]
@@ -167,26 +158,20 @@ def test_streams_and_answers_equal_the_engines_own_greedy_ones(service: tuple[st
     assert 0 < gated < len(texts)
 
 
-def test_a_list_gives_the_risks_of_single_prompts(service: tuple[str, subprocess.Popen[str]]) -> None:
+def test_a_list_gives_the_risks_of_single_prompts(service: str) -> None:
     prompts = [KNOWN, UNKNOWN, "What is the chemical symbol of gold?", "Which country is Aba in, I wonder?"]
     together = [row["risk"] for row in post(service, prompt=prompts)["data"]]
     alone = [post(service, prompt=prompt)["data"][0]["risk"] for prompt in prompts]
     assert together == pytest.approx(alone, abs=1e-5)
 
 
-def test_a_prompt_beyond_the_context_is_refused(service: tuple[str, subprocess.Popen[str]]) -> None:
+def test_a_prompt_beyond_the_context_is_refused(service: str) -> None:
     error = post(service, prompt="why " * 2000)["error"]
     assert error["code"] == "prompt_too_long"
 
 
-def test_ctrl_c_ends_it_cleanly(service: tuple[str, subprocess.Popen[str]]) -> None:
+def test_ctrl_c_ends_it_cleanly(served: Served) -> None:
     # Last in the file: it ends the module's service.
-    _, process = service
-    process.send_signal(signal.SIGINT)
-    for _ in range(200):
-        if process.poll() is not None:
-            break
-        time.sleep(0.05)
-    assert process.returncode in (0, 130, -signal.SIGINT)
-    assert process.stdout is not None
-    assert "Traceback" not in process.stdout.read()
+    served.process.send_signal(signal.SIGINT)
+    assert served.process.wait(60) in (0, 130, -signal.SIGINT)
+    assert "Traceback" not in served.log()

@@ -5,14 +5,13 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
@@ -22,6 +21,7 @@ import pytest
 from probes_store.bundle import Bundle, BundleDraft
 from probes_store.store import SHIPPED, Store
 from tests.engines.vllm.installed import vllm_or_skip
+from tests.running import Served, serve
 
 vllm_or_skip()
 
@@ -30,43 +30,34 @@ EAGER = ("--engine", "vllm", "--engine-arg", "enforce_eager=true")
 STARTING_S = 240.0
 
 
-@contextmanager
-def serving(folder: Path, *arguments: str) -> Iterator[tuple[str, subprocess.Popen[str]]]:
-    """The service's address once it is ready, and its process."""
-    command = [sys.executable, "-m", "service.cli", "serve", "--port", "0", *EAGER, *arguments]
-    with (folder / "log").open("w") as log:
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, start_new_session=True)
-    try:
-        assert process.stdout is not None
-        address = re.search(r"http://\S+[0-9]", process.stdout.readline())
-        assert address, (folder / "log").read_text()
-        until = time.monotonic() + STARTING_S
-        while httpx.get(f"{address[0]}/health/ready").status_code != 200:
-            assert process.poll() is None, (folder / "log").read_text()[-3000:]
-            assert time.monotonic() < until, "not ready in time"
-            time.sleep(0.5)
-        yield address[0], process
-    finally:
-        process.send_signal(signal.SIGTERM)
-        try:
-            process.wait(60)
-        finally:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-
-
 def draft_of(bundle: Bundle) -> BundleDraft:
     """The same bundle, to be published as another version of ``mine``."""
     manifest = dataclasses.replace(bundle.manifest, name="mine")
     return BundleDraft(manifest, bundle.probes, bundle.golden, bundle.evaluation(), bundle.card())
 
 
+@dataclass(frozen=True)
+class Service:
+    served: Served
+    store: Store  # has two versions of ``mine``: what demo and demo-fused are
+
+
 @pytest.fixture(scope="module")
-def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with serving(tmp_path_factory.mktemp("vllm"), "--bundle", "demo", "--bundle", "demo-fused") as (url, process):
-        yield url
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(60) == 0  # a service that drained as it was told has not failed
+def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    folder = tmp_path_factory.mktemp("vllm")
+    store = Store(folder / "store", fallbacks=[SHIPPED])
+    for source in ("demo", "demo-fused"):
+        store.publish(draft_of(store.load(source)))
+    store.set_alias("mine", "production", 1)
+    bundles = [f"--bundle={name}" for name in ("demo", "demo-fused", "mine@production")]
+    with serve(*EAGER, *bundles, HALLUTRACER_STORE=str(folder / "store")) as served:
+        yield Service(served, store)
+    assert served.process.returncode == 0  # a service that drained has not failed
+
+
+@pytest.fixture
+def service(started: Service) -> str:
+    return started.served.url
 
 
 def post(url: str, **body: object) -> httpx.Response:
@@ -138,32 +129,29 @@ def test_an_answer_whose_reader_leaves_is_ended(service: str) -> None:
     raise AssertionError("still decoding")
 
 
-def test_a_bundle_is_swapped_while_it_serves(tmp_path: Path) -> None:
-    books = Store(tmp_path / "store", fallbacks=[SHIPPED])
-    for source in ("demo", "demo-fused"):
-        books.publish(draft_of(books.load(source)))
-    books.set_alias("mine", "production", 1)
-    with serving(tmp_path, "--bundle", "mine@production", "--store", str(tmp_path / "store")) as (url, process):
-        before = post(url, prompt=UNKNOWN).json()
-        books.set_alias("mine", "production", 2)
-        process.send_signal(signal.SIGHUP)
-        until = time.monotonic() + 60
-        while (after := post(url, prompt=UNKNOWN).json())["bundle"]["version"] == 1 and time.monotonic() < until:
-            assert after["data"][0]["risk"] == pytest.approx(before["data"][0]["risk"], abs=1e-5)
-        assert after["bundle"]["version"] == 2
-        assert after["data"][0]["risk"] == pytest.approx(0.8018, abs=1e-4)
+def test_a_bundle_is_swapped_while_it_serves(started: Service) -> None:
+    def ask() -> tuple[int, float]:
+        answer = post(started.served.url, prompt=UNKNOWN, bundle="mine").json()
+        return answer["bundle"]["version"], answer["data"][0]["risk"]
+
+    assert ask() == (1, pytest.approx(0.8138, abs=1e-4))
+    started.store.set_alias("mine", "production", 2)
+    started.served.process.send_signal(signal.SIGHUP)
+    until = time.monotonic() + 60
+    while (answer := ask())[0] == 1 and time.monotonic() < until:
+        assert answer[1] == pytest.approx(0.8138, abs=1e-4)
+    assert answer == (2, pytest.approx(0.8018, abs=1e-4))
 
 
-def test_a_service_whose_vllm_dies_says_so_and_exits(tmp_path: Path) -> None:
-    with serving(tmp_path) as (url, process):
-        children = subprocess.run(["ps", "-eo", "pid,pgid,args"], capture_output=True, text=True).stdout.splitlines()
-        cores = [int(line.split()[0]) for line in children if f" {process.pid} " in line and "EngineCore" in line]
-        assert cores, children
-        for pid in cores:
-            os.kill(pid, signal.SIGKILL)
-        assert process.wait(60) == 1
-        assert httpx.URL(url).port
-    assert "engine" in (tmp_path / "log").read_text()
+@pytest.mark.long
+def test_a_service_whose_vllm_dies_says_so_and_exits() -> None:
+    with serve(*EAGER) as served:
+        processes = subprocess.run(["ps", "-eo", "pid,ppid,args"], capture_output=True, text=True).stdout.splitlines()
+        cores = [line.split() for line in processes if "EngineCore" in line]
+        [core] = [int(pid) for pid, parent, *_ in cores if int(parent) == served.process.pid]
+        os.kill(core, signal.SIGKILL)
+        assert served.process.wait(60) == 1
+        assert "engine" in served.log()
 
 
 def test_train_on_vllm_gives_the_bundle_that_transformers_gives(tmp_path: Path) -> None:

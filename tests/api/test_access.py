@@ -14,34 +14,18 @@ import pytest
 from fastapi.routing import APIRoute
 from fastapi.testclient import TestClient
 
-from service.api.app import create_app
 from service.api.auth import HEALTH, METRICS
 from service.api.request_log import JsonLines
-from service.engines.scheduler import Scheduled
-from service.engines.scripted import ScriptedEngine
 from service.guard import Action, Policy
-from service.policies import built_in
-from service.scoring import Scorer
-from service.serving.state import ServiceState
-from service.settings import ServiceSettings
-from tests.matching import matching_bundle
-from tests.running import until
+from tests.running import App
 
 KEY = {"authorization": "Bearer sesame"}
 
 
 @contextmanager
-def client(tmp_path: Path, policies: dict[str, Policy] | None = None, **settings: Any) -> Iterator[TestClient]:
-    engine = ScriptedEngine()
-    bundle = matching_bundle(engine, tmp_path)
-    state = ServiceState(
-        lambda: [Scorer(Scheduled(engine), bundle)],
-        settings=ServiceSettings(**settings),
-        policies=built_in() | (policies or {}),
-    )
-    with TestClient(create_app(state), raise_server_exceptions=False) as opened:
-        until(lambda: state.is_ready)
-        yield opened
+def client(tmp_path: Path, **options: Any) -> Iterator[TestClient]:
+    with App(tmp_path, names=["tiny"], **options).started() as app:
+        yield app.client
 
 
 def paths(opened: TestClient) -> list[tuple[str, str]]:
@@ -118,7 +102,7 @@ def test_cors_is_off_unless_an_origin_is_named(tmp_path: Path) -> None:
 
 def test_policies_and_whose_threshold_counts(tmp_path: Path) -> None:
     support = Policy("support", Action.ABSTAIN, threshold=0.0, message="Ask Ada.")
-    with client(tmp_path, {"support": support}, policy="support", threshold=1.0) as opened:
+    with client(tmp_path, policies={"support": support}, policy="support", threshold=1.0) as opened:
 
         def row(**body: Any) -> Any:
             answer = opened.post("/score", json={"prompt": "a", **body})

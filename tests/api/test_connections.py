@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import json
 import socket
 import threading
 import time
-from collections.abc import AsyncGenerator, Iterator
+from collections import Counter
+from collections.abc import AsyncGenerator, Iterator, MutableMapping
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ import pytest
 
 from service.engines.base import Update
 from tests.engine_kinds import KINDS
-from tests.running import Running, running, until
+from tests.running import App, Running, running, until
 
 both_kinds = pytest.mark.parametrize("kind", KINDS)
 
@@ -157,7 +159,7 @@ def test_what_cannot_be_scored_gets_its_documented_error(
 def test_a_deadline_under_way_is_an_event(service: Running) -> None:
     service.engine.answer = "x" * 400
     service.engine.sleep_s = 0.01
-    response = service.post(prompt="a", generate={"max_tokens": 400}, threshold=1, stream=True, deadline_ms=300)
+    response = service.post(prompt="a", generate={"max_tokens": 400}, threshold=1, stream=True, deadline_ms=1500)
     assert events(response.text)[-1]["error"]["code"] == "deadline_exceeded"
     until(lambda: idle(service))
 
@@ -184,7 +186,7 @@ def test_clients_that_leave_take_their_work_with_them(service: Running) -> None:
     holder.close()
     assert 'errors_total{code="client_closed_request"} 4.0' in httpx.get(f"{service.url}/metrics").text
 
-    service.engine.before, service.engine.sleep_s = None, 0.005
+    service.engine.before, service.engine.sleep_s = None, 0.02
     streaming = send(service, answer | {"stream": True})
     text = b""
     while b"risk.list" not in text:
@@ -226,6 +228,48 @@ def test_a_reader_that_takes_nothing_is_let_go(tmp_path: Path, kind: str, monkey
         until(lambda: idle(service))
         for connection in readers:
             connection.close()
+
+
+@both_kinds
+def test_a_backlog_of_pieces_does_not_hold_the_event_loop(tmp_path: Path, kind: str) -> None:
+    service = App(tmp_path, kind, max_new_tokens=500)
+    service.engine.answer = "x" * 500
+    body = json.dumps({"prompt": "a", "threshold": 1, "generate": {"max_tokens": 500}, "stream": True}).encode()
+    requests = [{"type": "http.request", "body": body}]
+    turns, decoded = 0, False
+    sent_in_turn: Counter[int] = Counter()
+
+    async def receive() -> dict[str, Any]:
+        if not requests:
+            await asyncio.Event().wait()
+        return requests.pop()
+
+    async def send(message: MutableMapping[str, Any]) -> None:
+        nonlocal decoded
+        while not decoded and "body" in message:  # the first write: until the whole answer waits to be written
+            await asyncio.sleep(0.05)
+            decoded = service.engine.counters.open_continuations == 0
+        sent_in_turn[turns] += message.get("body", b"").count(b"completion.chunk")
+
+    async def count_turns() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    async def stream() -> None:
+        counting = asyncio.create_task(count_turns())
+        async with service.app.router.lifespan_context(service.app):
+            while not service.state.is_ready:
+                await asyncio.sleep(0.01)
+            headers = [(b"content-type", b"application/json")]
+            scope = {"type": "http", "method": "POST", "path": "/score", "query_string": b"", "headers": headers}
+            await service.app(scope, receive, send)
+        counting.cancel()
+
+    asyncio.run(stream())
+    assert sent_in_turn.total() == 501
+    assert max(sent_in_turn.values()) <= 64
 
 
 @both_kinds

@@ -194,7 +194,6 @@ def read(folder: Path | str, ready: bool = True) -> bytes:
 
 
 def line(stream: IO[str] | None) -> str:
-    assert stream is not None
     return stream.readline().strip()
 
 

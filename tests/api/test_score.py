@@ -14,45 +14,28 @@ from fastapi.testclient import TestClient
 
 from probes_store.errors import BundleNotFound
 from service.api.app import create_app
-from service.engines.scripted import ScriptedEngine
 from service.scoring import Scorer
 from service.serving.state import ServiceState
-from service.settings import ServiceSettings
-from tests.engine_kinds import KINDS, engine_of
-from tests.matching import matching_bundle
-from tests.running import until
+from tests.engine_kinds import KINDS
+from tests.running import App, until
 
 
-class Service:
+class Service(App):
     """A running app with its engine in reach."""
-
-    def __init__(self, tmp_path: Path, kind: str) -> None:
-        self.engine = ScriptedEngine()
-        self.served = engine_of(self.engine, kind)
-        self.bundles = [matching_bundle(self.engine, tmp_path, name, seed) for seed, name in enumerate(("one", "two"))]
-        settings = ServiceSettings(max_body_bytes=20_000, max_prompts=8)
-        self.state = ServiceState(
-            lambda: [Scorer(self.served, bundle) for bundle in self.bundles], self.resolve, settings
-        )
-        self.client = TestClient(create_app(self.state), raise_server_exceptions=False)
-
-    def resolve(self, reference: str) -> str:
-        if reference != "two@canary":
-            raise BundleNotFound(f"no {reference}")
-        return "two:1"
 
     def post(self, **body: Any) -> Any:
         return self.client.post("/score", json=body)
 
 
+def resolve(reference: str) -> str:
+    if reference != "two@canary":
+        raise BundleNotFound(f"no {reference}")
+    return "two:1"
+
+
 @pytest.fixture(params=KINDS)
 def service(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Service]:
-    service = Service(tmp_path, request.param)
-    with service.client as client:
-        for _ in range(500):
-            if client.get("/health/ready").status_code == 200:
-                break
-            time.sleep(0.01)
+    with Service(tmp_path, request.param, resolve=resolve, max_body_bytes=20_000, max_prompts=8).started() as service:
         yield service
 
 

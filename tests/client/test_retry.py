@@ -89,7 +89,7 @@ def test_the_last_error_is_the_one_raised(make_client: MakeClient) -> None:
 @pytest.mark.parametrize("max_retries", [0, 1, 4])
 def test_at_most_max_retries(make_client: MakeClient, max_retries: int) -> None:
     script = Script(httpx.ConnectError("refused"))
-    with pytest.raises(TransportError, match="is the service running there"):
+    with pytest.raises(TransportError, match="running"):
         make_client(script, max_retries=max_retries).score(prompt="a")
     assert len(script.seen) == max_retries + 1
 

@@ -6,6 +6,8 @@ import dataclasses
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -31,13 +33,13 @@ from tests.running import Running, running, until
 KEY = "test-key"
 ANSWER = "It is so."
 OPEN, SHUT = 1.0, 0.0  # thresholds that let everything or nothing through
+SETTINGS: dict[str, Any] = {"api_keys": (KEY,), "max_prompts": 4, "max_queue": 4, "deadline_s": 20.0}
 LONG = "Ωmega, then a rather long answer: " * 40  # two-byte characters, one byte a token
 
 
 @pytest.fixture(scope="module")
 def module_service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    folder = tmp_path_factory.mktemp("bundles")
-    with running(folder, api_keys=(KEY,), max_prompts=4, max_queue=4, deadline_s=20.0) as service:
+    with running(tmp_path_factory.mktemp("bundles"), **SETTINGS) as service:
         yield service
 
 
@@ -164,8 +166,14 @@ def test_catalogue(client: BlockingClient, service: Running) -> None:
 
 
 @contextmanager
-def held(service: Running) -> Iterator[Callable[[], None]]:
-    """The engine stands still inside one request's forward pass until the block ends or calls what it got."""
+def held(folder: Path) -> Iterator[tuple[Running, Callable[[], None]]]:
+    """A new service, which has measured no speed, held in a request's forward pass until the block ends or calls."""
+    with running(folder, **SETTINGS) as service, holding(service) as let_go:
+        yield service, let_go
+
+
+@contextmanager
+def holding(service: Running) -> Iterator[Callable[[], None]]:
     entered, release = threading.Event(), threading.Event()
 
     def block(_: str) -> None:
@@ -184,19 +192,19 @@ def held(service: Running) -> Iterator[Callable[[], None]]:
             first.join(30)
 
 
-def test_a_deadline_and_a_timeout(make_client: MakeClient, service: Running) -> None:
-    with held(service):
+def test_a_deadline_and_a_timeout(make_client: MakeClient, tmp_path: Path) -> None:
+    with held(tmp_path) as (service, _):
         with pytest.raises(DeadlineExceeded):
             make_client(base_url=service.url, api_key=KEY).score(prompt="a", deadline_ms=50)
         with pytest.raises(TimedOut, match=r"within 0\.2 s"):
             make_client(base_url=service.url, api_key=KEY, timeout=0.2).score(prompt="a")
 
 
-def test_a_full_queue_is_said_and_then_waited_for(make_client: MakeClient, service: Running) -> None:
+def test_a_full_queue_is_said_and_then_waited_for(make_client: MakeClient, tmp_path: Path) -> None:
     slept: list[float] = []
-    with held(service) as let_go, Client(service.url, api_key=KEY) as other:
-        four = threading.Thread(target=other.score, kwargs={"prompt": ["a"] * 4})
-        four.start()
+    with held(tmp_path) as (service, let_go), Client(service.url, api_key=KEY) as other:
+        three = threading.Thread(target=other.score, kwargs={"prompt": ["a"] * 3})
+        three.start()
         try:
             until(lambda: service.metric("hallutracer_queue_depth") == 4)
             with pytest.raises(Overloaded) as caught:
@@ -206,7 +214,7 @@ def test_a_full_queue_is_said_and_then_waited_for(make_client: MakeClient, servi
             def sleep(seconds: float) -> None:
                 slept.append(seconds)
                 let_go()
-                four.join(30)
+                three.join(30)
 
             async def asleep(seconds: float) -> None:
                 sleep(seconds)
@@ -216,7 +224,7 @@ def test_a_full_queue_is_said_and_then_waited_for(make_client: MakeClient, servi
             assert patient.score(prompt="b").data
         finally:
             let_go()
-            four.join(30)
+            three.join(30)
     assert len(slept) == 1
     assert slept[0] >= caught.value.retry_after
 

@@ -1,4 +1,4 @@
-"""deploy/nginx/nginx.conf run by a real nginx, and replicas that misbehave as told.  Knows nothing of scores."""
+"""deploy/nginx/nginx.conf run by a real nginx, in front of replicas with scripted faults."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class Balancer:
 
 @contextmanager
 def balancing(folder: Path, replicas: tuple[str, str], *edits: Edit) -> Iterator[Balancer]:
-    """nginx in front of two replicas; on another port where somebody was faster to take it."""
+    """nginx in front of two replicas on a free port; another where it was taken meanwhile."""
     nginx = binary("nginx")
     for _ in range(5):
         port = free_port()
@@ -97,7 +97,7 @@ def _listens(port: int, process: subprocess.Popen[bytes]) -> bool:
 
 @dataclass
 class Replica:
-    """A server that behaves as told; ``began`` counts the requests that reached it."""
+    """A server with a scripted behaviour; ``began`` holds the ids of the requests that reached it."""
 
     behave: Callable[[BaseHTTPRequestHandler], None]
     address: str = ""

@@ -1,4 +1,4 @@
-"""What no linter knows of the manifests: pods, selectors, claims, network policies.  Knows no compose file."""
+"""Checks of the Kubernetes manifests that no linter makes: pods, selectors, claims, network policies."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.deploy import packaging as p
 
 
 def kustomized(root: Path) -> Iterator[str]:
-    """A file that no kustomization names is a file that nobody applies; examples are left out on purpose."""
+    """A file that no kustomization names is never applied; examples are left out on purpose."""
     for folder in p.kustomizations(root):
         [kustomization] = p.documents(folder / "kustomization.yaml")
         named = {*kustomization["resources"], *(patch.get("path") for patch in kustomization.get("patches", []))}

@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import re
-import subprocess
-import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -14,13 +10,12 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from threading import Thread
 from typing import Any
 
 import httpx
 
 from service.demo.picture import KNOWN, UNKNOWN
-from tests.deploy.prometheus_server import ROOT
+from tests.running import serve
 
 MAX_QUEUE = 8
 BUNDLES = ("demo", "demo-fused")
@@ -29,26 +24,8 @@ BUNDLES = ("demo", "demo-fused")
 @contextmanager
 def serving(store: Path) -> Iterator[str]:
     """The service's address, once it is ready."""
-    environment = os.environ | {"HALLUTRACER_STORE": str(store), "HALLUTRACER_THREADS": "1", "PYTHONUNBUFFERED": "1"}
-    process = subprocess.Popen(
-        [sys.executable, "-m", "service.cli", "serve", "--port", "0", "--max-queue", str(MAX_QUEUE)],
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment, cwd=ROOT,
-    )  # fmt: skip
-    assert process.stdout is not None
-    try:
-        said, address = [], ""
-        for line in process.stdout:
-            said.append(line)
-            if found := re.search(r"listening on (http://\S+),", line):
-                address = found.group(1)
-            if line.startswith("API reference"):
-                break
-        assert address, "".join(said)
-        Thread(target=process.stdout.read, daemon=True).start()  # a full pipe would stop the service
-        yield address
-    finally:
-        process.terminate()
-        process.wait(timeout=60)
+    with serve(f"--max-queue={MAX_QUEUE}", HALLUTRACER_STORE=str(store)) as service:
+        yield service.url
 
 
 @dataclass

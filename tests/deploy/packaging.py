@@ -1,4 +1,4 @@
-"""The packaging files as data, under any root, so that a test can seed a fault in a copy.  Knows no rule for them."""
+"""The packaging files as data, under any root, so that a test can seed a fault in a copy."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def dockerfile(root: Path) -> list[Step]:
 
 
 def environment(root: Path, target: str = "runtime") -> dict[str, str]:
-    """What an image sets for every process: the ENV of its stage and of those it stands on."""
+    """The environment that an image sets: ENV of its stage and of the stages it is built from."""
     steps = dockerfile(root)
     chain = [target]
     stages = {step.stage for step in steps}

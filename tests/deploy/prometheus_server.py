@@ -81,7 +81,7 @@ class Prometheus:
 
 @contextmanager
 def running(config: Path, storage: Path) -> Iterator[Prometheus]:
-    """Start the server on a free port; another port where somebody was faster to take it."""
+    """Start the server on a free port; try another where it was taken meanwhile."""
     for _ in range(5):
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))

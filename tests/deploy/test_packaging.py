@@ -51,7 +51,7 @@ def schema_errors(found: list[p.Document], version: str) -> list[str]:
 
 
 def copy_of(tmp_path: Path) -> Path:
-    """The packaging files in a folder of their own; the sources, which nobody edits, by a link."""
+    """A copy of the packaging files; the sources, which no test edits, are linked."""
     for part in p.PARTS:
         source = p.ROOT / part
         (shutil.copytree if source.is_dir() else shutil.copy)(source, tmp_path / part)
@@ -218,7 +218,7 @@ def test_a_seeded_fault_is_found(tmp_path: Path, path: str, old: str, new: str, 
 def second_opinion(tool: str) -> list[str]:
     """A tool that no Python package brings, where this machine or .tools/ has it.  Never required, whatever else is:
     the schemas and ``checks`` cover the same files, and no package that deploy/tools.sh could fetch has both tools.
-    Compose 1 is left out: it knows no ``restart: true`` and is no longer maintained."""
+    Compose 1 is left out: it has no ``restart: true`` and is no longer maintained."""
     if tool == "docker-compose" and shutil.which("docker") and _runs(["docker", "compose", "version"]):
         return ["docker", "compose"]
     path = shutil.which(tool, path=f"{os.environ['PATH']}:{p.ROOT / '.tools/bin'}")

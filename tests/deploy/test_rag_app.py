@@ -20,6 +20,7 @@ from fastapi.testclient import TestClient
 from service.client import AsyncClient
 from service.demo.picture import KNOWN, UNKNOWN
 from tests.client import bodies
+from tests.running import serve
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "deploy" / "sidecar"
@@ -40,24 +41,8 @@ def key_file(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture(scope="module")
 def guard(tmp_path_factory: pytest.TempPathFactory, key_file: str) -> Iterator[str]:
     store = str(tmp_path_factory.mktemp("store"))
-    process = subprocess.Popen(
-        [sys.executable, "-m", "service.cli", "serve", "--port", "0"], cwd=ROOT, text=True,
-        stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
-        env=environment(HALLUTRACER_STORE=store, HALLUTRACER_THREADS="1", HALLUTRACER_API_KEY_FILE=key_file),
-    )  # fmt: skip
-    assert process.stdout is not None
-    try:
-        address = ""
-        for line in process.stdout:
-            if found := re.search(r"listening on (http://\S+),", line):
-                address = found.group(1)
-            if line.startswith("API reference"):
-                break
-        assert address, "the service never said that it is ready"
-        yield address
-    finally:
-        process.terminate()
-        process.wait(60)
+    with serve(HALLUTRACER_STORE=store, HALLUTRACER_API_KEY_FILE=key_file) as service:
+        yield service.url
 
 
 @pytest.fixture

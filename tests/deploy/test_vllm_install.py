@@ -52,7 +52,7 @@ def test_the_cpu_list_has_nothing_for_cuda() -> None:
 
 
 def test_the_cpu_list_is_whole() -> None:
-    """--no-deps asks nobody: every requirement of every package of the list is met by the list, the pins or torch."""
+    """Installed with --no-deps: each requirement of each package is met by the list, the pins or torch."""
     listed = pins(CPU)
     try:
         installed = {name: metadata.requires(name) for name in listed if name != "six"}

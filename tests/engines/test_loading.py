@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -100,7 +101,7 @@ def test_a_fingerprint_reads_every_shard(folder: Path):
     (folder / "model-2.safetensors").write_bytes(content)
     assert folder_fingerprint(folder) != whole
     (folder / "model-2.safetensors").unlink()
-    with pytest.raises(ModelLoadError, match="names model-2.safetensors, which is not there"):
+    with pytest.raises(ModelLoadError, match="model-2.safetensors"):
         load(folder)
 
 
@@ -123,39 +124,34 @@ def test_no_such_folder():
     assert not loading.looks_like_path("owner/model")
 
 
-def test_no_config(folder: Path):
-    (folder / "config.json").unlink()
-    with pytest.raises(ModelLoadError, match=r"has no config\.json"):
-        load(folder)
+def without(*patterns: str) -> Callable[[Path], None]:
+    def remove(folder: Path) -> None:
+        for file in [file for pattern in patterns for file in folder.glob(pattern)]:
+            file.unlink()
+
+    return remove
 
 
-def test_no_weights(folder: Path):
-    (folder / "model.safetensors").unlink()
-    with pytest.raises(ModelLoadError, match=r"has no weights; expected model\.safetensors"):
-        load(folder)
-
-
-def test_a_broken_config_and_broken_weights(folder: Path):
-    (folder / "model.safetensors").write_bytes(b"\x08\0\0\0\0\0\0\0notjson!")
-    with pytest.raises(ModelLoadError, match="weights of .* cannot be loaded"):
-        load(folder)
-    (folder / "config.json").write_text("{")
-    with pytest.raises(ModelLoadError, match="configuration of .* cannot be loaded"):
-        load(folder)
-
-
-def test_weights_that_lack_a_parameter_are_not_filled_with_noise(folder: Path):
+def without_a_parameter(folder: Path) -> None:
     tensors = load_file(folder / "model.safetensors")
     del tensors["model.layers.1.self_attn.o_proj.weight"]
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ModelLoadError, match=r"lacks 1 parameter.*layers\.1\.self_attn\.o_proj"):
-        load(folder)
 
 
-def test_no_tokenizer(folder: Path):
-    for file in folder.glob("*token*"):
-        file.unlink()
-    with pytest.raises(ModelLoadError, match="tokenizer of .* cannot be loaded"):
+@pytest.mark.parametrize(
+    ("damage", "cause"),
+    [
+        (without("config.json"), r"config\.json"),
+        (without("model.safetensors"), r"model\.safetensors"),
+        (without("*token*"), "tokenizer"),
+        (lambda folder: (folder / "config.json").write_text("{"), "configuration"),
+        (lambda folder: (folder / "model.safetensors").write_bytes(b"\x08\0\0\0\0\0\0\0notjson!"), "weights"),
+        (without_a_parameter, r"layers\.1\.self_attn\.o_proj"),  # and it is not filled with noise
+    ],
+)
+def test_a_damaged_folder_is_refused_with_the_cause(folder: Path, damage: Callable[[Path], object], cause: str) -> None:
+    damage(folder)
+    with pytest.raises(ModelLoadError, match=cause):
         load(folder)
 
 

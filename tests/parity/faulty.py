@@ -16,7 +16,7 @@ from service.engines.vllm.worker import Worker
 
 
 class RowTooEarly(Worker):
-    """Reads the row before t*: a neighbour's, or a prompt's last but one."""
+    """Reads the row before t*: another prompt's, or the last but one."""
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         """In this worker's process only."""

@@ -1,4 +1,4 @@
-"""Tiny random models of every family, on disk, in shapes that vLLM's CPU attention takes.  Knows no engine."""
+"""Tiny random models of every family, on disk, in shapes that vLLM's CPU attention takes."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ class Question:
     prompt: tuple[int, ...]
     bundles: tuple[int, ...]  # whose probes read it, at both sites
     sampling: Sampling | None  # None: the onset is all
-    cancelled: bool  # whoever asked goes away after a few tokens
+    cancelled: bool  # the client leaves after a few tokens
 
 
 def questions(count: int = PROMPTS, seed: int = 5) -> list[Question]:

