@@ -1,4 +1,4 @@
-"""The site's configuration.  `make docs` builds it into build/docs/; sources are Markdown pages of the whole checkout."""
+"""The site's configuration.  `make docs` builds it into build/docs/ from Markdown pages of the whole checkout."""
 
 from __future__ import annotations
 

@@ -21,7 +21,9 @@ NOT_FOLLOWED = {"id", "created"}  # fields of an answer that differ each time
 
 
 def pages_that(wanted: Any) -> list[Any]:
-    return [pytest.param(page, id=str(page.relative_to(ROOT))) for page, found in ALL.items() if any(map(wanted, found))]
+    return [
+        pytest.param(page, id=str(page.relative_to(ROOT))) for page, found in ALL.items() if any(map(wanted, found))
+    ]
 
 
 @pytest.fixture(scope="module")
