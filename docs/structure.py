@@ -30,6 +30,7 @@ ROLES = {
     "service.risk": ("the method: truth logits, depth mean, risk", REQUEST),
     "service.readout": ("sites, positions, shapes", REQUEST),
     "probes_store": ("the bundle format and the store", GROUND),
+    "service.options": ("flag, variable or file: an option's value", GROUND),
     "service.errors": ("every error", GROUND),
     "service.settings": ("settings", GROUND),
     "service.client": ("the Python client", GROUND),

@@ -150,10 +150,24 @@ class DataError(TrainingError):
     status, code = 500, "bad_data"
 
     def __init__(self, source: str, problems: Sequence[str], *, shown: int = 20) -> None:
-        head = "\n".join(f"  {problem}" for problem in problems[:shown])
-        more = f"\n  ... and {len(problems) - shown} more" if len(problems) > shown else ""
+        grouped = _grouped(problems)
+        head = "\n".join(f"  {problem}" for problem in grouped[:shown])
+        more = f"\n  ... and {len(grouped) - shown} more kinds" if len(grouped) > shown else ""
         super().__init__(f"{source}: {len(problems)} problem(s); nothing was done\n{head}{more}")
         self.problems = list(problems)
+
+
+def _grouped(problems: Sequence[str]) -> list[str]:
+    """Each problem once, with its first line and how many more: ``line 3 and 597 more: 'id' is missing``."""
+    places: dict[str, list[str]] = {}
+    for problem in problems:
+        place, _, what = problem.partition(": ") if problem.startswith("line ") else ("", "", problem)
+        places.setdefault(what, []).append(place)
+    grouped = []
+    for what, lines in places.items():
+        more = f" and {len(lines) - 1} more" if len(lines) > 1 else ""
+        grouped.append(f"{lines[0]}{more}: {what}" if lines[0] else what)
+    return grouped
 
 
 class RunMismatch(TrainingError):

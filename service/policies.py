@@ -1,9 +1,9 @@
-"""Named policies: the built-in ones and those of a TOML file.  Knows no risk and no request.
+"""Named policies: the built-in ones and those of a TOML file.
 
 [support]                       # "policy": "support"
 action = "abstain"              # observe | abstain | block
 threshold = 0.4                 # optional: else the service's, else the bundle's
-message = "Let me ask a colleague."   # optional, with abstain: said instead of an answer
+message = "Let me ask a colleague."   # optional, with abstain: returned instead of an answer
 """
 
 from __future__ import annotations
@@ -17,15 +17,25 @@ from typing import Any
 
 from service.errors import HalluTracerError, RequestError
 from service.guard import BLOCK, GATE, OBSERVE, Action, Policy
+from service.settings import DEFAULT_MESSAGE
 
 NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
 KEYS = {"action", "threshold", "message"}
-DEFAULT_MESSAGE = "I am not sure."
 
 
 def built_in(message: str = DEFAULT_MESSAGE) -> dict[str, Policy]:
     """``observe``, ``gate`` (abstains, saying ``message``) and ``block``."""
     return {policy.name: policy for policy in (OBSERVE, replace(GATE, message=message), BLOCK)}
+
+
+def load_policies(path: Path | None, message: str, default: str) -> dict[str, Policy]:
+    """The built-in policies and the file's.  Raises HalluTracerError: no message, or no policy named ``default``."""
+    if not message.strip():
+        raise HalluTracerError("the abstain message must not be empty", param="abstain_message")
+    known = built_in(message) if path is None else read_policies(path, message)
+    if default not in known:
+        raise HalluTracerError(f"no policy {default!r}; there are {', '.join(sorted(known))}", param="policy")
+    return known
 
 
 def read_policies(path: Path, message: str = DEFAULT_MESSAGE) -> dict[str, Policy]:
@@ -47,21 +57,21 @@ def _policy(path: Path, name: str, table: Any, message: str) -> Policy:
     if not NAME.fullmatch(name):
         raise HalluTracerError(f"{where}: a name has lower-case letters, digits, '.', '_' and '-', at most 64")
     if not isinstance(table, Mapping):
-        raise HalluTracerError(f"{path}: {name!r} stands outside a table; write [policy-name] above it")
+        raise HalluTracerError(f"{path}: {name!r} is outside a table; write [policy-name] above it")
     if unknown := sorted(set(table) - KEYS):
         raise HalluTracerError(f"{where}: unknown key {unknown[0]!r}; known: {', '.join(sorted(KEYS))}")
     actions = ", ".join(Action)
     if table.get("action") not in list(Action):
         raise HalluTracerError(f"{where}: action must be one of {actions}, not {table.get('action')!r}")
     action = Action(table["action"])
-    threshold, said = table.get("threshold"), table.get("message")
+    threshold, own_message = table.get("threshold"), table.get("message")
     if threshold is not None and (isinstance(threshold, bool) or not isinstance(threshold, int | float)):
         raise HalluTracerError(f"{where}: threshold must be a number in [0, 1], not {threshold!r}")
-    if said is not None and (not isinstance(said, str) or not said.strip()):
+    if own_message is not None and (not isinstance(own_message, str) or not own_message.strip()):
         raise HalluTracerError(f"{where}: message must be a non-empty string")
-    if said is not None and action is not Action.ABSTAIN:
-        raise HalluTracerError(f"{where}: only action 'abstain' says a message; remove it or change the action")
+    if own_message is not None and action is not Action.ABSTAIN:
+        raise HalluTracerError(f"{where}: only action 'abstain' has a message; remove it or change the action")
     try:
-        return Policy(name, action, threshold, (said or message) if action is Action.ABSTAIN else None)
+        return Policy(name, action, threshold, (own_message or message) if action is Action.ABSTAIN else None)
     except RequestError as error:
         raise HalluTracerError(f"{where}: {error}") from None

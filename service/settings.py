@@ -1,46 +1,156 @@
-"""Frozen settings, and the names of the environment variables behind every command-line flag.
+"""The service's settings and the declarations behind flags, environment variables and configuration keys.
 
-The command line's parser is the only reader of the environment: it takes each name from ``env`` below.  Nothing else
-in the project looks at ``os.environ``, but for ``PROMETHEUS_MULTIPROC_DIR``, which is the metrics library's own.
+An option is declared once, as an annotated type (``Port = Annotated[int, option(...)]``) that a frozen dataclass
+gives a default.  ``--port``, ``HALLUTRACER_PORT`` and the configuration key ``port`` all follow from it, and
+``service.options`` reads them, for the command line and for the vLLM plugin.  Nothing else in the project reads a
+``HALLUTRACER_`` variable.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated, Any
+
+from cyclopts import Group, Parameter
 
 PREFIX = "HALLUTRACER_"
-
-
-def env(flag: str) -> str:
-    """The variable that stands for ``--flag``: ``max-batch-tokens`` -> ``HALLUTRACER_MAX_BATCH_TOKENS``."""
-    return PREFIX + flag.replace("-", "_").upper()
-
 
 DEFAULT_STORE = Path("~/.hallutracer/probes").expanduser()
 """Where bundles are published and looked up first; the bundles shipped with the package come second."""
 
+DEFAULT_MESSAGE = "I am not sure."
 
 KV_TOKENS = 16_384
-"""Prompt and answer tokens of all answers under way, unless said otherwise: each holds its keys and values."""
+"""Default for the prompt and answer tokens of all answers being decoded: each holds its keys and values."""
+
+SECRET = "KEY"  # the metavar of values that are never printed
+
+
+def env(flag: str) -> str:
+    """The variable behind ``--flag``: ``max-batch-tokens`` -> ``HALLUTRACER_MAX_BATCH_TOKENS``."""
+    return PREFIX + flag.removeprefix("--").replace("-", "_").upper()
+
+
+NEVER_EMPTY = (env("api-key"), env("api-key-file"))
+"""Variables that are an error when set to nothing: a missing key must not open the service."""
 
 
 @dataclass(frozen=True, slots=True)
+class Range:
+    """A validator: every number of the value is finite and within the bounds.  Raises ValueError."""
+
+    least: float = -math.inf
+    most: float = math.inf
+    positive: bool = False
+
+    def __call__(self, _hint: Any, value: Any) -> None:
+        """Called by cyclopts with the converted value."""
+        for number in value if isinstance(value, tuple) else (value,):
+            if number is None:
+                continue
+            if not math.isfinite(number):
+                raise ValueError("Must be a finite number.")
+            if not self.least <= number <= self.most or (self.positive and not number > 0):
+                raise ValueError(f"Must be {self}.")
+
+    def __str__(self) -> str:
+        if self.positive:
+            return "> 0"
+        if math.isinf(self.most):
+            return f">= {self.least:g}"
+        return f"{self.least:g} to {self.most:g}"
+
+
+def option(help: str, *names: str, limits: Range | None = None, secret: bool = False) -> Parameter:
+    """An option: its help, its name where the field's own will not do (then older names), and its limits.
+
+    A secret is masked wherever options are printed, and an empty variable for one is an error.
+    """
+    return Parameter(
+        name=tuple(f"--{name}" for name in names) or None,
+        help=f"{help} [{limits}]" if limits else help,
+        validator=limits,
+        metavar=SECRET if secret else None,
+        show_default=_shown,
+    )
+
+
+def _shown(default: Any) -> str | None:
+    """A default in the help: none where there is nothing to see, and the home folder as ~."""
+    if default in (None, (), "", False):
+        return None
+    return str(default).replace(str(Path.home()), "~", 1) if isinstance(default, Path) else str(default)
+
+
+def section(title: str, place: int) -> Parameter:
+    """Class decorator: the fields are options of their own, under this title in the help."""
+    return Parameter(name="*", group=Group(title, sort_key=place), negative_iterable="", negative_none="")
+
+
+AT_LEAST_1 = Range(1)
+
+Host = Annotated[str, option("Address to listen on.")]
+Port = Annotated[int, option("0: any free port.", limits=Range(0, 65535))]
+MaxBodyBytes = Annotated[int, option("Largest request body.", limits=Range(1024))]
+MaxPrompts = Annotated[int, option("Prompts in one request.", limits=AT_LEAST_1)]
+MaxCompletionTokens = Annotated[
+    int,
+    option("Upper limit of a request's generate.max_tokens.", "max-completion-tokens", "max-new-tokens",
+           limits=AT_LEAST_1),
+]  # fmt: skip
+MaxKvTokens = Annotated[
+    int, option("Prompt and answer tokens of all answers being decoded at once.", limits=AT_LEAST_1)
+]
+MaxQueue = Annotated[int, option("Prompts that may wait; further ones get 429.", limits=AT_LEAST_1)]
+MaxWaitMs = Annotated[
+    float, option("Batching delay: how long a batch may wait for further prompts.", limits=Range(0, 1000))
+]
+DeadlineS = Annotated[float, option("Longest time of one request; then 504.", limits=Range(positive=True))]
+DrainS = Annotated[
+    float, option("How long running requests may take to finish after SIGTERM or Ctrl-C.", limits=Range(0))
+]
+Threshold = Annotated[
+    float | None, option("Flag a prompt at or above this risk.  Default: the bundle's own.", limits=Range(0, 1))
+]
+PolicyName = Annotated[str, option("What happens to a flagged prompt where a request names no policy.")]
+ProtectMetrics = Annotated[bool, option("Require a key on /metrics too.")]
+CorsOrigins = Annotated[
+    tuple[str, ...],
+    option("Origin whose pages may call the service, repeatable.  Default: none.", "cors-origin"),
+]
+
+BundleNames = Annotated[
+    tuple[str, ...],
+    option("Bundle that reads the model, as name, name@alias or name:version; repeatable to serve several, the first "
+           "is the default.", "bundle"),
+]  # fmt: skip
+StoreFolder = Annotated[Path, option("Folder of published bundles; those shipped with the package are found as well.")]
+PoliciesFile = Annotated[
+    Path | None,
+    option("TOML file of named policies: [name] action = observe|abstain|block, threshold, message."),
+]
+AbstainMessage = Annotated[str, option("What an abstaining policy says instead of an answer.")]
+
+
+@section("Service", 30)
+@dataclass(frozen=True, kw_only=True)
 class ServiceSettings:
     """How the service listens, how much it takes on, and what it refuses."""
 
-    host: str = "127.0.0.1"  # loopback: opening up is a decision
-    port: int = 8765
-    max_body_bytes: int = 4 * 1024 * 1024
-    max_prompts: int = 256  # prompts in one request
-    max_new_tokens: int = 1024  # ceiling on generate.max_tokens
-    max_kv_tokens: int = KV_TOKENS
-    max_queue: int = 1024  # prompts that may wait
-    max_wait_ms: float = 2.0  # how long a batch waits for company, when there was some last time
-    deadline_s: float = 30.0  # a request's longest time, its own deadline_ms included
-    drain_s: float = 30.0  # how long running requests may go on once the service is asked to stop
-    threshold: float | None = None  # for policies that name none; None: each bundle's own
-    policy: str = "gate"  # for requests that name none
-    api_keys: tuple[str, ...] = ()  # none: open to whoever reaches the port
-    protect_metrics: bool = False
-    cors_origins: tuple[str, ...] = ()  # none: no cross-origin page may read an answer
+    host: Host = "127.0.0.1"  # loopback: opening up is a decision
+    port: Port = 8765
+    max_queue: MaxQueue = 1024
+    max_wait_ms: MaxWaitMs = 2.0  # only where the previous batch had more than one prompt
+    deadline_s: DeadlineS = 30.0  # a request's own deadline_ms included
+    drain_s: DrainS = 30.0
+    max_prompts: MaxPrompts = 256
+    max_new_tokens: MaxCompletionTokens = 1024
+    max_kv_tokens: MaxKvTokens = KV_TOKENS
+    max_body_bytes: MaxBodyBytes = 4 * 1024 * 1024
+    threshold: Threshold = None  # for policies that name none; None: each bundle's own
+    policy: PolicyName = "gate"  # for requests that name none
+    protect_metrics: ProtectMetrics = False
+    cors_origins: CorsOrigins = ()  # none: no cross-origin page may read an answer
+    api_keys: Annotated[tuple[str, ...], Parameter(parse=False)] = ()  # none: open to all that reach the port

@@ -27,6 +27,7 @@ LAYERS = [
     ["service.risk"],
     ["service.readout"],
     ["probes_store"],
+    ["service.options"],
     ["service.errors", "service.settings", "service.client"],
 ]
 RANK = {name: rank for rank, layer in enumerate(LAYERS) for name in layer}

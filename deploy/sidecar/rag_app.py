@@ -23,7 +23,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
+import cyclopts
 from fastapi import FastAPI, HTTPException, Request
 from pydantic import BaseModel, Field
 from rich.console import Console
@@ -228,14 +228,14 @@ async def _ask_all(questions: list[str]) -> Table:
     return table
 
 
-def main(questions: Annotated[list[str], typer.Argument(help="What to ask.")]) -> None:
+def main(*questions: str) -> None:
     """Ask each question and show what the guard decided."""
     try:
-        Console(markup=False, emoji=False).print(asyncio.run(_ask_all(questions)))
+        Console(markup=False, emoji=False).print(asyncio.run(_ask_all(list(questions))))
     except (ClientError, OSError, ValueError) as error:
-        typer.echo(f"error: {error}", err=True)
+        sys.stderr.write(f"error: {error}\n")
         sys.exit(1)
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    cyclopts.run(main)

@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-import typer
+import cyclopts
+from cyclopts import Parameter, validators
 from rag_app import Retriever, client_from_environment, demo_passages, with_passages
 
 from service.client import AsyncClient, Generate, Risk
@@ -97,16 +98,19 @@ def report(outcomes: Sequence[Outcome]) -> str:
 
 
 def main(
-    split: Annotated[str, typer.Option(help="train, dev or test.")] = "test",
-    limit: Annotated[int, typer.Option(min=1, help="At most this many questions, spread over the split.")] = 10**6,
-    bundle: Annotated[str, typer.Option(help="Which bundle reads the risk.")] = "demo",
+    *,
+    split: Annotated[str, Parameter(help="train, dev or test.")] = "test",
+    limit: Annotated[
+        int, Parameter(help="At most this many questions, spread over the split.", validator=validators.Number(gte=1))
+    ] = 10**6,
+    bundle: Annotated[str, Parameter(help="Which bundle reads the risk.")] = "demo",
 ) -> None:
     """Print the figures."""
     rows = questions(split)
     rows = rows[:: max(1, -(-len(rows) // limit))]
-    typer.echo(f"{len(rows)} questions of {split}, bundle {bundle}")
-    typer.echo(report(asyncio.run(_outcomes(rows, bundle))))
+    print(f"{len(rows)} questions of {split}, bundle {bundle}")
+    print(report(asyncio.run(_outcomes(rows, bundle))))
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    cyclopts.run(main)

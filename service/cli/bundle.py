@@ -2,33 +2,34 @@
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
+from cyclopts import Parameter
 
-from service.cli import options as o
-from service.cli.loading import open_store
-from service.settings import env
+from service.cli.loading import load_engine, load_scorers, open_store
+from service.cli.options import EngineChoice, Json, Reference, StoreOptions
+from service.cli.output import print_json, print_line
+from service.options import Common
+from service.settings import Range, option
 
 if TYPE_CHECKING:
     from probes_store.store import BundleSummary
 
-app = typer.Typer(help="Look at and check published probe bundles.", no_args_is_help=True)
-Reference = Annotated[str, typer.Argument(help="name, name@alias or name:version")]
+STORE, ENGINE, COMMON = StoreOptions(), EngineChoice(), Common()
 
 
-@app.command("list")
-def list_(store: o.StoreOption = o.STORE_DEFAULT, as_json: o.Json = False) -> None:
-    """List every bundle, damaged ones with their damage."""
+def list_(*, store: StoreOptions = STORE, as_json: Json = False, common: Common = COMMON) -> None:
+    """List every bundle; damaged ones with what is wrong."""
     rows = [_described(summary) for summary in open_store(store).list()]
     if as_json:
-        typer.echo(json.dumps(rows, indent=2))
-        return
-    if not rows:
-        typer.echo(f"no bundles in {store}")
+        print_json(rows)
         return
     from rich.console import Console
+
+    console = Console(highlight=False)
+    if not rows:
+        console.print(f"no bundles in {store.store}", markup=False)
+        return
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False)
@@ -39,7 +40,6 @@ def list_(store: o.StoreOption = o.STORE_DEFAULT, as_json: o.Json = False) -> No
         row["digest"] = (row["digest"] or "").removeprefix("sha256:")[:12]
         cells = (row[name] for name in columns)
         table.add_row(*("\n".join(cell) if isinstance(cell, list) else str(cell or "") for cell in cells))
-    console = Console(highlight=False)
     console.print(table)
     for row in rows:
         if row["problem"]:
@@ -60,47 +60,54 @@ def _described(summary: BundleSummary) -> dict[str, Any]:
     }
 
 
-@app.command()
-def show(reference: Reference, store: o.StoreOption = o.STORE_DEFAULT, as_json: o.Json = False) -> None:
+def show(
+    reference: Reference, /, *, store: StoreOptions = STORE, as_json: Json = False, common: Common = COMMON
+) -> None:
     """Print a bundle's model card, or its manifest with --json."""
     bundle = open_store(store).load(reference)
-    typer.echo((bundle.path / "bundle.json").read_text(encoding="utf-8") if as_json else bundle.card())
+    print_line((bundle.path / "bundle.json").read_text(encoding="utf-8") if as_json else bundle.card())
 
 
-@app.command()
 def verify(
     reference: Reference,
-    model: o.Model = None,
-    revision: o.Revision = None,
-    store: o.StoreOption = o.STORE_DEFAULT,
-    dtype: o.Dtype = "auto",
-    device: o.Device = "auto",
-    files_only: Annotated[
-        bool, typer.Option("--files-only", help="Check the files, load no model.", envvar=env("files-only"))
-    ] = False,
+    /,
+    *,
+    files_only: Annotated[bool, option("Check the files, load no model."), Parameter(negative="")] = False,
+    store: StoreOptions = STORE,
+    engine: EngineChoice = ENGINE,
+    common: Common = COMMON,
 ) -> None:
     """Check every byte, then replay the golden prompts on the model (default: the demo model)."""
     bundle = open_store(store).verify(reference)
-    typer.echo(f"{bundle.reference}: files match {bundle.manifest.digest}")
+    print_line(f"{bundle.reference}: files match {bundle.manifest.digest}")
     if files_only:
         return
-    from service.cli.loading import engine_options, load_engine, load_scorers
-
-    engine = load_engine(engine_options(model, revision, dtype, device, None), None)
-    load_scorers(engine, [bundle])
-    typer.echo(
+    loaded = load_engine(engine, bundles=[bundle])
+    try:
+        load_scorers(loaded, [bundle])
+    finally:
+        loaded.close()
+    print_line(
         f"{bundle.reference}: {len(bundle.golden.risk)} golden prompts gave the recorded risks on "
-        f"{engine.identity.model}"
+        f"{loaded.identity.model}"
     )
 
 
-@app.command()
 def alias(
-    name: Annotated[str, typer.Argument(help="Bundle name.")],
-    alias: Annotated[str, typer.Argument(help="production, canary, ...")],
-    version: Annotated[int, typer.Argument(min=1)],
-    store: o.StoreOption = o.STORE_DEFAULT,
+    name: Annotated[str, Parameter(help="Bundle name.", show_env_var=False)],
+    alias: Annotated[str, Parameter(help="production, canary, ...", show_env_var=False)],
+    version: Annotated[int, Parameter(help="Version.", show_env_var=False, validator=Range(1))],
+    /,
+    *,
+    store: StoreOptions = STORE,
+    common: Common = COMMON,
 ) -> None:
     """Point an alias at a version: the only thing about a published bundle that may change."""
     open_store(store).set_alias(name, alias, version)
-    typer.echo(f"{name}@{alias} -> {name}:{version}")
+    print_line(f"{name}@{alias} -> {name}:{version}")
+
+
+COMMANDS = (
+    "Look at and check published probe bundles.",
+    {"list": list_, "show": show, "verify": verify, "alias": alias},
+)

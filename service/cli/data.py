@@ -3,65 +3,54 @@
 from __future__ import annotations
 
 import json
-import sys
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
-import typer
+from cyclopts import Parameter
 
-from service.cli import options as o
+from service.cli.options import Json
+from service.cli.output import note, print_json, print_line
 from service.data.sets.registry import SETS, SetInfo, read_set
-from service.settings import env
+from service.errors import HalluTracerError
+from service.options import Common
+from service.settings import option
 
-app = typer.Typer(help="Turn public sets into training rows.", no_args_is_help=True)
-
-
-class Set(StrEnum):
-    """The names of ``SETS``, as the command line takes them."""
-
-    TRUTHFULQA = "truthfulqa"
-    TRUTHFULQA_REFERENCE = "truthfulqa-reference"
-    TRUEFALSE = "truefalse"
-    HALUEVAL2 = "halueval2"
-    HELM = "helm"
-    BFCL = "bfcl"
-    BFCL_ANSWERABLE = "bfcl-answerable"
+SetName = Literal[
+    "truthfulqa", "truthfulqa-reference", "truefalse", "halueval2", "helm", "bfcl", "bfcl-answerable"
+]  # the names of SETS
+COMMON = Common()
 
 
-@app.command()
 def convert(
-    name: Annotated[Set, typer.Argument(help="Which set; `hallutracer data list` describes them.")],
+    name: Annotated[SetName, Parameter(help="Which set; `hallutracer data list` describes them.", show_env_var=False)],
     folder: Annotated[
-        Path,
-        typer.Argument(
-            help="The folder you downloaded: the set's own, or the repository.", exists=True, file_okay=False
-        ),
+        Path, Parameter(help="The folder you downloaded: the set's own, or the repository.", show_env_var=False)
     ],
+    /,
+    *,
     allow_other_counts: Annotated[
         bool,
-        typer.Option(
-            "--allow-other-counts",
-            help="Convert although the number of rows is not the published one: another version, another benchmark.",
-            envvar=env("allow-other-counts"),
-        ),
+        option("Convert although the number of rows is not the published one: another version, another benchmark."),
+        Parameter(negative=""),
     ] = False,
+    common: Common = COMMON,
 ) -> None:
     """Print JSONL rows (id, prompt or messages, label or answers, group, kind); counts and caveats go to stderr.
 
-    \b
     hallutracer data convert truefalse ~/true_false_data > truefalse.jsonl
     """
+    if not folder.is_dir():
+        raise HalluTracerError(f"{folder} is not a folder")
     info = SETS[name]
     rows, counts = read_set(name, folder, allow_other_counts)
     for row in rows:
-        sys.stdout.write(json.dumps(row, ensure_ascii=False) + "\n")
-    told = ", ".join(f"{key} {value:,}" for key, value in counts.items())
-    typer.echo(f"{len(rows):,} rows of {info.title} ({told})", err=True)
+        print_line(json.dumps(row, ensure_ascii=False))
+    shown = ", ".join(f"{key} {value:,}" for key, value in counts.items())
+    note(f"{len(rows):,} rows of {info.title} ({shown})")
     if counts["read"] != info.rows:
-        typer.echo(f"not the published {info.rows:,} rows: another version is another benchmark", err=True)
-    typer.echo(f"label 0: {info.hallucinated}\n{info.caveat}", err=True)
-    typer.echo(f"train with: {_advice(info)}", err=True)
+        note(f"not the published {info.rows:,} rows: another version is another benchmark")
+    note(f"label 0: {info.hallucinated}\n{info.caveat}")
+    note(f"train with: {_advice(info)}")
 
 
 def _advice(info: SetInfo) -> str:
@@ -76,12 +65,11 @@ def _advice(info: SetInfo) -> str:
     return " ".join(parts)
 
 
-@app.command("list")
-def list_(as_json: o.Json = False) -> None:
+def list_(*, as_json: Json = False, common: Common = COMMON) -> None:
     """List the sets that have a reader: size, labels, groups, licence, and where to get them."""
     rows = [_described(info) for info in SETS.values()]
     if as_json:
-        typer.echo(json.dumps(rows, indent=2, ensure_ascii=False))
+        print_json(rows)
         return
     from rich.console import Console
     from rich.table import Table
@@ -120,3 +108,6 @@ def _described(info: SetInfo) -> dict[str, Any]:
         "source": info.source,
         "train": _advice(info),
     }
+
+
+COMMANDS = ("Turn public sets into training rows.", {"convert": convert, "list": list_})

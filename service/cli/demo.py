@@ -3,35 +3,26 @@
 from __future__ import annotations
 
 import json
-import sys
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
-import typer
+from cyclopts import Parameter
 
-from service.cli import options as o
 from service.cli.loading import DEMO_BUNDLES, open_store
-from service.settings import env
+from service.cli.options import Json, Out, StoreOptions, Threads
+from service.cli.output import print_json, print_line
+from service.options import Common
+from service.settings import Range, option
 
-app = typer.Typer(help="The demonstration model: what it is, its questions, how it is built.", no_args_is_help=True)
-
-
-class Split(StrEnum):
-    """Question splits; no entity is in two of them."""
-
-    TRAIN = "train"
-    DEV = "dev"
-    TEST = "test"
+STORE, COMMON = StoreOptions(), Common()
 
 
-@app.command()
-def info(as_json: o.Json = False, store: o.StoreOption = o.STORE_DEFAULT) -> None:
+def info(*, as_json: Json = False, store: StoreOptions = STORE, common: Common = COMMON) -> None:
     """Where the model and its bundles are."""
     from service.demo import MODEL_DIR
 
-    books = open_store(store)
-    bundles = [books.load(name) for name in DEMO_BUNDLES]
+    opened = open_store(store)
+    bundles = [opened.load(name) for name in DEMO_BUNDLES]
     if as_json:
         facts = [
             {
@@ -42,46 +33,42 @@ def info(as_json: o.Json = False, store: o.StoreOption = o.STORE_DEFAULT) -> Non
             }
             for bundle in bundles
         ]
-        typer.echo(json.dumps({"model": str(MODEL_DIR), "bundles": facts}, indent=2))
+        print_json({"model": str(MODEL_DIR), "bundles": facts})
         return
-    typer.echo(f"model    {MODEL_DIR}")
+    print_line(f"model    {MODEL_DIR}")
     for bundle in bundles:
-        typer.echo(f"bundle   {bundle.reference:<14} signals {', '.join(bundle.manifest.signals)}  {bundle.path}")
-    typer.echo("\nModel card: hallutracer bundle show demo")
+        print_line(f"bundle   {bundle.reference:<14} signals {', '.join(bundle.manifest.signals)}  {bundle.path}")
+    print_line("\nModel card: hallutracer bundle show demo")
 
 
-@app.command()
 def questions(
+    *,
     split: Annotated[
-        Split,
-        typer.Option(
-            help="train: the bundles' training rows.  dev: chose recipe and seed.  test: only ever reported.",
-            envvar=env("split"),
-        ),
+        Literal["train", "dev", "test"],
+        option("No entity is in two of them.  train: the bundles' training rows.  dev: chose recipe and seed.  test: "
+               "only ever reported."),
     ],
-) -> None:
+    common: Common = COMMON,
+) -> None:  # fmt: skip
     """Print questions as JSONL: id, prompt, answers, group, kind, exposures, template, in_refusals."""
     from service.demo.questions import questions as rows
 
-    for row in rows(split.value):
-        sys.stdout.write(json.dumps(row, ensure_ascii=False) + "\n")
+    for row in rows(split):
+        print_line(json.dumps(row, ensure_ascii=False))
 
 
-@app.command()
 def build(
-    out: Annotated[
-        Path, typer.Option(help="Folder for models, runs and bundles; finished steps are kept.", envvar=env("out"))
-    ] = Path("demo-build"),
+    *,
+    out: Out = None,
     seeds: Annotated[
-        int, typer.Option(min=1, max=20, help="Train models with seeds 0 .. K-1.", envvar=env("seeds"))
+        int,
+        option("Train models with seeds 0 .. K-1.", "model-seeds", "seeds", limits=Range(1, 20)),
     ] = 1,
-    threads: Annotated[int, typer.Option(min=1, help="Threads for each training.", envvar=env("threads"))] = 2,
+    threads: Threads = None,
     report: Annotated[
-        bool,
-        typer.Option(
-            help="Also make the table of the README: every method on held-out entities.", envvar=env("report")
-        ),
+        bool, option("Also make the table of held-out entities: every method."), Parameter(negative="")
     ] = False,
+    common: Common = COMMON,
 ) -> None:
     """Train the demo model from its facts, choose a seed on the dev split, train both bundles on it.
 
@@ -92,4 +79,10 @@ def build(
     from service.demo.build import build as run
 
     console = Console(stderr=True, highlight=False, soft_wrap=True)
-    run(out, seeds=range(seeds), threads=threads, with_report=report, console=console)
+    run(out or Path("demo-build"), seeds=range(seeds), threads=threads or 2, with_report=report, console=console)
+
+
+COMMANDS = (
+    "The demonstration model: what it is, its questions, how it is built.",
+    {"info": info, "questions": questions, "build": build},
+)

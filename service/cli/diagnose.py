@@ -7,14 +7,19 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
+from cyclopts import Parameter
 
-from service.settings import env
+from service.cli.options import Output, UsageError
+from service.cli.output import note
+from service.options import Common
+from service.settings import option
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from service.paper.diagnostics.fisher import Shrinkage
+
+COMMON = Common()
 
 # What is printed of each section: key, what it is, and how it is written ("share": as a percentage).
 Row = tuple[str, str, str]
@@ -79,47 +84,36 @@ ISOTROPY: Sequence[Row] = (
 def diagnose(
     file: Annotated[
         Path,
-        typer.Argument(
+        Parameter(
             help="An .npz with trajectory [N, m] and label [N]; optional group [N], readout [N, m, d] and direction "
             "[m, d].",
-            exists=True,
-            dir_okay=False,
+            show_env_var=False,
         ),
     ],
-    json_out: Annotated[
-        Path | None,
-        typer.Option(
-            "--json",
-            metavar="OUT",
-            help="Write every number, by layer where it has layers, to this file.",
-            envvar=env("json"),
-            dir_okay=False,
-        ),
-    ] = None,
+    /,
+    *,
+    output: Annotated[Output, Parameter(name=("--output", "--json"))] = None,
     shrinkage: Annotated[
         str | None,
-        typer.Option(
-            metavar="RULE",
-            help="For few rows or copied layers: ledoit_wolf, or a share between 0 and 1, of the layers' covariance.",
-            envvar=env("shrinkage"),
-            show_default=False,
-        ),
+        option("For few rows or copied layers: ledoit_wolf, or a share between 0 and 1, of the layers' covariance."),
     ] = None,
+    common: Common = COMMON,
 ) -> None:
     """Check the paper's claims on your own labelled trajectories: is the depth mean enough, and why.
 
     Fisher gap, slope against mean, variance components, the AUROC of each trajectory feature; with readouts and probe
     directions also the probe geometry and the Chen-Qin test.  label is 1 for factual and 0 for hallucinated.
 
-    \b
     To make the file, with one trajectory per prompt:
+
       import numpy as np
       np.savez("mine.npz", trajectory=trajectory, label=label)
       np.savez("mine.npz", trajectory=trajectory, label=label, readout=readout, direction=direction)
 
-    \b
-    hallutracer diagnose mine.npz --json mine.json
+      hallutracer diagnose mine.npz --output mine.json
     """
+    if not file.is_file():
+        raise UsageError("FILE", f"{file} is not a file")
     rule = _rule(shrinkage)
     from rich.console import Console
 
@@ -127,16 +121,16 @@ def diagnose(
 
     data = read_set(file)
     if data.ignored:
-        typer.echo(f"ignored arrays: {', '.join(data.ignored)}", err=True)
+        note(f"ignored arrays: {', '.join(data.ignored)}")
     document = diagnose_set(data, rule)
     console = Console(highlight=False)
     rows, layers = data.trajectory.shape
     factual = int(data.label.sum())
     console.print(f"{rows} trajectories of {layers} layers: {factual} factual, {rows - factual} hallucinated")
     _print(document, console)
-    if json_out is not None:
-        json_out.write_text(json.dumps(document, indent=2, allow_nan=False) + "\n", encoding="utf-8")
-        typer.echo(f"written to {json_out}", err=True)
+    if output is not None:
+        output.write_text(json.dumps(document, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+        note(f"written to {output}")
 
 
 def _rule(text: str | None) -> Shrinkage:
@@ -149,7 +143,7 @@ def _rule(text: str | None) -> Shrinkage:
     except ValueError:
         share = -1.0
     if not 0.0 <= share <= 1.0:
-        raise typer.BadParameter(f"{text}: ledoit_wolf or a number between 0 and 1", param_hint="--shrinkage")
+        raise UsageError("--shrinkage", f"{text}: ledoit_wolf or a number between 0 and 1")
     return share
 
 
@@ -183,8 +177,8 @@ def _print(document: dict[str, Any], console: Console) -> None:
         )
     inner = {key: geometry[key] for key in ("kappa", "isotropy") if key in geometry}
     for key, section in {**document, **inner}.items():
-        for note in section.get("notes", ()):
-            console.print(f"{key}: {note}", style="dim", markup=False)
+        for remark in section.get("notes", ()):
+            console.print(f"{key}: {remark}", style="dim", markup=False)
 
 
 def _section(title: str, values: dict[str, Any], rows: Sequence[Row], console: Console) -> None:

@@ -1,68 +1,104 @@
-"""hallutracer: the commands, and how errors become one readable line and an exit code."""
+"""hallutracer: the commands, and how errors become one readable line and an exit status."""
 
 from __future__ import annotations
 
+import inspect
+import os
 import sys
-from typing import Annotated, NoReturn
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
 
-import typer
+from cyclopts import App, CycloptsError
 
 from probes_store.errors import BundleError
 from service import __version__
 from service.cli import bundle, data, demo, diagnose, evaluate, score, serve, train
+from service.cli.options import UsageError
+from service.cli.output import print_line
 from service.errors import HalluTracerError
+from service.options import Common, Sources, one_line
 
 HELP = (
     "The risk that an LLM's answer is a hallucination, before it decodes the first answer token.\n\n"
-    "A probe in every layer reads the last prompt token; the mean over depth becomes a risk.  "
-    "Without --model every command uses the embedded demo model."
+    "A probe in every layer reads the last prompt token; the mean over depth becomes a risk.  Without --model every "
+    "command uses the embedded demo model.\n\n"
+    "Options come from the command line, then the environment (--max-queue is HALLUTRACER_MAX_QUEUE), then the TOML "
+    "file that --config names."
 )
-
-app = typer.Typer(
-    name="hallutracer",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    rich_markup_mode=None,
-    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
-)
-
-
-def _version(wanted: bool) -> None:
-    if wanted:
-        typer.echo(f"hallutracer {__version__}")
-        raise typer.Exit
+COMMANDS: dict[str, Any] = {  # name -> function, or for a group its help and commands
+    "serve": serve.serve,
+    "score": score.score,
+    "train": train.train,
+    "evaluate": evaluate.evaluate,
+    "diagnose": diagnose.diagnose,
+    "bundle": bundle.COMMANDS,
+    "demo": demo.COMMANDS,
+    "data": data.COMMANDS,
+}
 
 
-@app.callback(help=HELP)
-def root(
-    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")] = (
-        False
-    ),
-) -> None:
-    """Root options."""
+def make_app(sources: Sources) -> App:
+    """The command line, with ``sources`` for what it leaves open."""
+    app = App(
+        name="hallutracer",
+        help=HELP,
+        help_format="plaintext",
+        help_flags=("-h", "--help"),
+        version=f"hallutracer {__version__}",
+        version_flags=("--version",),
+        config=[sources],
+        result_action="return_value",
+    )
+    for name, entry in COMMANDS.items():
+        if isinstance(entry, tuple):
+            title, commands = entry
+            group = App(name=name, help=title, version_flags=())
+            app.command(group)
+            for child, function in commands.items():
+                group.command(function, name=child, help=_paragraphs(function), version_flags=())
+        else:
+            app.command(entry, name=name, help=_paragraphs(entry), version_flags=())
+    sources.root = app
+    return app
 
 
-app.command("serve")(serve.serve)
-app.command("score")(score.score)
-app.command("train")(train.train)
-app.command("evaluate")(evaluate.evaluate)
-app.command("diagnose")(diagnose.diagnose)
-app.add_typer(bundle.app, name="bundle")
-app.add_typer(demo.app, name="demo")
-app.add_typer(data.app, name="data")
-
-
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line; exit 0 done, 1 the work failed, 2 the command line was wrong, 130 interrupted."""
+    sources = Sources()
     try:
-        app()
+        command, bound, _ = make_app(sources).parse_args(
+            sys.argv[1:] if arguments is None else arguments, exit_on_error=False, print_error=False
+        )
+        common = bound.arguments.get("common", Common())
+        if common.print_config:
+            print_line(sources.effective())
+        else:
+            if "common" in bound.signature.parameters:  # a command of ours, not --help
+                bound.arguments["common"] = replace(common, warnings=sources.unknown())
+            command(*bound.args, **bound.kwargs)
+    except CycloptsError as error:
+        _fail(one_line(error), 2)
+    except UsageError as error:
+        _fail(str(error), 2)
     except (HalluTracerError, BundleError) as error:
-        _fail(str(error))
+        _fail(str(error), 1)
+    except BrokenPipeError:  # the reader of a pipe, such as head, has gone
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
     except OSError as error:
-        _fail(f"{error.strerror or error}: {error.filename or ''}".rstrip(": "))
+        _fail(f"{error.strerror or error}: {error.filename or ''}".rstrip(": "), 1)
+    except KeyboardInterrupt:
+        _fail("interrupted", 130)
+    sys.exit(0)
 
 
-def _fail(message: str) -> NoReturn:
-    typer.echo(f"error: {message}", err=True)
-    sys.exit(1)
+def _fail(message: str, status: int) -> None:
+    sys.stderr.write(f"error: {message}\n")
+    sys.exit(status)
+
+
+def _paragraphs(function: Callable[..., None]) -> str:
+    """A docstring with each paragraph in one line, to be wrapped anew; indented ones, such as examples, as they are."""
+    parts = (inspect.getdoc(function) or "").split("\n\n")
+    return "\n\n".join(part if part.startswith(" ") else " ".join(part.split("\n")) for part in parts)

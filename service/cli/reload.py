@@ -1,14 +1,13 @@
-"""SIGHUP: look the bundles up again, an alias may have moved, and swap them on the running engine."""
+"""SIGHUP: look the bundles up again, since an alias may have moved, and swap them on the running engine."""
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import signal
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-import typer
+from service.cli.output import print_line
 
 if TYPE_CHECKING:
     from service.api.state import ServiceState
@@ -19,22 +18,24 @@ log = logging.getLogger("hallutracer")
 
 
 def on_hangup(state: ServiceState, load: Callable[[Engine], list[Scorer]]) -> None:
-    """Call on the service's event loop."""
-    loop = asyncio.get_running_loop()
-    busy = asyncio.Lock()
-    running: set[asyncio.Task[None]] = set()
+    """Reload on SIGHUP.  Call on the service's event loop."""
+    import asyncio
 
-    async def swap() -> None:
-        async with busy:
+    loop = asyncio.get_running_loop()
+    reloading = asyncio.Lock()
+    tasks: set[asyncio.Task[None]] = set()
+
+    async def reload() -> None:
+        async with reloading:
             try:
                 await state.reload(load)
-            except Exception as error:  # whatever is wrong with the new ones, the old ones go on
+            except Exception as error:  # whatever is wrong with the new bundles, the loaded ones stay
                 log.error("the bundles were not swapped: %s", error)
                 return
-        typer.echo(f"read by {', '.join(scorer.bundle.reference for scorer in state.scorers)} from now on")
+        print_line(f"read by {', '.join(scorer.bundle.reference for scorer in state.scorers)} from now on")
 
     def begin() -> None:
-        running.add(task := loop.create_task(swap()))
-        task.add_done_callback(running.discard)
+        tasks.add(task := loop.create_task(reload()))
+        task.add_done_callback(tasks.discard)
 
     loop.add_signal_handler(signal.SIGHUP, begin)

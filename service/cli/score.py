@@ -4,110 +4,108 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
+import time
+import uuid
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
+from cyclopts import Parameter
 
-from service.cli import options as o
-from service.cli.loading import bundle_names, engine_options, load_engine, load_scorers, open_store
+from service.cli.loading import bundle_names, load_engine, load_scorers, open_store
+from service.cli.options import BundleOptions, EngineChoice, Json, Output, UsageError
+from service.cli.output import note, print_line, progress
 from service.data.rows import check_prompt, objects
 from service.errors import DataError, HalluTracerError, RequestError
-from service.settings import env
+from service.options import Common
+from service.settings import Range, Threshold, option, section
 
 if TYPE_CHECKING:
-    from service.engines.base import Completion
+    from service.api.response_schema import RiskOut, ScoreResponse
     from service.scoring import RiskReport, Scorer
 
 Rows = list[tuple[int, dict[str, Any]]]  # line number, object
 BATCH = 256  # rows between two updates of output and progress bar; the engine cuts its own batches from them
 
 
-def score(
-    prompt: Annotated[str | None, typer.Argument(help="One question.  Leave it out with --input.")] = None,
-    input: Annotated[
-        Path | None,
-        typer.Option(help="JSONL with 'prompt' or 'messages' in each row; - reads stdin.", envvar=env("input")),
-    ] = None,
-    output: Annotated[
-        Path | None, typer.Option(help="Where the rows go, each with its risk.  Default: stdout.", envvar=env("output"))
-    ] = None,
-    model: o.Model = None,
-    bundle: Annotated[str | None, typer.Option(help="name, name@alias or name:version", envvar=env("bundle"))] = None,
-    store: o.StoreOption = o.STORE_DEFAULT,
-    threshold: o.Threshold = None,
+@section("Scoring", 5)
+@dataclass(frozen=True, kw_only=True)
+class ScoreOptions:
+    """What is scored, and what is reported of it."""
+
+    input: Annotated[Path | None, option("JSONL with 'prompt' or 'messages' in each row; - reads standard input.")] = (
+        None
+    )
+    output: Output = None
+    threshold: Threshold = None
     generate: Annotated[
-        int, typer.Option(min=0, help="Answer with up to N tokens where the decision allows.", envvar=env("generate"))
-    ] = 0,
-    trajectory: Annotated[
-        bool, typer.Option("--trajectory", help="Add the truth logits to JSON output.", envvar=env("trajectory"))
-    ] = False,
-    as_json: o.Json = False,
-    revision: o.Revision = None,
-    dtype: o.Dtype = "auto",
-    device: o.Device = "auto",
-    max_batch_tokens: o.MaxBatchTokens = None,
-    threads: o.Threads = None,
-    engine: o.Engine = "transformers",
-    tensor_parallel_size: o.TensorParallel = 1,
-    pipeline_parallel_size: o.PipelineParallel = 1,
-    engine_arg: o.EngineArg = None,
+        int, option("Answer with up to N tokens where the decision allows.", limits=Range(0)), Parameter(metavar="N")
+    ] = 0
+    trajectory: Annotated[bool, option("Add the truth logits to JSON output."), Parameter(negative="")] = False
+    as_json: Json = False
+
+
+SCORE, BUNDLES, ENGINE, COMMON = ScoreOptions(), BundleOptions(), EngineChoice(), Common()
+
+
+def score(
+    prompt: Annotated[
+        str | None, Parameter(help="One question.  Leave it out with --input.", show_env_var=False)
+    ] = None,
+    /,
+    *,
+    options: ScoreOptions = SCORE,
+    bundles: BundleOptions = BUNDLES,
+    engine: EngineChoice = ENGINE,
+    common: Common = COMMON,
 ) -> None:
     """Score one question, or a JSONL file of them, before anything is decoded.
 
-    \b
-    hallutracer score "What is the capital of France?" --generate 16
-    hallutracer score --input questions.jsonl --output risks.jsonl
+    JSON is that of POST /score: with --json the whole document, in JSONL each row with the fields of its risk.
+
+      hallutracer score "What is the capital of France?" --generate 16
+      hallutracer score --input questions.jsonl --output risks.jsonl
     """
-    if (prompt is None) == (input is None):
-        raise typer.BadParameter("give a question, or --input FILE, and not both", param_hint="PROMPT")
-    rows = None if input is None else _read_rows(input)
-    if output is not None and output.is_dir():
-        raise typer.BadParameter(f"{output} is a folder; name a file", param_hint="--output")
-    opened = open_store(store).load(bundle_names(model, bundle.split() if bundle else [])[0])
-    loading = engine_options(
-        model,
-        revision,
-        dtype,
-        device,
-        max_batch_tokens,
-        engine,
-        tensor_parallel_size,
-        pipeline_parallel_size,
-        engine_arg,
-    )
-    loaded = load_engine(loading, threads, bundles=[opened])
+    if (prompt is None) == (options.input is None):
+        raise UsageError("PROMPT", "give a question, or --input FILE, and not both")
+    rows = None if options.input is None else _read_rows(options.input)
+    if options.output is not None and options.output.is_dir():
+        raise UsageError("--output", f"{options.output} is a folder; name a file")
+    bundle = open_store(bundles).load(bundle_names(engine.model, bundles)[0])
+    loaded = load_engine(engine, bundles=[bundle])
     try:
-        (scorer,) = load_scorers(loaded, [opened])
+        (scorer,) = load_scorers(loaded, [bundle])
         if rows is not None:
-            assert input is not None
-            prompts = _render_rows(scorer, rows, input)
-            _score_file(scorer, rows, prompts, output, threshold, generate, trajectory)
+            prompts = _render_rows(scorer, rows, str(options.input))
+            _write(_scored(scorer, rows, prompts, options), options.output)
+            if options.output is not None:
+                note(f"{len(rows)} risks written to {options.output}")
             return
-        report = _reports(scorer, [scorer.render(prompt)], threshold, generate)[0]
+        with progress("scoring"):
+            report = _reports(scorer, [scorer.render(prompt)], options)[0]
     finally:
         loaded.close()
-    if as_json:
-        typer.echo(json.dumps(_as_dict(scorer, report, trajectory)))
+    if options.as_json or options.output is not None:
+        _write([_response(scorer, report, options).model_dump_json(exclude_none=True)], options.output)
         return
     from service.cli.terminal import draw_report
 
     draw_report(scorer.bundle, report)
 
 
-def _reports(scorer: Scorer, prompts: list[list[int]], threshold: float | None, generate: int) -> list[RiskReport]:
+def _reports(scorer: Scorer, prompts: list[list[int]], options: ScoreOptions) -> list[RiskReport]:
     from service.engines.base import Sampling
     from service.guard import GATE
 
-    policy = GATE.at(threshold)
-    if generate:
-        return scorer.score_or_continue(prompts, Sampling(max_tokens=generate), policy)
+    policy = GATE.at(options.threshold)
+    if options.generate:
+        return scorer.score_or_continue(prompts, Sampling(max_tokens=options.generate), policy)
     return scorer.score(prompts, policy)
 
 
-def _render_rows(scorer: Scorer, rows: Rows, source: Path) -> list[list[int]]:
-    """All prompts to token ids, before the first is scored: what the model cannot take is said by line, at once."""
+def _render_rows(scorer: Scorer, rows: Rows, source: str) -> list[list[int]]:
+    """All prompts to token ids, before the first is scored.  Raises DataError: what the model cannot take, by line."""
     prompts, problems, limit = [], [], scorer.engine.identity.max_tokens
     for line, row in rows:
         try:
@@ -117,24 +115,37 @@ def _render_rows(scorer: Scorer, rows: Rows, source: Path) -> list[list[int]]:
         except RequestError as error:
             problems.append(f"line {line}: {error}")
     if problems:
-        raise DataError(str(source), problems)
+        raise DataError(source, problems)
     return prompts
 
 
-def _as_dict(scorer: Scorer, report: RiskReport, trajectory: bool) -> dict[str, Any]:
-    row: dict[str, Any] = {
-        "risk": report.risk,
-        "depth_mean": report.depth_mean,
-        "decision": report.decision.value,
-        "threshold": report.verdict.threshold,
-        "bundle": scorer.bundle.reference,
-    }
-    if trajectory:
-        row["trajectory"] = report.trajectory.tolist()
-    completion: Completion | None = report.completion
-    if completion is not None:
-        row["completion"] = completion.text
-    return row
+def _risk(index: int, report: RiskReport, options: ScoreOptions) -> RiskOut:
+    from service.api.reply import risk_out
+
+    return risk_out(index, report, ["trajectory"] if options.trajectory else [])
+
+
+def _response(scorer: Scorer, report: RiskReport, options: ScoreOptions) -> ScoreResponse:
+    """The document that POST /score gives for one prompt."""
+    from service.api.reply import bundle_ref
+    from service.api.response_schema import ScoreResponse, Usage
+    from service.guard import GATE
+
+    answered = len(report.completion.token_ids) if report.completion else 0
+    return ScoreResponse(
+        id=f"risk-{uuid.uuid4().hex}",
+        created=int(time.time()),
+        model=scorer.engine.identity.model,
+        policy=GATE.name,
+        bundle=bundle_ref(scorer),
+        data=[_risk(0, report, options)],
+        usage=Usage(
+            prompt_tokens=report.prompt_tokens,
+            cached_tokens=report.cached_tokens,
+            completion_tokens=answered,
+            total_tokens=report.prompt_tokens + answered,
+        ),
+    )
 
 
 def _read_rows(path: Path) -> Rows:
@@ -142,8 +153,7 @@ def _read_rows(path: Path) -> Rows:
     problems: list[str] = []
     rows = []
     for line, row in objects(path, problems):
-        found = list(check_prompt(row)) or _unwritable(row)
-        problems += [f"line {line}: {problem}" for problem in found]
+        problems += [f"line {line}: {problem}" for problem in list(check_prompt(row)) or _unwritable(row)]
         rows.append((line, row))
     if problems or not rows:
         raise DataError(str(path), problems or ["no rows: one JSON object per line is expected"])
@@ -159,37 +169,35 @@ def _unwritable(row: dict[str, Any]) -> list[str]:
     return []
 
 
-def _score_file(
-    scorer: Scorer,
-    rows: Rows,
-    prompts: list[list[int]],
-    output: Path | None,
-    threshold: float | None,
-    generate: int,
-    trajectory: bool,
-) -> None:
+def _scored(scorer: Scorer, rows: Rows, prompts: list[list[int]], options: ScoreOptions) -> Iterator[str]:
+    """Each row with the fields of its risk, and the bundle."""
     from tqdm import tqdm
 
-    def scored() -> Iterator[str]:
-        with tqdm(total=len(rows), unit="prompt", file=sys.stderr, disable=not sys.stderr.isatty()) as bar:
-            for start in range(0, len(rows), BATCH):
-                batch = rows[start : start + BATCH]
-                reports = _reports(scorer, prompts[start : start + BATCH], threshold, generate)
-                for (_, row), report in zip(batch, reports, strict=True):
-                    yield json.dumps(row | _as_dict(scorer, report, trajectory), ensure_ascii=False)
-                bar.update(len(batch))
+    from service.api.reply import bundle_ref
 
+    bundle = {"bundle": bundle_ref(scorer).model_dump()}
+    with tqdm(total=len(rows), unit="prompt", file=sys.stderr, disable=not sys.stderr.isatty()) as bar:
+        for start in range(0, len(rows), BATCH):
+            batch = rows[start : start + BATCH]
+            with progress(f"scoring prompts {start + 1} to {start + len(batch)} of {len(rows)}"):
+                reports = _reports(scorer, prompts[start : start + BATCH], options)
+            for index, ((_, row), report) in enumerate(zip(batch, reports, strict=True), start):
+                risk = _risk(index, report, options).model_dump(exclude_none=True)
+                yield json.dumps(row | risk | bundle, ensure_ascii=False)
+            bar.update(len(batch))
+
+
+def _write(lines: Iterator[str] | Sequence[str], output: Path | None) -> None:
+    """To standard output, or to a file that has its name only once it is complete."""
     if output is None:
-        for line in scored():
-            sys.stdout.write(line + "\n")
+        for line in lines:
+            print_line(line)
         return
-    # Written aside, then renamed: an interrupted run leaves no half file under the final name.
     partial = output.with_name(output.name + ".part")
     try:
         with partial.open("w", encoding="utf-8") as sink:
-            for line in scored():
+            for line in lines:
                 sink.write(line + "\n")
     except OSError as error:
         raise HalluTracerError(f"cannot write {output}: {error.strerror}") from None
     partial.replace(output)
-    typer.echo(f"{len(rows)} risks written to {output}", err=True)

@@ -2,159 +2,96 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import typer
-
-from service.cli import options as o
-from service.cli.loading import engine_options, load_engine, open_store
-from service.data.options import JudgeName, Labels
+from service.cli.loading import load_engine, open_store
+from service.cli.options import Data, EngineChoice, FitChoices, LabelChoices, StoreOptions, UsageError
+from service.cli.output import print_line
+from service.data.options import Labels
 from service.fitting.options import ClassBalance, LogitScale
-from service.settings import env
+from service.options import Common
+from service.settings import option, section
 
-Readout = Literal["attention_head", "residual_stream"]
-PromptFormat = Literal["auto", "chat", "text"]
+
+@section("Training", 5)
+@dataclass(frozen=True, kw_only=True)
+class TrainChoices:
+    """What is trained on, and what the bundle reads."""
+
+    data: Data = ()
+    test: Annotated[Path | None, option("Held-out rows, scored with the final bundle and used for nothing else.")] = (
+        None
+    )
+    labels: Annotated[
+        Labels,
+        option("given: each row's 'label' (1 factual, 0 hallucinated).  generate: the model answers greedily and a "
+               "judge compares with 'answers'."),
+    ] = "given"  # fmt: skip
+    readout: Annotated[
+        Literal["attention_head", "residual_stream"], option("attention_head is the paper's default.")
+    ] = "attention_head"
+    logit_scale: Annotated[
+        LogitScale,
+        option("unit_norm is the paper's rule; standardized divides each layer's logit by its within-class deviation."),
+    ] = "unit_norm"
+    signals: Annotated[str, option("depth_mean, or depth_mean,first_token.")] = "depth_mean"
+    class_balance: Annotated[ClassBalance, option("In the probe fit only.")] = "weights"
+    evaluate: Annotated[
+        bool, option("Nested cross-validation for the model card; without it the card reports no performance.")
+    ] = True
+    run_dir: Annotated[
+        Path | None, option("Activations and progress; an interrupted run resumes from here.  Default: runs/NAME.")
+    ] = None
+
+
+@section("Judge of generated labels", 32)
+@dataclass(frozen=True, kw_only=True)
+class JudgeChoices:
+    """How generated answers are compared with the accepted ones."""
+
+    judge_url: Annotated[str, option("Endpoint of the openai judge, up to /v1.")] = ""
+    judge_model: Annotated[str, option("Model of the openai judge.")] = ""
+    judge_key: Annotated[
+        str, option("Bearer key of the openai judge; prefer the environment variable.", secret=True)
+    ] = ""
+    answer_pattern: Annotated[
+        str,
+        option("Regular expression whose first group is the answer inside the generated text, for judges that compare "
+               "text.  Default: the whole text."),
+    ] = ""  # fmt: skip
+    abstain_pattern: Annotated[
+        str | None,
+        option("Answers that match belong to neither class.  Default: 'I am not sure' and similar answers."),
+    ] = None
+
+
+TRAIN, JUDGE, LABELS, FIT = TrainChoices(), JudgeChoices(), LabelChoices(), FitChoices()
+ENGINE, STORE, COMMON = EngineChoice(), StoreOptions(), Common()
 
 
 def train(
-    data: Annotated[
-        Path,
-        typer.Option(
-            help="JSONL rows: id, prompt or messages, label or answers, group.", envvar=env("data"), dir_okay=False
-        ),
-    ],
-    name: Annotated[str, typer.Option(help="Name of the bundle.", envvar=env("name"))],
-    model: o.Model = None,
-    store: o.StoreOption = o.STORE_DEFAULT,
-    test: Annotated[
-        Path | None,
-        typer.Option(
-            help="Held-out rows, scored with the final bundle and used for nothing else.",
-            envvar=env("test"),
-            dir_okay=False,
-        ),
-    ] = None,
-    labels: Annotated[
-        Labels,
-        typer.Option(
-            help="given: each row's 'label' (1 factual, 0 hallucinated).  generate: the "
-            "model answers greedily and a judge compares with 'answers'.",
-            envvar=env("labels"),
-        ),
-    ] = "given",
-    judge: Annotated[
-        JudgeName,
-        typer.Option(
-            help="For generated labels.  exact: equal but for case, punctuation and articles.  contains: an accepted "
-            "answer occurs as whole words.  regex: the answers are patterns.  openai: ask an OpenAI-compatible "
-            "endpoint.  similarity, calls: TruthfulQA's and BFCL's own rules ('hallutracer data').",
-            envvar=env("judge"),
-        ),
-    ] = "contains",
-    judge_url: Annotated[
-        str, typer.Option(help="Endpoint of the openai judge, up to /v1.", envvar=env("judge-url"))
-    ] = "",
-    judge_model: Annotated[str, typer.Option(help="Model of the openai judge.", envvar=env("judge-model"))] = "",
-    judge_key: Annotated[
-        str, typer.Option(help="Bearer key of the openai judge; prefer the environment.", envvar=env("judge-key"))
-    ] = "",
-    answer_pattern: Annotated[
-        str,
-        typer.Option(
-            help="Regular expression whose first group is the answer inside the generated text, for judges that "
-            "compare text.  Default: the whole text.",
-            envvar=env("answer-pattern"),
-        ),
-    ] = "",
-    abstain_pattern: Annotated[
-        str | None,
-        typer.Option(
-            help="Answers that match belong to neither class.  Default: 'I am not sure' and its like.",
-            envvar=env("abstain-pattern"),
-        ),
-    ] = None,
-    max_new_tokens: Annotated[
-        int, typer.Option(min=1, help="Length of a generated answer.", envvar=env("max-new-tokens"))
-    ] = 48,
-    readout: Annotated[
-        Readout, typer.Option(help="attention_head is the paper's default.", envvar=env("readout"))
-    ] = "attention_head",
-    logit_scale: Annotated[
-        LogitScale,
-        typer.Option(
-            help="unit_norm is the paper's rule; standardized divides each "
-            "layer's logit by its within-class deviation.",
-            envvar=env("logit-scale"),
-        ),
-    ] = "unit_norm",
-    signals: Annotated[
-        str, typer.Option(help="depth_mean, or depth_mean,first_token.", envvar=env("signals"))
-    ] = "depth_mean",
-    prompt_format: Annotated[
-        PromptFormat,
-        typer.Option(
-            help="auto: one chat turn where the tokenizer has a chat template, else plain text.",
-            envvar=env("prompt-format"),
-        ),
-    ] = "auto",
-    seeds: Annotated[
-        int, typer.Option(min=1, max=100, help="Shuffles of the folds: seeds 0 .. K-1.", envvar=env("seeds"))
-    ] = 3,
-    folds: Annotated[int, typer.Option(min=2, help="Group-disjoint stratified folds.", envvar=env("folds"))] = 5,
-    c: Annotated[
-        float | None,
-        typer.Option(
-            "--c",
-            help="Inverse strength of the probes' regularisation.  Default: chosen by inner grouped cross-validation.",
-            envvar=env("c"),
-            show_default=False,
-        ),
-    ] = None,
-    class_balance: Annotated[
-        ClassBalance, typer.Option(help="In the probe fit only.", envvar=env("class-balance"))
-    ] = "weights",
-    evaluate: Annotated[
-        bool,
-        typer.Option(
-            help="Nested cross-validation for the model card; without it the card reports no performance.",
-            envvar=env("evaluate"),
-        ),
-    ] = True,
-    run_dir: Annotated[
-        Path | None,
-        typer.Option(
-            help="Readouts and progress; a killed run resumes from here.  Default: runs/NAME.",
-            envvar=env("run-dir"),
-            file_okay=False,
-            show_default=False,
-        ),
-    ] = None,
-    batch_rows: Annotated[
-        int, typer.Option(min=1, help="Prompts in one call of the engine.", envvar=env("batch-rows"))
-    ] = 32,
-    jobs: Annotated[
-        int, typer.Option(min=0, help="Processes for the probe fits; 0: all cores.", envvar=env("jobs"))
-    ] = 0,
-    revision: o.Revision = None,
-    dtype: o.Dtype = "auto",
-    device: o.Device = "auto",
-    max_batch_tokens: o.MaxBatchTokens = None,
-    threads: o.Threads = None,
-    engine: o.Engine = "transformers",
-    tensor_parallel_size: o.TensorParallel = 1,
-    pipeline_parallel_size: o.PipelineParallel = 1,
-    engine_arg: o.EngineArg = None,
+    *,
+    name: Annotated[str, option("Name of the bundle.")],
+    options: TrainChoices = TRAIN,
+    labels: LabelChoices = LABELS,
+    judge: JudgeChoices = JUDGE,
+    fit: FitChoices = FIT,
+    engine: EngineChoice = ENGINE,
+    store: StoreOptions = STORE,
+    common: Common = COMMON,
 ) -> None:
     """Train a probe bundle on your own model and publish it.
 
-    Reads every row first (all problems at once, by line), extracts readouts through the serving engine into --run-dir,
-    fits a probe for each head and layer, calibrates on out-of-fold depth means, and publishes NAME:VERSION with its
-    model card, evaluation and plots.  Interrupt it whenever you like: the same command goes on where it stopped.
+    Reads every row first (all problems at once, by line), extracts activations through the serving engine into
+    --run-dir, fits a probe for each head and layer, calibrates on out-of-fold depth means, and publishes NAME:VERSION
+    with its model card, evaluation and plots.  Interrupt it at any time: the same command resumes where it stopped.
 
-    \b
-    hallutracer train --model ./my-model --data questions.jsonl --labels generate --name my-probe
-    """  # fmt: skip
+      hallutracer train --model ./my-model --data rows.jsonl --name my-probe
+    """
+    if len(options.data) != 1:
+        raise UsageError("--data", "name one JSONL file")
     from rich.console import Console
 
     from service.data.options import JudgeOptions
@@ -162,48 +99,39 @@ def train(
     from service.trainer.options import TrainOptions, parse_signals
     from service.trainer.run import train as run
 
-    chosen: dict[str, Any] = {}
-    if abstain_pattern is not None:
-        chosen["abstain_pattern"] = abstain_pattern
-    if c is not None:
-        chosen["c"] = c
-    options = TrainOptions(
-        data=data,
+    optional: dict[str, Any] = {
+        "abstain_pattern": judge.abstain_pattern, "c": fit.c, "max_new_tokens": labels.max_new_tokens,
+    }  # fmt: skip
+    training = TrainOptions(
+        data=Path(options.data[0]),
         name=name,
-        run_dir=run_dir if run_dir is not None else Path("runs") / name,
-        test=test,
-        readout=Site(readout),
-        logit_scale=logit_scale,
-        signals=parse_signals(signals),
-        labels=labels,
-        judge=JudgeOptions(judge, judge_url, judge_model, judge_key, answer_pattern=answer_pattern),
-        max_new_tokens=max_new_tokens,
-        prompt_format=prompt_format,
-        folds=folds,
-        seeds=tuple(range(seeds)),
-        class_balance=class_balance,
-        batch_rows=batch_rows,
-        evaluate=evaluate,
-        jobs=jobs,
-        **chosen,
+        run_dir=options.run_dir if options.run_dir is not None else Path("runs") / name,
+        test=options.test,
+        readout=Site(options.readout),
+        logit_scale=options.logit_scale,
+        signals=parse_signals(options.signals),
+        labels=options.labels,
+        judge=JudgeOptions(
+            labels.judge or "contains",
+            judge.judge_url,
+            judge.judge_model,
+            judge.judge_key,
+            answer_pattern=judge.answer_pattern,
+        ),
+        prompt_format=labels.prompt_format,
+        folds=fit.folds,
+        seeds=tuple(range(fit.seeds)),
+        class_balance=options.class_balance,
+        batch_rows=fit.batch_rows,
+        evaluate=options.evaluate,
+        jobs=fit.jobs,
+        **{field: value for field, value in optional.items() if value is not None},
     )
-    loading = engine_options(
-        model,
-        revision,
-        dtype,
-        device,
-        max_batch_tokens,
-        engine,
-        tensor_parallel_size,
-        pipeline_parallel_size,
-        engine_arg,
-    )
+    engine.engine_options  # noqa: B018  a wrong option is reported before rows are read
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     try:
-        bundle = run(
-            options, lambda: load_engine(loading, threads, rows=[options.readout]), open_store(store), console=console
-        )
+        bundle = run(training, lambda: load_engine(engine, rows=[training.readout]), open_store(store), console=console)
     except KeyboardInterrupt:
-        console.print(f"interrupted; the same command goes on from {options.run_dir}")
+        console.print(f"the same command resumes from {training.run_dir}")
         raise
-    typer.echo(f"{bundle.reference}  {bundle.manifest.digest}\n{bundle.path}")
+    print_line(f"{bundle.reference}  {bundle.manifest.digest}\n{bundle.path}")

@@ -8,14 +8,13 @@ from collections.abc import Iterator
 from fnmatch import fnmatch
 from functools import cache
 from pathlib import Path
-from typing import Any
 
-import typer
 import yaml
 
 from service import __version__
-from service.cli.main import app
-from service.settings import PREFIX, ServiceSettings
+from service.cli.main import make_app
+from service.options import Sources, commands_of, options_of
+from service.settings import PREFIX, ServiceSettings, env
 from tests.deploy import cluster
 from tests.deploy import packaging as p
 
@@ -27,14 +26,10 @@ COMMENTED = (".yml", ".yaml", ".example")
 @cache
 def flags() -> dict[str, dict[str, str]]:
     """Command -> flag -> environment variable, from the parser itself."""
-    group: Any = typer.main.get_command(app)
-
-    def walk(path: str, command: Any) -> Iterator[tuple[str, dict[str, str]]]:
-        yield path, {opt: str(param.envvar) for param in command.params for opt in param.opts if opt.startswith("--")}
-        for name, child in getattr(command, "commands", {}).items():
-            yield from walk(f"{path} {name}".strip(), child)
-
-    return dict(walk("", group))
+    return {"": {}} | {
+        " ".join(command): {name: env(argument.name) for argument in options_of(arguments) for name in argument.names}
+        for command, arguments in commands_of(make_app(Sources()))
+    }
 
 
 def faults(root: Path) -> list[str]:

@@ -16,11 +16,12 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import cyclopts
 import pytest
-import typer
 from packaging.requirements import Requirement
 
-from service.cli.main import app
+from service.cli.main import make_app
+from service.options import Sources
 from service.policies import read_policies
 from tests.deploy import packaging as p
 
@@ -77,7 +78,7 @@ def test_the_install_steps_give_a_working_command(tmp_path: Path) -> None:
     # The dependencies are this environment's; the package comes first on the path, as in the image.
     environment = {
         "PATH": os.environ["PATH"],
-        "PYTHONPATH": f"{package}:{Path(typer.__file__).parents[1]}",
+        "PYTHONPATH": f"{package}:{Path(cyclopts.__file__).parents[1]}",
         "HALLUTRACER_STORE": str(tmp_path / "empty"),
     }
     listed = subprocess.run([command, "bundle", "list", "--json"], env=environment, cwd="/", capture_output=True)
@@ -192,9 +193,9 @@ def parsed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, variables: dict[str,
     for name, value in variables.items():
         if name.startswith("HALLUTRACER_"):
             monkeypatch.setenv(name, str(here) if value.startswith(("/etc/", "/run/")) else value)
-    command: Any = typer.main.get_command(app)
-    options: dict[str, Any] = command.commands["serve"].make_context("serve", []).params
-    return options
+    sources = Sources()
+    make_app(sources).parse_args(["serve"], exit_on_error=False, print_error=False)
+    return sources.values()
 
 
 @pytest.mark.parametrize("name", ENVIRONMENTS)
@@ -213,7 +214,7 @@ def test_serve_takes_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: 
 
 
 def test_what_service_links_would_have_done(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    with pytest.raises(typer.BadParameter, match="valid integer"):
+    with pytest.raises(cyclopts.CoercionError, match="HALLUTRACER_PORT.* int"):
         parsed(monkeypatch, tmp_path, {"HALLUTRACER_PORT": "tcp://10.0.0.7:8765"})
 
 

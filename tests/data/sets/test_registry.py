@@ -9,7 +9,7 @@ from typing import get_args
 
 import pytest
 
-from service.cli.data import Set
+from service.cli.data import SetName
 from service.cli.main import main
 from service.data.judges import answer_problems
 from service.data.options import JudgeName, JudgeOptions
@@ -94,7 +94,7 @@ def test_wrong_names_and_folders(tmp_path: Path) -> None:
 
 
 def test_the_command_knows_every_set() -> None:
-    assert [one.value for one in Set] == [*SETS]
+    assert get_args(SetName) == (*SETS,)
 
 
 def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:

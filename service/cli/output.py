@@ -1,0 +1,61 @@
+"""What commands print: results on standard output, progress on standard error."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+FIRST_S, EVERY_S = 3.0, 15.0
+
+
+def print_line(text: str) -> None:
+    """A line on standard output, at once."""
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()
+
+
+def print_json(document: Any) -> None:
+    """A document on standard output."""
+    print_line(json.dumps(document, indent=2, ensure_ascii=False))
+
+
+def note(text: str) -> None:
+    """A line on standard error, at once; a log record where a service has set up logging."""
+    if (log := logging.getLogger("hallutracer")).hasHandlers():
+        log.info(text)
+        return
+    sys.stderr.write(text + "\n")
+    sys.stderr.flush()
+
+
+@contextmanager
+def progress(what: str) -> Iterator[None]:
+    """Report a step that takes longer than 3 s on standard error: then, every 15 s, and at its end.
+
+    By the clock and in whole lines, so that a log shows as much as a terminal.
+    """
+    start, done = time.monotonic(), threading.Event()
+    reported = threading.Event()
+
+    def report() -> None:
+        wait = FIRST_S
+        while not done.wait(wait):
+            reported.set()
+            note(f"{what} ({time.monotonic() - start:.0f} s)")
+            wait = EVERY_S
+
+    thread = threading.Thread(target=report, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+    if reported.is_set():
+        note(f"{what}: done in {time.monotonic() - start:.0f} s")

@@ -1,0 +1,254 @@
+"""Where an option's value comes from: flag, then environment variable, then configuration file, then default.
+
+The configuration file is TOML: a table for each command, and keys above the tables for every command that has them.
+
+    model = "./my-model"
+
+    [serve]
+    port = 9000
+    api_key_file = "keys.txt"
+
+    [bundle.verify]
+    dtype = "float32"
+
+An unknown key, a value of another type and a value out of range are errors wherever they stand: a typo must not leave a
+service with a default that nobody chose.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+import tomllib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Annotated, Any, TypeVar, Union, get_args, get_origin
+
+from cyclopts import App, CycloptsError, Parameter, Token
+from cyclopts.argument import Argument, ArgumentCollection
+from cyclopts.config import Env
+
+from service.errors import HalluTracerError
+from service.settings import NEVER_EMPTY, PREFIX, SECRET, env, option, section
+
+T = TypeVar("T")
+COMMON = ("--config", "--print-config")  # said on the command line or, the first, by a variable; never in the file
+
+
+@section("Configuration", 90)
+@dataclass(frozen=True, kw_only=True)
+class Common:
+    """What every command takes."""
+
+    config: Annotated[
+        Path | None, option("TOML file of options: one table per command; keys above the tables are shared.")
+    ] = None
+    print_config: Annotated[
+        bool, option("Print the effective options as TOML, each with its source, and exit."),
+        Parameter(negative="", show_env_var=False),
+    ] = False  # fmt: skip
+    warnings: Annotated[tuple[str, ...], Parameter(parse=False)] = ()  # about the environment, for services to log
+
+
+class Sources(Env):
+    """Fills the options that the command line left open, from the environment and the configuration file."""
+
+    def __init__(self, environment: Mapping[str, str] | None = None, root: App | None = None) -> None:
+        super().__init__(PREFIX, command=False)
+        self.environment = os.environ if environment is None else environment
+        self.root = root  # of the commands whose tables a configuration file may hold
+        self.commands: tuple[str, ...] = ()  # of the last parse, as are the arguments
+        self.arguments: Sequence[Argument] = ()
+
+    def __call__(self, app: App, commands: tuple[str, ...], arguments: ArgumentCollection) -> None:
+        """Called by cyclopts between reading the command line and converting values.  Raises CycloptsError."""
+        self.commands, self.arguments = commands, arguments
+        for argument in options_of(arguments):
+            if not argument.tokens and argument.name != "--print-config":
+                self._from_environment(argument)
+        path = next((a.tokens[0].value for a in arguments if a.name == "--config" and a.tokens), None)
+        if path is not None and self.root is not None:
+            self._from_file(path, commands, arguments)
+
+    def _from_environment(self, argument: Argument) -> None:
+        name = env(argument.name)
+        text = self.environment.get(name)
+        if text == "" and name in NEVER_EMPTY:  # other empty variables are unset: compose files pass them
+            raise CycloptsError(msg=f"{name} is set but empty; unset it or give a key.")
+        for index, value in enumerate(argument.env_var_split(text) if text else ()):
+            argument.append(Token(keyword=name, value=value, source="the environment", index=index))
+
+    def _from_file(self, path: str, commands: tuple[str, ...], arguments: ArgumentCollection) -> None:
+        assert self.root is not None
+        document = _read(path)
+        _check(document, path, dict(commands_of(self.root)))
+        # A name may be both: [bundle.list] is a table, bundle = ["a"] an option.
+        shared = {key: value for key, value in document.items() if not isinstance(value, dict)}
+        table: Any = document
+        for command in commands:
+            table = table.get(command, {}) if isinstance(table, dict) else {}
+        table = table if isinstance(table, dict) else {}
+        for argument in options_of(arguments):
+            key = key_of(argument)
+            value = table.get(key, shared.get(key))
+            if value is None or argument.tokens or argument.name in COMMON:
+                continue
+            keyword = ".".join((*commands, key)) if key in table else key
+            for index, item in enumerate(value if isinstance(value, list) else [value]):
+                text = str(item).lower() if isinstance(item, bool) else str(item)
+                argument.append(Token(keyword=keyword, value=text, source=path, index=index))
+
+    def unknown(self) -> tuple[str, ...]:
+        """A warning for each ``HALLUTRACER_`` variable that no command reads, or that stands for another option now."""
+        own = {env(argument.name): argument for argument in options_of(self.arguments)}
+        others = sorted(name for name in self.environment if name.startswith(PREFIX) and name not in own)
+        if not others:
+            return ()
+        every = [arguments for _, arguments in commands_of(self.root)] if self.root else []
+        known = {*own, *(env(argument.name) for arguments in every for argument in options_of(arguments))}
+        older = {env(old): name for name, argument in own.items() for old in list(argument.parameter.name or ())[1:]}
+        warnings = []
+        for name in others:
+            if name in older:
+                warnings.append(f"{name} is not read here; the variable is {older[name]}")
+            elif name not in known:
+                close = difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.7)
+                warnings.append(f"{name} is no option's variable" + (f"; did you mean {close[0]}?" if close else ""))
+        return tuple(warnings)
+
+    def values(self) -> dict[str, Any]:
+        """The converted value of each option of the last parse, by its configuration key."""
+        return {key_of(a): a.value if a.tokens else a.field_info.default for a in options_of(self.arguments)}
+
+    def effective(self) -> str:
+        """The options of the last parse as TOML, each with its source; secrets are masked."""
+        lines, values = [f"[{'.'.join(self.commands)}]"], self.values()
+        for argument in options_of(self.arguments):
+            if argument.name in COMMON:
+                continue
+            token = argument.tokens[0] if argument.tokens else None
+            value = values[key_of(argument)]
+            source = "default"
+            if token:
+                source = "command line" if token.source == "cli" else f"{token.keyword} in {token.source}"
+            text, commented = _toml(value), value is None
+            if value and argument.parameter.metavar == SECRET:
+                text, commented = '"***"', True
+            lines.append(f"{'# ' if commented else ''}{key_of(argument)} = {text}  # {source}")
+        return "\n".join(lines)
+
+
+def parse(cls: type[T], environment: Mapping[str, str] | None = None) -> tuple[T, tuple[str, ...]]:
+    """The options of a dataclass from the environment alone, and warnings about unknown variables.
+
+    For processes whose command line is not ours.  Raises HalluTracerError naming the variable at fault.
+    """
+    sources = Sources(environment)
+    app = App(config=[sources], result_action="return_value")
+    app.default(cls)
+    try:
+        options = app([], exit_on_error=False, print_error=False)
+    except CycloptsError as error:
+        raise HalluTracerError(one_line(error)) from None
+    return options, sources.unknown()
+
+
+def options_of(arguments: Iterable[Argument]) -> Iterator[Argument]:
+    """The arguments that are options: neither positional nor a dataclass of options."""
+    return (a for a in arguments if a.parse and a.index is None and not a.children and a.name.startswith("--"))
+
+
+def key_of(argument: Argument) -> str:
+    """``--max-queue`` -> ``max_queue``."""
+    return argument.name.removeprefix("--").replace("-", "_")
+
+
+def one_line(error: CycloptsError) -> str:
+    """What was wrong with an option, in one line."""
+    return " ".join(str(error).split())
+
+
+def commands_of(app: App, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], ArgumentCollection]]:
+    """Each command with its arguments."""
+    for name in app:
+        if name.startswith("-"):
+            continue
+        child = app[name]
+        if child.default_command is not None:
+            yield (*path, name), child.assemble_argument_collection()
+        yield from commands_of(child, (*path, name))
+
+
+def _read(path: str) -> dict[str, Any]:
+    try:
+        return tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise CycloptsError(msg=f"Cannot read the configuration file {path}: {error.strerror or error}.") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise CycloptsError(msg=f"{path} is not TOML: {error}.") from None
+
+
+def _check(
+    document: Mapping[str, Any],
+    path: str,
+    commands: Mapping[tuple[str, ...], ArgumentCollection],
+    table: tuple[str, ...] = (),
+) -> None:
+    """Refuse keys that no command has and values of another type, in every table."""
+    here = [arguments for command, arguments in commands.items() if not table or command == table]
+    known = {key_of(a): a for arguments in here for a in options_of(arguments) if a.name not in COMMON}
+    tables = {command[len(table)] for command in commands if command[: len(table)] == table and command != table}
+    for key, value in document.items():
+        place = ".".join((*table, key))
+        if key in tables and isinstance(value, dict):
+            _check(value, path, commands, (*table, key))
+        elif key not in known:
+            what = "table" if isinstance(value, dict) else "key"
+            close = difflib.get_close_matches(key, [*known, *tables], n=1)
+            hint = f"did you mean {close[0]}?" if close else f"known: {', '.join(sorted({*known, *tables}))}."
+            raise CycloptsError(msg=f"{path}: unknown {what} {place}; {hint}")
+        elif not _fits(value, known[key].hint):
+            got = "" if known[key].parameter.metavar == SECRET else f", not {value!r}"
+            raise CycloptsError(msg=f"{path}: {place} must be {_expected(known[key].hint)}{got}.")
+
+
+def _alternatives(hint: Any) -> list[Any]:
+    if get_origin(hint) is Annotated:
+        return _alternatives(get_args(hint)[0])
+    members = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+    return [member for member in members if member is not NoneType]
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    """Whether a value of TOML has the type of an option; choices and ranges are checked where it is converted."""
+    for kind in _alternatives(hint):
+        if get_origin(kind) is tuple:
+            fits = isinstance(value, list) and all(_fits(item, get_args(kind)[0]) for item in value)
+        elif kind is bool:
+            fits = isinstance(value, bool)
+        elif kind in (int, float):
+            fits = isinstance(value, int if kind is int else int | float) and not isinstance(value, bool)
+        else:
+            fits = isinstance(value, str)
+        if fits:
+            return True
+    return False
+
+
+def _expected(hint: Any) -> str:
+    names = {bool: "true or false", int: "an integer", float: "a number"}
+    return " or ".join(
+        f"a list, each {_expected(get_args(kind)[0])}" if get_origin(kind) is tuple else names.get(kind, "a string")
+        for kind in _alternatives(hint)
+    )
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, tuple):
+        return f"[{', '.join(_toml(item) for item in value)}]"
+    if isinstance(value, bool) or value is None:
+        return "" if value is None else str(value).lower()
+    return repr(value) if isinstance(value, int | float) else json.dumps(str(value), ensure_ascii=False)
