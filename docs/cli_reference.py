@@ -74,6 +74,8 @@ def row(argument: Any) -> str:
     if (off := f"--no-{argument.name.removeprefix('--')}") in argument.negatives:
         names.append(f"`{off}`")
     meaning = argument.parameter.help or ""
+    if older := argument.parameter.name[1:]:
+        meaning += f" Older name: {', '.join(f'`{name}`' for name in older)}."
     if choices := argument.get_choices():
         meaning += f" One of {', '.join(f'`{choice}`' for choice in choices)}."
     return f"| {', '.join(names)} | {default_of(argument)} | {cell(meaning)} |"

@@ -1,11 +1,44 @@
-"""What all tests share."""
+"""What all tests share: threads, certificates, and which files run side by side under pytest-xdist."""
 
 from __future__ import annotations
 
+import functools
+import os
+import ssl
+from typing import Any
+
 import pytest
+
+# One thread for each worker and each process that a test starts, since two workers share two cores.  Before torch.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+# httpx reads all certificates for every client, which takes longer than most requests of these tests.
+ssl.create_default_context = functools.cache(ssl.create_default_context)  # type: ignore[assignment]
 
 
 @pytest.fixture
 def anyio_backend() -> str:
     """Tests that are coroutines run on asyncio, as the service does."""
     return "asyncio"
+
+
+def starts_vllm(path: str) -> bool:
+    """Whether a test file starts vLLM: those share one worker, since two engines want more memory and cores."""
+    return "vllm" in path or "parity" in path
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """vLLM's files first: with pytest-xdist one worker runs them while the other runs everything else."""
+    items.sort(key=lambda item: not starts_vllm(item.nodeid.split("::")[0]))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """One file goes to one worker, so that its fixtures are made once; all of vLLM's files go to the same one."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class OneVllm(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file: str = super()._split_scope(nodeid)
+            return "vllm" if starts_vllm(file) else file
+
+    return OneVllm(config, log)

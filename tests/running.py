@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import ssl
 import threading
 import time
 from collections.abc import Iterator
@@ -23,6 +24,7 @@ from tests.matching import matching_bundle
 from tests.scripted_online import ScriptedOnlineEngine
 
 ROOMS = ["room", "live"]
+PLAIN = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # without certificates: reading them takes longer than a request
 
 
 class Running:
@@ -41,15 +43,19 @@ class Running:
         self.port: int = self.socket.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
 
+    @property
+    def ready(self) -> bool:
+        return self.state._room is not None
+
     def post(self, **body: Any) -> httpx.Response:
-        return httpx.post(f"{self.url}/score", json=body, timeout=30)
+        return httpx.post(f"{self.url}/score", json=body, timeout=30, verify=PLAIN)
 
     def metric(self, name: str) -> float:
         """The sum of a metric's series, as a scraper reads it."""
-        lines = httpx.get(f"{self.url}/metrics").text.splitlines()
-        found = [float(line.rsplit(" ", 1)[1]) for line in lines if line.split("{")[0].split(" ")[0] == name]
-        assert found, f"{name} is not on /metrics"
-        return sum(found)
+        lines = httpx.get(f"{self.url}/metrics", verify=PLAIN).text.splitlines()
+        values = [float(line.rsplit(" ", 1)[1]) for line in lines if line.split("{")[0].split(" ")[0] == name]
+        assert values, f"{name} is not on /metrics"
+        return sum(values)
 
 
 def served(script: ScriptedEngine, room: str) -> Engine:
@@ -65,7 +71,7 @@ def running(tmp_path: Path, room: str = "room", **settings: Any) -> Iterator[Run
     thread = threading.Thread(target=lambda: service.server.run(sockets=[service.socket]))
     thread.start()
     try:
-        until(lambda: service.state._room is not None)
+        until(lambda: service.ready)
         yield service
     finally:
         service.server.should_exit = True

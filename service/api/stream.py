@@ -52,6 +52,9 @@ async def _events(reply: Reply, reports: list[RiskReport]) -> AsyncIterator[byte
         try:
             async for piece in reply.ticket.pieces():
                 yield _chunk(CompletionChunk(id=reply.id, delta=Delta(text=piece)))
+                # Neither a queue that holds pieces nor a socket with space suspends: without this a backlog would
+                # keep the event loop from every other request until it is written.
+                await asyncio.sleep(0)
             answers = await reply.ticket.answers()
         except Exception as error:
             yield _failure(reply, error)

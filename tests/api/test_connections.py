@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import json
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, MutableMapping
 from pathlib import Path
 from typing import Any
 
@@ -220,6 +222,49 @@ def test_a_reader_that_takes_nothing_is_let_go(tmp_path: Path, room: str, monkey
         until(lambda: idle(service))
         for connection in readers:
             connection.close()
+
+
+@both_rooms
+def test_a_backlog_of_pieces_does_not_hold_the_event_loop(tmp_path: Path, room: str) -> None:
+    service = Running(tmp_path, room, max_new_tokens=500)
+    service.socket.close()
+    service.engine.answer = "x" * 500
+    body = json.dumps({"prompt": "a", "threshold": 1, "generate": {"max_tokens": 500}, "stream": True}).encode()
+    requests = [{"type": "http.request", "body": body}]
+    turns, decoded = 0, False
+    sent_in_turn: Counter[int] = Counter()
+
+    async def receive() -> dict[str, Any]:
+        if not requests:
+            await asyncio.Event().wait()
+        return requests.pop()
+
+    async def send(message: MutableMapping[str, Any]) -> None:
+        nonlocal decoded
+        while not decoded and "body" in message:  # the first write: until the whole answer waits to be written
+            await asyncio.sleep(0.05)
+            decoded = service.engine.counters.open_continuations == 0
+        sent_in_turn[turns] += message.get("body", b"").count(b"completion.chunk")
+
+    async def count_turns() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    async def stream() -> None:
+        counting = asyncio.create_task(count_turns())
+        async with service.app.router.lifespan_context(service.app):
+            while not service.ready:
+                await asyncio.sleep(0.01)
+            headers = [(b"content-type", b"application/json")]
+            scope = {"type": "http", "method": "POST", "path": "/score", "query_string": b"", "headers": headers}
+            await service.app(scope, receive, send)
+        counting.cancel()
+
+    asyncio.run(stream())
+    assert sent_in_turn.total() == 501
+    assert max(sent_in_turn.values()) <= 64
 
 
 @both_rooms

@@ -1,7 +1,7 @@
 """Every number that vLLM gives equals the reference engine's, to 1e-5 in float32, however vLLM is run.
 
-``HALLUTRACER_PARITY=full``: all families, compiled and eager, tensor and pipeline parallel.
-``HALLUTRACER_PARITY_TABLE``: a file to write the largest differences to.
+``make test`` runs a few starts of vLLM, ``make test-long`` all families, compiled and eager, tensor and pipeline
+parallel.  ``HALLUTRACER_PARITY_TABLE`` names a file to write the largest differences to.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 import pytest
@@ -69,7 +70,11 @@ def engine_arguments(run: matrix.Run) -> list[str]:
     return [part for name, value in run.arguments.items() for part in ("--argument", f"{name}={value}")]
 
 
-@pytest.mark.parametrize("run", matrix.runs(), ids=str)
+def marked(run: matrix.Run) -> Any:
+    return pytest.param(run, id=str(run), marks=() if run in matrix.SHORT else pytest.mark.long)
+
+
+@pytest.mark.parametrize("run", [marked(run) for run in matrix.RUNS])
 def test_vllm_reads_and_says_what_transformers_does(run: matrix.Run, folder: Path, table: list[str]) -> None:
     model, expected = reference(folder, run.family)
     found = measure("vllm", model, folder / f"{run}.npz", *engine_arguments(run), more=run.environment)
@@ -93,16 +98,14 @@ def test_vllm_reads_and_says_what_transformers_does(run: matrix.Run, folder: Pat
 @pytest.mark.parametrize(
     ("worker", "said"),
     [
-        ("RowTooEarly", "depends on the prompts beside it|a row too early"),
-        ("Swapped", "depends on the prompts beside it"),
-        ("Deaf", "does not follow a change of its probe"),
-        ("Bare", "NonFiniteReadout.*compiled graph does not hold the readout"),
+        pytest.param("RowTooEarly", "beside it|a row too early", marks=pytest.mark.long),
+        ("Swapped", "beside it"),
+        pytest.param("Deaf", "change of its probe", marks=pytest.mark.long),
+        pytest.param("Bare", "NonFiniteReadout.*compiled graph", marks=pytest.mark.long),
     ],
 )
 def test_a_fault_is_found_at_the_start_and_by_the_comparison(worker: str, said: str, folder: Path) -> None:
     model, expected = reference(folder, "llama")
-    if worker in ("RowTooEarly", "Deaf") and os.environ.get("HALLUTRACER_PARITY") != "full":
-        pytest.skip("HALLUTRACER_PARITY=full tries this fault too")
     arguments = [*engine_arguments(matrix.Run("llama", True)), "--faulty", f"tests.parity.faulty.{worker}"]
     found = measure("vllm", model, folder / f"{worker}.npz", *arguments)
     assert found["self_test"].size == 1, "the self-test let it pass"
