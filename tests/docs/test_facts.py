@@ -6,14 +6,16 @@ import json
 import re
 import runpy
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from service.api.metrics import STATUS_OF
+from probes_store.errors import BundleNotFound, InvalidReference
 from service.demo.report import METHODS
 from service.engines.families import FAMILIES
+from service.errors import HalluTracerError
 from service.policies import read_policies
 from tests.docs.pages import PAGES, ROOT, blocks
 
@@ -24,7 +26,10 @@ NOT_ANSWERED = {
 }  # fmt: skip
 
 # Named in the pages before the code has them.
-EXPECTED = {"service/engines/scheduler.py", "service/serving/dispatcher.py", "service/serving/state.py"}
+EXPECTED = {
+    "service/engines/scheduler.py", "service/serving/dispatcher.py", "service/serving/metrics.py",
+    "service/serving/state.py",
+}  # fmt: skip
 
 
 def text_of(name: str) -> str:
@@ -35,11 +40,20 @@ def test_the_readme_is_one_page() -> None:
     assert len(text_of("README.md").splitlines()) <= 150
 
 
+def errors(root: type[HalluTracerError]) -> Iterator[type[HalluTracerError]]:
+    yield root
+    for child in root.__subclasses__():
+        if child.__module__ == "service.errors":
+            yield from errors(child)
+
+
 def test_the_table_of_errors_is_the_codes() -> None:
+    answered = {error.code: error.status for error in (*errors(HalluTracerError), BundleNotFound, InvalidReference)}
+    answered |= {"invalid_json": 400, "method_not_allowed": 405}
     section = text_of("docs/serving.md").partition("## Errors")[2].partition("\n## ")[0]
     rows = re.findall(r"^\| (\d{3}) \| (.*?) \|", section, re.MULTILINE)
     documented = {code: int(status) for status, codes in rows for code in re.findall(r"`(\w+)`", codes)}
-    assert documented == {code: status for code, status in STATUS_OF.items() if code not in NOT_ANSWERED}
+    assert documented == {code: status for code, status in answered.items() if code not in NOT_ANSWERED}
 
 
 def test_the_policies_file_is_read(tmp_path: Path) -> None:
