@@ -47,7 +47,8 @@ hallutracer serve --config hallutracer.toml --print-config
 ```
 
 An unknown key, a value of another type and a value out of range are errors. `--print-config` prints the effective
-options X is reported.
+options as TOML, each with its source, and exits; keys are masked. A service logs a warning for a variable that begins
+with `HALLUTRACER_` and belongs to no option.
 """
 
 
