@@ -115,8 +115,9 @@ class Sources(Env):
             if name in older:
                 warnings.append(f"{name} is not read here; the variable is {older[name]}")
             elif name not in known:
-                close = difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.7)
-                warnings.append(f"{name} is no option's variable" + (f"; did you mean {close[0]}?" if close else ""))
+                short = [other.removeprefix(PREFIX) for other in sorted(known)]
+                close = difflib.get_close_matches(name.removeprefix(PREFIX), short, n=1, cutoff=0.75)
+                warnings.append(f"{name} is not read here" + (f"; did you mean {PREFIX}{close[0]}?" if close else ""))
         return tuple(warnings)
 
     def values(self) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from service.cli.options import BundleOptions, EngineChoice, StoreOptions, UsageError
-from service.cli.output import progress
+from service.cli.output import Report, note, progress
 from service.settings import KV_TOKENS
 
 if TYPE_CHECKING:
@@ -45,11 +45,13 @@ def load_engine(
     rows: Sequence[Site] = (),
     max_kv_tokens: int = KV_TOKENS,
     max_wait_s: float = 0.002,
+    report: Report = note,
 ) -> Engine:
     """Load the model: to be read by ``bundles``, or to give whole activations at the sites ``rows``, for training.
 
     The transformers engine can do either at any time; vLLM compiles in what it reads, so it must be known before.
-    ``max_kv_tokens`` and ``max_wait_s`` (the batching delay) are for engines that do not schedule by themselves.
+    ``max_kv_tokens`` and ``max_wait_s`` (the batching delay) are for engines that do not schedule by themselves;
+    ``report`` takes lines about what takes long.
     """
     options = choice.engine_options
     if options.engine == "vllm":
@@ -57,11 +59,13 @@ def load_engine(
         from service.readout import Site
 
         sites = {Site(bundle.manifest.readout.site) for bundle in bundles} | set(rows)
-        with progress(f"loading {options.model} with vllm; it compiles and tests itself, which takes minutes at first"):
+        with progress(
+            f"loading {options.model} with vllm; it compiles and tests itself, which takes minutes at first", report
+        ):
             return VllmEngine.load(
                 options, sites=sorted(sites), slots=max(SLOTS, len(bundles)), rows=bool(rows), threads=choice.threads
             )
-    with progress(f"loading {options.model}"):
+    with progress(f"loading {options.model}", report):
         import torch
         from transformers.utils import logging as transformers_logging
 
@@ -73,9 +77,9 @@ def load_engine(
         return TransformersEngine.load(options)
 
 
-def load_scorers(engine: Engine, bundles: Sequence[Bundle]) -> list[Scorer]:
+def load_scorers(engine: Engine, bundles: Sequence[Bundle], report: Report = note) -> list[Scorer]:
     """Match each bundle with the model and replay its golden prompts."""
     from service.scoring import Scorer
 
-    with progress("replaying the bundles' golden prompts"):
+    with progress("replaying the bundles' golden prompts", report):
         return [Scorer(engine, bundle) for bundle in bundles]

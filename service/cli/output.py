@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import json
-import logging
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 FIRST_S, EVERY_S = 3.0, 15.0
+Report = Callable[[str], None]
 
 
 def print_line(text: str) -> None:
@@ -26,31 +26,28 @@ def print_json(document: Any) -> None:
 
 
 def note(text: str) -> None:
-    """A line on standard error, at once; a log record where a service has set up logging."""
-    if (log := logging.getLogger("hallutracer")).hasHandlers():
-        log.info(text)
-        return
+    """A line on standard error, at once."""
     sys.stderr.write(text + "\n")
     sys.stderr.flush()
 
 
 @contextmanager
-def progress(what: str) -> Iterator[None]:
-    """Report a step that takes longer than 3 s on standard error: then, every 15 s, and at its end.
+def progress(what: str, report: Report = note) -> Iterator[None]:
+    """Report a step that takes longer than 3 s: then, every 15 s, and at its end.
 
     By the clock and in whole lines, so that a log shows as much as a terminal.
     """
     start, done = time.monotonic(), threading.Event()
     reported = threading.Event()
 
-    def report() -> None:
+    def watch() -> None:
         wait = FIRST_S
         while not done.wait(wait):
             reported.set()
-            note(f"{what} ({time.monotonic() - start:.0f} s)")
+            report(f"{what} ({time.monotonic() - start:.0f} s)")
             wait = EVERY_S
 
-    thread = threading.Thread(target=report, daemon=True)
+    thread = threading.Thread(target=watch, daemon=True)
     thread.start()
     try:
         yield
@@ -58,4 +55,4 @@ def progress(what: str) -> Iterator[None]:
         done.set()
         thread.join()
     if reported.is_set():
-        note(f"{what}: done in {time.monotonic() - start:.0f} s")
+        report(f"{what}: done in {time.monotonic() - start:.0f} s")

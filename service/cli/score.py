@@ -19,6 +19,7 @@ from service.cli.output import note, print_line, progress
 from service.data.rows import check_prompt, objects
 from service.errors import DataError, HalluTracerError, RequestError
 from service.options import Common
+from service.policies import built_in
 from service.settings import Range, Threshold, option, section
 
 if TYPE_CHECKING:
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from service.scoring import RiskReport, Scorer
 
 Rows = list[tuple[int, dict[str, Any]]]  # line number, object
+POLICY = "gate"
 BATCH = 256  # rows between two updates of output and progress bar; the engine cuts its own batches from them
 
 
@@ -96,9 +98,8 @@ def score(
 
 def _reports(scorer: Scorer, prompts: list[list[int]], options: ScoreOptions) -> list[RiskReport]:
     from service.engines.base import Sampling
-    from service.guard import GATE
 
-    policy = GATE.at(options.threshold)
+    policy = built_in()[POLICY].at(options.threshold)
     if options.generate:
         return scorer.score_or_continue(prompts, Sampling(max_tokens=options.generate), policy)
     return scorer.score(prompts, policy)
@@ -129,14 +130,13 @@ def _response(scorer: Scorer, report: RiskReport, options: ScoreOptions) -> Scor
     """The document that POST /score gives for one prompt."""
     from service.api.reply import bundle_ref
     from service.api.response_schema import ScoreResponse, Usage
-    from service.guard import GATE
 
     answered = len(report.completion.token_ids) if report.completion else 0
     return ScoreResponse(
         id=f"risk-{uuid.uuid4().hex}",
         created=int(time.time()),
         model=scorer.engine.identity.model,
-        policy=GATE.name,
+        policy=POLICY,
         bundle=bundle_ref(scorer),
         data=[_risk(0, report, options)],
         usage=Usage(

@@ -22,6 +22,7 @@ from service.settings import DEFAULT_MESSAGE, AbstainMessage, PoliciesFile, Serv
 if TYPE_CHECKING:
     from service.api.state import ServiceState
 
+log = logging.getLogger("hallutracer")
 EXAMPLE = (
     '{"prompt": ["What is the capital of Italy?", "What is the capital of the Solomon Islands?"], '
     '"generate": {"max_tokens": 16}}'
@@ -93,8 +94,10 @@ def serve(
                 bundles=opened,
                 max_kv_tokens=settings.max_kv_tokens,
                 max_wait_s=settings.max_wait_ms / 1e3,
+                report=log.info,
             ),
             opened,
+            log.info,
         ),
         store.version_of,
         settings,
@@ -112,7 +115,7 @@ def serve(
         print_line(f"API reference: {address}/openapi.json    Stop: Ctrl-C")
 
         if loading.engine == "vllm":
-            on_hangup(state, lambda engine: load_scorers(engine, [store.load(name) for name in names]))
+            on_hangup(state, lambda engine: load_scorers(engine, [store.load(name) for name in names], log.info))
 
     def broken() -> None:
         server.should_exit = True  # with status 1, so that a supervisor starts the service again
@@ -120,7 +123,7 @@ def serve(
     state.on_broken = broken
     server = make_server(create_app(state, loaded), settings)
     for warning in common.warnings:
-        logging.getLogger("hallutracer").warning(warning)
+        log.warning(warning)
     print_line(f"listening on {address}, loading {loading.model} ...")
     # uvicorn raises the signal that ended it once more: a service that drained in order has not failed.
     signal.signal(signal.SIGTERM, lambda *_: None)

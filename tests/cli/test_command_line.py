@@ -4,69 +4,97 @@ from __future__ import annotations
 
 import json
 import socket
-from collections.abc import Iterator
+import time
 from pathlib import Path
-from typing import Any
 
 import pytest
-import typer
 
-from service.cli.main import app, main
+from service import __version__
+from service.api.response_schema import BundleRef, RiskOut, ScoreResponse
+from service.cli import output
+from service.cli.main import main, make_app
+from service.options import Sources, commands_of
 
 
-def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
-    monkeypatch.setattr("sys.argv", ["hallutracer", *arguments])
+def run(*arguments: str) -> int:
     with pytest.raises(SystemExit) as caught:
-        main()
+        main(arguments)
     assert isinstance(caught.value.code, int)
     return caught.value.code
 
 
-def commands() -> Iterator[tuple[str, Any]]:
-    def walk(path: str, command: Any) -> Iterator[tuple[str, Any]]:
-        children = getattr(command, "commands", {})
-        if not children:
-            yield path.strip(), command
-        for name, child in children.items():
-            yield from walk(f"{path} {name}", child)
-
-    yield from walk("", typer.main.get_command(app))
-
-
-COMMANDS = dict(commands())
+COMMANDS = {" ".join(path) for path, _ in commands_of(make_app(Sources({})))}
 
 
 def test_the_commands_are_those_of_the_readme() -> None:
-    assert set(COMMANDS) == {
+    assert {
         "serve", "score", "train", "bundle list", "bundle show", "bundle verify", "bundle alias",
         "demo info", "demo questions", "demo build", "data convert", "data list",
         "evaluate", "diagnose",
-    }  # fmt: skip
+    } == COMMANDS  # fmt: skip
 
 
-@pytest.mark.parametrize("path", COMMANDS)
-def test_help_says_what_and_every_flag_has_a_variable(path: str) -> None:
-    command = COMMANDS[path]
-    assert command.help
-    for parameter in command.params:
-        if getattr(parameter, "param_type_name", "") == "option" and parameter.name not in ("help", "version"):
-            flag = max(parameter.opts, key=len).removeprefix("--")
-            expected = "HALLUTRACER_" + flag.replace("-", "_").upper()
-            assert parameter.envvar == expected, f"{path} --{flag}"
-            assert getattr(parameter, "help", None), f"{path} --{flag}"
+@pytest.mark.parametrize("path", ["", "bundle", *sorted(COMMANDS)])
+@pytest.mark.parametrize("flag", ["-h", "--help"])
+def test_help_prints(capsys: pytest.CaptureFixture[str], path: str, flag: str) -> None:
+    assert run(*path.split(), flag) == 0
+    printed = capsys.readouterr().out
+    assert "Usage" in printed
+    if path in ("score", "train", "evaluate", "diagnose", "serve"):
+        assert f"  hallutracer {path} " in printed  # an example
+        for word in ("HALLUTRACER_CONFIG", "[default: ") if path != "diagnose" else ():
+            assert word in " ".join(printed.split())
 
 
-@pytest.mark.parametrize("path", COMMANDS)
-def test_help_prints(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], path: str) -> None:
-    assert run(monkeypatch, *path.split(), "--help") == 0
-    assert "Usage" in capsys.readouterr().out
+def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("--version") == 0
+    assert capsys.readouterr().out == f"hallutracer {__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "word"),
+    [
+        (["serv"], "serve"),
+        (["serve", "--prot", "1"], "--port"),
+        (["serve", "--port", "x"], "--port"),
+        (["serve", "--threshold", "2"], "0 to 1"),
+        (["serve", "extra"], "extra"),
+        (["serve", "--tensor-parallel-size", "2"], "--engine vllm"),
+        (["serve", "--protect-metrics"], "--api-key"),
+        (["train", "--data", "x.jsonl"], "--name"),
+        (["train", "--name", "x"], "--data"),
+        (["score"], "--input"),
+        (["score", "a", "--model", "somewhere"], "hallutracer train"),
+        (["score", "a", "--engine-arg", "x"], "NAME=VALUE"),
+        (["evaluate", "--data", "nowhere.jsonl"], "nowhere.jsonl"),
+        (["evaluate", "--model", "m"], "--data"),
+        (["diagnose", "no.npz"], "no.npz"),
+    ],
+)
+def test_a_wrong_command_line_is_one_line_and_exit_status_2(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], word: str
+) -> None:
+    assert run(*arguments) == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith("error: ")
+    assert captured.err.count("\n") == 1
+    assert word in captured.err
+    assert captured.out == ""
+
+
+def test_an_interrupt_is_exit_status_130(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("service.cli.bundle.open_store", interrupted)
+    assert run("bundle", "show", "demo") == 130
 
 
 def test_a_variable_stands_for_a_flag(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     monkeypatch.setenv("HALLUTRACER_STORE", str(tmp_path / "empty"))
-    assert run(monkeypatch, "bundle", "show", "nothing") == 1
+    assert run("bundle", "show", "nothing") == 1
     assert str(tmp_path / "empty") in capsys.readouterr().err
 
 
@@ -86,7 +114,6 @@ def test_a_variable_stands_for_a_flag(
     ],
 )
 def test_score_reports_lines(
-    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     tmp_path: Path,
     lines: list[str],
@@ -94,20 +121,8 @@ def test_score_reports_lines(
 ) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text("\n".join(lines))
-    assert run(monkeypatch, "score", "--input", str(path)) == 1
+    assert run("score", "--input", str(path)) == 1
     assert expected in capsys.readouterr().err
-
-
-def test_score_wants_one_source(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(monkeypatch, "score") == 2
-    assert "a question, or --input" in capsys.readouterr().err
-
-
-def test_a_model_without_a_bundle_is_refused(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run(monkeypatch, "score", "a", "--model", "somewhere") == 2
-    assert "hallutracer train" in capsys.readouterr().err
 
 
 def test_a_taken_port_is_said_before_a_model_is_loaded(
@@ -116,12 +131,12 @@ def test_a_taken_port_is_said_before_a_model_is_loaded(
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        assert run(monkeypatch, "serve", "--port", str(taken.getsockname()[1])) == 1
+        assert run("serve", "--port", str(taken.getsockname()[1])) == 1
     assert "is taken; choose another with --port" in capsys.readouterr().err
 
 
 def test_a_bad_host_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(monkeypatch, "serve", "--host", "256.0.0.1") == 1
+    assert run("serve", "--host", "256.0.0.1") == 1
     assert capsys.readouterr().err.startswith("error: cannot listen on 256.0.0.1")
 
 
@@ -131,7 +146,6 @@ def test_train_reports_bad_data_before_a_model_is_loaded(
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps({"id": "a", "prompt": "", "label": 1}) + "\n")
     code = run(
-        monkeypatch,
         "train",
         "--data",
         str(path),
@@ -150,5 +164,57 @@ def test_train_reports_bad_data_before_a_model_is_loaded(
 def test_bundle_names_that_leave_the_store(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str
 ) -> None:
-    assert run(monkeypatch, "bundle", "show", name) == 1
+    assert run("bundle", "show", name) == 1
     assert capsys.readouterr().err.startswith("error: ")
+
+
+def test_repeated_problems_are_reported_once(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text("{}\n" * 600 + '{"prompt": 1}\n')
+    assert run("score", "--input", str(path)) == 1
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 3
+    assert "line 1 and 599 more: " in lines[1]
+    assert "line 601: " in lines[2]
+
+
+def test_progress_is_reported_by_the_clock(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(output, "FIRST_S", 0.01)
+    monkeypatch.setattr(output, "EVERY_S", 0.01)
+    with output.progress("loading x"):
+        time.sleep(0.1)
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) >= 3
+    assert lines[0].startswith("loading x (")
+    assert lines[-1].startswith("loading x: done in ")
+    monkeypatch.setattr(output, "FIRST_S", 60.0)
+    with output.progress("a short step"):
+        pass
+    assert capsys.readouterr().err == ""
+
+
+def test_score_writes_what_the_api_answers(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    questions = ["What is the capital of Italy?", "What is the capital of the Solomon Islands?"]
+    documents = []
+    for question in questions:
+        assert run("score", question, "--json", "--generate", "8", "--trajectory") == 0
+        documents.append(ScoreResponse.model_validate_json(capsys.readouterr().out))
+    answered, abstained = (document.data[0] for document in documents)
+    assert answered.completion is not None
+    assert documents[0].usage.completion_tokens == answered.completion.completion_tokens > 0
+    assert (abstained.flagged, abstained.decision, abstained.completion) == (True, "abstain", None)
+    assert abstained.message
+    assert len(answered.trajectory or ()) == 8
+
+    rows, output_file = tmp_path / "rows.jsonl", tmp_path / "risks.jsonl"
+    rows.write_text("".join(json.dumps({"prompt": text, "mine": n}) + "\n" for n, text in enumerate(questions)))
+    arguments = ["--input", str(rows), "--output", str(output_file), "--generate", "8"]
+    assert run("score", *arguments) == 0
+    for index, (line, document) in enumerate(zip(output_file.read_text().splitlines(), documents, strict=True)):
+        row = json.loads(line)
+        assert (row.pop("prompt"), row.pop("mine")) == (questions[index], index)
+        assert BundleRef.model_validate(row.pop("bundle")) == document.bundle
+        risk = RiskOut.model_validate(row)
+        assert (risk.index, risk.decision, risk.message) == (index, document.data[0].decision, document.data[0].message)
+        assert risk.risk == pytest.approx(document.data[0].risk, abs=1e-6)
+        assert risk.completion == document.data[0].completion
