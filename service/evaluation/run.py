@@ -83,7 +83,7 @@ def evaluate(options: EvaluateOptions, engine_factory: Callable[[], Engine], *, 
         finally:
             engine.close()
         sets = [_evaluate_set(one_set, options) for one_set in prepared]
-        titles = TITLES | METHODS
+        titles = {**TITLES, **METHODS}
         table_rows = [row for result in sets for row in rows_of(result.title, titles, _measures(result))]
         subsets = _subsets(prepared, options, titles) if options.per_subset else None
     main = main_table(table_rows, _notes(sets, titles))
