@@ -25,12 +25,6 @@ NOT_ANSWERED = {
     "no_direction",
 }  # fmt: skip
 
-# Named in the pages before the code has them.
-EXPECTED = {
-    "service/engines/scheduler.py", "service/serving/dispatcher.py", "service/serving/metrics.py",
-    "service/serving/state.py",
-}  # fmt: skip
-
 
 def text_of(name: str) -> str:
     return (ROOT / name).read_text(encoding="utf-8")
@@ -90,7 +84,7 @@ def test_the_model_families_are_all_named() -> None:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_named_files_exist(page: Path) -> None:
     for path in re.findall(r"`((?:service|probes_store|tests|deploy|docs)/[\w./-]*[\w/])`", page.read_text()):
-        assert (ROOT / path).exists() or path in EXPECTED, f"{page.name}: {path}"
+        assert (ROOT / path).exists(), f"{page.name}: {path}"
 
 
 def test_the_dependencies_all_have_a_reason() -> None:
