@@ -1,4 +1,4 @@
-"""Loading from a folder: what is wrong is named, and the identity is stable."""
+"""Loading from a folder: errors name their cause, and the identity is stable."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def load(folder: Path, **options: str) -> TransformersEngine:
     return TransformersEngine.load(EngineOptions(model=str(folder), device="cpu", **options))  # type: ignore[arg-type]
 
 
-def test_a_loaded_model_reads_what_the_one_in_memory_reads(saved: Path):
+def test_a_loaded_model_gives_the_same_numbers_as_one_in_memory(saved: Path):
     engine: BatchEngine = load(saved)
     memory = tiny.shared_engine("llama")
     prompts, probe = tiny.prompts([5, 12]), tiny.probes(memory.identity.geometry)
@@ -55,7 +55,7 @@ def test_a_loaded_model_reads_what_the_one_in_memory_reads(saved: Path):
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_the_dtype_is_the_one_asked_for(saved: Path, dtype: str):
+def test_the_dtype_option_is_applied(saved: Path, dtype: str):
     engine = load(saved, dtype=dtype)
     assert engine.identity.dtype == dtype
     assert engine.identity.fingerprint == load(saved).identity.fingerprint
@@ -100,7 +100,7 @@ def test_a_fingerprint_reads_every_shard(folder: Path):
     (folder / "model-2.safetensors").write_bytes(content)
     assert folder_fingerprint(folder) != whole
     (folder / "model-2.safetensors").unlink()
-    with pytest.raises(ModelLoadError, match="names model-2.safetensors, which is not there"):
+    with pytest.raises(ModelLoadError, match="model-2.safetensors"):
         load(folder)
 
 
@@ -114,24 +114,26 @@ def test_the_fingerprint_in_memory_follows_every_parameter():
     assert memory_fingerprint(tiny.model("llama").bfloat16()) != original
 
 
-def test_no_such_folder():
-    for name in ("/no/such/folder", "./nothing-here", "a/b/c", ""):
-        if name:
-            with pytest.raises(ModelLoadError, match="there is no folder"):
-                load(Path(name) if name != "./nothing-here" else name)  # type: ignore[arg-type]
+@pytest.mark.parametrize("name", ["/no/such/folder", "./nothing-here", "a/b/c"])
+def test_no_such_folder(name: str):
+    with pytest.raises(ModelLoadError, match="no folder"):
+        TransformersEngine.load(EngineOptions(model=name, device="cpu"))
     assert loading.looks_like_path("")
     assert not loading.looks_like_path("owner/model")
 
 
-def test_no_config(folder: Path):
-    (folder / "config.json").unlink()
-    with pytest.raises(ModelLoadError, match=r"has no config\.json"):
-        load(folder)
-
-
-def test_no_weights(folder: Path):
-    (folder / "model.safetensors").unlink()
-    with pytest.raises(ModelLoadError, match=r"has no weights; expected model\.safetensors"):
+@pytest.mark.parametrize(
+    ("missing", "message"),
+    [
+        ("config.json", r"config\.json"),
+        ("model.safetensors", r"no weights.*model\.safetensors"),
+        ("*token*", "tokenizer"),
+    ],
+)
+def test_a_missing_file_is_named(folder: Path, missing: str, message: str):
+    for file in folder.glob(missing):
+        file.unlink()
+    with pytest.raises(ModelLoadError, match=message):
         load(folder)
 
 
@@ -144,18 +146,11 @@ def test_a_broken_config_and_broken_weights(folder: Path):
         load(folder)
 
 
-def test_weights_that_lack_a_parameter_are_not_filled_with_noise(folder: Path):
+def test_weights_that_lack_a_parameter_are_refused(folder: Path):
     tensors = load_file(folder / "model.safetensors")
     del tensors["model.layers.1.self_attn.o_proj.weight"]
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ModelLoadError, match=r"lacks 1 parameter.*layers\.1\.self_attn\.o_proj"):
-        load(folder)
-
-
-def test_no_tokenizer(folder: Path):
-    for file in folder.glob("*token*"):
-        file.unlink()
-    with pytest.raises(ModelLoadError, match="tokenizer of .* cannot be loaded"):
         load(folder)
 
 
@@ -179,18 +174,18 @@ def test_an_unknown_family_is_refused_before_the_weights_are_read(folder: Path):
         ({"extra": {"speed": "fast"}}, "extra"),
     ],
 )
-def test_options_no_model_can_honour(saved: Path, options: dict[str, object], param: str):
+def test_invalid_options_are_refused(saved: Path, options: dict[str, object], param: str):
     with pytest.raises(ModelLoadError) as caught:
         TransformersEngine.load(EngineOptions(model=str(saved), **options))  # type: ignore[arg-type]
     assert caught.value.param == param
 
 
-def test_out_of_memory_is_told_apart(saved: Path, monkeypatch: pytest.MonkeyPatch):
+def test_out_of_memory_has_its_own_error(saved: Path, monkeypatch: pytest.MonkeyPatch):
     def full(*_args: object, **_kwargs: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB")
 
     monkeypatch.setattr(loading.AutoModelForCausalLM, "from_pretrained", full)
-    with pytest.raises(ModelLoadError, match="does not fit into memory"):
+    with pytest.raises(ModelLoadError, match="memory"):
         load(saved)
 
 
@@ -201,7 +196,7 @@ def test_auto_dtype_is_float32_on_cpu_and_the_checkpoints_own_elsewhere():
     assert loading.choose_dtype("auto", config, torch.device("cuda")) is torch.bfloat16
     assert loading.choose_dtype("float16", config, torch.device("cuda")) is torch.float16
     config.dtype = torch.float64
-    with pytest.raises(ModelLoadError, match="float64 is not supported"):
+    with pytest.raises(ModelLoadError, match="float64"):
         loading.choose_dtype("auto", config, torch.device("cuda"))
 
 

@@ -1,4 +1,4 @@
-"""Workers with a mistake in them, which the start-up self-test and the comparison have to find.
+"""Workers with deliberate faults, which the start-up self-test and the comparison must find.
 
 --worker-cls tests.parity.faulty.RowTooEarly
 """
@@ -16,7 +16,7 @@ from service.engines.vllm.worker import Worker
 
 
 class RowTooEarly(Worker):
-    """Reads the row before t*: a neighbour's, or a prompt's last but one."""
+    """Reads the row before t*: another prompt's, or the prompt's last but one."""
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         """In this worker's process only."""
@@ -25,7 +25,7 @@ class RowTooEarly(Worker):
 
 
 class Swapped(Worker):
-    """Where two prompts end in one step, each gets the other's reading."""
+    """If two prompts end in one step, each gets the other's readout."""
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         """In this worker's process only."""
@@ -34,7 +34,7 @@ class Swapped(Worker):
 
 
 class Deaf(Worker):
-    """Keeps its first probes: what a graph does that was compiled with them as constants."""
+    """Keeps its first probes, like a graph compiled with probes as constants."""
 
     def hallutracer_write(self, slot: int, site: str, head: list[int], numbers: bytes) -> None:
         """The first probe of a slot stays."""
@@ -45,7 +45,7 @@ class Deaf(Worker):
 
 
 class Bare(Worker):
-    """Runs a graph without the readout: what a stale compile cache would give."""
+    """Runs a graph without the readout, like one from a stale compile cache."""
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         """The readout's modules become vLLM's own again, after everything has been attached."""

@@ -1,4 +1,4 @@
-"""Which families vLLM is compared on, and how it is run.  Knows no engine."""
+"""The families and configurations of vLLM that are compared."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from pathlib import Path
 from tests.parity import models
 
 # vLLM's Gemma 3 imports its image processor, which wants torchvision; the CPU install leaves that out.
-NOT_HERE = {"gemma3": "vLLM's Gemma3ForConditionalGeneration needs torchvision, which its CPU install leaves out"}
-SERVED = [family for family in models.CONFIGS if family not in NOT_HERE]
+UNSUPPORTED = {"gemma3": "vLLM's Gemma3ForConditionalGeneration needs torchvision, which its CPU install leaves out"}
+SERVED = [family for family in models.CONFIGS if family not in UNSUPPORTED]
 # vLLM frees blocks behind a window: little is preempted, and less of a prefix is kept.
 WINDOWED = {"mistral", "gemma2", "gemma2_capped", "gemma3_text"}
 # Absolute, float32.  Set for gemma2_capped after it was measured: with the cap on attention scores the largest
-# difference is 2.3e-5 (rows; truth logits 1.6e-5), without it 5.5e-6 (4.3e-6), all else equal.  So the cap is where it
-# arises; why vLLM's CPU attention rounds it so has not been looked into.
+# difference is 2.3e-5 (activations; truth logits 1.6e-5), without it 5.5e-6 (4.3e-6), all else equal.  The cap
+# causes it; why vLLM's CPU attention rounds differently there has not been examined.
 TOLERANCE = {family: 5e-5 if family == "gemma2_capped" else 1e-5 for family in models.CONFIGS}
 TRIED = {"llama": False, "gpt2": False, "gemma2": True, "gpt_neox": True, "mixtral": True}  # make test: family -> eager
 
@@ -35,7 +35,7 @@ class Run:
 
     @property
     def environment(self) -> dict[str, str]:
-        """What the process gets besides: for V2, Triton's interpreter in place of a GPU."""
+        """Additional environment: for V2, Triton's interpreter instead of a GPU."""
         if self.runner == "V1":
             return {}
         interpreter = str(Path(__file__).parent / "interpreter")
@@ -44,7 +44,7 @@ class Run:
 
     @property
     def arguments(self) -> dict[str, str]:
-        """vLLM's: few blocks of key-value cache, so that running requests have to give way."""
+        """vLLM's arguments: a small key-value cache, so that running requests are preempted."""
         blocks = 24 if self.family.startswith("gemma") else 14  # windows and whole contexts in layers by turns
         given = {
             "max_num_seqs": 40,
@@ -58,7 +58,7 @@ class Run:
 
 
 def runs() -> list[Run]:
-    """A selection, or with ``HALLUTRACER_PARITY=full`` everything that is served here."""
+    """A selection, or with ``HALLUTRACER_PARITY=full`` all configurations."""
     tensor, pipeline = {"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}
     if os.environ.get("HALLUTRACER_PARITY") != "full":
         return [

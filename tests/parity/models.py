@@ -1,4 +1,4 @@
-"""Tiny random models of every family, on disk, in shapes that vLLM's CPU attention takes.  Knows no engine."""
+"""Tiny random models of every family, on disk, in shapes that vLLM's CPU attention supports."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import transformers as hf
 from tests.engines import tiny
 
 CONTEXT = 256
-HEAD = 32  # the least that vLLM's CPU attention takes
+HEAD = 32  # the smallest head of vLLM's CPU attention
 WINDOW = 24  # of the sliding families: several lie within a prompt
 
 BASE: dict[str, Any] = tiny.BASE | {
@@ -71,7 +71,7 @@ def save(family: str, folder: Path, seed: int = 0) -> Path:
     """A model folder as a user would have one: configuration, float32 weights, tokenizer."""
     torch.manual_seed(seed)
     model = hf.AutoModelForCausalLM.from_config(CONFIGS[family]()).float().eval()
-    with torch.no_grad():  # biases and norms that are all zeros or ones would hide that they are left out
+    with torch.no_grad():  # biases of 0 and norms of 1 would hide that they are left out
         for name, parameter in model.named_parameters():
             if parameter.dim() == 1:
                 parameter.add_(0.1 * torch.randn_like(parameter))

@@ -1,4 +1,4 @@
-"""What both backends are asked: prompts, probes and who wants what.  The same on each side, by seed."""
+"""The requests for both backends: prompts, probes and options, equal by seed."""
 
 from __future__ import annotations
 
@@ -10,41 +10,41 @@ from service.engines.base import Sampling
 from service.readout import Geometry, Probes, Site
 
 PROMPTS = 200
-LONGEST = 150
+MAX_LENGTH = 150
 TEXT_TOKENS = 94  # printable ASCII: a prompt that ends within a character would begin its answer's text, in vLLM
 BUNDLES = 3  # probes at each site, at the same time
 
 
 @dataclass(frozen=True)
 class Question:
-    """One prompt and what is wanted of it."""
+    """One prompt and its request."""
 
     prompt: tuple[int, ...]
     bundles: tuple[int, ...]  # whose probes read it, at both sites
-    sampling: Sampling | None  # None: the onset is all
-    cancelled: bool  # whoever asked goes away after a few tokens
+    sampling: Sampling | None  # None: score only
+    cancelled: bool  # the consumer leaves after a few tokens
 
 
 def questions(count: int = PROMPTS, seed: int = 5) -> list[Question]:
-    """Mixed lengths, some with a beginning in common, two fifths with answers, some of those given up halfway."""
+    """Mixed lengths, some with a common prefix, two fifths with answers, some of which are cancelled."""
     generator = np.random.default_rng(seed)
     beginnings = [generator.integers(0, TEXT_TOKENS, length).tolist() for length in (64, 96, 100)]
-    found = []
+    made = []
     for number in range(count):
-        length = 1 + int(generator.integers(0, LONGEST)) if number >= 3 else (1, 2, LONGEST)[number]
+        length = 1 + int(generator.integers(0, MAX_LENGTH)) if number >= 3 else (1, 2, MAX_LENGTH)[number]
         prompt = generator.integers(0, TEXT_TOKENS, length).tolist()
         if number % 4 == 0:
             beginning = beginnings[number // 4 % len(beginnings)]
-            prompt = [*beginning, *prompt[: LONGEST - len(beginning)]]
+            prompt = [*beginning, *prompt[: MAX_LENGTH - len(beginning)]]
         wanted = tuple(np.flatnonzero(generator.random(BUNDLES) < 0.6).tolist()) or (number % BUNDLES,)
         sampling = Sampling(max_tokens=int(generator.integers(1, 64))) if number % 5 < 2 else None
-        found.append(Question(tuple(prompt), wanted, sampling, sampling is not None and number % 15 == 0))
-    return found
+        made.append(Question(tuple(prompt), wanted, sampling, sampling is not None and number % 15 == 0))
+    return made
 
 
-def repeated(asked: list[Question]) -> list[Question]:
-    """Long prompts that are asked once more, when their blocks are in the prefix cache."""
-    return [question for question in asked if len(question.prompt) > LONGEST - 20][:4]
+def repeated(all_questions: list[Question]) -> list[Question]:
+    """Long prompts that are repeated once their blocks are in the prefix cache."""
+    return [question for question in all_questions if len(question.prompt) > MAX_LENGTH - 20][:4]
 
 
 def probes(geometry: Geometry, bundle: int) -> list[Probes]:
