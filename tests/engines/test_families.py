@@ -1,4 +1,4 @@
-"""Every row of the table, against a model built from the family's own config class."""
+"""Every family of the table, on a model built from the family's own config class."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from tests.engines import tiny
 
 
 def capture(model: Any, modules: list[Any], prompt: list[int], *, inputs: bool = False) -> list[torch.Tensor]:
-    """Run one prompt and keep what goes into, or comes out of, each module: [positions, width]."""
-    kept: list[torch.Tensor] = []
+    """Run one prompt and return the input or output of each module: [positions, width]."""
+    captured: list[torch.Tensor] = []
 
-    def keep(_module: Any, given: Any, output: Any) -> None:
+    def capture_one(_module: Any, given: Any, output: Any) -> None:
         tensor = given[0] if inputs else output[0] if isinstance(output, tuple) else output
-        kept.append(tensor[0].detach().clone())
+        captured.append(tensor[0].detach().clone())
 
-    handles = [module.register_forward_hook(keep) for module in modules]
+    handles = [module.register_forward_hook(capture_one) for module in modules]
     with torch.no_grad():
         model(input_ids=torch.tensor([prompt]), use_cache=False)
     for handle in handles:
         handle.remove()
-    return kept
+    return captured
 
 
 def test_every_model_type_of_the_table_is_tested():
@@ -38,18 +38,18 @@ def test_every_model_type_of_the_table_is_tested():
 def test_heads_put_back_through_the_projection_give_the_attention_output(name: str):
     engine = tiny.shared_engine(name)
     model = tiny.modules(engine).model
-    layout, family = locate(model), family_of(model.config)
+    located, family = locate(model), family_of(model.config)
     prompt = tiny.prompts([11])[0]
-    attention = capture(model, [block.get_submodule(family.attention) for block in layout.blocks], prompt)
-    rows = engine.extract([prompt], [Site.ATTENTION_HEAD]).activations[Site.ATTENTION_HEAD][0]
-    heads = layout.geometry.by_head(rows, Site.ATTENTION_HEAD)  # [m, K, d]
-    assert np.abs(rows).max() > 1e-3
-    for layer, projection in enumerate(layout.projections):
+    attention = capture(model, [block.get_submodule(family.attention) for block in located.blocks], prompt)
+    activations = engine.extract([prompt], [Site.ATTENTION_HEAD]).activations[Site.ATTENTION_HEAD][0]
+    heads = located.geometry.by_head(activations, Site.ATTENTION_HEAD)  # [m, K, d]
+    assert np.abs(activations).max() > 1e-3
+    for layer, projection in enumerate(located.projections):
         weight: Any = projection.weight
         weight = (weight if name == "gpt2" else weight.T).detach().numpy()  # [K d, hidden]
-        d = layout.geometry.head_dim
+        d = located.geometry.head_dim
         rebuilt = sum(
-            heads[layer, k].astype(np.float64) @ weight[k * d : (k + 1) * d] for k in range(layout.geometry.num_heads)
+            heads[layer, k].astype(np.float64) @ weight[k * d : (k + 1) * d] for k in range(located.geometry.num_heads)
         )
         bias: Any = getattr(projection, "bias", None)
         if bias is not None:
@@ -58,21 +58,22 @@ def test_heads_put_back_through_the_projection_give_the_attention_output(name: s
 
 
 @pytest.mark.parametrize("name", tiny.ALL)
-def test_rows_equal_an_independent_capture(name: str):
+def test_activations_equal_an_independent_capture(name: str):
     engine = tiny.shared_engine(name)
-    model, layout = tiny.modules(engine).model, locate(tiny.modules(engine).model)
+    model = tiny.modules(engine).model
+    located = locate(model)
     prompt = tiny.prompts([13], seed=5)[0]
-    rows = engine.extract([prompt], list(Site)).activations
-    blocks = capture(model, list(layout.blocks), prompt)
-    projected = capture(model, list(layout.projections), prompt, inputs=True)
+    activations = engine.extract([prompt], list(Site)).activations
+    blocks = capture(model, list(located.blocks), prompt)
+    projected = capture(model, list(located.projections), prompt, inputs=True)
     with torch.no_grad():
         hidden = model(input_ids=torch.tensor([prompt]), output_hidden_states=True, use_cache=False).hidden_states
-    for layer in range(layout.geometry.num_layers):
-        residual = rows[Site.RESIDUAL_STREAM][0, layer]
+    for layer in range(located.geometry.num_layers):
+        residual = activations[Site.RESIDUAL_STREAM][0, layer]
         np.testing.assert_allclose(residual, blocks[layer][-1].numpy(), rtol=1e-5, atol=1e-6)
-        if layer < layout.geometry.num_layers - 1:  # transformers' last one has passed the final norm
+        if layer < located.geometry.num_layers - 1:  # transformers' last hidden state is after the final norm
             np.testing.assert_allclose(residual, hidden[layer + 1][0, -1].numpy(), rtol=1e-5, atol=1e-6)
-        head = rows[Site.ATTENTION_HEAD][0, layer]
+        head = activations[Site.ATTENTION_HEAD][0, layer]
         np.testing.assert_allclose(head, projected[layer][-1].numpy(), rtol=1e-5, atol=1e-6)
 
 

@@ -17,10 +17,10 @@ def request(length: int, answer: int | None = None) -> EngineRequest:
 
 
 def queue(requests: list[EngineRequest], *, batch: int = 4096, kv: int = 1000) -> RequestQueue:
-    made = RequestQueue(batch, kv)
-    for one in requests:
-        made.add(one)
-    return made
+    waiting = RequestQueue(batch, kv)
+    for entry in requests:
+        waiting.add(entry)
+    return waiting
 
 
 REQUESTS = st.lists(
@@ -32,20 +32,20 @@ REQUESTS = st.lists(
 @given(REQUESTS)
 def test_every_request_leaves_once_in_batches_that_fit(requests: list[EngineRequest]) -> None:
     waiting = queue(requests, batch=1024, kv=500)
-    left: list[EngineRequest] = []
+    batched: list[EngineRequest] = []
     while len(waiting):
-        oldest = next(one for one in requests if one not in left)
+        oldest = next(entry for entry in requests if entry not in batched)
         batch = waiting.next_batch(kv_held=0)
         assert batch[0] is oldest  # none starves
-        assert len({one.continues for one in batch}) == 1
-        lengths = [len(one.prompt) for one in batch]
+        assert len({entry.continues for entry in batch}) == 1
+        lengths = [len(entry.prompt) for entry in batch]
         padded = max(lengths) * len(batch)
         if len(batch) > 1:
             assert padded <= 1024
             assert padded <= max(FREE_PADDING, MAX_PADDING * sum(lengths))
-            assert not batch[0].continues or sum(one.kv_tokens for one in batch) <= 500
-        left += batch
-    assert sorted(map(id, left)) == sorted(map(id, requests))
+            assert not batch[0].continues or sum(entry.kv_tokens for entry in batch) <= 500
+        batched += batch
+    assert sorted(map(id, batched)) == sorted(map(id, requests))
 
 
 def test_similar_lengths_are_batched_and_others_left_for_the_next_batch() -> None:
@@ -60,7 +60,7 @@ def test_short_prompts_go_together_whatever_their_lengths() -> None:
     assert set(queue(requests).next_batch(0)) == set(requests)
 
 
-def test_answers_wait_for_room_in_the_cache_and_scores_pass_them() -> None:
+def test_answers_wait_for_space_in_the_cache_and_scores_overtake_them() -> None:
     requests = [request(400, 300), request(50, 50), request(60)]
     waiting = queue(requests, kv=1000)
     assert waiting.next_batch(kv_held=600) == [requests[2]]
@@ -79,6 +79,6 @@ def test_an_answer_beyond_the_whole_cache_goes_alone() -> None:
 def test_removed_requests_are_in_no_batch() -> None:
     requests = [request(100) for _ in range(8)]
     waiting = queue(requests)
-    assert waiting.remove(lambda one: one in requests[:4]) == requests[:4]
+    assert waiting.remove(lambda entry: entry in requests[:4]) == requests[:4]
     assert set(waiting.next_batch(0)) == set(requests[4:])
     assert len(waiting) == 0

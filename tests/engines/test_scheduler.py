@@ -24,7 +24,7 @@ CLOSED, OPEN = Gate((1.0, 0.0, 0.0), 0.0, 0.0), Gate((1.0, 0.0, 0.0), 0.0, 1.1)
 
 
 class Bench:
-    """A scheduler whose script can be held inside a forward pass."""
+    """A scheduler on a scripted engine that can be blocked inside a forward pass."""
 
     def __init__(self) -> None:
         self.script = ScriptedEngine()
@@ -50,7 +50,7 @@ class Bench:
             return [update async for update in updates]
 
     async def held(self) -> asyncio.Task[list[Update]]:
-        """A prompt whose forward pass stands still until ``release`` is set."""
+        """A prompt whose forward pass blocks until ``release`` is set."""
 
         def block(_: str) -> None:
             self.entered.set()
@@ -62,7 +62,7 @@ class Bench:
         return task
 
     def logits(self, text: str, probe: Probes | None = None) -> list[float]:
-        """What the prompt reads by itself."""
+        """The prompt's truth logits alone."""
         (result,) = ScriptedEngine().score([self.script.tokenize(text)], [probe or self.probe])
         return result.trajectories[0].tolist()
 
@@ -119,7 +119,7 @@ async def test_several_bundles_share_one_forward(bench: Bench, monkeypatch: pyte
 
 
 async def test_a_batch_that_fails_is_tried_one_by_one(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    poison, score, begin = bench.script.tokenize("poison"), bench.script.score, bench.script.begin
+    poison = bench.script.tokenize("poison")
 
     def refusing(work: Callable[..., Any]) -> Callable[..., Any]:
         def call(prompts: Sequence[Any], *arguments: Any, **options: Any) -> Any:
@@ -134,7 +134,7 @@ async def test_a_batch_that_fails_is_tried_one_by_one(bench: Bench, monkeypatch:
             held = await fresh.held()
             monkeypatch.setattr(fresh.script, "score", refusing(fresh.script.score))
             monkeypatch.setattr(fresh.script, "begin", refusing(fresh.script.begin))
-            tasks = [started(fresh.answer(one, **options)) for one in ("a", "poison", "b")]
+            tasks = [started(fresh.answer(name, **options)) for name in ("a", "poison", "b")]
             await asyncio.sleep(0)
             fresh.release.set()
             await held
@@ -142,7 +142,6 @@ async def test_a_batch_that_fails_is_tried_one_by_one(bench: Bench, monkeypatch:
             with pytest.raises(RuntimeError, match="poison"):
                 await tasks[1]
             assert fresh.engine.alive
-    assert (score, begin) == (bench.script.score, bench.script.begin)
 
 
 async def test_updates_are_the_prefill_the_pieces_and_the_completion(bench: Bench) -> None:
@@ -156,7 +155,7 @@ async def test_updates_are_the_prefill_the_pieces_and_the_completion(bench: Benc
         assert all(update.tokens == 1 for update in rest)
         assert last.completion is not None
         assert last.completion.text == "Zürich"
-        assert len(await bench.answer("a")) == 1  # without sampling, the prefill is all
+        assert len(await bench.answer("a")) == 1  # without sampling, only the prefill runs
 
 
 async def test_a_closed_gate_costs_no_decode_step(bench: Bench) -> None:
@@ -164,7 +163,7 @@ async def test_a_closed_gate_costs_no_decode_step(bench: Bench) -> None:
         (only,) = await bench.answer("a", sampling=Sampling(), gate=CLOSED)
         assert only.prefill is not None
         assert bench.script.counters.decode_steps == 0
-        bench.script.nan_layer = 1  # a risk that is not a number closes, too
+        bench.script.nan_layer = 1  # a NaN risk closes the gate, too
         assert len(await bench.answer("a", sampling=Sampling(), gate=OPEN)) == 1
 
 
@@ -201,12 +200,12 @@ async def test_answers_take_turns(bench: Bench) -> None:
 
 
 async def test_caches_of_running_answers_are_bounded(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    most, begin = 0, bench.script.begin
+    largest, begin = 0, bench.script.begin
 
     def watched(*arguments: Any) -> Any:
-        nonlocal most
+        nonlocal largest
         opened = begin(*arguments)
-        most = max(most, bench.script.counters.open_continuations)
+        largest = max(largest, bench.script.counters.open_continuations)
         return opened
 
     monkeypatch.setattr(bench.script, "begin", watched)
@@ -214,7 +213,7 @@ async def test_caches_of_running_answers_are_bounded(bench: Bench, monkeypatch: 
         tasks = [started(bench.answer(f"prompt {n}", sampling=Sampling(max_tokens=30))) for n in range(10)]
         for task in tasks:
             assert text(await task) == bench.script.answer
-    assert 1 <= most <= 3
+    assert 1 <= largest <= 3
 
 
 async def test_a_batch_waits_for_as_many_prompts_as_last_time(bench: Bench) -> None:
@@ -259,7 +258,7 @@ async def test_synchronous_calls_run_between_turns(bench: Bench) -> None:
         await asyncio.sleep(0.05)
         prompts = [bench.script.tokenize("a"), bench.script.tokenize("b")]
         results = await asyncio.to_thread(bench.engine.score, prompts, [bench.probe])
-        assert [one.trajectories[0].tolist() for one in results] == [bench.logits("a"), bench.logits("b")]
+        assert [result.trajectories[0].tolist() for result in results] == [bench.logits("a"), bench.logits("b")]
         extraction = await asyncio.to_thread(bench.engine.extract, prompts, [bench.probe.site])
         assert len(extraction.first_tokens) == 2
         (completion,) = await asyncio.to_thread(bench.engine.generate, prompts[:1], Sampling(max_tokens=3))
@@ -300,7 +299,7 @@ def test_until_the_first_answer_calls_run_on_their_callers_thread(bench: Bench) 
         engine.score([[1]], [bench.probe])
 
 
-async def test_closing_ends_what_runs_and_refuses_what_comes(bench: Bench) -> None:
+async def test_closing_ends_running_requests_and_refuses_new_ones(bench: Bench) -> None:
     bench.script.answer = "x" * 400
     async with bench.open():
         bench.script.sleep_s = 0.01
@@ -351,10 +350,10 @@ async def test_a_backlog_of_updates_does_not_starve_the_loop(bench: Bench) -> No
 
 
 def test_waiting_works_inside_a_running_loop() -> None:
-    async def one() -> int:
+    async def work() -> int:
         return 1
 
     async def notebook() -> int:
-        return wait_for(one())
+        return wait_for(work())
 
     assert wait_for(notebook()) == 1

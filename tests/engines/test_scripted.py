@@ -28,27 +28,27 @@ def test_it_imports_no_torch():
 
 
 @given(st.lists(st.text(min_size=1, max_size=20), min_size=1, max_size=4))
-def test_equal_prompts_read_equal_rows_in_any_batch_and_engine(texts: list[str]):
+def test_equal_prompts_have_equal_activations_in_any_batch_and_engine(texts: list[str]):
     engine: BatchEngine = ScriptedEngine()
     probe = probes(engine.identity.geometry)
     prompts = [engine.tokenize(text) for text in texts]
     together = engine.score(prompts, [probe], first_token=True)
-    for prompt, onset in zip(prompts, together, strict=True):
+    for prompt, result in zip(prompts, together, strict=True):
         alone = ScriptedEngine().score([prompt], [probe], first_token=True)[0]
-        np.testing.assert_array_equal(onset.trajectories[0], alone.trajectories[0])
-        assert onset.first_token == alone.first_token
-        assert onset.first_token is not None
-        assert onset.first_token.log_max_prob <= 0 <= onset.first_token.entropy
+        np.testing.assert_array_equal(result.trajectories[0], alone.trajectories[0])
+        assert result.first_token == alone.first_token
+        assert result.first_token is not None
+        assert result.first_token.log_max_prob <= 0 <= result.first_token.entropy
 
 
 def test_score_is_the_formula_on_its_own_extraction():
     engine = ScriptedEngine()
     geometry = engine.identity.geometry
     prompt = engine.render_chat([{"role": "user", "content": "hm?"}])
-    rows = engine.extract([prompt], list(Site)).activations
+    activations = engine.extract([prompt], list(Site)).activations
     for site in Site:
         probe = probes(geometry, site)
-        expected = truth_logits(geometry.select(rows[site][0], probe.head, site), probe.direction, probe.bias)
+        expected = truth_logits(geometry.select(activations[site][0], probe.head, site), probe.direction, probe.bias)
         np.testing.assert_allclose(engine.score([prompt], [probe])[0].trajectories[0], expected, rtol=1e-12)
     assert engine.tokenize("a") != engine.tokenize("b")
     assert not np.array_equal(
@@ -56,7 +56,7 @@ def test_score_is_the_formula_on_its_own_extraction():
     )
 
 
-def test_the_script_is_spoken_counted_and_freed():
+def test_the_answer_is_yielded_counted_and_freed():
     engine = ScriptedEngine(answer="Zürich")
     continuation = engine.begin([[1, 2, 3]], [])[0]
     assert engine.counters.open_continuations == 1
@@ -71,21 +71,21 @@ def test_the_script_is_spoken_counted_and_freed():
 
 def test_cancelling_and_closing():
     engine = ScriptedEngine()
-    one, two = engine.begin([[1], [2]], [])
-    spoken: list[str] = []
-    spoken.extend(one.decode(Sampling(), lambda: len(spoken) >= 2))
-    assert one.completion is not None
-    assert one.completion.finish_reason == "cancelled"
-    stream = two.decode(Sampling())
+    first, second = engine.begin([[1], [2]], [])
+    pieces: list[str] = []
+    pieces.extend(first.decode(Sampling(), lambda: len(pieces) >= 2))
+    assert first.completion is not None
+    assert first.completion.finish_reason == "cancelled"
+    stream = second.decode(Sampling())
     next(stream)
-    two.close()
+    second.close()
     assert list(stream) == []
     assert engine.counters.open_continuations == 0
     with pytest.raises(EngineError):
-        two.decode(Sampling())
+        second.decode(Sampling())
 
 
-def test_the_knobs():
+def test_settings():
     engine = ScriptedEngine()
     probe = probes(engine.identity.geometry)
     called: list[str] = []
@@ -93,8 +93,8 @@ def test_the_knobs():
     engine.nan_layer = 2
     trajectory = engine.score([[1]], [probe])[0].trajectories[0]
     assert np.isnan(trajectory).tolist() == [False, False, True, False]
-    engine.fail = RuntimeError("as told")
-    with pytest.raises(RuntimeError, match="as told"):
+    engine.fail = RuntimeError("device lost")
+    with pytest.raises(RuntimeError, match="device lost"):
         engine.begin([[1]], [probe])
     assert called == ["score", "begin"]
     assert engine.counters.prefills == 1

@@ -35,13 +35,13 @@ def test_chat_ends_in_the_generation_prompt_and_has_one_bos():
         [{"role": "tool", "content": "x"}],
     ],
 )
-def test_messages_the_template_cannot_take_are_the_requests_fault(messages: list[dict[str, str]]):
+def test_invalid_messages_are_request_errors(messages: list[dict[str, str]]):
     with pytest.raises(RequestError) as caught:
         Tokens(tiny.tokenizer()).render_chat(messages)
     assert caught.value.param == "messages"
 
 
-def test_the_templates_own_words_reach_the_user():
+def test_the_templates_own_error_is_passed_on():
     with pytest.raises(RequestError, match="no tools here"):
         Tokens(tiny.tokenizer()).render_chat([{"role": "tool", "content": "x"}])
 
@@ -81,8 +81,8 @@ def test_the_digest_survives_a_save_and_a_padded_call_and_sees_a_change(tmp_path
 
 def test_the_chat_template_digest_is_none_without_one_and_follows_its_text():
     assert Tokens(tiny.tokenizer(template=None)).chat_template_digest is None
-    one, two = (Tokens(tiny.tokenizer(template=text)).chat_template_digest for text in ("a", "b"))
-    assert one != two
+    first, second = (Tokens(tiny.tokenizer(template=text)).chat_template_digest for text in ("a", "b"))
+    assert first != second
 
 
 def test_a_slow_tokenizer_is_digested_by_vocabulary_and_special_tokens():

@@ -1,4 +1,4 @@
-"""Two measurements side by side: the largest difference of each number, and what else has to be equal.
+"""Compares two measurements: the largest difference of each kind of number, and what must be equal.
 
 python -m tests.parity.compare REFERENCE.npz MEASURED.npz
 """
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from service.readout import Site
 
-NUMBERS = ("truth logits", "depth mean", "later bundles", "first token", "rows")
+NUMBERS = ("truth logits", "depth mean", "later bundles", "first token", "activations")
 Array = NDArray[Any]
 
 
@@ -26,33 +26,37 @@ def load(path: Path) -> dict[str, Array]:
 
 def differences(reference: dict[str, Array], measured: dict[str, Array]) -> dict[str, float]:
     """The largest absolute difference of each kind of number, over both sites, all prompts and all bundles."""
-    here, there = reference["trajectories"], measured["trajectories"]
-    assert np.array_equal(np.isnan(here), np.isnan(there)), "a bundle's numbers came for a prompt that it does not read"
+    expected, actual = reference["trajectories"], measured["trajectories"]
+    assert np.array_equal(np.isnan(expected), np.isnan(actual)), (
+        "a prompt has numbers of a bundle that does not read it"
+    )
     pairs = {
-        "truth logits": [(here, there)],
-        "depth mean": [(here.mean(-1), there.mean(-1))],
+        "truth logits": [(expected, actual)],
+        "depth mean": [(expected.mean(-1), actual.mean(-1))],
         "later bundles": [(reference["later"], measured["later"])],
         "first token": [(reference[name], measured[name]) for name in ("log_max_prob", "entropy")],
-        "rows": [(reference[name], measured[name]) for name in map("rows_{}".format, Site) if name in measured],
+        "activations": [(reference[name], measured[name]) for name in map("rows_{}".format, Site) if name in measured],
     }
     return {
-        name: max((float(np.nanmax(np.abs(a - b))) for a, b in found), default=0.0) for name, found in pairs.items()
+        name: max((float(np.nanmax(np.abs(a - b))) for a, b in arrays), default=0.0) for name, arrays in pairs.items()
     }
 
 
 def unequal(reference: dict[str, Array], measured: dict[str, Array]) -> list[str]:
-    """What must be equal and is not: greedy tokens and answers."""
-    found = []
+    """Greedy tokens and answers that differ."""
+    messages = []
     for name in ("token", "generated", "answers"):
         apart = np.flatnonzero(reference[name] != measured[name])
         if apart.size:
-            found.append(f"{name}: {apart.size} of {reference[name].size} differ, the first at {apart[0]}")
-    return found
+            messages.append(f"{name}: {apart.size} of {reference[name].size} differ, the first at {apart[0]}")
+    return messages
 
 
-def line(name: str, found: dict[str, float]) -> str:
+def line(name: str, largest: dict[str, float]) -> str:
     """A row of the table."""
-    return f"| {name} | " + " | ".join(f"{found[number]:.1e}" if found[number] else "-" for number in NUMBERS) + " |"
+    return (
+        f"| {name} | " + " | ".join(f"{largest[number]:.1e}" if largest[number] else "-" for number in NUMBERS) + " |"
+    )
 
 
 def heading() -> str:
@@ -61,9 +65,9 @@ def heading() -> str:
 
 
 if __name__ == "__main__":
-    one, other = (load(Path(path)) for path in sys.argv[1:3])
-    print(line(sys.argv[2], differences(one, other)))
-    print(*unequal(one, other), sep="\n")
-    print({name: other[name].tolist() for name in ("preemptions", "open", "cancelled_after") if name in other})
-    if "cached_tokens" in other:
-        print("cached", int((other["cached_tokens"] > 0).sum()))
+    reference, measured = (load(Path(path)) for path in sys.argv[1:3])
+    print(line(sys.argv[2], differences(reference, measured)))
+    print(*unequal(reference, measured), sep="\n")
+    print({name: measured[name].tolist() for name in ("preemptions", "open", "cancelled_after") if name in measured})
+    if "cached_tokens" in measured:
+        print("cached", int((measured["cached_tokens"] > 0).sum()))

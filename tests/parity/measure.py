@@ -1,10 +1,9 @@
-"""One process, one backend: ask everything, write an .npz.
+"""Run all requests on one backend in one process, and write an .npz.
 
     python -m tests.parity.measure transformers FOLDER OUT.npz
     python -m tests.parity.measure vllm FOLDER OUT.npz --argument enforce_eager=true --argument tensor_parallel_size=2
 
-A process of its own, since a vLLM that failed leaves its caller in no state to go on, and so that neither backend can
-have changed what the other computes with.
+A separate process, because a failed vLLM leaves its process unusable, and so that backends cannot affect each other.
 """
 
 from __future__ import annotations
@@ -28,8 +27,8 @@ from service.errors import EngineError
 from service.readout import Geometry, Probes, Site
 from tests.parity import questions as q
 
-CHUNK = 48  # tokens of a step: most prompts are cut
-ROWS = 40  # prompts whose rows are taken whole, and that are answered in full
+CHUNK = 48  # tokens per step: most prompts are chunked
+EXTRACTED = 40  # prompts with activations and full answers
 ANSWER = Sampling(max_tokens=12)
 LATER = 2  # bundles that replace others in their slots
 Arrays = dict[str, Any]
@@ -41,7 +40,7 @@ def wanted(question: q.Question, bundles: Sequence[list[Probes]]) -> list[Probes
 
 
 def flat(asked: Sequence[q.Question], onsets: Sequence[PrefillResult]) -> Arrays:
-    """Onsets as arrays, absent where a bundle does not read a question."""
+    """Results as arrays, NaN where a bundle does not read a question."""
     layers = len(onsets[0].trajectories[0])
     trajectories = np.full((len(asked), q.BUNDLES, len(Site), layers), np.nan)
     for row, (question, onset) in enumerate(zip(asked, onsets, strict=True)):
@@ -59,13 +58,13 @@ def flat(asked: Sequence[q.Question], onsets: Sequence[PrefillResult]) -> Arrays
 
 
 def answers(completions: Sequence[Completion | None]) -> Any:
-    """Text, token ids and the reason to end of each."""
+    """Text, token ids and finish reason of each."""
     return np.array([json.dumps([one.text, one.token_ids, one.finish_reason]) for one in completions if one])
 
 
 def shared(engine: Any, asked: Sequence[q.Question], *, rows: bool) -> Arrays:
-    """What every engine does: rows, answers, and bundles that take the place of others."""
-    prompts = [question.prompt for question in asked[:ROWS]]
+    """The part shared by both backends: activations, answers, and bundles that replace others."""
+    prompts = [question.prompt for question in asked[:EXTRACTED]]
     geometry: Geometry = engine.identity.geometry
     found: Arrays = {"generated": answers(engine.generate(prompts, ANSWER))}
     later = [
@@ -84,7 +83,7 @@ def transformers(folder: str) -> Arrays:
     from service.engines.transformers.engine import TransformersEngine
 
     torch.set_num_threads(1)
-    # Plain attention: transformers' sdpa leaves Gemma 2's attn_logit_softcapping out, and says nothing.
+    # Plain attention: transformers' sdpa silently ignores Gemma 2's attn_logit_softcapping.
     plain = {"attn_implementation": "eager"}
     engine = TransformersEngine.load(EngineOptions(model=folder, dtype="float32", extra=plain))
     asked = q.questions()
@@ -125,13 +124,13 @@ def vllm(folder: str, arguments: dict[str, str], faulty: str | None) -> Arrays:
         launch.WORKER = faulty
         refuse = module.self_test
 
-        def heard(*given: Any) -> None:
+        def record(*given: Any) -> None:
             try:
                 refuse(*given)
             except EngineError as error:
                 refusals.append(f"{type(error).__name__}: {error}")
 
-        module.self_test = heard
+        module.self_test = record
     rows = int(arguments.get("pipeline_parallel_size", 1)) == 1
     options = EngineOptions(model=folder, dtype="float32", max_batch_tokens=CHUNK, extra=arguments)
     engine = VllmEngine.load(options, rows=rows, slots=4 if faulty is None else 1)
@@ -167,7 +166,7 @@ def vllm(folder: str, arguments: dict[str, str], faulty: str | None) -> Arrays:
 
 
 def flawed(engine: Any, asked: list[q.Question], bundles: Sequence[list[Probes]]) -> Arrays:
-    """What gets past a worker with a mistake: the first bundle's numbers, then the second's, or the error's name."""
+    """The numbers of a faulty worker for each bundle, or the error's name."""
     prompts = [question.prompt for question in asked]
     try:
         scored = [engine.score(prompts, bundle) for bundle in bundles]
@@ -177,7 +176,7 @@ def flawed(engine: Any, asked: list[q.Question], bundles: Sequence[list[Probes]]
 
 
 async def again(engine: Engine, asked: list[q.Question], bundles: Sequence[list[Probes]]) -> list[Update]:
-    """Long prompts twice, one at a time, nothing in their way: what the second time says, from cached blocks."""
+    """Send long prompts twice, one at a time; the second updates, from cached blocks."""
     found = []
     for question in q.repeated(asked):
         for attempt in range(2):
@@ -206,7 +205,7 @@ async def everyone(engine: Engine, asked: Sequence[q.Question], bundles: Sequenc
 
 
 def counter(name: str) -> float:
-    """One of vLLM's own counts, over all its labels."""
+    """One of vLLM's metrics, summed over its labels."""
     from prometheus_client import REGISTRY
 
     samples = [sample for metric in REGISTRY.collect() for sample in metric.samples if sample.name == name]
@@ -215,7 +214,7 @@ def counter(name: str) -> float:
 
 
 def main(argv: Sequence[str]) -> None:
-    """See above."""
+    """Parse arguments, measure and write."""
     parser = argparse.ArgumentParser()
     parser.add_argument("backend", choices=["transformers", "vllm"])
     parser.add_argument("folder")
@@ -223,7 +222,7 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--argument", action="append", default=[], help="one of vLLM's, as NAME=VALUE")
     parser.add_argument("--faulty", help="a worker class of tests.parity.faulty")
     given = parser.parse_args(argv)
-    # What a user has set must not decide what is compared.
+    # The user's environment must not affect the comparison.
     for name in ("HALLUTRACER_MODEL", "HALLUTRACER_ENGINE"):
         os.environ.pop(name, None)
     if given.backend == "transformers":

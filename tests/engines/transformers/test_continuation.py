@@ -50,7 +50,7 @@ def test_greedy_equals_generate_and_the_prompt_runs_once(name: str, side: str):
 
 
 @pytest.mark.parametrize("name", tiny.SLIDING_FAMILIES)
-def test_a_batch_mates_padding_does_not_push_a_short_prompt_out_of_its_window(name: str):
+def test_padding_does_not_push_a_short_prompt_out_of_its_window(name: str):
     engine = tiny.engine(name)
     short, long = tiny.prompts([tiny.WINDOW + 2, 60])
     together = engine.begin([short, long], [])
@@ -142,11 +142,11 @@ def test_stop_strings_end_the_answer_before_themselves():
 def test_cancelling_stops_before_the_next_step():
     engine = tiny.engine("llama")
     continuation = engine.begin(tiny.prompts([8]), [])[0]
-    asked = []
+    checks = []
 
     def cancelled() -> bool:
-        asked.append(engine.counters.decode_steps)
-        return len(asked) > 3
+        checks.append(engine.counters.decode_steps)
+        return len(checks) > 3
 
     list(continuation.decode(Sampling(max_tokens=50), cancelled))
     assert engine.counters.decode_steps == 2  # tokens 2 and 3; the first was free, the fourth never ran
@@ -199,10 +199,10 @@ def test_a_continuation_is_decoded_once_and_not_after_close():
 def test_prompt_and_answer_never_exceed_the_context():
     engine = tiny.engine("gpt2")
     nearly, full = engine.begin(tiny.prompts([tiny.CONTEXT - 3, tiny.CONTEXT]), [])
-    for continuation, room in ((nearly, 3), (full, 0)):
+    for continuation, tokens in ((nearly, 3), (full, 0)):
         list(continuation.decode(Sampling(max_tokens=20)))
         assert continuation.completion is not None
-        assert len(continuation.completion.token_ids) == room
+        assert len(continuation.completion.token_ids) == tokens
         assert continuation.completion.finish_reason == "length"
 
 
@@ -240,7 +240,7 @@ def test_impossible_sampling_is_refused_by_name(bad: Sampling, param: str):
     assert caught.value.param == param
     with pytest.raises(RequestError):
         engine.generate(tiny.prompts([4]), bad)
-    list(continuation.decode(Sampling(max_tokens=1)))  # the refusal used nothing up
+    list(continuation.decode(Sampling(max_tokens=1)))  # the refusal left the continuation usable
     assert continuation.completion is not None
     assert continuation.completion.finish_reason == "length"
 

@@ -1,4 +1,4 @@
-"""Text in pieces: whole characters only, stop strings never shown, and the pieces make the whole."""
+"""Text in pieces: whole characters only, without stop strings, and the pieces join to the text."""
 
 from __future__ import annotations
 
@@ -53,12 +53,12 @@ def test_spaces_between_words_survive_tokens_without_text(ids: list[int]):
 @given(st.text(alphabet="abc", max_size=30), st.lists(st.text(alphabet="abc", min_size=1, max_size=4), max_size=3))
 def test_the_answer_ends_at_the_first_stop_string(text: str, stops: list[str]):
     stream = TextStream(from_bytes, stops)
-    shown = "".join(run(stream, text.encode()))
+    joined = "".join(run(stream, text.encode()))
     # Byte by byte, the stop that is complete first ends the answer; of those that end there, the longest counts.
     ends = [(text.find(stop) + len(stop), text.find(stop)) for stop in stops if stop in text]
-    assert shown == (text[: min(ends)[1]] if ends else text)
+    assert joined == (text[: min(ends)[1]] if ends else text)
     assert stream.stopped == bool(ends)
-    assert stream.text == shown
+    assert stream.text == joined
 
 
 def test_text_that_may_begin_a_stop_string_waits_and_is_not_lost():

@@ -1,4 +1,4 @@
-"""Rows over more than t*: the same numbers as a plain forward pooled by hand, whatever stands beside a prompt."""
+"""Pooled activations equal a plain forward pass pooled by hand, in any batch."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ TOKENS = Tokens(tiny.tokenizer())
 
 
 def ids(text: str) -> list[int]:
-    """Without the token in front."""
+    """Without the BOS token."""
     return TOKENS.tokenize(text)[1:]
 
 
 def is_word(token: int) -> bool:
-    """Said another way than the engine does."""
+    """A second definition, independent of the engine's."""
     text = CHARACTERS[token] if token < len(CHARACTERS) else ""
     return text.isascii() and text.isalnum() and text not in "aAiI"
 
@@ -49,7 +49,7 @@ def mixed_prompts() -> list[list[int]]:
 
 
 def by_hand(states: NDArray[np.float64], prompt: list[int], pooling: Pooling) -> NDArray[np.float64]:
-    """Pool [T, width] of one prompt that nothing stands beside."""
+    """Pool [T, width] of one prompt."""
     content = [place for place, token in enumerate(prompt) if is_word(token)]
     size = {Pooling.LAST_1: 1, Pooling.LAST_4: 4, Pooling.LAST_8: 8, Pooling.LAST_16: 16}
     if pooling in size:
@@ -83,21 +83,22 @@ def all_states(engine: Any, prompt: list[int]) -> dict[Site, NDArray[np.float64]
 
 @pytest.mark.parametrize("side", ["right", "left"])
 @pytest.mark.parametrize(("name", "budget"), [("llama", 8192), ("llama", 60), ("gpt2", 8192), ("qwen3_moe", 60)])
-def test_pooled_rows_equal_a_plain_forward_pooled_by_hand(name: str, side: str, budget: int) -> None:
+def test_pooled_activations_equal_a_plain_forward_pooled_by_hand(name: str, side: str, budget: int) -> None:
     engine = tiny.shared_engine(name, side, budget)
     prompts = mixed_prompts()
-    found = engine.extract(prompts, BOTH, tuple(Pooling))
-    assert set(found.pooled) == {(site, pooling) for site in Site for pooling in OTHERS}
+    extraction = engine.extract(prompts, BOTH, tuple(Pooling))
+    assert set(extraction.pooled) == {(site, pooling) for site in Site for pooling in OTHERS}
     for row, prompt in enumerate(prompts):
         states = all_states(engine, prompt)
-        # transformers hands out its last hidden state behind the final norm, which is not the block's own output.
+        # transformers' last hidden state is after the final norm, so it is not the block's output.
         layers = {Site.ATTENTION_HEAD: slice(None), Site.RESIDUAL_STREAM: slice(0, -1)}
         for site in BOTH:
             for pooling in Pooling:
-                rows = found.activations[site] if pooling is Pooling.LAST_1 else found.pooled[site, pooling]
-                assert rows.dtype == np.float32
+                onset = pooling is Pooling.LAST_1
+                pooled = extraction.activations[site] if onset else extraction.pooled[site, pooling]
+                assert pooled.dtype == np.float32
                 expected = np.stack([by_hand(layer, prompt, pooling) for layer in states[site][layers[site]]])
-                np.testing.assert_allclose(rows[row][layers[site]], expected, rtol=0, atol=1e-5, err_msg=str(pooling))
+                np.testing.assert_allclose(pooled[row][layers[site]], expected, rtol=0, atol=1e-5, err_msg=str(pooling))
 
 
 @pytest.mark.parametrize("site", BOTH)
@@ -105,7 +106,7 @@ def test_the_last_layer_is_pooled_from_the_blocks_own_output(site: Site) -> None
     engine = tiny.shared_engine("llama")
     prompt = mixed_prompts()[-2]
     prefixes = [prompt[: end + 1] for end in range(len(prompt))]
-    # Attention is causal, so the row at token t of the prompt is the onset of its first t + 1 tokens.
+    # Attention is causal: the activation at token t is that at the onset of the first t + 1 tokens.
     onsets = engine.extract(prefixes, [site]).activations[site].astype(np.float64)
     pooled = engine.extract([prompt], [site], OTHERS).pooled
     for pooling in OTHERS:
@@ -114,7 +115,7 @@ def test_the_last_layer_is_pooled_from_the_blocks_own_output(site: Site) -> None
 
 
 @pytest.mark.parametrize("side", ["right", "left"])
-def test_the_rows_at_t_are_the_ordinary_ones_bit_by_bit(side: str) -> None:
+def test_activations_at_t_do_not_change_by_a_bit(side: str) -> None:
     engine = tiny.shared_engine("llama", side, 60)
     prompts = mixed_prompts()
     plain, ablation = engine.extract(prompts, BOTH), engine.extract(prompts, BOTH, tuple(Pooling))
@@ -239,28 +240,28 @@ def test_a_special_token_with_letters_is_none_and_the_same_letters_as_text_are_s
     assert ContentWords(Tokens(tokenizer)).of([special, word, stop, word]).tolist() == [False, True, False, True]
 
 
-def test_what_is_asked_for_besides_the_onset_comes_once_and_in_order() -> None:
+def test_other_poolings_are_listed_once_and_in_order() -> None:
     assert beyond_onset(()) == beyond_onset([Pooling.LAST_1]) == []
-    asked = [Pooling.MAX, Pooling.LAST_1, Pooling.LAST_4, Pooling.MAX]
-    assert beyond_onset(asked) == [Pooling.LAST_4, Pooling.MAX]
+    poolings = [Pooling.MAX, Pooling.LAST_1, Pooling.LAST_4, Pooling.MAX]
+    assert beyond_onset(poolings) == [Pooling.LAST_4, Pooling.MAX]
 
 
 @pytest.mark.parametrize("engine", [ScriptedEngine(), object.__new__(VllmEngine)], ids=["scripted", "vllm"])
-def test_engines_that_read_t_alone_say_what_to_use_instead(engine: Any) -> None:
-    with pytest.raises(EngineError, match=r"cannot pool last_8, mean: load the model with the transformers engine"):
+def test_engines_that_read_only_t_name_the_alternative(engine: Any) -> None:
+    with pytest.raises(EngineError, match=r"last_8, mean.*transformers engine"):
         engine.extract([[1, 2]], [Site.ATTENTION_HEAD], [Pooling.MEAN, Pooling.LAST_1, Pooling.LAST_8])
 
 
-def test_an_engine_that_reads_t_alone_takes_last_1_as_it_takes_nothing() -> None:
+def test_an_engine_that_reads_only_t_accepts_last_1() -> None:
     engine = ScriptedEngine()
     plain = engine.extract([[1, 2]], BOTH)
-    said = engine.extract([[1, 2]], BOTH, [Pooling.LAST_1])
-    assert said.pooled == plain.pooled == {}
+    last_1 = engine.extract([[1, 2]], BOTH, [Pooling.LAST_1])
+    assert last_1.pooled == plain.pooled == {}
     for site in BOTH:
-        np.testing.assert_array_equal(said.activations[site], plain.activations[site])
+        np.testing.assert_array_equal(last_1.activations[site], plain.activations[site])
 
 
-def test_the_stop_words_are_loaded_by_whoever_asks_for_them_alone() -> None:
+def test_stop_words_are_loaded_on_demand() -> None:
     module = "service.engines.transformers.pooling"
     code = f"import sys, {module}; sys.exit(any(m.startswith('sklearn.feature') for m in sys.modules))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,4 +1,4 @@
-"""Trajectories from a batch: the right rows, whatever stands beside them, and nothing run that is not needed."""
+"""Trajectories from a batch: independent of the other prompts, and without unneeded computation."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from service.engines.base import BatchEngine
+from service.engines.transformers.hooks import ProbeStack
 from service.errors import EmptyPrompt, EngineError, NonFiniteReadout, PromptTooLong, RequestError
 from service.readout import Probes, Site
 from service.risk import truth_logits
@@ -26,23 +27,23 @@ def hooks_of(model: Any) -> int:
 
 @pytest.mark.parametrize("side", ["right", "left"])
 @pytest.mark.parametrize("name", tiny.ALL)
-def test_score_equals_the_formula_on_single_prompt_rows(name: str, side: str):
+def test_score_equals_the_formula_on_single_prompt_activations(name: str, side: str):
     engine: BatchEngine = tiny.shared_engine(name, side, 60)
     shape = engine.identity.geometry
-    asked = [
+    probes = [
         tiny.probes(shape, Site.ATTENTION_HEAD, 1),
         tiny.probes(shape, Site.RESIDUAL_STREAM, 2, scaled=True),
         tiny.probes(shape, Site.ATTENTION_HEAD, 3, scaled=True),
     ]
     prompts = tiny.prompts(LENGTHS)
-    onsets = engine.score(prompts, asked)
+    onsets = engine.score(prompts, probes)
     assert [onset.prompt_tokens for onset in onsets] == LENGTHS
     for prompt, onset in zip(prompts, onsets, strict=True):
-        rows = engine.extract([prompt], list(Site)).activations
+        activations = engine.extract([prompt], list(Site)).activations
         assert onset.first_token is None
         assert len(onset.trajectories) == 3
-        for probe, trajectory in zip(asked, onset.trajectories, strict=True):
-            readout = shape.select(rows[probe.site][0], probe.head, probe.site)
+        for probe, trajectory in zip(probes, onset.trajectories, strict=True):
+            readout = shape.select(activations[probe.site][0], probe.head, probe.site)
             expected = truth_logits(readout, probe.direction, probe.bias, probe.scale)
             assert trajectory.dtype == np.float64
             np.testing.assert_allclose(trajectory, expected, rtol=0, atol=1e-5)
@@ -108,7 +109,7 @@ def test_nothing_runs_after_the_last_readout(name: str):
     engine.score(prompts, [tiny.probes(shape)])
     assert ran == []
     engine.score(prompts, [tiny.probes(shape, Site.RESIDUAL_STREAM), tiny.probes(shape)])
-    assert set(ran) == {"projection", "block"}  # the block ends, the head does not begin
+    assert set(ran) == {"projection", "block"}  # the last block runs, the head does not
     engine.score(prompts, [tiny.probes(shape)], first_token=True)
     assert "head" in ran
 
@@ -141,10 +142,10 @@ def test_hooks_are_gone_after_success_and_after_failure(name: str, monkeypatch: 
         engine.score(prompts, [probe])
     assert hooks_of(tiny.modules(engine).model) == before
     monkeypatch.undo()
-    assert len(engine.score(prompts, [probe])) == 2  # and the engine is not left busy
+    assert len(engine.score(prompts, [probe])) == 2  # the engine is not locked
 
 
-def test_a_second_thread_is_refused_not_mixed_in():
+def test_a_second_thread_is_refused():
     engine = tiny.engine("llama")
     inside, go_on, errors = threading.Event(), threading.Event(), []
 
@@ -173,7 +174,7 @@ def test_bad_prompts_are_named_and_never_truncated():
     engine = tiny.shared_engine("llama")
     probe = [tiny.probes(engine.identity.geometry)]
     good = tiny.prompts([4])[0]
-    with pytest.raises(EmptyPrompt, match="prompt 1 has no tokens"):
+    with pytest.raises(EmptyPrompt, match="prompt 1"):
         engine.score([good, []], probe)
     with pytest.raises(PromptTooLong, match=f"prompt 0 .*{tiny.CONTEXT + 1}"):
         engine.begin(tiny.prompts([tiny.CONTEXT + 1]), probe)
@@ -196,7 +197,7 @@ def test_a_nan_is_refused_with_its_layer_and_prompt():
     others = {token for index in (0, 2) for token in prompts[index]}
     assert poison not in others
     with torch.no_grad():
-        tiny.projections(engine)[0].weight[:] = 0.0  # layer 0 still reads finite rows
+        tiny.projections(engine)[0].weight[:] = 0.0  # layer 0 still has finite activations
         tiny.modules(engine).model.get_input_embeddings().weight[poison] = float("nan")
     with pytest.raises(NonFiniteReadout, match="layer 0 .* prompt 1"):
         engine.score(prompts, [probe])
@@ -235,17 +236,22 @@ def test_counters_count_real_tokens_only():
     assert (engine.counters.forward_tokens, engine.counters.prefills, engine.counters.decode_steps) == (32, 3, 0)
 
 
-def test_probe_stacks_are_kept_but_not_without_end():
+def test_a_limited_number_of_probe_stacks_is_cached(monkeypatch: pytest.MonkeyPatch):
+    built: list[Any] = []
+
+    def build(*arguments: Any) -> ProbeStack:
+        built.append(arguments)
+        return ProbeStack(*arguments)
+
+    monkeypatch.setattr("service.engines.transformers.engine.ProbeStack", build)
     engine = tiny.engine("llama")
-    shape, prompts = engine.identity.geometry, tiny.prompts([4])
-    probe = tiny.probes(shape, seed=0)
-    engine.score(prompts, [probe])
-    stack = engine._stack([probe])
-    assert engine._stack([probe]) is stack
-    for seed in range(1, 30):
-        engine.score(prompts, [tiny.probes(shape, seed=seed)])
-    assert len(engine._stacks) == 8
-    assert engine._stack([probe]) is not stack
+    prompts, probes = tiny.prompts([4]), [tiny.probes(engine.identity.geometry, seed=seed) for seed in range(9)]
+    for probe in (*probes[:8], probes[0]):
+        engine.score(prompts, [probe])
+    assert len(built) == 8
+    for probe in (*probes[1:], probes[0]):  # the least recently used one is dropped
+        engine.score(prompts, [probe])
+    assert len(built) == 10
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -259,7 +265,7 @@ def test_half_precision_gives_float32_logits_near_the_full_ones(dtype: torch.dty
         assert np.abs(a.trajectories[0] - b.trajectories[0]).max() > 0
 
 
-def test_a_closed_engine_says_so():
+def test_a_closed_engine_raises():
     engine = tiny.engine("llama")
     engine.close()
     engine.close()
