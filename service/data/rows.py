@@ -12,6 +12,8 @@ from typing import Any
 
 from service.errors import DataError
 
+ROLES = ("system", "user", "assistant")  # as the service takes them; many templates drop any other silently
+
 
 def objects(path: Path, problems: list[str]) -> Iterator[tuple[int, dict[str, Any]]]:
     """Line number and object of each non-blank line; problems of the other lines are added to ``problems``.
@@ -76,6 +78,8 @@ def _check_messages(messages: Any) -> Iterator[str]:
             for key in ("role", "content"):
                 for problem in check_text(message, key, required=True):
                     yield f"'messages[{place}]': {problem}"
+            if isinstance(message["role"], str) and message["role"].strip() and message["role"] not in ROLES:
+                yield f"'messages[{place}]': role {message['role']!r} is none of {', '.join(ROLES)}"
 
 
 def _refuse(constant: str) -> None:

@@ -1,1 +1,1 @@
-"""Engines run the model.  They know neither bundles' storage nor HTTP."""
+"""Engines: they run the model and return numbers and text."""

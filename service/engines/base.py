@@ -1,8 +1,8 @@
 """The engine contract: token ids in, numbers out.  Imports neither torch nor an engine.
 
-``Engine`` is what everything above this package uses, for training and for serving alike, so a probe never meets an
-activation that was computed by other code than the one it was fitted on.  ``BatchEngine`` is what a model runner has
-to offer; ``scheduler.Scheduled`` makes an Engine of it.  vLLM schedules by itself and implements ``Engine`` directly.
+Training and serving both use ``Engine``, so a probe reads activations computed by the code it was fitted on.  A model
+runner implements ``BatchEngine``, which ``scheduler.Scheduled`` turns into an Engine.  vLLM schedules by itself and
+implements ``Engine`` directly.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ EngineName = Literal["transformers", "vllm"]
 
 @dataclass(frozen=True, slots=True)
 class ModelIdentity:
-    """What a bundle compares before it agrees to read a model."""
+    """Identifies a model; a bundle is only used with the model that it was fitted on."""
 
     model: str  # hub name, or the last part of the folder's path
     revision: str  # hub commit, or "local"
@@ -35,12 +35,12 @@ class ModelIdentity:
     chat_template: str | None  # sha256, None where the tokenizer has none
     dtype: str  # float32 | bfloat16 | float16
     geometry: Geometry
-    max_tokens: int  # longest prompt plus answer that the model can hold
+    max_tokens: int  # longest prompt plus answer
 
 
 @dataclass(frozen=True, slots=True)
 class FirstToken:
-    """The first answer token's distribution, which a prefill that may go on decoding has already paid for."""
+    """The first answer token's distribution, from the prefill's logits."""
 
     log_max_prob: float  # nats, <= 0
     entropy: float  # nats, >= 0
@@ -49,18 +49,18 @@ class FirstToken:
 
 @dataclass(frozen=True)
 class PrefillResult:
-    """What was read at one prompt's answer onset t*."""
+    """The readouts at one prompt's answer onset t*."""
 
     trajectories: tuple[NDArray[np.float64], ...]  # one [m] for each requested probe
-    first_token: FirstToken | None  # only where requested
+    first_token: FirstToken | None  # only if requested
     prompt_tokens: int
 
 
 @dataclass(frozen=True)
 class Extraction:
-    """All readouts of a batch, for training."""
+    """Activations of a batch, for training."""
 
-    rows: dict[Site, NDArray[np.float32]]  # site -> [n, m, width]
+    activations: dict[Site, NDArray[np.float32]]  # site -> [n, m, width], at t*
     first_tokens: tuple[FirstToken, ...]
     pooled: dict[tuple[Site, Pooling], NDArray[np.float32]] = field(default_factory=dict)  # [n, m, width]; no last_1
 
@@ -78,7 +78,7 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """A finished answer.  ``token_ids`` includes the end token where there is one, ``text`` does not."""
+    """A finished answer.  ``token_ids`` includes the end token, if one was sampled; ``text`` does not."""
 
     text: str
     token_ids: tuple[int, ...]
@@ -87,7 +87,7 @@ class Completion:
 
 @dataclass
 class Counters:
-    """Work done since the engine started; tests count on these."""
+    """Work done since the engine started."""
 
     forward_tokens: int = 0  # tokens that went through the forward pass, padding excluded
     prefills: int = 0  # prompts
@@ -97,10 +97,10 @@ class Counters:
 
 @dataclass(frozen=True, slots=True)
 class Gate:
-    """When an engine must not begin an answer: unless ``risk < threshold``.
+    """An engine begins the answer only if ``risk < threshold``.
 
-    The risk is the classifier's over (depth mean of the first probe, log max probability, entropy), with weight 0 for a
-    signal that it does not read (``risk.risk``).
+    The risk is the classifier's, from (depth mean of the first probe, log max probability, entropy), with weight 0 for
+    signals that it does not use (``risk.risk``).
     """
 
     weight: tuple[float, float, float]
@@ -108,7 +108,7 @@ class Gate:
     threshold: float
 
     def closes(self, result: PrefillResult) -> bool:
-        """Whether the answer must not begin; a risk that is not a number closes too."""
+        """Whether the answer must not begin; a NaN risk closes the gate, too."""
         first = result.first_token
         signals = (
             float(depth_mean(result.trajectories[0])),
@@ -123,7 +123,7 @@ class Update:
     """Progress of one prompt.  The first update has ``prefill``; the last one of an answer has ``completion``."""
 
     prefill: PrefillResult | None = None
-    piece: str = ""  # text; "" where a token completes no character yet
+    piece: str = ""  # text; "" if the token completes no character
     tokens: int = 0  # decoded since the last update
     completion: Completion | None = None
     cached_tokens: int = 0  # prompt tokens found in the prefix cache; with ``prefill``
@@ -133,7 +133,7 @@ class Update:
 
 @dataclass(frozen=True)
 class TorchModel:
-    """A model's own modules, for methods that need gradients.  Not to be used while the engine runs."""
+    """A model's modules, for methods that need gradients.  Not to be used while the engine runs."""
 
     model: Any
     head: Any  # the language-model head
@@ -142,17 +142,17 @@ class TorchModel:
 
 
 class Continuation(Protocol):
-    """One prefilled prompt that may go on decoding from the same KV cache.  The caller of ``begin`` closes it."""
+    """One prefilled prompt that can be decoded from its KV cache.  The caller of ``begin`` closes it."""
 
     @property
     def prefill(self) -> PrefillResult:
-        """What was read at t*."""
+        """The result at t*."""
         ...
 
     def decode(self, sampling: Sampling, cancelled: Callable[[], bool] = ...) -> Iterator[str]:
-        """Yield one piece of text per token, "" where it completes no character; ``completion`` holds the whole.
+        """Yield one piece of text per token, "" if it completes no character; ``completion`` has the whole answer.
 
-        Stops at once when ``cancelled()`` turns true or the iterator is closed.
+        Stops when ``cancelled()`` returns true or the iterator is closed.
         """
         ...
 
@@ -167,7 +167,7 @@ class Continuation(Protocol):
 
 
 class LoadedModel(Protocol):
-    """What batch engines and serving engines share.
+    """The methods shared by batch engines and serving engines.
 
     ``tokenize``, ``render_chat`` and ``check`` may be called from any thread at any time.
     """
@@ -189,7 +189,7 @@ class LoadedModel(Protocol):
 
     @property
     def torch_model(self) -> TorchModel | None:
-        """The model's modules; None where this process does not hold them."""
+        """The model's modules; None if they are in another process."""
         ...
 
     def tokenize(self, text: str) -> list[int]:
@@ -199,7 +199,7 @@ class LoadedModel(Protocol):
     def render_chat(self, messages: Sequence[dict[str, str]]) -> list[int]:
         """Messages to ids through the chat template, generation prompt included.
 
-        Raises RequestError where the tokenizer has no chat template or the template refuses the messages.
+        Raises RequestError if the tokenizer has no chat template or the template refuses the messages.
         """
         ...
 
@@ -208,13 +208,13 @@ class LoadedModel(Protocol):
         ...
 
     def check(self, prompts: Sequence[TokenIds]) -> None:
-        """Raise EmptyPrompt, PromptTooLong or RequestError for the first prompt that the engine cannot take."""
+        """Raise EmptyPrompt, PromptTooLong or RequestError for the first invalid prompt."""
         ...
 
     def score(
         self, prompts: Sequence[TokenIds], probes: Sequence[Probes], *, first_token: bool = False
     ) -> list[PrefillResult]:
-        """Prefill all prompts and wait.  Without ``first_token`` the forward stops after the last readout."""
+        """Prefill all prompts and wait.  Without ``first_token`` the forward pass may end at the last readout."""
         ...
 
     def extract(
@@ -222,7 +222,7 @@ class LoadedModel(Protocol):
     ) -> Extraction:
         """Prefill and return every layer's activations, all heads; other poolings come from the same forward pass.
 
-        ``rows`` are always those at t*, whether ``poolings`` names last_1 or not.  Raises EngineError where the engine
+        ``activations`` are those at t*, whether ``poolings`` names last_1 or not.  Raises EngineError if the engine
         cannot pool.
         """
         ...
@@ -240,24 +240,24 @@ class BatchEngine(LoadedModel, Protocol):
     """Runs one batch at a time, synchronously, from one thread at a time."""
 
     def begin(self, prompts: Sequence[TokenIds], probes: Sequence[Probes]) -> Sequence[Continuation]:
-        """Prefill and keep the KV cache, so that any of the prompts can go on decoding."""
+        """Prefill and keep the KV caches, so that any of the prompts can be decoded."""
         ...
 
 
 class Engine(LoadedModel, Protocol):
-    """Serves prompts as they come.  Its synchronous methods may run beside ``answer``, but not on an event loop."""
+    """Serves prompts as they arrive.  Its synchronous methods may run at the same time, but not on an event loop."""
 
     on_prefill: Callable[[int, int], None]
     """Called with (prompts, tokens) after each forward pass over prompts, from any thread."""
 
     @property
     def alive(self) -> bool:
-        """False once only a new engine helps."""
+        """False once the engine has failed or was closed; it does not recover."""
         ...
 
     @property
     def scores_overtake_answers(self) -> bool:
-        """Whether prompts without ``sampling`` pass those that wait for room in the KV cache."""
+        """Whether prompts without ``sampling`` overtake those that wait for space in the KV cache."""
         ...
 
     def answer(
@@ -269,24 +269,24 @@ class Engine(LoadedModel, Protocol):
         sampling: Sampling | None = None,
         gate: Gate | None = None,
     ) -> AsyncGenerator[Update, None]:
-        """One prompt: its prefill, then its answer from the same KV cache.  Runs on any event loop.
+        """Yield one prompt's prefill, then its answer from the same KV cache.  Runs on any event loop.
 
-        Without ``sampling`` the prefill is all.  Where ``gate`` closes, the request ends in the step that finished its
-        prefill, and nothing is decoded.  Closing the generator, or cancelling the task that waits for it, ends the
-        request.  Raises what ``score`` raises, and EngineError once the engine is gone.
+        Without ``sampling`` only the prefill runs.  If ``gate`` closes, the request ends with its prefill, and nothing
+        is decoded.  Closing the generator, or cancelling the task that waits for it, ends the request.  Raises what
+        ``score`` raises, and EngineError once the engine has failed.
         """
         ...
 
 
 def prefill_of(update: Update) -> PrefillResult:
-    """The prefill of a prompt's first update.  Raises EngineError where there is none."""
+    """The prefill of a prompt's first update.  Raises EngineError if it has none."""
     if update.prefill is None:
         raise EngineError("the engine sent an update before the prefill's; please report this bug of the engine")
     return update.prefill
 
 
 def unfinished() -> EngineError:
-    """For a request whose updates ended before its answer did."""
+    """The error of a request whose updates ended before its answer was complete."""
     return EngineError("the engine ended a request before its answer was complete; try again")
 
 
@@ -298,7 +298,7 @@ class EngineOptions:
     revision: str | None = None
     dtype: str = "auto"  # auto: float32 on CPU, the checkpoint's own on CUDA
     device: str = "auto"  # auto: cuda where there is one
-    max_batch_tokens: int | None = None  # padded tokens in one forward pass; None: what suits the device
+    max_batch_tokens: int | None = None  # padded tokens in one forward pass; None: the device's default
     padding_side: str = "right"
     trust_remote_code: bool = False
     engine: EngineName = "transformers"

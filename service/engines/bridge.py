@@ -1,4 +1,4 @@
-"""Between threads and event loops: batched delivery to a loop, generators of another loop, synchronous waiting."""
+"""Threads and event loops: batched delivery to a loop, generators of another loop, synchronous waiting."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from typing import Any, TypeVar
 from service.errors import EngineError
 
 T = TypeVar("T")
-MAX_AT_ONCE = 64
+MAX_ITEMS_PER_TURN = 64
 
 
 class Outbox:
-    """Items for consumers on one event loop, sent from another thread: one wake-up of the loop for all that waits."""
+    """Items for consumers on one event loop, sent from another thread with one wake-up of the loop for many items."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
@@ -29,7 +29,7 @@ class Outbox:
         self._items.append((inbox, item))
 
     def flush(self) -> None:
-        """Have everything delivered on the loop."""
+        """Deliver all items on the loop."""
         if self._scheduled or not self._items:
             return
         self._scheduled = True
@@ -39,7 +39,7 @@ class Outbox:
             self._items.clear()
 
     def _deliver(self) -> None:
-        self._scheduled = False  # before reading: what is put from now on needs another wake-up
+        self._scheduled = False  # before reading: later items need another wake-up
         while self._items:
             inbox, item = self._items.popleft()
             inbox.put_nowait(item)
@@ -53,7 +53,7 @@ class Outboxes:
         self._lock = threading.Lock()
 
     def of(self, loop: asyncio.AbstractEventLoop) -> Outbox:
-        """The loop's outbox; those of closed loops are dropped."""
+        """The loop's outbox.  Those of closed loops are dropped."""
         for outbox in self._all:
             if outbox.loop is loop:
                 return outbox
@@ -63,20 +63,20 @@ class Outboxes:
         return outbox
 
     def flush(self) -> None:
-        """Have everything delivered."""
+        """Deliver all items of all outboxes."""
         for outbox in self._all:
             outbox.flush()
 
 
 async def receive(inbox: asyncio.Queue[T | BaseException | None]) -> AsyncGenerator[T, None]:
     """The items of an inbox up to None.  Raises the errors among them."""
-    taken = 0
+    received = 0
     while (item := await inbox.get()) is not None:
         if isinstance(item, BaseException):
             raise item
         yield item
-        taken += 1
-        if taken % MAX_AT_ONCE == 0:  # a queue that holds items never suspends: let other tasks run
+        received += 1
+        if received % MAX_ITEMS_PER_TURN == 0:  # a queue with items does not suspend: let other tasks run
             await asyncio.sleep(0)
 
 
@@ -85,7 +85,7 @@ async def relay(
 ) -> AsyncGenerator[T, None]:
     """Iterate ``make()`` on ``loop`` and yield its items here, on the loop of ``outbox``.
 
-    Leaving early cancels it there.  Raises EngineError where ``loop`` is closed.
+    Closing the generator cancels it there.  Raises EngineError if ``loop`` is closed.
     """
     inbox: asyncio.Queue[T | BaseException | None] = asyncio.Queue()
 
@@ -116,6 +116,26 @@ async def relay(
     finally:
         if not future.done() and not loop.is_closed():
             future.cancel()
+
+
+class LoopThread:
+    """An event loop that runs in a thread of its own until ``close``."""
+
+    def __init__(self, name: str) -> None:
+        started: Future[asyncio.AbstractEventLoop] = Future()
+        self._stopping = asyncio.Event()
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._run(started)), name=name, daemon=True)
+        self._thread.start()
+        self.loop = started.result()
+
+    async def _run(self, started: Future[asyncio.AbstractEventLoop]) -> None:
+        started.set_result(asyncio.get_running_loop())
+        await self._stopping.wait()
+
+    def close(self) -> None:
+        """Cancel every task on the loop, close the loop and join the thread.  Not to be called on the loop's thread."""
+        self.loop.call_soon_threadsafe(self._stopping.set)
+        self._thread.join()
 
 
 def run_on(loop: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, T]) -> T:
@@ -152,5 +172,5 @@ async def gather_all(work: Sequence[Coroutine[Any, Any, T]], at_once: int | None
         raise errors.exceptions[0] from None
     finally:
         for item in work:
-            item.close()  # those that never began
+            item.close()  # those that were not started
     return [task.result() for task in tasks]

@@ -1,4 +1,4 @@
-"""What every engine refuses alike: prompts, sampling options, poolings."""
+"""Checks shared by all engines: prompts, sampling options, poolings."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from service.readout import Pooling
 
 
 def check_prompts(prompts: Sequence[TokenIds], *, vocabulary: int, max_tokens: int) -> None:
-    """Raise EmptyPrompt, PromptTooLong or RequestError for the first prompt at fault, by its number."""
+    """Raise EmptyPrompt, PromptTooLong or RequestError for the first invalid prompt, naming its index."""
     for number, prompt in enumerate(prompts):
         if len(prompt) == 0:
             raise EmptyPrompt(
@@ -36,15 +36,15 @@ def check_prompts(prompts: Sequence[TokenIds], *, vocabulary: int, max_tokens: i
         if ids.ndim != 1 or ids.dtype.kind not in "iu":
             raise RequestError(f"prompt {number} is not a flat list of integer token ids", param="input_ids")
         if ids.min() < 0 or ids.max() >= vocabulary:
-            at_fault = int(ids.min()) if ids.min() < 0 else int(ids.max())
+            invalid = int(ids.min()) if ids.min() < 0 else int(ids.max())
             raise RequestError(
-                f"prompt {number} holds token id {at_fault}; this model's vocabulary is 0 to {vocabulary - 1}",
+                f"prompt {number} holds token id {invalid}; this model's vocabulary is 0 to {vocabulary - 1}",
                 param="input_ids",
             )
 
 
 def check_sampling(sampling: Sampling) -> None:
-    """Raise RequestError naming the option at fault."""
+    """Raise RequestError naming the invalid option."""
     if sampling.max_tokens < 1:
         raise RequestError(f"max_tokens is {sampling.max_tokens}; it must be at least 1", param="max_tokens")
     if not 0.0 <= sampling.temperature < float("inf"):
@@ -60,15 +60,15 @@ def check_sampling(sampling: Sampling) -> None:
 
 
 def beyond_onset(poolings: Sequence[Pooling]) -> list[Pooling]:
-    """What ``poolings`` asks for besides the row at t*, each once, in a fixed order."""
+    """The poolings other than last_1, each once, in a fixed order."""
     return [pooling for pooling in Pooling if pooling in poolings and pooling is not Pooling.LAST_1]
 
 
 def check_onset_only(poolings: Sequence[Pooling], engine: str) -> None:
-    """Raise EngineError where an engine that reads t* alone is asked for more."""
+    """Raise EngineError if an engine that reads only t* is asked for other poolings."""
     if others := beyond_onset(poolings):
         raise EngineError(
-            f"the {engine} engine reads the answer onset alone (last_1) and cannot pool {', '.join(others)}: load the "
+            f"the {engine} engine reads only the answer onset (last_1) and cannot pool {', '.join(others)}: load the "
             "model with the transformers engine for the readout-position ablation, or ask for last_1",
             param="poolings",
         )

@@ -1,6 +1,6 @@
-"""Answers being decoded: one token each in rotation, and the KV cache they may come to hold.
+"""Round-robin decoding: one token per answer in turn, and the KV cache that the answers can fill.
 
-Used on the engine's thread only.
+To be used on the engine's thread only.
 """
 
 from __future__ import annotations
@@ -15,32 +15,33 @@ from service.engines.request_queue import EngineRequest
 
 
 @dataclass(eq=False, slots=True)
-class _Answer:
+class _RunningAnswer:
     request: EngineRequest
     continuation: Continuation
     pieces: Iterator[str]
 
 
 class DecodeRotation:
-    """``after_step`` is called when a step is over and its updates may be delivered."""
+    """The answers being decoded, and ``kv_held``, the tokens that their KV caches can hold."""
 
     def __init__(self, after_step: Callable[[], None]) -> None:
+        """``after_step`` is called after each step, when its updates can be delivered."""
         self._after_step = after_step
-        self._running: deque[_Answer] = deque()
+        self._running: deque[_RunningAnswer] = deque()
         self.kv_held = 0
 
     def __len__(self) -> int:
         return len(self._running)
 
     def add(self, request: EngineRequest, continuation: Continuation) -> None:
-        """Decode an answer; from here on its continuation is closed here."""
+        """Add an answer; the rotation closes its continuation."""
         assert request.sampling is not None
         pieces = continuation.decode(request.sampling, lambda: request.cancelled)
-        self._running.append(_Answer(request, continuation, pieces))
+        self._running.append(_RunningAnswer(request, continuation, pieces))
         self.kv_held += request.kv_tokens
 
     def turn(self, share_s: float) -> None:
-        """One step at least, and as many as fit into ``share_s`` seconds."""
+        """Run steps for ``share_s`` seconds, and at least one."""
         until = time.monotonic() + share_s
         while self._running:
             answer = self._running[0]
@@ -60,12 +61,12 @@ class DecodeRotation:
             self._close(answer)
             answer.request.finish(error)
 
-    def _close(self, answer: _Answer) -> None:
+    def _close(self, answer: _RunningAnswer) -> None:
         answer.continuation.close()
         self.kv_held -= answer.request.kv_tokens
 
-    def _step(self, answer: _Answer) -> bool:
-        """One token of one answer; False once it has ended."""
+    def _step(self, answer: _RunningAnswer) -> bool:
+        """Decode one token of one answer; False once the answer has ended."""
         request = answer.request
         if request.cancelled:
             return False

@@ -1,6 +1,5 @@
-"""Where the blocks and attention output projections are, per model family: one table.
+"""The table of model families: where their blocks and attention output projections are.
 
-Knows neither probes, nor batches, nor how a model is loaded; torch is imported for type checking only.
 To support another family, add one row to ``FAMILIES`` and one config to ``tests/engines/tiny.py``.
 """
 
@@ -18,10 +17,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """One row: how to walk from the causal-LM module to the readouts.
+    """The path from the causal-LM module to the readouts.
 
-    ``projection`` is the module whose INPUT holds the concatenated head outputs (Eq. readout); it is relative to a
-    block.  ``attention`` is the module around it, which the tests hook to check the first.
+    ``projection``, relative to a block, is the module whose INPUT is the concatenated head outputs (Eq. readout).
+    ``attention`` is its parent module, which the tests use to check it.
     """
 
     name: str
@@ -56,8 +55,8 @@ FAMILIES: tuple[Family, ...] = (
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
-    """A model's blocks and projections, located and checked: both have ``geometry.num_layers`` entries."""
+class ModelModules:
+    """A model's blocks and output projections, ``geometry.num_layers`` of each."""
 
     geometry: Geometry
     blocks: tuple[nn.Module, ...]
@@ -65,7 +64,7 @@ class Layout:
 
 
 def family_of(config: Any) -> Family:
-    """The row for a transformers config.  Raises UnknownFamily."""
+    """The family of a transformers config.  Raises UnknownFamily."""
     model_type = str(getattr(config, "model_type", ""))
     for family in FAMILIES:
         if model_type in family.model_types:
@@ -87,8 +86,8 @@ def text_config(config: Any) -> Any:
 def geometry(config: Any) -> Geometry:
     """Layers, QUERY heads and head size from a transformers config.
 
-    ``head_dim`` comes from the config where it has one that is not None, else hidden_size / num_attention_heads.
-    Raises EngineError where that division leaves a remainder.
+    ``head_dim`` is the config's, or hidden_size / num_attention_heads if that is missing or None.
+    Raises EngineError if that division leaves a remainder.
     """
     text = text_config(config)
     hidden, heads = int(text.hidden_size), int(text.num_attention_heads)
@@ -97,16 +96,16 @@ def geometry(config: Any) -> Geometry:
         if hidden % heads:
             raise EngineError(
                 f"config: hidden_size {hidden} is not a multiple of num_attention_heads {heads} and there is no "
-                "head_dim; the heads cannot be told apart"
+                "head_dim; add head_dim to the config"
             )
         head_dim = hidden // heads
     return Geometry(num_layers=int(text.num_hidden_layers), num_heads=heads, head_dim=int(head_dim), hidden_size=hidden)
 
 
-def locate(model: nn.Module) -> Layout:
+def locate(model: nn.Module) -> ModelModules:
     """Find a loaded model's blocks and projections and check them against its config.
 
-    Raises UnknownFamily for an unlisted model type and EngineError where the module tree contradicts the table.
+    Raises UnknownFamily for an unlisted model type and EngineError if the module tree contradicts the table.
     """
     config: Any = model.config
     family, shape = family_of(config), geometry(config)
@@ -125,11 +124,11 @@ def locate(model: nn.Module) -> Layout:
                 f"{shape.num_heads} heads of {shape.head_dim} make {expected}; correct the row in "
                 "service/engines/families.py or the config"
             )
-    return Layout(geometry=shape, blocks=blocks, projections=projections)
+    return ModelModules(geometry=shape, blocks=blocks, projections=projections)
 
 
 def input_width(projection: nn.Module) -> int:
-    """How many inputs a projection takes: ``in_features`` of a Linear, the first axis of GPT-2's Conv1D weight."""
+    """Number of inputs of a projection: ``in_features`` of a Linear, the first axis of GPT-2's Conv1D weight."""
     in_features = getattr(projection, "in_features", None)
     weight: Any = projection.weight if in_features is None else None
     return int(weight.shape[0]) if in_features is None else int(in_features)

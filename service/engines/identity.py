@@ -1,4 +1,4 @@
-"""Which model this is: digests over configuration and weights.  Knows no tokenizer and runs no model."""
+"""Digests over a model's configuration and weights."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from torch import nn
 from service.errors import ModelLoadError
 
 MIB = 1 << 20
-# What saving, casting or renaming a checkpoint changes without changing what it computes from its weights.
+# Keys that saving, casting or renaming a checkpoint changes, without changing what is computed from its weights.
 INCIDENTAL = frozenset({"transformers_version", "_name_or_path", "torch_dtype", "dtype"})
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The weight files that transformers would load from a folder, sorted by name; empty where there are none.
+    """The weight files that transformers would load from a folder, sorted by name; possibly none.
 
-    Raises ModelLoadError where an index names a file that is not there.
+    Raises ModelLoadError if an index names a missing file.
     """
     for single, index in (
         ("model.safetensors", "model.safetensors.index.json"),
@@ -32,7 +32,7 @@ def weight_files(folder: Path) -> list[Path]:
             names = sorted(set(_read_json(folder / index).get("weight_map", {}).values()))
             if missing := [name for name in names if not (folder / name).is_file()]:
                 raise ModelLoadError(
-                    f"{folder / index} names {', '.join(missing)}, which is not there; fetch the model again"
+                    f"{folder / index} names {', '.join(missing)}, which is not there; download the model again"
                 )
             return [folder / name for name in names]
     return []
@@ -41,8 +41,8 @@ def weight_files(folder: Path) -> list[Path]:
 def folder_fingerprint(folder: Path) -> str:
     """sha256 over config.json and, for each weight file, its name, size and the sha256 of its first and last MiB.
 
-    Heads and tails tell checkpoints apart in milliseconds where hashing tens of gigabytes would take minutes.  It
-    guards against the wrong model, not against someone who edits the middle of a file on purpose.
+    Reading only both ends takes milliseconds instead of minutes for tens of gigabytes.  It detects a wrong model, not a
+    deliberate edit in the middle of a file.
     """
     digest = hashlib.sha256(_canonical(_read_json(folder / "config.json")))
     for file in weight_files(folder):
@@ -87,7 +87,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text("utf-8"))
     except (OSError, ValueError) as error:
-        raise ModelLoadError(f"{path} cannot be read as JSON ({error}); fetch the model again") from error
+        raise ModelLoadError(f"{path} cannot be read as JSON ({error}); download the model again") from error
     if not isinstance(content, dict):
-        raise ModelLoadError(f"{path} is not a JSON object; fetch the model again")
+        raise ModelLoadError(f"{path} is not a JSON object; download the model again")
     return content

@@ -1,4 +1,4 @@
-"""From engine options to a model, a tokenizer and a fingerprint, or a ModelLoadError that says what was wrong."""
+"""Loads a model and its tokenizer from engine options.  Raises ModelLoadError naming the cause."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from service.engines.identity import folder_fingerprint, weight_files
 from service.errors import ModelLoadError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-EXTRA = frozenset({"attn_implementation"})
+EXTRA_OPTIONS = frozenset({"attn_implementation"})
 
 
 @dataclass(frozen=True)
-class Loaded:
-    """What the engine is built from."""
+class LoadedWeights:
+    """A model with its weights, ready to be run by an engine."""
 
     model: Any
     tokenizer: Any
@@ -30,80 +30,82 @@ class Loaded:
 
 
 @dataclass(frozen=True)
-class Found:
-    """A model before its weights are read.  ``where`` is what transformers' loaders take."""
+class ModelFiles:
+    """A model before its weights are read.  ``loader_arguments`` are for transformers' ``from_pretrained``."""
 
-    where: dict[str, Any]
+    loader_arguments: dict[str, Any]
     config: Any
     tokenizer: Any
     name: str
     folder: Path
 
 
-def find(options: EngineOptions) -> Found:
-    """Configuration and tokenizer of a folder or a hub name.  Raises ModelLoadError naming the cause; UnknownFamily."""
+def find_model_files(options: EngineOptions) -> ModelFiles:
+    """Configuration and tokenizer of a folder or a hub name.  Raises ModelLoadError or UnknownFamily."""
     local = Path(options.model).expanduser()
     if local.is_dir():
         if options.revision is not None:
-            raise ModelLoadError(f"a revision is of a hub model; {local} is a folder", param="revision")
+            raise ModelLoadError(f"{local} is a folder, without revisions; leave it out", param="revision")
         check_folder(local)
-        where: dict[str, Any] = {"pretrained_model_name_or_path": str(local), "local_files_only": True}
+        loader_arguments: dict[str, Any] = {"pretrained_model_name_or_path": str(local), "local_files_only": True}
     elif looks_like_path(options.model):
         raise ModelLoadError(
             f"there is no folder {local}; give a folder with config.json, or a hub name", param="model"
         )
     else:
-        where = {"pretrained_model_name_or_path": options.model, "revision": options.revision}
-    where["trust_remote_code"] = options.trust_remote_code
+        loader_arguments = {"pretrained_model_name_or_path": options.model, "revision": options.revision}
+    loader_arguments["trust_remote_code"] = options.trust_remote_code
 
-    config = _attempt("configuration", options, lambda: AutoConfig.from_pretrained(**where))
+    config = _attempt("configuration", options, lambda: AutoConfig.from_pretrained(**loader_arguments))
     family_of(config)
-    tokenizer = _attempt("tokenizer", options, lambda: AutoTokenizer.from_pretrained(**where))
+    tokenizer = _attempt("tokenizer", options, lambda: AutoTokenizer.from_pretrained(**loader_arguments))
     folder = (
         local
         if local.is_dir()
         else Path(str(cached_file(options.model, "config.json", revision=options.revision))).parent
     )
-    # A folder goes by its own name: the name is sent to clients, and the path to it is nobody's business.
+    # The folder's name without its path, because the name is sent to clients.
     name = local.resolve().name if local.is_dir() else options.model
-    return Found(where, config, tokenizer, name, folder)
+    return ModelFiles(loader_arguments, config, tokenizer, name, folder)
 
 
-def load(options: EngineOptions) -> Loaded:
-    """Load a folder or a hub name.  Raises ModelLoadError naming the cause; UnknownFamily before any weight is read."""
+def load(options: EngineOptions) -> LoadedWeights:
+    """Load a folder or a hub name.  Raises ModelLoadError, or UnknownFamily before any weight is read."""
     check_options(options)
     device = choose_device(options.device)
-    found = find(options)
-    dtype = choose_dtype(options.dtype, found.config, device)
+    files = find_model_files(options)
+    dtype = choose_dtype(options.dtype, files.config, device)
     model, report = _attempt(
         "weights",
         options,
         lambda: AutoModelForCausalLM.from_pretrained(
-            **found.where,
-            config=found.config,
+            **files.loader_arguments,
+            config=files.config,
             dtype=dtype,
             output_loading_info=True,
-            **attention(found.config) | options.extra,
+            **attention(files.config) | options.extra,
         ),
     )
     if missing := sorted(report["missing_keys"]):
         raise ModelLoadError(
-            f"the checkpoint of {options.model} lacks {len(missing)} parameter(s), first {missing[0]}; they would be "
-            "random. Fetch the model again, or check that config.json belongs to these weights",
+            f"the checkpoint of {options.model} lacks {len(missing)} parameter(s), first {missing[0]}, which "
+            "would be random; download the model again, or check that config.json belongs to these weights",
             param="model",
         )
     model = _attempt("weights", options, lambda: model.to(device))
-    return Loaded(model=model, tokenizer=found.tokenizer, name=found.name, fingerprint=folder_fingerprint(found.folder))
+    return LoadedWeights(
+        model=model, tokenizer=files.tokenizer, name=files.name, fingerprint=folder_fingerprint(files.folder)
+    )
 
 
 def attention(config: Any) -> dict[str, str]:
-    """Gemma 2 caps its attention logits, and of transformers' implementations only the plain one does so."""
+    """``eager`` for models that cap attention logits (Gemma 2): transformers' other implementations do not."""
     capped = getattr(text_config(config), "attn_logit_softcapping", None) is not None
     return {"attn_implementation": "eager"} if capped else {}
 
 
 def check_options(options: EngineOptions) -> None:
-    """Refuse what no model could honour.  Raises ModelLoadError."""
+    """Raise ModelLoadError for an option that is invalid for any model."""
     if options.dtype != "auto" and options.dtype not in DTYPES:
         raise ModelLoadError(
             f"dtype {options.dtype!r} is not supported; choose auto, {', '.join(DTYPES)}", param="dtype"
@@ -116,15 +118,15 @@ def check_options(options: EngineOptions) -> None:
         raise ModelLoadError(
             f"max_batch_tokens is {options.max_batch_tokens}; it must be at least 1", param="max_batch_tokens"
         )
-    if unknown := sorted(set(options.extra) - EXTRA):
+    if unknown := sorted(set(options.extra) - EXTRA_OPTIONS):
         raise ModelLoadError(
-            f"the transformers engine has no option {', '.join(unknown)}; it takes {', '.join(sorted(EXTRA))}",
+            f"the transformers engine has no option {', '.join(unknown)}; it takes {', '.join(sorted(EXTRA_OPTIONS))}",
             param="extra",
         )
 
 
 def check_folder(folder: Path) -> None:
-    """Refuse a folder without a config or without weights.  Raises ModelLoadError."""
+    """Raise ModelLoadError for a folder without a config or without weights."""
     if not (folder / "config.json").is_file():
         raise ModelLoadError(f"{folder} has no config.json; it is not a transformers model folder", param="model")
     if not weight_files(folder):
@@ -135,27 +137,27 @@ def check_folder(folder: Path) -> None:
 
 
 def choose_device(device: str) -> torch.device:
-    """``auto`` is cuda where there is one.  Raises ModelLoadError for a device that is not here."""
+    """``auto`` is cuda if available.  Raises ModelLoadError for a device that is not available."""
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         chosen = torch.device(device)
     except RuntimeError as error:
         raise ModelLoadError(
-            f"device {device!r} is not one torch knows; use cpu, cuda or cuda:0", param="device"
+            f"device {device!r} is unknown to torch; use cpu, cuda or cuda:0", param="device"
         ) from error
     if chosen.type not in ("cpu", "cuda"):
         raise ModelLoadError(f"device {device!r} is not supported; use cpu or cuda", param="device")
     if chosen.type == "cuda" and (chosen.index or 0) >= torch.cuda.device_count():
         raise ModelLoadError(
-            f"device {device!r} is not here: torch sees {torch.cuda.device_count()} CUDA device(s); use cpu",
+            f"device {device!r} is not available: torch finds {torch.cuda.device_count()} CUDA device(s); use cpu",
             param="device",
         )
     return chosen
 
 
 def choose_dtype(dtype: str, config: Any, device: torch.device) -> torch.dtype:
-    """``auto``: float32 on CPU, the checkpoint's own on CUDA.  Raises ModelLoadError for others."""
+    """``auto``: float32 on CPU, the checkpoint's own on CUDA.  Raises ModelLoadError if that is not supported."""
     if dtype != "auto":
         return DTYPES[dtype]
     if device.type == "cpu":
@@ -167,7 +169,7 @@ def choose_dtype(dtype: str, config: Any, device: torch.device) -> torch.dtype:
 
 
 def looks_like_path(model: str) -> bool:
-    """A hub name is ``name`` or ``owner/name``; anything else was meant as a folder."""
+    """Whether ``model`` is a path; a hub name is ``name`` or ``owner/name``."""
     return model.startswith((".", "/", "~")) or model.count("/") > 1 or "\\" in model or not model
 
 

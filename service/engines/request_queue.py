@@ -1,7 +1,7 @@
-"""Prompts that wait for a forward pass, and which of them make the next batch.  No threads, no clock, no engine.
+"""The queue of prompts that wait for a forward pass, and the choice of the next batch.
 
-A batch is a bucket of similar lengths around the prompt that has waited longest: the nearest in length join while they
-fit and the padding stays small, so no prompt starves and no forward pass is mostly padding.
+A batch starts with the prompt that has waited longest.  Prompts of similar length join it while they fit and the
+padding stays small, so no prompt starves and no forward pass is mostly padding.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from service.engines.bridge import Outbox
 from service.readout import Probes
 
 MAX_PADDING = 1.25  # padded over real tokens in one forward pass
-FREE_PADDING = 128  # padded tokens up to which a forward pass is too small for padding to matter
+FREE_PADDING = 128  # padded tokens up to which the share of padding does not matter
 MAX_CANDIDATES = 256  # waiting prompts among which a batch is chosen
 
 
@@ -39,12 +39,12 @@ class EngineRequest:
 
     @property
     def kv_tokens(self) -> int:
-        """Largest number of tokens whose keys and values it may hold."""
+        """Maximum number of tokens in its KV cache."""
         return len(self.prompt) + (self.sampling.max_tokens if self.sampling is not None else 0)
 
     @property
     def continues(self) -> bool:
-        """Whether it may go on decoding, so that its prefill has to keep a KV cache."""
+        """Whether it may be decoded, so that its prefill must keep a KV cache."""
         return self.sampling is not None
 
     def send(self, update: Update) -> None:
@@ -52,13 +52,13 @@ class EngineRequest:
         self.outbox.put(self.inbox, update)
 
     def finish(self, error: BaseException | None = None) -> None:
-        """Put the end, or the error that ended it, into the outbox.  On the engine's thread."""
+        """Put the end of the updates, or the error that ended them, into the outbox.  On the engine's thread."""
         self.finished = True
         self.outbox.put(self.inbox, error)
 
 
 class RequestQueue:
-    """Requests in order of arrival.  Not thread-safe: its owner holds a lock."""
+    """Requests in order of arrival.  Not thread-safe; the owner locks."""
 
     def __init__(self, max_batch_tokens: int, max_kv_tokens: int) -> None:
         self._max_batch_tokens = max_batch_tokens
@@ -73,9 +73,9 @@ class RequestQueue:
         self._requests.append(request)
 
     def remove(self, condition: Callable[[EngineRequest], bool]) -> list[EngineRequest]:
-        """Take out every request that meets ``condition``."""
+        """Remove and return the requests that meet ``condition``."""
         removed = [request for request in self._requests if condition(request)]
-        self._take(removed)
+        self._discard(removed)
         return removed
 
     def startable(self, kv_held: int) -> bool:
@@ -83,42 +83,44 @@ class RequestQueue:
         return next(self._startable(kv_held), None) is not None
 
     def next_batch(self, kv_held: int) -> list[EngineRequest]:
-        """Take the next batch; empty where no request can start.
+        """Remove and return the next batch; empty if no request can start.
 
-        Requests that may go on decoding keep a KV cache and come in batches of their own, as long as ``kv_held`` and
-        theirs stay within the limit; one that is larger than the whole limit goes alone, when nothing is held.
+        Requests that may be decoded form batches of their own, whose KV caches together with ``kv_held`` stay within
+        the limit.  A request larger than the limit runs alone, when no cache is held.
         """
         waiting = list(islice(self._startable(kv_held), MAX_CANDIDATES))
         if not waiting:
             return []
         oldest = waiting[0]
-        own = len(oldest.prompt)
-        alike = [request for request in waiting[1:] if request.continues == oldest.continues]
-        alike.sort(key=lambda request: abs(len(request.prompt) - own))  # stable: equal lengths in order of arrival
-        batch, longest, total = [oldest], own, own
-        for request in alike:
+        oldest_length = len(oldest.prompt)
+        candidates = [request for request in waiting[1:] if request.continues == oldest.continues]
+        candidates.sort(
+            key=lambda request: abs(len(request.prompt) - oldest_length)
+        )  # stable: equal lengths in order of arrival
+        batch, longest, total = [oldest], oldest_length, oldest_length
+        for request in candidates:
             length = len(request.prompt)
             padded = max(longest, length) * (len(batch) + 1)
             if padded > self._max_batch_tokens or padded > max(FREE_PADDING, MAX_PADDING * (total + length)):
                 break
             batch.append(request)
             longest, total = max(longest, length), total + length
-        self._take(batch)
+        self._discard(batch)
         return batch
 
     def _startable(self, kv_held: int) -> Iterator[EngineRequest]:
-        """Requests in order of arrival, without those for whose cache there is no room now."""
+        """Requests in order of arrival, without those whose KV cache does not fit now."""
         blocked = False
         for request in self._requests:
             if request.continues:
-                # None overtakes a request that waits for room: a large one would never find any.
+                # None overtakes a request that waits for space: a large one would starve.
                 blocked = blocked or (kv_held > 0 and kv_held + request.kv_tokens > self._max_kv_tokens)
                 if blocked:
                     continue
                 kv_held += request.kv_tokens
             yield request
 
-    def _take(self, requests: Sequence[EngineRequest]) -> None:
+    def _discard(self, requests: Sequence[EngineRequest]) -> None:
         if requests:
-            taken = set(requests)
-            self._requests = deque(request for request in self._requests if request not in taken)
+            discarded = set(requests)
+            self._requests = deque(request for request in self._requests if request not in discarded)

@@ -1,12 +1,11 @@
-"""Makes an ``Engine`` of any batch engine: one thread that runs batches of similar lengths and decodes in rotation.
+"""Makes an ``Engine`` of any batch engine: one thread that runs batches of similar lengths and decodes round-robin.
 
-A turn: take a batch from the queue, run its forward pass for every bundle in it at once, close what is gated, then
-decode for as long as the forward pass took, one token each in rotation.  So neither a flood of scores nor a few long
-answers can starve the other.
+In each turn it takes a batch from the queue, runs one forward pass for all of its bundles, ends requests whose gate
+closes, and decodes for as long as the forward pass took.  Neither many scores nor a few long answers starve the other.
 
 The thread starts with the first ``answer``.  Until then, as in training, synchronous calls run on the caller's thread:
-while two threads that have run torch exist, OpenMP counts the threads of both, finds too few cores, stops spinning, and
-a small model's forward pass takes 2.5 times as long.
+when two threads have run torch, OpenMP counts the threads of both, has too few cores for them and stops spinning, which
+makes a small model's forward pass 2.5 times slower.
 """
 
 from __future__ import annotations
@@ -48,14 +47,14 @@ T = TypeVar("T")
 
 
 class Scheduled:
-    """Implements ``base.Engine`` on a batch engine, which it owns."""
+    """Implements ``base.Engine`` on a batch engine, which it owns and closes."""
 
     scores_overtake_answers = True
 
     def __init__(self, batch: BatchEngine, *, max_kv_tokens: int = KV_TOKENS, max_wait_s: float = 0.0) -> None:
-        """``max_kv_tokens`` bounds prompt and answer tokens of all answers being decoded.
+        """``max_kv_tokens`` limits the prompt and answer tokens of all answers being decoded.
 
-        ``max_wait_s`` is the batching delay: how long a forward pass waits for as many prompts as the last one had.
+        ``max_wait_s`` is the batching delay: the longest wait for a batch as large as the last one.
         """
         self.batch = batch
         self.identity: ModelIdentity = batch.identity
@@ -97,23 +96,23 @@ class Scheduled:
         return self.batch.detokenize(token_ids)
 
     def check(self, prompts: Sequence[TokenIds]) -> None:
-        """Raise for the first prompt that the engine cannot take."""
+        """Raise EmptyPrompt, PromptTooLong or RequestError for the first invalid prompt."""
         self.batch.check(prompts)
 
     def score(
         self, prompts: Sequence[TokenIds], probes: Sequence[Probes], *, first_token: bool = False
     ) -> list[PrefillResult]:
-        """Prefill all prompts and wait, between turns where prompts are being served."""
+        """Prefill all prompts and wait; runs between turns while prompts are being served."""
         return self._call(lambda: self.batch.score(prompts, probes, first_token=first_token))
 
     def extract(
         self, prompts: Sequence[TokenIds], sites: Sequence[Site], poolings: Sequence[Pooling] = (Pooling.LAST_1,)
     ) -> Extraction:
-        """Every layer's activations, between turns where prompts are being served."""
+        """Every layer's activations; runs between turns while prompts are being served."""
         return self._call(lambda: self.batch.extract(prompts, sites, poolings))
 
     def generate(self, prompts: Sequence[TokenIds], sampling: Sampling) -> list[Completion]:
-        """Batched decoding, between turns where prompts are being served."""
+        """Batched decoding; runs between turns while prompts are being served."""
         return self._call(lambda: self.batch.generate(prompts, sampling))
 
     async def answer(
@@ -125,7 +124,7 @@ class Scheduled:
         sampling: Sampling | None = None,
         gate: Gate | None = None,
     ) -> AsyncGenerator[Update, None]:
-        """One prompt as ``base.Engine`` says."""
+        """As ``base.Engine.answer``."""
         if sampling is not None:
             check_sampling(sampling)
         request = self._submit(prompt, probes, first_token, sampling, gate)
@@ -138,7 +137,7 @@ class Scheduled:
                 request.cancelled = self._some_cancelled = True
 
     def close(self) -> None:
-        """Finish the running forward pass, end the thread and free the model."""
+        """Finish the current forward pass, end the thread and free the model."""
         with self._changed:
             self._closed = True
             self._changed.notify()
@@ -167,7 +166,7 @@ class Scheduled:
         return request
 
     def _call(self, work: Callable[[], T]) -> T:
-        """Run ``work`` while no forward pass runs."""
+        """Run ``work`` while no other forward pass runs."""
         done: Future[T] = Future()
         with self._changed:
             serving = self._thread is not None and self.alive
@@ -203,17 +202,17 @@ class Scheduled:
                 self._rotation.turn(time.monotonic() - started)
         except BaseException:
             self._broken = True
-            log.critical("the engine's thread failed; nothing can be scored any more", exc_info=True)
+            log.critical("the engine's thread failed; nothing more can be scored: restart the service", exc_info=True)
         finally:
             self._abandon(batch)
 
     def _next_turn(self) -> tuple[list[Callable[[], None]], list[EngineRequest]]:
-        """The calls to run and the prompts to prefill now; both empty where only answers are decoded, or on close."""
+        """The calls to run and the prompts to prefill now; both are empty if there are only answers, or on close."""
         with self._changed:
             while not self._closed and (self._calls_outside or not self._has_work()):
                 self._changed.wait()
             self._wait_for_batch()
-            if self._some_cancelled:  # searching a long queue in each turn would cost more than a small model's turn
+            if self._some_cancelled:  # searching a long queue in each turn would take longer than a small model's turn
                 self._some_cancelled = False
                 for request in self._queue.remove(lambda request: request.cancelled):
                     request.finish()
@@ -226,18 +225,18 @@ class Scheduled:
         return bool(self._calls or len(self._rotation) or len(self._queue))
 
     def _wait_for_batch(self) -> None:
-        """The batching delay.  A single client never waits."""
+        """Wait at most the batching delay; a single client never waits."""
         if len(self._rotation) or self._last_batch < 2:
             return
         until = time.monotonic() + self._max_wait_s
         while len(self._queue) < self._last_batch and not (self._closed or self._calls):
-            if (left := until - time.monotonic()) <= 0:
+            if (remaining := until - time.monotonic()) <= 0:
                 return
-            self._changed.wait(left)
+            self._changed.wait(remaining)
 
     def _prefill(self, batch: Sequence[EngineRequest]) -> None:
         started = time.monotonic()
-        # In a fixed order, because an engine keeps prepared what it has been asked for lately.
+        # In a fixed order, because an engine caches what it prepares for a list of probes.
         distinct = {id(probe): probe for request in batch for probe in request.probes}
         probes = [distinct[key] for key in sorted(distinct)]
         prompts = [request.prompt for request in batch]
@@ -254,7 +253,7 @@ class Scheduled:
             if len(batch) == 1:
                 batch[0].finish(error)
                 return
-            for request in batch:  # one prompt's fault must not fail the others: each on its own
+            for request in batch:  # each by itself, so that one prompt cannot fail the others
                 if not request.cancelled:
                     self._prefill([request])
             return
@@ -273,18 +272,18 @@ class Scheduled:
                 self._rotation.add(request, continuation)
 
     def _abandon(self, batch: Sequence[EngineRequest]) -> None:
-        """Leave no consumer waiting, whether the engine was closed or failed during ``batch``."""
+        """End all requests, after the engine was closed or failed during ``batch``."""
         error = EngineError("the engine was closed" if self._closed else "the engine's thread failed")
         with self._changed:
-            left = self._queue.remove(lambda _: True)
+            waiting = self._queue.remove(lambda _: True)
             calls = list(self._calls)
             self._calls.clear()
-        for request in (*batch, *left):
+        for request in (*batch, *waiting):
             request.finish(error)
         self._rotation.abandon(error)
         self._outboxes.flush()
         for call in calls:
-            call()  # on a closed or failed engine: it raises, or still works
+            call()  # raises on a closed engine
 
 
 def _complete(done: Future[T], work: Callable[[], T]) -> None:
@@ -294,10 +293,10 @@ def _complete(done: Future[T], work: Callable[[], T]) -> None:
         done.set_exception(error)
 
 
-def _for_probes(result: PrefillResult, read: Sequence[Probes], wanted: Sequence[Probes]) -> PrefillResult:
+def _for_probes(result: PrefillResult, batch_probes: Sequence[Probes], probes: Sequence[Probes]) -> PrefillResult:
     """The part of a batch's result that belongs to one request's probes."""
-    if len(read) == len(wanted) == 1:
+    if len(batch_probes) == len(probes) == 1:
         return result
-    place = {id(probe): index for index, probe in enumerate(read)}
-    trajectories = tuple(result.trajectories[place[id(probe)]] for probe in wanted)
+    place = {id(probe): index for index, probe in enumerate(batch_probes)}
+    trajectories = tuple(result.trajectories[place[id(probe)]] for probe in probes)
     return PrefillResult(trajectories, result.first_token, result.prompt_tokens)

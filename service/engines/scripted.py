@@ -1,7 +1,7 @@
-"""A deterministic engine without a model: for tests of everything above the engines.  Ships, and imports no torch.
+"""A deterministic engine without a model, for tests.  It is part of the package, and imports no torch.
 
-Rows are drawn from a generator seeded by the sha256 of the token ids, so equal prompts read equal rows in any batch
-and process.  Text is UTF-8 bytes.  The knobs are plain attributes, to be turned between calls.
+Activations are drawn from a generator seeded by the sha256 of the token ids, so equal prompts have equal activations in
+any batch and process.  Text is UTF-8 bytes.  Settings are plain attributes that can be changed between calls.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ VOCABULARY = 259
 
 
 class ScriptedEngine:
-    """Implements ``base.BatchEngine`` with invented numbers.
+    """Implements ``base.BatchEngine`` with generated numbers.
 
-    ``answer`` is what every completion says, one byte per token.  ``sleep_s`` delays every forward and decode step,
-    ``fail`` is raised by the next forward (and every one after), ``nan_layer`` puts a NaN into that layer's rows, and
-    ``before`` is called with the method's name at the start of each forward, so that a test can block or count.
+    ``answer`` is the text of every completion, one byte per token.  ``sleep_s`` delays every forward pass and decode
+    step, ``fail`` is raised by every forward pass, ``nan_layer`` fills that layer's activations with NaN, and
+    ``before`` is called with the method's name at the start of each forward pass, so that a test can block or count.
     """
 
     def __init__(
@@ -72,22 +72,22 @@ class ScriptedEngine:
 
     @property
     def identity(self) -> ModelIdentity:
-        """An invented model."""
+        """Which model this is."""
         return self._identity
 
     @property
     def counters(self) -> Counters:
-        """Work pretended so far."""
+        """Work done so far."""
         return self._counters
 
     @property
     def max_batch_tokens(self) -> int:
-        """Padded tokens in one forward pass, at most."""
+        """Maximum number of padded tokens in one forward pass."""
         return 8192
 
     @property
     def torch_model(self) -> None:
-        """There are none."""
+        """None: there is no model."""
         return None
 
     def tokenize(self, text: str) -> list[int]:
@@ -95,7 +95,7 @@ class ScriptedEngine:
         return [BOS, *_utf8(text)]
 
     def render_chat(self, messages: Sequence[dict[str, str]]) -> list[int]:
-        """``role: content`` lines and a generation mark.  Raises RequestError without messages or a template."""
+        """``role: content`` lines and a generation prompt.  Raises RequestError without messages or a template."""
         if not self._chat:
             raise RequestError("this model's tokenizer has no chat template", param="messages")
         if not messages:
@@ -107,18 +107,18 @@ class ScriptedEngine:
         """Bytes to text, special ids left out."""
         return bytes(token for token in token_ids if token < 256).decode("utf-8", "replace")
 
-    def rows(self, prompt: TokenIds, site: Site) -> NDArray[np.float32]:
-        """The rows [m, width] that this prompt reads, so that a test can compute what to expect."""
+    def activations(self, prompt: TokenIds, site: Site) -> NDArray[np.float32]:
+        """A prompt's activations [m, width], so that a test can compute the expected numbers."""
         seed = hashlib.sha256(repr((str(site), [int(token) for token in prompt])).encode()).digest()
         geometry = self._identity.geometry
         generator = np.random.default_rng(int.from_bytes(seed[:16], "big"))
-        rows = generator.standard_normal((geometry.num_layers, geometry.width(site)), dtype=np.float32)
+        activations = generator.standard_normal((geometry.num_layers, geometry.width(site)), dtype=np.float32)
         if self.nan_layer is not None:
-            rows[self.nan_layer] = np.nan
-        return rows
+            activations[self.nan_layer] = np.nan
+        return activations
 
     def first_token(self, prompt: TokenIds) -> FirstToken:
-        """The invented first-token distribution of a prompt."""
+        """A prompt's first-token distribution."""
         byte = hashlib.sha256(repr([int(token) for token in prompt]).encode()).digest()[0]
         probability = (byte + 1) / 257
         entropy = -probability * np.log(probability) - (1 - probability) * np.log1p(-probability)
@@ -126,7 +126,7 @@ class ScriptedEngine:
         return FirstToken(log_max_prob=float(np.log(probability)), entropy=float(entropy), token=token)
 
     def check(self, prompts: Sequence[TokenIds]) -> None:
-        """Raise EmptyPrompt, PromptTooLong or RequestError for the first prompt at fault."""
+        """Raise EmptyPrompt, PromptTooLong or RequestError for the first invalid prompt."""
         limit = self._identity.max_tokens
         for number, prompt in enumerate(prompts):
             if len(prompt) == 0:
@@ -141,31 +141,31 @@ class ScriptedEngine:
     def score(
         self, prompts: Sequence[TokenIds], probes: Sequence[Probes], *, first_token: bool = False
     ) -> list[PrefillResult]:
-        """Truth logits of the invented rows; NaN is passed on, for tests of what stands above."""
+        """Truth logits; a NaN is not refused, for tests of the callers."""
         self._forward("score", prompts)
         return [self._read(prompt, probes, first_token) for prompt in prompts]
 
     def begin(self, prompts: Sequence[TokenIds], probes: Sequence[Probes]) -> list[ScriptedContinuation]:
-        """As ``score``, with a script to go on with."""
+        """As ``score``, with continuations that yield ``answer``."""
         self._forward("begin", prompts)
         return [ScriptedContinuation(self, self._read(prompt, probes, True)) for prompt in prompts]
 
     def extract(
         self, prompts: Sequence[TokenIds], sites: Sequence[Site], poolings: Sequence[Pooling] = (Pooling.LAST_1,)
     ) -> Extraction:
-        """The invented rows [n, m, width].  There are no other positions: raises EngineError for any but last_1."""
+        """Activations [n, m, width].  Raises EngineError for any pooling but last_1."""
         check_onset_only(poolings, "scripted")
         self._forward("extract", prompts)
         geometry = self._identity.geometry
-        rows = {}
+        activations = {}
         for site in sites:
-            rows[site] = np.empty((len(prompts), geometry.num_layers, geometry.width(site)), np.float32)
+            activations[site] = np.empty((len(prompts), geometry.num_layers, geometry.width(site)), np.float32)
             for index, prompt in enumerate(prompts):
-                rows[site][index] = self.rows(prompt, site)
-        return Extraction(rows=rows, first_tokens=tuple(self.first_token(prompt) for prompt in prompts))
+                activations[site][index] = self.activations(prompt, site)
+        return Extraction(activations, tuple(self.first_token(prompt) for prompt in prompts))
 
     def generate(self, prompts: Sequence[TokenIds], sampling: Sampling) -> list[Completion]:
-        """The script, for every prompt."""
+        """``answer``, for every prompt."""
         completions = []
         for continuation in self.begin(prompts, ()):
             for _ in continuation.decode(sampling):
@@ -179,7 +179,7 @@ class ScriptedEngine:
         self.closed = True
 
     def wait(self) -> None:
-        """One step's pretended work."""
+        """Sleep for one step."""
         if self.sleep_s:
             time.sleep(self.sleep_s)
 
@@ -199,13 +199,13 @@ class ScriptedEngine:
         geometry = self._identity.geometry
         trajectories = []
         for probe in probes:
-            readout = geometry.select(self.rows(prompt, probe.site), probe.head, probe.site)
+            readout = geometry.select(self.activations(prompt, probe.site), probe.head, probe.site)
             trajectories.append(truth_logits(readout, probe.direction, probe.bias, probe.scale))
         return PrefillResult(tuple(trajectories), self.first_token(prompt) if first_token else None, len(prompt))
 
 
 class ScriptedContinuation:
-    """Says the engine's ``answer``, one character at a time.  Implements ``base.Continuation``."""
+    """Yields the engine's ``answer`` by character.  Implements ``base.Continuation``."""
 
     def __init__(self, engine: ScriptedEngine, prefill: PrefillResult) -> None:
         self._engine = engine
@@ -216,7 +216,7 @@ class ScriptedContinuation:
 
     @property
     def prefill(self) -> PrefillResult:
-        """What was read at t*."""
+        """The result at t*."""
         return self._prefill
 
     @property
@@ -225,7 +225,7 @@ class ScriptedContinuation:
         return self._completion
 
     def decode(self, sampling: Sampling, cancelled: Callable[[], bool] = lambda: False) -> Iterator[str]:
-        """Yield the script's characters; each of a character's UTF-8 bytes counts as a token."""
+        """Yield the answer's characters; each of a character's UTF-8 bytes counts as a token."""
         if not self._open:
             raise EngineError("this continuation is closed; call begin again")
         if self._completion is not None:
@@ -238,10 +238,10 @@ class ScriptedContinuation:
         ids: list[int] = []
         answer = self._engine.answer
         ends = [at for stop in sampling.stop if (at := answer.find(stop)) >= 0]
-        script = answer[: min(ends)] if ends else answer
+        text_to_yield = answer[: min(ends)] if ends else answer
         limit = min(sampling.max_tokens, self._engine.identity.max_tokens - self._prefill.prompt_tokens)
         try:
-            for character in script:
+            for character in text_to_yield:
                 if cancelled() or not self._open:
                     return
                 encoded = character.encode()

@@ -1,4 +1,4 @@
-"""Text to token ids and back, around a transformers tokenizer.  Knows no model."""
+"""Text to token ids and back, with a transformers tokenizer."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from service.errors import RequestError
 
 
 class Tokens:
-    """A tokenizer with the errors and digests that serving needs."""
+    """A tokenizer with request errors and digests."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -20,7 +20,7 @@ class Tokens:
     def tokenize(self, text: str) -> list[int]:
         """Plain text to ids, with the tokenizer's own special tokens in front.  Raises RequestError on lone surrogates.
 
-        An end token that the tokenizer appends by itself is left out: t* is the prompt's last token, not its end.
+        An end token that the tokenizer appends is removed, because t* is the prompt's last token.
         """
         ids = self._encode(text, special=True)
         end = getattr(self._tokenizer, "eos_token_id", None)
@@ -30,8 +30,8 @@ class Tokens:
     def render_chat(self, messages: Sequence[dict[str, str]]) -> list[int]:
         """Messages to ids through the chat template, with its generation prompt, so that t* is its last token.
 
-        The template writes its own special tokens, so none are added a second time.  Raises RequestError where there
-        is no chat template or the template refuses the messages.
+        The template writes its own special tokens, so none are added.  Raises RequestError if there is no chat template
+        or the template refuses the messages.
         """
         if not getattr(self._tokenizer, "chat_template", None):
             raise RequestError(
@@ -46,7 +46,7 @@ class Tokens:
                     raise RequestError(f"message {number} needs {field!r} as a string", param="messages")
         try:
             text = self._tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False)
-        except Exception as error:  # templates are programs of the model's author: any of them may raise anything
+        except Exception as error:  # a template is a program that can raise anything
             raise RequestError(f"the chat template refuses these messages: {error}", param="messages") from error
         return self._encode(str(text), special=False)
 
@@ -57,10 +57,10 @@ class Tokens:
 
     @property
     def digest(self) -> str:
-        """sha256 of the tokenizer's own serialisation: equal between loads, different when any id could change.
+        """sha256 of the tokenizer's serialisation: equal for every load, different if any token id could change.
 
-        Padding and truncation are left out, because they are settings of a call.  A slow tokenizer has no such
-        serialisation: its class, vocabulary and special tokens stand in.
+        It leaves out padding and truncation, which are settings of a call.  A slow tokenizer has no such serialisation:
+        its class, vocabulary and special tokens are used instead.
         """
         if self._digest is None:
             backend = getattr(self._tokenizer, "backend_tokenizer", None)
@@ -79,7 +79,7 @@ class Tokens:
 
     @property
     def chat_template_digest(self) -> str | None:
-        """sha256 of the chat template; None where there is none."""
+        """sha256 of the chat template; None if there is none."""
         template = getattr(self._tokenizer, "chat_template", None)
         if not template:
             return None

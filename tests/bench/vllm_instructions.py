@@ -134,10 +134,10 @@ def stack(layers: int, variant: str) -> tuple[Callable[[torch.Tensor], Any], Rea
     model, reader = Stack(layers).eval(), None
     wanted = VARIANTS[variant]
     if wanted is not None:
-        plan = Plan(Geometry(layers, HEADS, DIM, HIDDEN), *wanted, rows=False)
+        plan = Plan(Geometry(layers, HEADS, DIM, HIDDEN), *wanted, activations=False)
         family = families.family_of(SimpleNamespace(model_type="qwen2"))
         sizes = graph.Sizes(tokens=max(TOKENS), prompts=8)
-        tensors, onsets = graph.install(model, family, plan, graph.Ranks(0, 1), sizes, torch.device("cpu"))
+        tensors, onsets = graph.install(model, family, plan, graph.TensorParallelRank(0, 1), sizes, torch.device("cpu"))
         for site in plan.sites:
             for slot in range(plan.slots):
                 one = torch.randn(layers, plan.geometry.dim(site)).numpy()

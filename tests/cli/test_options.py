@@ -78,34 +78,40 @@ def flags(argument: Argument, words: list[str]) -> list[str]:
     return [part for word in words for part in (argument.name, word)] or [argument.name]
 
 
-@pytest.mark.parametrize(("command", "argument"), OPTIONS, ids=[f"{c} {a.name}" for c, a in OPTIONS])
-def test_flag_variable_and_key_give_the_same_value(tmp_path: Path, command: str, argument: Argument) -> None:
-    value, words = example(argument)
+@pytest.mark.parametrize("command", COMMANDS)
+def test_flag_variable_and_key_give_the_same_value(tmp_path: Path, command: str) -> None:
+    """Every option at once, each with a value that is not its default."""
+    options = [argument for path, argument in OPTIONS if path == command]
+    examples = {argument.name: example(argument) for argument in options}
     required = REQUIRED.get(command, [])
-    if argument.name in required:
-        required = []
-    base = [*command.split(), *required]
-    text = " ".join(words) if words else str(value).lower()
+    base = [*command.split(), *([] if required and required[0] in examples else required)]
+    given = [word for argument in options for word in flags(argument, examples[argument.name][1])]
+    variables = {
+        env(argument.name): " ".join(words) or str(value).lower()
+        for argument in options
+        for value, words in [examples[argument.name]]
+    }
+    keys = "".join(f"{key_of(a)} = {json.dumps(examples[a.name][0])}\n" for a in options)
     file, table = tmp_path / "config.toml", tmp_path / "table.toml"
-    file.write_text(f"{key_of(argument)} = {json.dumps(value)}\n")
-    table.write_text(f"[{'.'.join(command.split())}]\n{key_of(argument)} = {json.dumps(value)}\n")
+    file.write_text(keys)
+    table.write_text(f"[{'.'.join(command.split())}]\n{keys}")
     results = [
-        parsed(*base, *flags(argument, words)),
-        parsed(*base, **{env(argument.name): text}),
+        parsed(*base, *given),
+        parsed(*base, **variables),
         parsed(*base, "--config", str(file)),
         parsed(*base, HALLUTRACER_CONFIG=str(table)),
     ]
-    values = [sources.values() | {"config": None} for sources in results]
-    assert all(v == values[0] for v in values[1:])
-    ours = values[0][key_of(argument)]
-    assert ours != argument.field_info.default
-    assert json.loads(json.dumps(ours, default=str)) == value
+    for argument in options:
+        values = [sources.values()[key_of(argument)] for sources in results]
+        assert values == [values[0]] * 4, argument.name
+        assert values[0] != argument.field_info.default
+        assert json.loads(json.dumps(values[0], default=str)) == examples[argument.name][0]
 
 
-@pytest.mark.parametrize(("command", "argument"), OPTIONS, ids=[f"{c} {a.name}" for c, a in OPTIONS])
-def test_every_option_is_explained_and_secrets_are_marked(command: str, argument: Argument) -> None:
-    assert argument.parameter.help
-    assert (argument.parameter.metavar == SECRET) == argument.name.endswith("-key")
+def test_every_option_is_explained_and_secrets_are_marked() -> None:
+    for command, argument in OPTIONS:
+        assert argument.parameter.help, f"{command} {argument.name}"
+        assert (argument.parameter.metavar == SECRET) == argument.name.endswith("-key"), f"{command} {argument.name}"
 
 
 def test_one_variable_has_one_meaning_in_every_command() -> None:

@@ -88,7 +88,7 @@ def test_rows_are_the_engines_own_in_the_order_of_the_data(dataset: Dataset, tmp
         file = collection.rows[site]
         assert file.shape == (GEOMETRY.num_layers, 50, GEOMETRY.width(site))
         for row in (0, 17, 49):
-            expected = engine.rows(collection.prompts.of(row), site)
+            expected = engine.activations(collection.prompts.of(row), site)
             found = np.stack([file.layer(layer)[row] for layer in range(GEOMETRY.num_layers)])
             np.testing.assert_array_equal(found, expected)
     first = engine.first_token(collection.prompts.of(17))

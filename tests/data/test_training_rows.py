@@ -50,6 +50,10 @@ def problems_of(tmp_path: Path, lines: list[Any], labels: Any = "given", folds: 
         ({"id": "a", "messages": ["x"], "label": 1}, "'messages[0]' must be an object"),
         ({"id": "a", "messages": [{"role": "user", "content": ""}], "label": 1}, "'messages[0]': 'content' is empty"),
         ({"id": "a", "messages": [{"role": 1, "content": "x"}], "label": 1}, "'messages[0]': 'role' must be a string"),
+        (
+            {"id": "a", "messages": [{"role": "bot", "content": "x"}], "label": 1},
+            "'messages[0]': role 'bot' is none of",
+        ),
         ({"id": "a", "prompt": "x"}, "'label' is missing"),
         ({"id": "a", "prompt": "x", "answers": ["y"]}, "generate the labels"),
         ({"id": "a", "prompt": "x", "label": 2}, "'label' must be the number 1"),

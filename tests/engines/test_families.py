@@ -37,11 +37,11 @@ def test_every_model_type_of_the_table_is_tested():
 @pytest.mark.parametrize("name", tiny.ALL)
 def test_heads_put_back_through_the_projection_give_the_attention_output(name: str):
     engine = tiny.shared_engine(name)
-    model = engine._model
+    model = tiny.modules(engine).model
     layout, family = locate(model), family_of(model.config)
     prompt = tiny.prompts([11])[0]
     attention = capture(model, [block.get_submodule(family.attention) for block in layout.blocks], prompt)
-    rows = engine.extract([prompt], [Site.ATTENTION_HEAD]).rows[Site.ATTENTION_HEAD][0]
+    rows = engine.extract([prompt], [Site.ATTENTION_HEAD]).activations[Site.ATTENTION_HEAD][0]
     heads = layout.geometry.by_head(rows, Site.ATTENTION_HEAD)  # [m, K, d]
     assert np.abs(rows).max() > 1e-3
     for layer, projection in enumerate(layout.projections):
@@ -60,9 +60,9 @@ def test_heads_put_back_through_the_projection_give_the_attention_output(name: s
 @pytest.mark.parametrize("name", tiny.ALL)
 def test_rows_equal_an_independent_capture(name: str):
     engine = tiny.shared_engine(name)
-    model, layout = engine._model, locate(engine._model)
+    model, layout = tiny.modules(engine).model, locate(tiny.modules(engine).model)
     prompt = tiny.prompts([13], seed=5)[0]
-    rows = engine.extract([prompt], list(Site)).rows
+    rows = engine.extract([prompt], list(Site)).activations
     blocks = capture(model, list(layout.blocks), prompt)
     projected = capture(model, list(layout.projections), prompt, inputs=True)
     with torch.no_grad():

@@ -52,7 +52,7 @@ def test_a_loaded_model_reads_what_the_one_in_memory_reads(saved: Path):
     assert identity.chat_template == memory.identity.chat_template
     assert identity.geometry == memory.identity.geometry
     assert engine.tokenize("x") == memory.tokenize("x")
-    assert not any(parameter.requires_grad for parameter in engine._model.parameters())  # type: ignore[attr-defined]
+    assert not any(parameter.requires_grad for parameter in tiny.modules(engine).model.parameters())
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -212,4 +212,4 @@ def test_attn_implementation_is_passed_on(saved: Path):
     engine = TransformersEngine.load(
         EngineOptions(model=str(saved), device="cpu", extra={"attn_implementation": "eager"})
     )
-    assert engine._model.config._attn_implementation == "eager"
+    assert tiny.modules(engine).model.config._attn_implementation == "eager"

@@ -45,13 +45,15 @@ def test_score_is_the_formula_on_its_own_extraction():
     engine = ScriptedEngine()
     geometry = engine.identity.geometry
     prompt = engine.render_chat([{"role": "user", "content": "hm?"}])
-    rows = engine.extract([prompt], list(Site)).rows
+    rows = engine.extract([prompt], list(Site)).activations
     for site in Site:
         probe = probes(geometry, site)
         expected = truth_logits(geometry.select(rows[site][0], probe.head, site), probe.direction, probe.bias)
         np.testing.assert_allclose(engine.score([prompt], [probe])[0].trajectories[0], expected, rtol=1e-12)
     assert engine.tokenize("a") != engine.tokenize("b")
-    assert not np.array_equal(engine.rows([1], Site.ATTENTION_HEAD), engine.rows([2], Site.ATTENTION_HEAD))
+    assert not np.array_equal(
+        engine.activations([1], Site.ATTENTION_HEAD), engine.activations([2], Site.ATTENTION_HEAD)
+    )
 
 
 def test_the_script_is_spoken_counted_and_freed():

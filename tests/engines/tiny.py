@@ -14,7 +14,8 @@ import torch
 import transformers as hf
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
-from service.engines.base import EngineOptions
+from service.engines.base import EngineOptions, TorchModel
+from service.engines.families import locate
 from service.engines.transformers.engine import TransformersEngine
 from service.readout import Geometry, Probes, Site
 
@@ -124,6 +125,17 @@ def engine(family: str = "llama", **options: Any) -> TransformersEngine:
 def shared_engine(family: str, padding_side: str = "right", max_batch_tokens: int = 8192) -> TransformersEngine:
     """One engine for tests that neither count nor close."""
     return engine(family, padding_side=padding_side, max_batch_tokens=max_batch_tokens)
+
+
+def modules(engine: Any) -> TorchModel:
+    """A model's modules, of an engine that is not closed."""
+    assert engine.torch_model is not None
+    return engine.torch_model  # type: ignore[no-any-return]
+
+
+def projections(engine: Any) -> tuple[torch.nn.Module, ...]:
+    """Each layer's attention output projection."""
+    return locate(modules(engine).model).projections
 
 
 def longrope_engine() -> TransformersEngine:

@@ -36,8 +36,8 @@ class PlantedEngine(ScriptedEngine):
         self.extracts = 0
         self.generates = 0
 
-    def rows(self, prompt: TokenIds, site: Site) -> NDArray[np.float32]:
-        rows = super().rows(prompt, site)
+    def activations(self, prompt: TokenIds, site: Site) -> NDArray[np.float32]:
+        rows = super().activations(prompt, site)
         geometry = self.identity.geometry
         rng = np.random.default_rng(7)
         text = self.detokenize(prompt)

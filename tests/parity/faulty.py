@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from service.engines.vllm import runners
-from service.engines.vllm.reader import Layout, OnsetRow, onset_rows
+from service.engines.vllm.reader import OnsetRow, StepLayout, onset_rows
 from service.engines.vllm.wire import Directive
 from service.engines.vllm.worker import Worker
 
@@ -55,12 +55,12 @@ class Bare(Worker):
                 module.__class__ = next(base for base in type(module).__mro__ if "Reading" not in base.__name__)
 
 
-def too_early(step: Layout, directive_of: Callable[[str], Directive | None]) -> list[OnsetRow]:
+def too_early(step: StepLayout, directive_of: Callable[[str], Directive | None]) -> list[OnsetRow]:
     """Off by one."""
     return [replace(row, token_row=max(0, row.token_row - 1)) for row in onset_rows(step, directive_of)]
 
 
-def swapped(step: Layout, directive_of: Callable[[str], Directive | None]) -> list[OnsetRow]:
+def swapped(step: StepLayout, directive_of: Callable[[str], Directive | None]) -> list[OnsetRow]:
     """Two requests' rows in each other's place."""
     rows = onset_rows(step, directive_of)
     if len(rows) < 2:

@@ -75,7 +75,7 @@ def shared(engine: Any, asked: Sequence[q.Question], *, rows: bool) -> Arrays:
     found["later"] = np.array(later)
     if rows:
         extraction = engine.extract(prompts, list(Site))
-        found |= {f"rows_{site}": extraction.rows[site] for site in Site}
+        found |= {f"rows_{site}": extraction.activations[site] for site in Site}
     return found
 
 
@@ -117,12 +117,12 @@ def transformers(folder: str) -> Arrays:
 def vllm(folder: str, arguments: dict[str, str], faulty: str | None) -> Arrays:
     """Everything at once, in steps of ``CHUNK`` tokens, then what the reference does too."""
     from service.engines.vllm import engine as module
-    from service.engines.vllm import launch as starting
+    from service.engines.vllm import launch
     from service.engines.vllm.engine import VllmEngine
 
     refusals: list[str] = []
     if faulty is not None:
-        starting.WORKER = faulty
+        launch.WORKER = faulty
         refuse = module.self_test
 
         def heard(*given: Any) -> None:

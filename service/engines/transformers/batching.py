@@ -1,4 +1,4 @@
-"""From prompts of many lengths to padded micro-batches and back."""
+"""Padded micro-batches of prompts of different lengths."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ Tensor = torch.Tensor
 class Batch:
     """Prompts padded to one length.
 
-    ``index`` says which of the caller's prompts each row is.  ``attention_mask`` and ``position_ids`` are None where
-    causal attention alone keeps padding out of sight: right padding, or prompts of one length.
+    ``index`` maps rows to the caller's prompts.  ``attention_mask`` and ``position_ids`` are None where causal
+    attention alone hides the padding: right padding, or prompts of one length.
     """
 
     index: tuple[int, ...]
@@ -35,7 +35,7 @@ class Batch:
 
 
 def micro_batches(lengths: Sequence[int], budget: int, *, equal_lengths: bool = False) -> list[list[int]]:
-    """Group prompts by length so that rows x longest <= budget; a longer prompt goes alone.
+    """Group prompts by length so that rows x longest <= budget; a prompt longer than the budget gets its own batch.
 
     ``equal_lengths`` forbids padding, for models whose position encoding depends on the batch's longest prompt.
     """

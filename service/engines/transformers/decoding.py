@@ -1,4 +1,4 @@
-"""Choosing tokens and turning them into text piece by piece.  Knows no model and no cache."""
+"""Sampling of tokens and incremental decoding of text."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import torch
 
 from service.engines.base import Sampling
 
-GREEDY_BELOW = 1e-6  # a smaller temperature is beyond float32's reach, and its limit is the greedy token
-INCOMPLETE = "\ufffd"  # what a tokenizer writes for bytes that are not a whole character yet
+GREEDY_BELOW = 1e-6  # smaller temperatures overflow float32; their limit is the greedy token
+INCOMPLETE = "\ufffd"  # what a tokenizer decodes the bytes of an incomplete character to
 
 
 def generator_for(sampling: Sampling, device: torch.device) -> torch.Generator | None:
@@ -32,32 +32,32 @@ def pick(logits: torch.Tensor, sampling: Sampling, generator: torch.Generator | 
     probabilities = torch.softmax((logits - logits.max()) / sampling.temperature, dim=-1)
     if sampling.top_p < 1.0:
         ordered, order = probabilities.sort(descending=True)
-        outside = ordered.cumsum(dim=-1) - ordered >= sampling.top_p  # the token that crosses top_p stays
-        outside[0] = False  # also where top_p is zero in float32
+        outside = ordered.cumsum(dim=-1) - ordered >= sampling.top_p  # the token that crosses top_p is kept
+        outside[0] = False  # also if top_p is zero in float32
         probabilities = probabilities.scatter(0, order, ordered.masked_fill(outside, 0.0))
     return int(torch.multinomial(probabilities, 1, generator=generator))
 
 
 class TextStream:
-    """Tokens in, text out, such that the pieces joined are the tokenizer's own decoding of the whole.
+    """Incremental decoding whose joined pieces equal the tokenizer's decoding of all tokens.
 
-    Never yields half a character: text that ends in an incomplete one waits for the next token.  Text that may be
-    the start of a stop string waits too; a stop string itself is never yielded.
+    Text that ends in an incomplete character, or that may be the start of a stop string, is held back until the next
+    token.  A stop string itself is never returned.
     """
 
     def __init__(self, detokenize: Callable[[Sequence[int]], str], stop: Sequence[str] = ()) -> None:
         self._detokenize = detokenize
         self._stop = tuple(stop)
         self._ids: list[int] = []
-        # A short window of ids is decoded again at each step, because a token's text may depend on its left
-        # neighbour (SentencePiece drops the first space): ids[_window:_done] is text already taken.
+        # A short window of ids is decoded again at each step, because a token's text may depend on the token before it
+        # (SentencePiece drops the first space): the text of ids[_window:_done] has been returned already.
         self._window = self._done = 0
         self._held = ""
         self.text = ""
         self.stopped = False
 
     def push(self, token: int) -> str:
-        """Take one token; return what may be shown now, possibly nothing."""
+        """Add one token; return the text that is complete now, possibly ""."""
         self._ids.append(token)
         text = self._fresh()
         if not text or text.endswith(INCOMPLETE):
@@ -66,7 +66,7 @@ class TextStream:
         return self._release(text)
 
     def finish(self) -> str:
-        """The rest at the end of the answer; bytes of a character that never became whole are left out."""
+        """The rest of the text at the end of the answer, without the bytes of an incomplete character."""
         if self.stopped:
             return ""
         rest = self._release(self._fresh().rstrip(INCOMPLETE))
@@ -75,24 +75,23 @@ class TextStream:
         return rest + held
 
     def _fresh(self) -> str:
-        taken = self._detokenize(self._ids[self._window : self._done])
-        return self._detokenize(self._ids[self._window :])[len(taken) :]
+        returned = self._detokenize(self._ids[self._window : self._done])
+        return self._detokenize(self._ids[self._window :])[len(returned) :]
 
     def _release(self, text: str) -> str:
         self._held += text
-        found = [at for stop in self._stop if (at := self._held.find(stop)) >= 0]
-        if found:
-            out, self._held, self.stopped = self._held[: min(found)], "", True
+        stops = [at for stop in self._stop if (at := self._held.find(stop)) >= 0]
+        if stops:
+            out, self._held, self.stopped = self._held[: min(stops)], "", True
         else:
-            keep = max((_overlap(self._held, stop) for stop in self._stop), default=0)
-            cut = len(self._held) - keep
+            cut = len(self._held) - max((_overlap(self._held, stop) for stop in self._stop), default=0)
             out, self._held = self._held[:cut], self._held[cut:]
         self.text += out
         return out
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of ``text`` that begins ``stop``."""
+    """Length of the longest suffix of ``text`` that is a proper prefix of ``stop``."""
     for length in range(min(len(text), len(stop) - 1), 0, -1):
         if text.endswith(stop[:length]):
             return length

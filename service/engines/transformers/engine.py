@@ -1,7 +1,7 @@
 """The reference engine and the embedded default: any transformers causal language model of ``families.py``.
 
-Knows no bundle storage and no HTTP.  A call reads: check prompts -> micro-batches -> forward with hooks -> numpy, in
-the caller's order.  ``hooks`` reads rows, ``batching`` pads, ``kv`` decodes, ``loading`` finds the model.
+A call checks the prompts, runs micro-batches with hooks, and returns numpy arrays in the caller's order.  ``hooks``
+reads activations, ``batching`` pads, ``kv`` decodes, ``loading`` loads the model.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ from service.engines.base import (
     TorchModel,
 )
 from service.engines.checks import beyond_onset, check_prompts, check_sampling
-from service.engines.families import Layout, locate
+from service.engines.families import ModelModules, locate
 from service.engines.identity import memory_fingerprint, revision_of
 from service.engines.tokens import Tokens
 from service.engines.transformers.batching import Batch, micro_batches, pad
 from service.engines.transformers.generation import generate_batch
 from service.engines.transformers.hooks import (
+    ActivationBuffer,
     LastReadout,
     OnsetIndex,
     ProbeStack,
-    RowBuffer,
     Sink,
     StatesSink,
     TruthLogits,
@@ -61,33 +61,32 @@ from service.errors import EngineError
 from service.readout import Pooling, Probes, Site
 
 Tensor = torch.Tensor
-STACKS_KEPT = 8
-BATCH_TOKENS = {
-    "cpu": 512
-}  # measured: beyond it a CPU's caches overflow and more prompts at once are slower, not faster
+MAX_PROBE_STACKS = 8
+# Measured: larger batches overflow a CPU's caches and are slower.
+BATCH_TOKENS = {"cpu": 512}
 
 
 class TransformersEngine:
     """Runs one model.  Implements ``base.BatchEngine``.
 
-    Synchronous, one thread at a time; a second thread that enters during a call gets an EngineError.  Hooks exist
-    only while a call runs.  A prompt's readout does not depend on the prompts beside it: in float32 to 1e-5; in half
-    types as far as their kernels' rounding goes, which differs with the batch's shape.
+    Synchronous, for one thread at a time; a call during another thread's call raises EngineError.  Hooks exist only
+    during a call.  A prompt's readout does not depend on the other prompts of its batch: to 1e-5 in float32, and in
+    half types to the rounding of their kernels, which differs with the batch's shape.
     """
 
     def __init__(
         self, model: Any, tokenizer: Any, *, options: EngineOptions | None = None, fingerprint: str | None = None
     ) -> None:
-        """Take a ready model and tokenizer; ``load`` builds them from options.
+        """Use a loaded model and tokenizer; ``load`` makes them from options.
 
-        Raises UnknownFamily, and ModelLoadError where the config names no context length.
+        Raises UnknownFamily, and ModelLoadError if the config has no context length.
         """
         self._options = options or EngineOptions(model=str(getattr(model.config, "_name_or_path", "") or "in-memory"))
         loading.check_options(self._options)
         self._model = model.eval().requires_grad_(False)
         self._tokens = Tokens(tokenizer)
         self._content_words = ContentWords(self._tokens)
-        self._layout = locate(model)
+        self._modules = locate(model)
         self._head = model.get_output_embeddings()
         embedding = model.get_input_embeddings()
         self._vocabulary = int(embedding.num_embeddings)
@@ -106,13 +105,13 @@ class TransformersEngine:
             tokenizer=self._tokens.digest,
             chat_template=self._tokens.chat_template_digest,
             dtype=str(embedding.weight.dtype).removeprefix("torch."),
-            geometry=self._layout.geometry,
+            geometry=self._modules.geometry,
             max_tokens=context_length(model.config),
         )
 
     @classmethod
     def load(cls, options: EngineOptions) -> TransformersEngine:
-        """Load a model folder or hub name.  Raises ModelLoadError saying what was wrong, or UnknownFamily."""
+        """Load a model folder or hub name.  Raises ModelLoadError naming the cause, or UnknownFamily."""
         loaded = loading.load(options)
         named = replace(options, model=loaded.name)
         return cls(loaded.model, loaded.tokenizer, options=named, fingerprint=loaded.fingerprint)
@@ -139,13 +138,13 @@ class TransformersEngine:
 
     @property
     def max_batch_tokens(self) -> int:
-        """Padded tokens in one forward pass, at most."""
+        """Maximum number of padded tokens in one forward pass."""
         return self._options.max_batch_tokens or BATCH_TOKENS.get(self._device.type, 8192)
 
     @property
     def torch_model(self) -> TorchModel | None:
         """The model's modules; None after ``close``."""
-        return None if self._model is None else TorchModel(self._model, self._head, self._layout.blocks, self._device)
+        return None if self._model is None else TorchModel(self._model, self._head, self._modules.blocks, self._device)
 
     def tokenize(self, text: str) -> list[int]:
         """Plain text to ids, with the tokenizer's own special tokens.  Raises RequestError."""
@@ -160,16 +159,16 @@ class TransformersEngine:
         return self._tokens.detokenize(token_ids)
 
     def check(self, prompts: Sequence[TokenIds]) -> None:
-        """Raise EmptyPrompt, PromptTooLong or RequestError for the first prompt that no forward would take."""
+        """Raise EmptyPrompt, PromptTooLong or RequestError for the first invalid prompt."""
         check_prompts(prompts, vocabulary=self._vocabulary, max_tokens=self.max_tokens)
 
     def score(
         self, prompts: Sequence[TokenIds], probes: Sequence[Probes], *, first_token: bool = False
     ) -> list[PrefillResult]:
-        """Trajectories (Eq. trajectory) at t*, one per probe and prompt.
+        """Trajectories [m] (Eq. trajectory) at t*, one per probe and prompt.
 
-        Without ``first_token`` the forward ends at the last readout.  With it the language-model head runs on one row
-        per prompt.  Raises EmptyPrompt, PromptTooLong, RequestError and NonFiniteReadout.
+        Without ``first_token`` the forward pass ends at the last readout.  With it the language-model head runs on one
+        position per prompt.  Raises EmptyPrompt, PromptTooLong, RequestError and NonFiniteReadout.
         """
         with self._running(prompts):
             stack = self._stack(probes)
@@ -182,11 +181,11 @@ class TransformersEngine:
             return prefill_results(stack, done)
 
     def begin(self, prompts: Sequence[TokenIds], probes: Sequence[Probes]) -> list[KvContinuation]:
-        """Prefill and keep one KV cache per prompt.  Raises as ``score`` does, and then keeps nothing."""
+        """Prefill and keep one KV cache per prompt.  Raises as ``score`` does, and keeps no cache then."""
         with self._running(prompts):
             stack = self._stack(probes)
             done: list[Prefilled] = []
-            kept: dict[int, tuple[Any, Tensor]] = {}
+            caches: dict[int, tuple[Any, Tensor]] = {}
             for batch in self._batches(prompts):
                 sink = TruthLogits(stack, len(batch.index), self._device)
                 cache = prefill_cache(self._model.config, len(batch.index))
@@ -194,43 +193,45 @@ class TransformersEngine:
                 assert logits is not None
                 done.append(Prefilled(batch, sink, summarise(logits)))
                 for row, own in enumerate(split_cache(cache, batch, self._model.config)):
-                    kept[batch.index[row]] = (own, logits[row].clone())
+                    caches[batch.index[row]] = (own, logits[row].clone())
             return [
-                KvContinuation(self, result, *kept[index]) for index, result in enumerate(prefill_results(stack, done))
+                KvContinuation(self, result, *caches[index])
+                for index, result in enumerate(prefill_results(stack, done))
             ]
 
     def extract(
         self, prompts: Sequence[TokenIds], sites: Sequence[Site], poolings: Sequence[Pooling] = (Pooling.LAST_1,)
     ) -> Extraction:
-        """Rows of every layer at t*, [n, m, width] float32 per site, and each prompt's first-token distribution.
+        """Activations of every layer at t*, [n, m, width] float32 per site, and each prompt's first-token distribution.
 
-        Other ``poolings`` come from the same forward passes, and leave the rows at t* as they are.  Raises as
+        Other ``poolings`` come from the same forward passes and do not change the activations at t*.  Raises as
         ``score`` does.
         """
-        geometry = self._layout.geometry
-        rows = {site: np.empty((len(prompts), geometry.num_layers, geometry.width(site)), np.float32) for site in sites}
-        wanted = beyond_onset(poolings)
-        pooled = {(site, pooling): np.empty_like(rows[site]) for site in rows for pooling in wanted}
+        geometry = self._modules.geometry
+        shapes = {site: (len(prompts), geometry.num_layers, geometry.width(site)) for site in sites}
+        activations = {site: np.empty(shape, np.float32) for site, shape in shapes.items()}
+        others = beyond_onset(poolings)
+        pooled = {(site, pooling): np.empty(shapes[site], np.float32) for site in shapes for pooling in others}
         first: list[FirstToken | None] = [None] * len(prompts)
         with self._running(prompts):
             for batch in self._batches(prompts):
-                sink = RowBuffer(list(rows), geometry, len(batch.index), self._device)
-                whole = None
-                if wanted:
-                    counted = windows(batch, prompts, wanted, self._content_words)
-                    whole = PooledBuffer(sink.sites, geometry, batch, counted, self._device)
-                logits = self._prefill(batch, sink, full=True, whole=whole)
+                sink = ActivationBuffer(list(shapes), geometry, len(batch.index), self._device)
+                pooled_sink = None
+                if others:
+                    counted = windows(batch, prompts, others, self._content_words)
+                    pooled_sink = PooledBuffer(sink.sites, geometry, batch, counted, self._device)
+                logits = self._prefill(batch, sink, full=True, states_sink=pooled_sink)
                 assert logits is not None
                 for site, buffer in sink.buffers.items():
-                    _keep(buffer, batch, rows[site], site)
-                for (site, pooling), buffer in (whole.buffers if whole else {}).items():
-                    _keep(buffer, batch, pooled[site, pooling], f"{site}, {pooling}")
+                    _scatter(buffer, batch, activations[site], site)
+                for (site, pooling), buffer in (pooled_sink.buffers if pooled_sink else {}).items():
+                    _scatter(buffer, batch, pooled[site, pooling], f"{site}, {pooling}")
                 for index, token in zip(batch.index, first_tokens(summarise(logits).cpu().numpy()), strict=True):
                     first[index] = token
-        return Extraction(rows, tuple(token for token in first if token is not None), pooled)
+        return Extraction(activations, tuple(token for token in first if token is not None), pooled)
 
     def generate(self, prompts: Sequence[TokenIds], sampling: Sampling) -> list[Completion]:
-        """Batched decoding.  Each answer equals what its prompt alone would get; sampled ones share the seed."""
+        """Batched decoding.  Each answer equals the one that its prompt gets alone; sampled ones share the seed."""
         check_sampling(sampling)
         with self._running(prompts):
             answers: list[Completion | None] = [None] * len(prompts)
@@ -242,7 +243,7 @@ class TransformersEngine:
             return [answer for answer in answers if answer is not None]
 
     def step(self, token: int, cache: Any) -> Tensor:
-        """Run one token against a cache: float32 logits [vocab].  For continuations."""
+        """Run one token against a cache, for continuations: float32 logits [vocab]."""
         with self._running(()):
             ids = torch.tensor([[token]], device=self._device)
             output = self._model(input_ids=ids, past_key_values=cache, use_cache=True)
@@ -253,7 +254,7 @@ class TransformersEngine:
     def close(self) -> None:
         """Free the model.  Later calls raise EngineError."""
         self._model = self._head = None
-        self._layout = Layout(self._layout.geometry, (), ())  # its modules hold the weights
+        self._modules = ModelModules(self._modules.geometry, (), ())  # the modules hold the weights
         self._stacks.clear()
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
@@ -281,9 +282,9 @@ class TransformersEngine:
             yield pad(prompts, group, self._options.padding_side, self._filler(), self._device)
 
     def _prefill(
-        self, batch: Batch, sink: Sink, *, full: bool, cache: Any = None, whole: StatesSink | None = None
+        self, batch: Batch, sink: Sink, *, full: bool, cache: Any = None, states_sink: StatesSink | None = None
     ) -> Tensor | None:
-        """Run a batch with the sinks attached: float32 logits at t* [batch, vocab], or None where it stopped early."""
+        """Run a batch with the sinks attached: float32 logits at t* [batch, vocab], or None if not ``full``."""
         self._counters.forward_tokens += sum(batch.lengths)
         self._counters.prefills += len(batch.index)
         onset = OnsetIndex(batch.onsets, self._device)
@@ -292,26 +293,26 @@ class TransformersEngine:
             inputs["past_key_values"] = cache
         if batch.attention_mask is not None:
             inputs |= {"attention_mask": batch.attention_mask, "position_ids": batch.position_ids}
-        with reading(self._layout, self._head, sink, onset, stop=not full, whole=whole):
+        with reading(self._modules, self._head, sink, onset, stop=not full, states_sink=states_sink):
             try:
                 logits = self._model(**inputs).logits
             except LastReadout:
                 return None
         if logits.shape[1] != 1:
-            raise EngineError("the language-model head did not run where get_output_embeddings says it is")
+            raise EngineError("this model is not supported: its language-model head is not get_output_embeddings()")
         return cast(Tensor, logits[:, 0].float())
 
     def _stack(self, probes: Sequence[Probes]) -> ProbeStack:
-        key = tuple(id(probe) for probe in probes)  # a stack holds its probes, so a kept id cannot be used again
-        stack = self._stacks.pop(key, None) or ProbeStack(probes, self._layout.geometry, self._device)
+        key = tuple(id(probe) for probe in probes)  # a stack holds its probes, so their ids are not reused
+        stack = self._stacks.pop(key, None) or ProbeStack(probes, self._modules.geometry, self._device)
         self._stacks[key] = stack
-        while len(self._stacks) > STACKS_KEPT:
+        while len(self._stacks) > MAX_PROBE_STACKS:
             self._stacks.popitem(last=False)
         return stack
 
 
-def _keep(buffer: Tensor, batch: Batch, rows: NDArray[np.float32], what: str) -> None:
-    """A batch's rows [m, batch, width] into the caller's order, [n, m, width].  Raises NonFiniteReadout."""
-    found = buffer.cpu().numpy()
-    refuse_non_finite(found, batch.index, what)
-    rows[list(batch.index)] = found.swapaxes(0, 1)
+def _scatter(buffer: Tensor, batch: Batch, target: NDArray[np.float32], what: str) -> None:
+    """Write a batch's activations [m, batch, width] into ``target`` [n, m, width].  Raises NonFiniteReadout."""
+    activations = buffer.cpu().numpy()
+    refuse_non_finite(activations, batch.index, what)
+    target[list(batch.index)] = activations.swapaxes(0, 1)

@@ -1,4 +1,4 @@
-"""Batched decoding for labelling: left-padded, one forward per step for all prompts.  Knows no probes."""
+"""Batched decoding for labelling: left-padded, one forward pass per step for all prompts."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ Tensor = torch.Tensor
 
 
 @dataclass
-class _Answer:
-    """One row under way."""
+class _BatchAnswer:
+    """The answer of one prompt of a batch."""
 
     length: int  # prompt tokens
     budget: int  # tokens it may still produce
@@ -29,7 +29,7 @@ class _Answer:
     ids: list[int] = field(default_factory=list)
     finish: str = ""
 
-    def take(self, token: int, end: frozenset[int]) -> None:
+    def add_token(self, token: int, end: frozenset[int]) -> None:
         self.ids.append(token)
         if token in end:
             self.finish = "stop"
@@ -47,14 +47,15 @@ class _Answer:
 
 
 def generate_batch(decoder: Decoder, model: Any, batch: Batch, sampling: Sampling) -> list[Completion]:
-    """Decode a left-padded batch; each answer equals what its prompt alone would get.
+    """Decode a left-padded batch; each answer equals the one that its prompt gets alone.
 
-    Every row has its own generator with the same seed, so a sampled answer does not depend on its batch mates either;
-    repeat a prompt with other seeds for other samples.  Finished rows leave the batch once they are half of it.
+    Every row has its own generator with the same seed, so sampled answers do not depend on the rest of the batch
+    either; for several samples, repeat the call with other seeds.  Finished rows are removed once they are half of the
+    batch.
     """
     device = batch.input_ids.device
     answers = [
-        _Answer(
+        _BatchAnswer(
             length=length,
             budget=min(sampling.max_tokens, decoder.max_tokens - length),
             stream=TextStream(decoder.detokenize, sampling.stop),
@@ -62,7 +63,7 @@ def generate_batch(decoder: Decoder, model: Any, batch: Batch, sampling: Samplin
         )
         for length in batch.lengths
     ]
-    running = [row for row, answer in enumerate(answers) if answer.budget > 0]  # a full context leaves no room
+    running = [row for row, answer in enumerate(answers) if answer.budget > 0]  # none is left in a full context
     if not running:
         return [answer.completion() for answer in answers]
 
@@ -82,9 +83,9 @@ def generate_batch(decoder: Decoder, model: Any, batch: Batch, sampling: Samplin
         if not running:
             return [answer.completion() for answer in answers]
         if len(running) <= len(rows) // 2:
-            keep = torch.tensor(running, device=device)
-            cache.batch_select_indices(keep)
-            mask = mask[keep] if mask is not None else None
+            remaining = torch.tensor(running, device=device)
+            cache.batch_select_indices(remaining)
+            mask = mask[remaining] if mask is not None else None
             rows = [rows[row] for row in running]
         inputs = _next_inputs(rows, answers, device)
         if mask is not None:
@@ -95,7 +96,7 @@ def generate_batch(decoder: Decoder, model: Any, batch: Batch, sampling: Samplin
 
 
 def _take_step(
-    logits: Tensor, rows: Sequence[int], answers: Sequence[_Answer], sampling: Sampling, end: frozenset[int]
+    logits: Tensor, rows: Sequence[int], answers: Sequence[_BatchAnswer], sampling: Sampling, end: frozenset[int]
 ) -> None:
     greedy = logits.argmax(dim=-1).tolist() if sampling.temperature == 0.0 else None
     for row, index in enumerate(rows):
@@ -103,11 +104,11 @@ def _take_step(
         if answer.finish or answer.budget <= 0:
             continue
         token = greedy[row] if greedy is not None else pick(logits[row], sampling, answer.generator)
-        answer.take(token, end)
+        answer.add_token(token, end)
 
 
-def _next_inputs(rows: Sequence[int], answers: Sequence[_Answer], device: torch.device) -> dict[str, Any]:
-    # A finished row that has not left yet repeats its last token; what comes of it is thrown away.
+def _next_inputs(rows: Sequence[int], answers: Sequence[_BatchAnswer], device: torch.device) -> dict[str, Any]:
+    # A finished row that is still in the batch repeats its last token; its result is discarded.
     tokens = [[answers[index].ids[-1] if answers[index].ids else 0] for index in rows]
     positions = [[max(0, answers[index].length + len(answers[index].ids) - 1)] for index in rows]
     return {

@@ -1,8 +1,7 @@
-"""Reading rows out of a running forward pass: hooks that live for one call.
+"""Activations from a running forward pass, through hooks that exist for one call.
 
-Knows a model's layout and where t* lies in the batch; knows neither tokens nor caches nor bundles.
-A *sink* decides what becomes of a row: ``TruthLogits`` turns it into one number per probe on the spot (Eq. logit),
-``RowBuffer`` keeps it for training.  What looks at other positions than t* (``pooling``) stands beside a sink.
+A *sink* receives the activations at t*: ``TruthLogits`` computes one number per probe from them (Eq. logit),
+``ActivationBuffer`` keeps them for training.  A *states sink* (``pooling``) receives the states of all tokens.
 """
 
 from __future__ import annotations
@@ -15,40 +14,40 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from service.engines.families import Layout
+from service.engines.families import ModelModules
 from service.errors import EngineError
 from service.readout import Geometry, Probes, Site
 
 Tensor = torch.Tensor
 
 
-class LastReadout(Exception):  # noqa: N818 - not an error: it ends a forward pass that has nothing left to read
-    """Raised by the last hook so that nothing after the last readout runs."""
+class LastReadout(Exception):  # noqa: N818 - not an error: it ends a forward pass early
+    """Raised by the last hook, so that nothing runs after the last readout."""
 
 
 class Sink(Protocol):
-    """Takes rows as layers run."""
+    """Takes activations at t* as layers run."""
 
     @property
     def sites(self) -> tuple[Site, ...]:
-        """Where to read."""
+        """The sites to read."""
         ...
 
-    def take(self, site: Site, layer: int, rows: Tensor) -> None:
-        """``rows`` [batch, width] at t*, in the model's dtype; a view that is only good during the call."""
+    def take(self, site: Site, layer: int, activations: Tensor) -> None:
+        """``activations`` [batch, width] at t*, in the model's dtype; a view that is valid only during the call."""
         ...
 
 
 class StatesSink(Protocol):
-    """Takes whole sequences as layers run, at the sites of the sink that it stands beside."""
+    """Takes the states of all tokens as layers run, at the sites of the sink that it accompanies."""
 
     def take(self, site: Site, layer: int, states: Tensor) -> None:
-        """``states`` [batch, columns, width], padding included, in the model's dtype; only good during the call."""
+        """``states`` [batch, columns, width], padding included, in the model's dtype; valid only during the call."""
         ...
 
 
 class OnsetIndex:
-    """Picks t* out of [batch, positions, width] tensors."""
+    """Selects t* from [batch, positions, width] tensors."""
 
     def __init__(self, positions: Sequence[int], device: torch.device) -> None:
         self._common = positions[0] if len(set(positions)) == 1 else None  # one column: a view, no gather
@@ -66,8 +65,8 @@ class OnsetIndex:
 class ProbeStack:
     """Several bundles' probes on the device, one weight [m, width, P] per site.
 
-    A probe's direction stands in its head's slice of the row and zeros elsewhere, so one small matrix product per
-    layer serves every probe of a site.  Probes that look at different heads cost the same as probes that agree.
+    A column holds a probe's direction in the slice of its head and zeros elsewhere, so one small matrix product per
+    layer serves all probes of a site.  Probes on different heads cost the same as probes on one head.
     """
 
     def __init__(self, probes: Sequence[Probes], geometry: Geometry, device: torch.device) -> None:
@@ -75,7 +74,7 @@ class ProbeStack:
         self.sites = tuple(site for site in Site if any(probe.site is site for probe in probes))
         self.columns = {site: [i for i, probe in enumerate(probes) if probe.site is site] for site in self.sites}
         self.weights = {site: self._weights(site, geometry, device) for site in self.sites}
-        self._bias = _columns([probe.bias for probe in probes], geometry)  # applied after the one transfer
+        self._bias = _columns([probe.bias for probe in probes], geometry)  # applied after the transfer from the device
         self._scale = _columns([probe.scale for probe in probes], geometry)
 
     def _weights(self, site: Site, geometry: Geometry, device: torch.device) -> list[Tensor]:
@@ -89,7 +88,7 @@ class ProbeStack:
         return list(torch.from_numpy(dense).to(device).unbind(0))
 
     def finish(self, sums: dict[Site, NDArray[np.float32]]) -> NDArray[np.float64]:
-        """Products per site [m, n, P_site] -> truth logits [m, n, P] in the caller's order of probes (Eq. logit)."""
+        """Products per site [m, n, P_site] -> truth logits [m, n, P] in the order of ``probes`` (Eq. logit)."""
         first = next(iter(sums.values()))
         logits = np.empty((*first.shape[:2], len(self.probes)), np.float64)
         for site, columns in self.columns.items():
@@ -104,7 +103,7 @@ def _columns(values: Sequence[NDArray[np.float32]], geometry: Geometry) -> NDArr
 
 
 class TruthLogits:
-    """The streaming sink: per layer one product into a preallocated buffer, nothing leaves the device."""
+    """The sink for scoring: one product per layer into a preallocated buffer on the device."""
 
     def __init__(self, stack: ProbeStack, batch: int, device: torch.device) -> None:
         self._stack = stack
@@ -112,20 +111,20 @@ class TruthLogits:
             site: torch.empty(len(weights), batch, weights[0].shape[1], dtype=torch.float32, device=device)
             for site, weights in stack.weights.items()
         }
-        self._rows = {site: buffer.unbind(0) for site, buffer in self.buffers.items()}
+        self._layers = {site: buffer.unbind(0) for site, buffer in self.buffers.items()}
 
     @property
     def sites(self) -> tuple[Site, ...]:
         """The probes' sites."""
         return self._stack.sites
 
-    def take(self, site: Site, layer: int, rows: Tensor) -> None:
-        """v_l . a_l in float32 for every probe at once."""
-        torch.mm(rows.float(), self._stack.weights[site][layer], out=self._rows[site][layer])
+    def take(self, site: Site, layer: int, activations: Tensor) -> None:
+        """v_l . a_l in float32 for all probes at once."""
+        torch.mm(activations.float(), self._stack.weights[site][layer], out=self._layers[site][layer])
 
 
-class RowBuffer:
-    """The training sink: keeps whole rows, [m, batch, width] float32 per site."""
+class ActivationBuffer:
+    """The sink for training: keeps activations, [m, batch, width] float32 per site."""
 
     def __init__(self, sites: Sequence[Site], geometry: Geometry, batch: int, device: torch.device) -> None:
         self._sites = tuple(sites)
@@ -139,29 +138,29 @@ class RowBuffer:
         """The sites asked for."""
         return self._sites
 
-    def take(self, site: Site, layer: int, rows: Tensor) -> None:
-        """Copy the rows before the model may overwrite them."""
-        self.buffers[site][layer].copy_(rows)
+    def take(self, site: Site, layer: int, activations: Tensor) -> None:
+        """Copy the activations, before the model may overwrite them."""
+        self.buffers[site][layer].copy_(activations)
 
 
 @contextmanager
 def reading(
-    layout: Layout,
+    modules: ModelModules,
     head: torch.nn.Module,
     sink: Sink,
     onset: OnsetIndex,
     *,
     stop: bool,
-    whole: StatesSink | None = None,
+    states_sink: StatesSink | None = None,
 ) -> Iterator[None]:
-    """Attach the hooks of one forward pass and remove them whatever happens.
+    """Attach the hooks of one forward pass, and remove them in any case.
 
-    ``attention_head`` rows are the INPUT of the output projection, ``residual_stream`` rows the block's OUTPUT.
-    With ``stop`` the last readout raises LastReadout.  Without it the language-model head sees only the rows at
-    t*, so logits are [batch, 1, vocab] whatever the prompts' lengths, in every family and with its own soft-capping.
-    ``whole`` is shown every position wherever ``sink`` is shown t*.
+    ``attention_head`` activations are the INPUT of the output projection, ``residual_stream`` ones the block's OUTPUT.
+    With ``stop`` the last readout raises LastReadout.  Without it the language-model head gets only the hidden states
+    at t*: logits are [batch, 1, vocab] whatever the prompts' lengths, in every family and with its own soft-capping.
+    ``states_sink`` gets all positions wherever ``sink`` gets t*.
     """
-    last = layout.geometry.num_layers - 1
+    last = modules.geometry.num_layers - 1
     stop_at = (Site.RESIDUAL_STREAM if Site.RESIDUAL_STREAM in sink.sites else Site.ATTENTION_HEAD) if stop else None
 
     def before_projection(layer: int) -> Any:
@@ -169,8 +168,8 @@ def reading(
 
         def hook(_module: torch.nn.Module, inputs: tuple[Tensor, ...]) -> None:
             sink.take(Site.ATTENTION_HEAD, layer, onset.of(inputs[0]))
-            if whole is not None:
-                whole.take(Site.ATTENTION_HEAD, layer, inputs[0])
+            if states_sink is not None:
+                states_sink.take(Site.ATTENTION_HEAD, layer, inputs[0])
             if ends:
                 raise LastReadout
 
@@ -182,8 +181,8 @@ def reading(
         def hook(_module: torch.nn.Module, _inputs: Any, output: Tensor | tuple[Tensor, ...]) -> None:
             states = output[0] if isinstance(output, tuple) else output
             sink.take(Site.RESIDUAL_STREAM, layer, onset.of(states))
-            if whole is not None:
-                whole.take(Site.RESIDUAL_STREAM, layer, states)
+            if states_sink is not None:
+                states_sink.take(Site.RESIDUAL_STREAM, layer, states)
             if ends:
                 raise LastReadout
 
@@ -195,10 +194,10 @@ def reading(
     handles = []
     try:
         if Site.ATTENTION_HEAD in sink.sites:
-            for layer, projection in enumerate(layout.projections):
+            for layer, projection in enumerate(modules.projections):
                 handles.append(projection.register_forward_pre_hook(before_projection(layer)))
         if Site.RESIDUAL_STREAM in sink.sites:
-            for layer, block in enumerate(layout.blocks):
+            for layer, block in enumerate(modules.blocks):
                 handles.append(block.register_forward_hook(after_block(layer)))
         if not stop:
             handles.append(head.register_forward_pre_hook(before_head))
@@ -209,14 +208,14 @@ def reading(
 
 
 def check_probe(probe: Probes, geometry: Geometry) -> None:
-    """Refuse probes of another geometry.  Raises EngineError naming the array and both shapes."""
+    """Raise EngineError, naming the array and both shapes, for probes of another geometry."""
     m, d = geometry.num_layers, geometry.dim(probe.site)
     expected = {"head": (m,), "direction": (m, d), "bias": (m,), "scale": (m,)}
     for name, shape in expected.items():
-        if (found := np.shape(getattr(probe, name))) != shape:
+        if (actual := np.shape(getattr(probe, name))) != shape:
             raise EngineError(
-                f"the probes' {name} has shape {found} where this model needs {shape} at site {probe.site}; "
-                "the bundle was fitted on another model or site"
+                f"the probes' {name} has shape {actual} where this model needs {shape} at site {probe.site}; "
+                "the bundle was fitted on another model or site: load one that matches"
             )
     heads = geometry.heads(probe.site)
     if np.any((probe.head < 0) | (probe.head >= heads)):

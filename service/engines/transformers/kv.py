@@ -1,8 +1,8 @@
-"""One prefilled prompt's own KV cache, and decoding from it.  Knows neither hooks nor bundles.
+"""KV caches of prefilled prompts, and decoding from them.
 
-A batch's prefill keeps every layer's keys in full, also where the model attends through a sliding window, so that a
-short prompt's window can be cut out beside a long batch mate's padding.  Each prompt then owns an unpadded cache of
-the model's native kind, and freeing one frees its memory.
+A batch's prefill keeps every layer's keys in full, also in layers with a sliding window, because in a padded batch the
+window of a short prompt differs from that of a long one.  Then each prompt gets its own unpadded cache of the model's
+native kind, and freeing one frees its memory.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def prefill_cache(config: Any, prompts: int) -> Any:
 
 
 def split_cache(cache: Any, batch: Batch, config: Any) -> list[Any]:
-    """A prefilled batch's cache as one unpadded native cache per row; rows are copied, so the batch's can go."""
+    """Copy a prefilled batch's cache into one unpadded native cache per row; the batch's can be freed then."""
     if len(batch.index) == 1:
         return [cache]
     rows = []
@@ -42,11 +42,11 @@ def split_cache(cache: Any, batch: Batch, config: Any) -> list[Any]:
 
 
 class Decoder(Protocol):
-    """What a continuation needs of its engine."""
+    """The part of an engine that a continuation uses."""
 
     @property
     def counters(self) -> Counters:
-        """Where work is counted."""
+        """Work done so far."""
         ...
 
     def step(self, token: int, cache: Any) -> Tensor:
@@ -64,7 +64,7 @@ class Decoder(Protocol):
 
     @property
     def max_tokens(self) -> int:
-        """Prompt plus answer."""
+        """Longest prompt plus answer."""
         ...
 
 
@@ -74,7 +74,7 @@ def never() -> bool:
 
 
 class KvContinuation:
-    """A prompt that has been read at t* and may go on decoding.  Implements ``base.Continuation``."""
+    """A prefilled prompt that can be decoded.  Implements ``base.Continuation``."""
 
     def __init__(self, decoder: Decoder, prefill: PrefillResult, cache: Any, logits: Tensor) -> None:
         self._decoder = decoder
@@ -83,31 +83,30 @@ class KvContinuation:
         self._logits: Tensor | None = logits
         self._ids: list[int] = []
         self._stream: TextStream | None = None
-        self._finish = "cancelled"  # what an answer is that nobody read to its end
+        self._finish = "cancelled"  # unless decoded to the end
         decoder.counters.open_continuations += 1
 
     @property
     def prefill(self) -> PrefillResult:
-        """What was read at t*."""
+        """The result at t*."""
         return self._prefill
 
     @property
     def completion(self) -> Completion | None:
         """The answer so far; None before ``decode``.
 
-        ``token_ids`` includes the end token where one was produced; ``text`` is exactly the pieces yielded.
+        ``token_ids`` includes the end token, if one was sampled; ``text`` is the joined pieces.
         """
         if self._stream is None:
             return None
         return Completion(text=self._stream.text, token_ids=tuple(self._ids), finish_reason=self._finish)
 
     def decode(self, sampling: Sampling, cancelled: Callable[[], bool] = never) -> Iterator[str]:
-        """Yield each token's text as it is decoded from the prefill's cache; the prompt is never run again.
+        """Yield each token's text as it is decoded from the prefill's cache, without running the prompt again.
 
-        A token may release no text yet, or more than its own; the pieces joined are the answer.
-
-        A prompt plus its answer never exceeds the model's context: the answer then ends with ``length``.
-        Raises RequestError for impossible sampling options and EngineError after ``close`` or a first ``decode``.
+        A piece can be empty or hold the text of several tokens; the joined pieces are the answer.  The answer ends with
+        ``length`` where it fills the model's context.
+        Raises RequestError for invalid sampling options and EngineError after ``close`` or a first ``decode``.
         """
         check_sampling(sampling)
         if self._logits is None:
@@ -127,7 +126,7 @@ class KvContinuation:
                     return
                 if number:
                     if self._cache is None:
-                        return  # closed under way
+                        return  # closed while decoding
                     logits = self._decoder.step(self._ids[-1], self._cache)
                 token = pick(logits, sampling, generator)
                 self._ids.append(token)

@@ -1,8 +1,8 @@
-"""Rows over more of the prompt than t*: the readout-position ablation (App. pooling, Tab. ablation_pooling).
+"""Activations pooled over several tokens: the readout-position ablation (App. pooling, Tab. ablation_pooling).
 
-Pooled inside the forward pass, layer by layer, so that one layer's states are held at a time and never all of them.
-Which tokens are content words is decided from their ids.  Knows padded batches and a tokenizer; knows no model, no
-hooks and no files.  The paper does not define "content word"; ``is_content`` is this project's reading.
+Pooling happens inside the forward pass, layer by layer, so that only one layer's states are held at a time.  Content
+words are determined from token ids.  The paper does not define "content word"; ``is_content`` is this project's
+definition.
 """
 
 from __future__ import annotations
@@ -27,41 +27,42 @@ CONTENT = (Pooling.CONTENT_MEAN, Pooling.CONTENT_MAX)
 def is_content(text: str) -> bool:
     """Whether a token's text is a content word: it holds a letter or digit and is no English stop word.
 
-    Compared in lower case, without the white space and punctuation at its ends, which many vocabularies glue to words.
-    A token is judged alone: a piece of a word counts, and a piece of a character, which decodes to no letter, does not.
+    Compared in lower case, without leading and trailing white space and punctuation, which many vocabularies join to
+    words.  Each token is decided alone: a part of a word counts; a part of a character, which decodes to no letter,
+    does not.
     """
-    from sklearn.feature_extraction.text import ENGLISH_STOP_WORDS  # here: whoever serves never needs it
+    from sklearn.feature_extraction.text import ENGLISH_STOP_WORDS  # here, because serving does not need it
 
-    kept = [place for place, character in enumerate(text) if character.isalnum()]
-    return bool(kept) and text[kept[0] : kept[-1] + 1].lower() not in ENGLISH_STOP_WORDS
+    letters = [place for place, character in enumerate(text) if character.isalnum()]
+    return bool(letters) and text[letters[0] : letters[-1] + 1].lower() not in ENGLISH_STOP_WORDS
 
 
 class ContentWords:
-    """Which tokens of a prompt are content words.  Verdicts are kept per id.
+    """Which tokens of a prompt are content words, cached by token id.
 
-    Special tokens are not: the tokenizer leaves them out of any text.  The words of a chat template are like any other.
+    Special tokens are not, because the tokenizer leaves them out of the text.  Words of a chat template can be.
     """
 
     def __init__(self, tokens: Tokens) -> None:
         self._tokens = tokens
-        self._known: dict[int, bool] = {}
+        self._is_content: dict[int, bool] = {}
 
     def of(self, prompt: TokenIds) -> NDArray[np.bool_]:
         """[len(prompt)], true at content words."""
-        for token in {int(token) for token in prompt} - self._known.keys():
-            self._known[token] = is_content(self._tokens.detokenize([token]))
-        return np.array([self._known[int(token)] for token in prompt], np.bool_)
+        for token in {int(token) for token in prompt} - self._is_content.keys():
+            self._is_content[token] = is_content(self._tokens.detokenize([token]))
+        return np.array([self._is_content[int(token)] for token in prompt], np.bool_)
 
 
 def windows(
     batch: Batch, prompts: Sequence[TokenIds], poolings: Sequence[Pooling], words: ContentWords
 ) -> dict[Pooling, NDArray[np.bool_]]:
-    """Which columns of a padded batch each pooling counts, [batch, columns]; padding is in none of them.
+    """Which columns of a padded batch each pooling includes, [batch, columns]; none includes padding.
 
-    ``prompts`` are the caller's, as ``batch.index`` numbers them.  A window longer than its prompt is the whole prompt.
-    A content window is empty where the prompt has no content word.
+    ``prompts`` are the caller's, in the numbering of ``batch.index``.  A window longer than its prompt is the whole
+    prompt.  A content window is empty if the prompt has no content word.
     """
-    left = _tokens_left(batch)
+    left = _tokens_before_onset(batch)
     real = _real(batch)
     content = np.zeros_like(real)
     if any(pooling in CONTENT for pooling in poolings):
@@ -74,10 +75,10 @@ def windows(
 
 
 class PooledBuffer:
-    """Pools each layer's states as they pass: [m, batch, width] float32 per site and pooling.
+    """Pools each layer's states during the forward pass: [m, batch, width] float32 per site and pooling.
 
-    A row whose window is empty (a prompt without a content word) is the mean over all of its prompt's tokens, under a
-    maximum too.  Means and maxima are taken in float32 whatever the model's dtype.  Implements ``hooks.StatesSink``.
+    Where a window is empty (a prompt without a content word), both mean and maximum are the mean over all tokens of the
+    prompt.  Means and maxima are computed in float32, whatever the model's dtype.  Implements ``hooks.StatesSink``.
     """
 
     def __init__(
@@ -88,13 +89,13 @@ class PooledBuffer:
         counted: dict[Pooling, NDArray[np.bool_]],
         device: torch.device,
     ) -> None:
-        """``counted`` is what ``windows`` says of ``batch``."""
+        """``counted`` is ``windows`` of ``batch``."""
         real = _real(batch)
-        # Masks are [batch, columns, 1], to be spread over a row's width.
+        # Masks are [batch, columns, 1], to broadcast over the width.
         self._padding = torch.from_numpy(~real[:, :, None]).to(device)
         self._means = [pooling for pooling in counted if pooling not in MAXIMA]
         means = [_weights(counted[pooling], real) for pooling in self._means]
-        # One product gives every mean; the last of them is the one over all tokens, for empty windows.
+        # One product computes all means; the last one is over all tokens, for empty windows.
         self._weights = torch.from_numpy(np.stack([*means, _weights(real, real)], axis=1)).to(device)
         self._outside = {
             pooling: torch.from_numpy(~window[:, :, None]).to(device)
@@ -111,7 +112,7 @@ class PooledBuffer:
 
     def take(self, site: Site, layer: int, states: Tensor) -> None:
         """Pool ``states`` [batch, columns, width]."""
-        # Filled and not weighed by zero: what padding computes may be a NaN, and 0 x NaN is one.
+        # Filled, not multiplied by zero: states of padding may be NaN, and 0 x NaN is NaN.
         states = states.float().masked_fill(self._padding, 0.0)
         means = torch.bmm(self._weights, states)
         for place, pooling in enumerate(self._means):
@@ -121,20 +122,20 @@ class PooledBuffer:
             self.buffers[site, pooling][layer] = torch.where(outside.all(dim=1), means[:, -1], largest)
 
 
-def _tokens_left(batch: Batch) -> NDArray[np.int64]:
-    """How many columns t* is ahead of each, [batch, columns]: 0 at t*, negative after it."""
+def _tokens_before_onset(batch: Batch) -> NDArray[np.int64]:
+    """Number of columns from each column to t*, [batch, columns]: 0 at t*, negative after it."""
     onsets, columns = np.array(batch.onsets, np.int64), np.arange(batch.input_ids.shape[1], dtype=np.int64)
     return np.subtract.outer(onsets, columns)
 
 
 def _real(batch: Batch) -> NDArray[np.bool_]:
-    """True where a prompt's token stands and no padding, [batch, columns]."""
-    left = _tokens_left(batch)
+    """True at tokens of prompts, false at padding, [batch, columns]."""
+    left = _tokens_before_onset(batch)
     return (left >= 0) & (left < np.array(batch.lengths)[:, None])
 
 
 def _weights(window: NDArray[np.bool_], real: NDArray[np.bool_]) -> NDArray[np.float32]:
-    """Of a mean over each row's window, or over all its tokens where that is empty: [batch, columns], rows sum to 1."""
+    """Weights of a mean over each row's window, or all its tokens if that is empty: [batch, columns], rows sum to 1."""
     used = np.where(window.any(axis=1, keepdims=True), window, real)
     weights: NDArray[np.float32] = (used / used.sum(axis=1, keepdims=True)).astype(np.float32)
     return weights

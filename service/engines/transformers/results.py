@@ -1,4 +1,4 @@
-"""What comes off the device: truth logits and first-token summaries, in the caller's order, all of them finite."""
+"""Results transferred from the device: truth logits and first-token summaries, in the caller's order and finite."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ class Prefilled:
 
     batch: Batch
     sink: TruthLogits
-    summary: Tensor | None  # [batch, 3], where first tokens were asked for
+    summary: Tensor | None  # [batch, 3], if first tokens were asked for
 
 
 def prefill_results(stack: ProbeStack, done: Sequence[Prefilled]) -> list[PrefillResult]:
-    """All micro-batches of a call, transferred at once and put into the caller's order.
+    """The results of all micro-batches of a call, transferred at once and put into the caller's order.
 
     Raises NonFiniteReadout naming the layer and the prompt.
     """
@@ -48,22 +48,22 @@ def prefill_results(stack: ProbeStack, done: Sequence[Prefilled]) -> list[Prefil
         trajectories = [tuple(of_prompt) for of_prompt in by_prompt]
     if summaries := [part.summary for part in done if part.summary is not None]:
         first = first_tokens(torch.cat(summaries).cpu().numpy())
-    result: list[PrefillResult | None] = [None] * len(order)
+    results: list[PrefillResult | None] = [None] * len(order)
     for row, index in enumerate(order):
-        result[index] = PrefillResult(trajectories[row], first[row] if first else None, lengths[row])
-    return [onset for onset in result if onset is not None]
+        results[index] = PrefillResult(trajectories[row], first[row] if first else None, lengths[row])
+    return [result for result in results if result is not None]
 
 
 def summarise(logits: Tensor) -> Tensor:
     """Float32 logits [batch, vocab] -> [batch, 3] float64 on the device: log max probability, entropy, greedy token."""
     log_probabilities = torch.log_softmax(logits, dim=-1)
     largest, token = log_probabilities.max(dim=-1)
-    entropy = torch.special.entr(log_probabilities.exp()).sum(dim=-1)  # 0 where a probability underflowed to 0
+    entropy = torch.special.entr(log_probabilities.exp()).sum(dim=-1)  # 0 for probabilities that underflow to 0
     return torch.stack([largest.double(), entropy.double(), token.double()], dim=-1)
 
 
 def first_tokens(summaries: NDArray[np.float64]) -> list[FirstToken]:
-    """Summaries [n, 3] -> one FirstToken each, rounding kept inside its range.  Raises NonFiniteReadout."""
+    """Summaries [n, 3] as FirstTokens, clipped to their range after rounding.  Raises NonFiniteReadout."""
     if not np.isfinite(summaries).all():
         raise NonFiniteReadout(
             "the first token's logits hold a NaN or infinity; the model overflowed: load it with dtype bfloat16 or "
@@ -73,7 +73,7 @@ def first_tokens(summaries: NDArray[np.float64]) -> list[FirstToken]:
 
 
 def refuse_non_finite(values: NDArray[np.floating], prompts: Sequence[int], what: Site | str) -> None:
-    """``values`` [m, n, ...].  Raises NonFiniteReadout naming the first layer and its prompt."""
+    """Raise NonFiniteReadout naming the layer and prompt of the first number of ``values`` [m, n, ...] at fault."""
     if np.isfinite(values).all():
         return
     layer, row = (int(axis) for axis in np.argwhere(~np.isfinite(values))[0][:2])
@@ -84,7 +84,7 @@ def refuse_non_finite(values: NDArray[np.floating], prompts: Sequence[int], what
 
 
 def refuse_nan(logits: Tensor) -> Tensor:
-    """Pass a decode step's logits on, or raise NonFiniteReadout."""
+    """Return a decode step's logits, or raise NonFiniteReadout."""
     if bool(torch.isnan(logits).any()):
         raise NonFiniteReadout(
             "the logits of a decode step hold a NaN; the model overflowed: load it with dtype bfloat16 or float32"

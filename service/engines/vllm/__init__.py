@@ -1,7 +1,8 @@
 """The engine for production traffic: vLLM, with the readout inside its compiled forward pass.
 
-The way of a prompt: ``engine`` (request side) -> vLLM's scheduler -> ``runners`` (which row is t*) around the model
-that ``graph`` has taught to write truth logits as its layers run -> ``reader`` (gather, gate, payload) -> ``engine``.
-``worker`` is what vLLM is told to load; ``directive`` is what the two sides say to each other; ``starting`` starts
-vLLM, ``slots`` keeps book of the probes in the graph, ``self_test`` decides whether any of it may serve.
+A prompt passes through ``engine`` and ``client`` (request side), vLLM's scheduler, ``runners`` (which row of the step
+is t*), the model's layers, which ``graph`` has extended to write truth logits, and ``reader`` (gather, gate, payload),
+and back to ``engine``.  ``worker`` is the worker class that vLLM loads; ``wire`` defines the messages between the
+request side and the worker; ``launch`` starts vLLM; ``slots`` tracks which probe is in which slot of the graph;
+``self_test`` checks the readout before anything is served.
 """

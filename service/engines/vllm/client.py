@@ -1,7 +1,4 @@
-"""vLLM's own client, ``AsyncLLM``, seen through what this engine asks of it: outputs, and calls to its workers.
-
-Its errors become ours here, and its work is counted here.
-"""
+"""A wrapper of ``AsyncLLM``, vLLM's own client: requests, calls to the workers, error translation and counters."""
 
 from __future__ import annotations
 
@@ -13,7 +10,8 @@ from typing import Any
 import numpy as np
 
 from service.engines.base import Counters, TokenIds
-from service.engines.vllm import launch as starting
+from service.engines.bridge import LoopThread, run_on
+from service.engines.vllm import launch
 from service.errors import EngineError, RequestError
 from service.readout import Probes
 
@@ -21,27 +19,23 @@ from service.readout import Probes
 class Client:
     """One started ``AsyncLLM`` on one event loop, where all coroutines run."""
 
-    def __init__(self, inner: Any, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, async_llm: Any, loop: asyncio.AbstractEventLoop | None = None) -> None:
+        """``loop`` is the running loop to use; None starts one in a thread, which ``close`` ends."""
+        self._own_loop: LoopThread | None = None
+        if loop is None:
+            self._own_loop = LoopThread("vllm-client")
+            loop = self._own_loop.loop
         self.loop = loop
+        self.config = async_llm.vllm_config  # the ``VllmConfig`` that vLLM was started with
         self.counters = Counters()
-        self._inner = inner
-        self._numbers = count()
+        self._async_llm = async_llm
+        self._request_numbers = count()
         self._closed = False
 
     @property
     def alive(self) -> bool:
-        """Whether vLLM still runs."""
-        return not self._closed and not self._inner.errored
-
-    @property
-    def config(self) -> Any:
-        """The ``VllmConfig`` it was started with."""
-        return self._inner.vllm_config
-
-    @property
-    def idle(self) -> bool:
-        """Whether nothing is under way, neither here nor in vLLM."""
-        return self.counters.open_continuations == 0 and not self._inner.output_processor.has_unfinished_requests()
+        """Whether vLLM is running."""
+        return not self._closed and not self._async_llm.errored
 
     def check_open(self) -> None:
         """Raise EngineError after ``close``."""
@@ -49,9 +43,9 @@ class Client:
             raise EngineError("this engine is closed; load the model again")
 
     async def outputs(self, prompt: TokenIds, parameters: Any) -> AsyncGenerator[Any, None]:
-        """One request's ``RequestOutput``s.  Leaving early cancels it.
+        """Yield one request's ``RequestOutput``s; closing the generator cancels the request.
 
-        Raises EngineError where vLLM failed or has ended, RequestError where it refuses the request.
+        Raises EngineError if vLLM failed or has ended, RequestError if it refuses the request.
         """
         from vllm.exceptions import VLLMClientError
         from vllm.inputs.engine import tokens_input
@@ -60,7 +54,8 @@ class Client:
         self.check_open()
         self.counters.open_continuations += 1
         first = True
-        stream = self._inner.generate(tokens_input(list(prompt)), parameters, f"hallutracer-{next(self._numbers)}")
+        name = f"hallutracer-{next(self._request_numbers)}"
+        stream = self._async_llm.generate(tokens_input(list(prompt)), parameters, name)
         try:
             async for output in stream:
                 if first:
@@ -82,27 +77,36 @@ class Client:
             await stream.aclose()
 
     async def describe(self) -> dict[str, Any]:
-        """What the first worker says that it reads.  Raises EngineError where it is not ours."""
+        """The first worker's description of its readout.  Raises EngineError if the worker class is not ours."""
         try:
-            return dict((await self._inner.collective_rpc("hallutracer_describe"))[0])
+            return dict((await self._async_llm.collective_rpc("hallutracer_describe"))[0])
         except Exception as error:
             raise EngineError(
-                f"vLLM runs a worker that does not read ({error}); start it with --worker-cls {starting.WORKER}"
+                f"vLLM runs a worker without the readout ({error}); start it with --worker-cls {launch.WORKER}"
             ) from error
 
-    async def write(self, place: int, probes: Probes) -> None:
-        """Put probes into a slot of every worker."""
+    async def write(self, slot: int, probes: Probes) -> None:
+        """Write probes into a slot of their site on every worker."""
         table = np.concatenate([probes.direction, probes.bias[:, None], probes.scale[:, None]], axis=1)
         head = [int(value) for value in probes.head]
         numbers = np.ascontiguousarray(table, np.float32).tobytes()
-        await self._inner.collective_rpc("hallutracer_write", args=(place, str(probes.site), head, numbers))
+        await self._async_llm.collective_rpc("hallutracer_write", args=(slot, str(probes.site), head, numbers))
 
-    def close(self) -> bool:
-        """End vLLM's processes; False where that has been done before.  Not to be called on the loop."""
+    def close(self) -> None:
+        """Cancel all requests and end vLLM's processes.  Not to be called on the loop.  Safe to call twice."""
         if self._closed:
-            return False
+            return
         self._closed = True
-        if self._inner.output_handler is not None:  # it would report the end of what it listens to as a failure
-            self.loop.call_soon_threadsafe(self._inner.output_handler.cancel)
-        self._inner.shutdown()
-        return True
+        # vLLM's output handler is cancelled before the processes end: it would report their end as a failure.
+        if self._own_loop is not None:
+            self._own_loop.close()
+        elif self._async_llm.output_handler is not None:
+            run_on(self.loop, _cancel(self._async_llm.output_handler))
+        self._async_llm.shutdown()
+        # ``AsyncLLM.__del__`` fails during interpreter exit, when vLLM's modules are gone already: free it now.
+        self._async_llm = None
+
+
+async def _cancel(task: asyncio.Task[None]) -> None:
+    task.cancel()
+    await asyncio.wait([task])

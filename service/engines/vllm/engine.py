@@ -1,13 +1,12 @@
-"""``VllmEngine``: a vLLM client that knows what to ask for and what comes back.  Knows no bundle storage and no HTTP.
+"""``VllmEngine``: implements ``base.Engine`` on a vLLM client.
 
-vLLM schedules: prompts come at any time, share steps, are cached, preempted and cancelled by it.  Everything here runs
-on one event loop, on which vLLM's client lives too; the synchronous methods of ``base.Engine`` hand their work to it.
+vLLM schedules: prompts arrive at any time and share steps; it caches, preempts and cancels them.  vLLM's client and
+the coroutines here run on one event loop; the synchronous methods of ``base.Engine`` submit their work to it and wait.
 """
 
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from contextlib import aclosing
 from dataclasses import replace
@@ -34,9 +33,9 @@ from service.engines.checks import check_onset_only, check_prompts, check_sampli
 from service.engines.families import text_config
 from service.engines.identity import folder_fingerprint, revision_of
 from service.engines.tokens import Tokens
-from service.engines.vllm import launch as starting
+from service.engines.vllm import launch
 from service.engines.vllm.client import Client
-from service.engines.vllm.requests import Answer, ProbeLease, answering, payload_of, score_only, times
+from service.engines.vllm.requests import AnswerBuilder, ProbeLease, answering, payload_of, score_only, times
 from service.engines.vllm.self_test import self_test
 from service.engines.vllm.slots import Slots
 from service.engines.vllm.wire import Directive, Payload, Plan
@@ -44,8 +43,8 @@ from service.errors import EngineError
 from service.readout import Geometry, Pooling, Probes, Site
 
 T = TypeVar("T")
-SLOTS = 4
-IN_FLIGHT = 256  # prompts of one synchronous call inside vLLM at a time
+SLOTS = 4  # probe slots per site
+MAX_IN_FLIGHT = 256  # prompts of one synchronous call that are inside vLLM at a time
 
 
 class VllmEngine:
@@ -53,19 +52,16 @@ class VllmEngine:
 
     scores_overtake_answers = False
 
-    def __init__(self, client: Any, found: loading.Found, loop: asyncio.AbstractEventLoop, *, owns_loop: bool) -> None:
-        """Take a started ``AsyncLLM``; ``load`` starts one.  ``loop`` is, or will be, where the client lives.
-
-        Raises EngineError where the worker is not ours or the self-test fails.
-        """
+    def __init__(self, client: Client, files: loading.ModelFiles) -> None:
+        """See ``load`` and ``around``.  Raises EngineError if the worker is not ours or the self-test fails."""
         self.on_prefill: Callable[[int, int], None] = lambda prompts, tokens: None
-        self._client, self._owns_loop = Client(client, loop), owns_loop
+        self._client = client
         self._outboxes = Outboxes()
-        self._tokens = Tokens(found.tokenizer)
-        self._vocabulary = int(text_config(found.config).vocab_size)
-        self._end_token = getattr(found.tokenizer, "eos_token_id", None)
-        config = self._client.config
-        described = run_on(loop, self._client.describe())
+        self._tokens = Tokens(files.tokenizer)
+        self._vocabulary = int(text_config(files.config).vocab_size)
+        self._end_token = getattr(files.tokenizer, "eos_token_id", None)
+        config = client.config
+        described = run_on(client.loop, client.describe())
         self._plan = Plan(
             Geometry(*described["geometry"]),
             tuple(Site(name) for name in described["sites"]),
@@ -74,30 +70,30 @@ class VllmEngine:
         )
         self._slots = Slots(self._plan, self._client.write)
         self._identity = ModelIdentity(
-            model=found.name,
-            revision=revision_of(found.config),
-            fingerprint=folder_fingerprint(found.folder),
-            architecture=str((found.config.architectures or [type(found.config).__name__])[0]),
-            model_type=str(found.config.model_type),
+            model=files.name,
+            revision=revision_of(files.config),
+            fingerprint=folder_fingerprint(files.folder),
+            architecture=str((files.config.architectures or [type(files.config).__name__])[0]),
+            model_type=str(files.config.model_type),
             tokenizer=self._tokens.digest,
             chat_template=self._tokens.chat_template_digest,
             dtype=str(config.model_config.dtype).removeprefix("torch."),
             geometry=self._plan.geometry,
             max_tokens=int(config.model_config.max_model_len),
         )
-        # Rows of the embedding beyond the tokenizer's tokens are often padding, all alike.
-        self_test(self, self._plan, min(self._vocabulary, len(found.tokenizer)))
+        # Embedding rows beyond the tokenizer's vocabulary are often padding and identical.
+        self_test(self, self._plan, min(self._vocabulary, len(files.tokenizer)))
 
     @classmethod
-    def around(cls, client: Any, loop: asyncio.AbstractEventLoop) -> VllmEngine:
-        """An engine around a client that somebody else has started on ``loop`` and will end.
+    def around(cls, async_llm: Any, loop: asyncio.AbstractEventLoop) -> VllmEngine:
+        """An engine on an ``AsyncLLM`` that the caller has started on ``loop`` and will shut down.
 
         Not to be called on that loop's thread.  Raises as ``load`` does.
         """
-        starting.check_installed()
-        config = client.vllm_config.model_config
+        launch.check_installed()
+        config = async_llm.vllm_config.model_config
         options = EngineOptions(config.model, config.revision, trust_remote_code=config.trust_remote_code)
-        return cls(client, loading.find(options), loop, owns_loop=False)
+        return cls(Client(async_llm, loop), loading.find_model_files(options))
 
     @classmethod
     def load(
@@ -108,28 +104,27 @@ class VllmEngine:
         slots: int = SLOTS,
         rows: bool = False,
         threads: int | None = None,
-        loop: asyncio.AbstractEventLoop | None = None,
     ) -> VllmEngine:
-        """Start vLLM on a model folder or hub name and test what it reads.  Not to be called on ``loop``'s thread.
+        """Start vLLM on a model folder or hub name, on an event loop of its own, and run the self-test.
 
-        sites and slots: what is compiled in, and how many bundles can stand there at once.  rows: also take whole rows
-        (``extract``), for training.  threads: CPU threads of all ranks together.  loop: a running one to live on; None:
-        one of its own, in a thread.
-        Raises ModelLoadError saying what was wrong, or UnknownFamily.
+        sites, slots: what is compiled in; a site's slots bound how many bundles can be read there at the same time.
+        rows: also compile in the return of whole activations (``extract``), for training.
+        threads: CPU threads, shared by all ranks.
+        Raises ModelLoadError naming the cause, or UnknownFamily.
         """
-        starting.check_installed()
+        launch.check_installed()
         loading.check_options(replace(options, extra={}))
-        found = loading.find(options)
-        client = starting.start(options, found, sites, slots, rows=rows, threads=threads)
+        files = loading.find_model_files(options)
+        client = Client(launch.start(options, files, sites, slots, rows=rows, threads=threads))
         try:
-            return cls(client, found, loop or _own_loop(), owns_loop=loop is None)
+            return cls(client, files)
         except BaseException:
-            client.shutdown()
+            client.close()
             raise
 
     @property
     def loop(self) -> asyncio.AbstractEventLoop:
-        """Where vLLM's client lives."""
+        """The event loop that vLLM's client runs on."""
         return self._client.loop
 
     @property
@@ -144,12 +139,12 @@ class VllmEngine:
 
     @property
     def alive(self) -> bool:
-        """Whether vLLM still runs."""
+        """Whether vLLM is running."""
         return self._client.alive
 
     @property
     def end_token(self) -> int | None:
-        """What a closed gate samples: the tokenizer's end token, which ends any request."""
+        """The token that a closed gate samples, which ends the request."""
         return self._end_token
 
     @property
@@ -159,12 +154,12 @@ class VllmEngine:
 
     @property
     def max_batch_tokens(self) -> int:
-        """Tokens of one step, at most."""
+        """Maximum number of tokens in one step."""
         return int(self._client.config.scheduler_config.max_num_batched_tokens)
 
     @property
     def torch_model(self) -> None:
-        """vLLM's processes hold them."""
+        """None: the modules are in vLLM's processes."""
         return None
 
     def tokenize(self, text: str) -> list[int]:
@@ -180,17 +175,19 @@ class VllmEngine:
         return self._tokens.detokenize(token_ids)
 
     def check(self, prompts: Sequence[TokenIds]) -> None:
-        """Raise EmptyPrompt, PromptTooLong or RequestError for the first prompt that no step would take.
+        """Raise EmptyPrompt, PromptTooLong or RequestError for the first prompt that vLLM cannot run.
 
-        vLLM samples a token of every prompt, so the context has to hold one more than the prompt.
+        vLLM samples a token for every prompt, so the context must hold one token more than the prompt.
         """
         check_prompts(prompts, vocabulary=self._vocabulary, max_tokens=self._identity.max_tokens - 1)
 
     def score(
         self, prompts: Sequence[TokenIds], probes: Sequence[Probes], *, first_token: bool = False
     ) -> list[PrefillResult]:
-        """Trajectories (Eq. trajectory) at t*, one per probe and prompt.  Raises as ``check`` does, NonFiniteReadout,
-        and EngineError where the probes need more slots than there are."""
+        """Trajectories [m] (Eq. trajectory) at t*, one per probe and prompt.
+
+        Raises as ``check`` does, NonFiniteReadout, and EngineError if the probes need more slots than are compiled in.
+        """
         self._begin(prompts)
 
         async def prefill(prompt: TokenIds) -> PrefillResult:
@@ -202,42 +199,45 @@ class VllmEngine:
     def extract(
         self, prompts: Sequence[TokenIds], sites: Sequence[Site], poolings: Sequence[Pooling] = (Pooling.LAST_1,)
     ) -> Extraction:
-        """Rows of every layer at t*, [n, m, width] float32 per site, and each prompt's first-token distribution.
+        """Activations of every layer at t*, [n, m, width] float32 per site, and each prompt's first-token distribution.
 
-        Raises as ``score`` does, and EngineError where the engine was not loaded with ``rows`` and these sites, and
-        for any pooling but last_1: vLLM may have a prompt's beginning cached and never compute it again.
+        Raises as ``score`` does, and EngineError if the engine was not loaded with ``rows`` and these sites, or for
+        any pooling but last_1: tokens found in vLLM's prefix cache are not computed again.
         """
         check_onset_only(poolings, "vllm")
-        if not self._plan.rows or not set(sites) <= set(self._plan.sites):
-            raise EngineError("this engine was started for scoring; start it for training (rows=True) to extract rows")
+        if not self._plan.activations or not set(sites) <= set(self._plan.sites):
+            raise EngineError(
+                "this engine was started for scoring; start it for training (rows=True) to extract activations"
+            )
         self._begin(prompts)
-        directive = Directive(rows=True)
+        directive = Directive(activations=True)
 
-        async def one(prompt: TokenIds) -> Payload:
+        async def extract_one(prompt: TokenIds) -> Payload:
             async with aclosing(self._client.outputs(prompt, score_only(directive))) as outputs:
                 return payload_of(await anext(outputs, None), self._plan, directive)
 
-        found = self._run_all([one(prompt) for prompt in prompts])
-        rows = {
-            site: np.stack([payload.rows[site] for payload in found])
-            if found
+        payloads = self._run_all([extract_one(prompt) for prompt in prompts])
+        activations = {
+            site: np.stack([payload.activations[site] for payload in payloads])
+            if payloads
             else np.empty((0, self._plan.geometry.num_layers, self._plan.geometry.width(site)), np.float32)
             for site in sites
         }
-        return Extraction(rows, tuple(payload.first_token for payload in found if payload.first_token is not None))
+        first_tokens = tuple(payload.first_token for payload in payloads if payload.first_token is not None)
+        return Extraction(activations, first_tokens)
 
     def generate(self, prompts: Sequence[TokenIds], sampling: Sampling) -> list[Completion]:
         """Answers, batched by vLLM.  Raises as ``check`` and ``check_sampling`` do."""
         check_sampling(sampling)
         self._begin(prompts)
 
-        async def one(prompt: TokenIds) -> Completion:
-            answer = Answer()
+        async def complete(prompt: TokenIds) -> Completion:
+            answer = AnswerBuilder()
             async for output in self._client.outputs(prompt, answering(sampling, None)):
-                answer.take(output)
+                answer.add(output)
             return answer.completion()
 
-        return self._run_all([one(prompt) for prompt in prompts])
+        return self._run_all([complete(prompt) for prompt in prompts])
 
     async def answer(
         self,
@@ -248,15 +248,15 @@ class VllmEngine:
         sampling: Sampling | None = None,
         gate: Gate | None = None,
     ) -> AsyncGenerator[Update, None]:
-        """One prompt as ``base.Engine`` says, all of it one request of vLLM's."""
+        """As ``base.Engine.answer``; prefill and answer are one vLLM request."""
         if sampling is not None:
             check_sampling(sampling)
-        here = asyncio.get_running_loop()
+        running = asyncio.get_running_loop()
 
         def make() -> AsyncGenerator[Update, None]:
             return self._answer(prompt, probes, first_token, sampling, gate)
 
-        answer = make() if here is self.loop else relay(self.loop, self._outboxes.of(here), make)
+        answer = make() if running is self.loop else relay(self.loop, self._outboxes.of(running), make)
         async with aclosing(answer) as updates:
             async for update in updates:
                 yield update
@@ -269,14 +269,14 @@ class VllmEngine:
         sampling: Sampling | None,
         gate: Gate | None,
     ) -> AsyncGenerator[Update, None]:
-        """On ``loop``."""
+        """``answer`` on ``loop``."""
         lease = await self.lease(probes, first_token=first_token, gate=gate if sampling is not None else None)
-        answer = Answer()
+        answer = AnswerBuilder()
         try:
             parameters = score_only(lease.directive) if sampling is None else answering(sampling, lease.directive)
             async with aclosing(self._client.outputs(prompt, parameters)) as outputs:
                 async for output in outputs:
-                    piece, tokens = answer.take(output)
+                    piece, tokens = answer.add(output)
                     if answer.steps > 1:
                         yield Update(None, piece, tokens, answer.completion() if output.finished else None)
                         continue
@@ -299,9 +299,9 @@ class VllmEngine:
     async def lease(
         self, probes: Sequence[Probes], *, first_token: bool = False, gate: Gate | None = None
     ) -> ProbeLease:
-        """Hold the probes in their slots for one request; its sampling parameters carry ``ProbeLease.directive``.
+        """Keep the probes in their slots for one request, whose sampling parameters carry ``ProbeLease.directive``.
 
-        For requests that are not made here, such as those of vLLM's own server.  Runs on ``loop``.
+        Public for requests made elsewhere, such as by vLLM's own server.  Runs on ``loop``.
         """
         columns = await self._slots.hold(probes)
         gated = gate is not None and self._end_token is not None
@@ -315,18 +315,11 @@ class VllmEngine:
 
     def close(self) -> None:
         """End vLLM's processes.  Later calls raise EngineError."""
-        if self._client.close() and self._owns_loop:
-            self.loop.call_soon_threadsafe(self.loop.stop)
+        self._client.close()
 
     def _run_all(self, work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-        return run_on(self.loop, gather_all(work, at_once=IN_FLIGHT))
+        return run_on(self.loop, gather_all(work, at_once=MAX_IN_FLIGHT))
 
     def _begin(self, prompts: Sequence[TokenIds]) -> None:
         self._client.check_open()
         self.check(prompts)
-
-
-def _own_loop() -> asyncio.AbstractEventLoop:
-    loop = asyncio.new_event_loop()
-    threading.Thread(target=loop.run_forever, name="vllm-client", daemon=True).start()
-    return loop

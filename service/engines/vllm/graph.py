@@ -1,12 +1,12 @@
-"""The readout as part of the model's own forward pass, compiled with it.  Touches vLLM's modules, not its runners.
+"""The readout as part of the model's own forward pass, compiled with it.
 
 Each attention output projection and, at the residual site, each block gets a subclass of its own class whose
-``forward`` first takes a few products: a_l (Eq. readout) of every probe slot times v_l, plus b_l, over scale_l
-(Eq. logit), written for every token of the step into a buffer, and added to a running depth mean (Eq. detector).
-Probes are tensors that the graph reads, so another bundle is a copy into a slot: no recompilation, no restart.
+``forward`` also computes the truth logit (a_l . v_l + b_l) / scale_l (Eq. logit) of every token of the step for every
+probe slot, writes it into a buffer and adds it to a running depth mean (Eq. detector).  Probes are tensors that the
+graph reads: loading another bundle copies it into a slot, without recompilation or restart.
 
-The price per token and layer is one slice of ``dim`` numbers per slot.  Buffers are filled with NaN before a step whose
-readings are wanted: a graph that does not write them (a stale compile cache) cannot be mistaken for a reading.
+The cost per token and layer is one slice of ``dim`` numbers per slot.  Buffers are filled with NaN before a step with
+onsets, so that a graph that does not write them (a stale compile cache) is detected.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ Tensor = torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)
-class Ranks:
-    """This process among those that split each layer (tensor parallel)."""
+class TensorParallelRank:
+    """This process's rank among those that split each layer."""
 
     rank: int
     size: int
@@ -37,7 +37,7 @@ class Ranks:
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """The largest step: tokens, padding included, and prompts."""
+    """The largest step: tokens (padding included) and prompts."""
 
     tokens: int
     prompts: int
@@ -46,8 +46,8 @@ class Sizes:
 class SiteTensors:
     """One site's buffers and probe slots on this rank.
 
-    ``heads`` are the rank's own (first, count): other heads' directions are zeros here, and the ranks' sums add up.
-    Where every rank holds all heads (``split`` False), only the one that is ``leading`` counts.
+    ``heads`` are the rank's own, as (first, count): the directions of other heads are zeros here, and the results of
+    all ranks are summed.  If every rank holds all heads (``split`` False), only the ``leading`` rank contributes.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class SiteTensors:
         site: Site,
         layers: range,
         heads: tuple[int, int],
-        ranks: Ranks,
+        rank: TensorParallelRank,
         sizes: Sizes,
         device: torch.device,
     ) -> None:
@@ -65,7 +65,7 @@ class SiteTensors:
         self.dim = geometry.dim(site)
         self.width = heads[1] * self.dim
         self.split = heads[1] < geometry.heads(site)
-        self.leading = ranks.rank == 0
+        self.leading = rank.rank == 0
         tokens, prompts = sizes.tokens, sizes.prompts
 
         def numbers(*shape: int, fill: float = 0.0) -> Tensor:
@@ -76,33 +76,33 @@ class SiteTensors:
         self.index = [torch.zeros(plan.slots, dtype=torch.int64, device=device) for _ in layers]  # each slot's head
         self.direction = [numbers(plan.slots, self.dim) for _ in layers]  # v / scale
         self.offset = [numbers(plan.slots) for _ in layers]  # b / scale
-        self.rows = numbers(len(layers), prompts, self.width, fill=math.nan) if plan.rows else None
+        self.activations = numbers(len(layers), prompts, self.width, fill=math.nan) if plan.activations else None
 
     def write(self, slot: int, probes: Probes) -> None:
-        """Put a probe into a slot: [m] heads, [m, dim] directions, [m] biases and scales, this rank's part of them."""
+        """Write this rank's part of a probe into a slot."""
         first, count = self.heads
         for place, layer in enumerate(self.layers):
             scale = float(probes.scale[layer])
             head = int(probes.head[layer]) - first
-            mine = 0 <= head < count and (self.split or self.leading)
+            local = 0 <= head < count and (self.split or self.leading)
             direction = torch.from_numpy(np.asarray(probes.direction[layer], np.float64) / scale).to(torch.float32)
-            self.index[place][slot].fill_(head if mine else 0)
-            self.direction[place][slot].copy_(direction if mine else torch.zeros(self.dim))
+            self.index[place][slot].fill_(head if local else 0)
+            self.direction[place][slot].copy_(direction if local else torch.zeros(self.dim))
             self.offset[place][slot].fill_(float(probes.bias[layer]) / scale if self.leading else 0.0)
 
     def clear(self, tokens: int) -> None:
-        """NaN into the rows of the coming step."""
+        """Fill the rows of the coming step with NaN."""
         self.logits[:, :tokens].fill_(math.nan)
         self.mean[:tokens].fill_(math.nan)
-        if self.rows is not None:
-            self.rows.fill_(math.nan)
+        if self.activations is not None:
+            self.activations.fill_(math.nan)
 
     def gather(self, rows: Tensor) -> Tensor:
-        """Readings at ``rows`` [n] -> [layers + 1, n, slots]; the last is the depth mean's part of these layers."""
+        """Truth logits at ``rows`` [n], and last these layers' part of the depth mean: [layers + 1, n, slots]."""
         return torch.cat([self.logits[:, rows], self.mean[rows].unsqueeze(0)])
 
 
-def read(
+def write_truth_logits(
     states: Tensor,
     index: Tensor,
     direction: Tensor,
@@ -112,13 +112,13 @@ def read(
     place: int,
     share: float,
 ) -> None:
-    """One layer's truth logits of every token and slot, written and added up.  ``states`` [..., width].
+    """Write one layer's truth logits of every token and slot, and add them to the mean.  ``states`` [..., width].
 
-    Plain tensor operations, so that the compiler may fuse them with their neighbours.
+    Plain tensor operations, so that the compiler can fuse them with the operations around them.
     """
     rows = states.reshape(-1, states.shape[-1])
     tokens = rows.shape[0]
-    # A head is looked up as a whole, so that within it vector instructions can read; a whole row needs no looking up.
+    # Heads are indexed as a whole, so that vector instructions can read within them; a whole row needs no indexing.
     heads = rows.view(tokens, -1, direction.shape[-1])
     readout = heads if heads.shape[1] == 1 else heads[:, index]  # [tokens, 1 or slots, dim]
     values = (readout.float() * direction).sum(-1) + offset  # [tokens, slots]
@@ -129,46 +129,46 @@ def read(
         mean[:tokens].add_(values * share)
 
 
-def keep(states: Tensor, onsets: Tensor, rows: Tensor, place: int) -> None:
-    """Whole rows at the step's answer onsets, for training.  ``onsets`` [prompts], padded with 0."""
-    rows[place].copy_(states.reshape(-1, states.shape[-1]).index_select(0, onsets).float())
+def write_activations(states: Tensor, onsets: Tensor, activations: Tensor, place: int) -> None:
+    """Write the activations at the step's answer onsets, for training.  ``onsets`` [prompts], padded with 0."""
+    activations[place].copy_(states.reshape(-1, states.shape[-1]).index_select(0, onsets).float())
 
 
-READ = ("index", "direction", "offset", "logits", "mean")  # what ``read`` takes, in its order
-KEPT = ("onsets", "rows")  # and ``keep``
+READOUT_BUFFERS = ("index", "direction", "offset", "logits", "mean")  # arguments of ``write_truth_logits``, in order
+ACTIVATION_BUFFERS = ("onsets", "activations")  # of ``write_activations``
 
 
 def _buffer(name: str, site: Site) -> str:
-    """What a module calls one of a site's tensors: a block and its projection may be read at a site each."""
+    """A buffer's name in a module.  It names the site, because one module may be read at both sites."""
     return f"ht_{name}_{site}"
 
 
 def _attach(module: nn.Module, tensors: SiteTensors, place: int, share: float, onsets: Tensor) -> None:
-    """Make ``module`` an instance of a subclass that reads: parameters and their names stay as they are."""
+    """Make ``module`` an instance of a subclass with the readout; its parameters and their names do not change."""
     own = (tensors.index[place], tensors.direction[place], tensors.offset[place], tensors.logits, tensors.mean)
-    for name, tensor in zip(READ + KEPT, (*own, onsets, tensors.rows), strict=True):
+    for name, tensor in zip(READOUT_BUFFERS + ACTIVATION_BUFFERS, (*own, onsets, tensors.activations), strict=True):
         module.register_buffer(_buffer(name, tensors.site), tensor, persistent=False)
-    module.__class__ = _reading_class(type(module), tensors.site, place, share, tensors.rows is not None)
+    module.__class__ = _reading_class(type(module), tensors.site, place, share, tensors.activations is not None)
 
 
-def _reading_class(base: type, site: Site, place: int, share: float, takes_rows: bool) -> type:
-    read_names = tuple(_buffer(name, site) for name in READ)
-    kept_names = tuple(_buffer(name, site) for name in KEPT)
+def _reading_class(base: type, site: Site, place: int, share: float, keeps_activations: bool) -> type:
+    readout_names = tuple(_buffer(name, site) for name in READOUT_BUFFERS)
+    activation_names = tuple(_buffer(name, site) for name in ACTIVATION_BUFFERS)
 
-    def take(self: Any, states: Tensor) -> None:
-        index, direction, offset, logits, mean = [getattr(self, name) for name in read_names]
-        read(states, index, direction, offset, logits, mean, place, share)
-        if takes_rows:
-            onsets, rows = [getattr(self, name) for name in kept_names]
-            keep(states, onsets, rows, place)
+    def read_out(self: Any, states: Tensor) -> None:
+        index, direction, offset, logits, mean = [getattr(self, name) for name in readout_names]
+        write_truth_logits(states, index, direction, offset, logits, mean, place, share)
+        if keeps_activations:
+            onsets, activations = [getattr(self, name) for name in activation_names]
+            write_activations(states, onsets, activations, place)
 
     def before(self: Any, states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        take(self, states)
+        read_out(self, states)
         return base.forward(self, states, *args, **kwargs)  # type: ignore[attr-defined]
 
     def after(self: Any, *args: Any, **kwargs: Any) -> Any:
         output = base.forward(self, *args, **kwargs)  # type: ignore[attr-defined]
-        take(self, _block_output(output))
+        read_out(self, _block_output(output))
         return output
 
     forward = before if site is Site.ATTENTION_HEAD else after
@@ -176,40 +176,39 @@ def _reading_class(base: type, site: Site, place: int, share: float, takes_rows:
 
 
 def _block_output(output: Any) -> Tensor:
-    """vLLM's blocks hand on (hidden states, residual) and leave the addition to the next block's norm."""
+    """vLLM's blocks return (hidden states, residual) and leave the addition to the next block's norm."""
     hidden, residual = output if isinstance(output, tuple) else (output, None)
     states: Tensor = hidden if residual is None else hidden + residual
     return states
 
 
 def blocks_of(model: nn.Module, family: Family, num_layers: int) -> dict[int, nn.Module]:
-    """This rank's blocks by their layer.  Raises EngineError where vLLM's module tree is not one of those known.
+    """This rank's blocks by layer.  Raises EngineError for an unknown module tree.
 
-    vLLM's own models keep the checkpoint's names; its Transformers backend and its multimodal classes put one more
-    module around them.
+    vLLM's own models keep the checkpoint's names; its Transformers backend and multimodal classes add an outer module.
     """
     tail = family.blocks.split(".", 1)[-1]
     for path in (family.blocks, f"model.{tail}", f"language_model.model.{tail}", f"model.language_model.{tail}"):
         try:
-            found = model.get_submodule(path)
+            container = model.get_submodule(path)
         except AttributeError:
             continue
-        children = list(found.children())
+        children = list(container.children())
         if len(children) != num_layers:
-            raise EngineError(f"{family.name}: {path} has {len(children)} blocks in vLLM where {num_layers} belong")
+            raise EngineError(f"{family.name}: {path} has {len(children)} blocks in vLLM, {num_layers} were expected")
         return {layer: block for layer, block in enumerate(children) if type(block).__name__ != "PPMissingLayer"}
     raise EngineError(
-        f"{family.name}: vLLM's {type(model).__name__} has no blocks where they are looked for; this model is not "
-        "supported by --engine vllm, use --engine transformers"
+        f"{family.name}: vLLM's {type(model).__name__} has no blocks at the known paths; this model is not supported "
+        "by --engine vllm, use --engine transformers"
     )
 
 
 def install(
-    model: nn.Module, family: Family, plan: Plan, ranks: Ranks, sizes: Sizes, device: torch.device
+    model: nn.Module, family: Family, plan: Plan, rank: TensorParallelRank, sizes: Sizes, device: torch.device
 ) -> tuple[dict[Site, SiteTensors], Tensor]:
-    """Teach a loaded model to read: tensors per site, and the onsets [prompts] that ``keep`` looks at.
+    """Add the readout to a loaded model: tensors per site, and the onsets [prompts] of ``write_activations``.
 
-    Raises EngineError where the module tree is not the one that the family's row promises.
+    Raises EngineError if the module tree contradicts the family's entry in ``FAMILIES``.
     """
     geometry = plan.geometry
     blocks = blocks_of(model, family, geometry.num_layers)
@@ -220,9 +219,9 @@ def install(
     for site in plan.sites:
         heads = (0, 1)
         if site is Site.ATTENTION_HEAD:
-            count = _local_heads(projections, geometry.num_heads, geometry.head_dim, ranks.size, family)
-            heads = (ranks.rank * count if count < geometry.num_heads else 0, count)
-        tensors[site] = SiteTensors(plan, site, layers, heads, ranks, sizes, device)
+            count = _local_heads(projections, geometry.num_heads, geometry.head_dim, rank.size, family)
+            heads = (rank.rank * count if count < geometry.num_heads else 0, count)
+        tensors[site] = SiteTensors(plan, site, layers, heads, rank, sizes, device)
         modules = projections if site is Site.ATTENTION_HEAD else blocks
         for place, layer in enumerate(layers):
             _attach(modules[layer], tensors[site], place, 1.0 / geometry.num_layers, onsets)
@@ -230,12 +229,12 @@ def install(
 
 
 def _local_heads(projections: dict[int, nn.Module], heads: int, head_dim: int, tp_size: int, family: Family) -> int:
-    """QUERY heads on this rank.  Raises EngineError where the projection's width does not say so."""
+    """Number of QUERY heads on this rank.  Raises EngineError if a projection's width is not a multiple of them."""
     for layer, projection in projections.items():
         width: Any = getattr(projection, "input_size_per_partition", None) or getattr(projection, "input_size", None)
         if width not in (heads * head_dim, heads * head_dim // tp_size) or width % head_dim:
             raise EngineError(
                 f"{family.name}: layer {layer}'s {family.projection} takes {width} inputs on one of {tp_size} ranks, "
-                f"where {heads} heads of {head_dim} are to be split"
+                f"which does not match {heads} heads of size {head_dim}; use --engine transformers"
             )
     return int(width) // head_dim

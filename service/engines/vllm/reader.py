@@ -1,7 +1,7 @@
-"""One step's readings: which rows are answer onsets, what they say, which gates close.  Knows no runner.
+"""One step's readouts: which rows are answer onsets, their numbers, and which gates close.
 
-A runner calls, in this order: ``before`` (the step's onsets are known, the forward pass is not), ``after`` (it is),
-``saw_logits``, ``gate`` (the sampled tokens are there) and ``payloads``.  Steps without onsets cost nothing here.
+A runner calls, in this order: ``before`` the forward pass, ``after`` it, ``observe_logits``, ``gate`` once tokens are
+sampled, and ``payloads``.  A step without onsets costs nothing here.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from service.readout import Site
 
 Tensor = torch.Tensor
 Counts = npt.NDArray[np.integer[Any]]
-SURE = 1e-6  # nats inside the threshold: nearer than that, the request side decides, in float64
+GATE_MARGIN = 1e-6  # nats: closer to the threshold than this, the request side decides, in float64
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,68 +37,68 @@ class OnsetRow:
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
-    """A step's n requests in the order of their rows, as its runner tells them."""
+class StepLayout:
+    """A step's n requests in the order of their rows, as reported by its runner."""
 
     requests: Sequence[str]
-    starts: Counts  # [n + 1]: each one's first token's row, and the end
-    computed: Counts  # [n]: tokens that earlier steps, or the prefix cache, have done
-    prompts: Counts  # [n]: the prompt's tokens
-    emits: npt.NDArray[np.bool_]  # [n]: whether the step gives it a token
+    starts: Counts  # [n + 1]: row of each request's first token, and the end
+    computed: Counts  # [n]: tokens already computed by earlier steps or found in the prefix cache
+    prompts: Counts  # [n]: tokens of the prompt
+    emits: npt.NDArray[np.bool_]  # [n]: whether the step samples a token for it
 
 
-def onset_rows(step: Layout, directive_of: Callable[[str], Directive | None]) -> list[OnsetRow]:
+def onset_rows(step: StepLayout, directive_of: Callable[[str], Directive | None]) -> list[OnsetRow]:
     """The requests whose t*, the prompt's last token, is the last token of their part of this step.
 
-    Then, and only then, the step samples their first token, and the payload may travel with it: after a preemption t*
-    can also come by in the middle of a chunk, and vLLM takes no payload from a step that emits nothing.  Most requests
-    of most steps are decoding: theirs are the rows that cost nothing here.
+    Only then does the step sample their first token, with which the payload is returned: after a preemption t* can also
+    lie in the middle of a chunk, and vLLM returns no payload from a step that samples nothing.  Most requests of most
+    steps are decoding, and cost nothing here.
     """
     ends = step.emits & (step.computed + np.diff(step.starts) == step.prompts)
-    found = []
+    onsets = []
     for row in map(int, np.flatnonzero(ends)):
         request = step.requests[row]
         if (directive := directive_of(request)) is not None:
-            found.append(OnsetRow(request, directive, int(step.starts[row + 1]) - 1, row))
-    return found
+            onsets.append(OnsetRow(request, directive, int(step.starts[row + 1]) - 1, row))
+    return onsets
 
 
 class StageLink:
-    """How ranks add up: within a stage by all-reduce, between stages by what is handed on.  This one: a single rank."""
+    """How the ranks of a stage combine their parts; this one is for a single rank.  Stages pass their readouts on."""
 
     def sum(self, values: Tensor) -> Tensor:
         """Sum over the ranks that split a layer."""
         return values
 
-    def join(self, rows: Tensor) -> Tensor:
-        """Put the ranks' parts of rows together, along the last axis."""
-        return rows
+    def join(self, activations: Tensor) -> Tensor:
+        """Concatenate the ranks' parts of activations along the last axis."""
+        return activations
 
 
 class Reader:
-    """What a worker holds: the plan, each site's tensors, and the readings of the step under way."""
+    """A worker's plan, each site's tensors, and the readouts of the current step."""
 
     def __init__(self, plan: Plan, sites: dict[Site, SiteTensors], onsets: Tensor, link: StageLink) -> None:
         self.plan, self.sites = plan, sites
         self._onsets, self._link = onsets, link
         self._step: list[OnsetRow] = []
         self._values: Tensor | None = None  # [columns, n, layers + 1]
-        self._rows: list[Tensor] = []
+        self._activations: list[Tensor] = []
         self._summary: Tensor | None = None  # [n, 3]
         self._gated: Tensor | None = None  # [n] bool
 
     @property
     def device(self) -> torch.device:
-        """Where the buffers are."""
+        """Device of the buffers."""
         return self._onsets.device
 
     def before(self, step: list[OnsetRow], tokens: int) -> None:
-        """Take up a step of ``tokens`` rows, padding included."""
+        """Start a step of ``tokens`` rows, padding included."""
         self._step = step
         self._values = self._summary = self._gated = None
-        self._rows = []
-        if self.plan.rows:
-            self._onsets.zero_()  # a place of an earlier, larger step would lie outside this one
+        self._activations = []
+        if self.plan.activations:
+            self._onsets.zero_()  # a row of an earlier, larger step would lie outside this one
         if not step:
             return
         capacity = next(iter(self.sites.values())).mean.shape[0]
@@ -106,12 +106,12 @@ class Reader:
             raise EngineError(f"a step of {tokens} tokens is larger than the readout's buffers ({capacity})")
         for tensors in self.sites.values():
             tensors.clear(tokens)
-        if self.plan.rows:
+        if self.plan.activations:
             places = torch.tensor([row.token_row for row in step], dtype=torch.int64)
             self._onsets[: len(step)].copy_(places)
 
     def after(self, earlier: Tensor | None = None) -> Tensor | None:
-        """Gather the step's readings, those of ``earlier`` stages included; a later stage takes up what is returned."""
+        """Gather the step's readouts and those of ``earlier`` stages: [layers + 1, n, columns], for the next stage."""
         if not self._step:
             return None
         places = torch.tensor([row.token_row for row in self._step], dtype=torch.int64, device=self.device)
@@ -119,25 +119,25 @@ class Reader:
         values = self._link.sum(gathered)  # [layers + 1, n, columns]
         if earlier is not None:
             values = torch.cat([earlier[:-1], values[:-1], earlier[-1:] + values[-1:]])
-        if any(row.directive.rows for row in self._step):
+        if any(row.directive.activations for row in self._step):
             for tensors in self.sites.values():
-                assert tensors.rows is not None
-                rows = tensors.rows[:, : len(self._step)]
-                self._rows.append(self._link.join(rows) if tensors.split else rows.clone())
+                assert tensors.activations is not None
+                held = tensors.activations[:, : len(self._step)]
+                self._activations.append(self._link.join(held) if tensors.split else held.clone())
         self._values = values.permute(2, 1, 0)
         return values
 
-    def saw_logits(self, logits: Tensor | None) -> None:
-        """Sum up the first token's distribution from the step's logits [requests, vocab], where it is asked for."""
+    def observe_logits(self, logits: Tensor | None) -> None:
+        """Summarise the first token's distribution from the step's logits [requests, vocab], if a request needs it."""
         if self._summary is not None:
-            return  # V2 asks once more, for other rows, where somebody wants log probabilities of a prompt
+            return  # V2 computes logits of other rows, too, for requests that want log probabilities of the prompt
         if logits is None or not any(row.directive.needs_first_token for row in self._step):
             return
         places = torch.tensor([row.request_row for row in self._step], dtype=torch.int64, device=logits.device)
         self._summary = summarise(logits.index_select(0, places).float())
 
     def gate(self, sampled: Tensor) -> Tensor:
-        """The step's sampled tokens [requests, 1], an end token in place of those whose gate closes (Eq. detector)."""
+        """Replace the sampled tokens [requests, 1] of requests whose gate closes by their end tokens (Eq. detector)."""
         gates = [(place, row) for place, row in enumerate(self._step) if row.directive.gate is not None]
         if not gates or self._values is None:
             return sampled
@@ -146,14 +146,14 @@ class Reader:
         terms = [[*g.weight, g.intercept, _bound(g.threshold)] for _, row in gates if (g := row.directive.gate)]
         weights = torch.tensor(terms, dtype=torch.float64, device=self.device)
         signals = torch.zeros(len(gates), 3, dtype=torch.float64, device=self.device)
-        # From the trajectory, as the request side does, so that both see the same number.
+        # Computed from the trajectory, as on the request side, so that both get the same number.
         signals[:, 0] = self._values[slots, places, :-1].double().mean(-1)
         if self._summary is not None:
             signals[:, 1:] = self._summary[places, :2].float().to(signals)  # rounded as the payload's are
-        # A signal without a weight may be anything, a NaN too.
+        # A signal with weight 0 may be anything, including a NaN.
         used = torch.where(weights[:, :3] == 0, torch.zeros_like(signals), signals)
         z = (weights[:, :3] * used).sum(-1) + weights[:, 3]
-        closes = z < weights[:, 4] - SURE
+        closes = z < weights[:, 4] - GATE_MARGIN
         self._gated = torch.zeros(len(self._step), dtype=torch.bool, device=self.device)
         self._gated[places] = closes
         targets = torch.tensor([row.request_row for _, row in gates], device=sampled.device)
@@ -163,26 +163,27 @@ class Reader:
         return sampled
 
     def payloads(self) -> dict[str, Tensor]:
-        """Request -> [1, n] float32 on the CPU; the copy may still be under way on the device's own stream."""
+        """Request -> [1, floats] float32 on the CPU; the copy may still be running on the device's current stream."""
         if not self._step or self._values is None:
             return {}
         count = len(self._step)
         extras = torch.zeros(count, EXTRAS, dtype=torch.float32, device=self.device)
-        # A step whose logits nobody has shown must not look like a sure first token.
+        # NaN where no logits were observed: zeros would look like a certain first token.
         extras[:, :3] = math.nan if self._summary is None else self._summary.to(extras)
         if self._gated is not None:
             extras[:, 3] = self._gated.to(extras)
         flat = torch.cat([self._values.permute(1, 0, 2).reshape(count, -1), extras], dim=1)
-        found = {}
+        payloads = {}
         for place, row in enumerate(self._step):
-            parts = [flat[place], *((rows[:, place].reshape(-1) for rows in self._rows) if row.directive.rows else ())]
-            found[row.request] = torch.cat(parts).unsqueeze(0).to("cpu", non_blocking=True)
+            kept = self._activations if row.directive.activations else ()
+            parts = [flat[place], *(activations[:, place].reshape(-1) for activations in kept)]
+            payloads[row.request] = torch.cat(parts).unsqueeze(0).to("cpu", non_blocking=True)
         self._step = []
-        return found
+        return payloads
 
 
 def _bound(threshold: float) -> float:
-    """risk >= threshold is z <= this, with risk = 1 - sigmoid(z) (``risk.risk``)."""
+    """The largest z with risk >= threshold, where risk = 1 - sigmoid(z) (``risk.risk``)."""
     if threshold <= 0.0:
         return math.inf
     return -math.inf if threshold >= 1.0 else math.log1p(-threshold) - math.log(threshold)

@@ -1,4 +1,4 @@
-"""One request to vLLM: what is asked for, and what its outputs say.  Knows no client."""
+"""One vLLM request: its sampling parameters, and the prefill and answer in its outputs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from service.errors import EngineError
 
 
 class ProbeLease:
-    """A request's probes, kept in their slots until its prefill has been read."""
+    """Keeps a request's probes in their slots until its prefill has been read."""
 
     def __init__(
         self, directive: Directive, plan: Plan, columns: Sequence[int], release: Callable[[Sequence[int]], None]
@@ -23,9 +23,9 @@ class ProbeLease:
         self._release = release
 
     def prefill(self, output: Any, prompt_tokens: int) -> tuple[PrefillResult, bool]:
-        """What the output with the first token brought, and whether the gate closed.  Frees the slots.
+        """The result in the output with the first token, and whether the gate closed.  Frees the slots.
 
-        Raises EngineError where it brought nothing, NonFiniteReadout rather than a NaN.
+        Raises EngineError if the output has no payload, NonFiniteReadout if a number in it is a NaN or infinity.
         """
         payload = payload_of(output, self._plan, self.directive)
         self.release()
@@ -38,39 +38,39 @@ class ProbeLease:
         self._release(held)
 
 
-class Answer:
-    """One request's outputs, put together."""
+class AnswerBuilder:
+    """Assembles an answer from a request's outputs."""
 
     def __init__(self) -> None:
         self.steps = 0
         self._text: list[str] = []
         self._tokens: list[int] = []
-        self._reason: str | None = None
+        self._finish_reason: str | None = None
 
-    def take(self, output: Any) -> tuple[str, int]:
-        """One output's new text and how many tokens it brought."""
+    def add(self, output: Any) -> tuple[str, int]:
+        """Append an output; return its new text and its number of tokens."""
         new = output.outputs[0]
         self.steps += 1
         self._text.append(new.text)
         self._tokens += list(new.token_ids)
-        self._reason = new.finish_reason
+        self._finish_reason = new.finish_reason
         return new.text, len(new.token_ids)
 
     def completion(self) -> Completion:
         """The answer so far."""
-        reason = self._reason if self._reason in ("stop", "length") else "cancelled"
-        return Completion("".join(self._text), tuple(self._tokens), reason)
+        finish_reason = self._finish_reason if self._finish_reason in ("stop", "length") else "cancelled"
+        return Completion("".join(self._text), tuple(self._tokens), finish_reason)
 
 
 def payload_of(output: Any, plan: Plan, directive: Directive) -> Payload:
-    """The reading that came with an output.  Raises EngineError where there is none."""
+    """Decode an output's payload.  Raises EngineError if it has none."""
     if getattr(output, "prompt_token_id_logprobs", None) is None:
-        raise EngineError("vLLM's first token came without a reading; is its worker class hallutracer's?")
+        raise EngineError("vLLM's first token has no readout payload; start vLLM with HalluTracer's --worker-cls")
     return Payload.decode(output.prompt_token_id_logprobs, plan, directive)
 
 
 def score_only(directive: Directive) -> Any:
-    """One step: the token that vLLM samples there is thrown away."""
+    """Sampling parameters for a prefill only; the one token that vLLM samples is discarded."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
@@ -85,7 +85,7 @@ def score_only(directive: Directive) -> Any:
 
 
 def answering(sampling: Sampling, directive: Directive | None) -> Any:
-    """An answer, piece by piece."""
+    """Sampling parameters for an answer that is streamed."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
@@ -101,7 +101,7 @@ def answering(sampling: Sampling, directive: Directive | None) -> Any:
 
 
 def times(output: Any) -> tuple[float, float]:
-    """Seconds in vLLM's queue and from its first step to the first token, as vLLM's core has measured them."""
+    """Seconds in vLLM's queue, and from the first step to the first token, as measured by vLLM's core."""
     metrics = output.metrics
     if metrics is None or not metrics.first_token_ts:
         return 0.0, 0.0

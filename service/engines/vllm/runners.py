@@ -1,7 +1,7 @@
-"""vLLM's two model runners, V1 and V2: the one file that knows how each tells which row is whose.
+"""Adapters to vLLM's two model runners, V1 and V2: which row of a step belongs to which request.
 
-A runner that is already built becomes an instance of a subclass of its own class.  Both subclasses do the same five
-things (``reader.Reader`` says in which order) at the places where their runner lets them.  Written against vLLM 0.32.
+A built runner becomes an instance of a subclass of its own class.  Both subclasses make the same five calls (see
+``reader``) at the points where their runner allows it.  Written against vLLM 0.32.
 """
 
 from __future__ import annotations
@@ -14,33 +14,33 @@ from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 from vllm.sequence import IntermediateTensors
 from vllm.v1.outputs import ModelRunnerOutput
 
-from service.engines.vllm.reader import Layout, Reader, StageLink, onset_rows
+from service.engines.vllm.reader import Reader, StageLink, StepLayout, onset_rows
 from service.engines.vllm.wire import Directive
 from service.errors import EngineError
 
 Tensor = torch.Tensor
-HANDED_ON = "hallutracer"  # the readings of earlier pipeline stages, among the tensors that stages hand on anyway
+STAGE_KEY = "hallutracer"  # readouts of earlier pipeline stages, among the tensors that stages pass on
 
 
-class Ranks(StageLink):
-    """Tensor-parallel ranks: sums and parts come from vLLM's own group."""
+class TensorParallelLink(StageLink):
+    """Combines tensor-parallel ranks through vLLM's own group."""
 
     def sum(self, values: Tensor) -> Tensor:
-        """One all-reduce of the selected rows' numbers, not of rows."""
+        """One all-reduce of the selected truth logits, not of activations."""
         return get_tp_group().all_reduce(values.contiguous())  # type: ignore[no-any-return]
 
-    def join(self, rows: Tensor) -> Tensor:
-        """Each rank has its own heads of the rows."""
-        return get_tp_group().all_gather(rows.contiguous(), dim=-1)  # type: ignore[no-any-return]
+    def join(self, activations: Tensor) -> Tensor:
+        """Each rank holds its own heads."""
+        return get_tp_group().all_gather(activations.contiguous(), dim=-1)  # type: ignore[no-any-return]
 
 
 def link() -> StageLink:
-    """How this rank's readings become whole."""
-    return Ranks() if get_tp_group().world_size > 1 else StageLink()
+    """The link for this process's tensor-parallel group."""
+    return TensorParallelLink() if get_tp_group().world_size > 1 else StageLink()
 
 
 def adopt(runner: Any, reader: Reader) -> None:
-    """Make a built runner read.  Raises EngineError for one that is neither V1 nor V2."""
+    """Add the readout to a built runner.  Raises EngineError for one that is neither V1 nor V2."""
     if hasattr(runner, "req_states"):
         mixin: type = V2Reading
     elif hasattr(runner, "execute_model_state"):
@@ -55,22 +55,22 @@ def adopt(runner: Any, reader: Reader) -> None:
 
 
 def _watch_logits(model: Any, reader: Reader) -> None:
-    """Both runners ask the model for the step's logits before a sampler may change them in place."""
+    """Observe the step's logits, which both runners compute before a sampler may change them in place."""
     compute: Callable[..., Tensor | None] = model.compute_logits
 
     def compute_logits(*args: Any, **kwargs: Any) -> Tensor | None:
         logits = compute(*args, **kwargs)
-        reader.saw_logits(logits)
+        reader.observe_logits(logits)
         return logits
 
     model.compute_logits = compute_logits
 
 
 def _take_earlier(intermediate: Any) -> Tensor | None:
-    """What earlier stages have read, out of what they handed on."""
+    """Remove the readouts of earlier stages from the tensors that they passed on."""
     if intermediate is None:
         return None
-    return intermediate.tensors.pop(HANDED_ON, None)  # type: ignore[no-any-return]
+    return intermediate.tensors.pop(STAGE_KEY, None)  # type: ignore[no-any-return]
 
 
 class V1Reading:
@@ -81,26 +81,26 @@ class V1Reading:
     hallutracer_payloads: dict[str, Tensor]
 
     def execute_model(self, scheduler_output: Any, intermediate_tensors: Any = None) -> Any:
-        """Take the earlier stages' readings out before the runner copies what it knows."""
+        """Remove the earlier stages' readouts before the runner copies the tensors that it knows."""
         self.hallutracer_earlier = _take_earlier(intermediate_tensors)
         return super().execute_model(scheduler_output, intermediate_tensors)  # type: ignore[misc]
 
     def _model_forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The step's inputs are prepared, the model has not run."""
+        """``before`` and ``after``: the step's inputs are prepared."""
         reader = self.hallutracer
-        reader.before(onset_rows(self._layout(), self._directive_of), _tokens(args, kwargs))
+        reader.before(onset_rows(self._step_layout(), self._directive_of), _tokens(args, kwargs))
         output = super()._model_forward(*args, **kwargs)  # type: ignore[misc]
         values = reader.after(self.hallutracer_earlier)
         self.hallutracer_earlier = None
         if values is not None and not get_pp_group().is_last_rank:
-            output.tensors[HANDED_ON] = values
+            output.tensors[STAGE_KEY] = values
         return output
 
-    def _layout(self) -> Layout:
+    def _step_layout(self) -> StepLayout:
         runner: Any = self
         batch = runner.input_batch
         count = len(batch.req_ids)
-        return Layout(
+        return StepLayout(
             requests=batch.req_ids,
             starts=runner.query_start_loc.np[: count + 1],
             computed=batch.num_computed_tokens_cpu[:count],
@@ -114,15 +114,15 @@ class V1Reading:
         return None if parameters is None else Directive.decode(parameters.extra_args)
 
     def _sample(self, logits: Any, spec_decode_metadata: Any) -> Any:
-        """The sampled tokens are there and nobody has looked at them."""
+        """``gate`` and ``payloads``: the tokens are sampled, and not used yet."""
         output = super()._sample(logits, spec_decode_metadata)  # type: ignore[misc]
         self.hallutracer.gate(output.sampled_token_ids)
-        # Copies are asked for before the runner records the event that its own, asynchronous output waits for.
+        # Copies start before the runner records the event that its own asynchronous output waits for.
         self.hallutracer_payloads = self.hallutracer.payloads()
         return output
 
     def sample_tokens(self, grammar_output: Any) -> Any:
-        """The way back: with the output that brings the first token."""
+        """Attach the payloads to the output that has the first tokens."""
         self.hallutracer_payloads = {}
         output = super().sample_tokens(grammar_output)  # type: ignore[misc]
         inner = output if isinstance(output, ModelRunnerOutput) else getattr(output, "_model_runner_output", None)
@@ -139,7 +139,7 @@ class V2Reading:
     hallutracer_earlier: Tensor | None
 
     def add_requests(self, scheduler_output: Any) -> None:
-        """This runner keeps no sampling parameters by request: remember what concerns us."""
+        """Keep the directives: this runner does not keep sampling parameters by request."""
         for request in scheduler_output.scheduled_new_reqs:
             parameters = request.sampling_params
             directive = None if parameters is None else Directive.decode(parameters.extra_args)
@@ -148,48 +148,48 @@ class V2Reading:
         super().add_requests(scheduler_output)  # type: ignore[misc]
 
     def finish_requests(self, scheduler_output: Any) -> None:
-        """Forget what ended; what was preempted comes back by ``add_requests``."""
+        """Drop directives of ended requests, and of preempted ones, which ``add_requests`` brings back."""
         for request in (*scheduler_output.finished_req_ids, *(scheduler_output.preempted_req_ids or ())):
             self.hallutracer_directives.pop(request, None)
         super().finish_requests(scheduler_output)  # type: ignore[misc]
 
     def prepare_inputs(self, *args: Any, **kwargs: Any) -> Any:
-        """The step's rows are laid out, the model has not run."""
+        """``before``: the step's rows are known."""
         batch = super().prepare_inputs(*args, **kwargs)  # type: ignore[misc]
-        onsets = onset_rows(self._layout(batch), self.hallutracer_directives.get)
+        onsets = onset_rows(self._step_layout(batch), self.hallutracer_directives.get)
         self.hallutracer.before(onsets, int(batch.num_tokens_after_padding))
         return batch
 
     def execute_model(self, scheduler_output: Any, intermediate_tensors: Any = None, *args: Any, **kwargs: Any) -> Any:
-        """Prepare, run, gather: the same way for a compiled, an eager and a captured forward pass."""
+        """``after``: the same for a compiled, an eager and a captured forward pass."""
         earlier = _take_earlier(intermediate_tensors)
         self.hallutracer.before([], 0)  # a step without inputs prepares none
         output = super().execute_model(scheduler_output, intermediate_tensors, *args, **kwargs)  # type: ignore[misc]
         values = self.hallutracer.after(earlier)
         if values is not None and isinstance(output, IntermediateTensors):
-            output.tensors[HANDED_ON] = values
+            output.tensors[STAGE_KEY] = values
         return output
 
-    def _layout(self, batch: Any) -> Layout:
+    def _step_layout(self, batch: Any) -> StepLayout:
         runner: Any = self
         prompts = runner.req_states.prompt_len.np[batch.idx_mapping_np]
-        return Layout(
+        return StepLayout(
             requests=batch.req_ids,
             starts=batch.query_start_loc_np,
             computed=batch.num_computed_tokens_np,
             prompts=prompts,
-            # Tokens known beyond the prompt are answers of before a preemption: this step samples nothing of t*.
+            # Known tokens beyond the prompt were sampled before a preemption: this step does not sample at t*.
             emits=batch.prefill_len_np <= prompts,
         )
 
     def sample(self, *args: Any, **kwargs: Any) -> Any:
-        """The sampled tokens are there and nobody has looked at them."""
+        """``gate``: the tokens are sampled, and not used yet."""
         output = super().sample(*args, **kwargs)  # type: ignore[misc]
         self.hallutracer.gate(output[0].sampled_token_ids)
         return output
 
     def sample_tokens(self, grammar_output: Any) -> Any:
-        """The way back: this runner copies the field to the host together with the sampled tokens."""
+        """``payloads``: this runner copies the field to the host together with the sampled tokens."""
         runner: Any = self
         worker = getattr(runner, "prompt_logprobs_worker", None)
         if worker is not None and not hasattr(worker, "hallutracer"):
@@ -204,7 +204,7 @@ class V2Reading:
 
 
 def _tokens(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    """Rows of the coming forward pass, padding included."""
+    """Number of rows in the forward pass, padding included."""
     for value in (*args, *(kwargs.get(name) for name in ("input_ids", "inputs_embeds", "positions"))):
         if isinstance(value, Tensor):
             return int(value.shape[-1] if value.dim() == 1 or value.shape[0] == 3 else value.shape[0])

@@ -1,8 +1,8 @@
-"""Before anything is served: does each prompt get its own reading, from the row and with the probe it should?
+"""The start-up self-test: each prompt gets its own readout, at t*, with the probe that was written.
 
-Runs on made-up prompts and a made-up probe, through the same requests that serve.  Golden prompts (``Scorer``) then
-compare with recorded numbers; this finds what a single recorded prompt cannot show: a neighbour's row, a row too early,
-a graph that was compiled without the readout, or with an earlier probe in it as a constant.
+It sends random prompts and a random probe through the same requests that serve.  Golden prompts (``Scorer``) then
+compare with recorded numbers; the self-test finds what a single recorded prompt cannot show: readouts of another
+prompt or of the token before t*, a graph compiled without the readout, or with an earlier probe in it as a constant.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from service.engines.vllm.wire import Plan
 from service.errors import EngineError
 from service.readout import Probes
 
-# Of the largest truth logit: kernels round differently in another batch.
+# Relative to the largest truth logit: kernels round differently in batches of other shapes.
 TOLERANCE = {"float32": 1e-3, "float16": 0.05, "bfloat16": 0.2}
 
 
-class Scores(Protocol):
+class ScoringEngine(Protocol):
     """The engine under test."""
 
     @property
@@ -33,17 +33,17 @@ class Scores(Protocol):
     def score(
         self, prompts: Sequence[TokenIds], probes: Sequence[Probes], *, first_token: bool = False
     ) -> list[PrefillResult]:
-        """As ``base.Engine``'s."""
+        """As ``base.Engine.score``."""
         ...
 
 
-def self_test(engine: Scores, plan: Plan, vocabulary: int) -> None:
-    """Raise EngineError saying which property does not hold."""
+def self_test(engine: ScoringEngine, plan: Plan, vocabulary: int) -> None:
+    """Raise EngineError naming the property that does not hold."""
     generator = np.random.default_rng(0)
     tolerance = TOLERANCE[str(getattr(engine.identity, "dtype", "float32"))]
     lengths = [2, 5, 3, 40, 1, 17, 2, 9]
     prompts = [generator.integers(0, vocabulary, length).tolist() for length in lengths]
-    other_end = [*prompts[3][:-1], (prompts[3][-1] + 1) % vocabulary]
+    changed_end = [*prompts[3][:-1], (prompts[3][-1] + 1) % vocabulary]
     for site in plan.sites:
         direction = generator.normal(size=(plan.geometry.num_layers, plan.geometry.dim(site)))
         direction /= np.linalg.norm(direction, axis=1, keepdims=True)
@@ -55,25 +55,32 @@ def self_test(engine: Scores, plan: Plan, vocabulary: int) -> None:
             np.zeros(layers, np.float32),
             np.ones(layers, np.float32),
         )
-        together = _trajectories(engine, [*prompts, other_end], probes)
+        together = _trajectories(engine, [*prompts, changed_end], probes)
         alone = np.concatenate([_trajectories(engine, [prompt], probes) for prompt in prompts])
         size = float(np.abs(together).max())
         if not size > 0.0:
-            raise EngineError(f"self-test: the readout at {site} is zero everywhere; the compiled graph lacks it")
+            raise EngineError(
+                f"self-test: the readout at {site} is zero everywhere: the compiled graph lacks it; "
+                "clear vLLM's compile cache and restart"
+            )
         apart = float(np.abs(together[:-1] - alone).max()) / size
         if apart > tolerance:
             raise EngineError(
-                f"self-test: a prompt's readout at {site} depends on the prompts beside it, by {apart:.2g} of its "
-                "size; rows are mixed up, nothing can be served"
+                f"self-test: a prompt's readout at {site} depends on the other prompts of the batch, by "
+                f"{apart:.2g} of its size; rows are mixed up: install the supported vLLM version and restart"
             )
         if np.abs(together[3] - together[-1]).max() <= tolerance * size / 10:
-            raise EngineError(f"self-test: the readout at {site} does not see the prompt's last token; a row too early")
+            raise EngineError(
+                f"self-test: the readout at {site} does not depend on the prompt's last token: it is read one row "
+                "too early; install the supported vLLM version"
+            )
         mirrored = _trajectories(engine, prompts[:2], replace(probes, direction=-probes.direction))
         if np.abs(mirrored + alone[:2]).max() > tolerance * size:
             raise EngineError(
-                f"self-test: the compiled graph at {site} does not follow a change of its probe; probes would be stale"
+                f"self-test: the compiled graph at {site} ignores a change of its probe; clear vLLM's compile cache "
+                "and restart"
             )
 
 
-def _trajectories(engine: Scores, prompts: Sequence[TokenIds], probes: Probes) -> np.ndarray:
+def _trajectories(engine: ScoringEngine, prompts: Sequence[TokenIds], probes: Probes) -> np.ndarray:
     return np.stack([result.trajectories[0] for result in engine.score(prompts, [probes])])

@@ -1,7 +1,7 @@
-"""Which probe stands in which slot of the compiled graph.  Request side; knows no vLLM.
+"""Which probe is in which slot of the compiled graph, tracked on the request side.
 
-A slot that a running prompt is to be read with keeps its probe until that prompt's onset has come; the others can be
-written over, which is how one bundle replaces another without a restart.
+A slot keeps its probe until the prefills of all prompts that use it have been read.  Other slots can be overwritten:
+a bundle replaces another one without a restart.
 """
 
 from __future__ import annotations
@@ -15,33 +15,33 @@ from service.engines.vllm.wire import Plan
 from service.errors import EngineError
 from service.readout import Probes, Site
 
-Write = Callable[[int, Probes], Awaitable[None]]
+WriteProbe = Callable[[int, Probes], Awaitable[None]]
 
 
 @dataclass
 class _Slot:
     site: Site
-    place: int  # among its site's slots
+    index: int  # among its site's slots
     probes: Probes | None = None
     users: int = 0
     last_used: int = 0
 
 
 class Slots:
-    """Use it on one event loop only."""
+    """Leases slots to requests.  To be used on one event loop only."""
 
-    def __init__(self, plan: Plan, write: Write) -> None:
-        """``write(place, probes)`` puts a probe into a slot of its site on every rank."""
+    def __init__(self, plan: Plan, write: WriteProbe) -> None:
+        """``write(index, probes)`` writes a probe into a slot of its site on every rank."""
         self._plan = plan
         self._write = write
-        self._slots = [_Slot(site, place) for site in plan.sites for place in range(plan.slots)]
+        self._slots = [_Slot(site, index) for site in plan.sites for index in range(plan.slots)]
         self._lock = asyncio.Lock()
         self._clock = 0
 
     async def hold(self, probes: Sequence[Probes]) -> list[int]:
-        """Each probe's column in a payload, its slot kept until ``release``.
+        """Each probe's column in a payload; its slot is kept until ``release``.
 
-        Raises EngineError where a site is not compiled in or every slot of it is in use.
+        Raises EngineError if a site is not compiled in or all of its slots are in use.
         """
         held: list[int] = []
         try:
@@ -63,7 +63,7 @@ class Slots:
         return held
 
     def release(self, columns: Sequence[int]) -> None:
-        """The onset has come, or will not."""
+        """Free the slots of a request whose prefill has been read or that has ended."""
         for column in columns:
             self._slots[column].users -= 1
 
@@ -73,21 +73,21 @@ class Slots:
     async def _put(self, probe: Probes) -> int:
         if probe.site not in self._plan.sites:
             raise EngineError(
-                f"this engine was started without the site {probe.site}; start it with a bundle that reads there"
+                f"this engine was started without the site {probe.site}; restart it with a bundle that reads this site"
             )
         check_probe(probe, self._plan.geometry)
         free = [column for column, slot in enumerate(self._slots) if slot.site is probe.site and not slot.users]
         if not free:
             raise EngineError(
-                f"all {self._plan.slots} probe slots at {probe.site} are in use; start the engine with more "
-                "(--probe-slots)"
+                f"all {self._plan.slots} probe slots at {probe.site} are in use; load fewer bundles, or start with "
+                "more: 'slots' of the key 'hallutracer' in vLLM's --additional-config, or VllmEngine.load(slots=...)"
             )
         column = min(free, key=lambda column: self._slots[column].last_used)
         slot = self._slots[column]
-        slot.probes = None  # half-written is nobody's
+        slot.probes = None  # invalid until fully written
         slot.users += 1
         try:
-            await self._write(slot.place, probe)
+            await self._write(slot.index, probe)
         finally:
             slot.users -= 1
         slot.probes = probe

@@ -1,8 +1,8 @@
-"""What a request tells the worker, and what the worker sends back with the first token.  Knows neither side's insides.
+"""The messages between the request side and the worker: ``Directive`` to the worker, ``Payload`` back.
 
-There: a dictionary under ``KEY`` in ``SamplingParams.extra_args``.  Back: one float32 row in the field that vLLM keeps
-for log probabilities of chosen tokens at the prompt's end (``RequestOutput.prompt_token_id_logprobs``), so that a risk
-and the token it belongs to travel in one message and cannot be confused with another request's.
+A directive is a dictionary under ``KEY`` in ``SamplingParams.extra_args``.  A payload is one float32 vector in
+``RequestOutput.prompt_token_id_logprobs``, which vLLM provides for log probabilities of chosen tokens at the prompt's
+end: a risk and its first token arrive in one message and cannot be matched with another request's.
 """
 
 from __future__ import annotations
@@ -24,40 +24,40 @@ EXTRAS = 4  # log max probability, entropy, greedy token, whether the gate close
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What is compiled into the model: sites, probe slots at each, and whether whole rows can be taken (training)."""
+    """What is compiled into the model: sites, probe slots per site, and whether activations are kept (training)."""
 
     geometry: Geometry
     sites: tuple[Site, ...]
     slots: int
-    rows: bool
+    activations: bool
 
     @property
     def payload(self) -> int:
-        """Floats in a payload without rows."""
+        """Number of floats in a payload without activations."""
         return len(self.sites) * self.slots * (self.geometry.num_layers + 1) + EXTRAS
 
-    def row_floats(self) -> int:
-        """Floats of one prompt's rows."""
+    def activation_floats(self) -> int:
+        """Number of floats in one prompt's activations."""
         return sum(self.geometry.num_layers * self.geometry.width(site) for site in self.sites)
 
 
 @dataclass(frozen=True, slots=True)
 class Directive:
-    """One request's wishes.
+    """What one request asks of the worker.
 
-    ``slot`` is where the gated probe stands, as a place in ``sites`` x ``slots``; ``end_token`` is what a closed gate
-    samples instead of an answer's first token.
+    ``slot`` is the gated probe's index in ``sites`` x ``slots``; ``end_token`` is the token that a closed gate samples
+    instead of an answer's first token.
     """
 
     first_token: bool = False
-    rows: bool = False
+    activations: bool = False
     slot: int = 0
     gate: Gate | None = None
     end_token: int | None = None
 
     def encode(self) -> dict[str, Any]:
-        """For ``SamplingParams(extra_args=...)``: plain values only, they cross a process border."""
-        wire: dict[str, Any] = {"first_token": self.first_token, "rows": self.rows, "slot": self.slot}
+        """For ``SamplingParams(extra_args=...)``: plain values only, because vLLM sends them to another process."""
+        wire: dict[str, Any] = {"first_token": self.first_token, "rows": self.activations, "slot": self.slot}
         if self.gate is not None:
             wire["gate"] = [*self.gate.weight, self.gate.intercept, self.gate.threshold]
             wire["end_token"] = self.end_token
@@ -65,7 +65,7 @@ class Directive:
 
     @classmethod
     def decode(cls, extra_args: Mapping[str, Any] | None) -> Directive | None:
-        """The request's directive; None where it has none."""
+        """The request's directive; None if it has none."""
         wire = (extra_args or {}).get(KEY)
         if not isinstance(wire, Mapping):
             return None
@@ -78,29 +78,29 @@ class Directive:
 
     @property
     def needs_first_token(self) -> bool:
-        """Whether the first token's distribution has to be summed up."""
-        return self.first_token or self.rows or (self.gate is not None and any(self.gate.weight[1:]))
+        """Whether the first token's distribution must be summarised."""
+        return self.first_token or self.activations or (self.gate is not None and any(self.gate.weight[1:]))
 
 
 @dataclass(frozen=True)
 class Payload:
-    """What came back: trajectories and depth means of every slot, and what was asked for besides."""
+    """A prompt's readout: trajectories and depth means of every slot, and what the directive asked for besides."""
 
     trajectories: NDArray[np.float64]  # [sites * slots, m]; slots without a probe hold zeros
-    depth_means: NDArray[np.float64]  # [sites * slots], the running mean as the graph added it up
+    depth_means: NDArray[np.float64]  # [sites * slots], the running mean that the graph accumulated
     first_token: FirstToken | None
     gated: bool
-    rows: dict[Site, NDArray[np.float32]]  # site -> [m, width], where asked for
+    activations: dict[Site, NDArray[np.float32]]  # site -> [m, width]; empty unless asked for
 
     @classmethod
     def decode(cls, wire: NDArray[np.float32], plan: Plan, directive: Directive) -> Payload:
-        """Raises EngineError for a payload of another length, NonFiniteReadout where a number is a NaN or infinity."""
+        """Raises EngineError for a payload of the wrong length, NonFiniteReadout if a number is a NaN or infinity."""
         flat = np.asarray(wire, np.float32).reshape(-1)
-        expected = plan.payload + (plan.row_floats() if directive.rows else 0)
+        expected = plan.payload + (plan.activation_floats() if directive.activations else 0)
         if flat.size != expected:
             raise EngineError(
-                f"the worker sent {flat.size} numbers where {expected} belong; worker and server run different "
-                "versions of hallutracer, or different settings"
+                f"the worker sent {flat.size} numbers where {expected} were expected; run the same version of "
+                "HalluTracer, with the same settings, in worker and server"
             )
         columns, layers = len(plan.sites) * plan.slots, plan.geometry.num_layers
         logits = flat[: columns * (layers + 1)].reshape(columns, layers + 1)
@@ -110,26 +110,26 @@ class Payload:
             where = f"layer {layer}" if layer < layers else "the depth mean"
             raise NonFiniteReadout(
                 f"{where} gave a NaN or infinity at the answer onset: the model overflowed (load it with dtype "
-                "bfloat16 or float32), or its compiled graph does not hold the readout"
+                "bfloat16 or float32), or its compiled graph lacks the readout"
             )
         first = None
         if directive.needs_first_token:
             if not np.isfinite(extras[:3]).all():
                 raise NonFiniteReadout("the first token's logits hold a NaN or infinity; the model overflowed")
             first = FirstToken(min(0.0, float(extras[0])), max(0.0, float(extras[1])), int(extras[2]))
-        rows: dict[Site, NDArray[np.float32]] = {}
-        if directive.rows:
+        activations: dict[Site, NDArray[np.float32]] = {}
+        if directive.activations:
             start = plan.payload
             for site in plan.sites:
                 count = layers * plan.geometry.width(site)
-                rows[site] = flat[start : start + count].reshape(layers, -1)
+                activations[site] = flat[start : start + count].reshape(layers, -1)
                 start += count
-                if not np.isfinite(rows[site]).all():
-                    raise NonFiniteReadout(f"a row of {site} holds a NaN or infinity; the model overflowed")
+                if not np.isfinite(activations[site]).all():
+                    raise NonFiniteReadout(f"an activation of {site} holds a NaN or infinity; the model overflowed")
         return cls(
             trajectories=logits[:, :layers].astype(np.float64),
             depth_means=logits[:, layers].astype(np.float64),
             first_token=first,
             gated=bool(extras[3] > 0.5),
-            rows=rows,
+            activations=activations,
         )

@@ -1,8 +1,8 @@
-"""The worker class that vLLM is told to load: its own worker, which reads while it runs.
+"""The worker class that vLLM loads: its own worker, with the readout in the model.
 
     vllm serve MODEL --worker-cls service.engines.vllm.worker.Worker
 
-Loads the model as vLLM does, then puts the readout into it before anything is compiled, warmed up or captured.
+It loads the model as vLLM does, then adds the readout before anything is compiled, warmed up or captured.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ else:
     from vllm.v1.worker.gpu_worker import Worker as VllmWorker
 
 SLOTS = 4
-MARGIN = 512  # rows beyond the scheduler's largest step, for padding to a captured size
+PADDING_MARGIN = 512  # rows beyond the scheduler's largest step, for padding to a captured size
 
 
 class Worker(VllmWorker):  # type: ignore[misc]
-    """One rank."""
+    """vLLM's worker of one rank, with the readout."""
 
     def __init__(self, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:
-        """Refuse what the readout has not been made for, and tell compile caches that this model is another one."""
+        """Raise EngineError for unsupported configurations, and add the readout to the key of vLLM's compile cache."""
         refuse_unsupported(vllm_config)
         self.hallutracer_plan = plan_of(vllm_config)
         additional = vllm_config.additional_config
@@ -48,20 +48,20 @@ class Worker(VllmWorker):  # type: ignore[misc]
         super().__init__(vllm_config, *args, **kwargs)
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
-        """Load, then make the model and its runner read."""
+        """Load the model, then add the readout to it and to its runner."""
         super().load_model(*args, **kwargs)
         config = self.vllm_config.model_config
         scheduler = self.vllm_config.scheduler_config
         captured = self.vllm_config.compilation_config.cudagraph_capture_sizes or [0]
         sizes = graph.Sizes(
-            tokens=max(scheduler.max_num_batched_tokens, *captured) + MARGIN, prompts=scheduler.max_num_seqs
+            tokens=max(scheduler.max_num_batched_tokens, *captured) + PADDING_MARGIN, prompts=scheduler.max_num_seqs
         )
         group = get_tp_group()
         sites, onsets = graph.install(
             self.model_runner.model,
             families.family_of(config.hf_config),
             self.hallutracer_plan,
-            graph.Ranks(group.rank_in_group, group.world_size),
+            graph.TensorParallelRank(group.rank_in_group, group.world_size),
             sizes,
             self.device,
         )
@@ -69,13 +69,13 @@ class Worker(VllmWorker):  # type: ignore[misc]
         runners.adopt(self.model_runner, self.hallutracer_reader)
 
     def hallutracer_describe(self) -> dict[str, Any]:
-        """What this rank reads; called over vLLM's ``collective_rpc``."""
+        """This rank's readout; called through vLLM's ``collective_rpc``."""
         plan, reader = self.hallutracer_plan, self.hallutracer_reader
         return {
             "layers": [next(iter(reader.sites.values())).layers.start, next(iter(reader.sites.values())).layers.stop],
             "sites": [str(site) for site in plan.sites],
             "slots": plan.slots,
-            "rows": plan.rows,
+            "rows": plan.activations,
             "geometry": [plan.geometry.num_layers, plan.geometry.num_heads, plan.geometry.head_dim,
                          plan.geometry.hidden_size],
             "runner": "V2" if isinstance(self.model_runner, runners.V2Reading) else "V1",
@@ -83,7 +83,7 @@ class Worker(VllmWorker):  # type: ignore[misc]
         }  # fmt: skip
 
     def hallutracer_write(self, slot: int, site: str, head: list[int], numbers: bytes) -> None:
-        """Put a probe into a slot of its site; ``numbers`` is float32 [m, dim + 2]: direction, bias, scale."""
+        """Write a probe into a slot of its site; ``numbers`` is float32 [m, dim + 2]: direction, bias, scale."""
         tensors = self.hallutracer_reader.sites[Site(site)]
         table = np.frombuffer(numbers, np.float32).reshape(len(head), tensors.dim + 2)
         with torch.inference_mode():
@@ -94,51 +94,53 @@ class Worker(VllmWorker):  # type: ignore[misc]
 
 
 def refuse_unsupported(config: VllmConfig) -> None:
-    """Raise EngineError for configurations in which a row would not be what it seems."""
+    """Raise EngineError for configurations that the readout does not support."""
     parallel = config.parallel_config
-    for wrong, what in (
+    for unsupported, feature in (
         (config.speculative_config is not None, "speculative decoding"),
         (config.lora_config is not None, "LoRA adapters"),
         (getattr(parallel, "enable_dbo", False), "dual-batch overlap"),
         (getattr(parallel, "decode_context_parallel_size", 1) > 1, "decode context parallelism"),
         (getattr(parallel, "prefill_context_parallel_size", 1) > 1, "prefill context parallelism"),
-        # Each rank would see the logits of its own requests only.
+        # Each rank would have the logits of its own requests only.
         (getattr(parallel, "enable_batch_sharded_sampling", False), "batch-sharded sampling"),
         (config.model_config.runner_type != "generate", f"the {config.model_config.runner_type} runner"),
     ):
-        if wrong:
-            raise EngineError(f"hallutracer's readout has not been made for {what}; start vLLM without it")
+        if unsupported:
+            raise EngineError(f"the readout does not support {feature}; start vLLM without it")
     if current_platform.is_cpu() and parallel.pipeline_parallel_size > 1 and config.model_config.enforce_eager:
         raise EngineError(
-            "vLLM's CPU build cannot run pipeline stages with enforce_eager (its warm-up, which makes their buffers, "
-            "is left out); leave enforce_eager away, or use tensor parallelism instead"
+            "vLLM's CPU build cannot run pipeline stages with enforce_eager (it skips the warm-up that allocates their "
+            "buffers); remove enforce_eager, or use tensor parallelism instead"
         )
 
 
 def plan_of(config: VllmConfig) -> Plan:
     """What to compile in, from ``--additional-config '{"hallutracer": {"sites": [...], "slots": 4, "rows": false}}'``.
 
-    Raises EngineError naming the key at fault.
+    Raises EngineError naming the invalid key.
     """
     additional = config.additional_config
-    wanted = additional.get(KEY, {}) if isinstance(additional, dict) else {}
-    if unknown := sorted(set(wanted) - {"sites", "slots", "rows"}):
+    given = additional.get(KEY, {}) if isinstance(additional, dict) else {}
+    if unknown := sorted(set(given) - {"sites", "slots", "rows"}):
         raise EngineError(f"additional_config.{KEY} has no {unknown[0]!r}; it takes sites, slots and rows")
     try:
-        sites = tuple(site for site in Site if site in {Site(name) for name in wanted.get("sites", list(Site))})
+        sites = tuple(site for site in Site if site in {Site(name) for name in given.get("sites", list(Site))})
     except ValueError as error:
         raise EngineError(f"additional_config.{KEY}.sites: {error}; sites are {', '.join(Site)}") from None
-    slots = wanted.get("slots", SLOTS)
+    slots = given.get("slots", SLOTS)
     if not sites or not isinstance(slots, int) or slots < 1:
-        raise EngineError(f"additional_config.{KEY} needs at least one site and one slot, not {wanted}")
-    plan = Plan(families.geometry(config.model_config.hf_config), sites, slots, bool(wanted.get("rows", False)))
-    if plan.rows and config.parallel_config.pipeline_parallel_size > 1:
-        raise EngineError("rows for training are not taken across pipeline stages; use tensor parallelism instead")
+        raise EngineError(f"additional_config.{KEY} needs at least one site and one slot, not {given}")
+    plan = Plan(families.geometry(config.model_config.hf_config), sites, slots, bool(given.get("rows", False)))
+    if plan.activations and config.parallel_config.pipeline_parallel_size > 1:
+        raise EngineError(
+            "activations for training cannot be extracted across pipeline stages; use tensor parallelism instead"
+        )
     return plan
 
 
 def fingerprint(plan: Plan) -> str:
-    """sha256 of everything that changes the compiled graph: our code, the plan, and the versions under it."""
+    """sha256 of everything that changes the compiled graph: our code, the plan, and the versions of vLLM and torch."""
     code = b"".join(Path(module.__file__ or "").read_bytes() for module in (graph, families))
     facts = json.dumps([repr(plan), vllm_version, torch.__version__]).encode()
     return hashlib.sha256(code + facts).hexdigest()

@@ -26,6 +26,7 @@ def reference(model: Any, prompt: list[int], count: int) -> list[int]:
 def read(continuation: Continuation, sampling: Sampling) -> tuple[int, ...]:
     pieces = list(continuation.decode(sampling))
     completion = continuation.completion
+    assert completion is not None
     assert "".join(pieces) == completion.text
     return completion.token_ids
 
@@ -41,7 +42,7 @@ def test_greedy_equals_generate_and_the_prompt_runs_once(name: str, side: str):
     steps = 0
     for prompt, continuation in zip(prompts, continuations, strict=True):
         ids = read(continuation, Sampling(max_tokens=12))
-        assert list(ids) == reference(engine._model, prompt, 12)  # type: ignore[attr-defined]
+        assert list(ids) == reference(tiny.modules(engine).model, prompt, 12)
         steps += len(ids) - 1  # the first token comes from the prefill
         assert engine.counters.decode_steps == steps
         assert engine.counters.forward_tokens == sum(LENGTHS) + steps
@@ -61,7 +62,7 @@ def test_a_batch_mates_padding_does_not_push_a_short_prompt_out_of_its_window(na
         assert ours.get_seq_length() == own.get_seq_length() == len(short)
         torch.testing.assert_close(ours.keys, own.keys, rtol=0, atol=1e-5)
         torch.testing.assert_close(ours.values, own.values, rtol=0, atol=1e-5)
-    assert list(read(together[0], Sampling(max_tokens=20))) == reference(engine._model, short, 20)
+    assert list(read(together[0], Sampling(max_tokens=20))) == reference(tiny.modules(engine).model, short, 20)
 
 
 def test_begin_reads_the_same_onset_as_score():
@@ -70,6 +71,8 @@ def test_begin_reads_the_same_onset_as_score():
     scored = engine.score(prompts, [probe], first_token=True)
     for onset, continuation in zip(scored, engine.begin(prompts, [probe]), strict=True):
         assert continuation.prefill.trajectories[0] == pytest.approx(onset.trajectories[0], abs=1e-6)
+        assert continuation.prefill.first_token is not None
+        assert onset.first_token is not None
         assert continuation.prefill.first_token.token == onset.first_token.token
         continuation.close()
 
@@ -97,7 +100,8 @@ def test_interleaved_continuations_do_not_disturb_each_other():
             if next(stream, None) is None:
                 streams.remove(stream)
     for continuation, prompt in zip((first, second), prompts, strict=True):
-        assert list(continuation.completion.token_ids) == reference(engine._model, prompt, 10)
+        assert continuation.completion is not None
+        assert list(continuation.completion.token_ids) == reference(tiny.modules(engine).model, prompt, 10)
 
 
 @pytest.mark.parametrize("as_list", [True, False])
@@ -111,6 +115,7 @@ def test_end_tokens_stop_the_answer(as_list: bool):
     continuation = engine.begin([prompt], [])[0]
     ids = read(continuation, Sampling(max_tokens=10))
     assert list(ids) == answer[: answer.index(end) + 1]
+    assert continuation.completion is not None
     assert continuation.completion.finish_reason == "stop"
     assert continuation.completion.text == tiny.shared_engine("llama").detokenize(ids[:-1]).rstrip("\ufffd")
 
@@ -120,7 +125,7 @@ def test_stop_strings_end_the_answer_before_themselves():
     text = None
     for seed in range(200):  # a random model rarely says three plain characters in a row
         prompt = tiny.prompts([6], seed)[0]
-        ids = reference(engine._model, prompt, 16)
+        ids = reference(tiny.modules(engine).model, prompt, 16)
         text = engine.detokenize(ids)
         if len(text) > 6 and "\ufffd" not in text and text.find(text[3:5]) == 3:
             break
@@ -129,6 +134,7 @@ def test_stop_strings_end_the_answer_before_themselves():
     continuation = engine.begin([prompt], [])[0]
     pieces = list(continuation.decode(Sampling(max_tokens=16, stop=(text[3:5], "never said"))))
     assert "".join(pieces) == text[:3]
+    assert continuation.completion is not None
     assert continuation.completion.finish_reason == "stop"
     assert engine.counters.open_continuations == 0
 
@@ -144,6 +150,7 @@ def test_cancelling_stops_before_the_next_step():
 
     list(continuation.decode(Sampling(max_tokens=50), cancelled))
     assert engine.counters.decode_steps == 2  # tokens 2 and 3; the first was free, the fourth never ran
+    assert continuation.completion is not None
     assert continuation.completion.finish_reason == "cancelled"
     assert len(continuation.completion.token_ids) == 3
     assert engine.counters.open_continuations == 0
@@ -155,9 +162,10 @@ def test_closing_the_iterator_frees_the_cache():
     stream = continuation.decode(Sampling(max_tokens=50))
     list(islice(stream, 1))
     steps = engine.counters.decode_steps
-    stream.close()  # type: ignore[attr-defined]
+    stream.close()
     assert continuation._cache is None
     assert engine.counters.open_continuations == 0
+    assert continuation.completion is not None
     assert continuation.completion.finish_reason == "cancelled"
     assert engine.counters.decode_steps == steps
     continuation.close()
@@ -193,6 +201,7 @@ def test_prompt_and_answer_never_exceed_the_context():
     nearly, full = engine.begin(tiny.prompts([tiny.CONTEXT - 3, tiny.CONTEXT]), [])
     for continuation, room in ((nearly, 3), (full, 0)):
         list(continuation.decode(Sampling(max_tokens=20)))
+        assert continuation.completion is not None
         assert len(continuation.completion.token_ids) == room
         assert continuation.completion.finish_reason == "length"
 
@@ -207,7 +216,7 @@ def test_a_seed_repeats_a_sample_and_seeds_differ():
 
     assert sample(1) == sample(1)
     assert len({sample(seed) for seed in range(6)}) > 1
-    greedy = tuple(reference(engine._model, prompt, 12))
+    greedy = tuple(reference(tiny.modules(engine).model, prompt, 12))
     assert sample(1, top_p=1e-6) == greedy
     assert sample(1, temperature=1e-30) == greedy
 
@@ -232,6 +241,7 @@ def test_impossible_sampling_is_refused_by_name(bad: Sampling, param: str):
     with pytest.raises(RequestError):
         engine.generate(tiny.prompts([4]), bad)
     list(continuation.decode(Sampling(max_tokens=1)))  # the refusal used nothing up
+    assert continuation.completion is not None
     assert continuation.completion.finish_reason == "length"
 
 
@@ -240,7 +250,7 @@ def test_a_nan_while_decoding_is_an_error_and_frees_the_cache():
     continuation = engine.begin(tiny.prompts([4]), [])[0]
     stream = continuation.decode(Sampling(max_tokens=5))
     with torch.no_grad():
-        engine._layout.projections[1].weight.fill_(float("nan"))
+        tiny.projections(engine)[1].weight.fill_(float("nan"))
     with pytest.raises(NonFiniteReadout, match="decode step"):
         list(stream)
     assert engine.counters.open_continuations == 0

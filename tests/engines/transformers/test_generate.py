@@ -16,7 +16,7 @@ def test_mixed_lengths_equal_single_prompts(name: str):
     engine = tiny.engine(name, max_batch_tokens=90)
     prompts = tiny.prompts(LENGTHS)
     for prompt, completion in zip(prompts, engine.generate(prompts, Sampling(max_tokens=12)), strict=True):
-        assert list(completion.token_ids) == reference(engine._model, prompt, 12)
+        assert list(completion.token_ids) == reference(tiny.modules(engine).model, prompt, 12)
         assert completion.finish_reason == ("stop" if completion.token_ids[-1] == tiny.EOS else "length")
 
 
@@ -73,7 +73,7 @@ def test_a_full_context_leaves_no_room_and_says_length():
     prompts = tiny.prompts([tiny.CONTEXT, 5, tiny.CONTEXT - 2])
     full, short, nearly = engine.generate(prompts, Sampling(max_tokens=6))
     assert (full.token_ids, full.finish_reason, full.text) == ((), "length", "")
-    assert list(short.token_ids) == reference(engine._model, prompts[1], 6)
+    assert list(short.token_ids) == reference(tiny.modules(engine).model, prompts[1], 6)
     assert len(nearly.token_ids) == 2
     assert engine.generate([], Sampling()) == []
 

@@ -66,11 +66,11 @@ def all_states(engine: Any, prompt: list[int]) -> dict[Site, NDArray[np.float64]
     seen: list[torch.Tensor] = []
     handles = [
         projection.register_forward_pre_hook(lambda _module, given: seen.append(given[0][0].double()))
-        for projection in engine._layout.projections
+        for projection in tiny.projections(engine)
     ]
     try:
         with torch.no_grad():
-            output = engine._model(input_ids=torch.tensor([prompt]), output_hidden_states=True)
+            output = tiny.modules(engine).model(input_ids=torch.tensor([prompt]), output_hidden_states=True)
             hidden = [states[0].double() for states in output.hidden_states[1:]]
     finally:
         for handle in handles:
@@ -94,7 +94,7 @@ def test_pooled_rows_equal_a_plain_forward_pooled_by_hand(name: str, side: str, 
         layers = {Site.ATTENTION_HEAD: slice(None), Site.RESIDUAL_STREAM: slice(0, -1)}
         for site in BOTH:
             for pooling in Pooling:
-                rows = found.rows[site] if pooling is Pooling.LAST_1 else found.pooled[site, pooling]
+                rows = found.activations[site] if pooling is Pooling.LAST_1 else found.pooled[site, pooling]
                 assert rows.dtype == np.float32
                 expected = np.stack([by_hand(layer, prompt, pooling) for layer in states[site][layers[site]]])
                 np.testing.assert_allclose(rows[row][layers[site]], expected, rtol=0, atol=1e-5, err_msg=str(pooling))
@@ -106,7 +106,7 @@ def test_the_last_layer_is_pooled_from_the_blocks_own_output(site: Site) -> None
     prompt = mixed_prompts()[-2]
     prefixes = [prompt[: end + 1] for end in range(len(prompt))]
     # Attention is causal, so the row at token t of the prompt is the onset of its first t + 1 tokens.
-    onsets = engine.extract(prefixes, [site]).rows[site].astype(np.float64)
+    onsets = engine.extract(prefixes, [site]).activations[site].astype(np.float64)
     pooled = engine.extract([prompt], [site], OTHERS).pooled
     for pooling in OTHERS:
         expected = np.stack([by_hand(onsets[:, layer], prompt, pooling) for layer in range(onsets.shape[1])])
@@ -121,10 +121,10 @@ def test_the_rows_at_t_are_the_ordinary_ones_bit_by_bit(side: str) -> None:
     assert plain.pooled == {}
     assert plain.first_tokens == ablation.first_tokens
     for site in BOTH:
-        np.testing.assert_array_equal(plain.rows[site], ablation.rows[site])
+        np.testing.assert_array_equal(plain.activations[site], ablation.activations[site])
     alone = engine.extract(prompts, [Site.RESIDUAL_STREAM], [Pooling.MAX])
     assert list(alone.pooled) == [(Site.RESIDUAL_STREAM, Pooling.MAX)]
-    np.testing.assert_array_equal(alone.rows[Site.RESIDUAL_STREAM], plain.rows[Site.RESIDUAL_STREAM])
+    np.testing.assert_array_equal(alone.activations[Site.RESIDUAL_STREAM], plain.activations[Site.RESIDUAL_STREAM])
     np.testing.assert_array_equal(
         alone.pooled[Site.RESIDUAL_STREAM, Pooling.MAX], ablation.pooled[*list(alone.pooled)[0]]
     )
@@ -191,10 +191,10 @@ def test_a_nan_away_from_t_is_refused_and_named() -> None:
         states[:, 0] = torch.nan
         return output
 
-    handle = engine._layout.blocks[-1].register_forward_hook(poison)
+    handle = tiny.modules(engine).blocks[-1].register_forward_hook(poison)
     try:
-        assert np.isfinite(engine.extract([prompt], [Site.RESIDUAL_STREAM]).rows[Site.RESIDUAL_STREAM]).all()
-        with pytest.raises(NonFiniteReadout, match="layer 2.*mean.* prompt 0"):
+        assert np.isfinite(engine.extract([prompt], [Site.RESIDUAL_STREAM]).activations[Site.RESIDUAL_STREAM]).all()
+        with pytest.raises(NonFiniteReadout, match=r"layer 2 .*residual_stream, mean.* prompt 0"):
             engine.extract([prompt], [Site.RESIDUAL_STREAM], [Pooling.MEAN])
     finally:
         handle.remove()
@@ -247,7 +247,7 @@ def test_what_is_asked_for_besides_the_onset_comes_once_and_in_order() -> None:
 
 @pytest.mark.parametrize("engine", [ScriptedEngine(), object.__new__(VllmEngine)], ids=["scripted", "vllm"])
 def test_engines_that_read_t_alone_say_what_to_use_instead(engine: Any) -> None:
-    with pytest.raises(EngineError, match="last_8, mean.*transformers"):
+    with pytest.raises(EngineError, match=r"cannot pool last_8, mean: load the model with the transformers engine"):
         engine.extract([[1, 2]], [Site.ATTENTION_HEAD], [Pooling.MEAN, Pooling.LAST_1, Pooling.LAST_8])
 
 
@@ -257,7 +257,7 @@ def test_an_engine_that_reads_t_alone_takes_last_1_as_it_takes_nothing() -> None
     said = engine.extract([[1, 2]], BOTH, [Pooling.LAST_1])
     assert said.pooled == plain.pooled == {}
     for site in BOTH:
-        np.testing.assert_array_equal(said.rows[site], plain.rows[site])
+        np.testing.assert_array_equal(said.activations[site], plain.activations[site])
 
 
 def test_the_stop_words_are_loaded_by_whoever_asks_for_them_alone() -> None:

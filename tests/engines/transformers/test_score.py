@@ -38,7 +38,7 @@ def test_score_equals_the_formula_on_single_prompt_rows(name: str, side: str):
     onsets = engine.score(prompts, asked)
     assert [onset.prompt_tokens for onset in onsets] == LENGTHS
     for prompt, onset in zip(prompts, onsets, strict=True):
-        rows = engine.extract([prompt], list(Site)).rows
+        rows = engine.extract([prompt], list(Site)).activations
         assert onset.first_token is None
         assert len(onset.trajectories) == 3
         for probe, trajectory in zip(asked, onset.trajectories, strict=True):
@@ -86,7 +86,7 @@ def test_first_token_equals_the_models_own_logits(name: str, side: str):
     extracted = engine.extract(prompts, [Site.RESIDUAL_STREAM]).first_tokens
     for prompt, with_token, without, other in zip(prompts, scored, plain, extracted, strict=True):
         with torch.no_grad():
-            logits = engine._model(input_ids=torch.tensor([prompt])).logits[0, -1].double()
+            logits = tiny.modules(engine).model(input_ids=torch.tensor([prompt])).logits[0, -1].double()
         log_probabilities = torch.log_softmax(logits, -1)
         first = with_token.first_token
         assert first.token == other.token == int(logits.argmax())
@@ -99,9 +99,9 @@ def test_first_token_equals_the_models_own_logits(name: str, side: str):
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gpt2", "gpt_neox"])
 def test_nothing_runs_after_the_last_readout(name: str):
     engine = tiny.engine(name)
-    model, ran = engine._model, []
-    last = engine._layout.projections[-1]
-    watched = {"head": model.get_output_embeddings(), "projection": last, "block": engine._layout.blocks[-1]}
+    model, ran = tiny.modules(engine).model, []
+    last = tiny.projections(engine)[-1]
+    watched = {"head": model.get_output_embeddings(), "projection": last, "block": tiny.modules(engine).blocks[-1]}
     for label, module in watched.items():
         module.register_forward_hook(lambda *_args, label=label: ran.append(label))
     shape, prompts = engine.identity.geometry, tiny.prompts([5, 6])
@@ -115,7 +115,9 @@ def test_nothing_runs_after_the_last_readout(name: str):
 
 def test_the_head_sees_one_row_per_prompt():
     engine, shapes = tiny.engine("llama"), []
-    engine._head.register_forward_hook(lambda _module, given, _output: shapes.append(tuple(given[0].shape)))
+    tiny.modules(engine).head.register_forward_hook(
+        lambda _module, given, _output: shapes.append(tuple(given[0].shape))
+    )
     engine.score(tiny.prompts([5, 30, 9]), [tiny.probes(engine.identity.geometry)], first_token=True)
     assert shapes == [(3, 1, 32)]
 
@@ -123,21 +125,21 @@ def test_the_head_sees_one_row_per_prompt():
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_hooks_are_gone_after_success_and_after_failure(name: str, monkeypatch: pytest.MonkeyPatch):
     engine = tiny.engine(name)
-    before = hooks_of(engine._model)
+    before = hooks_of(tiny.modules(engine).model)
     prompts, probe = tiny.prompts([5, 8]), tiny.probes(engine.identity.geometry)
     engine.score(prompts, [probe])
     engine.extract(prompts, list(Site))
     for continuation in engine.begin(prompts, [probe]):
         continuation.close()
-    assert hooks_of(engine._model) == before
+    assert hooks_of(tiny.modules(engine).model) == before
 
     def broken(*_args: Any, **_kwargs: Any) -> None:
         raise RuntimeError("broken block")
 
-    monkeypatch.setattr(engine._layout.blocks[1], "forward", broken)
+    monkeypatch.setattr(tiny.modules(engine).blocks[1], "forward", broken)
     with pytest.raises(RuntimeError, match="broken block"):
         engine.score(prompts, [probe])
-    assert hooks_of(engine._model) == before
+    assert hooks_of(tiny.modules(engine).model) == before
     monkeypatch.undo()
     assert len(engine.score(prompts, [probe])) == 2  # and the engine is not left busy
 
@@ -150,7 +152,7 @@ def test_a_second_thread_is_refused_not_mixed_in():
         inside.set()
         go_on.wait(10)
 
-    handle = engine._layout.blocks[0].register_forward_pre_hook(block)
+    handle = tiny.modules(engine).blocks[0].register_forward_pre_hook(block)
     probe, prompts = tiny.probes(engine.identity.geometry), tiny.prompts([4])
     results: list[Any] = []
     worker = threading.Thread(target=lambda: results.extend(engine.score(prompts, [probe])))
@@ -183,7 +185,7 @@ def test_bad_prompts_are_named_and_never_truncated():
             engine.score([good, bad], probe)
     assert len(engine.score(tiny.prompts([tiny.CONTEXT]), probe)) == 1
     assert engine.score([], probe) == []
-    assert engine.extract([], [Site.ATTENTION_HEAD]).rows[Site.ATTENTION_HEAD].shape == (0, 3, 64)
+    assert engine.extract([], [Site.ATTENTION_HEAD]).activations[Site.ATTENTION_HEAD].shape == (0, 3, 64)
 
 
 def test_a_nan_is_refused_with_its_layer_and_prompt():
@@ -194,8 +196,8 @@ def test_a_nan_is_refused_with_its_layer_and_prompt():
     others = {token for index in (0, 2) for token in prompts[index]}
     assert poison not in others
     with torch.no_grad():
-        engine._layout.projections[0].weight[:] = 0.0  # layer 0 still reads finite rows
-        engine._model.get_input_embeddings().weight[poison] = float("nan")
+        tiny.projections(engine)[0].weight[:] = 0.0  # layer 0 still reads finite rows
+        tiny.modules(engine).model.get_input_embeddings().weight[poison] = float("nan")
     with pytest.raises(NonFiniteReadout, match="layer 0 .* prompt 1"):
         engine.score(prompts, [probe])
     with pytest.raises(NonFiniteReadout, match="layer 0 .* prompt 1"):

@@ -10,9 +10,9 @@ import pytest
 
 
 def vllm_or_skip() -> None:
-    """At the top of a module, before anything of vLLM's is imported.
+    """To be called at the top of a module, before vLLM is imported.
 
-    ``HALLUTRACER_REQUIRE_VLLM=1``, which ``make test`` sets where it has installed vLLM, makes a failure of a skip.
+    With ``HALLUTRACER_REQUIRE_VLLM=1``, which ``make test`` sets if it has installed vLLM, it fails instead.
     """
     here = f"{platform.system()} {platform.machine()}"
     reason = ""

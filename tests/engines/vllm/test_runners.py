@@ -1,4 +1,4 @@
-"""The places at which the adapters step in exist in this vLLM, and each runner's rows are taken for what they are."""
+"""The methods that the adapters override exist in this vLLM, and each runner's rows are assigned correctly."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner as V1Runner  # noqa: 
 
 from service.engines.vllm import runners  # noqa: E402
 
-MINE = Directive(first_token=True)
-ARGS = MINE.encode()
+OURS = Directive(first_token=True)
+ARGS = OURS.encode()
 
 
 @pytest.mark.parametrize(
@@ -49,17 +49,17 @@ ARGS = MINE.encode()
         ),
     ],
 )
-def test_what_the_adapters_override_has_the_expected_parameters(runner: type, name: str, parameters: list[str]) -> None:
-    found = list(inspect.signature(getattr(runner, name)).parameters)[1:]
-    assert found[: len(parameters)] == parameters
+def test_overridden_methods_have_the_expected_parameters(runner: type, name: str, parameters: list[str]) -> None:
+    actual = list(inspect.signature(getattr(runner, name)).parameters)[1:]
+    assert actual[: len(parameters)] == parameters
 
 
-def test_v1s_forward_takes_its_inputs_where_they_are_looked_for() -> None:
-    found = inspect.signature(V1Runner._model_forward).parameters
-    assert {"input_ids", "positions", "inputs_embeds"} <= set(found)
+def test_v1s_forward_has_the_expected_parameters() -> None:
+    parameters = inspect.signature(V1Runner._model_forward).parameters
+    assert {"input_ids", "positions", "inputs_embeds"} <= set(parameters)
 
 
-def test_the_fields_that_are_read_are_there() -> None:
+def test_the_fields_that_are_read_exist() -> None:
     fields = {field.name for field in dataclasses.fields(InputBatch)}
     assert {
         "req_ids",
@@ -78,8 +78,8 @@ def test_the_fields_that_are_read_are_there() -> None:
         assert name in v2, name
 
 
-def test_v2_samples_before_it_collects_what_goes_back() -> None:
-    """``gate`` and ``saw_logits`` have to come before ``payloads``."""
+def test_v2_samples_before_it_collects_payloads() -> None:
+    """``gate`` and ``observe_logits`` have to come before ``payloads``."""
     source = inspect.getsource(V2Runner.sample_tokens)
     assert 0 < source.index("self.sample(") < source.index("compute_prompt_token_id_logprobs(")
 
@@ -108,22 +108,22 @@ def test_v1s_rows() -> None:
     runner = v1(
         decode=(ARGS, 1, 9, 9, False),
         chunk=(ARGS, 5, 0, 20, True),
-        stranger=(None, 4, 0, 4, False),
+        unrelated=(None, 4, 0, 4, False),
         ends=(ARGS, 6, 14, 20, False),
     )
-    [onset] = runners.onset_rows(runner._layout(), runner._directive_of)
-    assert (onset.request, onset.token_row, onset.request_row, onset.directive) == ("ends", 1 + 5 + 4 + 5, 3, MINE)
+    [onset] = runners.onset_rows(runner._step_layout(), runner._directive_of)
+    assert (onset.request, onset.token_row, onset.request_row, onset.directive) == ("ends", 1 + 5 + 4 + 5, 3, OURS)
 
 
-def test_v1_gives_nothing_where_a_resumed_requests_chunk_ends_with_the_prompt() -> None:
+def test_v1_has_no_onset_in_a_resumed_requests_chunk() -> None:
     runner = v1(resumed=(ARGS, 6, 14, 20, True))
-    assert runners.onset_rows(runner._layout(), runner._directive_of) == []
+    assert runners.onset_rows(runner._step_layout(), runner._directive_of) == []
 
 
 def test_v1_looks_only_at_directives_of_prompts_that_end() -> None:
     runner = v1(decode=(ARGS, 1, 9, 9, False), chunk=(ARGS, 5, 0, 20, True))
     runner.requests = {}
-    assert runners.onset_rows(runner._layout(), runner._directive_of) == []
+    assert runners.onset_rows(runner._step_layout(), runner._directive_of) == []
 
 
 # ---- V2
@@ -150,7 +150,7 @@ def batch(**rows: Any) -> Any:
 
 
 class Prepared:
-    """V2's own side of what the adapter calls."""
+    """The methods of V2's runner that the adapter calls."""
 
     def add_requests(self, scheduler_output: Any) -> None: ...
 
@@ -174,23 +174,23 @@ def step(new: list[tuple[str, Any]], finished: tuple[str, ...] = (), preempted: 
         SimpleNamespace(req_id=name, sampling_params=None if args is None else SimpleNamespace(extra_args=args))
         for name, args in new
     ]
-    gone = None if preempted is None else set(preempted)
-    return SimpleNamespace(scheduled_new_reqs=requests, finished_req_ids=set(finished), preempted_req_ids=gone)
+    preempted_ids = None if preempted is None else set(preempted)
+    return SimpleNamespace(scheduled_new_reqs=requests, finished_req_ids=set(finished), preempted_req_ids=preempted_ids)
 
 
 def test_v2s_rows_go_by_the_states_index_and_the_batchs_order() -> None:
     runner = v2([99, 20, 9, 99, 4, 12])
     runner.add_requests(
-        step([(name, ARGS) for name in ("ends", "decode", "chunk")] + [("stranger", {}), ("pool", None)])
+        step([(name, ARGS) for name in ("ends", "decode", "chunk")] + [("unrelated", {}), ("pool", None)])
     )
-    made = batch(decode=(1, 9, 9, 2), stranger=(4, 0, 4, 4), ends=(6, 14, 20, 1), chunk=(5, 0, 12, 5))
+    made = batch(decode=(1, 9, 9, 2), unrelated=(4, 0, 4, 4), ends=(6, 14, 20, 1), chunk=(5, 0, 12, 5))
     assert runner.prepare_inputs(made) is made
     [(rows, tokens)] = runner.hallutracer.calls
     assert tokens == 19
-    assert [(row.request, row.token_row, row.request_row, row.directive) for row in rows] == [("ends", 10, 2, MINE)]
+    assert [(row.request, row.token_row, row.request_row, row.directive) for row in rows] == [("ends", 10, 2, OURS)]
 
 
-def test_v2_forgets_what_ended_and_learns_it_again_after_a_preemption() -> None:
+def test_v2_drops_ended_requests_and_adds_preempted_ones_again() -> None:
     runner = v2([5])
     runner.add_requests(
         step([("a", ARGS), ("b", Directive(gate=Gate((1.0, 0.0, 0.0), 0.0, 0.5), end_token=1).encode())])
@@ -198,13 +198,13 @@ def test_v2_forgets_what_ended_and_learns_it_again_after_a_preemption() -> None:
     runner.finish_requests(step([], finished=("a",), preempted=("b",)))
     assert runner.hallutracer_directives == {}
     runner.add_requests(step([("b", ARGS)]))
-    assert runner.hallutracer_directives == {"b": MINE}
+    assert runner.hallutracer_directives == {"b": OURS}
     runner.finish_requests(step([], finished=("unknown",)))
-    assert runner.hallutracer_directives == {"b": MINE}
+    assert runner.hallutracer_directives == {"b": OURS}
 
 
 def test_v2_reads_a_prompt_preempted_before_its_onset_and_not_one_preempted_after() -> None:
-    """After an answer has begun, what is prefilled anew is the prompt and the answer so far."""
+    """After its onset, a preempted request prefills the prompt and the answer so far."""
     runner = v2([10, 10])
     runner.add_requests(step([("before", ARGS), ("after", ARGS)]))
     runner.prepare_inputs(batch(before=(10, 0, 10, 0), after=(10, 0, 13, 1)))
@@ -221,7 +221,7 @@ def test_a_runner_that_is_neither_is_refused() -> None:
 
 
 @pytest.mark.parametrize(("attribute", "mixin"), [("execute_model_state", "V1Reading"), ("req_states", "V2Reading")])
-def test_a_runner_is_adopted_by_what_it_has(attribute: str, mixin: str) -> None:
+def test_a_runner_is_adopted_by_its_attributes(attribute: str, mixin: str) -> None:
     class Runner:
         pass
 
@@ -230,7 +230,7 @@ def test_a_runner_is_adopted_by_what_it_has(attribute: str, mixin: str) -> None:
     setattr(runner, attribute, None)
     logits = torch.ones(2, 3)
     runner.model = SimpleNamespace(compute_logits=lambda states: logits)
-    runners.adopt(runner, SimpleNamespace(saw_logits=shown.append))  # type: ignore[arg-type]
+    runners.adopt(runner, SimpleNamespace(observe_logits=shown.append))  # type: ignore[arg-type]
     assert isinstance(runner, getattr(runners, mixin))
     assert isinstance(runner, Runner)
     assert runner.model.compute_logits(None) is logits

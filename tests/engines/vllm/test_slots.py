@@ -1,4 +1,4 @@
-"""Which probe is in which slot: reused, replaced only when unused, never half-written."""
+"""Which probe is in which slot: shared, replaced only while unused, invalid until fully written."""
 
 from __future__ import annotations
 
@@ -20,35 +20,35 @@ def probes(seed: int, site: Site = Site.ATTENTION_HEAD) -> Probes:
     return tiny.probes(GEOMETRY, site, seed)
 
 
-class Written:
-    """The workers' slots."""
+class WorkerSlots:
+    """Records what is written to the workers."""
 
     def __init__(self) -> None:
-        self.there: dict[tuple[Site, int], Probes] = {}
+        self.probes: dict[tuple[Site, int], Probes] = {}
         self.count = 0
         self.broken = False
 
-    async def __call__(self, place: int, probe: Probes) -> None:
+    async def __call__(self, index: int, probe: Probes) -> None:
         await asyncio.sleep(0)
         if self.broken:
             raise OSError("the worker has gone")
         self.count += 1
-        self.there[probe.site, place] = probe
+        self.probes[probe.site, index] = probe
 
 
-def made(slots: int = 2, sites: tuple[Site, ...] = tuple(Site)) -> tuple[Slots, Written]:
-    written = Written()
+def made(slots: int = 2, sites: tuple[Site, ...] = tuple(Site)) -> tuple[Slots, WorkerSlots]:
+    written = WorkerSlots()
     return Slots(Plan(GEOMETRY, sites, slots, False), written), written
 
 
 async def test_columns_are_the_payloads() -> None:
     slots, written = made()
-    one, other, residual = probes(1), probes(2), probes(3, Site.RESIDUAL_STREAM)
-    assert await slots.hold([one, residual, other]) == [0, 2, 1]
-    assert written.there == {
-        (Site.ATTENTION_HEAD, 0): one,
+    first, second, residual = probes(1), probes(2), probes(3, Site.RESIDUAL_STREAM)
+    assert await slots.hold([first, residual, second]) == [0, 2, 1]
+    assert written.probes == {
+        (Site.ATTENTION_HEAD, 0): first,
         (Site.RESIDUAL_STREAM, 0): residual,
-        (Site.ATTENTION_HEAD, 1): other,
+        (Site.ATTENTION_HEAD, 1): second,
     }
 
 
@@ -60,15 +60,15 @@ async def test_a_probe_is_written_once_and_shared() -> None:
     assert written.count == 1
 
 
-async def test_the_longest_unused_gives_way_and_never_one_in_use() -> None:
+async def test_an_unused_slot_is_replaced_and_never_one_in_use() -> None:
     slots, written = made()
     first, second, third, fourth = map(probes, range(4))
     held = await slots.hold([first])
     slots.release(await slots.hold([second]))
     assert await slots.hold([third]) == [1]
-    with pytest.raises(EngineError, match="2 probe slots at attention_head"):
+    with pytest.raises(EngineError, match="attention_head.*additional-config"):
         await slots.hold([fourth])
-    assert written.there[Site.ATTENTION_HEAD, 0] is first
+    assert written.probes[Site.ATTENTION_HEAD, 0] is first
     slots.release(held)
     assert await slots.hold([fourth]) == [0]
     slots.release([1])
@@ -91,7 +91,7 @@ async def test_a_failed_hold_holds_nothing() -> None:
     assert written.count == 4
 
 
-async def test_a_slot_whose_writing_failed_is_nobodys() -> None:
+async def test_a_slot_is_invalid_after_a_failed_write() -> None:
     slots, written = made(slots=1)
     first, second = probes(1), probes(2)
     slots.release(await slots.hold([first]))
@@ -99,31 +99,31 @@ async def test_a_slot_whose_writing_failed_is_nobodys() -> None:
     with pytest.raises(OSError, match="gone"):
         await slots.hold([second])
     written.broken = False
-    assert await slots.hold([first]) == [0]  # written anew, not believed to be there
+    assert await slots.hold([first]) == [0]  # written again
     assert written.count == 2
 
 
-async def test_many_bundles_at_once_wait_for_no_one_and_get_their_own() -> None:
+async def test_concurrent_requests_get_their_own_probes() -> None:
     slots, written = made(slots=3)
-    every = [probes(seed) for seed in range(3)]
+    bundles = [probes(seed) for seed in range(3)]
 
     async def use(number: int) -> None:
-        probe = every[number % 3]
+        probe = bundles[number % 3]
         [column] = await slots.hold([probe])
         await asyncio.sleep(0)
-        assert written.there[Site.ATTENTION_HEAD, column] is probe
+        assert written.probes[Site.ATTENTION_HEAD, column] is probe
         slots.release([column])
 
     await asyncio.gather(*(use(number) for number in range(60)))
     assert written.count == 3
 
 
-async def test_what_cannot_be_read_is_refused() -> None:
+async def test_unknown_sites_and_geometries_are_refused() -> None:
     slots, written = made(sites=(Site.ATTENTION_HEAD,))
     with pytest.raises(EngineError, match="residual_stream"):
         await slots.hold([probes(1, Site.RESIDUAL_STREAM)])
     wrong = tiny.probes(Geometry(3, 2, 4, 8))
-    with pytest.raises(EngineError, match="another model or site"):
+    with pytest.raises(EngineError, match="another model"):
         await slots.hold([wrong])
     assert written.count == 0
     assert await slots.hold([]) == []

@@ -1,4 +1,4 @@
-"""What request and worker say to each other survives the way, and what does not fit is refused."""
+"""Directives and payloads survive encoding; invalid payloads are refused."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ COLUMNS = 4  # 2 sites x 2 slots
 LOGITS = COLUMNS * 4  # 3 layers and the depth mean
 
 
-def wire(*, rows: bool = False) -> np.ndarray:
-    """A payload of numbers that are all different."""
-    count = PLAN.payload + (PLAN.row_floats() if rows else 0)
+def wire(*, activations: bool = False) -> np.ndarray:
+    """A payload of distinct numbers."""
+    count = PLAN.payload + (PLAN.activation_floats() if activations else 0)
     values = np.arange(count, dtype=np.float32) / 8
     values[LOGITS : LOGITS + EXTRAS] = [-0.5, 1.25, 17, 0]
     return values
@@ -32,15 +32,15 @@ def wire(*, rows: bool = False) -> np.ndarray:
     [
         Directive(),
         Directive(first_token=True, slot=3),
-        Directive(rows=True),
+        Directive(activations=True),
         Directive(gate=Gate((0.1, 0.0, -2.5), 1e-3, 0.7), end_token=5, slot=1),
         Directive(first_token=True, gate=Gate((1 / 3, 0.0, 0.0), -7.0, 1.0), end_token=0),
     ],
 )
-def test_a_directive_comes_back_as_it_went(directive: Directive) -> None:
+def test_a_directive_round_trips(directive: Directive) -> None:
     sent = json.loads(json.dumps(directive.encode()))  # plain values only
     assert Directive.decode(sent) == directive
-    assert Directive.decode({"somebody": "else's", **sent}) == directive
+    assert Directive.decode({"other": "plugin", **sent}) == directive
 
 
 @pytest.mark.parametrize("extra_args", [None, {}, {"other": 1}, {KEY: None}, {KEY: "text"}])
@@ -55,42 +55,44 @@ def test_a_request_without_a_directive_has_none(extra_args: dict[str, object] | 
         (Directive(gate=Gate((1.0, 0.0, 0.0), 0.0, 0.5), end_token=1), False),
         (Directive(gate=Gate((1.0, 0.0, 0.1), 0.0, 0.5), end_token=1), True),
         (Directive(first_token=True), True),
-        (Directive(rows=True), True),
+        (Directive(activations=True), True),
     ],
 )
-def test_the_first_token_is_summed_up_only_where_something_looks_at_it(directive: Directive, needed: bool) -> None:
+def test_the_first_token_is_summarised_only_if_it_is_used(directive: Directive, needed: bool) -> None:
     assert directive.needs_first_token is needed
 
 
-def test_a_payload_is_taken_apart_by_column_layer_and_site() -> None:
-    payload = Payload.decode(wire(rows=True)[None], PLAN, Directive(rows=True))
+def test_a_payload_is_split_by_column_layer_and_site() -> None:
+    payload = Payload.decode(wire(activations=True)[None], PLAN, Directive(activations=True))
     assert payload.trajectories.dtype == np.float64
     assert payload.trajectories.tolist() == [[(4 * column + layer) / 8 for layer in range(3)] for column in range(4)]
     assert payload.depth_means.tolist() == [(4 * column + 3) / 8 for column in range(4)]
+    assert payload.first_token is not None
     assert (payload.first_token.log_max_prob, payload.first_token.entropy, payload.first_token.token) == (
         -0.5,
         1.25,
         17,
     )
     assert payload.gated is False
-    attention, residual = (payload.rows[site] for site in Site)
+    attention, residual = (payload.activations[site] for site in Site)
     assert (attention.shape, residual.shape) == ((3, 8), (3, 6))
     assert attention[0, 0] == np.float32(PLAN.payload / 8)
-    assert residual[2, 5] == np.float32((PLAN.payload + PLAN.row_floats() - 1) / 8)
+    assert residual[2, 5] == np.float32((PLAN.payload + PLAN.activation_floats() - 1) / 8)
 
 
-def test_what_was_not_asked_for_is_not_there_even_as_a_nan() -> None:
+def test_numbers_that_were_not_asked_for_are_ignored_also_as_nan() -> None:
     values = wire()
     values[LOGITS : LOGITS + 3] = math.nan
     payload = Payload.decode(values, PLAN, Directive())
     assert payload.first_token is None
-    assert payload.rows == {}
+    assert payload.activations == {}
 
 
 def test_rounding_does_not_make_a_probability_above_one_or_a_negative_entropy() -> None:
     values = wire()
     values[LOGITS : LOGITS + 2] = [1e-7, -1e-7]
     first = Payload.decode(values, PLAN, Directive(first_token=True)).first_token
+    assert first is not None
     assert (first.log_max_prob, first.entropy) == (0.0, 0.0)
 
 
@@ -99,13 +101,13 @@ def test_rounding_does_not_make_a_probability_above_one_or_a_negative_entropy() 
     [
         (PLAN.payload - 1, Directive()),
         (PLAN.payload + 1, Directive()),
-        (PLAN.payload, Directive(rows=True)),
-        (PLAN.payload + PLAN.row_floats(), Directive()),
+        (PLAN.payload, Directive(activations=True)),
+        (PLAN.payload + PLAN.activation_floats(), Directive()),
         (0, Directive()),
     ],
 )
 def test_a_payload_of_another_length_is_refused(count: int, directive: Directive) -> None:
-    with pytest.raises(EngineError, match=f"{count} numbers"):
+    with pytest.raises(EngineError, match=f"sent {count} numbers"):
         Payload.decode(np.zeros(count, np.float32), PLAN, directive)
 
 
@@ -118,12 +120,12 @@ def test_a_payload_of_another_length_is_refused(count: int, directive: Directive
         (4 * 1 + 3, "the depth mean gave"),
         (LOGITS, "first token's logits"),
         (LOGITS + 1, "first token's logits"),
-        (PLAN.payload, "a row of attention_head"),
-        (PLAN.payload + PLAN.row_floats() - 1, "a row of residual_stream"),
+        (PLAN.payload, "activation of attention_head"),
+        (PLAN.payload + PLAN.activation_floats() - 1, "activation of residual_stream"),
     ],
 )
-def test_a_number_that_is_none_is_never_a_reading(place: int, message: str, bad: float) -> None:
-    values = wire(rows=True)
+def test_a_nan_or_infinity_is_refused(place: int, message: str, bad: float) -> None:
+    values = wire(activations=True)
     values[place] = bad
     with pytest.raises(NonFiniteReadout, match=message):
-        Payload.decode(values, PLAN, Directive(rows=True))
+        Payload.decode(values, PLAN, Directive(activations=True))

@@ -1,4 +1,4 @@
-"""What a worker is configured with, what it refuses, and that no compile cache of another graph can be served to it."""
+"""A worker's plan, the configurations it refuses, and its key in vLLM's compile cache."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from service.engines.vllm import worker  # noqa: E402
 
 
 def config(additional: dict[str, Any] | None = None) -> Any:
-    """vLLM's, of the demo model."""
+    """vLLM's configuration of the demo model."""
     return AsyncEngineArgs(
         model=str(MODEL_DIR), max_model_len=128, additional_config=additional or {}, kv_cache_memory_bytes=1 << 26
     ).create_engine_config()
 
 
 def stand_in(**changed: Any) -> Any:
-    """The parts of vLLM's configuration that decide whether a row is what it seems."""
+    """The parts of vLLM's configuration that ``refuse_unsupported`` checks."""
     parallel = {
         "enable_dbo": False,
         "decode_context_parallel_size": 1,
@@ -65,7 +65,7 @@ def test_a_plain_configuration_is_taken() -> None:
         ({"pipeline_parallel_size": 2}, "pipeline stages with enforce_eager"),
     ],
 )
-def test_what_the_readout_was_not_made_for_is_refused(changed: dict[str, Any], what: str) -> None:
+def test_unsupported_features_are_refused(changed: dict[str, Any], what: str) -> None:
     with pytest.raises(EngineError, match=what):
         worker.refuse_unsupported(stand_in(**changed))
 
@@ -76,25 +76,25 @@ def test_pipeline_stages_are_refused_only_where_they_cannot_run(monkeypatch: pyt
     worker.refuse_unsupported(stand_in(pipeline_parallel_size=2))
 
 
-def test_the_plan_is_what_additional_config_says() -> None:
+def test_the_plan_follows_additional_config() -> None:
     plan = worker.plan_of(config())
-    assert (plan.sites, plan.slots, plan.rows) == (tuple(Site), worker.SLOTS, False)
+    assert (plan.sites, plan.slots, plan.activations) == (tuple(Site), worker.SLOTS, False)
     wanted = {"sites": ["residual_stream"], "slots": 2, "rows": True}
     plan = worker.plan_of(config({KEY: wanted, "others": 1}))
-    assert (plan.sites, plan.slots, plan.rows) == ((Site.RESIDUAL_STREAM,), 2, True)
+    assert (plan.sites, plan.slots, plan.activations) == ((Site.RESIDUAL_STREAM,), 2, True)
 
 
 @pytest.mark.parametrize(
     ("wanted", "message"),
     [
-        ({"sight": ["residual_stream"]}, "has no 'sight'; it takes sites, slots and rows"),
-        ({"sites": ["mlp"]}, "sites are attention_head, residual_stream"),
-        ({"sites": []}, "at least one site"),
+        ({"sight": ["residual_stream"]}, "'sight'"),
+        ({"sites": ["mlp"]}, "sites"),
+        ({"sites": []}, "one site"),
         ({"slots": 0}, "one slot"),
         ({"slots": "4"}, "one slot"),
     ],
 )
-def test_a_plan_that_cannot_be_names_the_key(wanted: dict[str, Any], message: str) -> None:
+def test_an_invalid_plan_names_the_key(wanted: dict[str, Any], message: str) -> None:
     with pytest.raises(EngineError, match=message):
         worker.plan_of(config({KEY: wanted}))
 
@@ -103,26 +103,26 @@ def test_everything_that_changes_the_graph_changes_the_fingerprint(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Any
 ) -> None:
     plan = worker.plan_of(config())
-    changed = [replace(plan, slots=7), replace(plan, rows=True), replace(plan, sites=(Site.ATTENTION_HEAD,))]
-    found = {worker.fingerprint(one) for one in (plan, *changed)}
+    changed = [replace(plan, slots=7), replace(plan, activations=True), replace(plan, sites=(Site.ATTENTION_HEAD,))]
+    fingerprints = {worker.fingerprint(variant) for variant in (plan, *changed)}
     monkeypatch.setattr(worker, "vllm_version", "0.32.1")
-    found.add(worker.fingerprint(plan))
+    fingerprints.add(worker.fingerprint(plan))
     monkeypatch.undo()
-    other = tmp_path / "graph.py"
-    other.write_text(f"{open(graph.__file__).read()}\n# another line\n")  # noqa: SIM115
-    monkeypatch.setattr(graph, "__file__", str(other))
-    found.add(worker.fingerprint(plan))
-    assert len(found) == 6
+    edited = tmp_path / "graph.py"
+    edited.write_text(f"{open(graph.__file__).read()}\n# another line\n")  # noqa: SIM115
+    monkeypatch.setattr(graph, "__file__", str(edited))
+    fingerprints.add(worker.fingerprint(plan))
+    assert len(fingerprints) == 6
 
 
 def test_the_fingerprint_is_in_the_key_of_vllms_compile_cache() -> None:
-    """vLLM leaves the worker class out of that key: a bare model's graph would otherwise be served to ours."""
-    bare, mine, other = config(), config(), config()
-    assert bare.compute_hash() == mine.compute_hash() == other.compute_hash()
+    """vLLM leaves the worker class out of that key: without the fingerprint our worker would get a bare graph."""
+    bare, ours, fewer_slots = config(), config(), config()
+    assert bare.compute_hash() == ours.compute_hash() == fewer_slots.compute_hash()
     bare.parallel_config.worker_cls = "vllm.v1.worker.cpu_worker.CPUWorker"
-    mine.parallel_config.worker_cls = "service.engines.vllm.worker.Worker"
-    assert bare.compute_hash() == mine.compute_hash(), "vLLM knows workers apart by now; the fingerprint can go"
-    plan = worker.plan_of(mine)
-    for one, fingerprinted in ((mine, plan), (other, replace(plan, slots=1))):
-        one.additional_config[f"{KEY}_fingerprint"] = worker.fingerprint(fingerprinted)
-    assert len({one.compute_hash() for one in (bare, mine, other)}) == 3
+    ours.parallel_config.worker_cls = "service.engines.vllm.worker.Worker"
+    assert bare.compute_hash() == ours.compute_hash(), "vLLM distinguishes worker classes now: remove the fingerprint"
+    plan = worker.plan_of(ours)
+    for variant, variant_plan in ((ours, plan), (fewer_slots, replace(plan, slots=1))):
+        variant.additional_config[f"{KEY}_fingerprint"] = worker.fingerprint(variant_plan)
+    assert len({variant.compute_hash() for variant in (bare, ours, fewer_slots)}) == 3

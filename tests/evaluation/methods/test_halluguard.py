@@ -32,7 +32,7 @@ def modules(engine: TransformersEngine) -> TorchModel:
 def naive(engine: TransformersEngine, prompt: list[int], answer: list[int]) -> tuple[np.ndarray, np.ndarray]:
     """G row by row from one whole forward pass per token, and the last hidden states, all by transformers' own ways."""
     model = engine._model
-    block = list(engine._layout.blocks[-1].parameters())
+    block = list(modules(engine).blocks[-1].parameters())
     rows, states = [], None
     for parameter in block:
         parameter.requires_grad_(True)
@@ -137,7 +137,7 @@ class _Silent(torch.autograd.Function):
 def test_a_model_that_cannot_be_differentiated_twice_is_refused(kernel: Any) -> None:
     engine = tiny.engine("llama")
     prompt, answer = tiny.prompts([4])[0], [5, 6]
-    norm = engine._layout.blocks[-1].post_attention_layernorm  # beside the residual path, which stays whole
+    norm = modules(engine).blocks[-1].post_attention_layernorm  # beside the residual path, which stays whole
     kept = norm.register_forward_hook(lambda _module, _inputs, output: kernel.apply(output))
     with pytest.raises(EngineError, match="differentiate this model twice"):
         answer_kernel(modules(engine), prompt, answer)

@@ -1,0 +1,83 @@
+"""The site's configuration.  `make docs` builds it into build/docs/ from Markdown pages of the whole checkout."""
+
+from __future__ import annotations
+
+from typing import Any
+
+project = "HalluTracer"
+copyright = "HalluTracer contributors, Apache-2.0"
+extensions = ["myst_parser"]
+source_suffix = {".md": "markdown"}
+root_doc = "README"
+include_patterns = [
+    "README.md",
+    "CHANGELOG.md",
+    "docs/*.md",
+    "deploy/README.md",
+    "deploy/demo-report.md",
+    "deploy/sidecar/README.md",
+    "probes_store/FORMAT.md",
+    "service/demo/assets/ATTRIBUTION.md",
+    "service/demo/assets/hallutracer-demo/README.md",
+    "tests/bench/LOG.md",
+]
+exclude_patterns = [".*", "build", "runs", "probes", "evaluation"]
+
+myst_heading_anchors = 4
+# Pages such as a generated report leave out a heading level; browsers do not mind.
+suppress_warnings = ["myst.header"]
+
+smartquotes = False  # -- stays two hyphens
+
+html_theme = "furo"
+html_title = "HalluTracer"
+html_copy_source = False
+html_show_sphinx = False
+templates_path = ["_templates"]
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
+html_additional_pages = {"index": "redirect.html"}
+html_theme_options = {"navigation_with_keys": True}
+
+# GitHub shows README.md as it is, so the navigation is not written there.
+NAVIGATION = {
+    "Start": {"Install": "docs/install"},
+    "Use": {
+        "Serving": "docs/serving",
+        "Python client": "docs/client",
+        "vLLM": "docs/vllm",
+        "Deployment": "deploy/README",
+        "A guard beside a RAG app": "deploy/sidecar/README",
+    },
+    "Train and evaluate": {
+        "Training": "docs/training",
+        "Evaluation": "docs/evaluation",
+        "Demo model": "docs/demo-model",
+        "The demo model's report": "deploy/demo-report",
+        "The demo model's card": "service/demo/assets/hallutracer-demo/README",
+    },
+    "Reference": {"Command line": "docs/cli", "Bundle format": "probes_store/FORMAT"},
+    "Project": {
+        "Architecture": "docs/architecture",
+        "Contributing": "docs/contributing",
+        "Benchmarks": "docs/benchmarks",
+        "Benchmark log": "tests/bench/LOG",
+        "Dependencies": "docs/dependencies",
+        "Changelog": "CHANGELOG",
+        "Sources of the demo's facts": "service/demo/assets/ATTRIBUTION",
+    },
+}
+
+
+def add_navigation(app: Any, docname: str, source: list[str]) -> None:
+    """Append the hidden tables of contents to the first page."""
+    if docname != root_doc:
+        return
+    for caption, pages in NAVIGATION.items():
+        entries = "\n".join(f"{title} </{page}>" for title, page in pages.items())
+        source[0] += f"\n```{{toctree}}\n:hidden:\n:caption: {caption}\n\n{entries}\n```\n"
+
+
+def setup(app: Any) -> None:
+    """Register the hook."""
+    app.connect("source-read", add_navigation)

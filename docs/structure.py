@@ -1,0 +1,84 @@
+"""Draw docs/structure.svg: the layers of tests/test_imports.py, highest first.  Run it after a change of the layers."""
+
+from __future__ import annotations
+
+import ast
+from html import escape
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+TARGET = ROOT / "docs" / "structure.svg"
+
+# What a layer entry does, in a few words, and its colour.
+OUTSIDE, OFFLINE, REQUEST, GROUND = "#dbe9f6", "#fde8d2", "#dff0df", "#ececec"
+ROLES = {
+    "service.cli": ("the commands", OUTSIDE),
+    "service.vllm_plugin": ("risks in vLLM's own server", OUTSIDE),
+    "service.demo": ("the demo model: facts, training, questions, report", OFFLINE),
+    "service.api": ("HTTP: routes, schemas, errors", OUTSIDE),
+    "service.paper": ("the paper's tables and claims", OFFLINE),
+    "service.evaluation": ("methods and baselines on the same rows; the report's page", OFFLINE),
+    "service.trainer": ("a training run and its card", OFFLINE),
+    "service.serving": ("admission, deadlines, loaded bundles, metrics", REQUEST),
+    "service.fitting": ("from activations and labels to probes and a classifier", OFFLINE),
+    "service.data": ("rows, public sets, labels, judges, collected activations", OFFLINE),
+    "service.scoring": ("a request without HTTP: prompt, engine, risk report", REQUEST),
+    "service.prompts": ("text to token ids", REQUEST),
+    "service.policies": ("named policies", REQUEST),
+    "service.guard": ("the decision on a risk", REQUEST),
+    "service.engines": ("run the model: transformers, vLLM, scripted", REQUEST),
+    "service.risk": ("the method: truth logits, depth mean, risk", REQUEST),
+    "service.readout": ("sites, positions, shapes", REQUEST),
+    "probes_store": ("the bundle format and the store", GROUND),
+    "service.options": ("flag, variable or file: an option's value", GROUND),
+    "service.errors": ("every error", GROUND),
+    "service.settings": ("settings", GROUND),
+    "service.client": ("the Python client", GROUND),
+}
+WIDTH, ROW, GAP, LEFT = 760, 44, 8, 40
+
+
+def layers() -> list[list[str]]:
+    """The list LAYERS, read from the test's source: each layer may import the layers below it."""
+    tree = ast.parse((ROOT / "tests" / "test_imports.py").read_text(encoding="utf-8"))
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "LAYERS":
+            return [list(layer) for layer in ast.literal_eval(node.value)]
+    raise SystemExit("tests/test_imports.py has no LAYERS")
+
+
+def draw() -> str:
+    """The picture as SVG text."""
+    rows = layers()
+    if unknown := sorted({name for row in rows for name in row} - set(ROLES)):
+        raise SystemExit(f"docs/structure.py: add to ROLES what these do: {', '.join(unknown)}")
+    height = len(rows) * (ROW + GAP) + GAP
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" font-family="sans-serif">',
+        "<title>The layers of the code; each may import those below it</title>",
+        f'<rect width="{WIDTH}" height="{height}" fill="#ffffff"/>',
+        f'<path d="M20 {GAP}V{height - GAP - 10}" stroke="#666666" stroke-width="2"/>',
+        f'<path d="M14 {height - GAP - 12}h12l-6 12z" fill="#666666"/>',
+        f'<text transform="translate(14 {height // 2}) rotate(-90)" font-size="12" fill="#444444" '
+        'text-anchor="middle">may import</text>',
+    ]
+    for place, row in enumerate(rows):
+        width = (WIDTH - LEFT - GAP * len(row)) / len(row)
+        y = GAP + place * (ROW + GAP)
+        for column, name in enumerate(row):
+            role, colour = ROLES[name]
+            x = LEFT + column * (width + GAP)
+            middle = x + width / 2
+            parts += [
+                f'<rect x="{x:.1f}" y="{y}" width="{width:.1f}" height="{ROW}" rx="5" fill="{colour}" '
+                'stroke="#888888"/>',
+                f'<text x="{middle:.1f}" y="{y + 18}" font-size="13" font-weight="bold" fill="#111111" '
+                f'text-anchor="middle">{escape(name)}</text>',
+                f'<text x="{middle:.1f}" y="{y + 35}" font-size="12" fill="#333333" '
+                f'text-anchor="middle">{escape(role)}</text>',
+            ]
+    return "\n".join([*parts, "</svg>"]) + "\n"
+
+
+if __name__ == "__main__":
+    TARGET.write_text(draw(), encoding="utf-8")

@@ -1,0 +1,164 @@
+"""Every command of the documentation runs as it stands, or says why it is not run."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.docs.pages import PAGES, ROOT, RUNNABLE, SPELLINGS, Block, blocks
+
+ALL = {page: blocks(page) for page in PAGES}
+ADDRESS = "http://127.0.0.1:8765"  # of the service in the pages; the tests take a free port
+NOT_FOLLOWED = {"id", "created"}  # fields of an answer that differ each time
+
+
+def pages_that(wanted: Any) -> list[Any]:
+    return [
+        pytest.param(page, id=str(page.relative_to(ROOT))) for page, found in ALL.items() if any(map(wanted, found))
+    ]
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The address of a service on the demo model."""
+    store = tmp_path_factory.mktemp("store")
+    process = subprocess.Popen(
+        [sys.executable, "-m", "service.cli", "serve", "--port", "0", "--threads", "1", "--store", str(store)],
+        stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, cwd=ROOT,
+    )  # fmt: skip
+    assert process.stdout is not None
+    try:
+        lines = []
+        for line in process.stdout:
+            lines.append(line)
+            if line.startswith("API reference"):  # the last line, printed once it is ready
+                break
+        address = re.search(r"listening on (http://[\w.:]+\d)", "".join(lines))
+        assert address, lines
+        yield address[1]
+    finally:
+        process.kill()
+        process.wait()
+
+
+class Sandbox:
+    """A folder that looks like a checkout, where one page's blocks run one after the other."""
+
+    def __init__(self, folder: Path, request: pytest.FixtureRequest) -> None:
+        self.folder, self.request = folder, request
+        work = folder / "work"
+        work.mkdir()
+        for entry in ("deploy", "service", "probes_store", "tests", "docs", "pyproject.toml", "constraints.txt"):
+            (work / entry).symlink_to(ROOT / entry)
+        programs = folder / "bin"
+        programs.mkdir()
+        for name, arguments in (("hallutracer", "-m service.cli"), ("python", "")):
+            (programs / name).write_text(f'#!/bin/sh\nexec "{sys.executable}" {arguments} "$@"\n')
+            (programs / name).chmod(0o755)
+        self.environment = {key: value for key, value in os.environ.items() if not key.startswith("HALLUTRACER_")} | {
+            "PATH": f"{programs}:{os.environ['PATH']}",
+            "PYTHONPATH": str(ROOT),
+            "HOME": str(folder),
+            "HALLUTRACER_THREADS": "1",
+        }
+
+    def run(self, block: Block) -> str:
+        """What the block prints.  Fails the test where a command fails."""
+        text = block.text
+        if ADDRESS in text:
+            text = text.replace(ADDRESS, self.request.getfixturevalue("service"))
+        if block.language == "python":
+            return self._output(block, [sys.executable, "-c", text])
+        if block.language == "console":
+            return "".join(self._session(block, text))
+        # A command that fails ends the block; `... | head` may close the pipe early.
+        return self._output(block, ["bash", "-eu", "-c", text])
+
+    def _session(self, block: Block, text: str) -> Iterator[str]:
+        for part in re.split(r"^\$ ", text, flags=re.MULTILINE)[1:]:
+            command, _, expected = part.partition("\n")
+            printed = self._output(block, ["bash", "-eu", "-c", command])
+            assert lines_of(printed) == lines_of(expected), f"{block.place}: {command}"
+            yield printed
+
+    def _output(self, block: Block, command: list[str]) -> str:
+        done = subprocess.run(
+            command, cwd=self.folder / "work", env=self.environment | block.variables,
+            capture_output=True, text=True, check=False, timeout=900,
+        )  # fmt: skip
+        assert done.returncode == 0, f"{block.place}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
+        return done.stdout
+
+
+def lines_of(text: str) -> list[str]:
+    """The lines without trailing spaces."""
+    return [line.rstrip() for line in text.strip("\n").splitlines()]
+
+
+def same(shown: Any, real: Any, place: str) -> None:
+    """``real`` has what the page shows; numbers are rounded there."""
+    if isinstance(shown, dict):
+        assert shown.keys() == real.keys(), place
+        for key in shown.keys() - NOT_FOLLOWED:
+            same(shown[key], real[key], f"{place}.{key}")
+    elif isinstance(shown, list):
+        assert len(shown) == len(real), place
+        for number, (left, right) in enumerate(zip(shown, real, strict=True)):
+            same(left, right, f"{place}[{number}]")
+    elif isinstance(shown, float):
+        assert real == pytest.approx(shown, abs=6e-4), place
+    else:
+        assert shown == real, place
+
+
+def run_page(sandbox: Sandbox, page: Path, *, long: bool) -> int:
+    """Run a page's blocks, or without the long ones; how many commands ran."""
+    printed, ran = "", 0
+    for block in ALL[page]:
+        if block.answers:
+            same(json.loads(block.text), json.loads(printed), block.place)
+        elif block.runs and (long or not block.long):
+            printed = sandbox.run(block)
+            ran += 1
+    return ran
+
+
+@pytest.mark.parametrize("page", pages_that(lambda block: block.runs and not block.long))
+def test_the_commands_of_a_page_run(page: Path, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    assert run_page(Sandbox(tmp_path, request), page, long=False) > 0
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("page", pages_that(lambda block: block.runs and block.long))
+def test_the_long_commands_of_a_page_run(page: Path, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    assert run_page(Sandbox(tmp_path, request), page, long=True) > 0
+
+
+@pytest.mark.parametrize("block", [block for found in ALL.values() for block in found], ids=lambda block: block.place)
+def test_a_block_runs_or_says_why_not(block: Block) -> None:
+    assert block.language not in SPELLINGS, f"write one of {', '.join(sorted(RUNNABLE))}"
+    if block.language in RUNNABLE and not block.runs:
+        assert block.reason is not None
+        assert len(block.reason.split()) >= 3, "the reason is missing"
+        for path in re.findall(r"\btests/[\w/.-]*[\w/]", block.reason):
+            assert (ROOT / path).exists(), path
+
+
+def test_an_unknown_mark_is_noticed(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("<!-- run: slowly -->\n```sh\ntrue\n```\n")
+    with pytest.raises(ValueError, match="unknown mark"):
+        blocks(page)
+    page.write_text("<!-- run: long, with A=1 B=x -->\n```sh\ntrue\n```\n\n```sh\nfalse\n```\n")
+    first, second = blocks(page)
+    assert (first.long, first.variables, first.line) == (True, {"A": "1", "B": "x"}, 2)
+    assert second.runs
+    assert not second.long
