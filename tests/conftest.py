@@ -41,4 +41,5 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             file: str = super()._split_scope(nodeid)
             return "vllm" if starts_vllm(file) else file
 
+    config.option.loadscopereorder = False  # in the order above, not by number of tests
     return OneVllm(config, log)
