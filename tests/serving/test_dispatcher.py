@@ -247,16 +247,16 @@ async def test_a_request_that_ends_before_it_starts_gives_its_places_back(bench:
 
 async def test_one_prompts_fault_does_not_fail_the_others(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     poison = bench.script.tokenize("poison")
-    rows = bench.script.rows
+    activations = bench.script.activations
 
     def refusing(prompt: Any, site: Any) -> Any:
         if prompt == poison:
             raise RuntimeError("poison")
-        return rows(prompt, site)
+        return activations(prompt, site)
 
     async with bench.open():
         held = await bench.hold()
-        monkeypatch.setattr(bench.script, "rows", refusing)
+        monkeypatch.setattr(bench.script, "activations", refusing)
         handles = [bench.request("a"), bench.request("b", "poison"), bench.request("c")]
         bench.release.set()
         await held.answers()
@@ -519,7 +519,9 @@ async def test_random_clients_leave_nothing_behind(bench: Bench) -> None:
         sampling = luck.choice([None, Sampling(max_tokens=luck.randint(1, 40))])
         policy = luck.choice([GATE, BLOCK.at(0.0), OBSERVE])
         texts = [f"{n} {place}" for place in range(luck.randint(1, 3))]
-        handle = bench.request(*texts, scorer=n % 2, policy=policy, sampling=sampling, streams=len(texts) == 1)
+        handle = bench.request(
+            *texts, scorer=n % 2, policy=policy, sampling=sampling, streams=len(texts) == 1, seconds=600
+        )
         if luck.random() < 0.4:
             await asyncio.sleep(luck.random() * 0.1)
             handle.cancel(NotReady("gone"))
