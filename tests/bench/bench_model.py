@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tests.bench.service_process import ROOT
+from tests.serve_process import ROOT
 
 if TYPE_CHECKING:
     from probes_store.store import Store

@@ -27,7 +27,7 @@ from tests.bench.bench_model import CACHE, SHAPES, prepare
 from tests.bench.http_client import post
 from tests.bench.load_stats import Check, Outcome, conclude, statuses
 from tests.bench.loadgen import closed_loop, make_prompts, raise_file_limit, score_requests
-from tests.bench.service_process import GAUGES, ServiceProcess
+from tests.bench.service_process import GAUGES, ServiceProcess, cpu_seconds
 
 MIX = "mixed 32-96"
 WORK = (
@@ -177,9 +177,9 @@ def judge(
 ) -> tuple[list[Check], dict[str, Any]]:
     """Check that nothing is left behind."""
     took, left = settle(server, within_s)
-    before, cpu = server.metrics(), server.cpu_seconds()
+    before, cpu = server.metrics(), cpu_seconds(server.pid)
     time.sleep(2.0)
-    after, idle = server.metrics(), server.cpu_seconds() - cpu
+    after, idle = server.metrics(), cpu_seconds(server.pid) - cpu
     grown = {name: after.total(name) - before.total(name) for name in WORK}
     files = server.open_files()
     broken = sum(count for name, count in moments.items() if "answered" not in name and "on the way" not in name)
@@ -233,7 +233,7 @@ def main() -> int:
     # The demo model's answers are over after some twenty milliseconds; the other's take seconds.
     pause, patience = (0.05, 1.0) if options.shape == "demo" else (0.5, 6.0)
     pause = options.pause_s or pause
-    with ServiceProcess([*prepared.arguments, *threads, *shlex.split(options.flags)]) as server:
+    with ServiceProcess(*prepared.arguments, *threads, *shlex.split(options.flags)) as server:
         asyncio.run(closed_loop(server.address, iter(score_requests(make_prompts(8, MIX, seed=7))), 2))
         files, rss = server.open_files(), server.rss_mib()
         start = time.monotonic()
@@ -244,7 +244,9 @@ def main() -> int:
         checks, record = judge(server, count, moments, honest, peaks, files, options.within_s)
         checks.append(Check("resident memory: before, afterwards", f"{rss:.0f}, {server.rss_mib():.0f} MiB",
                             "(reported)", None))  # fmt: skip
-    checks.append(Check("exit status after SIGTERM", str(server.returncode), "0", server.returncode == 0))
+    checks.append(
+        Check("exit status after SIGTERM", str(server.process.returncode), "0", server.process.returncode == 0)
+    )
     return conclude(checks, options.json, {"shape": options.shape, **record})
 
 

@@ -85,7 +85,7 @@ class Bench:
         common = [*self.prepared.arguments, *(["--threads", str(threads)] if threads else [])]
         if set(parts) - {"overload"}:
             with (
-                ServiceProcess([*common, *shlex.split(self.options.flags)]) as server,
+                ServiceProcess(*common, *shlex.split(self.options.flags)) as server,
                 Direct(self.prepared.shape, self.options.cache, threads) as direct,
             ):
                 say(f"server and direct engine are ready, {direct.threads} threads each")
@@ -98,7 +98,7 @@ class Bench:
                 if "sweep" in parts:
                     self.sweep(server, direct)
         if "overload" in parts:
-            with ServiceProcess([*common, *shlex.split(self.options.overload_flags)]) as server:
+            with ServiceProcess(*common, *shlex.split(self.options.overload_flags)) as server:
                 self.overload(server)
 
     def rate(self, server: ServiceProcess, direct: Direct, mix: str) -> None:

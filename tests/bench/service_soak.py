@@ -221,7 +221,7 @@ def main() -> int:
     threads = ["--threads", str(options.threads)] if options.threads else []
     checks: list[Check] = []
     record: dict[str, Any] = {"shape": options.shape, "seconds": options.seconds}
-    with ServiceProcess([*prepared.arguments, *threads, *shlex.split(options.flags)]) as server:
+    with ServiceProcess(*prepared.arguments, *threads, *shlex.split(options.flags)) as server:
         files = server.open_files()
         before = server.metrics()
         meter = CpuMeter({"server": server.pid})
@@ -231,7 +231,7 @@ def main() -> int:
         print(kinds_table(soak))
         checks.append(Check("requests without the expected answer", f"{len(soak.failures)} of {total}", "0",
                             not soak.failures and total > 0, "; ".join(soak.failures[:5])))  # fmt: skip
-        end = "" if server.alive() else f"exit status {server.poll()}; {server.log_tail()}"
+        end = "" if server.alive() else f"exit status {server.process.poll()}; {server.log()[-2000:]}"
         checks.append(Check("the server is alive", str(server.alive()), "True", server.alive(), end))
         if server.alive():
             _, left = settle(server, 30)
@@ -243,7 +243,9 @@ def main() -> int:
         checks += memory_checks(soak.memory)
         record |= {"tally": vars(soak.tally), "counts": dict(soak.counts), "failures": soak.failures[:100],
                    "broken": dict(soak.broken), "memory": soak.memory, "cores": cores}  # fmt: skip
-    checks.append(Check("exit status after SIGTERM", str(server.returncode), "0", server.returncode == 0))
+    checks.append(
+        Check("exit status after SIGTERM", str(server.process.returncode), "0", server.process.returncode == 0)
+    )
     rate = total / options.seconds
     print(f"\n{rate:.1f} requests/s, cores: server {cores['server']:.2f}\n")
     return conclude(checks, options.json, record)

@@ -24,7 +24,7 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import ArrayLike
 
-from tests.bench.service_process import ROOT
+from tests.serve_process import ROOT
 
 RESAMPLES = 4_000
 READY_WITHIN_S = 400.0

@@ -20,7 +20,7 @@ from fastapi.testclient import TestClient
 from service.client import AsyncClient
 from service.demo.picture import KNOWN, UNKNOWN
 from tests.client import bodies
-from tests.running import serve
+from tests.serve_process import serve
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "deploy" / "sidecar"
