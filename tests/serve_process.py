@@ -17,6 +17,11 @@ from typing import Self
 ROOT = Path(__file__).parent.parent
 
 
+def inherited() -> dict[str, str]:
+    """The environment without variables of ours."""
+    return {name: value for name, value in os.environ.items() if not name.startswith(("HALLUTRACER_", "RAG_"))}
+
+
 class ServeProcess:
     """``hallutracer serve`` as a user starts it, on a free port; a context manager: ready on entry, ended on exit.
 
@@ -25,12 +30,11 @@ class ServeProcess:
     """
 
     def __init__(self, *arguments: str, **variables: str) -> None:
-        inherited = {name: value for name, value in os.environ.items() if not name.startswith(("HALLUTRACER_", "RAG_"))}
         self._stderr = tempfile.NamedTemporaryFile("w")  # noqa: SIM115  (closed on exit)
         self.process = subprocess.Popen(
             [sys.executable, "-m", "service.cli", "serve", "--port", "0", *arguments], cwd=ROOT, text=True,
             stdout=subprocess.PIPE, stderr=self._stderr, start_new_session=True,
-            env=inherited | {"PYTHONUNBUFFERED": "1", "PYTHONPATH": str(ROOT)} | variables,
+            env=inherited() | {"PYTHONUNBUFFERED": "1", "PYTHONPATH": str(ROOT)} | variables,
         )  # fmt: skip
         self.url = ""
 
