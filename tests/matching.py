@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -44,3 +45,14 @@ def scripted(tmp_path: Path, **options: object) -> tuple[ScriptedEngine, Bundle]
     """A script and a bundle of its own; ``Scheduled`` makes an engine of the script."""
     script = ScriptedEngine(**options)  # type: ignore[arg-type]
     return script, matching_bundle(script, tmp_path)
+
+
+class Held:
+    """A script's ``before`` that stands still inside a forward pass until ``release`` is set."""
+
+    def __init__(self) -> None:
+        self.entered, self.release = threading.Event(), threading.Event()
+
+    def __call__(self, _: str) -> None:
+        self.entered.set()
+        assert self.release.wait(30)
