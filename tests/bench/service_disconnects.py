@@ -10,7 +10,6 @@ more, the process must be idle, and its sockets closed.  The exit status is 1 wh
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import itertools
 import json
@@ -20,12 +19,11 @@ import sys
 import time
 from collections import Counter
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from tests.bench.bench_model import CACHE, SHAPES, prepare
+from tests.bench.bench_model import SHAPES, prepare
 from tests.bench.http_client import post
-from tests.bench.load_stats import Check, Outcome, conclude, statuses
+from tests.bench.load_stats import Check, Outcome, conclude, parser, statuses
 from tests.bench.loadgen import closed_loop, make_prompts, raise_file_limit, score_requests
 from tests.bench.service_process import GAUGES, ServiceProcess, cpu_seconds
 
@@ -211,21 +209,18 @@ def judge(
 
 def main() -> int:
     """Run the disconnects and the checks."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", choices=SHAPES, default="demo")
-    parser.add_argument("--count", type=int, default=1000)
-    parser.add_argument("--at-once", type=int, default=48)
-    parser.add_argument("--honest", type=int, default=4, help="clients that wait for their answers")
-    parser.add_argument("--pause-s", type=float, help="how long a queued request waits before it hangs up")
-    parser.add_argument("--within-s", type=float, default=60.0, help="how long the gauges may take to reach zero")
-    parser.add_argument(
+    arguments = parser(__doc__, quick="100 disconnects")
+    arguments.add_argument("--shape", choices=SHAPES, default="demo")
+    arguments.add_argument("--count", type=int, default=1000)
+    arguments.add_argument("--at-once", type=int, default=48)
+    arguments.add_argument("--honest", type=int, default=4, help="clients that wait for their answers")
+    arguments.add_argument("--pause-s", type=float, help="how long a queued request waits before it hangs up")
+    arguments.add_argument("--within-s", type=float, default=60.0, help="how long the gauges may take to reach zero")
+    arguments.add_argument(
         "--flags", default="--deadline-s 600", help="of the server; a long deadline, so that none is refused"
     )
-    parser.add_argument("--threads", type=int)
-    parser.add_argument("--cache", type=Path, default=CACHE)
-    parser.add_argument("--quick", action="store_true", help="100 disconnects")
-    parser.add_argument("--json", type=Path)
-    options = parser.parse_args()
+    arguments.add_argument("--threads", type=int)
+    options = arguments.parse_args()
     raise_file_limit()
     count = 100 if options.quick else options.count
     prepared = prepare(options.shape, options.cache)

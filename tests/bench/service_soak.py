@@ -17,14 +17,13 @@ import sys
 import time
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from tests.bench.bench_model import CACHE, SHAPES, Prepared, prepare
+from tests.bench.bench_model import SHAPES, Prepared, prepare
 from tests.bench.http_client import Pool
-from tests.bench.load_stats import Check, conclude, percentile, slope
+from tests.bench.load_stats import Check, conclude, parser, percentile, slope
 from tests.bench.loadgen import raise_file_limit
 from tests.bench.service_disconnects import Plan, break_off, settle
 from tests.bench.service_process import CpuMeter, Metrics, ServiceProcess
@@ -202,18 +201,15 @@ def kinds_table(soak: Soak) -> str:
 
 def main() -> int:
     """Run the soak and its checks."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", choices=SHAPES, default="demo")
-    parser.add_argument("--seconds", type=float, default=600.0)
-    parser.add_argument("--clients", type=int, default=16)
-    parser.add_argument("--think-s", type=float, default=0.0, help="pause of a client between two requests")
-    parser.add_argument("--hang-up-every-s", type=float, default=0.1, help="mean pause of the two that hang up")
-    parser.add_argument("--flags", default="", help="of the server; none: its defaults")
-    parser.add_argument("--threads", type=int)
-    parser.add_argument("--cache", type=Path, default=CACHE)
-    parser.add_argument("--quick", action="store_true", help="20 s")
-    parser.add_argument("--json", type=Path)
-    options = parser.parse_args()
+    arguments = parser(__doc__, quick="20 s")
+    arguments.add_argument("--shape", choices=SHAPES, default="demo")
+    arguments.add_argument("--seconds", type=float, default=600.0)
+    arguments.add_argument("--clients", type=int, default=16)
+    arguments.add_argument("--think-s", type=float, default=0.0, help="pause of a client between two requests")
+    arguments.add_argument("--hang-up-every-s", type=float, default=0.1, help="mean pause of the two that hang up")
+    arguments.add_argument("--flags", default="", help="of the server; none: its defaults")
+    arguments.add_argument("--threads", type=int)
+    options = arguments.parse_args()
     if options.quick:
         options.seconds = 20.0
     raise_file_limit()

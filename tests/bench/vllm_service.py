@@ -31,12 +31,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from tests.bench.bench_model import CACHE, SHAPES, Prepared, prepare
+from tests.bench.bench_model import SHAPES, Prepared, prepare
 from tests.bench.http_client import Pool, post
-from tests.bench.load_stats import Check, conclude, percentile, table, write_json
+from tests.bench.load_stats import Check, conclude, parser, percentile, say, table, write_json
 from tests.bench.loadgen import MIXES, make_prompts, score_requests
 from tests.bench.vllm_contestant import MAX_LENGTH, SAME
-from tests.bench.vllm_turns import Listener, Talker, group_memory_gib, interval, say
+from tests.bench.vllm_turns import Listener, Talker, group_memory_gib, interval
 
 CLIENTS = 32
 RATE_TARGET = 0.95
@@ -214,19 +214,16 @@ class Bench:
 
 def parse() -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shapes", default=",".join(SHAPES))
-    parser.add_argument("--parts", default="rate,latency")
-    parser.add_argument("--rounds", type=int, default=7, help="paired rounds of a rate")
-    parser.add_argument("--round-seconds", type=float, default=5.0, help="work of a round and side, about; on the 0.5B "
-                        "shape the least work, 96 prompts, takes longer")  # fmt: skip
-    parser.add_argument("--latency-rounds", type=int, default=6)
-    parser.add_argument("--alone", type=int, default=16, help="requests a round and side with one client")
-    parser.add_argument("--eager", action="store_true", help="no compiled graphs: starts faster, for a smoke")
-    parser.add_argument("--cache", type=Path, default=CACHE, help="model folders (2 GB), kept between runs")
-    parser.add_argument("--quick", action="store_true", help="smoke: demo model, eager, short; nothing judged")
-    parser.add_argument("--json", type=Path)
-    options = parser.parse_args()
+    arguments = parser(__doc__, quick="smoke: demo model, eager, short; nothing judged")
+    arguments.add_argument("--shapes", default=",".join(SHAPES))
+    arguments.add_argument("--parts", default="rate,latency")
+    arguments.add_argument("--rounds", type=int, default=7, help="paired rounds of a rate")
+    seconds = "work of a round and side, about; on the 0.5B shape the least work, 96 prompts, takes longer"
+    arguments.add_argument("--round-seconds", type=float, default=5.0, help=seconds)
+    arguments.add_argument("--latency-rounds", type=int, default=6)
+    arguments.add_argument("--alone", type=int, default=16, help="requests a round and side with one client")
+    arguments.add_argument("--eager", action="store_true", help="no compiled graphs: starts faster, for a smoke")
+    options = arguments.parse_args()
     options.least = 3
     if options.quick:
         options.shapes, options.eager, options.rounds, options.latency_rounds = "demo", True, 2, 2

@@ -190,8 +190,3 @@ def group_memory_gib(group: int) -> float:
         except OSError:
             continue
     return total / 2**30
-
-
-def say(line: str = "") -> None:
-    """Print a line with the time, unbuffered."""
-    print(f"{time.strftime('%H:%M:%S')} {line}" if line else "", flush=True)

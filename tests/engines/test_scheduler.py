@@ -132,7 +132,7 @@ async def test_a_batch_that_fails_is_tried_one_by_one(bench: Bench, monkeypatch:
             monkeypatch.setattr(fresh.script, "begin", refusing(fresh.script.begin))
             tasks = [started(fresh.answer(one, **options)) for one in ("a", "poison", "b")]
             await asyncio.sleep(0)
-            fresh.release.set()
+            fresh.holding.release.set()
             await held
             assert [logits(await tasks[n]) for n in (0, 2)] == [fresh.logits("a"), fresh.logits("b")]
             with pytest.raises(RuntimeError, match="poison"):
