@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -22,7 +23,7 @@ WEIGHT, INTERCEPT = 2.0, 0.1
 
 
 def matching_draft(
-    engine: LoadedModel, name: str, seed: int, prompts: list[list[int]] = GOLDEN, **changes: object
+    engine: LoadedModel, name: str, seed: int, prompts: list[list[int]] = GOLDEN, **changes: Any
 ) -> BundleDraft:
     """Random probes for ``engine``, with golden ``prompts`` recorded through ``engine.score``."""
     identity = engine.identity
@@ -44,7 +45,7 @@ def matching_draft(
     return draft
 
 
-def matching_bundle(engine: LoadedModel, folder: Path, name: str = "tiny", seed: int = 0, **changes: object) -> Bundle:
+def matching_bundle(engine: LoadedModel, folder: Path, name: str = "tiny", seed: int = 0, **changes: Any) -> Bundle:
     """A bundle folder of such a draft."""
     return write_bundle(matching_draft(engine, name, seed, **changes), folder / name)
 
