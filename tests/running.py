@@ -1,19 +1,12 @@
-"""Services to test against: the app in a thread on a scripted engine, and ``hallutracer serve`` as a process."""
+"""The app on a scripted engine: in this process, or listening in a thread."""
 
 from __future__ import annotations
 
-import os
-import re
-import signal
 import socket
-import subprocess
-import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Self
@@ -31,8 +24,6 @@ from service.serving.state import ServiceState
 from service.settings import ServiceSettings
 from tests.engine_kinds import KINDS, engine_of
 from tests.matching import matching_bundle
-
-ROOT = Path(__file__).parent.parent
 
 
 class App:
@@ -111,47 +102,3 @@ def until(condition: Any, seconds: float = 20.0) -> None:
     while not condition():
         assert time.monotonic() < end, "the condition never became true"
         time.sleep(0.01)
-
-
-@dataclass(frozen=True)
-class Served:
-    """A ``hallutracer serve`` that runs."""
-
-    url: str
-    process: subprocess.Popen[str]
-    errors: Path
-
-    def log(self) -> str:
-        """What it has written to stderr."""
-        return self.errors.read_text()
-
-
-@contextmanager
-def serve(*arguments: str, **variables: str) -> Iterator[Served]:
-    """``hallutracer serve`` as a user starts it, on a free port, once it is ready; ended afterwards.
-
-    No variable of ours is inherited.
-    """
-    inherited = {name: value for name, value in os.environ.items() if not name.startswith(("HALLUTRACER_", "RAG_"))}
-    own = {"HALLUTRACER_THREADS": "1", "PYTHONUNBUFFERED": "1", "PYTHONPATH": str(ROOT)}
-    with tempfile.NamedTemporaryFile("w") as errors:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "service.cli", "serve", "--port", "0", *arguments], cwd=ROOT, text=True,
-            stdout=subprocess.PIPE, stderr=errors, env=inherited | own | variables, start_new_session=True,
-        )  # fmt: skip
-        assert process.stdout is not None
-        try:
-            lines: list[str] = []
-            while not lines or not lines[-1].startswith("API reference"):
-                lines.append(process.stdout.readline())
-                assert lines[-1], "".join(lines) + Path(errors.name).read_text()[-3000:]
-            address = re.search(r"listening on (http://[^\s,]+)", "".join(lines))
-            assert address, lines
-            threading.Thread(target=process.stdout.read, daemon=True).start()  # a full pipe would stop the service
-            yield Served(address[1], process, Path(errors.name))
-            process.terminate()
-            process.wait(60)
-        finally:
-            with suppress(ProcessLookupError):  # with what it has started, vLLM's processes among them
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()

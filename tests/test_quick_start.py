@@ -20,7 +20,7 @@ from service.demo.picture import KNOWN, UNKNOWN
 from service.demo.questions import questions
 from service.engines.base import EngineOptions, Sampling
 from service.engines.transformers.engine import TransformersEngine
-from tests.running import Served, serve
+from tests.serve_process import ServeProcess, serve
 
 ROOT = Path(__file__).parent.parent
 
@@ -107,13 +107,13 @@ def test_half_precision_passes_the_golden_replay(tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServeProcess]:
     with serve(HALLUTRACER_STORE=str(tmp_path_factory.mktemp("store"))) as service:
         yield service
 
 
 @pytest.fixture
-def service(served: Served) -> str:
+def service(served: ServeProcess) -> str:
     return served.url
 
 
@@ -170,7 +170,7 @@ def test_a_prompt_beyond_the_context_is_refused(service: str) -> None:
     assert error["code"] == "prompt_too_long"
 
 
-def test_ctrl_c_ends_it_cleanly(served: Served) -> None:
+def test_ctrl_c_ends_it_cleanly(served: ServeProcess) -> None:
     # Last in the file: it ends the module's service.
     served.process.send_signal(signal.SIGINT)
     assert served.process.wait(60) in (0, 130, -signal.SIGINT)

@@ -21,7 +21,7 @@ import pytest
 from probes_store.bundle import Bundle, BundleDraft
 from probes_store.store import SHIPPED, Store
 from tests.engines.vllm.installed import vllm_or_skip
-from tests.running import Served, serve
+from tests.serve_process import ServeProcess, serve
 
 vllm_or_skip()
 
@@ -38,7 +38,7 @@ def draft_of(bundle: Bundle) -> BundleDraft:
 
 @dataclass(frozen=True)
 class Service:
-    served: Served
+    served: ServeProcess
     store: Store  # has two versions of ``mine``: what demo and demo-fused are
 
 

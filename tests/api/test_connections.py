@@ -10,6 +10,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Iterator, MutableMapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import pytest
 
 from service.engines.base import Update
 from tests.engine_kinds import KINDS
+from tests.matching import Held
 from tests.running import App, Running, running, until
 
 both_kinds = pytest.mark.parametrize("kind", KINDS)
@@ -41,13 +43,17 @@ def events(text: str) -> list[Any]:
     return [json.loads(line) for line in lines[:-1]]
 
 
-def send(service: Running, body: dict[str, Any], *, cut: int = 0) -> socket.socket:
-    """Open a connection and send a request, without its last ``cut`` bytes."""
+def send(service: Running, body: dict[str, Any], *, cut: int = 0, buffer: int | None = None) -> socket.socket:
+    """Open a connection and send a request, without its last ``cut`` bytes; ``buffer`` bytes of an answer fit in."""
     content = json.dumps(body).encode()
     head = (
         f"POST /score HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(content)}\r\n\r\n"
     )
-    connection = socket.create_connection(("127.0.0.1", service.port), timeout=20)
+    connection = socket.socket()
+    connection.settimeout(20)
+    if buffer is not None:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer)
+    connection.connect(("127.0.0.1", service.port))
     connection.sendall(head.encode() + content[: len(content) - cut])
     return connection
 
@@ -131,6 +137,10 @@ def test_an_error_before_the_risk_is_a_plain_error(service: Running) -> None:
         (b'{"input_ids": []}', 422, "empty_prompt"),
         (b'{"input_ids": [[]]}', 422, "empty_prompt"),
         (b'{"prompt": ""}', 422, "empty_prompt"),
+        (b'{"prompt": [""]}', 422, "empty_prompt"),
+        (b'{"prompt": []}', 422, "empty_prompt"),
+        (b'{"messages": []}', 422, "empty_prompt"),
+        (b"[]", 422, "invalid_request"),
         (b"", 422, "invalid_request"),
         (b'{"prompt": "a"', 400, "invalid_json"),
         (b'{"prompt": "\xff\xfe"}', 400, "invalid_json"),
@@ -166,21 +176,15 @@ def test_a_deadline_under_way_is_an_event(service: Running) -> None:
 
 def test_clients_that_leave_take_their_work_with_them(service: Running) -> None:
     service.engine.answer = "x" * 400
-    entered, release = threading.Event(), threading.Event()
-
-    def block(_: str) -> None:
-        entered.set()
-        release.wait(20)
-
-    service.engine.before = block
+    service.engine.before = held = Held()
     holder = send(service, {"prompt": "held"})
-    assert entered.wait(20)
+    assert held.entered.wait(20)
     prefills = service.engine.counters.prefills
     answer = {"prompt": "a", "threshold": 1, "generate": {"max_tokens": 400}}
     for body, cut in (({"prompt": "b"}, 0), (answer, 0), (answer | {"stream": True}, 0), ({"prompt": "c"}, 3)):
         send(service, body, cut=cut).close()
     until(lambda: service.metric("hallutracer_errors_total") == 4)
-    release.set()
+    held.release.set()
     until(lambda: idle(service))
     assert service.engine.counters.prefills == prefills + 1  # only the one that was held
     holder.close()
@@ -213,17 +217,7 @@ def test_a_reader_that_takes_nothing_is_let_go(tmp_path: Path, kind: str, monkey
         service.engine.answer = "x" * 50_000
         service.engine._identity = dataclasses.replace(service.engine.identity, max_tokens=60_000)
         body = {"prompt": "a", "threshold": 1, "generate": {"max_tokens": 50_000}, "stream": True}
-        content = json.dumps(body).encode()
-        readers = []
-        for _ in range(2):
-            connection = socket.socket()
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
-            connection.connect(("127.0.0.1", service.port))
-            head = (
-                f"POST /score HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(content)}"
-            )
-            connection.sendall(head.encode() + b"\r\n\r\n" + content)
-            readers.append(connection)
+        readers = [send(service, body, buffer=1024) for _ in range(2)]
         until(lambda: service.metric("hallutracer_http_requests_total") == 2)
         until(lambda: idle(service))
         for connection in readers:
@@ -289,20 +283,15 @@ def test_stopping_finishes_what_is_in_flight(tmp_path: Path, kind: str) -> None:
 
 def test_the_same_answer_with_and_without_a_stream_in_a_crowd(service: Running) -> None:
     service.engine.answer = "Zürich, 日本 and 🙂"
-    results: list[tuple[str, str]] = []
 
-    def ask(n: int) -> None:
+    def ask(n: int) -> tuple[str, str]:
         body = {"prompt": f"prompt {n}", "generate": {"max_tokens": 64}, "policy": "observe"}
         plain = service.post(**body).json()["data"][0]["completion"]["text"]
         streamed = events(service.post(**body, stream=True).text)
-        results.append((plain, "".join(event["delta"]["text"] for event in streamed[1:])))
+        return plain, "".join(event["delta"]["text"] for event in streamed[1:])
 
-    threads = [threading.Thread(target=ask, args=(n,)) for n in range(12)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
-    assert results == [(service.engine.answer, service.engine.answer)] * 12
+    with ThreadPoolExecutor(12) as pool:
+        assert list(pool.map(ask, range(12))) == [(service.engine.answer, service.engine.answer)] * 12
     until(lambda: idle(service))
 
 
@@ -325,22 +314,16 @@ def test_a_broken_engine_is_neither_ready_nor_alive(tmp_path: Path, kind: str, m
 @both_kinds
 def test_a_full_queue_is_429_with_retry_after(tmp_path: Path, kind: str) -> None:
     with running(tmp_path, kind, max_queue=3, max_prompts=2) as service:
-        entered, release = threading.Event(), threading.Event()
-
-        def block(_: str) -> None:
-            entered.set()
-            release.wait(20)
-
-        service.engine.before = block
+        service.engine.before = held = Held()
         first = send(service, {"prompt": "held"})
-        assert entered.wait(20)
+        assert held.entered.wait(20)
         second = send(service, {"prompt": ["a", "b"]})
         until(lambda: service.metric("hallutracer_queue_depth") == 3)
         refused = service.post(prompt="c")
         assert refused.status_code == 429
         assert int(refused.headers["retry-after"]) >= 1
         assert refused.json()["error"]["code"] == "overloaded"
-        release.set()
+        held.release.set()
         for connection in (first, second):
             assert connection.recv(4096).startswith(b"HTTP/1.1 200")
             connection.close()

@@ -13,14 +13,14 @@ import json
 import shutil
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tests.bench.service_process import ROOT
+from tests.bench.load_stats import CACHE
+from tests.serve_process import ROOT
 
 if TYPE_CHECKING:
     from probes_store.store import Store
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
 SHAPES = ("qwen2.5-0.5b", "demo")
 RECIPE = 1  # increase to rebuild what the cache holds
-CACHE = Path(tempfile.gettempdir()) / "hallutracer-bench"
 QUESTIONS = ["What is the capital of Italy?", "What is the capital of the Solomon Islands?", "Who are you?", "Hello."]
 
 
@@ -156,41 +155,16 @@ def _save(folder: Path) -> None:
 
 def _publish(folder: Path, store: Path, names: list[str]) -> None:
     """Bundles of random probes, whose golden prompts are recorded through the engine that serves."""
-    import numpy as np
-
-    from probes_store.manifest import Classifier
     from probes_store.store import Store
-    from probes_store.tensors import Golden
     from service.engines.base import EngineOptions
     from service.engines.transformers.engine import TransformersEngine
-    from service.readout import Probes, Site
-    from service.risk import depth_mean, risk
-    from service.trainer.publish import model_record
-    from tests.probes_store.factory import make_draft
+    from tests.matching import matching_draft
 
     engine = TransformersEngine.load(EngineOptions(str(folder)))
-    identity = engine.identity
     golden = [engine.render_chat([{"role": "user", "content": question}]) for question in QUESTIONS]
     for seed, name in enumerate(names):
-        draft = make_draft(
-            seed,
-            name=name,
-            model=model_record(identity),
-            tokenizer=identity.tokenizer,
-            chat_template=identity.chat_template,
-            dtype=identity.dtype,
-            classifier=Classifier((2.0,), 0.1),
-            card=f"# {name}\n\nRandom probes on random weights, for load tests.\n",
-            evaluation={},
-            plots={},
-        )
-        tensors = draft.probes
-        probes = Probes(Site.ATTENTION_HEAD, tensors.head, tensors.direction, tensors.bias, tensors.scale)
-        trajectory = np.stack([onset.trajectories[0] for onset in engine.score(golden, [probes])])
-        classifier = draft.manifest.classifier
-        risks = risk(depth_mean(trajectory)[:, None], np.array(classifier.weight), classifier.intercept)
-        draft.golden = Golden.record(golden, trajectory, risks, None)
-        Store(store).publish(draft)
+        card = f"# {name}\n\nRandom probes on random weights, for load tests.\n"
+        Store(store).publish(matching_draft(engine, name, seed, golden, card=card, evaluation={}, plots={}))
 
 
 def load(shape: str, cache: Path) -> tuple[Engine, Store]:

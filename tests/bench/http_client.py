@@ -1,4 +1,4 @@
-"""A small HTTP/1.1 keep-alive client on asyncio, cheap enough to load a server from the machine it runs on.
+"""A small HTTP/1.1 keep-alive client on asyncio streams, cheap enough to load a server from the machine it runs on.
 
 One request per connection at a time, no redirects, no compression, no retries.
 """
@@ -6,26 +6,32 @@ One request per connection at a time, no redirects, no compression, no retries.
 from __future__ import annotations
 
 import asyncio
+import re
 import time
+from dataclasses import dataclass
 
 IDLE_LIMIT_S = 2.0  # below any server's keep-alive timeout, so that no request meets the server's close
+Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
+@dataclass(frozen=True, slots=True)
 class Reply:
-    """A whole response."""
+    """A whole response.  ``sent``: when its request was; ``pieces``: the body's chunks, each with its arrival."""
 
-    __slots__ = ("body", "head", "status")
+    status: int
+    head: bytes
+    pieces: list[tuple[float, bytes]]
+    sent: float
 
-    def __init__(self, status: int, head: bytes, body: bytes) -> None:
-        self.status, self.head, self.body = status, head, body
+    @property
+    def body(self) -> bytes:
+        """All of it."""
+        return b"".join(piece for _, piece in self.pieces)
 
     def header(self, name: str) -> str | None:
         """A header's value, or None."""
-        for line in self.head.split(b"\r\n")[1:]:
-            key, _, value = line.partition(b":")
-            if key.decode("latin-1").lower() == name.lower():
-                return value.strip().decode("latin-1")
-        return None
+        found = re.search(rb"\r\n" + re.escape(name.encode()) + rb":[ \t]*([^\r]*)", self.head, re.IGNORECASE)
+        return found and found[1].decode("latin-1").strip()
 
 
 def post(path: str, body: bytes, host: str = "bench") -> bytes:
@@ -36,156 +42,60 @@ def post(path: str, body: bytes, host: str = "bench") -> bytes:
     return head.encode() + body
 
 
-class Connection(asyncio.Protocol):
-    """One TCP connection."""
-
-    def __init__(self) -> None:
-        self.last_used = time.perf_counter()
-        self._transport: asyncio.Transport | None = None
-        self._waiting: asyncio.Future[Reply] | None = None
-        self._buffer = bytearray()
-        self._head: bytes | None = None
-        self._status = 0
-        self._length: int | None = None  # None: chunked
-        self._chunks: list[bytes] = []
-
-    @property
-    def open(self) -> bool:
-        """Neither side has closed it."""
-        return self._transport is not None and not self._transport.is_closing()
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Called by asyncio."""
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        """Called by asyncio."""
-        self._transport = None
-        self._fail(exc or ConnectionResetError("the server closed the connection before a whole answer"))
-
-    def send(self, request: bytes) -> asyncio.Future[Reply]:
-        """Send one request; the future holds its reply.  Raises ConnectionError if the connection is closed."""
-        if not self.open or self._waiting is not None:
-            raise ConnectionError("the connection is closed or busy")
-        assert self._transport is not None
-        self._waiting = asyncio.get_running_loop().create_future()
-        self._transport.write(request)
-        return self._waiting
-
-    def close(self, *, reset: bool = False) -> None:
-        """Close; ``reset`` sends an RST and drops what is unsent."""
-        if self._transport is not None:
-            if reset:
-                self._transport.abort()
-            else:
-                self._transport.close()
-
-    def data_received(self, data: bytes) -> None:
-        """Called by asyncio."""
-        self._buffer += data
-        try:
-            while self._waiting is not None and self._step():
-                pass
-        except (ValueError, IndexError) as error:
-            self._fail(ConnectionError(f"not HTTP/1.1: {error}"))
-            self.close(reset=True)
-
-    def _step(self) -> bool:
-        """Parse one part; whether there may be another."""
-        if self._head is None:
-            end = self._buffer.find(b"\r\n\r\n")
-            if end < 0:
-                return False
-            self._head = bytes(self._buffer[:end])
-            del self._buffer[: end + 4]
-            self._status = int(self._head[9:12])
-            self._length = _length(self._head)
-            return True
-        if self._length is not None:
-            if len(self._buffer) < self._length:
-                return False
-            self._finish(bytes(self._buffer[: self._length]))
-            return False
-        end = self._buffer.find(b"\r\n")
-        if end < 0:
-            return False
-        size = int(self._buffer[:end].split(b";")[0], 16)
-        if len(self._buffer) < end + 2 + size + 2:
-            return False
-        self._chunks.append(bytes(self._buffer[end + 2 : end + 2 + size]))
-        del self._buffer[: end + 2 + size + 2]
-        if size == 0:
-            self._finish(b"".join(self._chunks))
-            return False
-        return True
-
-    def _finish(self, body: bytes) -> None:
-        assert self._head is not None
-        reply = Reply(self._status, self._head, body)
-        closing = b"connection: close" in self._head.lower()
-        waiting, self._waiting, self._head = self._waiting, None, None
-        self._chunks = []
-        self._buffer.clear()
-        self.last_used = time.perf_counter()
-        if waiting is not None and not waiting.done():
-            waiting.set_result(reply)
-        if closing:
-            self.close()
-
-    def _fail(self, error: Exception) -> None:
-        waiting, self._waiting = self._waiting, None
-        if waiting is not None and not waiting.done():
-            waiting.set_exception(error)
-
-
-def _length(head: bytes) -> int | None:
-    lowered = head.lower()
-    if b"\r\ntransfer-encoding: chunked" in lowered:
-        return None
-    start = lowered.find(b"\r\ncontent-length:")
-    if start < 0:
-        raise ValueError("neither Content-Length nor chunked")
-    return int(lowered[start + 17 :].split(b"\r\n", 1)[0])
-
-
-async def connect(host: str, port: int) -> Connection:
-    """Open a connection.  Raises OSError."""
-    _, connection = await asyncio.get_running_loop().create_connection(Connection, host, port)
-    return connection
-
-
 class Pool:
     """Keep-alive connections: the most recently used idle one first, else a new one."""
 
     def __init__(self, host: str, port: int) -> None:
         self.host, self.port = host, port
         self.opened = 0
-        self._idle: list[Connection] = []
+        self._idle: list[tuple[float, Streams]] = []
 
     async def exchange(self, request: bytes, timeout_s: float) -> Reply:
         """One request.  Raises OSError (ConnectionError, TimeoutError)."""
-        connection = await self._take()
+        reader, writer = await self._take()
         try:
-            reply = await asyncio.wait_for(connection.send(request), timeout_s)
-        except BaseException:
-            connection.close(reset=True)
+            async with asyncio.timeout(timeout_s):
+                sent = time.perf_counter()
+                writer.write(request)
+                reply = await _read(reader, sent)
+        except BaseException as error:
+            writer.transport.abort()
+            if isinstance(error, EOFError | ValueError | asyncio.LimitOverrunError):
+                raise ConnectionResetError(f"no whole HTTP/1.1 answer: {error}") from error
             raise
-        if connection.open:
-            self._idle.append(connection)
+        if b"connection: close" in reply.head.lower():
+            writer.close()
+        else:
+            self._idle.append((time.perf_counter(), (reader, writer)))
         return reply
 
-    async def _take(self) -> Connection:
+    async def _take(self) -> Streams:
         while self._idle:
-            connection = self._idle.pop()
-            if connection.open and time.perf_counter() - connection.last_used < IDLE_LIMIT_S:
-                return connection
-            connection.close()
+            last_used, (reader, writer) = self._idle.pop()
+            if not reader.at_eof() and not writer.is_closing() and time.perf_counter() - last_used < IDLE_LIMIT_S:
+                return reader, writer
+            writer.close()
         self.opened += 1
-        return await connect(self.host, self.port)
+        return await asyncio.open_connection(self.host, self.port)
 
     def close(self) -> None:
         """Close the idle connections."""
-        for connection in self._idle:
-            connection.close()
+        for _, (_, writer) in self._idle:
+            writer.close()
         self._idle.clear()
+
+
+async def _read(reader: asyncio.StreamReader, sent: float) -> Reply:
+    head = await reader.readuntil(b"\r\n\r\n")
+    reply = Reply(int(head[9:12]), head, [], sent)
+    if length := reply.header("content-length"):
+        body = await reader.readexactly(int(length))
+        reply.pieces.append((time.perf_counter(), body))
+        return reply
+    if reply.header("transfer-encoding") != "chunked":
+        raise ValueError("neither Content-Length nor chunked")
+    while size := int((await reader.readuntil(b"\r\n")).split(b";")[0], 16):
+        piece = (await reader.readexactly(size + 2))[:-2]
+        reply.pieces.append((time.perf_counter(), piece))
+    await reader.readexactly(2)
+    return reply

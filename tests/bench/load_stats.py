@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
+import tempfile
+import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -13,6 +17,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 Floats = NDArray[np.float64]
+CACHE = Path(tempfile.gettempdir()) / "hallutracer-bench"
 
 
 def poisson_arrivals(rate: float, seconds: float, seed: int) -> Floats:
@@ -51,6 +56,11 @@ class Outcome:
     error: str | None = None
 
     @property
+    def name(self) -> str:
+        """The status, or the error of a request without an answer."""
+        return str(self.status) if self.status else (self.error or "no answer")
+
+    @property
     def latency(self) -> float:
         """From the intended send time, so that a stalled generator cannot hide a slow server."""
         return self.done - self.intended
@@ -78,11 +88,7 @@ def summarise(outcomes: Sequence[Outcome], seconds: float) -> Summary:
 
 def statuses(outcomes: Sequence[Outcome]) -> dict[str, int]:
     """How many of each status; a request without an answer counts under its error."""
-    counts: dict[str, int] = {}
-    for outcome in outcomes:
-        name = str(outcome.status) if outcome.status else (outcome.error or "no answer")
-        counts[name] = counts.get(name, 0) + 1
-    return dict(sorted(counts.items()))
+    return dict(sorted(Counter(outcome.name for outcome in outcomes).items()))
 
 
 def steady(outcomes: Sequence[Outcome], warm: int) -> tuple[list[Outcome], float]:
@@ -120,18 +126,14 @@ def goodput(outcomes: Sequence[Outcome], deadline_s: float, window_s: float) -> 
 
 def bad_refusals(outcomes: Sequence[Outcome]) -> dict[str, int]:
     """Responses other than 200, and 429 or 503 with Retry-After in seconds."""
-    bad: dict[str, int] = {}
+    bad: Counter[str] = Counter()
     for outcome in outcomes:
-        if outcome.status == 200:
-            continue
+        wait = outcome.retry_after
         if outcome.status in (429, 503):
-            if outcome.retry_after is not None and outcome.retry_after.isdigit() and int(outcome.retry_after) > 0:
-                continue
-            name = f"{outcome.status} with Retry-After {outcome.retry_after}"
+            bad[f"{outcome.name} with Retry-After {wait}"] += not (wait and wait.isdigit() and int(wait) > 0)
         else:
-            name = str(outcome.status) if outcome.status else (outcome.error or "no answer")
-        bad[name] = bad.get(name, 0) + 1
-    return bad
+            bad[outcome.name] += outcome.status != 200
+    return dict(+bad)
 
 
 @dataclass(frozen=True)
@@ -166,6 +168,7 @@ def slope(seconds: ArrayLike, values: ArrayLike, block_s: float = 10.0) -> Slope
 
     Raises ValueError where fewer than four blocks hold samples.
     """
+    from scipy.stats import linregress
     from scipy.stats import t as student
 
     times, series = np.asarray(seconds, np.float64), np.asarray(values, np.float64)
@@ -175,12 +178,9 @@ def slope(seconds: ArrayLike, values: ArrayLike, block_s: float = 10.0) -> Slope
         raise ValueError(f"a slope needs four blocks of {block_s:g} s; found {kept.size}")
     x = np.array([times[block == index].mean() for index in kept]) / 60
     y = np.array([series[block == index].mean() for index in kept])
-    centred = x - x.mean()
-    gradient = float(centred @ y / (centred @ centred))
-    rest = y - y.mean() - gradient * centred
-    error = math.sqrt(float(rest @ rest) / (kept.size - 2) / float(centred @ centred))
-    half = float(student.ppf(0.975, kept.size - 2)) * error
-    return Slope(gradient, gradient - half, gradient + half)
+    line = linregress(x, y)
+    half = float(student.ppf(0.975, kept.size - 2) * line.stderr)
+    return Slope(float(line.slope), float(line.slope) - half, float(line.slope) + half)
 
 
 @dataclass(frozen=True)
@@ -192,6 +192,21 @@ class Check:
     target: str
     passed: bool | None
     note: str = ""
+
+
+def parser(description: str | None, *, quick: str, cache: bool = True) -> argparse.ArgumentParser:
+    """Of a bench: --json and --quick, which do as ``quick`` says, and --cache."""
+    made = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("--quick", action="store_true", help=quick)
+    made.add_argument("--json", type=Path, help="write the checks and everything behind them there")
+    if cache:
+        made.add_argument("--cache", type=Path, default=CACHE, help="model folders (2 GB), kept between runs")
+    return made
+
+
+def say(line: str = "") -> None:
+    """Print a line with the time, unbuffered: a run takes minutes."""
+    print(f"{time.strftime('%H:%M:%S')} {line}" if line else "", flush=True)
 
 
 def table(checks: Sequence[Check]) -> str:

@@ -29,7 +29,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, Q
 
 from service.demo import MODEL_DIR
 from service.engines.transformers.engine import TransformersEngine
-from service.readout import Probes, Site
+from service.readout import Site
+from tests.bench.load_stats import spread
+from tests.engines.tiny import probes
 
 RATIOS = [
     ("score", "bare", "<= 1.02"),
@@ -62,21 +64,10 @@ def build(shape: str) -> tuple[PreTrainedModel, TransformersEngine]:
     return model, TransformersEngine(model, tokenizer)
 
 
-def probes(engine: TransformersEngine, site: Site) -> Probes:
-    """Random unit probes."""
-    geometry = engine.identity.geometry
-    rng = np.random.default_rng(0)
-    direction = rng.normal(size=(geometry.num_layers, geometry.dim(site))).astype(np.float32)
-    direction /= np.linalg.norm(direction, axis=1, keepdims=True)
-    head = rng.integers(0, geometry.heads(site), geometry.num_layers)
-    flat = np.zeros(geometry.num_layers, np.float32)
-    return Probes(site, head, direction, flat, flat + 1)
-
-
 def ways(model: PreTrainedModel, engine: TransformersEngine, ids: list[int]) -> dict[str, Callable[[], object]]:
     """The contestants, each a call without arguments."""
     tensor = torch.tensor([ids])
-    heads, stream = probes(engine, Site.ATTENTION_HEAD), probes(engine, Site.RESIDUAL_STREAM)
+    heads, stream = (probes(engine.identity.geometry, site) for site in Site)
 
     @torch.inference_mode()
     def bare() -> object:
@@ -161,10 +152,11 @@ def main() -> None:
                 + ", ".join(f"{name} {statistics.median(values) * 1e3:.2f} ms" for name, values in times.items())
             )
             for ours, theirs, target in RATIOS:
-                ratios = np.array(times[ours]) / np.array(times[theirs])
-                low, middle, high = np.quantile(ratios, [0.05, 0.5, 0.95])
-                print(f"  {ours:>9} / {theirs:<9} {middle:.3f}  [{low:.3f}, {high:.3f}]   target {target}")
-                record.append({"shape": shape, "tokens": length, "ours": ours, "theirs": theirs, "median": middle})
+                ratio = spread(np.array(times[ours]) / np.array(times[theirs]))
+                print(f"  {ours:>9} / {theirs:<9} {ratio}   target {target}")
+                record.append(
+                    {"shape": shape, "tokens": length, "ours": ours, "theirs": theirs, "median": ratio.median}
+                )
             print()
     if options.json:
         options.json.write_text(json.dumps(record, indent=2) + "\n")

@@ -10,7 +10,6 @@ more, the process must be idle, and its sockets closed.  The exit status is 1 wh
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import itertools
 import json
@@ -20,14 +19,13 @@ import sys
 import time
 from collections import Counter
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from tests.bench.bench_model import CACHE, SHAPES, prepare
+from tests.bench.bench_model import SHAPES, prepare
 from tests.bench.http_client import post
-from tests.bench.load_stats import Check, Outcome, conclude, statuses
+from tests.bench.load_stats import Check, Outcome, conclude, parser, statuses
 from tests.bench.loadgen import closed_loop, make_prompts, raise_file_limit, score_requests
-from tests.bench.service_process import GAUGES, ServiceProcess
+from tests.bench.service_process import GAUGES, ServiceProcess, cpu_seconds
 
 MIX = "mixed 32-96"
 WORK = (
@@ -177,9 +175,9 @@ def judge(
 ) -> tuple[list[Check], dict[str, Any]]:
     """Check that nothing is left behind."""
     took, left = settle(server, within_s)
-    before, cpu = server.metrics(), server.cpu_seconds()
+    before, cpu = server.metrics(), cpu_seconds(server.pid)
     time.sleep(2.0)
-    after, idle = server.metrics(), server.cpu_seconds() - cpu
+    after, idle = server.metrics(), cpu_seconds(server.pid) - cpu
     grown = {name: after.total(name) - before.total(name) for name in WORK}
     files = server.open_files()
     broken = sum(count for name, count in moments.items() if "answered" not in name and "on the way" not in name)
@@ -211,21 +209,18 @@ def judge(
 
 def main() -> int:
     """Run the disconnects and the checks."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", choices=SHAPES, default="demo")
-    parser.add_argument("--count", type=int, default=1000)
-    parser.add_argument("--at-once", type=int, default=48)
-    parser.add_argument("--honest", type=int, default=4, help="clients that wait for their answers")
-    parser.add_argument("--pause-s", type=float, help="how long a queued request waits before it hangs up")
-    parser.add_argument("--within-s", type=float, default=60.0, help="how long the gauges may take to reach zero")
-    parser.add_argument(
+    arguments = parser(__doc__, quick="100 disconnects")
+    arguments.add_argument("--shape", choices=SHAPES, default="demo")
+    arguments.add_argument("--count", type=int, default=1000)
+    arguments.add_argument("--at-once", type=int, default=48)
+    arguments.add_argument("--honest", type=int, default=4, help="clients that wait for their answers")
+    arguments.add_argument("--pause-s", type=float, help="how long a queued request waits before it hangs up")
+    arguments.add_argument("--within-s", type=float, default=60.0, help="how long the gauges may take to reach zero")
+    arguments.add_argument(
         "--flags", default="--deadline-s 600", help="of the server; a long deadline, so that none is refused"
     )
-    parser.add_argument("--threads", type=int)
-    parser.add_argument("--cache", type=Path, default=CACHE)
-    parser.add_argument("--quick", action="store_true", help="100 disconnects")
-    parser.add_argument("--json", type=Path)
-    options = parser.parse_args()
+    arguments.add_argument("--threads", type=int)
+    options = arguments.parse_args()
     raise_file_limit()
     count = 100 if options.quick else options.count
     prepared = prepare(options.shape, options.cache)
@@ -233,7 +228,7 @@ def main() -> int:
     # The demo model's answers are over after some twenty milliseconds; the other's take seconds.
     pause, patience = (0.05, 1.0) if options.shape == "demo" else (0.5, 6.0)
     pause = options.pause_s or pause
-    with ServiceProcess([*prepared.arguments, *threads, *shlex.split(options.flags)]) as server:
+    with ServiceProcess(*prepared.arguments, *threads, *shlex.split(options.flags)) as server:
         asyncio.run(closed_loop(server.address, iter(score_requests(make_prompts(8, MIX, seed=7))), 2))
         files, rss = server.open_files(), server.rss_mib()
         start = time.monotonic()
@@ -244,7 +239,9 @@ def main() -> int:
         checks, record = judge(server, count, moments, honest, peaks, files, options.within_s)
         checks.append(Check("resident memory: before, afterwards", f"{rss:.0f}, {server.rss_mib():.0f} MiB",
                             "(reported)", None))  # fmt: skip
-    checks.append(Check("exit status after SIGTERM", str(server.returncode), "0", server.returncode == 0))
+    checks.append(
+        Check("exit status after SIGTERM", str(server.process.returncode), "0", server.process.returncode == 0)
+    )
     return conclude(checks, options.json, {"shape": options.shape, **record})
 
 

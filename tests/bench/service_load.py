@@ -34,7 +34,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from tests.bench.bench_model import CACHE, SHAPES, Direct, Prepared, prepare
+from tests.bench.bench_model import SHAPES, Direct, Prepared, prepare
 from tests.bench.http_client import Pool
 from tests.bench.load_plot import draw
 from tests.bench.load_stats import (
@@ -43,6 +43,7 @@ from tests.bench.load_stats import (
     bad_refusals,
     conclude,
     goodput,
+    parser,
     percentile,
     poisson_arrivals,
     spread,
@@ -85,7 +86,7 @@ class Bench:
         common = [*self.prepared.arguments, *(["--threads", str(threads)] if threads else [])]
         if set(parts) - {"overload"}:
             with (
-                ServiceProcess([*common, *shlex.split(self.options.flags)]) as server,
+                ServiceProcess(*common, *shlex.split(self.options.flags)) as server,
                 Direct(self.prepared.shape, self.options.cache, threads) as direct,
             ):
                 say(f"server and direct engine are ready, {direct.threads} threads each")
@@ -98,7 +99,7 @@ class Bench:
                 if "sweep" in parts:
                     self.sweep(server, direct)
         if "overload" in parts:
-            with ServiceProcess([*common, *shlex.split(self.options.overload_flags)]) as server:
+            with ServiceProcess(*common, *shlex.split(self.options.overload_flags)) as server:
                 self.overload(server)
 
     def rate(self, server: ServiceProcess, direct: Direct, mix: str) -> None:
@@ -400,28 +401,25 @@ def say(line: str) -> None:
 
 def parse() -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shapes", default=",".join(SHAPES))
-    parser.add_argument("--parts", default="rate,latency,sweep,overload")
-    parser.add_argument("--rounds", type=int, default=7, help="paired rounds of the rate")
-    parser.add_argument("--round-seconds", type=float, default=10.0, help="direct work in one round, about")
-    parser.add_argument("--latency-seconds", type=float, default=40.0)
-    parser.add_argument("--sweep-seconds", type=float, default=12.0, help="per level, at least")
-    parser.add_argument("--overload-seconds", type=float, default=90.0, help="how long requests arrive")
-    parser.add_argument("--clients", type=lambda text: [int(one) for one in text.split(",")], default=CLIENTS)
-    parser.add_argument("--capacity-clients", type=int, default=64)
-    parser.add_argument(
+    arguments = parser(__doc__, quick="smoke: short, and no figure to quote")
+    arguments.add_argument("--shapes", default=",".join(SHAPES))
+    arguments.add_argument("--parts", default="rate,latency,sweep,overload")
+    arguments.add_argument("--rounds", type=int, default=7, help="paired rounds of the rate")
+    arguments.add_argument("--round-seconds", type=float, default=10.0, help="direct work in one round, about")
+    arguments.add_argument("--latency-seconds", type=float, default=40.0)
+    arguments.add_argument("--sweep-seconds", type=float, default=12.0, help="per level, at least")
+    arguments.add_argument("--overload-seconds", type=float, default=90.0, help="how long requests arrive")
+    arguments.add_argument("--clients", type=lambda text: [int(one) for one in text.split(",")], default=CLIENTS)
+    arguments.add_argument("--capacity-clients", type=int, default=64)
+    arguments.add_argument(
         "--deadline-s", type=float, default=30.0, help="goodput's deadline; the service's default is 30"
     )
-    parser.add_argument("--flags", default="--deadline-s 600", help="of the server, for all parts but the overload")
-    parser.add_argument("--overload-flags", default="", help="of the overload's server; none: its defaults")
-    parser.add_argument("--threads", type=int, help="of the server and of the direct engine; default: all cores")
-    parser.add_argument("--cache", type=Path, default=CACHE, help="model folders (2 GB), kept between runs")
-    parser.add_argument("--quick", action="store_true", help="smoke: short, and no figure to quote")
-    parser.add_argument("--cross-check", action="store_true", help="with wrk beside our own generator")
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--plot", type=Path, help="PNG of the sweep")
-    options = parser.parse_args()
+    arguments.add_argument("--flags", default="--deadline-s 600", help="of the server, for all parts but the overload")
+    arguments.add_argument("--overload-flags", default="", help="of the overload's server; none: its defaults")
+    arguments.add_argument("--threads", type=int, help="of the server and of the direct engine; default: all cores")
+    arguments.add_argument("--cross-check", action="store_true", help="with wrk beside our own generator")
+    arguments.add_argument("--plot", type=Path, help="PNG of the sweep")
+    options = arguments.parse_args()
     options.least_batches = 2
     if options.quick:
         options.rounds, options.round_seconds, options.latency_seconds = 2, 1.0, 4.0

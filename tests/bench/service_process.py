@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-import http.client
 import math
 import os
-import re
-import shutil
-import signal
-import subprocess
-import sys
-import tempfile
-import threading
 import time
-from collections.abc import Sequence
+from contextlib import closing
+from http.client import HTTPConnection
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from prometheus_client.parser import text_string_to_metric_families
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.bench.load_stats import Check
+from tests.serve_process import ServeProcess
+
 GAUGES = ("hallutracer_queue_depth", "hallutracer_running_decodes", "hallutracer_requests_in_flight")
-_ADDRESS = re.compile(r"listening on http://([^\s,]+):(\d+)")
 _TICKS = os.sysconf("SC_CLK_TCK")
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 
@@ -54,85 +49,34 @@ class Metrics:
         return any(series == name for series, _, _ in self.samples)
 
 
-class ServiceProcess:
-    """``python -m service.cli serve`` with ``arguments``, as a context manager: ready on entry, stopped on exit.
-
-    ``log`` is the file its stderr goes to.  After exit, ``returncode`` is its exit status after SIGTERM.
-    """
-
-    def __init__(self, arguments: Sequence[str], *, ready_within_s: float = 300.0) -> None:
-        self._folder = Path(tempfile.mkdtemp(prefix="hallutracer-bench-"))
-        self.log = self._folder / "stderr.log"
-        self.returncode: int | None = None
-        # Without the caller's own settings.
-        environment = {key: value for key, value in os.environ.items() if not key.startswith("HALLUTRACER_")}
-        with self.log.open("wb") as stderr:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "service.cli", "serve", "--port", "0", *arguments],
-                cwd=ROOT,
-                env=environment | {"PYTHONUNBUFFERED": "1"},
-                stdout=subprocess.PIPE,
-                stderr=stderr,
-                text=True,
-            )
-        self._address: tuple[str, int] | None = None
-        self._is_ready = threading.Event()
-        threading.Thread(target=self._read, daemon=True).start()
-        self._ready_within_s = ready_within_s
+class ServiceProcess(ServeProcess):
+    """``hallutracer serve`` with ``arguments``, watched."""
 
     @property
     def pid(self) -> int:
         """The server's process id."""
-        return self._process.pid
+        return self.process.pid
 
     @property
     def address(self) -> tuple[str, int]:
         """Host and port."""
-        assert self._address is not None
-        return self._address
-
-    def __enter__(self) -> ServiceProcess:
-        """Wait until it can score.  Raises RuntimeError with the end of its log if it exits or takes too long."""
-        limit = time.monotonic() + self._ready_within_s
-        while not self._is_ready.wait(0.1):
-            if self._process.poll() is not None or time.monotonic() > limit:
-                tail = self.log_tail()
-                self._stop()
-                raise RuntimeError(f"the server did not become ready (exit status {self.returncode}):\n{tail}")
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Stop it."""
-        self._stop()
-
-    def log_tail(self, lines: int = 15) -> str:
-        """The end of its stderr."""
-        return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
+        parts = urlsplit(self.url)
+        assert parts.hostname is not None
+        assert parts.port is not None
+        return parts.hostname, parts.port
 
     def alive(self) -> bool:
         """Whether the process runs."""
-        return self._process.poll() is None
-
-    def poll(self) -> int | None:
-        """The exit status; None while it runs."""
-        return self._process.poll()
-
-    def get(self, path: str) -> tuple[int, str]:
-        """GET: status and body."""
-        connection = http.client.HTTPConnection(*self.address, timeout=30)
-        try:
-            connection.request("GET", path)
-            response = connection.getresponse()
-            return response.status, response.read().decode()
-        finally:
-            connection.close()
+        return self.process.poll() is None
 
     def metrics(self) -> Metrics:
         """Scrape /metrics.  Raises RuntimeError where it does not answer 200."""
-        status, body = self.get("/metrics")
-        if status != 200:
-            raise RuntimeError(f"GET /metrics answered {status}")
-        return Metrics(body)
+        with closing(HTTPConnection(*self.address, timeout=30)) as connection:
+            connection.request("GET", "/metrics")
+            response = connection.getresponse()
+            if response.status != 200:
+                raise RuntimeError(f"GET /metrics answered {response.status}")
+            return Metrics(response.read().decode())
 
     def rss_mib(self) -> float:
         """Resident memory in MiB."""
@@ -142,27 +86,10 @@ class ServiceProcess:
         """Open file descriptors, sockets among them."""
         return len(os.listdir(f"/proc/{self.pid}/fd"))
 
-    def cpu_seconds(self) -> float:
-        """CPU time of all its threads so far."""
-        return cpu_seconds(self.pid)
-
-    def _read(self) -> None:
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            if found := _ADDRESS.search(line):
-                self._address = (found[1].strip("[]"), int(found[2]))
-            if line.startswith("API reference"):
-                self._is_ready.set()
-
-    def _stop(self) -> None:
-        if self._process.poll() is None:
-            self._process.send_signal(signal.SIGTERM)
-            try:
-                self._process.wait(60)
-            except subprocess.TimeoutExpired:
-                self._process.kill()
-        self.returncode = self._process.wait()
-        shutil.rmtree(self._folder, ignore_errors=True)
+    def end(self) -> Check:
+        """After exit: whether it stopped as it should."""
+        status = self.process.returncode
+        return Check("exit status after SIGTERM", str(status), "0", status == 0)
 
 
 def cpu_seconds(pid: int) -> float:

@@ -17,14 +17,13 @@ import sys
 import time
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from tests.bench.bench_model import CACHE, SHAPES, Prepared, prepare
+from tests.bench.bench_model import SHAPES, Prepared, prepare
 from tests.bench.http_client import Pool
-from tests.bench.load_stats import Check, conclude, percentile, slope
+from tests.bench.load_stats import Check, conclude, parser, percentile, slope
 from tests.bench.loadgen import raise_file_limit
 from tests.bench.service_disconnects import Plan, break_off, settle
 from tests.bench.service_process import CpuMeter, Metrics, ServiceProcess
@@ -202,18 +201,15 @@ def kinds_table(soak: Soak) -> str:
 
 def main() -> int:
     """Run the soak and its checks."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", choices=SHAPES, default="demo")
-    parser.add_argument("--seconds", type=float, default=600.0)
-    parser.add_argument("--clients", type=int, default=16)
-    parser.add_argument("--think-s", type=float, default=0.0, help="pause of a client between two requests")
-    parser.add_argument("--hang-up-every-s", type=float, default=0.1, help="mean pause of the two that hang up")
-    parser.add_argument("--flags", default="", help="of the server; none: its defaults")
-    parser.add_argument("--threads", type=int)
-    parser.add_argument("--cache", type=Path, default=CACHE)
-    parser.add_argument("--quick", action="store_true", help="20 s")
-    parser.add_argument("--json", type=Path)
-    options = parser.parse_args()
+    arguments = parser(__doc__, quick="20 s")
+    arguments.add_argument("--shape", choices=SHAPES, default="demo")
+    arguments.add_argument("--seconds", type=float, default=600.0)
+    arguments.add_argument("--clients", type=int, default=16)
+    arguments.add_argument("--think-s", type=float, default=0.0, help="pause of a client between two requests")
+    arguments.add_argument("--hang-up-every-s", type=float, default=0.1, help="mean pause of the two that hang up")
+    arguments.add_argument("--flags", default="", help="of the server; none: its defaults")
+    arguments.add_argument("--threads", type=int)
+    options = arguments.parse_args()
     if options.quick:
         options.seconds = 20.0
     raise_file_limit()
@@ -221,7 +217,7 @@ def main() -> int:
     threads = ["--threads", str(options.threads)] if options.threads else []
     checks: list[Check] = []
     record: dict[str, Any] = {"shape": options.shape, "seconds": options.seconds}
-    with ServiceProcess([*prepared.arguments, *threads, *shlex.split(options.flags)]) as server:
+    with ServiceProcess(*prepared.arguments, *threads, *shlex.split(options.flags)) as server:
         files = server.open_files()
         before = server.metrics()
         meter = CpuMeter({"server": server.pid})
@@ -231,7 +227,7 @@ def main() -> int:
         print(kinds_table(soak))
         checks.append(Check("requests without the expected answer", f"{len(soak.failures)} of {total}", "0",
                             not soak.failures and total > 0, "; ".join(soak.failures[:5])))  # fmt: skip
-        end = "" if server.alive() else f"exit status {server.poll()}; {server.log_tail()}"
+        end = "" if server.alive() else f"exit status {server.process.poll()}; {server.log()[-2000:]}"
         checks.append(Check("the server is alive", str(server.alive()), "True", server.alive(), end))
         if server.alive():
             _, left = settle(server, 30)
@@ -243,7 +239,9 @@ def main() -> int:
         checks += memory_checks(soak.memory)
         record |= {"tally": vars(soak.tally), "counts": dict(soak.counts), "failures": soak.failures[:100],
                    "broken": dict(soak.broken), "memory": soak.memory, "cores": cores}  # fmt: skip
-    checks.append(Check("exit status after SIGTERM", str(server.returncode), "0", server.returncode == 0))
+    checks.append(
+        Check("exit status after SIGTERM", str(server.process.returncode), "0", server.process.returncode == 0)
+    )
     rate = total / options.seconds
     print(f"\n{rate:.1f} requests/s, cores: server {cores['server']:.2f}\n")
     return conclude(checks, options.json, record)

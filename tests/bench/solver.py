@@ -17,7 +17,6 @@ within 0.001.  About 4 minutes on two cores.
 
 from __future__ import annotations
 
-import argparse
 import os
 import statistics
 import sys
@@ -32,8 +31,7 @@ from sklearn.linear_model import LogisticRegression
 from service.fitting.fit import row_weights
 from service.fitting.scores import auroc
 from service.fitting.solver import INTERCEPT_PENALTY, one_torch_thread, solve
-from tests.bench.load_stats import Check, conclude
-from tests.bench.vllm_turns import say
+from tests.bench.load_stats import Check, conclude, parser, say
 
 DIM, STATE = 128, 512
 DECAY, SIGNAL = 0.9, 0.065  # of the variances along a head's axes; of the classes' distance in the state
@@ -169,16 +167,14 @@ def alone(number: int, heads: int, rows: int) -> float:
 
 def main() -> int:
     """The run."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layers", type=int, default=28)
-    parser.add_argument("--heads", type=int, default=28)
-    parser.add_argument("--rows", type=int, default=5000)
-    parser.add_argument(
+    arguments = parser(__doc__, quick="small sizes, nothing judged", cache=False)
+    arguments.add_argument("--layers", type=int, default=28)
+    arguments.add_argument("--heads", type=int, default=28)
+    arguments.add_argument("--rows", type=int, default=5000)
+    arguments.add_argument(
         "--reference-layers", type=int, default=3, help="layers that the loop is timed on, evenly spaced"
     )
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--quick", action="store_true", help="small sizes, nothing judged")
-    options = parser.parse_args()
+    options = arguments.parse_args()
     if options.quick:
         options.layers, options.heads, options.rows, options.reference_layers = 2, 4, 600, 2
     jobs = os.cpu_count() or 1

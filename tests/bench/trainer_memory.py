@@ -23,9 +23,9 @@ from service.data.run_folder import RowsFile
 from service.fitting.calibration import FitOptions, choose_c, cross_fit, refit
 from service.fitting.fit import Readouts
 from service.readout import Geometry, Site
-from tests.bench.load_stats import Check, conclude
+from tests.bench.load_stats import Check, conclude, say
 from tests.bench.solver import DIM, labels, layer
-from tests.bench.vllm_turns import group_memory_gib, say
+from tests.bench.vllm_turns import group_memory_gib
 
 LIMIT_GIB = 2.0
 

@@ -39,8 +39,8 @@ from service.engines.vllm import graph
 from service.engines.vllm.reader import OnsetRow, Reader, StageLink
 from service.engines.vllm.wire import Directive, Plan
 from service.readout import Geometry, Probes, Site
-from tests.bench.service_process import ROOT
-from tests.bench.vllm_turns import say
+from tests.bench.load_stats import say
+from tests.serve_process import ROOT
 
 HEADS, KEYS, DIM, HIDDEN, INNER = 14, 2, 64, 896, 4_864
 TOKENS = (4, 16)

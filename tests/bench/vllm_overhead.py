@@ -35,10 +35,10 @@ from typing import Any
 
 import numpy as np
 
-from tests.bench.bench_model import CACHE, SHAPES, prepare
-from tests.bench.load_stats import Check, table, write_json
+from tests.bench.bench_model import SHAPES, prepare
+from tests.bench.load_stats import Check, parser, say, table, write_json
 from tests.bench.service_process import machine_busy_seconds
-from tests.bench.vllm_turns import Talker, group_memory_gib, interval, say
+from tests.bench.vllm_turns import Talker, group_memory_gib, interval
 
 SITTINGS = "bare,again,ours,hooks;bare,both,eager"
 RATIOS = [(kind, "bare") for kind in ("again", "ours", "both", "hooks", "eager")]
@@ -189,19 +189,16 @@ def sit(options: argparse.Namespace, run: Run, rounds: int, folder: str, logs: P
 
 def parse() -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", choices=SHAPES, default=SHAPES[0])
-    parser.add_argument("--sittings", default=SITTINGS, help="contestants; those before and after a ; sit apart")
-    parser.add_argument("--tokens", default="64,256,1024", help="prefill lengths")
-    parser.add_argument("--rounds", type=int, default=30, help="of the first sitting, all starts together")
-    parser.add_argument("--starts", type=int, default=3, help="of the first sitting's contestants")
-    parser.add_argument("--minutes", type=float, default=14.0, help="of a start's rounds; no new one after this")
-    parser.add_argument("--arguments", type=json.loads, default={}, help="more engine arguments of all, as JSON")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--cache", type=Path, default=CACHE, help="model folders (2 GB), kept between runs")
-    parser.add_argument("--quick", action="store_true", help="smoke: demo model, eager, few rounds, nothing judged")
-    parser.add_argument("--json", type=Path)
-    options = parser.parse_args()
+    arguments = parser(__doc__, quick="smoke: demo model, eager, few rounds, nothing judged")
+    arguments.add_argument("--shape", choices=SHAPES, default=SHAPES[0])
+    arguments.add_argument("--sittings", default=SITTINGS, help="contestants; those before and after a ; sit apart")
+    arguments.add_argument("--tokens", default="64,256,1024", help="prefill lengths")
+    arguments.add_argument("--rounds", type=int, default=30, help="of the first sitting, all starts together")
+    arguments.add_argument("--starts", type=int, default=3, help="of the first sitting's contestants")
+    arguments.add_argument("--minutes", type=float, default=14.0, help="of a start's rounds; no new one after this")
+    arguments.add_argument("--arguments", type=json.loads, default={}, help="more engine arguments of all, as JSON")
+    arguments.add_argument("--seed", type=int, default=0)
+    options = arguments.parse_args()
     if options.quick:
         options.shape, options.tokens, options.rounds, options.starts = "demo", "32,64", 4, 2
         options.arguments = {"enforce_eager": True} | options.arguments

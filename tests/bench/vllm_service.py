@@ -31,71 +31,45 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from tests.bench.bench_model import CACHE, SHAPES, Prepared, prepare
-from tests.bench.http_client import post
-from tests.bench.load_stats import Check, conclude, percentile, table, write_json
+from tests.bench.bench_model import SHAPES, Prepared, prepare
+from tests.bench.http_client import Pool, post
+from tests.bench.load_stats import Check, conclude, parser, percentile, say, table, write_json
 from tests.bench.loadgen import MIXES, make_prompts, score_requests
 from tests.bench.vllm_contestant import MAX_LENGTH, SAME
-from tests.bench.vllm_turns import Listener, Talker, group_memory_gib, interval, say
+from tests.bench.vllm_turns import Listener, Talker, group_memory_gib, interval
 
 CLIENTS = 32
 RATE_TARGET = 0.95
 QUIET = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1"}
 
 
-class Client:
-    """One keep-alive connection.  ``asyncio.streams`` for both servers, so that both pay the same for their client."""
-
-    def __init__(self, address: tuple[str, int]) -> None:
-        self._address = address
-
-    async def open(self) -> Client:
-        """Connect."""
-        self._reader, self._writer = await asyncio.open_connection(*self._address)
-        return self
-
-    async def exchange(self, request: bytes) -> float:
-        """Seconds to the whole answer or, of a streamed one, to its first piece.  Raises RuntimeError unless 200."""
-        begun = time.perf_counter()
-        self._writer.write(request)
-        head = (await self._reader.readuntil(b"\r\n\r\n")).lower()
-        if b"transfer-encoding: chunked" not in head:
-            length = int(head.partition(b"content-length:")[2].split(b"\r\n", 1)[0])
-            body = await self._reader.readexactly(length)
-            seconds = time.perf_counter() - begun
-        else:
-            seconds, body = 0.0, b""
-            while size := int(await self._reader.readuntil(b"\r\n"), 16):
-                body += (await self._reader.readexactly(size + 2))[:-2]
-                if not seconds and b'"choices"' in body:
-                    seconds = time.perf_counter() - begun
-            await self._reader.readexactly(2)
-        if not head.startswith(b"http/1.1 200") or not seconds:
-            raise RuntimeError(f"{head[:40]!r}: {body[:300]!r}")
-        return seconds
-
-    def close(self) -> None:
-        """Close."""
-        self._writer.close()
+async def exchange(pool: Pool, request: bytes) -> float:
+    """Seconds to the whole answer or, of a streamed one, to its first piece.  Raises RuntimeError unless 200."""
+    reply = await pool.exchange(request, 3600)
+    streamed = reply.header("transfer-encoding") is not None
+    arrived = [at for at, piece in reply.pieces if not streamed or b'"choices"' in piece]
+    if reply.status != 200 or not arrived:
+        raise RuntimeError(f"{reply.status}: {reply.body[:300]!r}")
+    return arrived[0] - reply.sent
 
 
 async def closed_loop(address: tuple[str, int], requests: Sequence[bytes], clients: int) -> tuple[list[float], float]:
     """Seconds of each request, and of all: ``clients`` at once, each sending its next when its last is answered."""
     left: Iterator[bytes] = iter(requests)
     found: list[float] = []
-    opened = [await Client(address).open() for _ in range(clients)]
+    pools = [Pool(*address) for _ in range(clients)]
 
-    async def work(client: Client) -> None:
+    async def work(pool: Pool) -> None:
         for request in left:
-            found.append(await client.exchange(request))
+            found.append(await exchange(pool, request))
 
     begun = time.perf_counter()
     try:
-        await asyncio.gather(*(work(client) for client in opened))
+        await asyncio.gather(*(work(pool) for pool in pools))
         return found, time.perf_counter() - begun
     finally:
-        for client in opened:
-            client.close()
+        for pool in pools:
+            pool.close()
 
 
 def stream_requests(prompts: Sequence[list[int]]) -> list[bytes]:
@@ -240,19 +214,16 @@ class Bench:
 
 def parse() -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shapes", default=",".join(SHAPES))
-    parser.add_argument("--parts", default="rate,latency")
-    parser.add_argument("--rounds", type=int, default=7, help="paired rounds of a rate")
-    parser.add_argument("--round-seconds", type=float, default=5.0, help="work of a round and side, about; on the 0.5B "
-                        "shape the least work, 96 prompts, takes longer")  # fmt: skip
-    parser.add_argument("--latency-rounds", type=int, default=6)
-    parser.add_argument("--alone", type=int, default=16, help="requests a round and side with one client")
-    parser.add_argument("--eager", action="store_true", help="no compiled graphs: starts faster, for a smoke")
-    parser.add_argument("--cache", type=Path, default=CACHE, help="model folders (2 GB), kept between runs")
-    parser.add_argument("--quick", action="store_true", help="smoke: demo model, eager, short; nothing judged")
-    parser.add_argument("--json", type=Path)
-    options = parser.parse_args()
+    arguments = parser(__doc__, quick="smoke: demo model, eager, short; nothing judged")
+    arguments.add_argument("--shapes", default=",".join(SHAPES))
+    arguments.add_argument("--parts", default="rate,latency")
+    arguments.add_argument("--rounds", type=int, default=7, help="paired rounds of a rate")
+    seconds = "work of a round and side, about; on the 0.5B shape the least work, 96 prompts, takes longer"
+    arguments.add_argument("--round-seconds", type=float, default=5.0, help=seconds)
+    arguments.add_argument("--latency-rounds", type=int, default=6)
+    arguments.add_argument("--alone", type=int, default=16, help="requests a round and side with one client")
+    arguments.add_argument("--eager", action="store_true", help="no compiled graphs: starts faster, for a smoke")
+    options = arguments.parse_args()
     options.least = 3
     if options.quick:
         options.shapes, options.eager, options.rounds, options.latency_rounds = "demo", True, 2, 2

@@ -24,7 +24,7 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import ArrayLike
 
-from tests.bench.service_process import ROOT
+from tests.serve_process import ROOT, inherited
 
 RESAMPLES = 4_000
 READY_WITHIN_S = 400.0
@@ -60,9 +60,7 @@ class Group:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", *command],
                 cwd=ROOT,
-                # Without the caller's own settings.
-                env={key: value for key, value in os.environ.items() if not key.startswith("HALLUTRACER_")}
-                | (environment or {}),
+                env=inherited() | (environment or {}),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=stderr,
@@ -192,8 +190,3 @@ def group_memory_gib(group: int) -> float:
         except OSError:
             continue
     return total / 2**30
-
-
-def say(line: str = "") -> None:
-    """Print a line with the time, unbuffered."""
-    print(f"{time.strftime('%H:%M:%S')} {line}" if line else "", flush=True)

@@ -28,6 +28,7 @@ from service.client import (
 from service.client.stream import BaseAnswer
 from tests.client.blocking import BlockingClient
 from tests.client.conftest import MakeClient
+from tests.matching import Held
 from tests.running import Running, running, until
 
 KEY = "test-key"
@@ -166,34 +167,22 @@ def test_catalogue(client: BlockingClient, service: Running) -> None:
 
 
 @contextmanager
-def held(folder: Path) -> Iterator[tuple[Running, Callable[[], None]]]:
+def holding(folder: Path) -> Iterator[tuple[Running, Callable[[], None]]]:
     """A new service, which has measured no speed, held in a request's forward pass until the block ends or calls."""
-    with running(folder, **SETTINGS) as service, holding(service) as let_go:
-        yield service, let_go
-
-
-@contextmanager
-def holding(service: Running) -> Iterator[Callable[[], None]]:
-    entered, release = threading.Event(), threading.Event()
-
-    def block(_: str) -> None:
-        entered.set()
-        release.wait(30)
-
-    service.engine.before = block
-    with Client(service.url, api_key=KEY) as client:
+    with running(folder, **SETTINGS) as service, Client(service.url, api_key=KEY) as client:
+        service.engine.before = held = Held()
         first = threading.Thread(target=client.score, kwargs={"prompt": "first"})
         first.start()
-        assert entered.wait(20)
+        assert held.entered.wait(20)
         try:
-            yield release.set
+            yield service, held.release.set
         finally:
-            release.set()
+            held.release.set()
             first.join(30)
 
 
 def test_a_deadline_and_a_timeout(make_client: MakeClient, tmp_path: Path) -> None:
-    with held(tmp_path) as (service, _):
+    with holding(tmp_path) as (service, _):
         with pytest.raises(DeadlineExceeded):
             make_client(base_url=service.url, api_key=KEY).score(prompt="a", deadline_ms=50)
         with pytest.raises(TimedOut, match=r"within 0\.2 s"):
@@ -202,7 +191,7 @@ def test_a_deadline_and_a_timeout(make_client: MakeClient, tmp_path: Path) -> No
 
 def test_a_full_queue_is_said_and_then_waited_for(make_client: MakeClient, tmp_path: Path) -> None:
     slept: list[float] = []
-    with held(tmp_path) as (service, let_go), Client(service.url, api_key=KEY) as other:
+    with holding(tmp_path) as (service, let_go), Client(service.url, api_key=KEY) as other:
         three = threading.Thread(target=other.score, kwargs={"prompt": ["a"] * 3})
         three.start()
         try:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
+from http.server import BaseHTTPRequestHandler
 
 import pytest
 
@@ -14,6 +13,7 @@ from service.client import TimedOut
 from tests.client import bodies
 from tests.client.blocking import Time
 from tests.client.conftest import MakeClient
+from tests.local_server import answer, listening
 
 RISK = bodies.events(bodies.result(), done=False)
 REST = bodies.events(bodies.chunk(" It"), bodies.chunk("", "stop", 1))
@@ -24,30 +24,15 @@ Step = Callable[[BaseHTTPRequestHandler, threading.Event], None]
 def serving(*steps: Step) -> Iterator[str]:
     """A server whose n-th request gets the n-th step; the event a step gets is set when the test is over."""
     over, left = threading.Event(), list(steps)
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            self.rfile.read(int(self.headers["content-length"]))
-            left.pop(0)(self, over)
-
-        def log_message(self, format: str, *args: Any) -> None:
-            pass
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-        thread.start()
+    with listening(lambda request, _: left.pop(0)(request, over)) as address:
         try:
-            yield f"http://127.0.0.1:{server.server_address[1]}"
+            yield f"http://{address}"
         finally:
             over.set()
-            server.shutdown()
-            thread.join()
 
 
 def busy(request: BaseHTTPRequestHandler, over: threading.Event) -> None:
-    request.send_response(429)
-    request.send_header("retry-after", "49")
-    request.end_headers()
+    answer(request, 429, b"", retry_after="49")
 
 
 def silent_for(*seconds: float) -> Step:
@@ -73,10 +58,10 @@ def test_after_a_retry_a_silence_may_still_last_the_whole_timeout(make_client: M
     with serving(busy, silent_for(1.5, 0.0)) as url:
         # The wait leaves the second attempt one second, and the first silence is longer.
         client = make_client(base_url=url, timeout=50.0, clock=time.clock, sleep=sleep, draw=lambda: 0.0)
-        answer, pieces = client.stream(prompt="a")
+        streamed, pieces = client.stream(prompt="a")
     assert time.slept == [49.0]
     assert pieces == [" It"]
-    assert answer.completion is not None
+    assert streamed.completion is not None
 
 
 @pytest.mark.parametrize("pauses", [(60.0, 0.0), (0.0, 60.0)])

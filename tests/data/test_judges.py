@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import re
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from contextlib import ExitStack
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from service.data import judges as judge
 from service.data.options import ABSTAIN, JudgeOptions
 from service.errors import TrainingError
 from service.trainer.options import TrainOptions
+from tests.local_server import answer, listening
 
 
 @pytest.mark.parametrize(
@@ -63,28 +64,14 @@ class Endpoint:
     """A local server that plays a script of (status, content)."""
 
     def __init__(self, script: list[tuple[int, Any]]) -> None:
-        self.script, self.seen = script, []
-        outer = self
+        self.script, self.url = script, ""
+        self.seen: list[Any] = []
 
-        class Handler(BaseHTTPRequestHandler):
-            def do_POST(self) -> None:
-                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-                outer.seen.append((self.path, self.headers.get("Authorization"), body))
-                status, content = outer.script[min(len(outer.seen), len(outer.script)) - 1]
-                data = json.dumps(
-                    {"choices": [{"message": {"content": content}}]} if status == 200 else content
-                ).encode()
-                self.send_response(status)
-                self.send_header("Content-Length", str(len(data)))
-                self.end_headers()
-                self.wfile.write(data)
-
-            def log_message(self, *_: Any) -> None:
-                pass
-
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self.server.server_port}/v1"
-        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+    def __call__(self, request: BaseHTTPRequestHandler, body: bytes) -> None:
+        self.seen.append((request.path, request.headers.get("Authorization"), json.loads(body)))
+        status, content = self.script[min(len(self.seen), len(self.script)) - 1]
+        said = {"choices": [{"message": {"content": content}}]} if status == 200 else content
+        answer(request, status, json.dumps(said).encode())
 
     def judge(self, **options: Any) -> tuple[judge.OpenAIJudge, list[float]]:
         waited: list[float] = []
@@ -94,16 +81,14 @@ class Endpoint:
 
 @pytest.fixture
 def endpoint() -> Iterator[Any]:
-    made: list[Endpoint] = []
+    with ExitStack() as stack:
 
-    def make(*script: tuple[int, Any]) -> Endpoint:
-        made.append(Endpoint(list(script)))
-        return made[-1]
+        def make(*script: tuple[int, Any]) -> Endpoint:
+            made = Endpoint(list(script))
+            made.url = f"http://{stack.enter_context(listening(made))}/v1"
+            return made
 
-    yield make
-    for one in made:
-        one.server.shutdown()
-        one.server.server_close()
+        yield make
 
 
 @pytest.mark.parametrize(("said", "verdict"), [("yes", True), ("No.", False), (" YES! ", True), ("**no**", False)])
@@ -138,10 +123,10 @@ def test_it_does_not_repeat_a_refusal(endpoint: Any) -> None:
     assert len(server.seen) == 1
 
 
-def test_an_unreachable_endpoint_is_named(endpoint: Any) -> None:
-    server = endpoint((200, "yes"))
-    server.server.shutdown()
-    server.server.server_close()
+def test_an_unreachable_endpoint_is_named() -> None:
+    server = Endpoint([])
+    with listening(server) as address:
+        server.url = f"http://{address}/v1"
     ask, _ = server.judge(retries=0)
     with pytest.raises(TrainingError, match=f"{server.url}/chat/completions cannot be reached"):
         ask("q", "a", ["b"])

@@ -5,18 +5,18 @@ from __future__ import annotations
 import json
 import socket
 import subprocess
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.deploy.prometheus_server import ROOT, binary
+from tests.local_server import listening
 
 CONFIGURATION = ROOT / "deploy" / "nginx" / "nginx.conf"
 FIRST, SECOND = "127.0.0.1:8765", "127.0.0.1:8766"
@@ -95,45 +95,22 @@ def _listens(port: int, process: subprocess.Popen[bytes]) -> bool:
     return False
 
 
-@dataclass
+@dataclass(frozen=True)
 class Replica:
     """A server with a scripted behaviour; ``began`` holds the ids of the requests that reached it."""
 
-    behave: Callable[[BaseHTTPRequestHandler], None]
-    address: str = ""
-    began: list[str] = field(default_factory=list)
+    address: str
+    began: list[str]
 
 
 @contextmanager
 def replica(behave: Callable[[BaseHTTPRequestHandler], None]) -> Iterator[Replica]:
     """A replica of one behaviour; the handler's body has been read when it is called."""
-    made = Replica(behave)
+    began: list[str] = []
 
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
+    def begin(request: BaseHTTPRequestHandler, _: bytes) -> None:
+        began.append(request.headers["X-Request-Id"])
+        behave(request)
 
-        def do_POST(self) -> None:
-            self.rfile.read(int(self.headers["Content-Length"]))
-            made.began.append(self.headers["X-Request-Id"])
-            behave(self)
-
-        def log_message(self, format: str, *args: Any) -> None:
-            pass
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        server.daemon_threads = True
-        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-        made.address = f"127.0.0.1:{server.server_address[1]}"
-        try:
-            yield made
-        finally:  # left alone on a closed socket, its thread would spin to the end of the run
-            server.shutdown()
-
-
-def answer(handler: BaseHTTPRequestHandler, status: int, body: bytes, **headers: str) -> None:
-    handler.send_response(status)
-    for name, value in {"Content-Type": "application/json", **headers}.items():
-        handler.send_header(name.replace("_", "-"), value)
-    handler.send_header("Content-Length", str(len(body)))
-    handler.end_headers()
-    handler.wfile.write(body)
+    with listening(begin, "HTTP/1.1") as address:
+        yield Replica(address, began)

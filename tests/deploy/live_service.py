@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 
 from service.demo.picture import KNOWN, UNKNOWN
-from tests.running import serve
+from tests.serve_process import serve
 
 MAX_QUEUE = 8
 BUNDLES = ("demo", "demo-fused")

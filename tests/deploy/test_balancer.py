@@ -15,17 +15,18 @@ import pytest
 from service.settings import ServiceSettings
 from tests.deploy import balancer as b
 from tests.deploy.live_service import serving
+from tests.local_server import answer
 
 NOT_READY = b'{"error":{"code":"not_ready"}}'
 REPEATS: b.Edit = ("proxy_next_upstream error timeout http_503;", "proxy_next_upstream error timeout non_idempotent;")
 
 
 def fine(handler: BaseHTTPRequestHandler) -> None:
-    b.answer(handler, 200, b"{}")
+    answer(handler, 200, b"{}")
 
 
 def loading(handler: BaseHTTPRequestHandler) -> None:
-    b.answer(handler, 503, NOT_READY, Retry_After="1")
+    answer(handler, 503, NOT_READY, Retry_After="1")
 
 
 def breaking(handler: BaseHTTPRequestHandler) -> None:
@@ -132,8 +133,8 @@ def test_an_event_goes_out_before_the_next_is_there(tmp_path: Path) -> None:
 
     with b.replica(streaming) as one, b.balancing(tmp_path, (one.address, one.address)) as nginx:
         found = []
-        with httpx.stream("POST", f"{nginx.url}/score", json={}, timeout=60) as answer:
-            for line in answer.iter_lines():
+        with httpx.stream("POST", f"{nginx.url}/score", json={}, timeout=60) as stream:
+            for line in stream.iter_lines():
                 found.append(line)
                 seen.set()
     assert [line for line in found if line] == ["data: risk", "data: after"]

@@ -8,11 +8,10 @@ import re
 import shutil
 import subprocess
 import sys
-import threading
 import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ from service.cli.main import make_app
 from service.options import Sources
 from service.policies import read_policies
 from tests.deploy import packaging as p
+from tests.local_server import answer, listening
 
 HEALTH = json.loads(next(s.text for s in p.dockerfile(p.ROOT) if s.verb == "HEALTHCHECK").split("CMD ", 1)[1])
 RAG = p.compose(p.ROOT)["services"]["rag"]
@@ -116,25 +116,13 @@ def test_requirements_come_from_the_project_file(tmp_path: Path) -> None:
 def answering(status: int, body: bytes = b'{"status":"ok","guard":true}') -> Iterator[tuple[int, list[str]]]:
     """A server that gives one answer to everything; its port and the paths it was asked for."""
     asked: list[str] = []
-    body = body if status == 200 else b'{"error":{}}'
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            asked.append(self.path)
-            self.send_response(status)
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
+    def say(request: BaseHTTPRequestHandler, _: bytes) -> None:
+        asked.append(request.path)
+        answer(request, status, body if status == 200 else b'{"error":{}}')
 
-        def log_message(self, format: str, *args: Any) -> None:
-            pass
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-        try:
-            yield server.server_address[1], asked
-        finally:
-            server.shutdown()
+    with listening(say) as address:
+        yield int(address.rpartition(":")[2]), asked
 
 
 def run_check(command: list[str], port: int) -> int:

@@ -20,15 +20,9 @@ from fastapi.testclient import TestClient
 from service.client import AsyncClient
 from service.demo.picture import KNOWN, UNKNOWN
 from tests.client import bodies
-from tests.running import serve
+from tests.serve_process import ROOT, inherited, serve
 
-ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "deploy" / "sidecar"
-
-
-def environment(**more: str) -> dict[str, str]:
-    clean = {name: value for name, value in os.environ.items() if not name.startswith(("HALLUTRACER_", "RAG_"))}
-    return clean | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1", **more}
 
 
 @pytest.fixture(scope="module")
@@ -54,9 +48,8 @@ def nowhere() -> str:
 
 @pytest.fixture(autouse=True)
 def example(monkeypatch: pytest.MonkeyPatch) -> Any:
-    for name in list(os.environ):
-        if name.startswith(("HALLUTRACER_", "RAG_")):
-            monkeypatch.delenv(name)
+    for name in os.environ.keys() - inherited():
+        monkeypatch.delenv(name)
     monkeypatch.syspath_prepend(str(FOLDER))
     import rag_app
 
@@ -66,7 +59,7 @@ def example(monkeypatch: pytest.MonkeyPatch) -> Any:
 def cli(*questions: str, script: str = "rag_app.py", **more: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, str(FOLDER / script), *questions], capture_output=True, text=True, timeout=120, check=False,
-        env=environment(COLUMNS="160", **more),
+        env=inherited() | {"PYTHONPATH": str(ROOT), "COLUMNS": "160"} | more,
     )  # fmt: skip
 
 
@@ -165,12 +158,8 @@ def test_without_the_guard_passages_may_be_shown(nowhere: str, example: Any, mon
     monkeypatch.setenv("RAG_WHEN_GUARD_FAILS", "passages")
     with TestClient(example.app) as app:
         reply = app.post("/ask", json={"question": UNKNOWN}).json()
-    assert (reply["source"], reply["answer"], reply["risk_before"], reply["risk_after"]) == (
-        "passages",
-        None,
-        None,
-        None,
-    )
+    assert {reply["answer"], reply["risk_before"], reply["risk_after"]} == {None}
+    assert reply["source"] == "passages"
     assert "Honiara" in reply["passages"][0]["text"]
 
 
@@ -207,12 +196,8 @@ def ask(example: Any, nowhere: str, monkeypatch: pytest.MonkeyPatch) -> Iterator
 def test_an_answer_from_passages(ask: Any) -> None:
     response, asked = ask("Which capital is it?", [scored(0.9, None), scored(0.2, " Honiara. ")])
     reply = response.json()
-    assert (reply["source"], reply["answer"], reply["risk_before"], reply["risk_after"]) == (
-        "model",
-        "Honiara.",
-        0.9,
-        0.2,
-    )
+    assert (reply["source"], reply["answer"]) == ("model", "Honiara.")
+    assert (reply["risk_before"], reply["risk_after"]) == (0.9, 0.2)
     assert [passage["text"] for passage in reply["passages"]] == ["Honiara is the capital.", "Rome is old."]
     (first,), (second,) = (body["messages"] for body in asked)
     assert first == {"role": "user", "content": "Which capital is it?"}

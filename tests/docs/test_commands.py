@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from tests.docs.pages import PAGES, ROOT, RUNNABLE, SPELLINGS, Block, blocks
+from tests.serve_process import inherited, serve
 
 ALL = {page: blocks(page) for page in PAGES}
 ADDRESS = "http://127.0.0.1:8765"  # of the service in the pages; the tests take a free port
@@ -29,24 +30,8 @@ def pages_that(wanted: Any) -> list[Any]:
 @pytest.fixture(scope="module")
 def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The address of a service on the demo model."""
-    store = tmp_path_factory.mktemp("store")
-    process = subprocess.Popen(
-        [sys.executable, "-m", "service.cli", "serve", "--port", "0", "--threads", "1", "--store", str(store)],
-        stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, cwd=ROOT,
-    )  # fmt: skip
-    assert process.stdout is not None
-    try:
-        lines = []
-        for line in process.stdout:
-            lines.append(line)
-            if line.startswith("API reference"):  # the last line, printed once it is ready
-                break
-        address = re.search(r"listening on (http://[\w.:]+\d)", "".join(lines))
-        assert address, lines
-        yield address[1]
-    finally:
-        process.kill()
-        process.wait()
+    with serve(HALLUTRACER_STORE=str(tmp_path_factory.mktemp("store"))) as process:
+        yield process.url
 
 
 class Sandbox:
@@ -63,7 +48,7 @@ class Sandbox:
         for name, arguments in (("hallutracer", "-m service.cli"), ("python", "")):
             (programs / name).write_text(f'#!/bin/sh\nexec "{sys.executable}" {arguments} "$@"\n')
             (programs / name).chmod(0o755)
-        self.environment = {key: value for key, value in os.environ.items() if not key.startswith("HALLUTRACER_")} | {
+        self.environment = inherited() | {
             "PATH": f"{programs}:{os.environ['PATH']}",
             "PYTHONPATH": str(ROOT),
             "HOME": str(folder),

@@ -18,6 +18,7 @@ from service.engines.scripted import ScriptedEngine
 from service.errors import EngineError, RequestError
 from service.readout import Probes
 from tests.engines.test_scripted import probes
+from tests.matching import Held
 
 pytestmark = pytest.mark.anyio
 CLOSED, OPEN = Gate((1.0, 0.0, 0.0), 0.0, 0.0), Gate((1.0, 0.0, 0.0), 0.0, 1.1)
@@ -30,7 +31,7 @@ class Bench:
         self.script = ScriptedEngine()
         self.probe = probes(self.script.identity.geometry)
         self.batches: list[int] = []
-        self.entered, self.release = threading.Event(), threading.Event()
+        self.holding = Held()
         self.engine: Scheduled
 
     @asynccontextmanager
@@ -40,7 +41,7 @@ class Bench:
         try:
             yield self
         finally:
-            self.release.set()
+            self.holding.release.set()
             await asyncio.to_thread(self.engine.close)
             assert self.script.counters.open_continuations == 0
 
@@ -50,15 +51,10 @@ class Bench:
             return [update async for update in updates]
 
     async def held(self) -> asyncio.Task[list[Update]]:
-        """A prompt whose forward pass blocks until ``release`` is set."""
-
-        def block(_: str) -> None:
-            self.entered.set()
-            assert self.release.wait(20)
-
-        self.script.before = block
+        """A prompt whose forward pass stands still until ``release`` is set."""
+        self.script.before = self.holding
         task = asyncio.create_task(self.answer("held"))
-        await asyncio.to_thread(self.entered.wait, 20)
+        await asyncio.to_thread(self.holding.entered.wait, 20)
         return task
 
     def logits(self, text: str, probe: Probes | None = None) -> list[float]:
@@ -89,7 +85,7 @@ async def test_waiting_prompts_share_one_forward(bench: Bench) -> None:
         held = await bench.held()
         tasks = [started(bench.answer(f"prompt {n}")) for n in range(9)]
         await asyncio.sleep(0)
-        bench.release.set()
+        bench.holding.release.set()
         await held
         assert [logits(await task) for task in tasks] == [bench.logits(f"prompt {n}") for n in range(9)]
     assert bench.batches == [1, 9]
@@ -112,7 +108,7 @@ async def test_several_bundles_share_one_forward(bench: Bench, monkeypatch: pyte
         monkeypatch.setattr(bench.script, "score", counted)
         tasks = [started(bench.answer("same", three[n % 3])) for n in range(6)]
         await asyncio.sleep(0)
-        bench.release.set()
+        bench.holding.release.set()
         await held
         assert [logits(await task) for task in tasks] == [bench.logits("same", three[n % 3]) for n in range(6)]
     assert calls == [3]  # one call with every bundle's probes
@@ -136,7 +132,7 @@ async def test_a_batch_that_fails_is_tried_one_by_one(bench: Bench, monkeypatch:
             monkeypatch.setattr(fresh.script, "begin", refusing(fresh.script.begin))
             tasks = [started(fresh.answer(name, **options)) for name in ("a", "poison", "b")]
             await asyncio.sleep(0)
-            fresh.release.set()
+            fresh.holding.release.set()
             await held
             assert [logits(await tasks[n]) for n in (0, 2)] == [fresh.logits("a"), fresh.logits("b")]
             with pytest.raises(RuntimeError, match="poison"):
@@ -221,7 +217,7 @@ async def test_a_batch_waits_for_as_many_prompts_as_last_time(bench: Bench) -> N
         held = await bench.held()
         tasks = [started(bench.answer(f"first {n}")) for n in range(4)]
         await asyncio.sleep(0)
-        bench.release.set()
+        bench.holding.release.set()
         for task in (held, *tasks):
             await task
         again = []
@@ -241,7 +237,7 @@ async def test_cancelled_prompts_are_dropped(bench: Bench) -> None:
         for task in tasks:
             task.cancel()
         await asyncio.sleep(0)
-        bench.release.set()
+        bench.holding.release.set()
         await held
         await bench.answer("next")
     assert bench.batches == [1, 1]

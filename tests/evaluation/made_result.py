@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -15,6 +16,7 @@ from service.evaluation.options import OURS, RESIDUAL, EvaluateOptions, Source
 from service.evaluation.prepare import PreparedSet
 from service.evaluation.set_result import SetResult
 from service.evaluation.splits import Split, fit_split, outer_splits, residual_depth_mean
+from service.evaluation.tables import Table
 from service.fitting.fit import Readouts
 from service.fitting.nested_cv import FoldScores
 from service.readout import Geometry, Pooling, Site
@@ -25,6 +27,7 @@ OPTIONS = EvaluateOptions(
     sources=(Source("made", None),), out=Path("unused"), seeds=2, folds=3, inner_folds=2, c=0.3, jobs=1
 )
 COUNT = 240
+LABEL = np.arange(400) // 2 % 2  # of scripted results
 
 
 def made_inputs(folder: Path, *, name: str, seed: int, strength: float = 0.35, share: float = 0.5) -> MethodInputs:
@@ -120,3 +123,13 @@ def scripted_result(
     nothing = cast(Any, None)
     inputs = MethodInputs(label, np.arange(count), nothing, nothing, np.zeros((count, 2)), np.zeros(count, np.int64))
     return SetResult(prepared(inputs, name), splits, scores, None)
+
+
+def noise(layers: int, heads: int = 1, spread: float = 1.0, seed: int = 0) -> np.ndarray:
+    """Logits [rows, layers, heads] that know nothing of ``LABEL``."""
+    return spread * np.random.default_rng(seed).standard_normal((len(LABEL), layers, heads))
+
+
+def row(table: Table) -> Mapping[str, Any]:
+    """The table's first row."""
+    return table.rows[0]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +11,6 @@ from sklearn.metrics import roc_auc_score
 
 from service.evaluation.options import RESIDUAL
 from service.evaluation.set_result import SetResult
-from service.evaluation.tables import Table
 from service.paper.ablations import (
     DEPTH_SUBSAMPLING,
     FEATURE_SETS,
@@ -26,17 +24,7 @@ from service.paper.ablations import (
 from service.paper.ablations_readout import HEAD_DISTRIBUTION, READOUT_POSITION, READOUT_SITE, TOP_HEADS
 from service.paper.table_spec import make_tables
 from service.readout import Pooling, Site
-from tests.evaluation.made_result import scripted_result
-
-LABEL = np.arange(400) // 2 % 2
-
-
-def noise(layers: int, heads: int = 1, spread: float = 1.0, seed: int = 0) -> np.ndarray:
-    return spread * np.random.default_rng(seed).standard_normal((len(LABEL), layers, heads))
-
-
-def row(table: Table) -> Mapping[str, Any]:
-    return table.rows[0]
+from tests.evaluation.made_result import LABEL, noise, row, scripted_result
 
 
 def mean(cell: Any) -> float:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -28,17 +26,7 @@ from service.paper.structure_readouts import (
 )
 from service.paper.table_spec import make_tables
 from tests.evaluation.made_result import GEOMETRY as SHAPE
-from tests.evaluation.made_result import scripted_result
-
-LABEL = np.arange(400) // 2 % 2
-
-
-def noise(layers: int, seed: int = 0) -> np.ndarray:
-    return np.random.default_rng(seed).standard_normal((len(LABEL), layers, 1))
-
-
-def row(table: Table) -> Mapping[str, Any]:
-    return table.rows[0]
+from tests.evaluation.made_result import LABEL, noise, row, scripted_result
 
 
 def k_split(results: list[SetResult]) -> list[Table]:
@@ -67,7 +55,7 @@ def test_rows_are_the_diagnostics_of_the_out_of_fold_trajectories(result: SetRes
 
 
 def test_the_mean_of_independent_equal_layers_leaves_nothing_to_fisher_but_optimism() -> None:
-    runs = [scripted_result(noise(8, seed) + LABEL[:, None, None], LABEL, name=f"{seed}") for seed in range(12)]
+    runs = [scripted_result(noise(8, seed=seed) + LABEL[:, None, None], LABEL, name=f"{seed}") for seed in range(12)]
     table = FISHER.table(runs)
     in_sample, unbiased = ([float(one[key]) for one in table.rows] for key in ("r_fisher", "r_fisher_unbiased"))  # type: ignore[arg-type]
     assert min(in_sample) > 1.0
@@ -90,7 +78,9 @@ def test_a_set_without_a_gap_costs_its_row_and_not_the_table() -> None:
     flat = noise(8)
     flat[1::4] = flat[::4]  # rows 0, 1 of every 4 are of one class: their twins of the other class follow
     flat[2::4], flat[3::4] = flat[::4], flat[1::4]
-    table = SNR.table([scripted_result(flat, LABEL, name="flat"), scripted_result(noise(8, 1), LABEL, name="fine")])
+    table = SNR.table(
+        [scripted_result(flat, LABEL, name="flat"), scripted_result(noise(8, seed=1), LABEL, name="fine")]
+    )
     assert table.rows[0] == {"set": "flat"}
     assert table.rows[1]["set"] == "fine"
     assert table.rows[1]["rho"] is not None
@@ -100,7 +90,7 @@ def test_a_set_without_a_gap_costs_its_row_and_not_the_table() -> None:
 def test_variance_components_have_their_lags_where_the_depth_allows() -> None:
     rng = np.random.default_rng(0)
     level = rng.standard_normal((len(LABEL), 1, 1))
-    deep = row(VARIANCE.table([scripted_result(noise(16, 1) + level, LABEL)]))
+    deep = row(VARIANCE.table([scripted_result(noise(16, seed=1) + level, LABEL)]))
     assert deep["layers"] == 16
     assert deep["icc_unbiased"] == pytest.approx(0.5, abs=0.06)
     assert deep["acf_1"] == pytest.approx(deep["acf_floor"], abs=0.05)

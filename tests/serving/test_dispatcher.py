@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -22,7 +21,7 @@ from service.serving.deadline import Deadline
 from service.serving.dispatcher import Dispatcher
 from service.serving.request_handle import RequestHandle
 from tests.engine_kinds import KINDS, OnOwnLoop, engine_of
-from tests.matching import matching_bundle
+from tests.matching import Held, matching_bundle
 
 pytestmark = pytest.mark.anyio
 
@@ -48,7 +47,7 @@ class Bench:
         self.tmp_path, self.kind = tmp_path, kind
         self.script = ScriptedEngine()
         self.watch = Watch()
-        self.entered, self.release = threading.Event(), threading.Event()
+        self.holding = Held()
         self.dispatcher: Dispatcher
         self.plain = engine_of(self.script)  # never asked to answer: it scores on the caller's thread
 
@@ -66,7 +65,7 @@ class Bench:
         finally:
             closing = asyncio.create_task(asyncio.to_thread(self.dispatcher.close))
             await until(lambda: not self.dispatcher.alive)
-            self.release.set()
+            self.holding.release.set()
             await closing
             await until(lambda: self.script.counters.open_continuations == 0)
             assert self.watch.last == (0, 0)
@@ -86,14 +85,9 @@ class Bench:
 
     async def hold(self) -> RequestHandle:
         """Make the engine stand still inside a forward pass until ``release`` is set."""
-
-        def block(_: str) -> None:
-            self.entered.set()
-            assert self.release.wait(20)
-
-        self.script.before = block
+        self.script.before = self.holding
         handle = self.request("the one that is held")
-        await asyncio.to_thread(self.entered.wait, 20)
+        await asyncio.to_thread(self.holding.entered.wait, 20)
         return handle
 
     def report(self, text: str, scorer: int = 0) -> RiskReport:
@@ -131,7 +125,7 @@ async def test_every_prompt_gets_its_own_risk_by_its_own_bundle(bench: Bench) ->
         held = await bench.hold()
         handles = [bench.request(f"{n} one", f"{n} two", scorer=n % 2) for n in range(12)]
         assert bench.watch.last == (25, 0)
-        bench.release.set()
+        bench.holding.release.set()
         await held.answers()
         for n, handle in enumerate(handles):
             pair = await handle.answers()
@@ -219,7 +213,7 @@ async def test_cancelling_frees_the_engine_at_once(bench: Bench) -> None:
             with pytest.raises(NotReady):
                 await handle.answers()
         assert bench.watch.last == (1, 0)
-        bench.release.set()
+        bench.holding.release.set()
         await held.answers()
         bench.script.sleep_s = 0.02
         decoding = bench.request("a", **LONG)
@@ -258,7 +252,7 @@ async def test_one_prompts_fault_does_not_fail_the_others(bench: Bench, monkeypa
         held = await bench.hold()
         monkeypatch.setattr(bench.script, "activations", refusing)
         handles = [bench.request("a"), bench.request("b", "poison"), bench.request("c")]
-        bench.release.set()
+        bench.holding.release.set()
         await held.answers()
         with pytest.raises(RuntimeError, match="poison"):
             await handles[1].answers()
@@ -302,7 +296,7 @@ async def test_a_deadline_that_passes_in_the_queue_costs_no_forward(bench: Bench
         with pytest.raises(DeadlineExceeded, match=r"0\.05 s"):
             await late.answers()
         await asyncio.sleep(0.05)  # on its own loop, the engine learns of it a moment later
-        bench.release.set()
+        bench.holding.release.set()
         await held.answers()
         await bench.request("next").answers()
         assert bench.script.counters.prefills == prefills + 2
@@ -333,7 +327,7 @@ async def test_a_full_queue_refuses_and_takes_all_or_none(bench: Bench) -> None:
         last.cancel()
         bench.dispatcher.check_not_full()  # a cancelled request holds no place
         last = bench.request("f")
-        bench.release.set()
+        bench.holding.release.set()
         for handle in (held, kept, last):
             await handle.answers()
         bench.check_space(4, 5)

@@ -8,7 +8,17 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from service.data.sets import bfcl, halueval2, helm, truefalse, truthfulqa
+from service.errors import DataError
+
+
+def damage(read: Callable[[Path], object], folder: Path) -> list[str]:
+    """The places of the problems that a reader finds in a folder."""
+    with pytest.raises(DataError) as caught:
+        read(folder)
+    return [problem.split(":")[0] for problem in caught.value.problems]
 
 
 def write_json_lines(path: Path, rows: Sequence[Any]) -> None:

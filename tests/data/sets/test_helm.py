@@ -5,11 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import pytest
-
 from service.data.sets.helm import MODELS, read_helm
-from service.errors import DataError
-from tests.data.sets.samples import helm_passages, write_helm, write_iris_tables
+from tests.data.sets.samples import damage, helm_passages, write_helm, write_iris_tables
 
 
 def test_label_one_in_the_file_is_hallucinated(tmp_path: Path) -> None:
@@ -58,9 +55,7 @@ def test_tables_that_agree_are_fine_and_others_are_refused(tmp_path: Path) -> No
     table.write_text("\n".join([lines[0], lines[2], lines[1]]))  # the same rows in another order
     shorter = tmp_path / "statements" / "gptj7b.csv"
     shorter.write_text("\n".join(shorter.read_text(encoding="utf-8-sig").splitlines()[:-1]))
-    with pytest.raises(DataError) as caught:
-        read_helm(tmp_path)
-    damaged = [problem.split(":")[0] for problem in caught.value.problems]
+    damaged = damage(read_helm, tmp_path)
     assert damaged == ["statements/gptj7b.csv", "statements/opt7b.csv line 2"]
 
 
@@ -70,9 +65,7 @@ def test_damage_is_named(tmp_path: Path) -> None:
     (tmp_path / "data" / "gptj7b" / "data.json").write_text("[]")
     bad = {"1": {"prompt": "Once upon a time", "sentences": []}, "2": helm_passages(1, 2), "3": None}
     (tmp_path / "data" / "falcon40b" / "data.json").write_text(json.dumps(bad))
-    with pytest.raises(DataError) as caught:
-        read_helm(tmp_path)
-    damaged = [problem.split(":")[0].removeprefix("data/") for problem in caught.value.problems]
+    damaged = [place.removeprefix("data/") for place in damage(read_helm, tmp_path)]
     assert sorted(damaged) == [
         "falcon40b/data.json passage 1", "falcon40b/data.json passage 2 sentence 2", "falcon40b/data.json passage 3",
         "gptj7b/data.json", "opt7b/data.json is missing",

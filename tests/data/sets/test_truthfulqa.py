@@ -10,7 +10,7 @@ import pytest
 from service.data.sets import references
 from service.data.sets.truthfulqa import TABLE, TASK, read_truthfulqa, read_truthfulqa_reference
 from service.errors import DataError
-from tests.data.sets.samples import write_truthfulqa
+from tests.data.sets.samples import damage, write_truthfulqa
 
 
 def test_a_question_with_its_correct_and_incorrect_answers(tmp_path: Path) -> None:
@@ -59,9 +59,7 @@ def test_damage_is_named(tmp_path: Path) -> None:
     tasks[0]["question"] = "Another question?"
     tasks[1]["mc2_targets"] = {"It cannot fly": "yes"}
     (tmp_path / TASK).write_text(json.dumps(tasks))
-    with pytest.raises(DataError) as caught:
-        read_truthfulqa_reference(tmp_path)
-    damaged = [problem.split(":")[0] for problem in caught.value.problems]
+    damaged = damage(read_truthfulqa_reference, tmp_path)
     assert damaged == [f"{TASK} question 1", f"{TASK} question 2"]
     (tmp_path / TABLE).write_text("Question\nWhy?\n")
     with pytest.raises(DataError, match="columns Type,Category,Question"):

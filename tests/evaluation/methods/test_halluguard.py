@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from service.engines.base import Sampling, TorchModel
+from service.engines.base import Sampling
 from service.engines.scripted import ScriptedEngine
 from service.engines.transformers.engine import TransformersEngine
 from service.errors import EngineError, RequestError
@@ -24,15 +24,10 @@ from tests.engines import tiny
 EPSILON = float(np.finfo(np.float32).eps)
 
 
-def modules(engine: TransformersEngine) -> TorchModel:
-    assert engine.torch_model is not None
-    return engine.torch_model
-
-
 def naive(engine: TransformersEngine, prompt: list[int], answer: list[int]) -> tuple[np.ndarray, np.ndarray]:
     """G row by row from one whole forward pass per token, and the last hidden states, all by transformers' own ways."""
     model = engine._model
-    block = list(modules(engine).blocks[-1].parameters())
+    block = list(tiny.modules(engine).blocks[-1].parameters())
     rows, states = [], None
     for parameter in block:
         parameter.requires_grad_(True)
@@ -57,7 +52,7 @@ def test_the_kernel_is_the_gram_matrix_of_plain_gradients(family: str) -> None:
     engine = tiny.shared_engine(family)
     prompt = tiny.prompts([9])[0]
     answer = list(engine.generate([prompt], Sampling(max_tokens=5))[0].token_ids)
-    kernel, states = answer_kernel(modules(engine), prompt, answer)
+    kernel, states = answer_kernel(tiny.modules(engine), prompt, answer)
     expected, expected_states = naive(engine, prompt, answer)
     np.testing.assert_allclose(kernel, expected, atol=1e-5)
     np.testing.assert_allclose(states, expected_states, rtol=1e-4, atol=1e-5)
@@ -137,13 +132,13 @@ class _Silent(torch.autograd.Function):
 def test_a_model_that_cannot_be_differentiated_twice_is_refused(kernel: Any) -> None:
     engine = tiny.engine("llama")
     prompt, answer = tiny.prompts([4])[0], [5, 6]
-    norm = modules(engine).blocks[-1].post_attention_layernorm  # beside the residual path, which stays whole
+    norm = tiny.modules(engine).blocks[-1].post_attention_layernorm  # beside the residual path, which stays whole
     kept = norm.register_forward_hook(lambda _module, _inputs, output: kernel.apply(output))
     with pytest.raises(EngineError, match="differentiate this model twice"):
-        answer_kernel(modules(engine), prompt, answer)
+        answer_kernel(tiny.modules(engine), prompt, answer)
     kept.remove()
     assert all(not one.requires_grad for one in engine._model.parameters())
-    assert answer_kernel(modules(engine), prompt, answer)[0].shape == (2, 2)
+    assert answer_kernel(tiny.modules(engine), prompt, answer)[0].shape == (2, 2)
 
 
 def test_what_cannot_be_answered_is_refused() -> None:

@@ -1,0 +1,46 @@
+"""An HTTP server of this machine that behaves as a test says."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+Behaviour = Callable[[BaseHTTPRequestHandler, bytes], None]  # the request, and its body
+
+
+@contextmanager
+def listening(behave: Behaviour, protocol: str = "HTTP/1.0") -> Iterator[str]:
+    """``host:port`` of a server that calls ``behave`` for each GET and POST."""
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = protocol
+
+        def do_POST(self) -> None:
+            behave(self, self.rfile.read(int(self.headers.get("Content-Length", 0))))
+
+        do_GET = do_POST
+
+        def log_message(self, format: str, *args: Any) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        server.daemon_threads = True
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        try:
+            yield f"127.0.0.1:{server.server_port}"
+        finally:  # left alone on a closed socket, its thread would spin to the end of the run
+            server.shutdown()
+
+
+def answer(
+    request: BaseHTTPRequestHandler, status: int, body: bytes, kind: str = "application/json", **headers: str
+) -> None:
+    """A whole response."""
+    request.send_response(status)
+    for name, value in {"Content-Type": kind, "Content-Length": str(len(body)), **headers}.items():
+        request.send_header(name.replace("_", "-"), value)
+    request.end_headers()
+    request.wfile.write(body)

@@ -1,0 +1,81 @@
+"""``hallutracer serve`` as a process of its own."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Self
+
+ROOT = Path(__file__).parent.parent
+
+
+def inherited() -> dict[str, str]:
+    """The environment without variables of ours."""
+    return {name: value for name, value in os.environ.items() if not name.startswith(("HALLUTRACER_", "RAG_"))}
+
+
+class ServeProcess:
+    """``hallutracer serve`` as a user starts it, on a free port; a context manager: ready on entry, ended on exit.
+
+    No variable of ours is inherited.  ``process.returncode`` is, after exit, its status after SIGTERM; -SIGKILL where
+    it did not stop.
+    """
+
+    def __init__(self, *arguments: str, **variables: str) -> None:
+        self._stderr = tempfile.NamedTemporaryFile("w")  # noqa: SIM115  (closed on exit)
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "service.cli", "serve", "--port", "0", *arguments], cwd=ROOT, text=True,
+            stdout=subprocess.PIPE, stderr=self._stderr, start_new_session=True,
+            env=inherited() | {"PYTHONUNBUFFERED": "1", "PYTHONPATH": str(ROOT)} | variables,
+        )  # fmt: skip
+        self.url = ""
+
+    def log(self) -> str:
+        """What it has written to stderr."""
+        return Path(self._stderr.name).read_text(errors="replace")
+
+    def __enter__(self) -> Self:
+        """Wait until it can score.  Raises RuntimeError with the end of its log if it ends or takes five minutes."""
+        assert self.process.stdout is not None
+        limit = threading.Timer(300, self.process.kill)
+        limit.start()
+        lines = ""
+        for line in self.process.stdout:
+            lines += line
+            if line.startswith("API reference"):
+                break
+        limit.cancel()
+        address = re.search(r"listening on (http://[^\s,]+)", lines)
+        if address is None or "API reference" not in lines:
+            words = lines + self.log()[-3000:]
+            self.__exit__()
+            raise RuntimeError(f"the server did not become ready (exit status {self.process.returncode}):\n{words}")
+        self.url = address[1]
+        threading.Thread(target=self.process.stdout.read, daemon=True).start()  # a full pipe would stop the service
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Stop it, with what it has started, vLLM's processes among them."""
+        self.process.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            self.process.wait(60)
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+        self._stderr.close()
+
+
+@contextmanager
+def serve(*arguments: str, **variables: str) -> Iterator[ServeProcess]:
+    """A ready service on one thread, which must stop when asked to."""
+    with ServeProcess(*arguments, **{"HALLUTRACER_THREADS": "1"} | variables) as service:
+        yield service
+    assert service.process.returncode != -signal.SIGKILL, "it did not stop within a minute"
