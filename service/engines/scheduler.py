@@ -60,6 +60,8 @@ class Scheduled:
         self.identity: ModelIdentity = batch.identity
         self.counters: Counters = batch.counters
         self.max_batch_tokens: int = batch.max_batch_tokens
+        self.tokenize, self.render_chat, self.detokenize = batch.tokenize, batch.render_chat, batch.detokenize
+        self.check = batch.check
         self.on_prefill: Callable[[int, int], None] = lambda prompts, tokens: None
         self._max_wait_s = max_wait_s
         self._outboxes = Outboxes()
@@ -82,22 +84,6 @@ class Scheduled:
     def alive(self) -> bool:
         """False after ``close``, and once the thread has failed."""
         return not (self._closed or self._broken)
-
-    def tokenize(self, text: str) -> list[int]:
-        """Plain text to ids."""
-        return self.batch.tokenize(text)
-
-    def render_chat(self, messages: Sequence[dict[str, str]]) -> list[int]:
-        """Messages to ids through the chat template."""
-        return self.batch.render_chat(messages)
-
-    def detokenize(self, token_ids: TokenIds) -> str:
-        """Ids to text."""
-        return self.batch.detokenize(token_ids)
-
-    def check(self, prompts: Sequence[TokenIds]) -> None:
-        """Raise EmptyPrompt, PromptTooLong or RequestError for the first invalid prompt."""
-        self.batch.check(prompts)
 
     def score(
         self, prompts: Sequence[TokenIds], probes: Sequence[Probes], *, first_token: bool = False

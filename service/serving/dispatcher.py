@@ -33,11 +33,9 @@ class Observer(Protocol):
 
     def batch(self, prompts: int, tokens: int) -> None:
         """A forward pass over ``prompts`` prompts of ``tokens`` real tokens has ended.  From any thread."""
-        ...
 
     def queue(self, waiting: int, decoding: int) -> None:
         """How many prompts wait for their risk and how many answers are being decoded."""
-        ...
 
 
 class Dispatcher:

@@ -20,6 +20,7 @@ from service.engines.vllm.wire import KEY
 from service.errors import HalluTracerError, NotReady
 from service.guard import Action, Decision, Policy
 from service.scoring import RiskReport, Scorer
+from service.serving.request_handle import Timings
 from service.serving.state import ServiceState
 from service.vllm_plugin.note import CURRENT, Note
 
@@ -72,7 +73,7 @@ class _JudgedPrompt:
         self._state, self._engine, self._scorer, self._policy = state, engine, scorer, policy
         self._note, self._place, self._parameters = note, place, parameters
         self._report: RiskReport | None = None
-        self._times = (0.0, 0.0)
+        self._timings = Timings()
 
     async def run(self, start: Callable[[], AsyncGenerator[Any, None]]) -> AsyncGenerator[Any, None]:
         """vLLM's outputs; of a gated answer one, empty and finished."""
@@ -123,7 +124,7 @@ class _JudgedPrompt:
         except HalluTracerError as error:
             self._unread(error)
             return
-        self._times = times(output)
+        self._timings = Timings(*times(output))
         self._note.reports[self._place] = self._report
 
     def _unread(self, error: HalluTracerError) -> None:
@@ -133,20 +134,8 @@ class _JudgedPrompt:
         self._note.unread = str(error)
 
     def _account(self, report: RiskReport, tokens: int) -> None:
-        queue, prefill = self._times
-        self._state.metrics.prompt(
-            model_name=self._scorer.engine.identity.model,
-            bundle=self._scorer.bundle.reference,
-            decision=report.decision.value,
-            flagged=report.verdict.flagged,
-            risk=report.risk,
-            prompt_tokens=report.prompt_tokens,
-            completion_tokens=tokens,
-            queue_s=queue,
-            prefill_s=prefill,
-            probe_s=0.0,
-            decode_s=None,
-        )
+        scorer = self._scorer
+        self._state.metrics.prompt(scorer.engine.identity.model, scorer.bundle.reference, report, self._timings, tokens)
 
 
 def _take_xargs(parameters: Any) -> dict[str, Any]:

@@ -84,19 +84,21 @@ class TransformersEngine:
         self._options = options or EngineOptions(model=str(getattr(model.config, "_name_or_path", "") or "in-memory"))
         loading.check_options(self._options)
         self._model = model.eval().requires_grad_(False)
-        self._tokens = Tokens(tokenizer)
+        self._tokens = tokens = Tokens(tokenizer)
+        self.tokenize, self.render_chat, self.detokenize = tokens.tokenize, tokens.render_chat, tokens.detokenize
         self._content_words = ContentWords(self._tokens)
         self._modules = locate(model)
         self._head = model.get_output_embeddings()
         embedding = model.get_input_embeddings()
         self._vocabulary = int(embedding.num_embeddings)
         self._device = embedding.weight.device
-        self._end_tokens = end_tokens(model)
+        self.max_batch_tokens = self._options.max_batch_tokens or BATCH_TOKENS.get(self._device.type, 8192)
+        self.end_tokens = end_tokens(model)
         self._equal_lengths = depends_on_longest(model.config)
         self._busy = threading.Lock()
         self._stacks: OrderedDict[tuple[int, ...], ProbeStack] = OrderedDict()
-        self._counters = Counters()
-        self._identity = ModelIdentity(
+        self.counters = Counters()
+        self.identity = ModelIdentity(
             model=self._options.model,
             revision=revision_of(model.config),
             fingerprint=fingerprint or memory_fingerprint(model),
@@ -108,6 +110,7 @@ class TransformersEngine:
             geometry=self._modules.geometry,
             max_tokens=context_length(model.config),
         )
+        self.max_tokens = self.identity.max_tokens
 
     @classmethod
     def load(cls, options: EngineOptions) -> TransformersEngine:
@@ -117,46 +120,9 @@ class TransformersEngine:
         return cls(loaded.model, loaded.tokenizer, options=named, fingerprint=loaded.fingerprint)
 
     @property
-    def identity(self) -> ModelIdentity:
-        """Which model this is."""
-        return self._identity
-
-    @property
-    def counters(self) -> Counters:
-        """Work done so far."""
-        return self._counters
-
-    @property
-    def end_tokens(self) -> frozenset[int]:
-        """Tokens that end an answer."""
-        return self._end_tokens
-
-    @property
-    def max_tokens(self) -> int:
-        """Longest prompt plus answer."""
-        return self._identity.max_tokens
-
-    @property
-    def max_batch_tokens(self) -> int:
-        """Maximum number of padded tokens in one forward pass."""
-        return self._options.max_batch_tokens or BATCH_TOKENS.get(self._device.type, 8192)
-
-    @property
     def torch_model(self) -> TorchModel | None:
         """The model's modules; None after ``close``."""
         return None if self._model is None else TorchModel(self._model, self._head, self._modules.blocks, self._device)
-
-    def tokenize(self, text: str) -> list[int]:
-        """Plain text to ids, with the tokenizer's own special tokens.  Raises RequestError."""
-        return self._tokens.tokenize(text)
-
-    def render_chat(self, messages: Sequence[dict[str, str]]) -> list[int]:
-        """Messages to ids through the chat template, generation prompt included.  Raises RequestError."""
-        return self._tokens.render_chat(messages)
-
-    def detokenize(self, token_ids: TokenIds) -> str:
-        """Ids to text, special tokens left out."""
-        return self._tokens.detokenize(token_ids)
 
     def check(self, prompts: Sequence[TokenIds]) -> None:
         """Raise EmptyPrompt, PromptTooLong or RequestError for the first invalid prompt."""
@@ -247,8 +213,8 @@ class TransformersEngine:
         with self._running(()):
             ids = torch.tensor([[token]], device=self._device)
             output = self._model(input_ids=ids, past_key_values=cache, use_cache=True)
-            self._counters.forward_tokens += 1
-            self._counters.decode_steps += 1
+            self.counters.forward_tokens += 1
+            self.counters.decode_steps += 1
             return refuse_nan(output.logits[0, -1].float())
 
     def close(self) -> None:
@@ -285,8 +251,8 @@ class TransformersEngine:
         self, batch: Batch, sink: Sink, *, full: bool, cache: Any = None, states_sink: StatesSink | None = None
     ) -> Tensor | None:
         """Run a batch with the sinks attached: float32 logits at t* [batch, vocab], or None if not ``full``."""
-        self._counters.forward_tokens += sum(batch.lengths)
-        self._counters.prefills += len(batch.index)
+        self.counters.forward_tokens += sum(batch.lengths)
+        self.counters.prefills += len(batch.index)
         onset = OnsetIndex(batch.onsets, self._device)
         inputs: dict[str, Any] = {"input_ids": batch.input_ids, "use_cache": cache is not None}
         if cache is not None:

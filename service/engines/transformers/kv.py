@@ -44,33 +44,15 @@ def split_cache(cache: Any, batch: Batch, config: Any) -> list[Any]:
 class Decoder(Protocol):
     """The part of an engine that a continuation uses."""
 
-    @property
-    def counters(self) -> Counters:
-        """Work done so far."""
-        ...
+    counters: Counters
+    end_tokens: frozenset[int]  # tokens that end an answer
+    max_tokens: int  # longest prompt plus answer
 
     def step(self, token: int, cache: Any) -> Tensor:
         """Run one token through the model against a cache: float32 logits [vocab]."""
-        ...
 
     def detokenize(self, token_ids: Any) -> str:
         """Ids to text."""
-        ...
-
-    @property
-    def end_tokens(self) -> frozenset[int]:
-        """Tokens that end an answer."""
-        ...
-
-    @property
-    def max_tokens(self) -> int:
-        """Longest prompt plus answer."""
-        ...
-
-
-def never() -> bool:
-    """The default for ``cancelled``."""
-    return False
 
 
 class KvContinuation:
@@ -78,18 +60,13 @@ class KvContinuation:
 
     def __init__(self, decoder: Decoder, prefill: PrefillResult, cache: Any, logits: Tensor) -> None:
         self._decoder = decoder
-        self._prefill = prefill
+        self.prefill = prefill
         self._cache: Any = cache
         self._logits: Tensor | None = logits
         self._ids: list[int] = []
         self._stream: TextStream | None = None
         self._finish = "cancelled"  # unless decoded to the end
         decoder.counters.open_continuations += 1
-
-    @property
-    def prefill(self) -> PrefillResult:
-        """The result at t*."""
-        return self._prefill
 
     @property
     def completion(self) -> Completion | None:
@@ -101,7 +78,7 @@ class KvContinuation:
             return None
         return Completion(text=self._stream.text, token_ids=tuple(self._ids), finish_reason=self._finish)
 
-    def decode(self, sampling: Sampling, cancelled: Callable[[], bool] = never) -> Iterator[str]:
+    def decode(self, sampling: Sampling, cancelled: Callable[[], bool] = lambda: False) -> Iterator[str]:
         """Yield each token's text as it is decoded from the prefill's cache, without running the prompt again.
 
         A piece can be empty or hold the text of several tokens; the joined pieces are the answer.  The answer ends with
@@ -121,7 +98,7 @@ class KvContinuation:
     ) -> Iterator[str]:
         try:
             generator = generator_for(sampling, logits.device)
-            for number in range(min(sampling.max_tokens, self._decoder.max_tokens - self._prefill.prompt_tokens)):
+            for number in range(min(sampling.max_tokens, self._decoder.max_tokens - self.prefill.prompt_tokens)):
                 if cancelled():
                     return
                 if number:

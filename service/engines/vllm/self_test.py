@@ -28,13 +28,11 @@ class ScoringEngine(Protocol):
     @property
     def identity(self) -> object:
         """Which model this is."""
-        ...
 
     def score(
         self, prompts: Sequence[TokenIds], probes: Sequence[Probes], *, first_token: bool = False
     ) -> list[PrefillResult]:
         """As ``base.Engine.score``."""
-        ...
 
 
 def self_test(engine: ScoringEngine, plan: Plan, vocabulary: int) -> None:
