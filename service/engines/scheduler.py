@@ -113,7 +113,9 @@ class Scheduled:
         """As ``base.Engine.answer``."""
         if sampling is not None:
             check_sampling(sampling)
-        request = self._submit(prompt, probes, first_token, sampling, gate)
+        outbox = self._outboxes.of(asyncio.get_running_loop())
+        request = EngineRequest(prompt, probes, first_token, sampling, gate, outbox)
+        self._submit(request)
         try:
             async with aclosing(receive(request.inbox)) as updates:
                 async for update in updates:
@@ -131,16 +133,7 @@ class Scheduled:
             self._thread.join()
         self.batch.close()
 
-    def _submit(
-        self,
-        prompt: TokenIds,
-        probes: Sequence[Probes],
-        first_token: bool,
-        sampling: Sampling | None,
-        gate: Gate | None,
-    ) -> EngineRequest:
-        outbox = self._outboxes.of(asyncio.get_running_loop())
-        request = EngineRequest(prompt, probes, first_token, sampling, gate, outbox)
+    def _submit(self, request: EngineRequest) -> None:
         with self._changed:
             if not self.alive:
                 raise EngineError("the engine is closed or has failed; restart the service")
@@ -149,7 +142,6 @@ class Scheduled:
                 self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
                 self._thread.start()
             self._changed.notify()
-        return request
 
     def _call(self, work: Callable[[], T]) -> T:
         """Run ``work`` while no other forward pass runs."""

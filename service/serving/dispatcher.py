@@ -96,16 +96,7 @@ class Dispatcher:
         if self._closing:
             raise _shutting_down()
         self._check_space(prompts, deadline.left, continues=sampling is not None)
-        request = RequestHandle(
-            prompts,
-            scorer,
-            policy,
-            sampling=sampling,
-            deadline=deadline,
-            streams=streams,
-            start=self._start,
-            cancelled=self._cancelled,
-        )
+        request = RequestHandle(prompts, scorer, policy, sampling, deadline, streams, self._start, self._cancelled)
         self._requests.add(request)
         self._waiting += prompts
         self._report_queue()
