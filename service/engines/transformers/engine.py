@@ -16,6 +16,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from transformers import DynamicCache
 
 from service.engines import loading
 from service.engines.base import (
@@ -46,7 +47,7 @@ from service.engines.transformers.hooks import (
     TruthLogits,
     reading,
 )
-from service.engines.transformers.kv import KvContinuation, prefill_cache, split_cache
+from service.engines.transformers.kv import KvContinuation, split_cache
 from service.engines.transformers.model_facts import context_length, depends_on_longest, end_tokens
 from service.engines.transformers.pooling import ContentWords, PooledBuffer, windows
 from service.engines.transformers.results import (
@@ -154,7 +155,8 @@ class TransformersEngine:
             caches: dict[int, tuple[Any, Tensor]] = {}
             for batch in self._batches(prompts):
                 sink = TruthLogits(stack, len(batch.index), self._device)
-                cache = prefill_cache(self._model.config, len(batch.index))
+                # The model's native kind for one prompt, full-length layers for several.
+                cache = DynamicCache(config=self._model.config) if len(batch.index) == 1 else DynamicCache()
                 logits = self._prefill(batch, sink, full=True, cache=cache)
                 assert logits is not None
                 done.append(Prefilled(batch, sink, summarise(logits)))
@@ -178,7 +180,7 @@ class TransformersEngine:
         activations = {site: np.empty(shape, np.float32) for site, shape in shapes.items()}
         others = beyond_onset(poolings)
         pooled = {(site, pooling): np.empty(shapes[site], np.float32) for site in shapes for pooling in others}
-        first: list[FirstToken | None] = [None] * len(prompts)
+        first: dict[int, FirstToken] = {}
         with self._running(prompts):
             for batch in self._batches(prompts):
                 sink = ActivationBuffer(list(shapes), geometry, len(batch.index), self._device)
@@ -192,21 +194,19 @@ class TransformersEngine:
                     _scatter(buffer, batch, activations[site], site)
                 for (site, pooling), buffer in (pooled_sink.buffers if pooled_sink else {}).items():
                     _scatter(buffer, batch, pooled[site, pooling], f"{site}, {pooling}")
-                for index, token in zip(batch.index, first_tokens(summarise(logits).cpu().numpy()), strict=True):
-                    first[index] = token
-        return Extraction(activations, tuple(token for token in first if token is not None), pooled)
+                first |= zip(batch.index, first_tokens(summarise(logits).cpu().numpy()), strict=True)
+        return Extraction(activations, tuple(first[index] for index in sorted(first)), pooled)
 
     def generate(self, prompts: Sequence[TokenIds], sampling: Sampling) -> list[Completion]:
         """Batched decoding.  Each answer equals the one that its prompt gets alone; sampled ones share the seed."""
         check_sampling(sampling)
         with self._running(prompts):
-            answers: list[Completion | None] = [None] * len(prompts)
+            answers: dict[int, Completion] = {}
             budgets = [len(prompt) + min(sampling.max_tokens, self.max_tokens) for prompt in prompts]
             for group in micro_batches(budgets, self.max_batch_tokens, equal_lengths=self._equal_lengths):
                 batch = pad(prompts, group, "left", self._filler(), self._device)
-                for index, answer in zip(group, generate_batch(self, self._model, batch, sampling), strict=True):
-                    answers[index] = answer
-            return [answer for answer in answers if answer is not None]
+                answers |= zip(group, generate_batch(self, self._model, batch, sampling), strict=True)
+            return [answers[index] for index in sorted(answers)]
 
     def step(self, token: int, cache: Any) -> Tensor:
         """Run one token against a cache, for continuations: float32 logits [vocab]."""

@@ -22,11 +22,6 @@ from service.errors import EngineError
 Tensor = torch.Tensor
 
 
-def prefill_cache(config: Any, prompts: int) -> Any:
-    """An empty cache for a prefill: the model's native kind for one prompt, full-length layers for several."""
-    return DynamicCache(config=config) if prompts == 1 else DynamicCache()
-
-
 def split_cache(cache: Any, batch: Batch, config: Any) -> list[Any]:
     """Copy a prefilled batch's cache into one unpadded native cache per row; the batch's can be freed then."""
     if len(batch.index) == 1:

@@ -10,6 +10,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from contextlib import aclosing
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -59,9 +60,11 @@ class VllmEngine:
         tokens = Tokens(files.tokenizer)
         self.tokenize, self.render_chat, self.detokenize = tokens.tokenize, tokens.render_chat, tokens.detokenize
         self.counters = client.counters
+        self.loop = client.loop
         self.torch_model = None  # the modules are in vLLM's processes
         self._vocabulary = int(text_config(files.config).vocab_size)
-        self._end_token = getattr(files.tokenizer, "eos_token_id", None)
+        # The token that a closed gate samples, which ends the request.
+        self.end_token: int | None = getattr(files.tokenizer, "eos_token_id", None)
         config = client.config
         self.max_batch_tokens = int(config.scheduler_config.max_num_batched_tokens)
         described = run_on(client.loop, client.describe())
@@ -126,24 +129,9 @@ class VllmEngine:
             raise
 
     @property
-    def loop(self) -> asyncio.AbstractEventLoop:
-        """The event loop that vLLM's client runs on."""
-        return self._client.loop
-
-    @property
     def alive(self) -> bool:
         """Whether vLLM is running."""
         return self._client.alive
-
-    @property
-    def end_token(self) -> int | None:
-        """The token that a closed gate samples, which ends the request."""
-        return self._end_token
-
-    @property
-    def plan(self) -> Plan:
-        """What is compiled in."""
-        return self._plan
 
     def check(self, prompts: Sequence[TokenIds]) -> None:
         """Raise EmptyPrompt, PromptTooLong or RequestError for the first prompt that vLLM cannot run.
@@ -223,10 +211,7 @@ class VllmEngine:
         if sampling is not None:
             check_sampling(sampling)
         running = asyncio.get_running_loop()
-
-        def make() -> AsyncGenerator[Update, None]:
-            return self._answer(prompt, probes, first_token, sampling, gate)
-
+        make = partial(self._answer, prompt, probes, first_token, sampling, gate)
         answer = make() if running is self.loop else relay(self.loop, self._outboxes.of(running), make)
         async with aclosing(answer) as updates:
             async for update in updates:
@@ -275,12 +260,12 @@ class VllmEngine:
         Public for requests made elsewhere, such as by vLLM's own server.  Runs on ``loop``.
         """
         columns = await self._slots.hold(probes)
-        gated = gate is not None and self._end_token is not None
+        gated = gate is not None and self.end_token is not None
         directive = Directive(
             first_token=first_token,
             slot=columns[0] if columns else 0,
             gate=gate if gated else None,
-            end_token=self._end_token if gated else None,
+            end_token=self.end_token if gated else None,
         )
         return ProbeLease(directive, self._plan, columns, self._slots.release)
 
