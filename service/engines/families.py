@@ -20,7 +20,6 @@ class Family:
     """The path from the causal-LM module to the readouts.
 
     ``projection``, relative to a block, is the module whose INPUT is the concatenated head outputs (Eq. readout).
-    ``attention`` is its parent module, which the tests use to check it.
     """
 
     name: str
@@ -28,11 +27,6 @@ class Family:
     blocks: str
     projection: str
     notes: str = ""
-
-    @property
-    def attention(self) -> str:
-        """The attention module within a block."""
-        return self.projection.rpartition(".")[0]
 
 
 FAMILIES: tuple[Family, ...] = (

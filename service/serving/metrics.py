@@ -68,7 +68,7 @@ class Metrics:
 
     def __init__(self) -> None:
         self._folder = _shared_folder()
-        self._registry = registry = _Registry()
+        self.collector = registry = _Registry()
 
         def counter(name: str, text: str, labels: Iterable[str] = ()) -> Counter:
             return Counter(f"hallutracer_{name}", text, labels, registry=registry)
@@ -161,15 +161,10 @@ class Metrics:
         self._of(model_name, bundle)
         self._info.labels(model_name, bundle, digest).set(1)
 
-    @property
-    def collector(self) -> CollectorRegistry:
-        """All series, to be registered with another registry."""
-        return self._registry
-
     def render(self) -> tuple[bytes, str]:
         """Body and content type of ``GET /metrics``; with a shared folder, over all its processes."""
         if self._folder is None:
-            return generate_latest(self._registry), CONTENT_TYPE
+            return generate_latest(self.collector), CONTENT_TYPE
         _remove_dead_processes(self._folder)
         all_processes = CollectorRegistry()
         MultiProcessCollector(all_processes, path=str(self._folder))  # type: ignore[no-untyped-call]

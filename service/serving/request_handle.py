@@ -79,10 +79,7 @@ class RequestHandle:
             self.on_start(self)
 
     async def risks(self) -> list[RiskReport]:
-        """Every prompt's report without its answer, as soon as all are scored.
-
-        Raises what went wrong, DeadlineExceeded among it.
-        """
+        """Every prompt's report without answer, once all are scored.  Raises the first error, or DeadlineExceeded."""
         await self._until(self._scored)
         # A short answer may be complete by now, but a stream sends the risk before any of it.
         return [replace(job.result(), completion=None) for job in self.jobs]

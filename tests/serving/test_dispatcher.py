@@ -247,7 +247,7 @@ async def test_a_request_that_ends_before_it_starts_gives_its_places_back(bench:
 
 async def test_one_prompts_fault_does_not_fail_the_others(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     poison = bench.script.tokenize("poison")
-    rows = bench.script.rows
+    rows = bench.script.activations
 
     def refusing(prompt: Any, site: Any) -> Any:
         if prompt == poison:
@@ -256,7 +256,7 @@ async def test_one_prompts_fault_does_not_fail_the_others(bench: Bench, monkeypa
 
     async with bench.open():
         held = await bench.hold()
-        monkeypatch.setattr(bench.script, "rows", refusing)
+        monkeypatch.setattr(bench.script, "activations", refusing)
         handles = [bench.request("a"), bench.request("b", "poison"), bench.request("c")]
         bench.release.set()
         await held.answers()

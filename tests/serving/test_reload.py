@@ -111,11 +111,11 @@ async def test_a_bundle_that_does_not_match_leaves_the_old_one(tmp_path: Path) -
 
         def load(engine: Engine) -> list[Scorer]:
             script.nan_layer = None
-            rows, script.rows = script.rows, lambda prompt, site: rows(prompt, site) + 1  # type: ignore[method-assign]
+            rows, script.activations = script.activations, lambda prompt, site: rows(prompt, site) + 1  # type: ignore[method-assign]
             try:
                 return [Scorer(engine, other)]
             finally:
-                script.rows = rows  # type: ignore[method-assign]
+                script.activations = rows  # type: ignore[method-assign]
 
         with pytest.raises(GoldenMismatch):
             await state.reload(load)

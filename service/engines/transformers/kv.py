@@ -65,10 +65,7 @@ class KvContinuation:
 
     @property
     def completion(self) -> Completion | None:
-        """The answer so far; None before ``decode``.
-
-        ``token_ids`` includes the end token, if one was sampled; ``text`` is the joined pieces.
-        """
+        """The answer so far; None before ``decode``."""
         if self._stream is None:
             return None
         return Completion(text=self._stream.text, token_ids=tuple(self._ids), finish_reason=self._finish)
