@@ -15,26 +15,6 @@ from probes_store.errors import (
 from probes_store.manifest import Manifest
 
 
-class ModelShape(Protocol):
-    """The sizes that define a readout."""
-
-    @property
-    def num_layers(self) -> int:
-        """Transformer blocks, m."""
-
-    @property
-    def num_heads(self) -> int:
-        """Query heads, K."""
-
-    @property
-    def head_dim(self) -> int:
-        """Length of one head's output, d_h."""
-
-    @property
-    def hidden_size(self) -> int:
-        """Length of the hidden state."""
-
-
 class LoadedModel(Protocol):
     """What an engine reports about its model, each as ``Manifest`` records it."""
 
@@ -59,8 +39,8 @@ class LoadedModel(Protocol):
         """Digest of the chat template, None where there is none."""
 
     @property
-    def geometry(self) -> ModelShape:
-        """The model's sizes."""
+    def geometry(self) -> object:
+        """With the attributes num_layers, num_heads, head_dim and hidden_size."""
 
 
 def check_identity(manifest: Manifest, loaded: LoadedModel) -> None:

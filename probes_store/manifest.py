@@ -162,17 +162,16 @@ def content_digest(manifest: Manifest) -> str:
     ``files`` is inside, so it covers every byte of the other files; equal content has an equal digest whatever the
     time and the version.
     """
-    document = dataclasses.asdict(manifest)
-    return _sha256({key: value for key, value in document.items() if key not in _NOT_CONTENT})
+    return _sha256(manifest, _NOT_CONTENT)
 
 
 def manifest_seal(manifest: Manifest) -> str:
     """sha256 over the canonical JSON of the manifest without the seal: covers version, created and digest as well."""
-    document = dataclasses.asdict(manifest)
-    return _sha256({key: value for key, value in document.items() if key != "seal"})
+    return _sha256(manifest, ("seal",))
 
 
-def _sha256(document: dict[str, Any]) -> str:
+def _sha256(manifest: Manifest, left_out: tuple[str, ...]) -> str:
+    document = {key: value for key, value in dataclasses.asdict(manifest).items() if key not in left_out}
     return f"sha256:{hashlib.sha256(canonical_json(document)).hexdigest()}"
 
 

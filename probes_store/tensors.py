@@ -111,10 +111,7 @@ def golden_layout(layers: int, first_token: bool) -> TensorLayout:
 
 
 def read_probes(data: bytes, manifest: Manifest, file: str = PROBES) -> ProbeTensors:
-    """Bytes -> ProbeTensors of the geometry that the manifest states.
-
-    Raises BadValue, WrongShape, NotFinite, UnknownField and MissingField.
-    """
+    """Bytes -> ProbeTensors of the manifest's geometry.  Raises a subclass of BundleDamaged."""
     arrays = _unpack(data, probe_layout(manifest.model.num_layers, manifest.probe_dim), file)
     heads = manifest.probe_heads
     head, scale, std = arrays["head"], arrays["scale"], arrays["trajectory_std"]
@@ -129,10 +126,7 @@ def read_probes(data: bytes, manifest: Manifest, file: str = PROBES) -> ProbeTen
 
 
 def read_golden(data: bytes, manifest: Manifest, file: str = GOLDEN) -> Golden:
-    """Bytes -> Golden.  ``first_token`` is there exactly when the signals need it.
-
-    Raises BadValue, WrongShape, NotFinite, UnknownField and MissingField.
-    """
+    """Bytes -> Golden, with ``first_token`` where the signals need it.  Raises a subclass of BundleDamaged."""
     arrays = _unpack(data, golden_layout(manifest.model.num_layers, manifest.needs_first_token), file)
     ids, offsets, risk = arrays["input_ids"], arrays["offsets"], arrays["risk"]
     count = len(offsets) - 1

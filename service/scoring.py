@@ -70,12 +70,7 @@ class Scorer:
     """One engine and one bundle that belong together."""
 
     def __init__(self, engine: Engine, bundle: Bundle) -> None:
-        """Refuse a bundle that is not this model's, then replay its golden prompts.
-
-        Raises:
-            probes_store.errors.BundleRefused: another model, revision, tokenizer, chat template or geometry, or golden
-                prompts whose risks differ from the recorded ones.
-        """
+        """Check the bundle against the model and replay its golden prompts.  Raises a subclass of BundleRefused."""
         check_identity(bundle.manifest, engine.identity)
         self.engine = engine
         self.bundle = bundle
@@ -83,7 +78,7 @@ class Scorer:
         self.probes = Probes.of(Site(bundle.manifest.readout.site), bundle.probes)
         self._signals = bundle.manifest.signals
         self._weight = np.array(bundle.manifest.classifier.weight, np.float64)
-        self.needs_first_token = len(self._signals) > 1
+        self.needs_first_token = bundle.manifest.needs_first_token
         reports = self.score(bundle.golden.prompts())
         trajectories = np.stack([report.trajectory for report in reports])
         risks = np.array([report.risk for report in reports])

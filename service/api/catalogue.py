@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from fastapi import APIRouter
 
-from fastapi import APIRouter, Depends
-
-from service.api.dependencies import service_state
+from service.api.dependencies import State
 from service.api.response_schema import BundleCard, BundleList, ModelCard, ModelList, errors
-from service.serving.state import ServiceState
 
 router = APIRouter(tags=["catalogue"])
 RESPONSES = errors(_401="no bearer key, or an unknown one", _503="not ready: loading, or shutting down")
 
 
 @router.get("/v1/models", responses=RESPONSES)
-async def models(state: Annotated[ServiceState, Depends(service_state)]) -> ModelList:
+async def models(state: State) -> ModelList:
     """The loaded model."""
     state.check_ready()
     identity = state.scorers[0].engine.identity
@@ -32,7 +29,7 @@ async def models(state: Annotated[ServiceState, Depends(service_state)]) -> Mode
 
 
 @router.get("/v1/bundles", responses=RESPONSES)
-async def bundles(state: Annotated[ServiceState, Depends(service_state)]) -> BundleList:
+async def bundles(state: State) -> BundleList:
     """The loaded bundles and the available policies."""
     state.check_ready()
     cards = []

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from fastapi import Request
+from typing import Annotated
+
+from fastapi import Depends, Request
 
 from service.serving.state import ServiceState
 
@@ -12,3 +14,6 @@ async def service_state(request: Request) -> ServiceState:
     state = request.app.state.service
     assert isinstance(state, ServiceState)
     return state
+
+
+State = Annotated[ServiceState, Depends(service_state)]

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Any
 
-from fastapi import APIRouter, Depends, Response
+from fastapi import APIRouter, Response
 
-from service.api.dependencies import service_state
+from service.api.dependencies import State
 from service.api.response_schema import Status, errors
-from service.serving.state import ServiceState
 
 router = APIRouter(tags=["operations"])
 _TEXT: dict[int | str, dict[str, Any]] = {
@@ -19,7 +18,7 @@ NOT_READY = errors(_503="loading, loading failed, or shutting down; the message 
 
 
 @router.get("/health/live", response_model_exclude_none=True, responses=errors(_503="the process must be restarted"))
-async def live(state: Annotated[ServiceState, Depends(service_state)]) -> Status:
+async def live(state: State) -> Status:
     """200 unless the process must be restarted."""
     state.check_alive()
     return Status(status="live")
@@ -27,7 +26,7 @@ async def live(state: Annotated[ServiceState, Depends(service_state)]) -> Status
 
 @router.get("/health/ready", response_model_exclude_none=True, responses=NOT_READY)
 @router.get("/health", response_model_exclude_none=True, responses=NOT_READY)
-async def ready(state: Annotated[ServiceState, Depends(service_state)]) -> Status:
+async def ready(state: State) -> Status:
     """200 once scores can be served, until then 503 with the reason."""
     state.check_ready()
     return Status(
@@ -38,7 +37,7 @@ async def ready(state: Annotated[ServiceState, Depends(service_state)]) -> Statu
 
 
 @router.get("/metrics", response_class=Response, responses=SCRAPED)
-def metrics(state: Annotated[ServiceState, Depends(service_state)]) -> Response:
+def metrics(state: State) -> Response:
     """Counters, histograms and gauges of this service."""
     state.metrics.ready(state.is_ready)
     body, content_type = state.metrics.render()

@@ -46,29 +46,16 @@ class Reply:
 
     def account(self) -> None:
         """Tell the log and the metrics of every prompt that was scored.  Once, when nothing more will be sent."""
-        jobs = self.handle.jobs
         # What was decoded before a reader left was decoded all the same.
         scored = [
             (job.timings, job.report, len(job.report.completion.token_ids) if job.report.completion else job.tokens)
-            for job in jobs
+            for job in self.handle.jobs
             if job.report is not None
         ]
         reports = [report for _, report, _ in scored]
         model, reference = self.handle.scorer.engine.identity.model, self.handle.scorer.bundle.reference
         for timings, report, tokens in scored:
-            self.metrics.prompt(
-                model_name=model,
-                bundle=reference,
-                decision=report.decision.value,
-                flagged=report.verdict.flagged,
-                risk=report.risk,
-                prompt_tokens=report.prompt_tokens,
-                completion_tokens=tokens,
-                queue_s=timings.queue,
-                prefill_s=timings.prefill,
-                probe_s=timings.probe,
-                decode_s=timings.decode,
-            )
+            self.metrics.prompt(model, reference, report, timings, tokens)
         record, manifest = self.record, self.handle.scorer.bundle.manifest
         record.model, record.bundle, record.digest = model, reference, manifest.digest
         record.policy = self.handle.policy.name

@@ -7,9 +7,9 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Annotated
 
-from fastapi import APIRouter, Body, Depends, Request, Response
+from fastapi import APIRouter, Body, Request, Response
 
-from service.api.dependencies import service_state
+from service.api.dependencies import State
 from service.api.reply import Reply
 from service.api.request_log import record_of
 from service.api.request_schema import REQUEST_EXAMPLES, ROUTES, ScoreRequest
@@ -19,7 +19,6 @@ from service.engines.base import Sampling
 from service.errors import ClientGone, EmptyPrompt, RequestError
 from service.scoring import Scorer
 from service.serving.deadline import Deadline
-from service.serving.state import ServiceState
 from service.settings import ServiceSettings
 
 router = APIRouter(tags=["risk"])
@@ -30,7 +29,7 @@ router = APIRouter(tags=["risk"])
 async def score(
     body: Annotated[ScoreRequest, Body(openapi_examples=REQUEST_EXAMPLES)],
     request: Request,
-    state: Annotated[ServiceState, Depends(service_state)],
+    state: State,
 ) -> Response:
     """The risk of each prompt's answer, before its first token; with ``generate``, the answer where it may go on."""
     settings = state.settings

@@ -73,18 +73,12 @@ class AsyncClient(wire.BaseClient):
         await self._http.aclose()
 
     async def score(self, **options: Unpack[ScoreOptions]) -> ScoreResult:
-        """The risk of each prompt's answer, and with ``generate`` the answers that the gate does not withhold.
-
-        Raises ValueError, TypeError, APIError, TransportError, UnexpectedAnswer.
-        """
+        """As ``Client.score``."""
         return wire.parsed(await self._call(wire.SCORE, request_body(options)), ScoreResult)
 
     @asynccontextmanager
     async def stream(self, **options: Unpack[ScoreOptions]) -> AsyncIterator[AsyncAnswer]:
-        """One prompt's risk, then its answer piece by piece.  Leaving the ``async with`` early stops the decoding.
-
-        Raises ValueError, TypeError, APIError, TransportError, UnexpectedAnswer.
-        """
+        """As ``Client.stream``."""
         response = await self._call(wire.SCORE, request_body(options, stream=True), stream=True)
         answer = AsyncAnswer(response, self._silence_message)
         try:

@@ -52,12 +52,8 @@ class BaseClient:
     ) -> None:
         if not 0 < timeout < float("inf"):
             raise ValueError(f"timeout is a positive number of seconds, not {timeout}")
-        self._base_url, self._timeout_s, self._retry_policy = (
-            checked_base_url(base_url),
-            timeout,
-            RetryPolicy(max_retries),
-        )
-        self._clock, self._draw = clock, draw
+        self._base_url, self._retry_policy = checked_base_url(base_url), RetryPolicy(max_retries)
+        self._timeout_s, self._clock, self._draw = timeout, clock, draw
         self._silence_message = f"the stream was silent for {timeout:g} s"
 
     def __repr__(self) -> str:

@@ -144,26 +144,20 @@ class TorchModel:
 class Continuation(Protocol):
     """One prefilled prompt that can be decoded from its KV cache.  The caller of ``begin`` closes it."""
 
-    @property
-    def prefill(self) -> PrefillResult:
-        """The result at t*."""
-        ...
+    prefill: PrefillResult  # the result at t*
 
     def decode(self, sampling: Sampling, cancelled: Callable[[], bool] = ...) -> Iterator[str]:
         """Yield one piece of text per token, "" if it completes no character; ``completion`` has the whole answer.
 
         Stops when ``cancelled()`` returns true or the iterator is closed.
         """
-        ...
 
     @property
     def completion(self) -> Completion | None:
         """The answer so far; None before ``decode``."""
-        ...
 
     def close(self) -> None:
         """Free the KV cache.  Safe to call twice."""
-        ...
 
 
 class LoadedModel(Protocol):
@@ -172,50 +166,33 @@ class LoadedModel(Protocol):
     ``tokenize``, ``render_chat`` and ``check`` may be called from any thread at any time.
     """
 
-    @property
-    def identity(self) -> ModelIdentity:
-        """Which model this is."""
-        ...
-
-    @property
-    def counters(self) -> Counters:
-        """Work done so far."""
-        ...
-
-    @property
-    def max_batch_tokens(self) -> int:
-        """Largest number of padded tokens in one forward pass."""
-        ...
+    identity: ModelIdentity
+    counters: Counters
+    max_batch_tokens: int  # padded, in one forward pass
 
     @property
     def torch_model(self) -> TorchModel | None:
         """The model's modules; None if they are in another process."""
-        ...
 
     def tokenize(self, text: str) -> list[int]:
         """Plain text to ids, with the tokenizer's own special tokens."""
-        ...
 
     def render_chat(self, messages: Sequence[dict[str, str]]) -> list[int]:
         """Messages to ids through the chat template, generation prompt included.
 
         Raises RequestError if the tokenizer has no chat template or the template refuses the messages.
         """
-        ...
 
     def detokenize(self, token_ids: TokenIds) -> str:
         """Ids to text, special tokens left out."""
-        ...
 
     def check(self, prompts: Sequence[TokenIds]) -> None:
         """Raise EmptyPrompt, PromptTooLong or RequestError for the first invalid prompt."""
-        ...
 
     def score(
         self, prompts: Sequence[TokenIds], probes: Sequence[Probes], *, first_token: bool = False
     ) -> list[PrefillResult]:
         """Prefill all prompts and wait.  Without ``first_token`` the forward pass may end at the last readout."""
-        ...
 
     def extract(
         self, prompts: Sequence[TokenIds], sites: Sequence[Site], poolings: Sequence[Pooling] = (Pooling.LAST_1,)
@@ -225,15 +202,12 @@ class LoadedModel(Protocol):
         ``activations`` are those at t*, whether ``poolings`` names last_1 or not.  Raises EngineError if the engine
         cannot pool.
         """
-        ...
 
     def generate(self, prompts: Sequence[TokenIds], sampling: Sampling) -> list[Completion]:
         """Batched decoding, for labelling."""
-        ...
 
     def close(self) -> None:
         """Free the model.  Later calls raise EngineError."""
-        ...
 
 
 class BatchEngine(LoadedModel, Protocol):
@@ -241,7 +215,6 @@ class BatchEngine(LoadedModel, Protocol):
 
     def begin(self, prompts: Sequence[TokenIds], probes: Sequence[Probes]) -> Sequence[Continuation]:
         """Prefill and keep the KV caches, so that any of the prompts can be decoded."""
-        ...
 
 
 class Engine(LoadedModel, Protocol):
@@ -253,12 +226,10 @@ class Engine(LoadedModel, Protocol):
     @property
     def alive(self) -> bool:
         """False once the engine has failed or was closed; it does not recover."""
-        ...
 
     @property
     def scores_overtake_answers(self) -> bool:
         """Whether prompts without ``sampling`` overtake those that wait for space in the KV cache."""
-        ...
 
     def answer(
         self,
@@ -275,7 +246,6 @@ class Engine(LoadedModel, Protocol):
         is decoded.  Closing the generator, or cancelling the task that waits for it, ends the request.  Raises what
         ``score`` raises, and EngineError once the engine has failed.
         """
-        ...
 
 
 def prefill_of(update: Update) -> PrefillResult:

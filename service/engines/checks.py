@@ -45,16 +45,14 @@ def check_prompts(prompts: Sequence[TokenIds], *, vocabulary: int, max_tokens: i
 
 def check_sampling(sampling: Sampling) -> None:
     """Raise RequestError naming the invalid option."""
-    if sampling.max_tokens < 1:
-        raise RequestError(f"max_tokens is {sampling.max_tokens}; it must be at least 1", param="max_tokens")
-    if not 0.0 <= sampling.temperature < float("inf"):
-        raise RequestError(
-            f"temperature is {sampling.temperature}; it must be 0 (greedy) or a positive number", param="temperature"
-        )
-    if not 0.0 < sampling.top_p <= 1.0:
-        raise RequestError(f"top_p is {sampling.top_p}; it must lie in (0, 1]", param="top_p")
-    if sampling.seed is not None and not -(2**63) <= sampling.seed < 2**63:
-        raise RequestError(f"seed is {sampling.seed}; it must fit into 64 bits", param="seed")
+    for name, valid, expected in (
+        ("max_tokens", sampling.max_tokens >= 1, "be at least 1"),
+        ("temperature", 0.0 <= sampling.temperature < float("inf"), "be 0 (greedy) or a positive number"),
+        ("top_p", 0.0 < sampling.top_p <= 1.0, "lie in (0, 1]"),
+        ("seed", sampling.seed is None or -(2**63) <= sampling.seed < 2**63, "fit into 64 bits"),
+    ):
+        if not valid:
+            raise RequestError(f"{name} is {getattr(sampling, name)}; it must {expected}", param=name)
     if any(not stop for stop in sampling.stop):
         raise RequestError("stop holds an empty string, which would end every answer at once; remove it", param="stop")
 

@@ -20,7 +20,6 @@ class Family:
     """The path from the causal-LM module to the readouts.
 
     ``projection``, relative to a block, is the module whose INPUT is the concatenated head outputs (Eq. readout).
-    ``attention`` is its parent module, which the tests use to check it.
     """
 
     name: str
@@ -28,11 +27,6 @@ class Family:
     blocks: str
     projection: str
     notes: str = ""
-
-    @property
-    def attention(self) -> str:
-        """The attention module within a block."""
-        return self.projection.rpartition(".")[0]
 
 
 FAMILIES: tuple[Family, ...] = (
@@ -109,7 +103,7 @@ def locate(model: nn.Module) -> ModelModules:
     """
     config: Any = model.config
     family, shape = family_of(config), geometry(config)
-    blocks = tuple(_children(_submodule(model, family.blocks, family)))
+    blocks = tuple(_submodule(model, family.blocks, family).children())
     if len(blocks) != shape.num_layers:
         raise EngineError(
             f"{family.name}: {family.blocks} has {len(blocks)} blocks where the config's num_hidden_layers says "
@@ -132,10 +126,6 @@ def input_width(projection: nn.Module) -> int:
     in_features = getattr(projection, "in_features", None)
     weight: Any = projection.weight if in_features is None else None
     return int(weight.shape[0]) if in_features is None else int(in_features)
-
-
-def _children(module: nn.Module) -> list[nn.Module]:
-    return list(module.children())
 
 
 def _submodule(root: nn.Module, path: str, family: Family) -> nn.Module:

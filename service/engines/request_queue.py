@@ -78,10 +78,6 @@ class RequestQueue:
         self._discard(removed)
         return removed
 
-    def startable(self, kv_held: int) -> bool:
-        """Whether any waiting request could start now."""
-        return next(self._startable(kv_held), None) is not None
-
     def next_batch(self, kv_held: int) -> list[EngineRequest]:
         """Remove and return the next batch; empty if no request can start.
 

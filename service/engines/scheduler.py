@@ -60,6 +60,8 @@ class Scheduled:
         self.identity: ModelIdentity = batch.identity
         self.counters: Counters = batch.counters
         self.max_batch_tokens: int = batch.max_batch_tokens
+        self.tokenize, self.render_chat, self.detokenize = batch.tokenize, batch.render_chat, batch.detokenize
+        self.check = batch.check
         self.on_prefill: Callable[[int, int], None] = lambda prompts, tokens: None
         self._max_wait_s = max_wait_s
         self._outboxes = Outboxes()
@@ -82,22 +84,6 @@ class Scheduled:
     def alive(self) -> bool:
         """False after ``close``, and once the thread has failed."""
         return not (self._closed or self._broken)
-
-    def tokenize(self, text: str) -> list[int]:
-        """Plain text to ids."""
-        return self.batch.tokenize(text)
-
-    def render_chat(self, messages: Sequence[dict[str, str]]) -> list[int]:
-        """Messages to ids through the chat template."""
-        return self.batch.render_chat(messages)
-
-    def detokenize(self, token_ids: TokenIds) -> str:
-        """Ids to text."""
-        return self.batch.detokenize(token_ids)
-
-    def check(self, prompts: Sequence[TokenIds]) -> None:
-        """Raise EmptyPrompt, PromptTooLong or RequestError for the first invalid prompt."""
-        self.batch.check(prompts)
 
     def score(
         self, prompts: Sequence[TokenIds], probes: Sequence[Probes], *, first_token: bool = False
@@ -127,7 +113,9 @@ class Scheduled:
         """As ``base.Engine.answer``."""
         if sampling is not None:
             check_sampling(sampling)
-        request = self._submit(prompt, probes, first_token, sampling, gate)
+        outbox = self._outboxes.of(asyncio.get_running_loop())
+        request = EngineRequest(prompt, probes, first_token, sampling, gate, outbox)
+        self._submit(request)
         try:
             async with aclosing(receive(request.inbox)) as updates:
                 async for update in updates:
@@ -145,16 +133,7 @@ class Scheduled:
             self._thread.join()
         self.batch.close()
 
-    def _submit(
-        self,
-        prompt: TokenIds,
-        probes: Sequence[Probes],
-        first_token: bool,
-        sampling: Sampling | None,
-        gate: Gate | None,
-    ) -> EngineRequest:
-        outbox = self._outboxes.of(asyncio.get_running_loop())
-        request = EngineRequest(prompt, probes, first_token, sampling, gate, outbox)
+    def _submit(self, request: EngineRequest) -> None:
         with self._changed:
             if not self.alive:
                 raise EngineError("the engine is closed or has failed; restart the service")
@@ -163,7 +142,6 @@ class Scheduled:
                 self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
                 self._thread.start()
             self._changed.notify()
-        return request
 
     def _call(self, work: Callable[[], T]) -> T:
         """Run ``work`` while no other forward pass runs."""

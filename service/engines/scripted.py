@@ -23,8 +23,8 @@ from service.engines.base import (
     Sampling,
     TokenIds,
 )
-from service.engines.checks import check_onset_only
-from service.errors import EmptyPrompt, EngineError, PromptTooLong, RequestError
+from service.engines.checks import check_onset_only, check_prompts
+from service.errors import EngineError, RequestError
 from service.readout import Geometry, Pooling, Probes, Site
 from service.risk import truth_logits
 
@@ -56,8 +56,10 @@ class ScriptedEngine:
         self.before: Callable[[str], None] | None = None
         self.closed = False
         self._chat = chat
-        self._counters = Counters()
-        self._identity = ModelIdentity(
+        self.counters = Counters()
+        self.max_batch_tokens = 8192
+        self.torch_model = None
+        self.identity = ModelIdentity(
             model=model,
             revision="local",
             fingerprint=hashlib.sha256(b"scripted").hexdigest(),
@@ -69,26 +71,6 @@ class ScriptedEngine:
             geometry=geometry or Geometry(num_layers=4, num_heads=2, head_dim=8, hidden_size=16),
             max_tokens=max_tokens,
         )
-
-    @property
-    def identity(self) -> ModelIdentity:
-        """Which model this is."""
-        return self._identity
-
-    @property
-    def counters(self) -> Counters:
-        """Work done so far."""
-        return self._counters
-
-    @property
-    def max_batch_tokens(self) -> int:
-        """Maximum number of padded tokens in one forward pass."""
-        return 8192
-
-    @property
-    def torch_model(self) -> None:
-        """None: there is no model."""
-        return None
 
     def tokenize(self, text: str) -> list[int]:
         """BOS and the UTF-8 bytes.  Raises RequestError on lone surrogates."""
@@ -110,7 +92,7 @@ class ScriptedEngine:
     def activations(self, prompt: TokenIds, site: Site) -> NDArray[np.float32]:
         """A prompt's activations [m, width], so that a test can compute the expected numbers."""
         seed = hashlib.sha256(repr((str(site), [int(token) for token in prompt])).encode()).digest()
-        geometry = self._identity.geometry
+        geometry = self.identity.geometry
         generator = np.random.default_rng(int.from_bytes(seed[:16], "big"))
         activations = generator.standard_normal((geometry.num_layers, geometry.width(site)), dtype=np.float32)
         if self.nan_layer is not None:
@@ -127,16 +109,7 @@ class ScriptedEngine:
 
     def check(self, prompts: Sequence[TokenIds]) -> None:
         """Raise EmptyPrompt, PromptTooLong or RequestError for the first invalid prompt."""
-        limit = self._identity.max_tokens
-        for number, prompt in enumerate(prompts):
-            if len(prompt) == 0:
-                raise EmptyPrompt(f"prompt {number} has no tokens", param="input_ids")
-            if len(prompt) > limit:
-                raise PromptTooLong(
-                    f"prompt {number} has {len(prompt)} tokens and the model's context holds {limit}", param="prompt"
-                )
-            if min(prompt) < 0 or max(prompt) >= VOCABULARY:
-                raise RequestError(f"prompt {number} holds a token id outside 0 to {VOCABULARY - 1}", param="input_ids")
+        check_prompts(prompts, vocabulary=VOCABULARY, max_tokens=self.identity.max_tokens)
 
     def score(
         self, prompts: Sequence[TokenIds], probes: Sequence[Probes], *, first_token: bool = False
@@ -156,12 +129,12 @@ class ScriptedEngine:
         """Activations [n, m, width].  Raises EngineError for any pooling but last_1."""
         check_onset_only(poolings, "scripted")
         self._forward("extract", prompts)
-        geometry = self._identity.geometry
+        geometry = self.identity.geometry
         activations = {}
         for site in sites:
-            activations[site] = np.empty((len(prompts), geometry.num_layers, geometry.width(site)), np.float32)
-            for index, prompt in enumerate(prompts):
-                activations[site][index] = self.activations(prompt, site)
+            shape = len(prompts), geometry.num_layers, geometry.width(site)
+            rows = [self.activations(prompt, site) for prompt in prompts]
+            activations[site] = np.array(rows, np.float32).reshape(shape)
         return Extraction(activations, tuple(self.first_token(prompt) for prompt in prompts))
 
     def generate(self, prompts: Sequence[TokenIds], sampling: Sampling) -> list[Completion]:
@@ -192,11 +165,11 @@ class ScriptedEngine:
         self.wait()
         if self.fail is not None:
             raise self.fail
-        self._counters.prefills += len(prompts)
-        self._counters.forward_tokens += sum(len(prompt) for prompt in prompts)
+        self.counters.prefills += len(prompts)
+        self.counters.forward_tokens += sum(len(prompt) for prompt in prompts)
 
     def _read(self, prompt: TokenIds, probes: Sequence[Probes], first_token: bool) -> PrefillResult:
-        geometry = self._identity.geometry
+        geometry = self.identity.geometry
         trajectories = []
         for probe in probes:
             readout = geometry.select(self.activations(prompt, probe.site), probe.head, probe.site)
@@ -209,28 +182,18 @@ class ScriptedContinuation:
 
     def __init__(self, engine: ScriptedEngine, prefill: PrefillResult) -> None:
         self._engine = engine
-        self._prefill = prefill
-        self._completion: Completion | None = None
+        self.prefill = prefill
+        self.completion: Completion | None = None  # the answer so far; None before ``decode``
         self._open = True
         engine.counters.open_continuations += 1
-
-    @property
-    def prefill(self) -> PrefillResult:
-        """The result at t*."""
-        return self._prefill
-
-    @property
-    def completion(self) -> Completion | None:
-        """The answer so far; None before ``decode``."""
-        return self._completion
 
     def decode(self, sampling: Sampling, cancelled: Callable[[], bool] = lambda: False) -> Iterator[str]:
         """Yield the answer's characters; each of a character's UTF-8 bytes counts as a token."""
         if not self._open:
             raise EngineError("this continuation is closed; call begin again")
-        if self._completion is not None:
+        if self.completion is not None:
             raise EngineError("this continuation is already being decoded; call begin again for another answer")
-        self._completion = Completion("", (), "cancelled")
+        self.completion = Completion("", (), "cancelled")
         return self._decode(sampling, cancelled)
 
     def _decode(self, sampling: Sampling, cancelled: Callable[[], bool]) -> Iterator[str]:
@@ -239,7 +202,7 @@ class ScriptedContinuation:
         answer = self._engine.answer
         ends = [at for stop in sampling.stop if (at := answer.find(stop)) >= 0]
         text_to_yield = answer[: min(ends)] if ends else answer
-        limit = min(sampling.max_tokens, self._engine.identity.max_tokens - self._prefill.prompt_tokens)
+        limit = min(sampling.max_tokens, self._engine.identity.max_tokens - self.prefill.prompt_tokens)
         try:
             for character in text_to_yield:
                 if cancelled() or not self._open:
@@ -255,11 +218,11 @@ class ScriptedContinuation:
                 yield from [""] * (len(encoded) - 1)
                 ids += encoded
                 text += character
-                self._completion = Completion(text, tuple(ids), reason)
+                self.completion = Completion(text, tuple(ids), reason)
                 yield character
             reason = "stop"
         finally:
-            self._completion = Completion(text, tuple(ids), reason)
+            self.completion = Completion(text, tuple(ids), reason)
             self.close()
 
     def close(self) -> None:

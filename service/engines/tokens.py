@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 from service.errors import RequestError
@@ -15,7 +16,6 @@ class Tokens:
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
-        self._digest: str | None = None
 
     def tokenize(self, text: str) -> list[int]:
         """Plain text to ids, with the tokenizer's own special tokens in front.  Raises RequestError on lone surrogates.
@@ -55,27 +55,20 @@ class Tokens:
         text = self._tokenizer.decode(list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
         return str(text)
 
-    @property
+    @cached_property
     def digest(self) -> str:
         """sha256 of the tokenizer's serialisation: equal for every load, different if any token id could change.
 
         It leaves out padding and truncation, which are settings of a call.  A slow tokenizer has no such serialisation:
         its class, vocabulary and special tokens are used instead.
         """
-        if self._digest is None:
-            backend = getattr(self._tokenizer, "backend_tokenizer", None)
-            if backend is not None:
-                content = json.loads(backend.to_str())
-                content.pop("padding", None)
-                content.pop("truncation", None)
-            else:
-                content = {
-                    "class": type(self._tokenizer).__name__,
-                    "vocabulary": self._tokenizer.get_vocab(),
-                    "special": {name: str(value) for name, value in self._tokenizer.special_tokens_map.items()},
-                }
-            self._digest = _sha256(content)
-        return self._digest
+        backend = getattr(self._tokenizer, "backend_tokenizer", None)
+        if backend is not None:
+            content = json.loads(backend.to_str())
+            return _sha256({key: content[key] for key in content.keys() - {"padding", "truncation"}})
+        special = {name: str(value) for name, value in self._tokenizer.special_tokens_map.items()}
+        vocabulary = self._tokenizer.get_vocab()
+        return _sha256({"class": type(self._tokenizer).__name__, "vocabulary": vocabulary, "special": special})
 
     @property
     def chat_template_digest(self) -> str | None:

@@ -11,7 +11,6 @@ import math
 import time
 from collections.abc import Callable
 from contextlib import aclosing
-from typing import Protocol
 
 from service.engines.base import Engine, Sampling, Update, unfinished
 from service.errors import EngineError, NonFiniteReadout, NotReady, RequestError
@@ -19,6 +18,7 @@ from service.guard import Decision, Policy
 from service.scoring import RiskReport, Scorer
 from service.serving import admission
 from service.serving.deadline import Deadline
+from service.serving.metrics import Metrics
 from service.serving.request_handle import Job, RequestHandle
 
 log = logging.getLogger("hallutracer")
@@ -28,25 +28,13 @@ WATCH_S = 1.0  # how often an idle dispatcher checks that its engine is alive
 CLOSING_S = 10.0  # how long closing waits for an engine to let go of its requests
 
 
-class Observer(Protocol):
-    """Takes the measurements of batches and queues."""
-
-    def batch(self, prompts: int, tokens: int) -> None:
-        """A forward pass over ``prompts`` prompts of ``tokens`` real tokens has ended.  From any thread."""
-        ...
-
-    def queue(self, waiting: int, decoding: int) -> None:
-        """How many prompts wait for their risk and how many answers are being decoded."""
-        ...
-
-
 class Dispatcher:
     """Runs requests on one engine."""
 
     def __init__(
         self,
         engine: Engine,
-        observer: Observer,
+        metrics: Metrics,
         *,
         max_queue: int,
         on_broken: Callable[[BaseException], None] = lambda _: None,
@@ -57,7 +45,7 @@ class Dispatcher:
         bug, or an engine that is gone or fails on every prompt.
         """
         self._engine = engine
-        self._observer = observer
+        self._metrics = metrics
         self._max_queue = max_queue
         self._on_broken = on_broken
         self._loop = asyncio.get_running_loop()
@@ -68,7 +56,7 @@ class Dispatcher:
         self._tasks: set[asyncio.Task[None]] = set()
         self._speed = admission.Speed(SPEED_SPAN_S)
         self._failures = 0  # in a row
-        engine.on_prefill = observer.batch
+        engine.on_prefill = metrics.batch
         self._watch = self._loop.create_task(self._watch_engine())
 
     @property
@@ -98,16 +86,7 @@ class Dispatcher:
         if self._closing:
             raise _shutting_down()
         self._check_space(prompts, deadline.left, continues=sampling is not None)
-        request = RequestHandle(
-            prompts,
-            scorer,
-            policy,
-            sampling=sampling,
-            deadline=deadline,
-            streams=streams,
-            start=self._start,
-            cancelled=self._cancelled,
-        )
+        request = RequestHandle(prompts, scorer, policy, sampling, deadline, streams, self._start, self._cancelled)
         self._requests.add(request)
         self._waiting += prompts
         self._report_queue()
@@ -237,7 +216,7 @@ class Dispatcher:
             request.cancel(_shutting_down())
 
     def _report_queue(self) -> None:
-        self._observer.queue(self._waiting, self._decoding)
+        self._metrics.queue(self._waiting, self._decoding)
 
 
 def _shutting_down() -> NotReady:

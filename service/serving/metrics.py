@@ -23,6 +23,8 @@ from probes_store.errors import BundleNotFound, InvalidReference
 from service import __version__
 from service.errors import HalluTracerError
 from service.guard import Decision
+from service.scoring import RiskReport
+from service.serving.request_handle import Timings
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 FOLDER_VARIABLE = "PROMETHEUS_MULTIPROC_DIR"
@@ -66,7 +68,7 @@ class Metrics:
 
     def __init__(self) -> None:
         self._folder = _shared_folder()
-        self._registry = registry = _Registry()
+        self.collector = registry = _Registry()
 
         def counter(name: str, text: str, labels: Iterable[str] = ()) -> Counter:
             return Counter(f"hallutracer_{name}", text, labels, registry=registry)
@@ -85,22 +87,15 @@ class Metrics:
         self._requests = counter("http_requests_total", "Scoring requests, by HTTP status.", ("status",))
 
         self._risk = histogram("risk", "Risk of each scored prompt.", TENTHS, BUNDLE)
-        self._request_s = histogram(
-            "request_seconds",
-            "A whole scoring request that was worked on: answered, failed or late, not refused.",
-            SECONDS,
-        )
+        text = "A whole scoring request that was worked on: answered, failed or late, not refused."
+        self._request_s = histogram("request_seconds", text, SECONDS)
         self._queue_s = histogram("queue_seconds", "A prompt's wait for a forward pass.", SECONDS)
         self._prefill_s = histogram("prefill_seconds", "The forward pass that a prompt was in.", SECONDS)
-        self._probe_s = histogram(
-            "probe_seconds",
-            "One prompt's truth logits to a verdict; the readout itself is inside the prefill.",
-            SECONDS,
-        )
+        text = "One prompt's truth logits to a verdict; the readout itself is inside the prefill."
+        self._probe_s = histogram("probe_seconds", text, SECONDS)
         self._decode_s = histogram("decode_seconds", "Decoding one prompt's answer.", SECONDS)
-        self._batch_prompts = histogram(
-            "batch_prompts", "Prompts in one forward pass; 1 where the engine makes its own batches.", BATCH_SIZES
-        )
+        text = "Prompts in one forward pass; 1 where the engine makes its own batches."
+        self._batch_prompts = histogram("batch_prompts", text, BATCH_SIZES)
         self._batch_tokens = histogram("batch_tokens", "Prompt tokens in one forward pass, or of one prompt.", TOKENS)
         self._length = histogram("prompt_length_tokens", "Tokens of one prompt.", TOKENS)
 
@@ -128,35 +123,21 @@ class Metrics:
         self._waiting.set(waiting)
         self._decoding.set(decoding)
 
-    def prompt(
-        self,
-        *,
-        model_name: str,
-        bundle: str,
-        decision: str,
-        flagged: bool,
-        risk: float,
-        prompt_tokens: int,
-        completion_tokens: int,
-        queue_s: float,
-        prefill_s: float,
-        probe_s: float,
-        decode_s: float | None,
-    ) -> None:
-        """One prompt is done.  ``bundle`` is "name:version"; ``decode_s`` is None without decoding."""
+    def prompt(self, model_name: str, bundle: str, report: RiskReport, timings: Timings, answer_tokens: int) -> None:
+        """One prompt is done.  ``bundle`` is "name:version"; ``answer_tokens`` were decoded."""
         own = self._of(model_name, bundle)
-        own.prompts[decision].inc()
-        if flagged:
+        own.prompts[report.decision.value].inc()
+        if report.verdict.flagged:
             own.flagged.inc()
-        own.risk.observe(risk)
-        own.prompt_tokens.inc(prompt_tokens)
-        own.completion_tokens.inc(completion_tokens)
-        self._length.observe(prompt_tokens)
-        self._queue_s.observe(queue_s)
-        self._prefill_s.observe(prefill_s)
-        self._probe_s.observe(probe_s)
-        if decode_s is not None:
-            self._decode_s.observe(decode_s)
+        own.risk.observe(report.risk)
+        own.prompt_tokens.inc(report.prompt_tokens)
+        own.completion_tokens.inc(answer_tokens)
+        self._length.observe(report.prompt_tokens)
+        self._queue_s.observe(timings.queue)
+        self._prefill_s.observe(timings.prefill)
+        self._probe_s.observe(timings.probe)
+        if timings.decode is not None:
+            self._decode_s.observe(timings.decode)
 
     def request_started(self) -> None:
         """A scoring request arrived; ``request_ended`` must follow in every case."""
@@ -180,15 +161,10 @@ class Metrics:
         self._of(model_name, bundle)
         self._info.labels(model_name, bundle, digest).set(1)
 
-    @property
-    def collector(self) -> CollectorRegistry:
-        """All series, to be registered with another registry."""
-        return self._registry
-
     def render(self) -> tuple[bytes, str]:
         """Body and content type of ``GET /metrics``; with a shared folder, over all its processes."""
         if self._folder is None:
-            return generate_latest(self._registry), CONTENT_TYPE
+            return generate_latest(self.collector), CONTENT_TYPE
         _remove_dead_processes(self._folder)
         all_processes = CollectorRegistry()
         MultiProcessCollector(all_processes, path=str(self._folder))  # type: ignore[no-untyped-call]

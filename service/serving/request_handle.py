@@ -46,31 +46,22 @@ class Job:
         return self.report
 
 
+@dataclass(eq=False)
 class RequestHandle:
     """One admitted request.  ``Dispatcher.admit`` makes it; ``start`` begins the work."""
 
-    def __init__(
-        self,
-        prompts: int,
-        scorer: Scorer,
-        policy: Policy,
-        *,
-        sampling: Sampling | None = None,
-        deadline: Deadline,
-        streams: bool = False,
-        start: Callable[[RequestHandle], None],
-        cancelled: Callable[[RequestHandle], None],
-    ) -> None:
-        """``sampling`` None scores only; with ``streams`` the answer's text comes piece by piece."""
-        self.prompts = prompts
-        self.scorer = scorer
-        self.policy = policy
-        self.sampling = sampling
-        self.deadline = deadline
-        self.streams = streams
-        self.jobs: list[Job] = []
-        self._start, self._cancelled = start, cancelled
-        self._unscored = self._unfinished = prompts
+    prompts: int
+    scorer: Scorer
+    policy: Policy
+    sampling: Sampling | None  # None: scores only
+    deadline: Deadline
+    streams: bool  # the answer's text comes piece by piece
+    on_start: Callable[[RequestHandle], None]
+    on_cancel: Callable[[RequestHandle], None]
+    jobs: list[Job] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._unscored = self._unfinished = self.prompts
         self._scored, self._done = asyncio.Event(), asyncio.Event()
         self._pieces: asyncio.Queue[str | None] = asyncio.Queue()  # None: no more
         self._error: BaseException | None = None
@@ -85,13 +76,10 @@ class RequestHandle:
         assert len(prompts) == self.prompts
         if not self.finished:
             self.jobs = [Job(token_ids) for token_ids in prompts]
-            self._start(self)
+            self.on_start(self)
 
     async def risks(self) -> list[RiskReport]:
-        """Every prompt's report without its answer, as soon as all are scored.
-
-        Raises what went wrong, DeadlineExceeded among it.
-        """
+        """Every prompt's report without answer, once all are scored.  Raises the first error, or DeadlineExceeded."""
         await self._until(self._scored)
         # A short answer may be complete by now, but a stream sends the risk before any of it.
         return [replace(job.result(), completion=None) for job in self.jobs]
@@ -112,7 +100,7 @@ class RequestHandle:
         """End the work; callers that wait get ``reason``.  Does nothing to a request that has ended."""
         if not self.finished:
             self._end(reason)
-            self._cancelled(self)
+            self.on_cancel(self)
 
     # For the dispatcher.
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fastapi import HTTPException
@@ -20,6 +20,7 @@ from service.engines.vllm.wire import KEY
 from service.errors import HalluTracerError, NotReady
 from service.guard import Action, Decision, Policy
 from service.scoring import RiskReport, Scorer
+from service.serving.request_handle import Timings
 from service.serving.state import ServiceState
 from service.vllm_plugin.note import CURRENT, Note
 
@@ -56,23 +57,19 @@ def judging_generate(generate: Generate, state: ServiceState, engine_of: Callabl
     return wrapped
 
 
+@dataclass
 class _JudgedPrompt:
     """One prompt of one request."""
 
-    def __init__(
-        self,
-        state: ServiceState,
-        engine: VllmEngine,
-        scorer: Scorer,
-        policy: Policy,
-        note: Note,
-        place: int,
-        parameters: Any,
-    ) -> None:
-        self._state, self._engine, self._scorer, self._policy = state, engine, scorer, policy
-        self._note, self._place, self._parameters = note, place, parameters
-        self._report: RiskReport | None = None
-        self._times = (0.0, 0.0)
+    state: ServiceState
+    engine: VllmEngine
+    scorer: Scorer
+    policy: Policy
+    note: Note
+    place: int
+    parameters: Any
+    report: RiskReport | None = None
+    timings: Timings = field(default_factory=Timings)
 
     async def run(self, start: Callable[[], AsyncGenerator[Any, None]]) -> AsyncGenerator[Any, None]:
         """vLLM's outputs; of a gated answer one, empty and finished."""
@@ -85,28 +82,28 @@ class _JudgedPrompt:
         try:
             async with aclosing(start()) as outputs:
                 async for output in outputs:
-                    if self._report is None and lease is not None:
+                    if self.report is None and lease is not None:
                         self._judge(lease, output)
-                        if self._report is not None and self._report.decision is not Decision.CONTINUE:
-                            yield _withheld(output, self._parameters.n, self._engine.end_token)
+                        if self.report is not None and self.report.decision is not Decision.CONTINUE:
+                            yield _withheld(output, self.parameters.n, self.engine.end_token)
                             return
                     new = sum(len(one.token_ids) for one in output.outputs)
-                    tokens = tokens + new if self._parameters.output_kind is RequestOutputKind.DELTA else new
+                    tokens = tokens + new if self.parameters.output_kind is RequestOutputKind.DELTA else new
                     yield output
         finally:
             if lease is not None:
                 lease.release()
-            if self._report is not None:
-                self._account(self._report, tokens)
+            if self.report is not None:
+                self._account(self.report, tokens)
 
     async def _prepare(self) -> ProbeLease:
         """Hold the probe in its slot and put the directive into the request."""
-        parameters = self._parameters
-        gate = self._scorer.gate(self._policy)
+        parameters = self.parameters
+        gate = self.scorer.gate(self.policy)
         in_engine = gate is not None and _ends_at_an_end_token(parameters)
-        lease = await self._engine.lease(
-            [self._scorer.probes],
-            first_token=self._scorer.needs_first_token,
+        lease = await self.engine.lease(
+            [self.scorer.probes],
+            first_token=self.scorer.needs_first_token,
             gate=gate if in_engine else None,
         )
         parameters.extra_args = {**(parameters.extra_args or {}), **lease.directive.encode()}
@@ -119,34 +116,22 @@ class _JudgedPrompt:
         try:
             result, _ = lease.prefill(output, len(output.prompt_token_ids or ()))
             cached = int(output.num_cached_tokens or 0)
-            self._report = self._scorer.judge(result, self._policy, cached_tokens=cached)
+            self.report = self.scorer.judge(result, self.policy, cached_tokens=cached)
         except HalluTracerError as error:
             self._unread(error)
             return
-        self._times = times(output)
-        self._note.reports[self._place] = self._report
+        self.timings = Timings(*times(output))
+        self.note.reports[self.place] = self.report
 
     def _unread(self, error: HalluTracerError) -> None:
         """Under a policy that only observes, the answer goes on without a risk; otherwise the request fails."""
-        if self._policy.action is not Action.OBSERVE:
+        if self.policy.action is not Action.OBSERVE:
             raise error
-        self._note.unread = str(error)
+        self.note.unread = str(error)
 
     def _account(self, report: RiskReport, tokens: int) -> None:
-        queue, prefill = self._times
-        self._state.metrics.prompt(
-            model_name=self._scorer.engine.identity.model,
-            bundle=self._scorer.bundle.reference,
-            decision=report.decision.value,
-            flagged=report.verdict.flagged,
-            risk=report.risk,
-            prompt_tokens=report.prompt_tokens,
-            completion_tokens=tokens,
-            queue_s=queue,
-            prefill_s=prefill,
-            probe_s=0.0,
-            decode_s=None,
-        )
+        scorer = self.scorer
+        self.state.metrics.prompt(scorer.engine.identity.model, scorer.bundle.reference, report, self.timings, tokens)
 
 
 def _take_xargs(parameters: Any) -> dict[str, Any]:

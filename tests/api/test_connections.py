@@ -215,7 +215,7 @@ def test_a_reader_that_takes_nothing_is_let_go(tmp_path: Path, kind: str, monkey
     monkeypatch.setattr("service.api.stream.SLOW_READER_S", 0.2)
     with running(tmp_path, kind, deadline_s=3.0, max_new_tokens=50_000, max_kv_tokens=200_000) as service:
         service.engine.answer = "x" * 50_000
-        service.engine._identity = dataclasses.replace(service.engine.identity, max_tokens=60_000)
+        service.engine.identity = dataclasses.replace(service.engine.identity, max_tokens=60_000)
         body = {"prompt": "a", "threshold": 1, "generate": {"max_tokens": 50_000}, "stream": True}
         readers = [send(service, body, buffer=1024) for _ in range(2)]
         until(lambda: service.metric("hallutracer_http_requests_total") == 2)

@@ -6,24 +6,27 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
+import numpy as np
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from service import __version__
 from service.api import error_handlers as problems
 from service.errors import DeadlineExceeded, HalluTracerError, Overloaded
-from service.guard import Decision
+from service.guard import Decision, Verdict
+from service.scoring import RiskReport
 from service.serving.metrics import FOLDER_VARIABLE, STATUS_OF, Metrics
+from service.serving.request_handle import Timings
 
 ROOT = Path(__file__).parent.parent.parent
 LABELS = {"model_name": "m", "bundle": "demo:1"}
-PROMPT: dict[str, Any] = {
-    "model_name": "m", "bundle": "demo:1", "decision": "continue", "flagged": False, "risk": 0.25, "prompt_tokens": 11,
-    "completion_tokens": 5, "queue_s": 0.002, "prefill_s": 0.02, "probe_s": 0.0002, "decode_s": 0.3,
-}  # fmt: skip
+PASSED, FLAGGED = Verdict(Decision.CONTINUE, False, 0.5, None), Verdict(Decision.ABSTAIN, True, 0.5, None)
+REPORT = RiskReport(0.25, 0.0, np.zeros(1), PASSED, prompt_tokens=11)
+PROMPT = ("m", "demo:1", REPORT, Timings(queue=0.002, prefill=0.02, probe=0.0002, decode=0.3), 5)
 
 
 @pytest.fixture(autouse=True)
@@ -45,10 +48,9 @@ def value(body: bytes, name: str, **labels: str) -> float | None:
 
 def test_a_prompt_moves_every_number_it_should() -> None:
     metrics = Metrics()
-    metrics.prompt(**PROMPT)
-    metrics.prompt(
-        **PROMPT | {"decision": "abstain", "flagged": True, "risk": 1.0, "completion_tokens": 0, "decode_s": None}
-    )
+    metrics.prompt(*PROMPT)
+    withheld = replace(REPORT, risk=1.0, verdict=FLAGGED)
+    metrics.prompt("m", "demo:1", withheld, Timings(queue=0.002, prefill=0.02, probe=0.0002), 0)
     body, kind = metrics.render()
     assert kind.startswith("text/plain; version=0.0.4")
     assert value(body, "prompts_total", **LABELS, decision="continue") == 1
@@ -135,7 +137,7 @@ def test_every_code_of_the_wire_starts_at_zero() -> None:
 
 def test_instances_share_nothing() -> None:
     one, other = Metrics(), Metrics()
-    one.prompt(**PROMPT)
+    one.prompt(*PROMPT)
     other.bundle("m", "demo:1", "sha256:ab")
     assert value(other.render()[0], "prompt_tokens_total", **LABELS) == 0
     one.close()
@@ -144,7 +146,7 @@ def test_instances_share_nothing() -> None:
 
 def test_names_end_in_their_unit_and_nothing_is_said_twice() -> None:
     metrics = Metrics()
-    metrics.prompt(**PROMPT)
+    metrics.prompt(*PROMPT)
     families = list(text_string_to_metric_families(metrics.render()[0].decode()))
     names = [family.name for family in families]
     assert len(names) == len(set(names))
@@ -157,15 +159,19 @@ def test_names_end_in_their_unit_and_nothing_is_said_twice() -> None:
 
 WRITER = """
 import sys
+import numpy as np
+from service.guard import Decision, Verdict
+from service.scoring import RiskReport
 from service.serving.metrics import Metrics
+from service.serving.request_handle import Timings
 metrics = Metrics()
 metrics.bundle("m", "demo:1", "sha256:ab")
 metrics.ready(True)
 metrics.request_started()
 metrics.queue(5, 2)
 for _ in range({times}):
-    metrics.prompt(model_name="m", bundle="demo:1", decision="abstain", flagged=True, risk=0.75, prompt_tokens=10,
-                   completion_tokens=0, queue_s=0.001, prefill_s=0.01, probe_s=0.0001, decode_s=None)
+    report = RiskReport(0.75, 0.0, np.zeros(1), Verdict(Decision.ABSTAIN, True, 0.5, None), prompt_tokens=10)
+    metrics.prompt("m", "demo:1", report, Timings(0.001, 0.01, 0.0001), 0)
 print("written", flush=True)
 if sys.stdin.readline().strip() == "close":
     metrics.close()

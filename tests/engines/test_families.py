@@ -40,7 +40,8 @@ def test_heads_put_back_through_the_projection_give_the_attention_output(name: s
     model = tiny.modules(engine).model
     located, family = locate(model), family_of(model.config)
     prompt = tiny.prompts([11])[0]
-    attention = capture(model, [block.get_submodule(family.attention) for block in located.blocks], prompt)
+    parent = family.projection.rpartition(".")[0]
+    attention = capture(model, [block.get_submodule(parent) for block in located.blocks], prompt)
     activations = engine.extract([prompt], [Site.ATTENTION_HEAD]).activations[Site.ATTENTION_HEAD][0]
     heads = located.geometry.by_head(activations, Site.ATTENTION_HEAD)  # [m, K, d]
     assert np.abs(activations).max() > 1e-3

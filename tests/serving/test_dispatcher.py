@@ -359,10 +359,8 @@ async def test_scores_are_not_refused_for_answers_that_wait_for_the_cache(bench:
             answer.cancel()
 
 
-async def test_what_cannot_be_answered_in_time_is_refused_at_once(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(type(bench.script), "max_batch_tokens", property(lambda _: 100))
+async def test_what_cannot_be_answered_in_time_is_refused_at_once(bench: Bench) -> None:
+    bench.script.max_batch_tokens = 100
     async with bench.open(max_queue=1000):
         bench.script.sleep_s = 0.01
         text = "x" * 99  # 100 tokens, 10 ms

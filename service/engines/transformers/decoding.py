@@ -92,7 +92,4 @@ class TextStream:
 
 def _overlap(text: str, stop: str) -> int:
     """Length of the longest suffix of ``text`` that is a proper prefix of ``stop``."""
-    for length in range(min(len(text), len(stop) - 1), 0, -1):
-        if text.endswith(stop[:length]):
-            return length
-    return 0
+    return max((length for length in range(1, len(stop)) if text.endswith(stop[:length])), default=0)

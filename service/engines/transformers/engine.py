@@ -16,6 +16,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from transformers import DynamicCache
 
 from service.engines import loading
 from service.engines.base import (
@@ -46,7 +47,7 @@ from service.engines.transformers.hooks import (
     TruthLogits,
     reading,
 )
-from service.engines.transformers.kv import KvContinuation, prefill_cache, split_cache
+from service.engines.transformers.kv import KvContinuation, split_cache
 from service.engines.transformers.model_facts import context_length, depends_on_longest, end_tokens
 from service.engines.transformers.pooling import ContentWords, PooledBuffer, windows
 from service.engines.transformers.results import (
@@ -84,19 +85,21 @@ class TransformersEngine:
         self._options = options or EngineOptions(model=str(getattr(model.config, "_name_or_path", "") or "in-memory"))
         loading.check_options(self._options)
         self._model = model.eval().requires_grad_(False)
-        self._tokens = Tokens(tokenizer)
+        self._tokens = tokens = Tokens(tokenizer)
+        self.tokenize, self.render_chat, self.detokenize = tokens.tokenize, tokens.render_chat, tokens.detokenize
         self._content_words = ContentWords(self._tokens)
         self._modules = locate(model)
         self._head = model.get_output_embeddings()
         embedding = model.get_input_embeddings()
         self._vocabulary = int(embedding.num_embeddings)
         self._device = embedding.weight.device
-        self._end_tokens = end_tokens(model)
+        self.max_batch_tokens = self._options.max_batch_tokens or BATCH_TOKENS.get(self._device.type, 8192)
+        self.end_tokens = end_tokens(model)
         self._equal_lengths = depends_on_longest(model.config)
         self._busy = threading.Lock()
         self._stacks: OrderedDict[tuple[int, ...], ProbeStack] = OrderedDict()
-        self._counters = Counters()
-        self._identity = ModelIdentity(
+        self.counters = Counters()
+        self.identity = ModelIdentity(
             model=self._options.model,
             revision=revision_of(model.config),
             fingerprint=fingerprint or memory_fingerprint(model),
@@ -108,6 +111,7 @@ class TransformersEngine:
             geometry=self._modules.geometry,
             max_tokens=context_length(model.config),
         )
+        self.max_tokens = self.identity.max_tokens
 
     @classmethod
     def load(cls, options: EngineOptions) -> TransformersEngine:
@@ -117,46 +121,9 @@ class TransformersEngine:
         return cls(loaded.model, loaded.tokenizer, options=named, fingerprint=loaded.fingerprint)
 
     @property
-    def identity(self) -> ModelIdentity:
-        """Which model this is."""
-        return self._identity
-
-    @property
-    def counters(self) -> Counters:
-        """Work done so far."""
-        return self._counters
-
-    @property
-    def end_tokens(self) -> frozenset[int]:
-        """Tokens that end an answer."""
-        return self._end_tokens
-
-    @property
-    def max_tokens(self) -> int:
-        """Longest prompt plus answer."""
-        return self._identity.max_tokens
-
-    @property
-    def max_batch_tokens(self) -> int:
-        """Maximum number of padded tokens in one forward pass."""
-        return self._options.max_batch_tokens or BATCH_TOKENS.get(self._device.type, 8192)
-
-    @property
     def torch_model(self) -> TorchModel | None:
         """The model's modules; None after ``close``."""
         return None if self._model is None else TorchModel(self._model, self._head, self._modules.blocks, self._device)
-
-    def tokenize(self, text: str) -> list[int]:
-        """Plain text to ids, with the tokenizer's own special tokens.  Raises RequestError."""
-        return self._tokens.tokenize(text)
-
-    def render_chat(self, messages: Sequence[dict[str, str]]) -> list[int]:
-        """Messages to ids through the chat template, generation prompt included.  Raises RequestError."""
-        return self._tokens.render_chat(messages)
-
-    def detokenize(self, token_ids: TokenIds) -> str:
-        """Ids to text, special tokens left out."""
-        return self._tokens.detokenize(token_ids)
 
     def check(self, prompts: Sequence[TokenIds]) -> None:
         """Raise EmptyPrompt, PromptTooLong or RequestError for the first invalid prompt."""
@@ -188,7 +155,8 @@ class TransformersEngine:
             caches: dict[int, tuple[Any, Tensor]] = {}
             for batch in self._batches(prompts):
                 sink = TruthLogits(stack, len(batch.index), self._device)
-                cache = prefill_cache(self._model.config, len(batch.index))
+                # The model's native kind for one prompt, full-length layers for several.
+                cache = DynamicCache(config=self._model.config) if len(batch.index) == 1 else DynamicCache()
                 logits = self._prefill(batch, sink, full=True, cache=cache)
                 assert logits is not None
                 done.append(Prefilled(batch, sink, summarise(logits)))
@@ -212,7 +180,7 @@ class TransformersEngine:
         activations = {site: np.empty(shape, np.float32) for site, shape in shapes.items()}
         others = beyond_onset(poolings)
         pooled = {(site, pooling): np.empty(shapes[site], np.float32) for site in shapes for pooling in others}
-        first: list[FirstToken | None] = [None] * len(prompts)
+        first: dict[int, FirstToken] = {}
         with self._running(prompts):
             for batch in self._batches(prompts):
                 sink = ActivationBuffer(list(shapes), geometry, len(batch.index), self._device)
@@ -226,29 +194,27 @@ class TransformersEngine:
                     _scatter(buffer, batch, activations[site], site)
                 for (site, pooling), buffer in (pooled_sink.buffers if pooled_sink else {}).items():
                     _scatter(buffer, batch, pooled[site, pooling], f"{site}, {pooling}")
-                for index, token in zip(batch.index, first_tokens(summarise(logits).cpu().numpy()), strict=True):
-                    first[index] = token
-        return Extraction(activations, tuple(token for token in first if token is not None), pooled)
+                first |= zip(batch.index, first_tokens(summarise(logits).cpu().numpy()), strict=True)
+        return Extraction(activations, tuple(first[index] for index in sorted(first)), pooled)
 
     def generate(self, prompts: Sequence[TokenIds], sampling: Sampling) -> list[Completion]:
         """Batched decoding.  Each answer equals the one that its prompt gets alone; sampled ones share the seed."""
         check_sampling(sampling)
         with self._running(prompts):
-            answers: list[Completion | None] = [None] * len(prompts)
+            answers: dict[int, Completion] = {}
             budgets = [len(prompt) + min(sampling.max_tokens, self.max_tokens) for prompt in prompts]
             for group in micro_batches(budgets, self.max_batch_tokens, equal_lengths=self._equal_lengths):
                 batch = pad(prompts, group, "left", self._filler(), self._device)
-                for index, answer in zip(group, generate_batch(self, self._model, batch, sampling), strict=True):
-                    answers[index] = answer
-            return [answer for answer in answers if answer is not None]
+                answers |= zip(group, generate_batch(self, self._model, batch, sampling), strict=True)
+            return [answers[index] for index in sorted(answers)]
 
     def step(self, token: int, cache: Any) -> Tensor:
         """Run one token against a cache, for continuations: float32 logits [vocab]."""
         with self._running(()):
             ids = torch.tensor([[token]], device=self._device)
             output = self._model(input_ids=ids, past_key_values=cache, use_cache=True)
-            self._counters.forward_tokens += 1
-            self._counters.decode_steps += 1
+            self.counters.forward_tokens += 1
+            self.counters.decode_steps += 1
             return refuse_nan(output.logits[0, -1].float())
 
     def close(self) -> None:
@@ -285,8 +251,8 @@ class TransformersEngine:
         self, batch: Batch, sink: Sink, *, full: bool, cache: Any = None, states_sink: StatesSink | None = None
     ) -> Tensor | None:
         """Run a batch with the sinks attached: float32 logits at t* [batch, vocab], or None if not ``full``."""
-        self._counters.forward_tokens += sum(batch.lengths)
-        self._counters.prefills += len(batch.index)
+        self.counters.forward_tokens += sum(batch.lengths)
+        self.counters.prefills += len(batch.index)
         onset = OnsetIndex(batch.onsets, self._device)
         inputs: dict[str, Any] = {"input_ids": batch.input_ids, "use_cache": cache is not None}
         if cache is not None:

@@ -28,14 +28,10 @@ class LastReadout(Exception):  # noqa: N818 - not an error: it ends a forward pa
 class Sink(Protocol):
     """Takes activations at t* as layers run."""
 
-    @property
-    def sites(self) -> tuple[Site, ...]:
-        """The sites to read."""
-        ...
+    sites: tuple[Site, ...]  # the sites to read
 
     def take(self, site: Site, layer: int, activations: Tensor) -> None:
         """``activations`` [batch, width] at t*, in the model's dtype; a view that is valid only during the call."""
-        ...
 
 
 class StatesSink(Protocol):
@@ -43,7 +39,6 @@ class StatesSink(Protocol):
 
     def take(self, site: Site, layer: int, states: Tensor) -> None:
         """``states`` [batch, columns, width], padding included, in the model's dtype; valid only during the call."""
-        ...
 
 
 class OnsetIndex:
@@ -107,16 +102,12 @@ class TruthLogits:
 
     def __init__(self, stack: ProbeStack, batch: int, device: torch.device) -> None:
         self._stack = stack
+        self.sites = stack.sites
         self.buffers = {
             site: torch.empty(len(weights), batch, weights[0].shape[1], dtype=torch.float32, device=device)
             for site, weights in stack.weights.items()
         }
         self._layers = {site: buffer.unbind(0) for site, buffer in self.buffers.items()}
-
-    @property
-    def sites(self) -> tuple[Site, ...]:
-        """The probes' sites."""
-        return self._stack.sites
 
     def take(self, site: Site, layer: int, activations: Tensor) -> None:
         """v_l . a_l in float32 for all probes at once."""
@@ -127,16 +118,11 @@ class ActivationBuffer:
     """The sink for training: keeps activations, [m, batch, width] float32 per site."""
 
     def __init__(self, sites: Sequence[Site], geometry: Geometry, batch: int, device: torch.device) -> None:
-        self._sites = tuple(sites)
+        self.sites = tuple(sites)
         self.buffers = {
             site: torch.empty(geometry.num_layers, batch, geometry.width(site), dtype=torch.float32, device=device)
-            for site in self._sites
+            for site in self.sites
         }
-
-    @property
-    def sites(self) -> tuple[Site, ...]:
-        """The sites asked for."""
-        return self._sites
 
     def take(self, site: Site, layer: int, activations: Tensor) -> None:
         """Copy the activations, before the model may overwrite them."""
@@ -163,26 +149,15 @@ def reading(
     last = modules.geometry.num_layers - 1
     stop_at = (Site.RESIDUAL_STREAM if Site.RESIDUAL_STREAM in sink.sites else Site.ATTENTION_HEAD) if stop else None
 
-    def before_projection(layer: int) -> Any:
-        ends = stop_at is Site.ATTENTION_HEAD and layer == last
+    def reader(site: Site, layer: int) -> Any:
+        ends = stop_at is site and layer == last
 
-        def hook(_module: torch.nn.Module, inputs: tuple[Tensor, ...]) -> None:
-            sink.take(Site.ATTENTION_HEAD, layer, onset.of(inputs[0]))
+        def hook(_module: torch.nn.Module, *tensors: Tensor | tuple[Tensor, ...]) -> None:
+            given = tensors[-1]  # a block's output, or a projection's inputs
+            states = given[0] if isinstance(given, tuple) else given
+            sink.take(site, layer, onset.of(states))
             if states_sink is not None:
-                states_sink.take(Site.ATTENTION_HEAD, layer, inputs[0])
-            if ends:
-                raise LastReadout
-
-        return hook
-
-    def after_block(layer: int) -> Any:
-        ends = stop_at is Site.RESIDUAL_STREAM and layer == last
-
-        def hook(_module: torch.nn.Module, _inputs: Any, output: Tensor | tuple[Tensor, ...]) -> None:
-            states = output[0] if isinstance(output, tuple) else output
-            sink.take(Site.RESIDUAL_STREAM, layer, onset.of(states))
-            if states_sink is not None:
-                states_sink.take(Site.RESIDUAL_STREAM, layer, states)
+                states_sink.take(site, layer, states)
             if ends:
                 raise LastReadout
 
@@ -195,10 +170,10 @@ def reading(
     try:
         if Site.ATTENTION_HEAD in sink.sites:
             for layer, projection in enumerate(modules.projections):
-                handles.append(projection.register_forward_pre_hook(before_projection(layer)))
+                handles.append(projection.register_forward_pre_hook(reader(Site.ATTENTION_HEAD, layer)))
         if Site.RESIDUAL_STREAM in sink.sites:
             for layer, block in enumerate(modules.blocks):
-                handles.append(block.register_forward_hook(after_block(layer)))
+                handles.append(block.register_forward_hook(reader(Site.RESIDUAL_STREAM, layer)))
         if not stop:
             handles.append(head.register_forward_pre_hook(before_head))
         yield

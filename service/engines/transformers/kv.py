@@ -22,11 +22,6 @@ from service.errors import EngineError
 Tensor = torch.Tensor
 
 
-def prefill_cache(config: Any, prompts: int) -> Any:
-    """An empty cache for a prefill: the model's native kind for one prompt, full-length layers for several."""
-    return DynamicCache(config=config) if prompts == 1 else DynamicCache()
-
-
 def split_cache(cache: Any, batch: Batch, config: Any) -> list[Any]:
     """Copy a prefilled batch's cache into one unpadded native cache per row; the batch's can be freed then."""
     if len(batch.index) == 1:
@@ -44,33 +39,15 @@ def split_cache(cache: Any, batch: Batch, config: Any) -> list[Any]:
 class Decoder(Protocol):
     """The part of an engine that a continuation uses."""
 
-    @property
-    def counters(self) -> Counters:
-        """Work done so far."""
-        ...
+    counters: Counters
+    end_tokens: frozenset[int]  # tokens that end an answer
+    max_tokens: int  # longest prompt plus answer
 
     def step(self, token: int, cache: Any) -> Tensor:
         """Run one token through the model against a cache: float32 logits [vocab]."""
-        ...
 
     def detokenize(self, token_ids: Any) -> str:
         """Ids to text."""
-        ...
-
-    @property
-    def end_tokens(self) -> frozenset[int]:
-        """Tokens that end an answer."""
-        ...
-
-    @property
-    def max_tokens(self) -> int:
-        """Longest prompt plus answer."""
-        ...
-
-
-def never() -> bool:
-    """The default for ``cancelled``."""
-    return False
 
 
 class KvContinuation:
@@ -78,7 +55,7 @@ class KvContinuation:
 
     def __init__(self, decoder: Decoder, prefill: PrefillResult, cache: Any, logits: Tensor) -> None:
         self._decoder = decoder
-        self._prefill = prefill
+        self.prefill = prefill
         self._cache: Any = cache
         self._logits: Tensor | None = logits
         self._ids: list[int] = []
@@ -87,21 +64,13 @@ class KvContinuation:
         decoder.counters.open_continuations += 1
 
     @property
-    def prefill(self) -> PrefillResult:
-        """The result at t*."""
-        return self._prefill
-
-    @property
     def completion(self) -> Completion | None:
-        """The answer so far; None before ``decode``.
-
-        ``token_ids`` includes the end token, if one was sampled; ``text`` is the joined pieces.
-        """
+        """The answer so far; None before ``decode``."""
         if self._stream is None:
             return None
         return Completion(text=self._stream.text, token_ids=tuple(self._ids), finish_reason=self._finish)
 
-    def decode(self, sampling: Sampling, cancelled: Callable[[], bool] = never) -> Iterator[str]:
+    def decode(self, sampling: Sampling, cancelled: Callable[[], bool] = lambda: False) -> Iterator[str]:
         """Yield each token's text as it is decoded from the prefill's cache, without running the prompt again.
 
         A piece can be empty or hold the text of several tokens; the joined pieces are the answer.  The answer ends with
@@ -121,7 +90,7 @@ class KvContinuation:
     ) -> Iterator[str]:
         try:
             generator = generator_for(sampling, logits.device)
-            for number in range(min(sampling.max_tokens, self._decoder.max_tokens - self._prefill.prompt_tokens)):
+            for number in range(min(sampling.max_tokens, self._decoder.max_tokens - self.prefill.prompt_tokens)):
                 if cancelled():
                     return
                 if number:

@@ -48,10 +48,8 @@ def prefill_results(stack: ProbeStack, done: Sequence[Prefilled]) -> list[Prefil
         trajectories = [tuple(of_prompt) for of_prompt in by_prompt]
     if summaries := [part.summary for part in done if part.summary is not None]:
         first = first_tokens(torch.cat(summaries).cpu().numpy())
-    results: list[PrefillResult | None] = [None] * len(order)
-    for row, index in enumerate(order):
-        results[index] = PrefillResult(trajectories[row], first[row] if first else None, lengths[row])
-    return [result for result in results if result is not None]
+    rows = np.argsort(order)  # the inverse permutation
+    return [PrefillResult(trajectories[row], first[row] if first else None, lengths[row]) for row in rows]
 
 
 def summarise(logits: Tensor) -> Tensor:

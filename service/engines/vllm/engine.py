@@ -10,6 +10,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from contextlib import aclosing
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -17,7 +18,6 @@ import numpy as np
 from service.engines import loading
 from service.engines.base import (
     Completion,
-    Counters,
     EngineOptions,
     Extraction,
     Gate,
@@ -57,10 +57,16 @@ class VllmEngine:
         self.on_prefill: Callable[[int, int], None] = lambda prompts, tokens: None
         self._client = client
         self._outboxes = Outboxes()
-        self._tokens = Tokens(files.tokenizer)
+        tokens = Tokens(files.tokenizer)
+        self.tokenize, self.render_chat, self.detokenize = tokens.tokenize, tokens.render_chat, tokens.detokenize
+        self.counters = client.counters
+        self.loop = client.loop
+        self.torch_model = None  # the modules are in vLLM's processes
         self._vocabulary = int(text_config(files.config).vocab_size)
-        self._end_token = getattr(files.tokenizer, "eos_token_id", None)
+        # The token that a closed gate samples, which ends the request.
+        self.end_token: int | None = getattr(files.tokenizer, "eos_token_id", None)
         config = client.config
+        self.max_batch_tokens = int(config.scheduler_config.max_num_batched_tokens)
         described = run_on(client.loop, client.describe())
         self._plan = Plan(
             Geometry(*described["geometry"]),
@@ -69,14 +75,14 @@ class VllmEngine:
             bool(described["rows"]),
         )
         self._slots = Slots(self._plan, self._client.write)
-        self._identity = ModelIdentity(
+        self.identity = ModelIdentity(
             model=files.name,
             revision=revision_of(files.config),
             fingerprint=folder_fingerprint(files.folder),
             architecture=str((files.config.architectures or [type(files.config).__name__])[0]),
             model_type=str(files.config.model_type),
-            tokenizer=self._tokens.digest,
-            chat_template=self._tokens.chat_template_digest,
+            tokenizer=tokens.digest,
+            chat_template=tokens.chat_template_digest,
             dtype=str(config.model_config.dtype).removeprefix("torch."),
             geometry=self._plan.geometry,
             max_tokens=int(config.model_config.max_model_len),
@@ -123,63 +129,16 @@ class VllmEngine:
             raise
 
     @property
-    def loop(self) -> asyncio.AbstractEventLoop:
-        """The event loop that vLLM's client runs on."""
-        return self._client.loop
-
-    @property
-    def identity(self) -> ModelIdentity:
-        """Which model this is."""
-        return self._identity
-
-    @property
-    def counters(self) -> Counters:
-        """Work done so far."""
-        return self._client.counters
-
-    @property
     def alive(self) -> bool:
         """Whether vLLM is running."""
         return self._client.alive
-
-    @property
-    def end_token(self) -> int | None:
-        """The token that a closed gate samples, which ends the request."""
-        return self._end_token
-
-    @property
-    def plan(self) -> Plan:
-        """What is compiled in."""
-        return self._plan
-
-    @property
-    def max_batch_tokens(self) -> int:
-        """Maximum number of tokens in one step."""
-        return int(self._client.config.scheduler_config.max_num_batched_tokens)
-
-    @property
-    def torch_model(self) -> None:
-        """None: the modules are in vLLM's processes."""
-        return None
-
-    def tokenize(self, text: str) -> list[int]:
-        """Plain text to ids, with the tokenizer's own special tokens.  Raises RequestError."""
-        return self._tokens.tokenize(text)
-
-    def render_chat(self, messages: Sequence[dict[str, str]]) -> list[int]:
-        """Messages to ids through the chat template, generation prompt included.  Raises RequestError."""
-        return self._tokens.render_chat(messages)
-
-    def detokenize(self, token_ids: TokenIds) -> str:
-        """Ids to text, special tokens left out."""
-        return self._tokens.detokenize(token_ids)
 
     def check(self, prompts: Sequence[TokenIds]) -> None:
         """Raise EmptyPrompt, PromptTooLong or RequestError for the first prompt that vLLM cannot run.
 
         vLLM samples a token for every prompt, so the context must hold one token more than the prompt.
         """
-        check_prompts(prompts, vocabulary=self._vocabulary, max_tokens=self._identity.max_tokens - 1)
+        check_prompts(prompts, vocabulary=self._vocabulary, max_tokens=self.identity.max_tokens - 1)
 
     def score(
         self, prompts: Sequence[TokenIds], probes: Sequence[Probes], *, first_token: bool = False
@@ -252,10 +211,7 @@ class VllmEngine:
         if sampling is not None:
             check_sampling(sampling)
         running = asyncio.get_running_loop()
-
-        def make() -> AsyncGenerator[Update, None]:
-            return self._answer(prompt, probes, first_token, sampling, gate)
-
+        make = partial(self._answer, prompt, probes, first_token, sampling, gate)
         answer = make() if running is self.loop else relay(self.loop, self._outboxes.of(running), make)
         async with aclosing(answer) as updates:
             async for update in updates:
@@ -304,12 +260,12 @@ class VllmEngine:
         Public for requests made elsewhere, such as by vLLM's own server.  Runs on ``loop``.
         """
         columns = await self._slots.hold(probes)
-        gated = gate is not None and self._end_token is not None
+        gated = gate is not None and self.end_token is not None
         directive = Directive(
             first_token=first_token,
             slot=columns[0] if columns else 0,
             gate=gate if gated else None,
-            end_token=self._end_token if gated else None,
+            end_token=self.end_token if gated else None,
         )
         return ProbeLease(directive, self._plan, columns, self._slots.release)
 

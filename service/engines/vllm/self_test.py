@@ -9,11 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Protocol
 
 import numpy as np
 
-from service.engines.base import PrefillResult, TokenIds
+from service.engines.base import LoadedModel, TokenIds
 from service.engines.vllm.wire import Plan
 from service.errors import EngineError
 from service.readout import Probes
@@ -22,22 +21,7 @@ from service.readout import Probes
 TOLERANCE = {"float32": 1e-3, "float16": 0.05, "bfloat16": 0.2}
 
 
-class ScoringEngine(Protocol):
-    """The engine under test."""
-
-    @property
-    def identity(self) -> object:
-        """Which model this is."""
-        ...
-
-    def score(
-        self, prompts: Sequence[TokenIds], probes: Sequence[Probes], *, first_token: bool = False
-    ) -> list[PrefillResult]:
-        """As ``base.Engine.score``."""
-        ...
-
-
-def self_test(engine: ScoringEngine, plan: Plan, vocabulary: int) -> None:
+def self_test(engine: LoadedModel, plan: Plan, vocabulary: int) -> None:
     """Raise EngineError naming the property that does not hold."""
     generator = np.random.default_rng(0)
     tolerance = TOLERANCE[str(getattr(engine.identity, "dtype", "float32"))]
@@ -82,5 +66,5 @@ def self_test(engine: ScoringEngine, plan: Plan, vocabulary: int) -> None:
             )
 
 
-def _trajectories(engine: ScoringEngine, prompts: Sequence[TokenIds], probes: Probes) -> np.ndarray:
+def _trajectories(engine: LoadedModel, prompts: Sequence[TokenIds], probes: Probes) -> np.ndarray:
     return np.stack([result.trajectories[0] for result in engine.score(prompts, [probes])])
