@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
@@ -82,11 +83,8 @@ def verify(
     print_line(f"{bundle.reference}: files match {bundle.manifest.digest}")
     if files_only:
         return
-    loaded = load_engine(engine, bundles=[bundle])
-    try:
+    with closing(load_engine(engine, bundles=[bundle])) as loaded:
         load_scorers(loaded, [bundle])
-    finally:
-        loaded.close()
     print_line(
         f"{bundle.reference}: {len(bundle.golden.risk)} golden prompts gave the recorded risks on "
         f"{loaded.identity.model}"

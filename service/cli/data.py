@@ -93,21 +93,15 @@ def list_(*, as_json: Json = False, common: Common = COMMON) -> None:
     )
 
 
+_SHOWN = ("name", "title", "rows", "labels", "group", "kinds", "hallucinated", "onset", "caveat", "licence", "source")
+
+
 def _described(info: SetInfo) -> dict[str, Any]:
-    return {
-        "name": info.name,
-        "title": info.title,
-        "rows": info.rows,
-        "labels": info.judge or info.labels,
-        "group": info.group,
-        "kinds": info.kinds,
-        "hallucinated": info.hallucinated,
-        "onset": info.onset,
-        "caveat": info.caveat,
-        "licence": info.licence,
-        "source": info.source,
-        "train": _advice(info),
-    }
+    return (
+        {name: getattr(info, name) for name in _SHOWN}
+        | {"train": _advice(info)}
+        | {"labels": info.judge or info.labels}
+    )
 
 
 COMMANDS = ("Turn public sets into training rows.", {"convert": convert, "list": list_})

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy.cluster.hierarchy import DisjointSet
 
 from service.data.options import Labels
 from service.data.rows import check_prompt, check_text, objects
@@ -141,19 +142,14 @@ def check_disjoint(train: Dataset, test: Dataset) -> None:
 
 
 def _merged(rows: Sequence[Row]) -> NDArray[np.int64]:
-    """Numbers of the groups after joining those that share a prompt (union-find)."""
-    parent: dict[object, object] = {}
-
-    def root(node: object) -> object:
-        while (above := parent.setdefault(node, node)) != node:
-            parent[node] = node = parent[above]
-        return node
-
+    """Numbers of the groups after joining those that share a prompt."""
+    joined = DisjointSet(row.prompt_digest for row in rows)
     for row in rows:
         if row.group:
-            parent[root(row.group)] = root(row.prompt_digest)
+            joined.add(row.group)
+            joined.merge(row.group, row.prompt_digest)
     codes: dict[object, int] = {}
-    return np.array([codes.setdefault(root(row.prompt_digest), len(codes)) for row in rows], np.int64)
+    return np.array([codes.setdefault(joined[row.prompt_digest], len(codes)) for row in rows], np.int64)
 
 
 def _check(value: dict[str, Any], labels: Labels) -> Iterator[str]:

@@ -6,15 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from service.data.sets.halueval2 import read_halueval2
-from service.data.sets.truefalse import read_truefalse, subject
+from service.data.sets.truefalse import subject
 from service.errors import DataError
-from tests.data.sets.samples import write_halueval2, write_truefalse
+from tests.data.sets.samples import read, write_halueval2, write_truefalse
 
 
 def test_truefalse_rows_labels_and_groups(tmp_path: Path) -> None:
     cities = "Paris is a city in France,1\nParis is a city in Chad,0\nLima is a name of a country.,0\n"
-    rows, counts = read_truefalse(write_truefalse(tmp_path, cities=cities))
+    rows, counts = read("truefalse", write_truefalse(tmp_path, cities=cities))
     paris = [row for row in rows if row["group"] == "cities/paris"]
     assert [row["label"] for row in paris] == [1, 0]
     assert paris[0]["prompt"].endswith("Statement: Paris is a city in France\nFinal Answer: ")
@@ -24,7 +23,7 @@ def test_truefalse_rows_labels_and_groups(tmp_path: Path) -> None:
 
 def test_truefalse_contradictions_are_left_out_and_repeats_kept_once(tmp_path: Path) -> None:
     cities = "Gibraltar is a name of a city.,1\nGibraltar is a name of a city.,0\nX is a name of a city.,1\n" * 2
-    rows, counts = read_truefalse(write_truefalse(tmp_path, cities=cities))
+    rows, counts = read("truefalse", write_truefalse(tmp_path, cities=cities))
     assert [row["group"] for row in rows if row["kind"] == "cities"] == ["cities/x"]
     assert counts == {"read": 18, "contradictory": 4, "repeated": 1}
 
@@ -49,7 +48,7 @@ def test_truefalse_damage_is_named(tmp_path: Path) -> None:
     (folder / "animals.csv").unlink()
     (folder / "cities.csv").write_text("text,label\nA,1\n")
     with pytest.raises(DataError) as caught:
-        read_truefalse(folder)
+        read("truefalse", folder)
     damaged = [problem.split(":")[0] for problem in caught.value.problems]
     assert damaged == ["animals.csv is missing", "cities.csv line 1", "facts.csv line 2"]
 
@@ -59,7 +58,7 @@ def test_halueval2_polarity_groups_and_unjudged(tmp_path: Path) -> None:
         {"id": 7, "chatgpt_fact": ["a", "b"], "human_judge": ["true", "false"]},
         {"id": 8, "chatgpt_fact": ["c"], "human_judge": []},
     ]
-    rows, counts = read_halueval2(write_halueval2(tmp_path, Finance=finance))
+    rows, counts = read("halueval2", write_halueval2(tmp_path, Finance=finance))
     mine = [row for row in rows if row["kind"] == "Finance"]
     assert [(row["label"], row["group"]) for row in mine] == [(1, "Finance/7"), (0, "Finance/7")]
     assert counts == {"read": 10, "unjudged": 1}
@@ -70,5 +69,5 @@ def test_halueval2_damage_is_named(tmp_path: Path) -> None:
     (folder / "Science.json").write_text("{")
     (folder / "Education.json").unlink()
     with pytest.raises(DataError) as caught:
-        read_halueval2(folder)
+        read("halueval2", folder)
     assert len(caught.value.problems) == 3
