@@ -74,9 +74,7 @@ def read_dataset(path: Path, labels: Labels, *, folds: int) -> Dataset:
     """Read and check a whole file; ``labels`` says which of ``label`` and ``answers`` each row must have.
 
     Each class must have ``folds`` groups; 0 requires one row of each class only (a held-out file).
-
-    Raises:
-        DataError: every problem of the file, by line number.
+    Raises DataError: every problem of the file, by line number.
     """
     problems: list[str] = []
     rows: list[Row] = []

@@ -177,8 +177,7 @@ def find_path(name: str, path: Path) -> Path:
 def read_set(name: str, path: Path, allow_other_counts: bool = False) -> tuple[list[Row], dict[str, int]]:
     """Rows for the trainer and the reader's counts; ``path`` is the download.
 
-    Raises:
-        DataError: unknown set or folder, missing or malformed files, or a number of rows that is not the published one.
+    Raises DataError: unknown set or folder, missing or malformed files, or not the published number of rows.
     """
     if name not in SETS:
         raise DataError(name, [f"unknown set; known are {', '.join(SETS)}"])
