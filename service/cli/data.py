@@ -18,7 +18,6 @@ from service.settings import option
 SetName = Literal[
     "truthfulqa", "truthfulqa-reference", "truefalse", "halueval2", "helm", "bfcl", "bfcl-answerable"
 ]  # the names of SETS
-COMMON = Common()
 
 
 def convert(
@@ -33,7 +32,7 @@ def convert(
         option("Convert although the number of rows is not the published one: another version, another benchmark."),
         Parameter(negative=""),
     ] = False,
-    common: Common = COMMON,
+    common: Common = Common(),
 ) -> None:
     """Print JSONL rows (id, prompt or messages, label or answers, group, kind); counts and caveats go to stderr.
 
@@ -65,7 +64,7 @@ def _advice(info: SetInfo) -> str:
     return " ".join(parts)
 
 
-def list_(*, as_json: Json = False, common: Common = COMMON) -> None:
+def list_(*, as_json: Json = False, common: Common = Common()) -> None:
     """List the sets that have a reader: size, labels, groups, licence, and where to get them."""
     rows = [_described(info) for info in SETS.values()]
     if as_json:

@@ -57,19 +57,16 @@ class ScoreOptions:
         return ["trajectory"] if self.trajectory else []
 
 
-SCORE, BUNDLES, ENGINE, COMMON = ScoreOptions(), BundleOptions(), EngineChoice(), Common()
-
-
 def score(
     prompt: Annotated[
         str | None, Parameter(help="One question.  Leave it out with --input.", show_env_var=False)
     ] = None,
     /,
     *,
-    options: ScoreOptions = SCORE,
-    bundles: BundleOptions = BUNDLES,
-    engine: EngineChoice = ENGINE,
-    common: Common = COMMON,
+    options: ScoreOptions = ScoreOptions(),
+    bundles: BundleOptions = BundleOptions(),
+    engine: EngineChoice = EngineChoice(),
+    common: Common = Common(),
 ) -> None:
     """Score one question, or a JSONL file of them, before anything is decoded.
 

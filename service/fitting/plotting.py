@@ -13,7 +13,7 @@ from matplotlib.axes import Axes
 from numpy.typing import NDArray
 
 BLUE, ORANGE, GREEN, PURPLE, GREY = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#777777"
-STYLE: dict[str, Any] = {
+STYLE: Any = {
     "font.size": 9.0,
     "axes.spines.top": False,
     "axes.spines.right": False,
