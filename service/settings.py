@@ -91,35 +91,12 @@ def section(title: str, place: int) -> Parameter:
 
 AT_LEAST_1 = Range(1)
 
-Host = Annotated[str, option("Address to listen on.")]
-Port = Annotated[int, option("0: any free port.", limits=Range(0, 65535))]
-MaxBodyBytes = Annotated[int, option("Largest request body.", limits=Range(1024))]
-MaxPrompts = Annotated[int, option("Prompts in one request.", limits=AT_LEAST_1)]
-MaxCompletionTokens = Annotated[
-    int,
-    option("Upper limit of a request's generate.max_tokens.", "max-completion-tokens", "max-new-tokens",
-           limits=AT_LEAST_1),
-]  # fmt: skip
-MaxKvTokens = Annotated[
-    int, option("Prompt and answer tokens of all answers being decoded at once.", limits=AT_LEAST_1)
-]
 MaxQueue = Annotated[int, option("Prompts that may wait; further ones get 429.", limits=AT_LEAST_1)]
-MaxWaitMs = Annotated[
-    float, option("Batching delay: how long a batch may wait for further prompts.", limits=Range(0, 1000))
-]
 DeadlineS = Annotated[float, option("Longest time of one request; then 504.", limits=Range(positive=True))]
-DrainS = Annotated[
-    float, option("How long running requests may take to finish after SIGTERM or Ctrl-C.", limits=Range(0))
-]
 Threshold = Annotated[
     float | None, option("Flag a prompt at or above this risk.  Default: the bundle's own.", limits=Range(0, 1))
 ]
 PolicyName = Annotated[str, option("What happens to a flagged prompt where a request names no policy.")]
-ProtectMetrics = Annotated[bool, option("Require a key on /metrics too.")]
-CorsOrigins = Annotated[
-    tuple[str, ...],
-    option("Origin whose pages may call the service, repeatable.  Default: none.", "cors-origin"),
-]
 
 BundleNames = Annotated[
     tuple[str, ...],
@@ -139,18 +116,30 @@ AbstainMessage = Annotated[str, option("What an abstaining policy says instead o
 class ServiceSettings:
     """How the service listens, how much it takes on, and what it refuses."""
 
-    host: Host = "127.0.0.1"  # loopback: opening up is a decision
-    port: Port = 8765
+    host: Annotated[str, option("Address to listen on.")] = "127.0.0.1"  # loopback: opening up is a decision
+    port: Annotated[int, option("0: any free port.", limits=Range(0, 65535))] = 8765
     max_queue: MaxQueue = 1024
-    max_wait_ms: MaxWaitMs = 2.0  # only where the previous batch had more than one prompt
+    max_wait_ms: Annotated[
+        float, option("Batching delay: how long a batch may wait for further prompts.", limits=Range(0, 1000))
+    ] = 2.0  # only where the previous batch had more than one prompt
     deadline_s: DeadlineS = 30.0  # a request's own deadline_ms included
-    drain_s: DrainS = 30.0
-    max_prompts: MaxPrompts = 256
-    max_new_tokens: MaxCompletionTokens = 1024
-    max_kv_tokens: MaxKvTokens = KV_TOKENS
-    max_body_bytes: MaxBodyBytes = 4 * 1024 * 1024
+    drain_s: Annotated[
+        float, option("How long running requests may take to finish after SIGTERM or Ctrl-C.", limits=Range(0))
+    ] = 30.0
+    max_prompts: Annotated[int, option("Prompts in one request.", limits=AT_LEAST_1)] = 256
+    max_new_tokens: Annotated[
+        int,
+        option("Upper limit of a request's generate.max_tokens.", "max-completion-tokens", "max-new-tokens",
+               limits=AT_LEAST_1),
+    ] = 1024  # fmt: skip
+    max_kv_tokens: Annotated[
+        int, option("Prompt and answer tokens of all answers being decoded at once.", limits=AT_LEAST_1)
+    ] = KV_TOKENS
+    max_body_bytes: Annotated[int, option("Largest request body.", limits=Range(1024))] = 4 * 1024 * 1024
     threshold: Threshold = None  # for policies that name none; None: each bundle's own
     policy: PolicyName = "gate"  # for requests that name none
-    protect_metrics: ProtectMetrics = False
-    cors_origins: CorsOrigins = ()  # none: no cross-origin page may read an answer
+    protect_metrics: Annotated[bool, option("Require a key on /metrics too.")] = False
+    cors_origins: Annotated[
+        tuple[str, ...], option("Origin whose pages may call the service, repeatable.  Default: none.", "cors-origin")
+    ] = ()  # none: no cross-origin page may read an answer
     api_keys: Annotated[tuple[str, ...], Parameter(parse=False)] = ()  # none: open to all that reach the port

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
@@ -15,10 +16,8 @@ from service.settings import Range, option
 if TYPE_CHECKING:
     from probes_store.store import BundleSummary
 
-STORE, ENGINE, COMMON = StoreOptions(), EngineChoice(), Common()
 
-
-def list_(*, store: StoreOptions = STORE, as_json: Json = False, common: Common = COMMON) -> None:
+def list_(*, store: StoreOptions = StoreOptions(), as_json: Json = False, common: Common = Common()) -> None:
     """List every bundle; damaged ones with what is wrong."""
     rows = [_described(summary) for summary in open_store(store).list()]
     if as_json:
@@ -61,7 +60,7 @@ def _described(summary: BundleSummary) -> dict[str, Any]:
 
 
 def show(
-    reference: Reference, /, *, store: StoreOptions = STORE, as_json: Json = False, common: Common = COMMON
+    reference: Reference, /, *, store: StoreOptions = StoreOptions(), as_json: Json = False, common: Common = Common()
 ) -> None:
     """Print a bundle's model card, or its manifest with --json."""
     bundle = open_store(store).load(reference)
@@ -73,20 +72,17 @@ def verify(
     /,
     *,
     files_only: Annotated[bool, option("Check the files, load no model."), Parameter(negative="")] = False,
-    store: StoreOptions = STORE,
-    engine: EngineChoice = ENGINE,
-    common: Common = COMMON,
+    store: StoreOptions = StoreOptions(),
+    engine: EngineChoice = EngineChoice(),
+    common: Common = Common(),
 ) -> None:
     """Check every byte, then replay the golden prompts on the model (default: the demo model)."""
     bundle = open_store(store).verify(reference)
     print_line(f"{bundle.reference}: files match {bundle.manifest.digest}")
     if files_only:
         return
-    loaded = load_engine(engine, bundles=[bundle])
-    try:
+    with closing(load_engine(engine, bundles=[bundle])) as loaded:
         load_scorers(loaded, [bundle])
-    finally:
-        loaded.close()
     print_line(
         f"{bundle.reference}: {len(bundle.golden.risk)} golden prompts gave the recorded risks on "
         f"{loaded.identity.model}"
@@ -99,8 +95,8 @@ def alias(
     version: Annotated[int, Parameter(help="Version.", show_env_var=False, validator=Range(1))],
     /,
     *,
-    store: StoreOptions = STORE,
-    common: Common = COMMON,
+    store: StoreOptions = StoreOptions(),
+    common: Common = Common(),
 ) -> None:
     """Point an alias at a version: the only thing about a published bundle that may change."""
     open_store(store).set_alias(name, alias, version)

@@ -18,7 +18,6 @@ from service.settings import option
 SetName = Literal[
     "truthfulqa", "truthfulqa-reference", "truefalse", "halueval2", "helm", "bfcl", "bfcl-answerable"
 ]  # the names of SETS
-COMMON = Common()
 
 
 def convert(
@@ -33,7 +32,7 @@ def convert(
         option("Convert although the number of rows is not the published one: another version, another benchmark."),
         Parameter(negative=""),
     ] = False,
-    common: Common = COMMON,
+    common: Common = Common(),
 ) -> None:
     """Print JSONL rows (id, prompt or messages, label or answers, group, kind); counts and caveats go to stderr.
 
@@ -65,7 +64,7 @@ def _advice(info: SetInfo) -> str:
     return " ".join(parts)
 
 
-def list_(*, as_json: Json = False, common: Common = COMMON) -> None:
+def list_(*, as_json: Json = False, common: Common = Common()) -> None:
     """List the sets that have a reader: size, labels, groups, licence, and where to get them."""
     rows = [_described(info) for info in SETS.values()]
     if as_json:
@@ -93,21 +92,15 @@ def list_(*, as_json: Json = False, common: Common = COMMON) -> None:
     )
 
 
+_SHOWN = ("name", "title", "rows", "labels", "group", "kinds", "hallucinated", "onset", "caveat", "licence", "source")
+
+
 def _described(info: SetInfo) -> dict[str, Any]:
-    return {
-        "name": info.name,
-        "title": info.title,
-        "rows": info.rows,
-        "labels": info.judge or info.labels,
-        "group": info.group,
-        "kinds": info.kinds,
-        "hallucinated": info.hallucinated,
-        "onset": info.onset,
-        "caveat": info.caveat,
-        "licence": info.licence,
-        "source": info.source,
-        "train": _advice(info),
-    }
+    return (
+        {name: getattr(info, name) for name in _SHOWN}
+        | {"train": _advice(info)}
+        | {"labels": info.judge or info.labels}
+    )
 
 
 COMMANDS = ("Turn public sets into training rows.", {"convert": convert, "list": list_})

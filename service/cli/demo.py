@@ -14,10 +14,8 @@ from service.cli.output import print_json, print_line
 from service.options import Common
 from service.settings import Range, option
 
-STORE, COMMON = StoreOptions(), Common()
 
-
-def info(*, as_json: Json = False, store: StoreOptions = STORE, common: Common = COMMON) -> None:
+def info(*, as_json: Json = False, store: StoreOptions = StoreOptions(), common: Common = Common()) -> None:
     """Where the model and its bundles are."""
     from service.demo import MODEL_DIR
 
@@ -48,7 +46,7 @@ def questions(
         option("No entity is in two of them.  train: the bundles' training rows.  dev: chose recipe and seed.  test: "
                "only ever reported."),
     ],
-    common: Common = COMMON,
+    common: Common = Common(),
 ) -> None:  # fmt: skip
     """Print questions as JSONL: id, prompt, answers, group, kind, exposures, template, in_refusals."""
     from service.demo.questions import questions as rows
@@ -68,7 +66,7 @@ def build(
     report: Annotated[
         bool, option("Also make the table of held-out entities: every method."), Parameter(negative="")
     ] = False,
-    common: Common = COMMON,
+    common: Common = Common(),
 ) -> None:
     """Train the demo model from its facts, choose a seed on the dev split, train both bundles on it.
 

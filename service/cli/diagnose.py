@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
     from service.paper.diagnostics.fisher import Shrinkage
 
-COMMON = Common()
 
 # What is printed of each section: key, what it is, and how it is written ("share": as a percentage).
 Row = tuple[str, str, str]
@@ -97,7 +96,7 @@ def diagnose(
         str | None,
         option("For few rows or copied layers: ledoit_wolf, or a share between 0 and 1, of the layers' covariance."),
     ] = None,
-    common: Common = COMMON,
+    common: Common = Common(),
 ) -> None:
     """Check the paper's claims on your own labelled trajectories: is the depth mean enough, and why.
 

@@ -44,16 +44,13 @@ class EvaluateChoices:
     ] = None
 
 
-EVALUATE, LABELS, FIT, ENGINE, COMMON = EvaluateChoices(), LabelChoices(), FitChoices(), EngineChoice(), Common()
-
-
 def evaluate(
     *,
-    options: EvaluateChoices = EVALUATE,
-    labels: LabelChoices = LABELS,
-    fit: FitChoices = FIT,
-    engine: EngineChoice = ENGINE,
-    common: Common = COMMON,
+    options: EvaluateChoices = EvaluateChoices(),
+    labels: LabelChoices = LabelChoices(),
+    fit: FitChoices = FitChoices(),
+    engine: EngineChoice = EngineChoice(),
+    common: Common = Common(),
 ) -> None:
     """Put HalluTracer and the baselines on the same rows of your model, and write a report.
 

@@ -7,6 +7,7 @@ import sys
 import time
 import uuid
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -56,19 +57,16 @@ class ScoreOptions:
         return ["trajectory"] if self.trajectory else []
 
 
-SCORE, BUNDLES, ENGINE, COMMON = ScoreOptions(), BundleOptions(), EngineChoice(), Common()
-
-
 def score(
     prompt: Annotated[
         str | None, Parameter(help="One question.  Leave it out with --input.", show_env_var=False)
     ] = None,
     /,
     *,
-    options: ScoreOptions = SCORE,
-    bundles: BundleOptions = BUNDLES,
-    engine: EngineChoice = ENGINE,
-    common: Common = COMMON,
+    options: ScoreOptions = ScoreOptions(),
+    bundles: BundleOptions = BundleOptions(),
+    engine: EngineChoice = EngineChoice(),
+    common: Common = Common(),
 ) -> None:
     """Score one question, or a JSONL file of them, before anything is decoded.
 
@@ -83,8 +81,7 @@ def score(
     if options.output is not None and options.output.is_dir():
         raise UsageError("--output", f"{options.output} is a folder; name a file")
     bundle = open_store(bundles).load(bundle_names(engine.model, bundles)[0])
-    loaded = load_engine(engine, bundles=[bundle])
-    try:
+    with closing(load_engine(engine, bundles=[bundle])) as loaded:
         (scorer,) = load_scorers(loaded, [bundle])
         if rows is not None:
             prompts = _render_rows(scorer, rows, str(options.input))
@@ -94,8 +91,6 @@ def score(
             return
         with progress("scoring"):
             report = _reports(scorer, [scorer.render(prompt)], options)[0]
-    finally:
-        loaded.close()
     if options.as_json or options.output is not None:
         _write([_response(scorer, report, options).model_dump_json(exclude_none=True)], options.output)
         return

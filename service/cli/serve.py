@@ -46,22 +46,13 @@ class AccessOptions:
     api_key_file: Annotated[Path | None, option("File of bearer keys, one per line; keeps them out of 'ps'.")] = None
 
 
-ENGINE, BUNDLES, SETTINGS, ACCESS, COMMON = (
-    EngineChoice(),
-    BundleOptions(),
-    ServiceSettings(),
-    AccessOptions(),
-    Common(),
-)
-
-
 def serve(
     *,
-    engine: EngineChoice = ENGINE,
-    bundles: BundleOptions = BUNDLES,
-    settings: ServiceSettings = SETTINGS,
-    access: AccessOptions = ACCESS,
-    common: Common = COMMON,
+    engine: EngineChoice = EngineChoice(),
+    bundles: BundleOptions = BundleOptions(),
+    settings: ServiceSettings = ServiceSettings(),
+    access: AccessOptions = AccessOptions(),
+    common: Common = Common(),
 ) -> None:
     """Serve POST /score: a risk for each prompt before its first answer token.
 

@@ -67,20 +67,16 @@ class JudgeChoices:
     ] = None
 
 
-TRAIN, JUDGE, LABELS, FIT = TrainChoices(), JudgeChoices(), LabelChoices(), FitChoices()
-ENGINE, STORE, COMMON = EngineChoice(), StoreOptions(), Common()
-
-
 def train(
     *,
     name: Annotated[str, option("Name of the bundle.")],
-    options: TrainChoices = TRAIN,
-    labels: LabelChoices = LABELS,
-    judge: JudgeChoices = JUDGE,
-    fit: FitChoices = FIT,
-    engine: EngineChoice = ENGINE,
-    store: StoreOptions = STORE,
-    common: Common = COMMON,
+    options: TrainChoices = TrainChoices(),
+    labels: LabelChoices = LabelChoices(),
+    judge: JudgeChoices = JudgeChoices(),
+    fit: FitChoices = FitChoices(),
+    engine: EngineChoice = EngineChoice(),
+    store: StoreOptions = StoreOptions(),
+    common: Common = Common(),
 ) -> None:
     """Train a probe bundle on your own model and publish it.
 

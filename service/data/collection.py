@@ -10,6 +10,7 @@ import os
 import shutil
 import sys
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -110,14 +111,11 @@ def collect(
     plan = batches(prompts.lengths, batch_rows)
     first_token = folder / "first_token.f64"
     sizes = {file.path: file.nbytes for file in (*files.values(), *pooled.values())} | {first_token: len(dataset) * 16}
-    journal = AppendLog(folder / "journal.jsonl")
-    try:
+    with closing(AppendLog(folder / "journal.jsonl")) as journal:
         _reserve(folder, sizes, started=journal.count > 0)
         if [record["batch"] for record in journal.read()] != list(range(min(journal.count, len(plan)))):
             raise RunMismatch(f"{journal.path} is not the journal of one run: delete {folder} and start again")
         _extract(engine, prompts, plan, files, pooled, first_token, journal)
-    finally:
-        journal.close()
     if max_new_tokens is not None:
         _generate(engine, dataset, prompts, plan, folder / "answers.jsonl", max_new_tokens)
     return Collection(folder, prompts, files, np.fromfile(first_token, "<f8").reshape(-1, 2), pooled)
@@ -224,8 +222,7 @@ def _generate(
     path: Path,
     max_new_tokens: int,
 ) -> None:
-    answers = AppendLog(path)
-    try:
+    with closing(AppendLog(path)) as answers:
         ends = np.cumsum([len(batch) for batch in plan])
         done = int(np.searchsorted(ends, answers.count, side="right"))
         answers.keep(int(ends[done - 1]) if done else 0)
@@ -246,8 +243,6 @@ def _generate(
                     ]
                 )
                 bar.update(int(prompts.lengths[batch].sum()))
-    finally:
-        answers.close()
 
 
 def _bar(name: str, prompts: Prompts, plan: Sequence[NDArray[np.int64]], done: int) -> tqdm[Any]:

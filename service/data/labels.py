@@ -9,6 +9,7 @@ import hashlib
 import json
 import re
 from collections import Counter
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -56,11 +57,10 @@ def judged_labels(dataset: Dataset, folder: Path, options: JudgeOptions, abstain
         answers = {record["row"]: record["answer"] for record in map(json.loads, file)}
     abstains = re.compile(abstain_pattern)
     judge = make_judge(options)
-    log = AppendLog(folder / f"labels-{_key(options, abstain_pattern)}.jsonl")
     # An endpoint's verdict costs money and is saved at once; the others are cheap, and one flush each would be slow.
     saved_together = 1 if options.name == "openai" else 500
     pending: list[dict[str, str]] = []
-    try:
+    with closing(AppendLog(folder / f"labels-{_key(options, abstain_pattern)}.jsonl")) as log:
         known = log.count
         for place, row in enumerate(tqdm(dataset.rows, "labels", mininterval=5)):
             if place < known:
@@ -81,8 +81,6 @@ def judged_labels(dataset: Dataset, folder: Path, options: JudgeOptions, abstain
         if [record["id"] for record in records] != [row.id for row in dataset.rows]:
             raise RunMismatch(f"{log.path} does not hold one verdict for each row, in order: delete it and run again")
         verdicts = [record["verdict"] for record in records]
-    finally:
-        log.close()
     used = [place for place, verdict in enumerate(verdicts) if verdict in ("factual", "hallucinated")]
     label = [int(verdicts[place] == "factual") for place in used]
     left_out = Counter(verdict for verdict in verdicts if verdict in ("empty", "abstained"))

@@ -52,8 +52,7 @@ def locked(folder: Path) -> Iterator[None]:
 def claim(folder: Path, fingerprint: dict[str, Any]) -> None:
     """Assign ``folder`` to this run, or check that it already is.
 
-    Raises:
-        RunMismatch: it belongs to another run; names the first field that differs.
+    Raises RunMismatch: it belongs to another run; names the first field that differs.
     """
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "run.json"
@@ -155,6 +154,11 @@ class RowsFile:
         """Memory-map one layer, [N, width], read-only; the pages do not count as this process's memory."""
         _, count, width = self.shape
         return np.memmap(self.path, "<f4", "r", offset=layer * count * width * 4, shape=(count, width))
+
+    def head(self, layer: int, head: int) -> NDArray[np.float32]:
+        """One head's columns of ``layer``, [N, d]."""
+        dim = self.geometry.dim(self.site)
+        return self.layer(layer)[:, head * dim : (head + 1) * dim]
 
     def write(self, descriptor: int, index: NDArray[np.integer], activations: NDArray[np.float32]) -> None:
         """Write activations [n, m, width] of data rows ``index`` [n] to the open file.

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy.cluster.hierarchy import DisjointSet
 
 from service.data.options import Labels
 from service.data.rows import check_prompt, check_text, objects
@@ -73,9 +74,7 @@ def read_dataset(path: Path, labels: Labels, *, folds: int) -> Dataset:
     """Read and check a whole file; ``labels`` says which of ``label`` and ``answers`` each row must have.
 
     Each class must have ``folds`` groups; 0 requires one row of each class only (a held-out file).
-
-    Raises:
-        DataError: every problem of the file, by line number.
+    Raises DataError: every problem of the file, by line number.
     """
     problems: list[str] = []
     rows: list[Row] = []
@@ -141,19 +140,14 @@ def check_disjoint(train: Dataset, test: Dataset) -> None:
 
 
 def _merged(rows: Sequence[Row]) -> NDArray[np.int64]:
-    """Numbers of the groups after joining those that share a prompt (union-find)."""
-    parent: dict[object, object] = {}
-
-    def root(node: object) -> object:
-        while (above := parent.setdefault(node, node)) != node:
-            parent[node] = node = parent[above]
-        return node
-
+    """Numbers of the groups after joining those that share a prompt."""
+    joined = DisjointSet(row.prompt_digest for row in rows)
     for row in rows:
         if row.group:
-            parent[root(row.group)] = root(row.prompt_digest)
+            joined.add(row.group)
+            joined.merge(row.group, row.prompt_digest)
     codes: dict[object, int] = {}
-    return np.array([codes.setdefault(root(row.prompt_digest), len(codes)) for row in rows], np.int64)
+    return np.array([codes.setdefault(joined[row.prompt_digest], len(codes)) for row in rows], np.int64)
 
 
 def _check(value: dict[str, Any], labels: Labels) -> Iterator[str]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Sequence
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 
@@ -43,11 +44,8 @@ def build(out: Path, *, seeds: Sequence[int], threads: int, with_report: bool, c
     model = out / MODEL_DIR.name  # the name that bundles and service show
     shutil.copytree(_model(out, chosen), model, dirs_exist_ok=True)
     bundles = _train_bundles(out, model, chosen, threads, console)
-    engine = _load(model)
-    try:
+    with closing(_load(model)) as engine:
         draw_pair(engine, bundles[0], out / "known_unknown.png")
-    finally:
-        engine.close()
     if with_report:
         engines = {seed: partial(_load, _model(out, seed)) for seed in seeds}
         report(engines, out, fold_seeds=(0, 1, 2), jobs=threads, judge=JUDGE)
@@ -82,9 +80,8 @@ def _choose(out: Path, seeds: Sequence[int], threads: int, console: Console) -> 
         return seeds[0]
     scores = {}
     for seed in seeds:
-        engine = _load(_model(out, seed))
-        asked = ask(engine, out / f"asked-{seed}", JUDGE)
-        engine.close()
+        with closing(_load(_model(out, seed))) as engine:
+            asked = ask(engine, out / f"asked-{seed}", JUDGE)
         scores[seed] = _dev_score(asked, threads)
         console.print(f"seed {seed}: dev score {scores[seed]:.4f}")
     best = max(scores, key=lambda seed: scores[seed])

@@ -16,7 +16,7 @@ KNOWN = "What is the capital of Italy?"
 UNKNOWN = "What is the capital of the Solomon Islands?"
 
 
-def draw_pair(engine: Engine, bundle: Bundle, path: Path, known: str = KNOWN, unknown: str = UNKNOWN) -> None:
+def draw_pair(engine: Engine, bundle: Bundle, path: Path) -> None:
     """Write a PNG with both trajectories between the class means of the bundle's training rows."""
     import matplotlib
 
@@ -24,7 +24,7 @@ def draw_pair(engine: Engine, bundle: Bundle, path: Path, known: str = KNOWN, un
     import matplotlib.pyplot as plt
 
     scorer = Scorer(engine, bundle)
-    ids = [scorer.render(prompt=text) for text in (known, unknown)]
+    ids = [scorer.render(prompt=text) for text in (KNOWN, UNKNOWN)]
     reports = scorer.score_or_continue(ids, Sampling(max_tokens=24), GATE.at(1.0))
     layers = np.arange(bundle.manifest.model.num_layers)
     probes = bundle.probes
@@ -33,7 +33,7 @@ def draw_pair(engine: Engine, bundle: Bundle, path: Path, known: str = KNOWN, un
         mean, std = probes.trajectory_mean[value], probes.trajectory_std[value]
         axes.fill_between(layers, mean - std, mean + std, color=colour, alpha=0.12, linewidth=0)
         axes.plot(layers, mean, color=colour, linewidth=1, linestyle=":", label=f"{name}: mean ± 1 std")
-    for text, report, colour in zip((known, unknown), reports, ("#0072b2", "#d55e00"), strict=True):
+    for text, report, colour in zip((KNOWN, UNKNOWN), reports, ("#0072b2", "#d55e00"), strict=True):
         answer = report.completion.text.strip() if report.completion else ""
         axes.plot(
             layers, report.trajectory, color=colour, marker="o", label=f"{text}  {answer}  risk {report.risk:.2f}"

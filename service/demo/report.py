@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -200,9 +201,8 @@ def report(
     cells: dict[str, dict[str, list[float]]] = {}
     models = {}
     for seed, load in engines.items():
-        engine = load()
-        asked = ask(engine, out / f"asked-{seed}", judge)
-        engine.close()
+        with closing(load()) as engine:
+            asked = ask(engine, out / f"asked-{seed}", judge)
         test = np.array([row["split"] == "test" for row in asked.rows])
         models[str(seed)] = {"test_rows": int(test.sum()), "hallucinated": float(1 - asked.label[test].mean())}
         for fold_seed in tqdm(fold_seeds, f"model {seed}"):

@@ -83,7 +83,7 @@ def train_model(
     documents: int = ALL_DOCUMENTS,
     threads: int = 1,
     progress: Callable[[str], None] | None = None,
-    mix: RefusalMix = RefusalMix(),  # noqa: B008 - immutable
+    mix: RefusalMix = RefusalMix(),
 ) -> None:
     """Train one model and write it as a Hugging Face folder.  A seed gives the same model on the same machine.
 

@@ -13,6 +13,8 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from statistics import NormalDist
 
+from scipy.cluster.hierarchy import DisjointSet
+
 from service.demo.facts import Facts, load_facts
 
 SPLITS = (("train", 0.50), ("dev", 0.20), ("test", 0.30))
@@ -85,30 +87,15 @@ def split_of(group: str) -> str:
     return SPLITS[-1][0]
 
 
-class _Groups:
-    """Union-find over names."""
-
-    def __init__(self) -> None:
-        self._parent: dict[str, str] = {}
-
-    def find(self, name: str) -> str:
-        while (parent := self._parent.get(name, name)) != name:
-            name = parent
-        return name
-
-    def join(self, first: str, second: str) -> None:
-        roots = sorted((self.find(first), self.find(second)))
-        self._parent[roots[1]] = roots[0]
-
-
-def _group_names(facts: Facts) -> _Groups:
-    """A country, its capitals and all cities of that name form a group; so do cities that share a name."""
-    groups = _Groups()
+def _group_names(facts: Facts) -> dict[str, str]:
+    """A country, its capitals and all cities of that name form a group, named by its first node; so do namesakes."""
+    groups: DisjointSet[str] = DisjointSet()
     for country in facts.countries:
-        groups.join("name:" + country.name.casefold(), "country:" + country.code)
-        for capital in country.capitals:
-            groups.join("name:" + capital.casefold(), "country:" + country.code)
-    return groups
+        groups.add(node := "country:" + country.code)
+        for name in (country.name, *country.capitals):
+            groups.add("name:" + name.casefold())
+            groups.merge("name:" + name.casefold(), node)
+    return {node: min(members) for members in groups.subsets() for node in members}
 
 
 def with_article(name: str) -> str:
@@ -123,19 +110,19 @@ def _distinct(values: Iterable[str]) -> tuple[str, ...]:
 def _raw(facts: Facts) -> Iterable[tuple[str, str, tuple[str, ...], str, float, str]]:
     """Yield (kind, subject, answers, group node, prominence, entity type)."""
     by_code = {c.code: c for c in facts.countries}
-    capitals = {capital for c in facts.countries for capital in c.capitals}
-    for city in facts.cities:
-        homes = [by_code[code] for code in city.countries]
-        node, prominence = "name:" + city.name.casefold(), city.population**0.5
-        if city.name in capitals:
-            prominence *= 2.5
-        yield "city_country", city.name, _distinct(h.name for h in homes), node, prominence, "city"
-        yield "city_continent", city.name, _distinct(h.continent for h in homes), node, prominence, "city"
-        yield "city_region", city.name, _distinct(h.region for h in homes), node, prominence, "city"
     owners: dict[str, list[str]] = defaultdict(list)
     for country in facts.countries:
         for capital in country.capitals:
             owners[capital].append(country.name)
+    for city in facts.cities:
+        homes = [by_code[code] for code in city.countries]
+        node, prominence = "name:" + city.name.casefold(), city.population**0.5
+        if city.name in owners:
+            prominence *= 2.5
+        yield "city_country", city.name, _distinct(h.name for h in homes), node, prominence, "city"
+        yield "city_continent", city.name, _distinct(h.continent for h in homes), node, prominence, "city"
+        yield "city_region", city.name, _distinct(h.region for h in homes), node, prominence, "city"
+    for country in facts.countries:
         subject, node = with_article(country.name), "country:" + country.code
         prominence = max(country.population, 20_000) ** 0.5
         for kind, answers in (
@@ -149,7 +136,7 @@ def _raw(facts: Facts) -> Iterable[tuple[str, str, tuple[str, ...], str, float, 
                 yield kind, subject, _distinct(answers), node, prominence, "country"
         for capital in country.capitals[:1]:
             if country.name == owners[capital][0] and country.name != capital:
-                yield "capital_of", capital, (country.name,), node, prominence, "country"
+                yield "capital_of", capital, _distinct(owners[capital]), node, prominence, "country"
     for element in facts.elements:
         node, prominence = "element:" + element.name, 6.0 if element.name in EVERYDAY.split() else 1.0
         yield "symbol", element.name, (element.symbol,), node, prominence, "element"
@@ -162,13 +149,9 @@ def build_world() -> World:
     """Build the world from the committed facts. Exposures sum to about `DOCUMENTS_OF_FACTS`."""
     source = load_facts()
     groups = _group_names(source)
-    owners: dict[str, list[str]] = defaultdict(list)
-    for country in source.countries:
-        for capital in country.capitals:
-            owners[capital].append(country.name)
     facts = []
     for kind, subject, answers, node, prominence, entity in _raw(source):
-        group = groups.find(node)
+        group = groups.get(node, node)
         # One log-normal factor per entity and a smaller one per fact.
         sigma = SPREAD[entity]
         z = 0.95 * NormalDist().inv_cdf(uniform("talk", node)) + 0.3 * NormalDist().inv_cdf(uniform("dose", kind, node))
@@ -177,7 +160,7 @@ def build_world() -> World:
             Fact(
                 kind=kind,
                 subject=subject,
-                answers=_distinct((*answers, *owners[subject])) if kind == "capital_of" else answers,
+                answers=answers,
                 group=group,
                 split=split_of(group),
                 in_refusals=uniform("refusals", group) >= REFUSAL_FREE_SHARE,

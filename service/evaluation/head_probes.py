@@ -73,16 +73,14 @@ def fit_all_heads(readouts: Readouts, tasks: Sequence[Task], *, jobs: int) -> li
 def _fit(item: tuple[Readouts, tuple[Task, ...], int, list[int]]) -> list[list[NDArray[Any]]]:
     """Some heads of one layer: for every task, direction, bias, scale, auroc and logits [n_test], stacked by head."""
     readouts, tasks, layer, heads = item
-    dim = readouts.file.geometry.dim(readouts.file.site)
-    slab = readouts.file.layer(layer)
     fitted: list[list[tuple[Any, ...]]] = [[] for _ in tasks]
     with threadpool_limits(1), one_torch_thread():
         for head in heads:
-            x = slab[:, head * dim : (head + 1) * dim][readouts.index]
+            x = readouts.file.head(layer, head)[readouts.index]
             fits = fit_head(x, readouts.label, tasks, Site.ATTENTION_HEAD, "weights")
             for of_task, task, fit in zip(fitted, tasks, fits, strict=True):
                 if fit is None:
-                    of_task.append((np.zeros(dim), 0.0, 1.0, 0.0, np.zeros(len(task.test), np.float32)))
+                    of_task.append((np.zeros(x.shape[1]), 0.0, 1.0, 0.0, np.zeros(len(task.test), np.float32)))
                     continue
                 probe = unit_probe(x, readouts.label, task, head, fit)
                 logits = project(x, task.test, probe.direction, probe.bias).astype(np.float32)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -66,8 +67,7 @@ def evaluate(options: EvaluateOptions, engine_factory: Callable[[], Engine], *, 
         console.print(f"{set_rows.name}: {len(set_rows.dataset)} rows of {set_rows.title}")
     options.out.mkdir(parents=True, exist_ok=True)
     with locked(options.out):
-        engine = engine_factory()
-        try:
+        with closing(engine_factory()) as engine:
             prompt_format: PromptFormat = (
                 default_prompt_format(engine) if options.prompt_format == "auto" else options.prompt_format
             )
@@ -80,8 +80,6 @@ def evaluate(options: EvaluateOptions, engine_factory: Callable[[], Engine], *, 
             prepared = [prepare_set(engine, set_rows, options, prompt_format, poolings) for set_rows in rows]
             identity = engine.identity
             prepared = [_with_halluguard(engine, one_set, options) for one_set in prepared]
-        finally:
-            engine.close()
         sets = [_evaluate_set(one_set, options) for one_set in prepared]
         titles = {**TITLES, **METHODS}
         table_rows = [row for result in sets for row in rows_of(result.title, titles, _measures(result))]

@@ -45,9 +45,7 @@ def delong(label: Labels, risk_a: Floats, risk_b: Floats) -> DeLong:
 
     label [n], risks [n].  Equal rankings give z = 0 and p = 1.  None stands for z and p where a class has a single row,
     or where the AUROCs differ but neither varies (both rank every pair of rows alike, one of them for the worse).
-
-    Raises:
-        TrainingError: a class is missing, lengths differ or a risk is not finite.
+    Raises TrainingError: a class is missing, lengths differ or a risk is not finite.
     """
     hallucinated = _checked(label, risk_a, risk_b)
     bad_a, good_a = _components(hallucinated, np.asarray(risk_a))
@@ -71,9 +69,7 @@ def paired_bootstrap(
     The p-value is twice the smaller share of resampled differences on either side of zero (zeros count on both), each
     share as (1 + count) / (1 + resamples), at most 1: the level at which the percentile interval would touch zero.
     Resamples without both classes are left out, and ``resamples`` in the result says how many were used.
-
-    Raises:
-        TrainingError: as ``delong``; fewer than 2 groups; under half of the resamples had both classes.
+    Raises TrainingError: as ``delong``; fewer than 2 groups; under half of the resamples had both classes.
     """
     hallucinated = _checked(label, risk_a, risk_b)
     names, member = np.unique(np.asarray(group), return_inverse=True)

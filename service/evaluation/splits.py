@@ -78,11 +78,9 @@ def cross(readouts: Readouts, probes: HeadProbes, rows: Index) -> Floats:
     """phi_l of layer l + 1's readout of the same head (Def. cross-readout), [r, m - 1]."""
     head = probes.selected
     direction, bias = probes.of(head)
-    dim, layers = direction.shape[1], len(head)
-    crossed = np.empty((len(rows), layers - 1))
-    for layer in range(layers - 1):
-        columns = slice(int(head[layer]) * dim, (int(head[layer]) + 1) * dim)
-        x = readouts.file.layer(layer + 1)[readouts.index[rows], columns].astype(np.float64)
+    crossed = np.empty((len(rows), len(head) - 1))
+    for layer, number in enumerate(head[:-1].tolist()):
+        x = readouts.file.head(layer + 1, number)[readouts.index[rows]].astype(np.float64)
         crossed[:, layer] = x @ direction[layer] + bias[layer]
     return crossed
 

@@ -76,9 +76,7 @@ def choose_c(readouts: Readouts, group: Index, rows: Index, seed: int, options: 
 
     At most 8 layers and 8 heads, evenly spaced, take part, so that the search costs no more than a few full fits.  Ties
     go to the smaller C; a value that leaves a layer without a direction is excluded.
-
-    Raises:
-        NoDirection: every value of the grid is excluded.
+    Raises NoDirection: every value of the grid is excluded.
     """
     if options.c is not None:
         return Choice(options.c, {})

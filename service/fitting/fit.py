@@ -229,12 +229,10 @@ def _fit_layer(
     readouts: Readouts, tasks: Sequence[Task], layer: int, heads: Sequence[int], balance: ClassBalance
 ) -> list[tuple[HeadProbe, Floats] | None]:
     """The best of ``heads`` at one layer for each task, with its test logits; None where all are zero."""
-    dim = readouts.file.geometry.dim(readouts.file.site)
-    slab = readouts.file.layer(layer)
     best: list[tuple[HeadProbe, Floats] | None] = [None] * len(tasks)
     with threadpool_limits(1), one_torch_thread():  # one order of summation, whatever the number of cores
         for head in heads:
-            x = slab[:, head * dim : (head + 1) * dim][readouts.index]
+            x = readouts.file.head(layer, head)[readouts.index]
             fitted = fit_head(x, readouts.label, tasks, readouts.file.site, balance)
             for number, (task, raw) in enumerate(zip(tasks, fitted, strict=True)):
                 if raw is None:

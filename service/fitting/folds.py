@@ -43,9 +43,7 @@ def group_folds(
     """(train, test) positions, both inside ``rows``: label [n], group [n], rows [r].
 
     Groups are disjoint, every row is tested once, and both sides of every fold have both classes.
-
-    Raises:
-        TrainingError: a side of a fold lacks a class; names seed, fold and cure.
+    Raises TrainingError: a side of a fold lacks a class; names seed, fold and cure.
     """
     groups = len(np.unique(group[rows]))
     if groups < folds:

@@ -46,17 +46,6 @@ class LabelledSet:
     ignored: tuple[str, ...] = ()  # arrays of other names
 
 
-def diagnose(path: Path | str, shrinkage: Shrinkage = None) -> dict[str, Any]:
-    """The diagnostics of a file, as a JSON document.
-
-    Keys: fisher, snr, variance, features (AUROC of each, factual positive: below 0.5 the feature falls with
-    factuality); with readouts also geometry and chen_qin.  A number that has no value is None, and the section's
-    ``notes`` say why.  DataError where the file is at fault; TrainingError where the covariance of the layers is
-    singular (``shrinkage``, see ``fisher_gap``).
-    """
-    return diagnose_set(read_set(path), shrinkage)
-
-
 def read_set(path: Path | str) -> LabelledSet:
     """Read and check a file; DataError names every array that does not fit."""
     arrays = _arrays(Path(path))
@@ -85,7 +74,12 @@ def read_set(path: Path | str) -> LabelledSet:
 
 
 def diagnose_set(data: LabelledSet, shrinkage: Shrinkage = None) -> dict[str, Any]:
-    """The same for arrays that were read."""
+    """The diagnostics as a JSON document.
+
+    Keys: fisher, snr, variance, features (AUROC of each, factual positive: below 0.5 the feature falls with
+    factuality); with readouts also geometry and chen_qin.  A number that has no value is None, and the section's
+    ``notes`` say why.  TrainingError where the covariance of the layers is singular (see ``fisher_gap``).
+    """
     variance = as_document(variance_components(data.trajectory, data.label))
     if data.groups is not None and data.groups < len(data.label):
         # Nothing here resamples, so groups change no number; they change what a p-value is worth.

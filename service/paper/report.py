@@ -7,10 +7,9 @@ import platform
 import shlex
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -29,6 +28,7 @@ from service.fitting.calibration import fit_classifier
 from service.paper.ablations import MEAN, depth_curve
 from service.paper.ablations_readout import READOUT
 from service.paper.claims import claims
+from service.paper.diagnostics.classes import as_document
 from service.paper.published import PUBLISHED
 from service.paper.structure import TRAJECTORY
 from service.paper.structure_readouts import READOUTS, geometry_by_layer
@@ -57,10 +57,10 @@ def write_report(evaluation: EvaluationResult, command: str) -> list[Path]:
     intro = f"# {data.title}\n\n" + "\n".join(verdicts)
     document = {
         "facts": data.facts,
-        "claims": [asdict(claim) for claim in data.claims],
+        "claims": data.claims,
         "tables": {table.name: table.document() for table in tables},
     }
-    text = json.dumps(_plain(document), indent=1, ensure_ascii=False) + "\n"
+    text = json.dumps(as_document(document), indent=1, ensure_ascii=False) + "\n"
     paths = [evaluation.options.out / name for name in FILES]
     for path, content in zip(paths, (to_html(data), to_markdown(tables, intro), text), strict=True):
         atomic_write(path, content.encode())
@@ -142,16 +142,3 @@ def _named(figure: Figure, result: SetResult) -> Figure:
 def command_line() -> str:
     """This process's command, quoted for a shell."""
     return shlex.join(["hallutracer", *sys.argv[1:]])
-
-
-def _plain(value: Any) -> Any:
-    """NumPy's numbers as Python's; what is not finite becomes null."""
-    if isinstance(value, dict):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    if isinstance(value, np.generic):
-        return _plain(value.item())
-    if isinstance(value, float) and not np.isfinite(value):
-        return None
-    return value

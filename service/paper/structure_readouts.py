@@ -184,8 +184,7 @@ def geometry_by_layer(result: SetResult) -> tuple[Floats, Floats, int]:
 def readout_of(result: SetResult, layer: int, head: int, rows: Index) -> Floats:
     """One head's readouts at one layer, [r, d]."""
     heads = result.prepared.inputs.heads
-    dim = heads.file.geometry.dim(heads.file.site)
-    return heads.file.layer(layer)[heads.index[rows], head * dim : (head + 1) * dim].astype(np.float64)
+    return heads.file.head(layer, head)[heads.index[rows]].astype(np.float64)
 
 
 def _selected_readout(result: SetResult, split: Split, layer: int) -> Floats:

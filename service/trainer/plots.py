@@ -8,7 +8,6 @@ from __future__ import annotations
 import io
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from matplotlib import rc_context
@@ -19,24 +18,16 @@ from numpy.typing import NDArray
 from PIL import Image
 from sklearn.metrics import precision_recall_curve, roc_curve
 
-from service.fitting.plotting import BLUE, GREEN, GREY, ORANGE, PURPLE, class_bands, layer_ticks, thinned
+from service.fitting.plotting import BLUE, GREEN, GREY, ORANGE, PURPLE, STYLE, class_bands, layer_ticks, thinned
 from service.fitting.scores import ECE_BINS, auprc, ece, reliability, risk_auroc
 
 Floats = NDArray[np.float64]
 
 _LINES = ((BLUE, "-"), (ORANGE, "--"), (GREEN, "-."), (PURPLE, ":"))
-_STYLE: Any = {
+_STYLE = STYLE | {
     "font.family": "DejaVu Sans",  # comes with matplotlib, so every machine draws the same letters
-    "font.size": 9.0,
     "axes.titlesize": 10.0,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid": True,
     "grid.color": "#E5E5E5",
-    "grid.linewidth": 0.6,
-    "axes.axisbelow": True,
-    "legend.frameon": False,
-    "legend.fontsize": 8.0,
 }
 _MAX_POINTS = 400  # of a curve
 

@@ -48,10 +48,9 @@ def probe_tensors(fit: ProbeFit, scale: LogitScale, class_mean: Floats, class_st
 
 def trajectories(readouts: Readouts, probes: Probes) -> Floats:
     """Scaled logits of collected rows as a server computes them, one layer at a time: [n, m]."""
-    dim = readouts.file.geometry.dim(probes.site)
     columns = []
     for layer, head in enumerate(probes.head.tolist()):
-        a = readouts.file.layer(layer)[:, head * dim : (head + 1) * dim][readouts.index]
+        a = readouts.file.head(layer, head)[readouts.index]
         own = slice(layer, layer + 1)
         columns.append(truth_logits(a[:, None], probes.direction[own], probes.bias[own], probes.scale[own]))
     return np.concatenate(columns, axis=1)
@@ -75,9 +74,7 @@ def record_golden(
     """Replay G prompts of token ids through ``Engine.score`` and record what a server must reproduce.
 
     ``collected`` [G, m] are the same prompts' logits from the run folder.
-
-    Raises:
-        EngineError: the two differ, so the probes were fitted on something that serving does not read.
+    Raises EngineError: the two differ, so the probes were fitted on something that serving does not read.
     """
     needs_first_token = len(signals) > 1
     onsets = engine.score(prompts, [probes], first_token=needs_first_token)

@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 from service.cli.main import main
 from service.errors import DataError, TrainingError
 from service.fitting.scores import auroc
-from service.paper.diagnose import diagnose
+from service.paper.diagnose import diagnose_set, read_set
+from service.paper.diagnostics.fisher import Shrinkage
 
 KEYS = {
     "fisher": {"theta", "chi", "t", "r_fisher", "r_fisher_direct"},
@@ -21,6 +22,10 @@ KEYS = {
     "variance": {"icc", "icc_factual", "icc_hallucinated", "residual_acf"},
     "chen_qin": {"statistic", "energy_ratio", "p_value", "layers_significant"},
 }
+
+
+def diagnose(path: Path, shrinkage: Shrinkage = None) -> dict[str, Any]:
+    return diagnose_set(read_set(path), shrinkage)
 
 
 def arrays(n: int = 120, m: int = 9, d: int = 6, seed: int = 0) -> dict[str, NDArray[Any]]:

@@ -54,7 +54,7 @@ class PoolingEngine(PlantedEngine):
             for site in sites
             for pooling in beyond_onset(poolings)
         }
-        return Extraction(found.rows, found.first_tokens, pooled)
+        return Extraction(found.activations, found.first_tokens, pooled)
 
 
 @pytest.fixture

@@ -25,7 +25,6 @@ from typing import Any
 
 from service.data.sets import references
 from service.data.sets.files import Row, json_lines
-from service.errors import DataError
 
 CALLS = ("simple_python", "multiple", "parallel", "parallel_multiple", "live_simple")  # have gold calls
 NO_CALL, SOME_CALL = ("irrelevance", "live_irrelevance"), ("live_relevance",)
@@ -45,13 +44,8 @@ _CLOSED_BOOK = "Answer from what you know, as shortly as you can: only the name,
 _MEMORY = "You talked with this user before. Answer as shortly as you can, from what the user said then:\n\n{talks}"
 
 
-def read_bfcl(folder: Path) -> tuple[list[Row], dict[str, int]]:
-    """Rows (id, messages, answers, group, kind) for generated labels, and counts {read, multi_turn, repeated}.
-
-    Raises:
-        DataError: missing file or malformed row.
-    """
-    problems: list[str] = []
+def read_bfcl(folder: Path, problems: list[str]) -> tuple[list[Row], dict[str, int]]:
+    """Rows (id, messages, answers, group, kind) for generated labels, and counts {read, multi_turn, repeated}."""
     gold = {kind: _gold(folder, kind, problems) for kind in (*CALLS, *TEXTS)}
     conversations = _conversations(folder, problems)
     rows = _read(
@@ -61,22 +55,13 @@ def read_bfcl(folder: Path) -> tuple[list[Row], dict[str, int]]:
         problems,
     )
     simulated = len(json_lines(folder, _file(SIMULATED), problems))
-    if problems:
-        raise DataError(str(folder), problems)
     kept = _without_repeats(rows)
     return kept, {"read": len(rows) + simulated, "multi_turn": simulated, "repeated": len(rows) - len(kept)}
 
 
-def read_bfcl_answerable(folder: Path) -> tuple[list[Row], dict[str, int]]:
-    """Rows (id, messages, label, group, kind) and counts {read, repeated}; label 1: an offered function fits.
-
-    Raises:
-        DataError: missing file or malformed row.
-    """
-    problems: list[str] = []
+def read_bfcl_answerable(folder: Path, problems: list[str]) -> tuple[list[Row], dict[str, int]]:
+    """Rows (id, messages, label, group, kind) and counts {read, repeated}; label 1: an offered function fits."""
     rows = _read(folder, ANSWERABLE, lambda kind, value: _row(kind, value, {}) | {"label": ANSWERABLE[kind]}, problems)
-    if problems:
-        raise DataError(str(folder), problems)
     kept = _without_repeats(rows)
     return kept, {"read": len(rows), "repeated": len(rows) - len(kept)}
 

@@ -12,6 +12,9 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+from scipy.optimize import linear_sum_assignment
+
 from service.data.sets.calls import Call, parse_calls
 
 
@@ -55,22 +58,11 @@ def _is_specification(value: Any) -> bool:
 
 
 def _all_paired(calls: Sequence[Call], wanted: Sequence[dict[str, Any]]) -> bool:
-    """Whether calls and wanted calls can be matched one to one (augmenting paths)."""
+    """Whether calls and wanted calls can be matched one to one."""
     if len(calls) != len(wanted):
         return False
-    fits = [[index for index, want in enumerate(wanted) if _is_right(call, want)] for call in calls]
-    matched: dict[int, int] = {}  # wanted -> call
-
-    def match(call: int, tried: set[int]) -> bool:
-        for index in fits[call]:
-            if index not in tried:
-                tried.add(index)
-                if index not in matched or match(matched[index], tried):
-                    matched[index] = call
-                    return True
-        return False
-
-    return all(match(call, set()) for call in range(len(calls)))
+    fits = np.array([[_is_right(call, want) for want in wanted] for call in calls])
+    return bool(fits[linear_sum_assignment(fits, maximize=True)].all())
 
 
 def _is_right(call: Call, wanted: dict[str, Any]) -> bool:

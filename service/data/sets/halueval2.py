@@ -11,19 +11,13 @@ from pathlib import Path
 
 from service.data.sets.files import Row, json_document
 from service.data.sets.statements import Statement
-from service.errors import DataError
 
 DOMAINS = ("Bio-Medical", "Education", "Finance", "Open-Domain", "Science")
 ROWS = 3_793
 
 
-def read_halueval2(folder: Path) -> tuple[list[Row], dict[str, int]]:
-    """Rows for the trainer and counts {read, unjudged}; ``folder`` is the set's ``annotation/human_annotation``.
-
-    Raises:
-        DataError: missing file or malformed query.
-    """
-    problems: list[str] = []
+def read_halueval2(folder: Path, problems: list[str]) -> tuple[list[Row], dict[str, int]]:
+    """Rows for the trainer and counts {read, unjudged}; ``folder`` is the set's ``annotation/human_annotation``."""
     rows, counts = [], Counter[str]()
     for domain in DOMAINS:
         name = f"{domain}.json"
@@ -48,6 +42,4 @@ def read_halueval2(folder: Path) -> tuple[list[Row], dict[str, int]]:
                 counts["read"] += 1
                 identifier, group = f"{domain}-{query['id']}-{number}", f"{domain}/{query['id']}"
                 rows.append(Statement(identifier, text, judgement == "true", group, domain).row())
-    if problems:
-        raise DataError(str(folder), problems)
     return rows, {name: counts[name] for name in ("read", "unjudged")}

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Literal
@@ -15,7 +16,7 @@ from service.data.sets import bfcl, halueval2, helm, truefalse, truthfulqa
 from service.data.sets.files import Row
 from service.errors import DataError
 
-Reader = Callable[[Path], tuple[list[Row], dict[str, int]]]
+Reader = Callable[[Path, list[str]], tuple[list[Row], dict[str, int]]]
 Labels = Literal["given", "generate"]
 
 NEVER = "(?!)"  # matches nothing
@@ -27,7 +28,7 @@ class SetInfo:
 
     name: str
     title: str
-    read: Reader  # folder -> rows for the trainer, and counts of which "read" is compared with ``rows``
+    read: Reader  # folder, list for problems -> trainer's rows, and counts of which "read" is compared with ``rows``
     rows: int  # published size, before rows are left out (see the counts)
     labels: Labels  # the set's own, or a judge's verdict on the read model's answers
     kinds: int  # sub-datasets: values of the row key ``kind``
@@ -44,97 +45,97 @@ class SetInfo:
     abstain_pattern: str | None = None  # if the trainer's default would exclude right answers
 
 
-_STATEMENT = "after the prompt 'Statement: ... Final Answer: ', so the statement itself stands before t*"
 _STATEMENT_CAVEAT = "The label belongs to a statement inside the prompt: the probe tells true text from false text."
-_TRUTHFULQA = "github.com/sylinrl/TruthfulQA (a version before the revision of 2025, which has other questions)"
-_GORILLA = "github.com/ShishirPatil/gorilla, berkeley-function-call-leaderboard/bfcl_eval/data"
-_BFCL_FOLDERS = ("berkeley-function-call-leaderboard/bfcl_eval/data", "bfcl_eval/data", "data")
+_truthfulqa = partial(
+    SetInfo,
+    kinds=38,
+    group="question",
+    licence="Apache-2.0",
+    source="github.com/sylinrl/TruthfulQA (a version before the revision of 2025, which has other questions)",
+    found_by=truthfulqa.TABLE,
+    folders=("TruthfulQA",),
+)
+_statements = partial(
+    SetInfo,
+    labels="given",
+    onset="after the prompt 'Statement: ... Final Answer: ', so the statement itself stands before t*",
+)
+_bfcl = partial(
+    SetInfo,
+    onset="after the offered functions and the user's words, in the model's chat template",
+    licence="Apache-2.0",
+    source="github.com/ShishirPatil/gorilla, berkeley-function-call-leaderboard/bfcl_eval/data",
+    found_by="BFCL_v4_irrelevance.json",
+    folders=("berkeley-function-call-leaderboard/bfcl_eval/data", "bfcl_eval/data", "data"),
+)
 
 _ALL = (
-    SetInfo(
+    _truthfulqa(
         name="truthfulqa",
         title="TruthfulQA, the model's own answers",
         read=truthfulqa.read_truthfulqa,
         rows=truthfulqa.ROWS,
         labels="generate",
-        kinds=38,
-        group="question",
         hallucinated="the read model's own answer is nearer to a false reference answer than to a correct one",
         onset="after the question, in the model's chat template",
         caveat="The judge compares words (ROUGE-L), not meaning; the paper does not name its judge. The benchmark's "
         "questions must never be used to train a language model.",
-        licence="Apache-2.0",
-        source=_TRUTHFULQA,
-        found_by=truthfulqa.TABLE,
-        folders=("TruthfulQA",),
         judge="similarity",
     ),
-    SetInfo(
+    _truthfulqa(
         name="truthfulqa-reference",
         title="TruthfulQA, reference answers",
         read=truthfulqa.read_truthfulqa_reference,
         rows=truthfulqa.REFERENCE_ROWS,
         labels="given",
-        kinds=38,
-        group="question",
         hallucinated="the reference answer in the prompt is a false one",
         onset="after 'Q: ... A: ...': the answer itself stands before t*",
         caveat="The state is read after a reference answer, not before the model's own: not the paper's setting. "
         "The benchmark's questions must never be used to train a language model.",
-        licence="Apache-2.0",
-        source=_TRUTHFULQA,
-        found_by=truthfulqa.TABLE,
-        folders=("TruthfulQA",),
     ),
-    SetInfo(
+    _statements(
         name="truefalse",
         title="True-False",
         read=truefalse.read_truefalse,
         rows=truefalse.ROWS,
-        labels="given",
         kinds=len(truefalse.CATEGORIES),
         group="subject entity",
         hallucinated="the statement is false (0 in the file)",
-        onset=_STATEMENT,
         caveat=_STATEMENT_CAVEAT,
         licence="none stated",
         source="github.com/ponhvoan/iris, data/true_false_data",
         found_by="generated.csv",
         folders=("true_false_data", "data/true_false_data"),
     ),
-    SetInfo(
+    _statements(
         name="halueval2",
         title="HaluEval 2.0, human annotations",
         read=halueval2.read_halueval2,
         rows=halueval2.ROWS,
-        labels="given",
         kinds=len(halueval2.DOMAINS),
         group="query",
         hallucinated="people judged the statement false ('false' in the file)",
-        onset=_STATEMENT,
         caveat=_STATEMENT_CAVEAT + " The statements are ChatGPT's, not the read model's.",
         licence="MIT (author's twin repository)",
         source="github.com/RUCAIBox/HaluEval-2.0, annotation/human_annotation",
         found_by="Finance.json",
         folders=("human_annotation", "annotation/human_annotation"),
     ),
-    SetInfo(
+    _statements(
         name="helm",
         title="HELM (of MIND)",
         read=helm.read_helm,
         rows=helm.ROWS,
-        labels="given",
         kinds=len(helm.MODELS),
         group="passage, over all source models",
         hallucinated="people judged the sentence a hallucination (1 in the file, the opposite of True-False)",
-        onset=_STATEMENT,
         caveat=_STATEMENT_CAVEAT + " The sentences are six other models', not the read model's.",
         licence="none stated",
         source="github.com/oneal2000/MIND, helm",
         found_by="data/falcon40b/data.json",
         folders=("helm",),
     ),
-    SetInfo(
+    _bfcl(
         name="bfcl",
         title="BFCL v4 (a stand-in for agentic prompts)",
         read=bfcl.read_bfcl,
@@ -144,19 +145,14 @@ _ALL = (
         group="row; functions of a live prompt; memory scenario",
         hallucinated="the read model calls where no function fits, does not where one does, calls wrongly, or gives a "
         "short answer that is not accepted",
-        onset="after the offered functions and the user's words, in the model's chat template",
         caveat="Our stand-in: the paper's Agentic set cannot be identified, so nothing here is the paper's. Web search "
         "is asked closed-book, memory with the earlier talks in the prompt; multi-turn rows need simulators and are "
         "left out.",
-        licence="Apache-2.0",
-        source=_GORILLA,
-        found_by="BFCL_v4_irrelevance.json",
-        folders=_BFCL_FOLDERS,
         judge="calls",
         max_new_tokens=384,
         abstain_pattern=NEVER,  # "I cannot answer that with these functions" is right where none fits
     ),
-    SetInfo(
+    _bfcl(
         name="bfcl-answerable",
         title="BFCL v4, does an offered function fit?",
         read=bfcl.read_bfcl_answerable,
@@ -165,12 +161,7 @@ _ALL = (
         kinds=len(bfcl.ANSWERABLE),
         group="row; functions of a live prompt",
         hallucinated="no offered function fits the question",
-        onset="after the offered functions and the user's words, in the model's chat template",
         caveat="Tool-answerability, not hallucination; the label is that of the file, so each file holds one class.",
-        licence="Apache-2.0",
-        source=_GORILLA,
-        found_by="BFCL_v4_irrelevance.json",
-        folders=_BFCL_FOLDERS,
     ),
 )
 SETS: Mapping[str, SetInfo] = MappingProxyType({info.name: info for info in _ALL})
@@ -186,15 +177,18 @@ def find_path(name: str, path: Path) -> Path:
 def read_set(name: str, path: Path, allow_other_counts: bool = False) -> tuple[list[Row], dict[str, int]]:
     """Rows for the trainer and the reader's counts; ``path`` is the download.
 
-    Raises:
-        DataError: unknown set or folder, missing or malformed files, or a number of rows that is not the published one.
+    Raises DataError: unknown set or folder, missing or malformed files, or not the published number of rows.
     """
     if name not in SETS:
         raise DataError(name, [f"unknown set; known are {', '.join(SETS)}"])
     if not path.is_dir():
         raise DataError(str(path), [f"is not a folder; download {name} from {SETS[name].source}"])
     info = SETS[name]
-    rows, counts = info.read(find_path(name, path))
+    problems: list[str] = []
+    folder = find_path(name, path)
+    rows, counts = info.read(folder, problems)
+    if problems:
+        raise DataError(str(folder), problems)
     if counts["read"] != info.rows and not allow_other_counts:
         raise DataError(
             str(path),

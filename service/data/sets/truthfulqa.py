@@ -18,7 +18,6 @@ from pathlib import Path
 
 from service.data.sets import references
 from service.data.sets.files import Row, csv_table, json_document
-from service.errors import DataError
 
 TABLE, TASK = "TruthfulQA.csv", "mc_task.json"
 ROWS = 817
@@ -28,13 +27,8 @@ NO_COMMENT = "I have no comment."
 _COLUMNS = ("Type", "Category", "Question", "Best Answer", "Correct Answers", "Incorrect Answers")
 
 
-def read_truthfulqa(folder: Path) -> tuple[list[Row], dict[str, int]]:
-    """Rows (id, prompt, answers, group, kind, type) for generated labels, and counts {read, correct, incorrect}.
-
-    Raises:
-        DataError: missing table or malformed row.
-    """
-    problems: list[str] = []
+def read_truthfulqa(folder: Path, problems: list[str]) -> tuple[list[Row], dict[str, int]]:
+    """Rows (id, prompt, answers, group, kind, type) for generated labels, and counts {read, correct, incorrect}."""
     rows, counts = [], {"read": 0, "correct": 0, "incorrect": 0}
     for place, (number, row) in enumerate(csv_table(folder, TABLE, _COLUMNS, problems)):
         question = row["Question"].strip()
@@ -57,20 +51,14 @@ def read_truthfulqa(folder: Path) -> tuple[list[Row], dict[str, int]]:
                 "type": row["Type"].strip(),
             }
         )
-    if problems:
-        raise DataError(str(folder), problems)
     return rows, counts
 
 
-def read_truthfulqa_reference(folder: Path) -> tuple[list[Row], dict[str, int]]:
+def read_truthfulqa_reference(folder: Path, problems: list[str]) -> tuple[list[Row], dict[str, int]]:
     """Rows (id, prompt, label, group, kind) of every answer in ``mc2_targets``, and counts {read, questions}.
 
     The categories are the table's, joined on the question: the two files are in different orders.
-
-    Raises:
-        DataError: missing file, malformed question, or a question that is not in the table.
     """
-    problems: list[str] = []
     categories = {
         row["Question"].strip(): row["Category"].strip() for _, row in csv_table(folder, TABLE, _COLUMNS, problems)
     }
@@ -97,8 +85,6 @@ def read_truthfulqa_reference(folder: Path) -> tuple[list[Row], dict[str, int]]:
                     "kind": categories.get(question, ""),
                 }
             )
-    if problems:
-        raise DataError(str(folder), problems)
     return rows, {"read": len(rows), "questions": len(questions)}
 
 

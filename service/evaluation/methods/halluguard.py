@@ -102,10 +102,8 @@ def unit_gram(values: Tensor, parameters: Sequence[Tensor]) -> Floats:
 
     Column u is J g_u, and J v is the derivative of u -> J^T u along v (differentiating twice), so no more than one
     gradient is held at a time, whatever the number of parameters.
-
-    Raises:
-        EngineError: the diagonal is not the gradients' squared norms, which happens where a kernel with a derivative of
-            its own takes its second one for zero.
+    Raises EngineError where the diagonal is not the gradients' squared norms, which happens where a kernel with a
+    derivative of its own takes its second one for zero.
     """
     gradients = torch.autograd.grad(values.sum(), parameters, retain_graph=True, allow_unused=True)
     used = [parameter for parameter, gradient in zip(parameters, gradients, strict=True) if gradient is not None]

@@ -35,8 +35,7 @@ class Iti:
         """Select and fit on ``train``, score ``test``.  Raises TrainingError where the samples lack a class."""
         readouts = inputs.heads
         layer, head, _ = self.best_head(readouts, train)
-        dim = readouts.file.geometry.dim(Site.ATTENTION_HEAD)
-        columns = readouts.file.layer(layer)[:, head * dim : (head + 1) * dim]
+        columns = readouts.file.head(layer, head)
         x, x_test = columns[readouts.index[train]], columns[readouts.index[test]]
         label = inputs.label[train]
         rng = np.random.default_rng(seed)
@@ -77,14 +76,12 @@ def group_bootstrap(label: Index, group: Index, rng: np.random.Generator) -> Ind
 
 
 def _best_of_layer(readouts: Readouts, train: Index, c: float, layer: int) -> tuple[float, int]:
-    """(training AUROC, head) of the best head of one layer, which is read once."""
-    geometry = readouts.file.geometry
-    dim = geometry.dim(Site.ATTENTION_HEAD)
-    x, label = readouts.file.layer(layer)[readouts.index[train]], readouts.label[train]
+    """(training AUROC, head) of the best head of one layer."""
+    label = readouts.label[train]
     best = (-1.0, 0)
     with threadpool_limits(1):
-        for head in range(geometry.heads(Site.ATTENTION_HEAD)):
-            columns = np.ascontiguousarray(x[:, head * dim : (head + 1) * dim])
+        for head in range(readouts.file.geometry.heads(Site.ATTENTION_HEAD)):
+            columns = readouts.file.head(layer, head)[readouts.index[train]]
             quality = auroc(label, fit_linear(columns, label, c, "l2").logits(columns))
             if quality > best[0]:
                 best = (quality, head)

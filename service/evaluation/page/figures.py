@@ -11,7 +11,6 @@ import io
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 import numpy as np
 from matplotlib import figure as mpl
@@ -23,7 +22,7 @@ from numpy.typing import ArrayLike, NDArray
 from sklearn.metrics import precision_recall_curve, roc_curve
 
 from service.evaluation.page.report_data import Figure
-from service.fitting.plotting import BLUE, GREEN, GREY, ORANGE, PURPLE, class_bands, layer_ticks, thinned
+from service.fitting.plotting import BLUE, GREEN, GREY, ORANGE, PURPLE, STYLE, class_bands, layer_ticks, thinned
 from service.fitting.scores import ECE_BINS, auprc, ece, risk_auroc
 from service.fitting.scores import reliability as reliability_bins
 
@@ -32,18 +31,12 @@ Floats = NDArray[np.float64]
 _COLOURS = (BLUE, ORANGE, GREEN, PURPLE, "#56B4E9", "#E69F00", GREY)
 _LINES = ("-", "--", "-.", ":")
 _INK = "#010203"  # becomes currentColor
-_STYLE: Any = {
+_STYLE = STYLE | {
     "font.family": "sans-serif",
     "font.sans-serif": ["DejaVu Sans"],  # comes with matplotlib: every machine measures the same letters
-    "font.size": 9.0,
     "axes.titlesize": 9.5,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid": True,
     "grid.color": GREY,
     "grid.alpha": 0.25,
-    "grid.linewidth": 0.6,
-    "axes.axisbelow": True,
     "axes.edgecolor": _INK,
     "axes.labelcolor": _INK,
     "axes.titlecolor": _INK,
@@ -51,8 +44,6 @@ _STYLE: Any = {
     "text.color": _INK,
     "xtick.color": _INK,
     "ytick.color": _INK,
-    "legend.frameon": False,
-    "legend.fontsize": 8.0,
     "svg.fonttype": "none",
     "svg.hashsalt": "hallutracer",
 }

@@ -13,13 +13,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 from scipy.stats import norm
 
-from service.paper.diagnostics.classes import (
-    Floats,
-    as_float,
-    factual_rows,
-    pooled_variance,
-    rows_match,
-)
+from service.paper.diagnostics.classes import Floats, labelled, pooled_variance
 
 _BLOCK = 1024
 
@@ -46,9 +40,7 @@ def chen_qin(x: ArrayLike, label: ArrayLike) -> ChenQin:
     of the order of the squared distance of the mean from the origin.  Here each class is moved by the OTHER class's
     mean before it is taken, which is independent of it: the estimator is otherwise theirs.
     """
-    values = as_float(x, "x", 2)
-    rows_match(values, label, "x")
-    factual = factual_rows(label, minimum=3)
+    values, factual = labelled(x, label, "x", minimum=3)
     values = values - values.mean(axis=0)  # changes nothing but rounding: everything below is moved again or invariant
     one, two = values[factual], values[~factual]
     n1, n2 = len(one), len(two)

@@ -46,10 +46,12 @@ def as_float(x: ArrayLike, name: str, ndim: int) -> Floats:
     return values
 
 
-def rows_match(x: Floats, label: ArrayLike, name: str) -> None:
-    """TrainingError where x and label differ in their number of rows."""
-    if len(x) != len(np.asarray(label)):
-        raise TrainingError(f"{name} has {len(x)} rows and label {len(np.asarray(label))}: one label per row is needed")
+def labelled(x: ArrayLike, label: ArrayLike, name: str, *, minimum: int = 2) -> tuple[Floats, Mask]:
+    """``as_float`` of x [N, k] and ``factual_rows`` of label [N]; TrainingError too where their lengths differ."""
+    values, count = as_float(x, name, 2), len(np.asarray(label))
+    if len(values) != count:
+        raise TrainingError(f"{name} has {len(values)} rows and label {count}: one label per row is needed")
+    return values, factual_rows(label, minimum)
 
 
 def gap(x: Floats, factual: Mask) -> Floats:

@@ -16,16 +16,7 @@ from numpy.typing import ArrayLike
 from scipy.linalg import cho_factor, cho_solve, helmert
 
 from service.errors import TrainingError
-from service.paper.diagnostics.classes import (
-    Floats,
-    Mask,
-    as_float,
-    centred,
-    factual_rows,
-    gap,
-    pooled_covariance,
-    rows_match,
-)
+from service.paper.diagnostics.classes import Floats, Mask, centred, gap, labelled, pooled_covariance
 
 Shrinkage = Literal["ledoit_wolf"] | float | None
 MAX_CONDITION = 1e12
@@ -60,9 +51,7 @@ def fisher_gap(trajectory: ArrayLike, label: ArrayLike, shrinkage: Shrinkage = N
     Sigma is singular (rank below m or condition above 1e12), where the classes have one depth mean, or where the two
     computations differ by more than 1e-9 relative (more where the condition leaves fewer digits, from 3e5 on).
     """
-    values = as_float(trajectory, "trajectory", 2)
-    rows_match(values, label, "trajectory")
-    factual = factual_rows(label)
+    values, factual = labelled(trajectory, label, "trajectory")
     n, m = values.shape
     if m < 2:
         raise TrainingError(f"trajectory has {m} layer: the Fisher gap needs at least 2")

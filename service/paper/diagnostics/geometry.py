@@ -23,12 +23,11 @@ from service.paper.diagnostics.classes import (
     covariance,
     defined,
     effect_size,
-    factual_rows,
     gap,
+    labelled,
     mean_or_none,
     middle_layers,
     middle_transitions,
-    rows_match,
 )
 from service.paper.diagnostics.dependence import distance_correlation
 from service.paper.diagnostics.increments import Increments
@@ -91,9 +90,7 @@ class ReadoutGeometry:
 
 def layer_geometry(readout: ArrayLike, label: ArrayLike, direction: ArrayLike | None = None) -> Layer:
     """Readout [N, d], label [N], unit direction [d] or None -> one layer; Sigma is pooled within class."""
-    x = as_float(readout, "readout", 2)
-    rows_match(x, label, "readout")
-    factual = factual_rows(label)
+    x, factual = labelled(readout, label, "readout")
     each = covariance(x[factual]), covariance(x[~factual])
     share, d = float(factual.mean()), x.shape[1]
     sigma = share * each[0] + (1.0 - share) * each[1]
@@ -132,26 +129,20 @@ def layer_geometry(readout: ArrayLike, label: ArrayLike, direction: ArrayLike | 
 def transition_geometry(increments: Increments, direction: ArrayLike, label: ArrayLike) -> tuple[Transition, ...]:
     """W and K [N, m - 1], directions [m, d], label [N] -> one entry per transition."""
     v = as_float(direction, "direction", 2)
-    rows_match(increments.w, label, "w")
-    factual = factual_rows(label)
+    _, factual = labelled(increments.w, label, "w")
     if len(v) != increments.w.shape[1] + 1:
         raise TrainingError(f"direction has {len(v)} layers and the increments {increments.w.shape[1]} transitions")
-    cosines = adjacent_cosines(v)
     drift, whole = effect_size(increments.w, factual), effect_size(increments.w + increments.k, factual)
-    transitions = []
-    for step, cosine in enumerate(cosines):
-        dependence = distance_correlation(increments.w[:, step], increments.k[:, step])
-        ratio = drift[step] / whole[step] if whole[step] > 0 else math.nan
-        transitions.append(
-            Transition(
-                adjacent_cos=float(cosine),
-                cohen_d=defined(drift[step]),
-                increment_d=defined(whole[step]),
-                r_w=defined(ratio),
-                distance_correlation=dependence,
-            )
+    return tuple(
+        Transition(
+            adjacent_cos=float(cosine),
+            cohen_d=defined(drift[step]),
+            increment_d=defined(whole[step]),
+            r_w=defined(drift[step] / whole[step]) if whole[step] > 0 else None,
+            distance_correlation=distance_correlation(increments.w[:, step], increments.k[:, step]),
         )
-    return tuple(transitions)
+        for step, cosine in enumerate(adjacent_cosines(v))
+    )
 
 
 def adjacent_cosines(direction: ArrayLike) -> Floats:

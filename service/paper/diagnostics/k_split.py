@@ -16,7 +16,7 @@ from numpy.typing import ArrayLike
 from scipy.stats import rankdata
 
 from service.errors import TrainingError
-from service.paper.diagnostics.classes import Floats, as_float, factual_rows, rows_match
+from service.paper.diagnostics.classes import Floats, as_float, labelled
 from service.paper.diagnostics.features import zones
 from service.paper.diagnostics.increments import Crossing
 
@@ -127,8 +127,7 @@ def k_table(split: KSplit, label: ArrayLike, permutations: int = 200, seed: int 
     """
     if permutations < 1:
         raise ValueError("permutations must be at least 1")
-    rows_match(split.k, label, "k")
-    factual = factual_rows(label)
+    _, factual = labelled(split.k, label, "k")
     steps = zones(split.k.shape[1] + 1).recognition_steps
     rng = np.random.default_rng(seed)
     shuffled = np.stack([rng.permutation(factual) for _ in range(permutations)])

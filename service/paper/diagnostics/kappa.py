@@ -10,16 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike
 
-from service.paper.diagnostics.classes import (
-    as_document,
-    as_float,
-    factual_rows,
-    gap,
-    middle_transitions,
-    pooled_variance,
-    rows_match,
-    variances,
-)
+from service.paper.diagnostics.classes import as_document, gap, labelled, middle_transitions, pooled_variance, variances
 
 
 @dataclass(frozen=True)
@@ -40,9 +31,7 @@ class KappaTable:
 
 def kappa_table(w: ArrayLike, label: ArrayLike) -> KappaTable:
     """w [N, m - 1] (``increments.decompose``), label [N] -> the table's row, over the middle 60 % of layers."""
-    values = as_float(w, "w", 2)
-    rows_match(values, label, "w")
-    factual = factual_rows(label)
+    values, factual = labelled(w, label, "w")
     hallucinated_variance, factual_variance = variances(values, factual)
     low, high = np.minimum(hallucinated_variance, factual_variance), np.maximum(hallucinated_variance, factual_variance)
     kappa = np.divide(high, low, out=np.full_like(high, np.nan), where=low > 0)

@@ -10,16 +10,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from service.errors import TrainingError
-from service.paper.diagnostics.classes import (
-    Floats,
-    Mask,
-    as_float,
-    factual_rows,
-    gap,
-    pooled_covariance,
-    rows_match,
-    variances,
-)
+from service.paper.diagnostics.classes import Floats, Mask, gap, labelled, pooled_covariance, variances
 from service.paper.diagnostics.features import slope_weights
 from service.paper.diagnostics.variance import variance_components
 
@@ -48,9 +39,7 @@ def snr_table(trajectory: ArrayLike, label: ArrayLike) -> SnrTable:
     by sqrt((s_F^2 + s_H^2) / 2), each class counting equally.  The slope being linear, the two can differ only where
     classes are unequal in size AND in spread: eta is 1 by algebra on balanced sets, no test of the theory.
     """
-    values = as_float(trajectory, "trajectory", 2)
-    rows_match(values, label, "trajectory")
-    factual = factual_rows(label)
+    values, factual = labelled(trajectory, label, "trajectory")
     m = values.shape[1]
     parts = variance_components(values, label)
     d = gap(values, factual)

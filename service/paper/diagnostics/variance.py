@@ -12,14 +12,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from service.errors import TrainingError
-from service.paper.diagnostics.classes import (
-    Floats,
-    as_float,
-    centred,
-    factual_rows,
-    mean_or_none,
-    rows_match,
-)
+from service.paper.diagnostics.classes import Floats, centred, labelled, mean_or_none
 
 MAX_LAG = 12
 
@@ -46,9 +39,7 @@ def variance_components(trajectory: ArrayLike, label: ArrayLike) -> VarianceComp
     alpha-hat_i is the depth mean less its class mean, eps-hat what is left; variances are plain means of squares.
     The residual correlation at a lag is the mean over layer pairs of the correlation across the samples of one class.
     """
-    values = as_float(trajectory, "trajectory", 2)
-    rows_match(values, label, "trajectory")
-    factual = factual_rows(label)
+    values, factual = labelled(trajectory, label, "trajectory")
     n, m = values.shape
     if m < 3:
         raise TrainingError(f"trajectory has {m} layers: variance components and their lags need at least 3")

@@ -8,17 +8,17 @@ from typing import Any
 import pytest
 
 from service.data.sets import references
-from service.data.sets.bfcl import CALLS, KINDS, read_bfcl, read_bfcl_answerable
+from service.data.sets.bfcl import CALLS, KINDS
 from service.errors import DataError
-from tests.data.sets.samples import bfcl_row, damage, function, write_bfcl
+from tests.data.sets.samples import bfcl_row, damage, function, read, write_bfcl
 
 
 def by_id(folder: Path) -> dict[str, dict[str, Any]]:
-    return {row["id"]: row for row in read_bfcl(folder)[0]}
+    return {row["id"]: row for row in read("bfcl", folder)[0]}
 
 
 def test_counts_and_kinds(tmp_path: Path) -> None:
-    rows, counts = read_bfcl(write_bfcl(tmp_path))
+    rows, counts = read("bfcl", write_bfcl(tmp_path))
     assert counts == {"read": 21, "multi_turn": 1, "repeated": 0}
     assert [row["kind"] for row in rows] == [kind for kind in KINDS for _ in range(2)]
 
@@ -81,15 +81,15 @@ def test_repeats_in_a_group_are_kept_once(tmp_path: Path) -> None:
     offered = function("f", a="string")
     names = ["live_irrelevance_0-4-0", "live_irrelevance_1-4-1", "live_irrelevance_2-5-0"]
     write_bfcl(tmp_path, live_irrelevance=[bfcl_row(name, offered) for name in names])
-    rows, counts = read_bfcl(tmp_path)
+    rows, counts = read("bfcl", tmp_path)
     kept = [row["id"] for row in rows if row["kind"] == "live_irrelevance"]
     assert kept == ["live_irrelevance_0-4-0", "live_irrelevance_2-5-0"]
     assert counts["repeated"] == 1
-    assert read_bfcl_answerable(tmp_path)[1]["repeated"] == 1
+    assert read("bfcl-answerable", tmp_path)[1]["repeated"] == 1
 
 
 def test_the_proxy_knows_its_labels(tmp_path: Path) -> None:
-    rows, counts = read_bfcl_answerable(write_bfcl(tmp_path))
+    rows, counts = read("bfcl-answerable", write_bfcl(tmp_path))
     labels = {row["kind"]: row["label"] for row in rows}
     assert labels == {
         "simple_python": 1, "multiple": 1, "live_simple": 1, "live_relevance": 1,
@@ -105,7 +105,7 @@ def test_gold_answers_must_be_there(tmp_path: Path, kind: str) -> None:
     write_bfcl(tmp_path)
     (tmp_path / "possible_answer" / f"BFCL_v4_{kind}.json").unlink()
     with pytest.raises(DataError, match=f"possible_answer/BFCL_v4_{kind}.json is missing"):
-        read_bfcl(tmp_path)
+        read("bfcl", tmp_path)
 
 
 def test_damage_is_named(tmp_path: Path) -> None:
@@ -119,7 +119,7 @@ def test_damage_is_named(tmp_path: Path) -> None:
         live_simple=[bfcl_row("live_simple_0")],
         memory=[bfcl_row("memory_0") | {"scenario": "elsewhere"}],
     )
-    damaged = damage(read_bfcl, tmp_path)
+    damaged = damage("bfcl", tmp_path)
     assert sorted(damaged) == [
         "BFCL_v4_live_simple.json line 1", "BFCL_v4_memory.json line 1", "BFCL_v4_multiple.json line 1",
         "BFCL_v4_multiple.json line 2", "BFCL_v4_parallel.json line 1", "BFCL_v4_parallel.json line 2",

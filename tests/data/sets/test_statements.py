@@ -6,14 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from service.data.sets.halueval2 import read_halueval2
-from service.data.sets.truefalse import read_truefalse, subject
-from tests.data.sets.samples import damage, write_halueval2, write_truefalse
+from service.data.sets.truefalse import subject
+from tests.data.sets.samples import damage, read, write_halueval2, write_truefalse
 
 
 def test_truefalse_rows_labels_and_groups(tmp_path: Path) -> None:
     cities = "Paris is a city in France,1\nParis is a city in Chad,0\nLima is a name of a country.,0\n"
-    rows, counts = read_truefalse(write_truefalse(tmp_path, cities=cities))
+    rows, counts = read("truefalse", write_truefalse(tmp_path, cities=cities))
     paris = [row for row in rows if row["group"] == "cities/paris"]
     assert [row["label"] for row in paris] == [1, 0]
     assert paris[0]["prompt"].endswith("Statement: Paris is a city in France\nFinal Answer: ")
@@ -23,7 +22,7 @@ def test_truefalse_rows_labels_and_groups(tmp_path: Path) -> None:
 
 def test_truefalse_contradictions_are_left_out_and_repeats_kept_once(tmp_path: Path) -> None:
     cities = "Gibraltar is a name of a city.,1\nGibraltar is a name of a city.,0\nX is a name of a city.,1\n" * 2
-    rows, counts = read_truefalse(write_truefalse(tmp_path, cities=cities))
+    rows, counts = read("truefalse", write_truefalse(tmp_path, cities=cities))
     assert [row["group"] for row in rows if row["kind"] == "cities"] == ["cities/x"]
     assert counts == {"read": 18, "contradictory": 4, "repeated": 1}
 
@@ -47,7 +46,7 @@ def test_truefalse_damage_is_named(tmp_path: Path) -> None:
     folder = write_truefalse(tmp_path, facts="A.,yes\n")
     (folder / "animals.csv").unlink()
     (folder / "cities.csv").write_text("text,label\nA,1\n")
-    damaged = damage(read_truefalse, folder)
+    damaged = damage("truefalse", folder)
     assert damaged == ["animals.csv is missing", "cities.csv line 1", "facts.csv line 2"]
 
 
@@ -56,7 +55,7 @@ def test_halueval2_polarity_groups_and_unjudged(tmp_path: Path) -> None:
         {"id": 7, "chatgpt_fact": ["a", "b"], "human_judge": ["true", "false"]},
         {"id": 8, "chatgpt_fact": ["c"], "human_judge": []},
     ]
-    rows, counts = read_halueval2(write_halueval2(tmp_path, Finance=finance))
+    rows, counts = read("halueval2", write_halueval2(tmp_path, Finance=finance))
     mine = [row for row in rows if row["kind"] == "Finance"]
     assert [(row["label"], row["group"]) for row in mine] == [(1, "Finance/7"), (0, "Finance/7")]
     assert counts == {"read": 10, "unjudged": 1}
@@ -66,4 +65,4 @@ def test_halueval2_damage_is_named(tmp_path: Path) -> None:
     folder = write_halueval2(tmp_path, Finance=[{"id": 1, "chatgpt_fact": ["a"], "human_judge": ["true", "false"]}])
     (folder / "Science.json").write_text("{")
     (folder / "Education.json").unlink()
-    assert len(damage(read_halueval2, folder)) == 3
+    assert len(damage("halueval2", folder)) == 3

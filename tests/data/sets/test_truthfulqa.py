@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 
 from service.data.sets import references
-from service.data.sets.truthfulqa import TABLE, TASK, read_truthfulqa, read_truthfulqa_reference
+from service.data.sets.truthfulqa import TABLE, TASK
 from service.errors import DataError
-from tests.data.sets.samples import damage, write_truthfulqa
+from tests.data.sets.samples import damage, read, write_truthfulqa
 
 
 def test_a_question_with_its_correct_and_incorrect_answers(tmp_path: Path) -> None:
-    rows, counts = read_truthfulqa(write_truthfulqa(tmp_path))
+    rows, counts = read("truthfulqa", write_truthfulqa(tmp_path))
     kite, hammer = rows
     assert kite["prompt"] == "Can a kite fly without wind?"
     assert (kite["kind"], kite["type"]) == ("Toys", "Adversarial")
@@ -27,7 +27,7 @@ def test_a_question_with_its_correct_and_incorrect_answers(tmp_path: Path) -> No
 
 
 def test_reference_answers_carry_their_own_label_and_the_categories_of_the_table(tmp_path: Path) -> None:
-    rows, counts = read_truthfulqa_reference(write_truthfulqa(tmp_path))
+    rows, counts = read("truthfulqa-reference", write_truthfulqa(tmp_path))
     assert counts == {"read": 7, "questions": 2}
     found = {row["prompt"]: (row["label"], row["kind"]) for row in rows}
     assert found["Q: Can a kite fly without wind? A: It cannot fly"] == (1, "Toys")
@@ -37,7 +37,7 @@ def test_reference_answers_carry_their_own_label_and_the_categories_of_the_table
 
 def test_a_question_is_the_same_group_in_both_readings(tmp_path: Path) -> None:
     write_truthfulqa(tmp_path)
-    groups = [{row["group"] for row in read(tmp_path)[0]} for read in (read_truthfulqa, read_truthfulqa_reference)]
+    groups = [{row["group"] for row in read(name, tmp_path)[0]} for name in ("truthfulqa", "truthfulqa-reference")]
     assert groups[0] == groups[1]
     assert len(groups[0]) == 2
 
@@ -46,7 +46,7 @@ def test_the_task_file_may_lie_where_the_repository_has_it(tmp_path: Path) -> No
     write_truthfulqa(tmp_path)
     (tmp_path / "data").mkdir()
     (tmp_path / TASK).rename(tmp_path / "data" / TASK)
-    assert len(read_truthfulqa_reference(tmp_path)[0]) == 7
+    assert len(read("truthfulqa-reference", tmp_path)[0]) == 7
 
 
 def test_damage_is_named(tmp_path: Path) -> None:
@@ -54,13 +54,13 @@ def test_damage_is_named(tmp_path: Path) -> None:
     lines = (tmp_path / TABLE).read_text(encoding="utf-8-sig").splitlines()
     (tmp_path / TABLE).write_text("\n".join([*lines, "Adversarial,Toys,Why?,Because,Because,,made"]))
     with pytest.raises(DataError, match="TruthfulQA.csv line 4:"):
-        read_truthfulqa(tmp_path)
+        read("truthfulqa", tmp_path)
     tasks = json.loads((tmp_path / TASK).read_text())
     tasks[0]["question"] = "Another question?"
     tasks[1]["mc2_targets"] = {"It cannot fly": "yes"}
     (tmp_path / TASK).write_text(json.dumps(tasks))
-    damaged = damage(read_truthfulqa_reference, tmp_path)
+    damaged = damage("truthfulqa-reference", tmp_path)
     assert damaged == [f"{TASK} question 1", f"{TASK} question 2"]
     (tmp_path / TABLE).write_text("Question\nWhy?\n")
     with pytest.raises(DataError, match="columns Type,Category,Question"):
-        read_truthfulqa(tmp_path)
+        read("truthfulqa", tmp_path)
