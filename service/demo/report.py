@@ -178,20 +178,16 @@ def measure(asked: Asked, risk_of: dict[str, Floats], fold: Index) -> dict[str, 
             label, own, folds = asked.label[rows], risk[rows], fold[rows].tolist()
             in_kind = [(f, kind[row]) for f, row in zip(folds, rows, strict=True)]
             in_cell = [(f, cell[row]) for f, row in zip(folds, rows, strict=True)]
+            by_fold = [np.equal(folds, number) for number in np.unique(folds)]
             columns |= {
                 f"{prefix}auroc": within_stratum_auroc(label, own, folds),
-                f"{prefix}auprc": _mean_auprc(label, own, fold[rows]),
+                f"{prefix}auprc": float(np.mean([auprc(label[inside], own[inside], positive=0) for inside in by_fold])),
                 f"{prefix}auroc_within_kind": within_stratum_auroc(label, own, in_kind),
                 f"{prefix}auroc_within_kind_x_template": within_stratum_auroc(label, own, in_cell),
                 f"{prefix}ece": ece(label, own),
             }
         table[name] = {key: float(value) for key, value in columns.items() if value is not None}
     return table
-
-
-def _mean_auprc(label: Index, risk: Floats, fold: Index) -> float:
-    values = [auprc(label[fold == f], risk[fold == f], positive=0) for f in np.unique(fold)]
-    return float(np.mean(values))
 
 
 def report(

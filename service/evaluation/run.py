@@ -10,11 +10,11 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 from tqdm import tqdm
 
 from service.data.run_folder import claim, locked
@@ -29,7 +29,7 @@ from service.evaluation.prepare import PreparedSet, answers_path, prepare_set, r
 from service.evaluation.set_result import SetResult
 from service.evaluation.splits import Split, kept, kept_split, outer_splits, pooled_depth_mean, residual_depth_mean
 from service.evaluation.tables import Table
-from service.fitting.fit import Floats, Readouts
+from service.fitting.fit import Floats
 from service.fitting.folds import OuterFold
 from service.fitting.nested_cv import nested_cv
 from service.prompts import PromptFormat, default_prompt_format
@@ -144,7 +144,8 @@ def _evaluate_set(prepared: PreparedSet, options: EvaluateOptions, *, subset: st
             bar.update()
         for pooling in poolings if fold.seed == 0 else []:
             path = folder / f"pooling-{pooling}" / f"fold{fold.fold}.npz"
-            pooled[site, pooling].append(_pooled(path, prepared.pooled[site, pooling], split, options))
+            readouts = prepared.pooled[site, pooling]
+            pooled[site, pooling].append(_kept_score(path, partial(pooled_depth_mean, readouts, split, options)))
             bar.update()
         return of_fold
 
@@ -157,10 +158,9 @@ def _evaluate_set(prepared: PreparedSet, options: EvaluateOptions, *, subset: st
     return replace(result, comparison=compare(inputs.label, inputs.group, scores, aurocs))
 
 
-def _pooled(path: Path, readouts: Readouts, split: Split, options: EvaluateOptions) -> Floats:
-    """Depth means of the test side from another pooling, kept on disk."""
-    arrays = kept(path, lambda: {"score": pooled_depth_mean(readouts, split, options)})
-    return np.asarray(arrays["score"], np.float64)
+def _kept_score(path: Path, make: Callable[[], Floats]) -> Floats:
+    """One score for each row of the test side, kept on disk."""
+    return np.asarray(kept(path, lambda: {"score": make()})["score"], np.float64)
 
 
 def _score(folder: Path, method: str, inputs: MethodInputs, split: Split, options: EvaluateOptions) -> Floats:
@@ -168,13 +168,12 @@ def _score(folder: Path, method: str, inputs: MethodInputs, split: Split, option
     if method == OURS:
         return -depth_mean(split.test_trajectory)
 
-    def make() -> dict[str, NDArray[np.generic]]:
+    def make() -> Floats:
         if method == RESIDUAL:
-            return {"score": -residual_depth_mean(inputs, split, options)}
-        return {"score": fit_method(method, inputs, split.train, split.test, split.seed, options.jobs or None)}
+            return -residual_depth_mean(inputs, split, options)
+        return fit_method(method, inputs, split.train, split.test, split.seed, options.jobs or None)
 
-    arrays = kept(folder / method / f"seed{split.seed}-fold{split.fold}.npz", make)
-    return np.asarray(arrays["score"], np.float64)
+    return _kept_score(folder / method / f"seed{split.seed}-fold{split.fold}.npz", make)
 
 
 def _fingerprint(prepared: PreparedSet, options: EvaluateOptions) -> dict[str, Any]:
@@ -202,8 +201,9 @@ def _subsets(sets: Sequence[PreparedSet], options: EvaluateOptions, titles: dict
         measures: list[dict[str, dict[str, dict[str, float]]]] = []
         for kind in kinds:
             rows = np.flatnonzero(prepared.kind == kind)
+            slug = "".join(char if char.isalnum() else "-" for char in kind.lower())
             try:
-                result = _evaluate_set(prepared.subset(rows), options, subset=f"subset-{_slug(kind)}")
+                result = _evaluate_set(prepared.subset(rows), options, subset=f"subset-{slug}")
                 measures.append(_measures(result))
             except (TrainingError, NoDirection) as error:
                 notes.append(f"{prepared.rows.name}/{kind} is left out: {error}")
@@ -227,10 +227,6 @@ def _subsets(sets: Sequence[PreparedSet], options: EvaluateOptions, titles: dict
         caption="Means over sub-datasets of the mean and of the standard deviation over folds and seeds.  The paper "
         "does not say whether its folds are pooled or per sub-dataset.",
     )
-
-
-def _slug(kind: str) -> str:
-    return "".join(char if char.isalnum() else "-" for char in kind.lower())
 
 
 def _notes(sets: Sequence[SetResult], titles: dict[str, str]) -> list[str]:

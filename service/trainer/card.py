@@ -162,13 +162,14 @@ def _figures(evaluation: Mapping[str, Any], plots: Sequence[str]) -> str:
             f"training side of each fold. Mean +/- standard deviation over folds and seeds. The bundle's "
             f"own row is bold.\n"
         )
-        parts.append(_table(crossed["signals"], _mean_std, evaluation["signal_of_the_bundle"]))
+        own = evaluation["signal_of_the_bundle"]
+        parts.append(_table(crossed["signals"], "{0[mean]:.3f} +/- {0[std]:.3f}".format, own))
     if test is not None:
         parts.append(
             f"Held-out file: {test['rows']} rows ({test['factual']} factual, {test['hallucinated']} hallucinated) that "
             f"took no part in training; the references were fitted on the training rows.\n"
         )
-        parts.append(_table(test["signals"], lambda cell: f"{cell:.3f}", "bundle"))
+        parts.append(_table(test["signals"], "{:.3f}".format, "bundle"))
     if crossed is None and test is None:
         parts.append("This bundle was trained without an evaluation: how well it works is not known.\n")
     else:
@@ -180,10 +181,6 @@ def _figures(evaluation: Mapping[str, Any], plots: Sequence[str]) -> str:
         )
     parts += [f"![{PLOTS[name]}](plots/{name})\n" for name in PLOTS if name in plots]
     return "\n".join(parts)
-
-
-def _mean_std(cell: Mapping[str, float]) -> str:
-    return f"{cell['mean']:.3f} +/- {cell['std']:.3f}"
 
 
 def _table(signals: Mapping[str, Mapping[str, Any]], show: Callable[[Any], str], own: str) -> str:

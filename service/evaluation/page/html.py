@@ -93,7 +93,9 @@ def _section(section: Section, number: int, published: Mapping[str, Table], fold
     parts = [f'<section id="section-{number}"><h2>{escape(section.title)}</h2>', _prose(section.text)]
     for table in section.tables:
         parts += [_table(table), _published(published.get(table.label), folded)]
-    parts += [_figure(figure, f"f{number}-{index}-") for index, figure in enumerate(section.figures, start=1)]
+    for index, figure in enumerate(section.figures, start=1):
+        drawing, caption = _drawing(figure, f"f{number}-{index}-"), _inline_text(figure.caption)
+        parts.append(f"<figure>{drawing}<figcaption>{caption}</figcaption></figure>")
     return "\n".join(part for part in [*parts, "</section>"] if part)
 
 
@@ -149,10 +151,6 @@ def _body(table: Table, rows: Sequence[Mapping[str, Cell]]) -> str:
 
 def _class(column: Column) -> str:
     return "" if column.kind == "text" else ' class="number"'
-
-
-def _figure(figure: Figure, prefix: str) -> str:
-    return f"<figure>{_drawing(figure, prefix)}<figcaption>{_inline_text(figure.caption)}</figcaption></figure>"
 
 
 def _drawing(figure: Figure, prefix: str) -> str:
