@@ -52,7 +52,7 @@ def test_a_file_adds_to_the_built_in_policies(tmp_path: Path) -> None:
     ("text", "said"),
     [
         ("a", "is not TOML"),
-        ("x = 1", "'x' stands outside a table"),
+        ("x = 1", "'x' is outside a table"),
         ("[Strict]\n", "a name has lower-case"),
         ("[a]\n", "action must be one of observe, abstain, block, not None"),
         ('[a]\naction = "stop"', "not 'stop'"),

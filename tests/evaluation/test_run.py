@@ -13,12 +13,13 @@ from pathlib import Path
 
 import pytest
 
-QUICK = ["--limit", "240", "--seeds", "1", "--folds", "3", "--inner-folds", "2", "--c", "0.3", "--jobs", "1",
-         "--threads", "1"]  # fmt: skip
+QUICK = {"--limit": "240", "--seeds": "1", "--folds": "3", "--inner-folds": "2", "--c": "0.3", "--jobs": "1",
+         "--threads": "1"}  # fmt: skip
 
 
 def command(out: Path, *more: str) -> list[str]:
-    return [sys.executable, "-m", "service.cli", "evaluate", "--out", str(out), *QUICK, *more]
+    quick = [word for flag, value in QUICK.items() if flag not in more for word in (flag, value)]
+    return [sys.executable, "-m", "service.cli", "evaluate", "--out", str(out), *quick, *more]
 
 
 def run(out: Path, *more: str, expect: int = 0) -> subprocess.CompletedProcess[str]:
@@ -100,10 +101,10 @@ def test_another_protocol_in_the_same_folder_is_refused(paper: Path) -> None:
     ("arguments", "code", "words"),
     [
         (["--data", "nowhere.jsonl"], 2, "neither a JSONL file nor NAME=FOLDER"),
-        (["--data", "truefalse=/nonexistent"], 1, "is no folder"),
+        (["--data", "truefalse=/nonexistent"], 1, "is not a folder"),
         (["--methods", "hallutracer,magic"], 1, "no method 'magic'"),
         (["--methods", "iti"], 1, "hallutracer must be among the methods"),
-        (["--model", "some/model"], 2, "say what to evaluate this model on"),
+        (["--model", "some/model"], 2, "name the data to evaluate this model on"),
     ],
 )
 def test_wrong_input_is_said_before_a_model_is_loaded(

@@ -41,10 +41,11 @@ def expected() -> dict[str, Any]:
     from probes_store.store import SHIPPED, Store
     from service.demo import MODEL_DIR
     from service.engines.base import EngineOptions, Sampling
+    from service.engines.scheduler import Scheduled
     from service.engines.transformers.engine import TransformersEngine
     from service.guard import OBSERVE
 
-    engine = TransformersEngine.load(EngineOptions(str(MODEL_DIR)))
+    engine = Scheduled(TransformersEngine.load(EngineOptions(str(MODEL_DIR))))
     scorer = Scorer(engine, Store(Path("/nonexistent"), fallbacks=[SHIPPED]).load("demo"))
     ids = [scorer.render(text) for text in (KNOWN, UNKNOWN)]
     reports = scorer.score_or_continue(ids, Sampling(max_tokens=12), OBSERVE)
