@@ -154,6 +154,7 @@ def test_a_service_whose_vllm_dies_says_so_and_exits() -> None:
         assert "engine" in served.log()
 
 
+@pytest.mark.long
 def test_train_on_vllm_gives_the_bundle_that_transformers_gives(tmp_path: Path) -> None:
     rows = [
         {"id": f"{place}", "prompt": f"What is the capital of {name}?", "label": place % 2, "group": name}

@@ -272,6 +272,7 @@ def test_a_killed_worker_raises(engine: VllmEngine, probes: list[Probes]) -> Non
     assert engine.counters.open_continuations == 0
 
 
+@pytest.mark.long
 def test_a_process_ends_without_a_traceback() -> None:
     """``AsyncLLM`` must be freed before the interpreter ends.  After the module's own engine was killed."""
     command = [sys.executable, "-m", "service.cli", "score", "--engine", "vllm", "--engine-arg", "enforce_eager=true"]
