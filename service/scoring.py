@@ -133,7 +133,10 @@ class Scorer:
             async for update in updates:
                 if report is None:
                     report = self.judge(prefill_of(update), policy, cached_tokens=update.cached_tokens)
-                    if sampling is None or report.decision is not Decision.CONTINUE:
+                    if sampling is None:
+                        yield report, update
+                        return
+                    if report.decision is not Decision.CONTINUE:
                         yield report, replace(update, piece="", tokens=0, completion=None)
                         return
                 if update.completion is not None:
