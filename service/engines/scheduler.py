@@ -17,6 +17,7 @@ import time
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import Future
+from contextlib import aclosing
 from typing import TypeVar
 
 from service.engines.base import (
@@ -33,7 +34,7 @@ from service.engines.base import (
     TorchModel,
     Update,
 )
-from service.engines.bridge import MAX_ITEMS_PER_TURN, Outboxes
+from service.engines.bridge import Outboxes, receive
 from service.engines.checks import check_sampling
 from service.engines.decode_rotation import DecodeRotation
 from service.engines.request_queue import EngineRequest, RequestQueue
@@ -116,15 +117,9 @@ class Scheduled:
         request = EngineRequest(prompt, probes, first_token, sampling, gate, outbox)
         self._submit(request)
         try:
-            # As ``bridge.receive``, written out: one more generator is felt by a model of milliseconds.
-            count = 0
-            while (item := await request.inbox.get()) is not None:
-                if isinstance(item, BaseException):
-                    raise item
-                yield item
-                count += 1
-                if count % MAX_ITEMS_PER_TURN == 0:
-                    await asyncio.sleep(0)
+            async with aclosing(receive(request.inbox)) as updates:
+                async for update in updates:
+                    yield update
         finally:
             if not request.finished:
                 request.cancelled = self._some_cancelled = True

@@ -105,6 +105,5 @@ def test_the_picture_of_the_layers_is_up_to_date() -> None:
 
 
 def test_the_command_line_reference_is_up_to_date() -> None:
-    pytest.importorskip("service.options")
     script = runpy.run_path(str(ROOT / "docs" / "cli_reference.py"))
     assert script["document"]() == text_of("docs/cli.md"), "run: python docs/cli_reference.py"
