@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,20 +18,12 @@ from service.demo.picture import KNOWN, UNKNOWN
 from service.demo.questions import questions
 from service.engines.base import EngineOptions, Sampling
 from service.engines.transformers.engine import TransformersEngine
+from tests import command_line
 from tests.serve_process import ServeProcess, serve
-
-ROOT = Path(__file__).parent.parent
-
-
-def environment(store: Path) -> dict[str, str]:
-    return os.environ | {"HALLUTRACER_STORE": str(store), "HALLUTRACER_THREADS": "1", "PYTHONUNBUFFERED": "1"}
 
 
 def hallutracer(store: Path, *arguments: str, check: bool = True, stdin: str = "") -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "service.cli", *arguments]
-    done = subprocess.run(
-        command, input=stdin, capture_output=True, text=True, env=environment(store), cwd=ROOT, timeout=300, check=False
-    )
+    done = command_line.hallutracer(*arguments, stdin=stdin, HALLUTRACER_STORE=str(store), HALLUTRACER_THREADS="1")
     assert not check or done.returncode == 0, done.stderr
     return done
 

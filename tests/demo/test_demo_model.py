@@ -37,6 +37,7 @@ def test_chat_rendering_has_one_bos_and_ends_at_the_assistant_marker(tokenizer, 
     assert ids[-1] == tokenizer.convert_tokens_to_ids(ASSISTANT)
 
 
+@pytest.mark.long
 def test_a_few_steps_of_training_write_a_model_that_loads(tmp_path, monkeypatch):
     import torch
     from transformers import AutoModelForCausalLM

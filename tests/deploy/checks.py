@@ -9,8 +9,6 @@ from fnmatch import fnmatch
 from functools import cache
 from pathlib import Path
 
-import yaml
-
 from service import __version__
 from service.cli.main import make_app
 from service.options import Sources, commands_of, options_of
@@ -100,7 +98,7 @@ def ports(root: Path) -> Iterator[str]:
     for argument in json.loads(next(step.text for step in steps if step.verb == "HEALTHCHECK").split("CMD ", 1)[1]):
         for number in re.findall(r"'(\d{2,5})'", argument):
             yield from _same("Dockerfile HEALTHCHECK", PORT, number)
-    scraped = yaml.safe_load((root / "deploy/prometheus/prometheus.yml").read_text())["scrape_configs"]
+    scraped = p.parse((root / "deploy/prometheus/prometheus.yml").read_text())["scrape_configs"]
     services = p.compose(root)["services"]
     for target in [t for job in scraped for static in job.get("static_configs", []) for t in static["targets"]]:
         host, _, port = target.partition(":")
@@ -162,11 +160,11 @@ def mounts(root: Path) -> Iterator[str]:
             yield f"compose {name}: no secret {secret}"
     grafana = {volume.split(":")[1] for volume in compose["services"]["grafana"]["volumes"]}
     for path in (root / "deploy/grafana/provisioning/dashboards").glob("*.y*ml"):
-        for provider in yaml.safe_load(path.read_text())["providers"]:
+        for provider in p.parse(path.read_text())["providers"]:
             if provider["options"]["path"] not in grafana:
                 yield f"{path.name}: {provider['options']['path']} is not mounted in compose"
     for path in (root / "deploy/grafana/provisioning/datasources").glob("*.y*ml"):
-        for source in yaml.safe_load(path.read_text())["datasources"]:
+        for source in p.parse(path.read_text())["datasources"]:
             if source["type"] == "prometheus" and source["url"] != "http://prometheus:9090":
                 yield f"{path.name}: {source['url']} is not compose's Prometheus"
 

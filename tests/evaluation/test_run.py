@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import signal
 import subprocess
@@ -13,20 +12,19 @@ from pathlib import Path
 
 import pytest
 
+from tests.command_line import hallutracer
+
 QUICK = {"--limit": "240", "--seeds": "1", "--folds": "3", "--inner-folds": "2", "--c": "0.3", "--jobs": "1",
          "--threads": "1"}  # fmt: skip
 
 
 def command(out: Path, *more: str) -> list[str]:
     quick = [word for flag, value in QUICK.items() if flag not in more for word in (flag, value)]
-    return [sys.executable, "-m", "service.cli", "evaluate", "--out", str(out), *quick, *more]
+    return ["evaluate", "--out", str(out), *quick, *more]
 
 
 def run(out: Path, *more: str, expect: int = 0) -> subprocess.CompletedProcess[str]:
-    environment = {key: value for key, value in os.environ.items() if not key.startswith("HALLUTRACER_")}
-    done = subprocess.run(
-        command(out, *more), capture_output=True, text=True, timeout=600, env=environment | {"OMP_NUM_THREADS": "1"}
-    )
+    done = hallutracer(*command(out, *more))
     assert done.returncode == expect, done.stderr[-3000:]
     return done
 
@@ -76,10 +74,14 @@ def test_a_finished_run_is_only_reported_again(paper: Path) -> None:
 
 
 def test_a_killed_run_goes_on_to_the_same_numbers(tmp_path: Path) -> None:
-    methods = ["--methods", "hallutracer,iti,prompt-length", "--no-per-subset"]
+    methods = ["--methods", "hallutracer,prompt-length", "--no-per-subset", "--limit", "160"]
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     run(whole, *methods)
-    process = subprocess.Popen(command(killed, *methods), stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "service.cli", *command(killed, *methods)],
+        stderr=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+    )
     limit = time.monotonic() + 120
     while not list(killed.rglob("seed0-fold0.npz")):
         assert process.poll() is None, "it ended before it could be killed"

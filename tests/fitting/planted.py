@@ -117,8 +117,7 @@ def main() -> None:
     store = Store(Path(given.pop("store")))
     paths = {key: Path(given.pop(key)) for key in ("data", "run_dir")}
     seeds = tuple(given.pop("seeds"))
-    bundle = train(TrainOptions(**paths, seeds=seeds, **given), lambda: engine, store, console=Quiet())
-    sys.stdout.write(bundle.manifest.digest)
+    train(TrainOptions(**paths, seeds=seeds, **given), lambda: engine, store, console=Quiet())
 
 
 if __name__ == "__main__":

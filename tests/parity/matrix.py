@@ -65,4 +65,4 @@ RUNS = [
     Run("qwen3", False, TENSOR),
     Run("gpt2", False, PIPELINE),
 ]
-SHORT = [Run("llama", False), Run("llama", True, runner="V2")]  # make test
+SHORT = [Run("llama", True)]  # make test

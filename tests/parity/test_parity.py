@@ -1,6 +1,6 @@
 """Every number that vLLM gives equals the reference engine's, to 1e-5 in float32, however vLLM is run.
 
-``make test`` runs a few starts of vLLM, ``make test-long`` all families, compiled and eager, tensor and pipeline
+``make test`` runs one start of vLLM, ``make test-long`` all families, compiled and eager, tensor and pipeline
 parallel.  ``HALLUTRACER_PARITY_TABLE`` names a file to write the largest differences to.
 """
 
@@ -95,13 +95,14 @@ def test_vllm_reads_and_says_what_transformers_does(run: matrix.Run, folder: Pat
     assert found["runner"] == run.runner
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("worker", "said"),
     [
-        pytest.param("RowTooEarly", "other prompts|row too early", marks=pytest.mark.long),
+        ("RowTooEarly", "other prompts|row too early"),
         ("Swapped", "other prompts"),
-        pytest.param("Deaf", "change of its probe", marks=pytest.mark.long),
-        pytest.param("Bare", "NonFiniteReadout.*compiled graph", marks=pytest.mark.long),
+        ("Deaf", "change of its probe"),
+        ("Bare", "NonFiniteReadout.*compiled graph"),
     ],
 )
 def test_a_fault_is_found_at_the_start_and_by_the_comparison(worker: str, said: str, folder: Path) -> None:

@@ -1,0 +1,43 @@
+"""``hallutracer`` commands in this process: what a user types, without importing torch anew for each command."""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from pathlib import Path
+from subprocess import CompletedProcess
+from unittest.mock import patch
+
+from service.cli.main import main
+
+ROOT = Path(__file__).parents[1]
+
+
+@contextmanager
+def _environment(arguments: tuple[str, ...], variables: dict[str, str], stdin: str) -> Iterator[None]:
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("HALLUTRACER_")}
+    folder = Path.cwd()
+    given = io.TextIOWrapper(io.BytesIO(stdin.encode()), encoding="utf-8")
+    with (
+        patch.dict(os.environ, kept | variables, clear=True),
+        patch("sys.stdin", given),
+        patch("sys.argv", ["hallutracer", *arguments]),
+    ):
+        os.chdir(ROOT)
+        try:
+            yield
+        finally:
+            os.chdir(folder)
+
+
+def hallutracer(*arguments: str, stdin: str = "", **variables: str) -> CompletedProcess[str]:
+    """Run a command to its end.  Of the environment's own variables it sees only ``variables``."""
+    out, err, status = io.StringIO(), io.StringIO(), 0
+    with _environment(arguments, variables, stdin), redirect_stdout(out), redirect_stderr(err):
+        try:
+            main()
+        except SystemExit as ended:
+            status = ended.code if isinstance(ended.code, int) else 1
+    return CompletedProcess(arguments, status, out.getvalue(), err.getvalue())
