@@ -26,7 +26,7 @@ ROLES = {
     "service.prompts": ("text to token ids", REQUEST),
     "service.policies": ("named policies", REQUEST),
     "service.guard": ("the decision on a risk", REQUEST),
-    "service.engines": ("run the model: transformers, vLLM, scripted", REQUEST),
+    "service.engines": ("run the model: transformers, vLLM", REQUEST),
     "service.risk": ("the method: truth logits, depth mean, risk", REQUEST),
     "service.readout": ("sites, positions, shapes", REQUEST),
     "probes_store": ("the bundle format and the store", GROUND),

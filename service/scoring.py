@@ -20,6 +20,7 @@ from probes_store.identity import check_identity
 from service.engines.base import (
     Completion,
     Engine,
+    FirstToken,
     Gate,
     PrefillResult,
     Sampling,
@@ -56,13 +57,11 @@ class RiskReport:
         return self.verdict.decision
 
 
-def signal_vector(
-    result: PrefillResult, trajectory: NDArray[np.float64], signals: Sequence[str]
-) -> NDArray[np.float64]:
-    """The classifier's input [k] in the manifest's order."""
-    values = {"depth_mean": float(depth_mean(trajectory))}
-    if result.first_token is not None:
-        values |= {"log_max_prob": result.first_token.log_max_prob, "entropy": result.first_token.entropy}
+def signal_vector(mean: float, first_token: FirstToken | None, signals: Sequence[str]) -> NDArray[np.float64]:
+    """The classifier's input [k] in the manifest's order; ``mean`` is the depth mean."""
+    values = {"depth_mean": mean}
+    if first_token is not None:
+        values |= {"log_max_prob": first_token.log_max_prob, "entropy": first_token.entropy}
     return np.array([values[name] for name in signals], np.float64)
 
 
@@ -165,13 +164,14 @@ class Scorer:
         """
         started = time.perf_counter()
         trajectory = result.trajectories[0]
-        vector = signal_vector(result, trajectory, self._signals)
+        mean = float(depth_mean(trajectory))
+        vector = signal_vector(mean, result.first_token, self._signals)
         value = float(risk(vector, self._weight, self.bundle.manifest.classifier.intercept))
         if not np.isfinite(value):
             raise NonFiniteReadout("the forward pass gave a NaN or an infinity at the answer onset; no risk is served")
         return RiskReport(
             risk=value,
-            depth_mean=float(depth_mean(trajectory)),
+            depth_mean=mean,
             trajectory=trajectory,
             verdict=judge(value, policy, self.bundle.manifest.threshold),
             prompt_tokens=result.prompt_tokens,

@@ -21,14 +21,25 @@ def anyio_backend() -> str:
     return "asyncio"
 
 
+LONGEST = ("evaluation/test_run", "trainer/test_run", "trainer/test_real", "deploy/test_obs", "deploy/test_rag")
+
+
 def starts_vllm(path: str) -> bool:
     """Whether a test file starts vLLM: those share one worker, since two engines want more memory and cores."""
     return "vllm" in path or "parity" in path
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """vLLM's files first: with pytest-xdist one worker runs them while the other runs everything else."""
-    items.sort(key=lambda item: not starts_vllm(item.nodeid.split("::")[0]))
+    """vLLM's files first: with pytest-xdist one worker runs them while the other runs everything else.
+
+    Then the longest ones, so that no worker is alone with one of them at the end.
+    """
+
+    def place(item: pytest.Item) -> int:
+        file = item.nodeid.split("::")[0]
+        return 0 if starts_vllm(file) else 1 if any(name in file for name in LONGEST) else 2
+
+    items.sort(key=place)
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -10,7 +10,7 @@ from typing import Any
 from service.engines.base import Update
 from service.engines.bridge import Outboxes, relay
 from service.engines.scheduler import Scheduled
-from service.engines.scripted import ScriptedEngine
+from tests.scripted_engine import ScriptedEngine
 
 KINDS = ["scheduled", "own loop"]
 

@@ -12,11 +12,11 @@ from probes_store.bundle import Bundle, BundleDraft
 from probes_store.manifest import Classifier
 from probes_store.tensors import Golden
 from service.engines.base import LoadedModel
-from service.engines.scripted import ScriptedEngine
 from service.readout import Probes, Site
 from service.risk import depth_mean, risk
 from service.trainer.publish import model_record
 from tests.probes_store.factory import make_draft, write_bundle
+from tests.scripted_engine import ScriptedEngine
 
 GOLDEN = [[256, 65, 66], [256, 67]]
 WEIGHT, INTERCEPT = 2.0, 0.1

@@ -16,7 +16,6 @@ import uvicorn
 from fastapi.testclient import TestClient
 
 from service.api.app import create_app
-from service.engines.scripted import ScriptedEngine
 from service.guard import Policy
 from service.policies import built_in
 from service.scoring import Scorer
@@ -24,6 +23,7 @@ from service.serving.state import ServiceState
 from service.settings import ServiceSettings
 from tests.engine_kinds import KINDS, engine_of
 from tests.matching import matching_bundle
+from tests.scripted_engine import ScriptedEngine
 
 
 class App:

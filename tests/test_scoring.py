@@ -14,7 +14,6 @@ from probes_store.manifest import Classifier
 from probes_store.tensors import Golden
 from service.engines.base import Gate, Sampling
 from service.engines.scheduler import Scheduled
-from service.engines.scripted import ScriptedEngine
 from service.errors import EmptyPrompt, EngineError, NonFiniteReadout, RequestError
 from service.guard import BLOCK, GATE, OBSERVE, Decision, judge
 from service.readout import Probes, Site
@@ -22,6 +21,7 @@ from service.risk import depth_mean, risk, truth_logits
 from service.scoring import Scorer
 from tests.engine_kinds import KINDS, engine_of
 from tests.matching import GOLDEN, INTERCEPT, WEIGHT, matching_bundle
+from tests.scripted_engine import ScriptedEngine
 
 
 @pytest.fixture

@@ -118,14 +118,14 @@ class ScoreRequest(RequestModel):
         return 0 if self.input_ids == [] else 1
 
     def size(self) -> int:
-        """Total length in characters or token ids, to separate short requests from long ones."""
+        """Total length in characters or token ids, templates included, to separate short requests from long ones."""
         if self.messages is not None:
             return sum(len(message.content) + TEMPLATE_CHARACTERS for message in self.messages)
         items = self.prompt if self.prompt is not None else self.input_ids
         assert items is not None
         if isinstance(items, str) or not items or isinstance(items[0], int):
             return len(items)
-        return sum(len(item) for item in items if not isinstance(item, int))
+        return sum(len(item) + TEMPLATE_CHARACTERS for item in items if not isinstance(item, int))
 
 
 REQUEST_EXAMPLES: dict[str, Any] = {

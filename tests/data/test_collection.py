@@ -21,11 +21,11 @@ from service.data.run_folder import AppendLog
 from service.data.training_rows import Dataset, read_dataset
 from service.engines.base import Extraction, TokenIds
 from service.engines.checks import beyond_onset
-from service.engines.scripted import ScriptedEngine
 from service.errors import DataError, EngineError, NonFiniteReadout, RunMismatch, TrainingError
 from service.readout import Pooling, Site
 from tests.engines import tiny
 from tests.fitting.planted import GEOMETRY, PlantedEngine, planted_rows, write_rows
+from tests.scripted_engine import ScriptedEngine
 
 BOTH = (Site.ATTENTION_HEAD, Site.RESIDUAL_STREAM)
 POOLINGS = (Pooling.MAX, Pooling.LAST_1, Pooling.CONTENT_MEAN)

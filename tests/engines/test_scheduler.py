@@ -14,11 +14,11 @@ import pytest
 from service.engines.base import Engine, Gate, Sampling, Update, prefill_of
 from service.engines.bridge import wait_for
 from service.engines.scheduler import Scheduled
-from service.engines.scripted import ScriptedEngine
 from service.errors import EngineError, RequestError
 from service.readout import Probes
 from tests.engines.test_scripted import probes
 from tests.matching import Held
+from tests.scripted_engine import ScriptedEngine
 
 pytestmark = pytest.mark.anyio
 CLOSED, OPEN = Gate((1.0, 0.0, 0.0), 0.0, 0.0), Gate((1.0, 0.0, 0.0), 0.0, 1.1)

@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from service.engines.base import BatchEngine, Sampling
-from service.engines.scripted import ScriptedEngine
 from service.errors import EmptyPrompt, EngineError, PromptTooLong, RequestError
 from service.readout import Geometry, Probes, Site
 from service.risk import truth_logits
+from tests.scripted_engine import ScriptedEngine
 
 
 def probes(geometry: Geometry, site: Site = Site.ATTENTION_HEAD) -> Probes:
@@ -23,7 +23,7 @@ def probes(geometry: Geometry, site: Site = Site.ATTENTION_HEAD) -> Probes:
 
 
 def test_it_imports_no_torch():
-    code = "import sys, service.engines.scripted; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    code = "import sys, tests.scripted_engine; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
@@ -105,7 +105,7 @@ def test_settings():
 
 def test_sleep_is_slept(monkeypatch: pytest.MonkeyPatch):
     slept: list[float] = []
-    monkeypatch.setattr("service.engines.scripted.time.sleep", slept.append)
+    monkeypatch.setattr("tests.scripted_engine.time.sleep", slept.append)
     engine = ScriptedEngine(answer="abc")
     engine.score([[1]], [])
     assert slept == []

@@ -19,9 +19,9 @@ from numpy.typing import NDArray
 
 from probes_store.store import Store
 from service.engines.base import Completion, Extraction, Sampling, TokenIds
-from service.engines.scripted import ScriptedEngine
 from service.readout import Geometry, Site
 from service.trainer.options import TrainOptions
+from tests.scripted_engine import ScriptedEngine
 
 GEOMETRY = Geometry(num_layers=4, num_heads=3, head_dim=8, hidden_size=20)
 

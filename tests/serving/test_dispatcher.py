@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 
 from service.engines.base import Gate, Sampling, Update
-from service.engines.scripted import ScriptedEngine
 from service.errors import DeadlineExceeded, EngineError, NonFiniteReadout, NotReady, Overloaded, RequestError
 from service.guard import BLOCK, GATE, OBSERVE, Decision, Policy
 from service.scoring import RiskReport, Scorer
@@ -22,6 +21,7 @@ from service.serving.dispatcher import Dispatcher
 from service.serving.request_handle import RequestHandle
 from tests.engine_kinds import KINDS, OnOwnLoop, engine_of
 from tests.matching import Held, matching_bundle
+from tests.scripted_engine import ScriptedEngine
 
 pytestmark = pytest.mark.anyio
 

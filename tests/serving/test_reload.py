@@ -18,13 +18,13 @@ from service.api.app import create_app
 from service.demo import MODEL_DIR
 from service.engines.base import Engine, EngineOptions
 from service.engines.scheduler import Scheduled
-from service.engines.scripted import ScriptedEngine
 from service.engines.transformers.engine import TransformersEngine
 from service.scoring import Scorer
 from service.serving.state import ServiceState
 from service.settings import ServiceSettings
 from tests.engine_kinds import OnOwnLoop
 from tests.matching import matching_bundle
+from tests.scripted_engine import ScriptedEngine
 
 pytestmark = pytest.mark.anyio
 PROMPTS = [f"What is the capital of {name}?" for name in ("Italy", "Chad", "Peru", "Nauru", "Japan", "Mali", "Oman")]

@@ -7,8 +7,9 @@ import threading
 
 import pytest
 
+from service.api.request_schema import ScoreRequest
 from service.errors import Overloaded
-from service.serving.tokenizing import LONG, MAX_LONG, Tokenizing
+from service.serving.tokenizing import INLINE, LONG, MAX_LONG, Tokenizing
 
 pytestmark = pytest.mark.anyio
 
@@ -23,10 +24,24 @@ async def test_short_texts_pass_a_long_one_and_results_come_back() -> None:
     lanes.close()
 
 
-async def test_what_a_text_does_wrong_is_raised() -> None:
+async def test_only_the_shortest_texts_are_rendered_on_the_loop() -> None:
+    lanes = Tokenizing(4)
+    assert await lanes.run(INLINE, threading.current_thread) is threading.current_thread()
+    assert await lanes.run(INLINE + 1, threading.current_thread) is not threading.current_thread()
+    lanes.close()
+
+
+def test_many_empty_prompts_are_not_short() -> None:
+    """A template is rendered for each of them."""
+    for body in ({"prompt": [""] * 1000}, {"messages": [{"role": "user", "content": ""}] * 1000}):
+        assert ScoreRequest.model_validate(body).size() > INLINE
+
+
+@pytest.mark.parametrize("size", [1, INLINE + 1])
+async def test_what_a_text_does_wrong_is_raised(size: int) -> None:
     lanes = Tokenizing(4)
     with pytest.raises(ZeroDivisionError):
-        await lanes.run(1, lambda: 1 // 0)
+        await lanes.run(size, lambda: 1 // 0)
     lanes.close()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import httpx
+import pytest
 
 from tests.engines.vllm.installed import vllm_or_skip
 
@@ -13,6 +14,7 @@ vllm_or_skip()
 from tests.vllm_plugin.server import MODEL, serving  # noqa: E402
 
 
+@pytest.mark.long
 def test_a_gate_that_is_not_there_does_not_stand_open(tmp_path: Path) -> None:
     stock = ("--worker-cls", "vllm.v1.worker.cpu_worker.CPUWorker")
     with serving(tmp_path / "log", *stock, ready=False) as url:

@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 from tokenizers import pre_tokenizers
 
 from service.engines.checks import beyond_onset
-from service.engines.scripted import ScriptedEngine
 from service.engines.tokens import Tokens
 from service.engines.transformers.batching import pad
 from service.engines.transformers.pooling import ContentWords, PooledBuffer, is_content, windows
@@ -21,6 +20,7 @@ from service.engines.vllm.engine import VllmEngine
 from service.errors import EngineError, NonFiniteReadout
 from service.readout import Geometry, Pooling, Site
 from tests.engines import tiny
+from tests.scripted_engine import ScriptedEngine
 
 BOTH = list(Site)
 LENGTHS = [3, 20, 7, 1, 33, 12, 7]

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from service.engines.base import Sampling
-from service.engines.scripted import ScriptedEngine
 from service.engines.transformers.engine import TransformersEngine
 from service.errors import EngineError, RequestError
 from service.evaluation.methods.halluguard import (
@@ -20,6 +19,7 @@ from service.evaluation.methods.halluguard import (
     unit_gram,
 )
 from tests.engines import tiny
+from tests.scripted_engine import ScriptedEngine
 
 EPSILON = float(np.finfo(np.float32).eps)
 

@@ -1,4 +1,4 @@
-"""A deterministic engine without a model, for tests.  It is part of the package, and imports no torch.
+"""A deterministic engine without a model and without torch, for tests of what is above engines.
 
 Activations are drawn from a generator seeded by the sha256 of the token ids, so equal prompts have equal activations in
 any batch and process.  Text is UTF-8 bytes.  Settings are plain attributes that can be changed between calls.
