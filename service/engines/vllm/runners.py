@@ -175,7 +175,7 @@ class V2Reading:
         prompts = runner.req_states.prompt_len.np[batch.idx_mapping_np]
         return StepLayout(
             requests=batch.req_ids,
-            starts=batch.query_start_loc_np,
+            starts=batch.query_start_loc_np[: batch.num_reqs + 1],  # a captured batch is padded with empty requests
             computed=batch.num_computed_tokens_np,
             prompts=prompts,
             # Known tokens beyond the prompt were sampled before a preemption: this step does not sample at t*.

@@ -1,4 +1,4 @@
-"""The start-up self-test: each prompt gets its own readout, at t*, with the probe that was written.
+"""The start-up self-test: each prompt gets its own readout, at t*, with the probe that was written, and answers decode.
 
 It sends random prompts and a random probe through the same requests that serve.  Golden prompts (``Scorer``) then
 compare with recorded numbers; the self-test finds what a single recorded prompt cannot show: readouts of another
@@ -12,13 +12,16 @@ from dataclasses import replace
 
 import numpy as np
 
-from service.engines.base import LoadedModel, TokenIds
+from service.engines.base import LoadedModel, Sampling, TokenIds
 from service.engines.vllm.wire import Plan
 from service.errors import EngineError
 from service.readout import Probes
 
 # Relative to the largest truth logit: kernels round differently in batches of other shapes.
 TOLERANCE = {"float32": 1e-3, "float16": 0.05, "bfloat16": 0.2}
+
+
+DECODED = (1, 3, 7)  # batch sizes; vLLM pads those between the sizes that it captured
 
 
 def self_test(engine: LoadedModel, plan: Plan, vocabulary: int) -> None:
@@ -64,6 +67,8 @@ def self_test(engine: LoadedModel, plan: Plan, vocabulary: int) -> None:
                 f"self-test: the compiled graph at {site} ignores a change of its probe; clear vLLM's compile cache "
                 "and restart"
             )
+    for size in DECODED:
+        engine.generate(prompts[:size], Sampling(max_tokens=4))  # raises if a step of decoding kills the worker
 
 
 def _trajectories(engine: LoadedModel, prompts: Sequence[TokenIds], probes: Probes) -> np.ndarray:

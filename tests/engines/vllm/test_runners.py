@@ -129,8 +129,11 @@ def test_v1_looks_only_at_directives_of_prompts_that_end() -> None:
 # ---- V2
 
 
-def batch(**rows: Any) -> Any:
-    """An ``InputBatch`` of (tokens in this step, computed, prefill length, state's index), the rest left out."""
+def batch(padded: int = 0, **rows: Any) -> Any:
+    """An ``InputBatch`` of (tokens in this step, computed, prefill length, state's index), the rest left out.
+
+    ``padded`` empty requests follow, as where a captured graph is larger than the batch.
+    """
     fields = {field.name: None for field in dataclasses.fields(InputBatch)}
     counts = np.array([row[0] for row in rows.values()], np.int32)
     starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
@@ -140,7 +143,8 @@ def batch(**rows: Any) -> Any:
             "req_ids": list(rows),
             "num_reqs": len(rows),
             "num_scheduled_tokens": counts,
-            "query_start_loc_np": starts,
+            "num_reqs_after_padding": len(rows) + padded,
+            "query_start_loc_np": np.append(starts, np.full(padded, starts[-1], np.int32)),
             "num_computed_tokens_np": np.array([row[1] for row in rows.values()], np.int32),
             "prefill_len_np": np.array([row[2] for row in rows.values()], np.int32),
             "idx_mapping_np": np.array([row[3] for row in rows.values()], np.intp),
@@ -188,6 +192,16 @@ def test_v2s_rows_go_by_the_states_index_and_the_batchs_order() -> None:
     [(rows, tokens)] = runner.hallutracer.calls
     assert tokens == 19
     assert [(row.request, row.token_row, row.request_row, row.directive) for row in rows] == [("ends", 10, 2, OURS)]
+
+
+@pytest.mark.parametrize("padded", [1, 3])
+def test_v2s_batches_may_be_padded(padded: int) -> None:
+    """As they are for every decode of 3, 5, 6, 7, 9 .. requests with full CUDA graphs, vLLM's default."""
+    runner = v2([9, 9, 4])
+    runner.add_requests(step([(name, ARGS) for name in ("a", "b", "ends")]))
+    runner.prepare_inputs(batch(padded, a=(1, 9, 9, 0), b=(1, 12, 9, 1), ends=(1, 3, 4, 2)))
+    [(rows, _)] = runner.hallutracer.calls
+    assert [(row.request, row.token_row, row.request_row) for row in rows] == [("ends", 2, 2)]
 
 
 def test_v2_drops_ended_requests_and_adds_preempted_ones_again() -> None:
