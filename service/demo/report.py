@@ -224,22 +224,14 @@ def report(
 
 
 def markdown(document: dict[str, Any]) -> str:
-    """The README's table."""
-    heads = {
-        "auroc": "AUROC",
-        "auprc": "AUPRC",
-        "auroc_within_kind": "within kind",
-        "auroc_within_kind_x_template": "within kind x template",
-        "no_refusal_auroc": "never refused: AUROC",
-        "no_refusal_auprc": "AUPRC",
-        "no_refusal_auroc_within_kind": "within kind",
-        "no_refusal_auroc_within_kind_x_template": "within kind x template",
-        "ece": "ECE",
-    }
-    rows = []
-    for name, title in METHODS.items():
-        row = document["table"][name]
-        rows.append(
-            [title] + [f"{row[key]['mean']:.3f} ± {row[key]['std']:.3f}" if key in row else "" for key in heads]
-        )
-    return markdown_table(["method", *heads.values()], rows) + "\n"
+    """The table of ``report.json``: mean ± standard deviation over the seeds."""
+    table = document["table"]
+    names = list(dict.fromkeys(name for row in table.values() for name in row))
+    rows = [
+        [
+            title,
+            *(f"{cell['mean']:.3f} ± {cell['std']:.3f}" if (cell := table[key].get(name)) else "" for name in names),
+        ]
+        for key, title in METHODS.items()
+    ]
+    return markdown_table(["method", *names], rows) + "\n"

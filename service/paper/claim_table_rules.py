@@ -27,11 +27,11 @@ _SIGNAL: Final = f"(where the depth mean's AUROC is {points(NEAR_CHANCE)} or mor
 TABLE_RULES: Final[list[Rule]] = []
 
 
-def _rule(claim: str, rule: str) -> Callable[[Judge], Judge]:
-    """Add the decorated function to ``TABLE_RULES``, in the order of this file."""
+def _rule(rule: str) -> Callable[[Judge], Judge]:
+    """Add the decorated function to ``TABLE_RULES``, in the order of this file; its docstring is the claim."""
 
     def add(judge: Judge) -> Judge:
-        TABLE_RULES.append(Rule(claim, rule, judge))
+        TABLE_RULES.append(Rule(judge.__doc__ or "", rule, judge))
         return judge
 
     return add
@@ -47,12 +47,11 @@ def number(rows: Rows, table: str, key: str) -> float:
 
 
 @_rule(
-    "The mean of the trajectory suffices.",
     "5-D gains at most 0.5 points over the mean, and shape alone keeps at most two thirds of the mean's distance "
-    f"from 50 {_SIGNAL}",
+    f"from 50 {_SIGNAL}"
 )
 def mean_suffices(_: SetResult, rows: Rows) -> Finding:
-    """The other four statistics add nothing to the mean, and do not replace it."""
+    """The mean of the trajectory suffices."""
     mean = _signal(rows)
     five, shape = number(rows, "mean-dominance", "mean_and_shape"), number(rows, "mean-dominance", "shape")
     kept = (shape - 0.5) / (mean - 0.5)
@@ -60,24 +59,18 @@ def mean_suffices(_: SetResult, rows: Rows) -> Finding:
     return Finding(_both(five - mean <= HALF_A_POINT, kept <= SHAPE_KEEPS), text)
 
 
-@_rule(
-    "The median is no better than the mean, nor is the trimmed mean.",
-    f"neither gains more than 0.1 points {_SIGNAL}",
-)
+@_rule(f"neither gains more than 0.1 points {_SIGNAL}")
 def median_no_better(_: SetResult, rows: Rows) -> Finding:
-    """Neither robust location estimator beats the mean."""
+    """The median is no better than the mean, nor is the trimmed mean."""
     mean = _signal(rows)
     median, trimmed = number(rows, "location", "median"), number(rows, "location", "trimmed_mean")
     text = f"mean {points(mean)}, median {points(median)}, trimmed mean {points(trimmed)}"
     return Finding(_verdict(max(median, trimmed) - mean <= A_TENTH), text)
 
 
-@_rule(
-    "AUROC grows with the number of layers.",
-    f"all layers above one, and no step down by more than 0.5 points, which makes it mixed {_SIGNAL}",
-)
+@_rule(f"all layers above one, and no step down by more than 0.5 points, which makes it mixed {_SIGNAL}")
 def depth_grows(_: SetResult, rows: Rows) -> Finding:
-    """AUROC rises with the number of layers."""
+    """AUROC grows with the number of layers."""
     _signal(rows)
     curve = _curve(rows)
     sizes = sorted(curve)
@@ -90,12 +83,9 @@ def depth_grows(_: SetResult, rows: Rows) -> Finding:
     return Finding("supported" if largest <= HALF_A_POINT else "mixed", text)
 
 
-@_rule(
-    "AUROC saturates before all layers are in.",
-    f"within 0.5 points of all layers from {SATURATES_BY} or fewer on {_SIGNAL}",
-)
+@_rule(f"within 0.5 points of all layers from {SATURATES_BY} or fewer on {_SIGNAL}")
 def depth_saturates(_: SetResult, rows: Rows) -> Finding:
-    """A part of the layers does nearly as well as all."""
+    """AUROC saturates before all layers are in."""
     _signal(rows)
     curve = _curve(rows)
     full = max(curve)
@@ -109,10 +99,7 @@ def depth_saturates(_: SetResult, rows: Rows) -> Finding:
     return Finding(_verdict(bool(reached) and reached[0] <= SATURATES_BY), text)
 
 
-@_rule(
-    "A random head of each layer does as well as the best.",
-    f"it loses at most 0.5 points {_SIGNAL}",
-)
+@_rule(f"it loses at most 0.5 points {_SIGNAL}")
 def any_head_will_do(_: SetResult, rows: Rows) -> Finding:
     """A random head of each layer does as well as the best."""
     _signal(rows)
@@ -122,12 +109,11 @@ def any_head_will_do(_: SetResult, rows: Rows) -> Finding:
 
 
 @_rule(
-    "Probes of neighbouring layers are nearly orthogonal.",
     f"mean |cos| at most {NEAR_ORTHOGONAL:g} times √(2/(πd)), for selected heads and for one fixed head; one of "
-    "the two is mixed",
+    "the two is mixed"
 )
 def near_orthogonal(_: SetResult, rows: Rows) -> Finding:
-    """Neighbouring probes are as far apart as random directions, of the selected heads and of one fixed head."""
+    """Probes of neighbouring layers are nearly orthogonal."""
     cosines = {"selected heads": number(rows, "geometry", "adjacent_cos")}
     expected = number(rows, "geometry", "expected_cos")
     if rows.get("isotropy", {}).get("adjacent_cos") is not None:
@@ -137,23 +123,19 @@ def near_orthogonal(_: SetResult, rows: Rows) -> Finding:
     return Finding(_both(held[0], held[-1]), f"{text} against {expected:.3f} by chance")
 
 
-@_rule(
-    "The probe lies in a direction of low energy.",
-    "its share of the readouts' variance is at most 1/d, a random direction's",
-)
+@_rule("its share of the readouts' variance is at most 1/d, a random direction's")
 def low_energy(_: SetResult, rows: Rows) -> Finding:
-    """The probe takes no more of the variance than a random direction."""
+    """The probe lies in a direction of low energy."""
     energy, even = number(rows, "geometry", "energy"), number(rows, "geometry", "random_energy")
     return Finding(_verdict(energy <= even), f"{energy:.2%} of the variance against 1/d = {even:.2%}")
 
 
 @_rule(
-    "The Fisher-optimal weights gain only 2-4 % over the mean.",
     f"R_Fisher at most {FISHER_LIMIT:g}, unbiased where the rows allow it: in sample it is above 1 even where the "
-    f"mean is optimal {_SIGNAL}",
+    f"mean is optimal {_SIGNAL}"
 )
 def fisher_gap_small(_: SetResult, rows: Rows) -> Finding:
-    """The best linear weights gain little over the mean, by the estimate that is not optimistic."""
+    """The Fisher-optimal weights gain only 2-4 % over the mean."""
     _signal(rows)
     plain = number(rows, "fisher", "r_fisher")
     unbiased = rows["fisher"].get("r_fisher_unbiased")
@@ -167,12 +149,9 @@ def fisher_gap_small(_: SetResult, rows: Rows) -> Finding:
     raise NotTestable(f"{plain - 1:.1%} in sample, and too few rows to tell a gain from noise")
 
 
-@_rule(
-    "The last prompt token is the best place to read.",
-    f"no other pooling gains; mixed up to 0.5 points {_SIGNAL}",
-)
+@_rule(f"no other pooling gains; mixed up to 0.5 points {_SIGNAL}")
 def last_token_best(_: SetResult, rows: Rows) -> Finding:
-    """No other position or pooling beats the last prompt token."""
+    """The last prompt token is the best place to read."""
     last = number(rows, "readout-position", "last_1")
     if last < NEAR_CHANCE:
         raise NotTestable(_near_chance(last))
@@ -187,12 +166,9 @@ def last_token_best(_: SetResult, rows: Rows) -> Finding:
     return Finding("mixed" if gains[best] <= HALF_A_POINT else "not supported", text)
 
 
-@_rule(
-    "Heads and residual stream are equivalent readouts.",
-    f"their depth means differ by at most 0.5 points of AUROC {_SIGNAL}",
-)
+@_rule(f"their depth means differ by at most 0.5 points of AUROC {_SIGNAL}")
 def sites_equivalent(_: SetResult, rows: Rows) -> Finding:
-    """Heads and residual stream give the same depth mean, as a detector."""
+    """Heads and residual stream are equivalent readouts."""
     _signal(rows)
     head, residual = number(rows, "readout-site", "head"), number(rows, "readout-site", "residual")
     text = f"heads {points(head)}, residual stream {points(residual)}"
@@ -200,12 +176,11 @@ def sites_equivalent(_: SetResult, rows: Rows) -> Finding:
 
 
 @_rule(
-    "The probe part carries most of what the readout change K tells.",
     "more than half of K's gap above permuted labels, and no other part more; one of the two is mixed (where K is "
-    f"{100 * K_TELLS:g} points or more above them)",
+    f"{100 * K_TELLS:g} points or more above them)"
 )
 def probe_part_of_k(_: SetResult, rows: Rows) -> Finding:
-    """Most of what a readout change tells is the change of probe."""
+    """The probe part carries most of what the readout change K tells."""
     above = number(rows, "k-split", "signal_k") - number(rows, "k-split", "null")
     if above < K_TELLS:
         raise NotTestable(f"the readout change K tells too little to divide ({signed(above)} points of AUROC)")
