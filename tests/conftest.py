@@ -24,6 +24,14 @@ def anyio_backend() -> str:
 LONGEST = ("evaluation/test_run", "trainer/test_run", "trainer/test_real", "deploy/test_obs", "deploy/test_rag")
 
 
+def scope_of(file: str, nodeid: str, long: bool) -> str:
+    """What one worker runs in order: a file, or all of vLLM's files; of ``make test-long`` a model family's starts."""
+    if not starts_vllm(file):
+        return file
+    family = "faults" if "_fault_" in nodeid else nodeid.partition("[")[2].partition("-")[0]
+    return f"parity {family}" if long and "parity" in file else "vllm"
+
+
 def starts_vllm(path: str) -> bool:
     """Whether a test file starts vLLM: those share one worker, since two engines want more memory and cores."""
     return "vllm" in path or "parity" in path
@@ -49,8 +57,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
     class OneVllm(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            file: str = super()._split_scope(nodeid)
-            return "vllm" if starts_vllm(file) else file
+            return scope_of(super()._split_scope(nodeid), nodeid, config.option.markexpr == "long")
 
     config.option.loadscopereorder = False  # in the order above, not by number of tests
     return OneVllm(config, log)

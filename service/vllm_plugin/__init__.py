@@ -14,13 +14,17 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from service.vllm_plugin.plugin import HalluTracerPlugin
 
-__all__ = ["HalluTracerPlugin"]
+__all__ = ["load"]
 
 
-def __getattr__(name: str) -> object:
-    """vLLM asks for ``service.vllm_plugin:HalluTracerPlugin``; nothing heavy is imported before."""
-    if name == "HalluTracerPlugin":
+def load() -> HalluTracerPlugin:
+    """The plugin, as vLLM asks for it.  Raises SystemExit where it cannot be had, whatever the reason.
+
+    vLLM logs any other exception of a plugin, and starts without it: without the guard.
+    """
+    try:
         from service.vllm_plugin.plugin import HalluTracerPlugin
 
-        return HalluTracerPlugin
-    raise AttributeError(name)
+        return HalluTracerPlugin()
+    except Exception as error:
+        raise SystemExit(f"hallutracer: {error}; vLLM does not start without it") from error

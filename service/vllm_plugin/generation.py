@@ -1,6 +1,7 @@
-"""vLLM's ``generate`` for the OpenAI routes: the same request, judged at its answer onset and ended there if gated.
+"""vLLM's ``generate``: the same request, judged at its answer onset and ended there if gated.
 
-Requests that have no ``note`` pass untouched.
+Every answer of the server comes through here.  On a route whose response cannot carry a risk, an answer passes only
+under a policy that observes.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from service.guard import Action, Decision, Policy
 from service.scoring import RiskReport, Scorer
 from service.serving.request_handle import Timings
 from service.serving.state import ServiceState
-from service.vllm_plugin.note import CURRENT, Note
+from service.vllm_plugin.note import CURRENT, NO_PLACE, OURS, Note
 
 Generate = Callable[..., AsyncGenerator[Any, None]]
 XARGS = ("hallutracer_bundle", "hallutracer_policy", "hallutracer_threshold")
@@ -32,16 +33,19 @@ def judging_generate(generate: Generate, state: ServiceState, engine_of: Callabl
     """``generate`` with risks.  ``state`` may be loading, or have failed to; ``engine_of`` is called once ready."""
 
     def wrapped(prompt: Any, sampling_params: Any, request_id: str, *args: Any, **kwargs: Any) -> Any:
-        note = CURRENT.get()
-        if note is None or not isinstance(sampling_params, SamplingParams):
-            return generate(prompt, sampling_params, request_id, *args, **kwargs)
-        parameters = sampling_params.clone()
-        xargs = note.xargs or _take_xargs(parameters)
+        note, parameters, xargs = CURRENT.get() or Note(carries=False), sampling_params, {}
+        if isinstance(parameters, SamplingParams):
+            parameters = parameters.clone()
+            xargs = _take_xargs(note, parameters)
+        if not note.carries or parameters is sampling_params:
+            if xargs or not observes(state, xargs):
+                raise VLLMValidationError(NO_PLACE, parameter="hallutracer_policy")
+            return generate(prompt, parameters, request_id, *args, **kwargs)
         place = note.add()
         try:
             scorer, policy = _resolve(state, xargs)
         except NotReady as error:
-            if not _observes(state, xargs):
+            if not observes(state, xargs):
                 raise HTTPException(error.status, str(error)) from error
             note.unread = str(error)
             return generate(prompt, parameters, request_id, *args, **kwargs)
@@ -134,13 +138,20 @@ class _JudgedPrompt:
         self.state.metrics.prompt(scorer.engine.identity.model, scorer.bundle.reference, report, self.timings, tokens)
 
 
-def _take_xargs(parameters: Any) -> dict[str, Any]:
-    """Take our arguments out of ``vllm_xargs``; a directive that a caller wrote is dropped."""
-    extra = dict(parameters.extra_args or {})
-    extra.pop(KEY, None)
-    xargs = {name: extra.pop(name) for name in XARGS if name in extra}
+def _take_xargs(note: Note, parameters: Any) -> dict[str, Any]:
+    """Take our arguments out of ``vllm_xargs``; a directive that a caller wrote is dropped.
+
+    Raises VLLMValidationError for an argument that looks like ours and would have no effect.
+    """
+    given = dict(note.xargs or parameters.extra_args or {})
+    extra = {name: value for name, value in given.items() if name not in XARGS and name != KEY}
     parameters.extra_args = extra or None
-    return xargs
+    for name in (*extra, *note.misplaced):
+        if OURS.match(name):
+            raise VLLMValidationError(
+                f"{name!r} has no effect here: 'vllm_xargs' takes {', '.join(XARGS)}", parameter=name
+            )
+    return {name: given[name] for name in XARGS if name in given}
 
 
 def _resolve(state: ServiceState, xargs: dict[str, Any]) -> tuple[Scorer, Policy]:
@@ -159,7 +170,7 @@ def _resolve(state: ServiceState, xargs: dict[str, Any]) -> tuple[Scorer, Policy
         raise VLLMValidationError(str(error), parameter="vllm_xargs") from error
 
 
-def _observes(state: ServiceState, xargs: dict[str, Any]) -> bool:
+def observes(state: ServiceState, xargs: dict[str, Any]) -> bool:
     """Whether the policy only observes: while the service is not ready, any other must not let an answer through."""
     policy = state.policies.get(str(xargs.get(XARGS[1], state.settings.policy)))
     return policy is not None and policy.action is Action.OBSERVE

@@ -1,65 +1,85 @@
 """Writes the note into the response: ``hallutracer`` beside ``choices``, in JSON and in streams.  Plain ASGI.
 
-A withheld answer's choice has no text and the finish reason ``content_filter``, which OpenAI's clients know.
+A withheld answer's choice has no text, no counted token, the finish reason ``content_filter`` and, in chats, the
+policy's message as its ``refusal``: OpenAI's clients know both.
 """
 
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Callable
 from typing import Any
 
 from starlette.datastructures import MutableHeaders
+from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from service.errors import NotReady
-from service.vllm_plugin.note import CURRENT, Note
+from service.vllm_plugin.note import CURRENT, NO_PLACE, OURS, Note
 
-PATHS = ("/v1/completions", "/v1/chat/completions")
+PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/chat/completions/batch", "/invocations")
+_MARKS = re.compile(rb"use_beam_search|[\\\0]|" + OURS.pattern.encode(), re.IGNORECASE)  # or what may hide them
+STREAMS_FIRST = ("/v1/responses",)  # begins its stream before it generates: a later refusal would cut it off
 WITHHELD = "content_filter"
 RETRY_S = 1
 
 
 class RiskNotes:
-    """Gives each completion request a note and writes its content into the response."""
+    """Gives each request a note and, on ``PATHS``, writes its content into the response."""
 
-    def __init__(self, app: ASGIApp) -> None:
-        self.app = app
+    def __init__(self, app: ASGIApp, refuses: Callable[[], bool], message_in_content: bool = False) -> None:
+        """``refuses`` tells whether an answer without a verdict must not be sent.
+
+        ``message_in_content`` also puts the policy's message where the answer's text would be.
+        """
+        self.app, self._refuses, self._message_in_content = app, refuses, message_in_content
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
-        if scope["type"] != "http" or scope["path"] not in PATHS:
+        if scope["type"] != "http" or scope["method"] != "POST":
             await self.app(scope, receive, send)
             return
-        note = Note()
+        path = scope["path"].removeprefix(scope.get("root_path", ""))
+        if path in STREAMS_FIRST and self._refuses():
+            await JSONResponse({"error": {"message": NO_PLACE, "type": "BadRequestError", "code": 400}}, 400)(
+                scope, receive, send
+            )
+            return
+        note = Note(carries=path in PATHS)
         token = CURRENT.set(note)
         try:
-            await self.app(scope, _BodyReader(note, receive).receive, _ResponseWriter(note, send).send)
+            writer = _ResponseWriter(note, send, self._message_in_content).send if note.carries else send
+            await self.app(scope, _BodyReader(note, receive).receive, writer)
         finally:
             CURRENT.reset(token)
 
 
 class _BodyReader:
-    """Keeps the ``vllm_xargs`` of a beam search: vLLM makes other requests of it, without the caller's arguments."""
+    """Notes what vLLM loses: the ``vllm_xargs`` of a beam search, and arguments of ours outside ``vllm_xargs``."""
 
     def __init__(self, note: Note, receive: Receive) -> None:
         self._note, self._receive = note, receive
-        self._body = b""
+        self._body = bytearray()
 
     async def receive(self) -> Message:
         message = await self._receive()
         if message["type"] == "http.request":
             self._body += message.get("body", b"")
-            if not message.get("more_body") and b"use_beam_search" in self._body:
-                xargs = (_parsed(self._body) or {}).get("vllm_xargs")
-                self._note.xargs = xargs if isinstance(xargs, dict) else {}
+            if not message.get("more_body") and _MARKS.search(self._body):
+                content = _parsed(self._body) or {}
+                self._note.misplaced = tuple(name for name in content if OURS.match(name))
+                xargs = content.get("vllm_xargs")
+                if content.get("use_beam_search") and isinstance(xargs, dict):
+                    self._note.xargs = xargs
         return message
 
 
 class _ResponseWriter:
     """Sends the response's start with its first body, because only then are the headers known."""
 
-    def __init__(self, note: Note, send: Send) -> None:
-        self._note, self._send = note, send
+    def __init__(self, note: Note, send: Send, message_in_content: bool) -> None:
+        self._note, self._send, self._message_in_content = note, send, message_in_content
         self._start: Message | None = None
         self._streams = False
         self._held = b""
@@ -102,7 +122,7 @@ class _ResponseWriter:
         if not event.startswith(b"data: "):
             return event
         content = _parsed(event[6:])
-        if content is None or not content.get("choices"):
+        if content is None or not isinstance(content.get("choices"), list):
             return event
         self._annotate(content)
         return b"data: " + json.dumps(content, ensure_ascii=False).encode()
@@ -111,10 +131,13 @@ class _ResponseWriter:
         """Add each prompt's item once: in the only body, or in the first chunk after its prefill."""
         note = self._note
         for choice in content["choices"]:
-            if note.gated(int(choice.get("index", 0)) // note.choices) and choice.get("finish_reason") is not None:
+            place = int(choice.get("index", 0)) // note.choices
+            if note.gated(place) and choice.get("finish_reason") is not None:
                 choice["finish_reason"] = WITHHELD
+                self._tell(choice, note.message(place))
+        self._uncount(content)
         body = note.body()
-        if body is None:
+        if body is None or not content["choices"]:
             return
         if "data" in body:
             fresh = [item for item in body["data"] if item["index"] not in self._annotated]
@@ -123,6 +146,27 @@ class _ResponseWriter:
                 return
             body["data"] = fresh
         content["hallutracer"] = body
+
+    def _tell(self, choice: dict[str, Any], message: str | None) -> None:
+        """Put the policy's message into a withheld choice: OpenAI's ``refusal``; a text completion has none."""
+        if message is None:
+            return
+        chat = choice.get("message") or choice.get("delta")
+        if chat is not None:
+            chat["refusal"] = message
+        if self._message_in_content:
+            (choice if chat is None else chat)["text" if chat is None else "content"] = message
+
+    def _uncount(self, content: dict[str, Any]) -> None:
+        """Take the end token that stands for a withheld answer out of the usage."""
+        note, usage = self._note, content.get("usage")
+        if not usage or not usage.get("completion_tokens"):
+            return
+        whole = not content["choices"] or not self._streams  # else a chunk's own, of its choices alone
+        places = range(len(note.reports)) if whole else {one["index"] // note.choices for one in content["choices"]}
+        counted = sum(map(note.gated, places)) * (note.choices if whole else 1)
+        usage["completion_tokens"] -= counted
+        usage["total_tokens"] -= counted
 
     async def _begin(self, length: int | None) -> None:
         if self._start is None:
@@ -138,7 +182,7 @@ class _ResponseWriter:
         await self._send(start)
 
 
-def _parsed(body: bytes) -> dict[str, Any] | None:
+def _parsed(body: bytes | bytearray) -> dict[str, Any] | None:
     try:
         content = json.loads(body)
     except ValueError:

@@ -5,6 +5,7 @@ A context variable connects the two across vLLM's own serving code.
 
 from __future__ import annotations
 
+import re
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,6 +13,12 @@ from typing import Any
 from service.api.reply import bundle_ref, risk_headers, risk_out
 from service.guard import Decision, Policy
 from service.scoring import RiskReport, Scorer
+
+NO_PLACE = (
+    "a policy that withholds answers applies to this request, and the response of this route cannot carry a verdict; "
+    "use /v1/completions or /v1/chat/completions, or have the operator choose a policy that observes"
+)
+OURS = re.compile(r"hallu[_-]*tracer", re.IGNORECASE)  # how an argument of ours begins, well written or not
 
 
 @dataclass
@@ -23,6 +30,8 @@ class Note:
     reports: list[RiskReport | None] = field(default_factory=list)
     unread: str | None = None  # why there is no risk
     choices: int = 1  # answers to each prompt (n)
+    carries: bool = True  # whether the response has a place for it
+    misplaced: tuple[str, ...] = ()  # arguments of ours outside vllm_xargs
     xargs: dict[str, Any] = field(default_factory=dict)  # vllm_xargs of a beam search, which vLLM drops
 
     def add(self) -> int:
@@ -34,6 +43,11 @@ class Note:
         """Whether this prompt's answer was withheld."""
         report = self.reports[place] if place < len(self.reports) else None
         return report is not None and report.decision is not Decision.CONTINUE
+
+    def message(self, place: int) -> str | None:
+        """What the policy says instead of this prompt's answer."""
+        report = self.reports[place]
+        return None if report is None else report.verdict.message
 
     def body(self) -> dict[str, Any] | None:
         """For the response: as ``data`` of ``/v1/risk/score``, with what applies to all of it.  None: nothing yet."""

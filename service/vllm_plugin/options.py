@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Annotated
 
 from probes_store.bundle import Bundle
 from probes_store.store import SHIPPED, Store
@@ -28,10 +29,16 @@ from service.settings import (
     StoreFolder,
     Threshold,
     env,
+    option,
     section,
 )
 
 log = logging.getLogger("hallutracer")
+
+
+MessageInContent = Annotated[
+    bool, option("Say the abstain message as the answer's text, too, for clients that show nothing else.")
+]
 
 
 @section("vLLM plugin", 10)
@@ -45,6 +52,7 @@ class PluginVariables:
     policies: PoliciesFile = None
     abstain_message: AbstainMessage = DEFAULT_MESSAGE
     threshold: Threshold = None
+    message_in_content: MessageInContent = False
     deadline_s: DeadlineS = ServiceSettings.deadline_s
     max_queue: MaxQueue = ServiceSettings.max_queue
 
@@ -57,6 +65,7 @@ class PluginOptions:
     bundles: tuple[Bundle, ...]
     policies: Mapping[str, Policy]
     settings: ServiceSettings
+    message_in_content: bool
 
 
 def read_options(environment: Mapping[str, str] | None = None) -> PluginOptions:
@@ -74,4 +83,6 @@ def read_options(environment: Mapping[str, str] | None = None) -> PluginOptions:
         deadline_s=variables.deadline_s,
         max_queue=variables.max_queue,
     )
-    return PluginOptions(store, tuple(store.load(name) for name in variables.bundle), policies, settings)
+    return PluginOptions(
+        store, tuple(store.load(name) for name in variables.bundle), policies, settings, variables.message_in_content
+    )

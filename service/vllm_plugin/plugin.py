@@ -15,10 +15,9 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from service.api.app import create_app
 from service.api.request_schema import ROUTES
 from service.engines.vllm.engine import VllmEngine
-from service.errors import HalluTracerError
 from service.scoring import Scorer
 from service.serving.state import ServiceState
-from service.vllm_plugin.generation import judging_generate
+from service.vllm_plugin.generation import judging_generate, observes
 from service.vllm_plugin.middleware import RiskNotes
 from service.vllm_plugin.options import read_options
 
@@ -45,13 +44,10 @@ class HalluTracerPlugin:
     required_tasks = ("generate",)
 
     def __init__(self) -> None:
-        """Read the options.  Raises SystemExit where they are wrong: a server without its guard must not start."""
-        try:
-            options = read_options()
-        except HalluTracerError as error:
-            raise SystemExit(f"hallutracer: {error}") from error
-        self._options = options
+        """Read the options.  Raises HalluTracerError or BundleError where they are wrong."""
+        self._options = options = read_options()
         self._client: Any = None
+        self._generate: Any = None  # vLLM's own
         self._engine: VllmEngine
         self._loop: asyncio.AbstractEventLoop | None = None
         self._loading: asyncio.Task[None] | None = None
@@ -67,7 +63,11 @@ class HalluTracerPlugin:
         own = create_app(self.state)
         for path in OWN_PATHS:
             app.router.routes.append(Route(path, _Endpoint(own)))
-        app.add_middleware(RiskNotes)
+        app.add_middleware(
+            RiskNotes,
+            refuses=lambda: not observes(self.state, {}),
+            message_in_content=self._options.message_in_content,
+        )
         REGISTRY.register(self.state.metrics.collector)
 
     async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
@@ -75,7 +75,8 @@ class HalluTracerPlugin:
         if engine_client is None:
             return
         self._client, self._loop = engine_client, asyncio.get_running_loop()
-        engine_client.generate = judging_generate(engine_client.generate, self.state, lambda: self._engine)
+        self._generate = engine_client.generate
+        engine_client.generate = judging_generate(self._generate, self.state, lambda: self._engine)
         self._loading = asyncio.create_task(self._start())
 
     async def _start(self) -> None:
@@ -86,5 +87,5 @@ class HalluTracerPlugin:
 
     def _load(self) -> list[Scorer]:
         assert self._loop is not None
-        self._engine = VllmEngine.around(self._client, self._loop)
+        self._engine = VllmEngine.around(self._client, self._loop, self._generate)
         return [Scorer(self._engine, bundle) for bundle in self._options.bundles]

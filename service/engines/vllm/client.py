@@ -19,8 +19,13 @@ from service.readout import Probes
 class Client:
     """One started ``AsyncLLM`` on one event loop, where all coroutines run."""
 
-    def __init__(self, async_llm: Any, loop: asyncio.AbstractEventLoop | None = None) -> None:
-        """``loop`` is the running loop to use; None starts one in a thread, which ``close`` ends."""
+    def __init__(
+        self, async_llm: Any, loop: asyncio.AbstractEventLoop | None = None, generate: Any | None = None
+    ) -> None:
+        """``loop`` is the running loop to use; None starts one in a thread, which ``close`` ends.
+
+        ``generate`` is vLLM's own method, where ``async_llm`` has another one in its place.
+        """
         self._own_loop: LoopThread | None = None
         if loop is None:
             self._own_loop = LoopThread("vllm-client")
@@ -29,6 +34,7 @@ class Client:
         self.config = async_llm.vllm_config  # the ``VllmConfig`` that vLLM was started with
         self.counters = Counters()
         self._async_llm = async_llm
+        self._generate = generate or async_llm.generate
         self._request_numbers = count()
         self._closed = False
 
@@ -55,7 +61,7 @@ class Client:
         self.counters.open_continuations += 1
         first = True
         name = f"hallutracer-{next(self._request_numbers)}"
-        stream = self._async_llm.generate(tokens_input(list(prompt)), parameters, name)
+        stream = self._generate(tokens_input(list(prompt)), parameters, name)
         try:
             async for output in stream:
                 if first:
@@ -104,7 +110,7 @@ class Client:
             run_on(self.loop, _cancel(self._async_llm.output_handler))
         self._async_llm.shutdown()
         # ``AsyncLLM.__del__`` fails during interpreter exit, when vLLM's modules are gone already: free it now.
-        self._async_llm = None
+        self._async_llm = self._generate = None
 
 
 async def _cancel(task: asyncio.Task[None]) -> None:

@@ -91,15 +91,17 @@ class VllmEngine:
         self_test(self, self._plan, min(self._vocabulary, len(files.tokenizer)))
 
     @classmethod
-    def around(cls, async_llm: Any, loop: asyncio.AbstractEventLoop) -> VllmEngine:
+    def around(cls, async_llm: Any, loop: asyncio.AbstractEventLoop, generate: Any | None = None) -> VllmEngine:
         """An engine on an ``AsyncLLM`` that the caller has started on ``loop`` and will shut down.
+
+        ``generate`` is vLLM's own method, where the caller has put another one in its place.
 
         Not to be called on that loop's thread.  Raises as ``load`` does.
         """
         launch.check_installed()
         config = async_llm.vllm_config.model_config
         options = EngineOptions(config.model, config.revision, trust_remote_code=config.trust_remote_code)
-        return cls(Client(async_llm, loop), loading.find_model_files(options))
+        return cls(Client(async_llm, loop, generate), loading.find_model_files(options))
 
     @classmethod
     def load(

@@ -1,0 +1,55 @@
+"""Front ends that the plugin cannot guard are refused where a bundle is named for it."""
+
+from __future__ import annotations
+
+import pytest
+
+from service.vllm_plugin import load
+from service.vllm_plugin.front_end import unguarded
+
+BUNDLE = {"HALLUTRACER_BUNDLE": "demo"}
+GUARDED = BUNDLE | {"VLLM_PLUGINS": "other,hallutracer"}
+SERVE = ["/usr/bin/vllm", "serve", "model"]
+SERVER = "vllm.entrypoints.openai.api_server"
+
+
+@pytest.mark.parametrize(
+    ("module", "argv", "environment", "cure"),
+    [
+        ("", SERVE, GUARDED | {"VLLM_USE_RUST_FRONTEND": "1"}, "unset VLLM_USE_RUST_FRONTEND"),
+        ("", [*SERVE, "--grpc"], GUARDED, "without --grpc"),
+        ("vllm.entrypoints.grpc_server", ["grpc_server.py"], GUARDED, "without --grpc"),
+        ("", ["vllm", "run-batch", "-i", "x"], GUARDED, "hallutracer score"),
+        ("vllm.entrypoints.openai.run_batch", ["run_batch.py"], GUARDED, "hallutracer score"),
+        ("", SERVE, BUNDLE, "set VLLM_PLUGINS=hallutracer"),
+        (SERVER, ["api_server.py"], BUNDLE | {"VLLM_PLUGINS": "hallutracer2"}, "set VLLM_PLUGINS=hallutracer"),
+    ],
+)
+def test_an_unguarded_front_end_is_named_with_its_cure(
+    module: str, argv: list[str], environment: dict[str, str], cure: str
+) -> None:
+    assert cure in (unguarded(module, argv, environment) or "")
+
+
+@pytest.mark.parametrize(
+    ("module", "argv", "environment"),
+    [
+        ("", SERVE, GUARDED),
+        (SERVER, ["api_server.py"], GUARDED | {"VLLM_USE_RUST_FRONTEND": "0"}),
+        ("", [*SERVE, "--grpc"], {}),  # no bundle: the package is only installed
+        ("", ["/usr/bin/hallutracer", "serve", "--engine", "vllm"], BUNDLE),  # our own commands guard themselves
+        ("service.cli.__main__", ["-c"], BUNDLE),
+        ("", [], BUNDLE),
+    ],
+)
+def test_others_start(module: str, argv: list[str], environment: dict[str, str]) -> None:
+    assert unguarded(module, argv, environment) is None
+
+
+def test_a_plugin_that_cannot_be_made_ends_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM logs other exceptions of a plugin and starts without it."""
+    import sys
+
+    monkeypatch.setitem(sys.modules, "service.vllm_plugin.plugin", None)  # an import that fails
+    with pytest.raises(SystemExit, match="does not start without it"):
+        load()
