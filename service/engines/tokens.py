@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
 from service.errors import RequestError
+
+STAND_INS = "\U000f0000", "\U000f03ff"  # of a private plane: 1,024 different special tokens in one request
 
 
 class Tokens:
@@ -30,8 +33,9 @@ class Tokens:
     def render_chat(self, messages: Sequence[dict[str, str]]) -> list[int]:
         """Messages to ids through the chat template, with its generation prompt, so that t* is its last token.
 
-        The template writes its own special tokens, so none are added.  Raises RequestError if there is no chat template
-        or the template refuses the messages.
+        The template writes its own special tokens, so none are added; those that a message spells out are encoded as
+        the text that they are, so that no message can end its turn and begin another.  Raises RequestError if there is
+        no chat template or the template refuses the messages.
         """
         if not getattr(self._tokenizer, "chat_template", None):
             raise RequestError(
@@ -44,11 +48,13 @@ class Tokens:
             for field in ("role", "content"):
                 if not isinstance(message, dict) or not isinstance(message.get(field), str):
                     raise RequestError(f"message {number} needs {field!r} as a string", param="messages")
+        hidden: dict[str, str] = {}
+        turns = [{**message, "content": self._hide(message["content"], hidden)} for message in messages]
         try:
-            text = self._tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False)
+            text = self._tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
         except Exception as error:  # a template is a program that can raise anything
             raise RequestError(f"the chat template refuses these messages: {error}", param="messages") from error
-        return self._encode(str(text), special=False)
+        return self._reveal(str(text), hidden) if hidden else self._encode(str(text), special=False)
 
     def detokenize(self, token_ids: Sequence[int]) -> str:
         """Ids to text, special tokens left out."""
@@ -83,17 +89,77 @@ class Tokens:
         """The tokenizer's padding token, if it has one."""
         return getattr(self._tokenizer, "pad_token_id", None)
 
+    @cached_property
+    def _special(self) -> re.Pattern[str]:
+        """Every special token as it is spelt, and the characters that stand in for them."""
+        added = getattr(self._tokenizer, "added_tokens_decoder", {}).values()
+        spelt = {str(token.content) for token in added if token.special} | set(self._tokenizer.all_special_tokens)
+        longest_first = sorted(filter(str.strip, spelt), key=len, reverse=True)
+        return re.compile("|".join([*map(re.escape, longest_first), f"[{STAND_INS[0]}-{STAND_INS[1]}]"]))
+
+    def _hide(self, content: str, hidden: dict[str, str]) -> str:
+        """Replace each special token by a character that stands in for it: ``hidden`` maps the one to the other."""
+
+        def stand_in(found: re.Match[str]) -> str:
+            mark = hidden.setdefault(found[0], chr(ord(STAND_INS[0]) + len(hidden)))
+            if mark > STAND_INS[1]:
+                raise RequestError("the messages spell out too many special tokens", param="messages")
+            return mark
+
+        return self._special.sub(stand_in, content)
+
+    def _reveal(self, text: str, hidden: Mapping[str, str]) -> list[int]:
+        """Token ids of ``text``, with each stand-in replaced by the tokens of the text that it stands for.
+
+        Raises RequestError if the tokenizer does not keep a stand-in apart, or cannot split a special token.
+        """
+        _check_unicode(text)
+        if not self._tokenizer.is_fast:
+            raise _spelt_out(hidden)
+        split = {mark: self._split(special) for special, mark in hidden.items()}
+        encoded = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+        ids: list[int] = []
+        revealed = -1  # the place of the stand-in before: one takes several tokens
+        for token, (start, end) in zip(encoded["input_ids"], encoded["offset_mapping"], strict=True):
+            found = next((place for place in range(start, end) if text[place] in split), None)
+            if found is None:
+                ids.append(int(token))
+            elif end - start > 1:
+                raise _spelt_out(hidden)
+            elif found != revealed:
+                revealed = found
+                ids += split[text[found]]
+        return ids
+
+    def _split(self, special: str) -> list[int]:
+        ids = self._tokenizer(special, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+        if set(ids) & set(self._tokenizer.all_special_ids):
+            raise _spelt_out([special])
+        return [int(token) for token in ids]
+
     def _encode(self, text: str, *, special: bool) -> list[int]:
-        try:
-            text.encode("utf-8")
-        except UnicodeEncodeError as error:
-            raise RequestError(
-                f"the text cannot be encoded as UTF-8: character {error.start} is the lone surrogate "
-                f"U+{ord(text[error.start]):04X}; send well-formed Unicode",
-                param="prompt",
-            ) from error
+        _check_unicode(text)
         encoded = self._tokenizer(text, add_special_tokens=special, truncation=False, padding=False, verbose=False)
         return [int(token) for token in encoded["input_ids"]]
+
+
+def _check_unicode(text: str) -> None:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise RequestError(
+            f"the text cannot be encoded as UTF-8: character {error.start} is the lone surrogate "
+            f"U+{ord(text[error.start]):04X}; send well-formed Unicode",
+            param="prompt",
+        ) from error
+
+
+def _spelt_out(special: Iterable[str]) -> RequestError:
+    return RequestError(
+        f"a message spells out the special token {next(iter(special))!r}, and this model's tokenizer cannot "
+        "encode it as text; remove it",
+        param="messages",
+    )
 
 
 def _sha256(content: Any) -> str:
