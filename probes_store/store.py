@@ -136,10 +136,6 @@ class Store:
             )
         return _inside(base, base / wanted.name / str(version))
 
-    def version_of(self, reference: str) -> str:
-        """The same bundle as NAME:VERSION.  Raises what ``resolve`` raises."""
-        return f"{parse_reference(reference).name}:{self.resolve(reference).name}"
-
     def load(self, reference: str) -> Bundle:
         """Resolve and load; the whole bundle is validated.  Raises what ``resolve`` and ``load_bundle`` raise."""
         name = parse_reference(reference).name

@@ -36,7 +36,7 @@ class App:
         *,
         names: Sequence[str] = ("one", "two"),
         policies: Mapping[str, Policy] = MappingProxyType({}),
-        resolve: Callable[[str], str] = str,
+        aliases_of: Callable[[str], Mapping[str, int]] = lambda name: {},
         max_kv_tokens: int = 16_384,
         **settings: Any,
     ) -> None:
@@ -45,7 +45,7 @@ class App:
         self.bundles = [matching_bundle(self.engine, tmp_path, name, seed) for seed, name in enumerate(names)]
         self.state = ServiceState(
             lambda: [Scorer(self.served, bundle) for bundle in self.bundles],
-            resolve,
+            aliases_of,
             ServiceSettings(**settings),
             built_in() | policies,
         )

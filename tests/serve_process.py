@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Self
@@ -29,7 +29,11 @@ class ServeProcess:
     it did not stop.
     """
 
-    def __init__(self, *arguments: str, **variables: str) -> None:
+    def __init__(
+        self, *arguments: str, on_listening: Callable[[int], None] = lambda pid: None, **variables: str
+    ) -> None:
+        """``on_listening`` is called with the process id while the model loads."""
+        self._on_listening = on_listening
         self._stderr = tempfile.NamedTemporaryFile("w")  # noqa: SIM115  (closed on exit)
         self.process = subprocess.Popen(
             [sys.executable, "-m", "service.cli", "serve", "--port", "0", *arguments], cwd=ROOT, text=True,
@@ -50,6 +54,8 @@ class ServeProcess:
         lines = ""
         for line in self.process.stdout:
             lines += line
+            if line.startswith("listening"):
+                self._on_listening(self.process.pid)
             if line.startswith("API reference"):
                 break
         limit.cancel()

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("hallutracer")
 
 
-def on_hangup(state: ServiceState, load: Callable[[Engine], list[Scorer]]) -> None:
-    """Reload on SIGHUP.  Call on the service's event loop."""
+def on_hangup(state: ServiceState, load: Callable[[Engine], list[Scorer]]) -> Callable[[], None]:
+    """Reload on SIGHUP, and when the returned function is called.  Call on the service's event loop."""
     import asyncio
 
     loop = asyncio.get_running_loop()
@@ -39,3 +39,4 @@ def on_hangup(state: ServiceState, load: Callable[[Engine], list[Scorer]]) -> No
         task.add_done_callback(tasks.discard)
 
     loop.add_signal_handler(signal.SIGHUP, begin)
+    return begin

@@ -90,7 +90,7 @@ def serve(
             opened,
             log.info,
         ),
-        store.version_of,
+        store.aliases,
         settings,
         policies,
     )
@@ -105,8 +105,9 @@ def serve(
         print_line(f"  curl -s {address}/score -H 'Content-Type: application/json' -d {shlex.quote(EXAMPLE)}\n")
         print_line(f"API reference: {address}/openapi.json    Stop: Ctrl-C")
 
-        if loading.engine == "vllm":
-            on_hangup(state, lambda engine: load_scorers(engine, [store.load(name) for name in names], log.info))
+        reload = on_hangup(state, lambda engine: load_scorers(engine, [store.load(name) for name in names], log.info))
+        if hangups:  # while it loaded
+            reload()
 
     def broken() -> None:
         server.should_exit = True  # with status 1, so that a supervisor starts the service again
@@ -115,9 +116,11 @@ def serve(
     server = make_server(create_app(state, loaded), settings)
     for warning in common.warnings:
         log.warning(warning)
-    print_line(f"listening on {address}, loading {loading.model} ...")
     # uvicorn raises the signal that ended it once more: a service that drained in order has not failed.
     signal.signal(signal.SIGTERM, lambda *_: None)
+    hangups: list[int] = []
+    signal.signal(signal.SIGHUP, lambda number, _: hangups.append(number))
+    print_line(f"listening on {address}, loading {loading.model} ...")
     server.run(sockets=[listener])
     if state.error is not None:
         raise state.error

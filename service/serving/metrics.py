@@ -109,6 +109,7 @@ class Metrics:
         for current in (self._waiting, self._decoding, self._in_flight, self._ready):
             current.set(0)  # a shared folder may hold values of an earlier process with this id
 
+        self._loaded: set[tuple[str, str, str]] = set()
         self._by_bundle: dict[tuple[str, str], _PerBundle] = {}
         self._by_code = {code: self._errors.labels(code) for code in STATUS_OF}
         self._by_status = {status: self._requests.labels(str(status)) for status in {200, *STATUS_OF.values()}}
@@ -156,10 +157,16 @@ class Metrics:
         """Whether scores can be served."""
         self._ready.set(int(value))
 
-    def bundle(self, model_name: str, bundle: str, digest: str) -> None:
-        """A bundle is loaded: create its series, all 0."""
-        self._of(model_name, bundle)
-        self._info.labels(model_name, bundle, digest).set(1)
+    def bundles(self, loaded: Iterable[tuple[str, str, str]]) -> None:
+        """These (model, "name:version", digest) are loaded, and no others: create their series, all 0."""
+        now = set(loaded)
+        for gone in self._loaded - now:
+            self._info.labels(*gone).set(0)  # processes that share a folder keep the series
+            self._info.remove(*gone)
+        for model_name, bundle, digest in now:
+            self._of(model_name, bundle)
+            self._info.labels(model_name, bundle, digest).set(1)
+        self._loaded = now
 
     def render(self) -> tuple[bytes, str]:
         """Body and content type of ``GET /metrics``; with a shared folder, over all its processes."""

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from typing import TypeVar
 
+from probes_store.errors import BundleError
 from service.engines.base import Engine
 from service.errors import NotFound, NotReady
 from service.guard import Policy
@@ -19,6 +22,8 @@ from service.serving.metrics import Metrics
 from service.serving.tokenizing import Tokenizing
 from service.settings import ServiceSettings
 
+log = logging.getLogger("hallutracer")
+T = TypeVar("T")
 Load = Callable[[], list[Scorer]]
 
 
@@ -27,7 +32,7 @@ class ServiceState:
     """``load`` builds the scorers (first one: the default bundle) in a thread of its own."""
 
     load: Load
-    resolve: Callable[[str], str] = lambda reference: reference  # name@alias -> name:version
+    aliases_of: Callable[[str], Mapping[str, int]] = lambda name: {}  # a bundle's alias -> version; read when it loads
     settings: ServiceSettings = field(default_factory=ServiceSettings)
     policies: Mapping[str, Policy] = field(default_factory=built_in)
     metrics: Metrics = field(default_factory=Metrics)
@@ -37,6 +42,7 @@ class ServiceState:
     stopping: bool = False
     created: int = field(default_factory=lambda: int(time.time()))
     _dispatcher: Dispatcher | None = None
+    _aliases: dict[str, str] = field(default_factory=dict)  # name@alias -> name:version, as they were when loaded
     tokenizing: Tokenizing = field(init=False)
 
     def __post_init__(self) -> None:
@@ -46,14 +52,14 @@ class ServiceState:
     async def start(self) -> None:
         """Load in the background: live at once, ready once every bundle has matched its golden prompts."""
         try:
-            scorers = await asyncio.wrap_future(_in_own_thread(self.load))
+            scorers, aliases = await asyncio.wrap_future(_in_own_thread(lambda: self._loaded(self.load)))
             self._dispatcher = Dispatcher(
                 scorers[0].engine, self.metrics, max_queue=self.settings.max_queue, on_broken=self._broken
             )
         except Exception as error:
             self.error = error
             return
-        self._serve(scorers)
+        self._serve(scorers, aliases)
 
     async def reload(self, load: Callable[[Engine], list[Scorer]]) -> None:
         """Load other bundles on the running engine; requests under way end with the bundle they began with.
@@ -62,13 +68,26 @@ class ServiceState:
         """
         self.check_ready()
         engine = self.scorers[0].engine
-        self._serve(await asyncio.wrap_future(_in_own_thread(lambda: load(engine))))
+        self._serve(*await asyncio.wrap_future(_in_own_thread(lambda: self._loaded(lambda: load(engine)))))
 
-    def _serve(self, scorers: list[Scorer]) -> None:
-        self.scorers = scorers
-        for scorer in scorers:
-            manifest = scorer.bundle.manifest
-            self.metrics.bundle(scorer.engine.identity.model, manifest.reference, manifest.digest)
+    def _loaded(self, load: Load) -> tuple[list[Scorer], dict[str, str]]:
+        """The scorers and the aliases of their bundles; where those cannot be read, the ones that were known."""
+        scorers = load()
+        aliases: dict[str, str] = {}
+        for name in {scorer.bundle.manifest.name for scorer in scorers}:
+            try:
+                found = {f"{name}@{alias}": f"{name}:{version}" for alias, version in self.aliases_of(name).items()}
+            except BundleError as error:
+                found = {alias: target for alias, target in self._aliases.items() if alias.startswith(f"{name}@")}
+                log.error("the aliases of %s were not read, those known before stay: %s", name, error)
+            aliases |= found
+        return scorers, aliases
+
+    def _serve(self, scorers: list[Scorer], aliases: dict[str, str]) -> None:
+        self.scorers, self._aliases = scorers, aliases
+        self.metrics.bundles(
+            (scorer.engine.identity.model, scorer.bundle.reference, scorer.bundle.manifest.digest) for scorer in scorers
+        )
 
     @property
     def failure(self) -> str | None:
@@ -129,7 +148,7 @@ class ServiceState:
     def scorer(self, bundle: str | None, model: str | None) -> Scorer:
         """The loaded scorer a request names; the first one where it names none.
 
-        Raises NotReady, NotFound, and what ``resolve`` raises for an alias that is not there.
+        An alias means what it meant when its bundle was loaded.  Raises NotReady and NotFound.
         """
         self.check_ready()
         identity = self.scorers[0].engine.identity
@@ -137,7 +156,7 @@ class ServiceState:
             raise NotFound(f"model {model!r} is not loaded; this service runs {identity.model!r}", param="model")
         if bundle is None:
             return self.scorers[0]
-        wanted = self.resolve(bundle) if "@" in bundle else bundle
+        wanted = self._aliases.get(bundle, bundle)
         for scorer in self.scorers:
             if wanted in (scorer.bundle.manifest.name, scorer.bundle.reference):
                 return scorer
@@ -158,13 +177,13 @@ class ServiceState:
         return policy.at(self.settings.threshold if policy.threshold is None else None).at(threshold)
 
 
-def _in_own_thread(load: Load) -> Future[list[Scorer]]:
+def _in_own_thread(load: Callable[[], T]) -> Future[T]:
     """A thread that ends with the loading, and does not hold the process up if it is told to stop meanwhile.
 
     While a second thread that has run torch is there, OpenMP counts twice the threads, finds too few cores, stops
     spinning, and a forward pass of a small model takes 2.5 times as long.
     """
-    done: Future[list[Scorer]] = Future()
+    done: Future[T] = Future()
 
     def run() -> None:
         try:

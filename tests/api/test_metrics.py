@@ -105,7 +105,7 @@ def test_a_status_and_a_code_that_nobody_foresaw_are_counted_too() -> None:
 
 def test_series_are_there_before_the_first_request() -> None:
     metrics = Metrics()
-    metrics.bundle("m", "demo:1", "sha256:ab")
+    metrics.bundles([("m", "demo:1", "sha256:ab")])
     body, _ = metrics.render()
     for decision in Decision:
         assert value(body, "prompts_total", **LABELS, decision=decision) == 0
@@ -135,10 +135,22 @@ def test_every_code_of_the_wire_starts_at_zero() -> None:
     assert all(value(body, "errors_total", code=code) == 0 for code in wire)
 
 
+def test_a_bundle_that_is_swapped_out_is_no_longer_listed() -> None:
+    metrics = Metrics()
+    metrics.prompt(*PROMPT)
+    for loaded in ([("m", "demo:1", "sha256:ab")], [("m", "demo:2", "sha256:cd"), ("m", "other:1", "sha256:ef")]):
+        metrics.bundles(loaded)
+    body, _ = metrics.render()
+    families = {family.name: family for family in text_string_to_metric_families(body.decode())}
+    listed = {(sample.labels["bundle"], sample.value) for sample in families["hallutracer_bundle_info"].samples}
+    assert listed == {("demo:2", 1.0), ("other:1", 1.0)}
+    assert value(body, "prompt_tokens_total", **LABELS) == 11  # a sum does not fall
+
+
 def test_instances_share_nothing() -> None:
     one, other = Metrics(), Metrics()
     one.prompt(*PROMPT)
-    other.bundle("m", "demo:1", "sha256:ab")
+    other.bundles([("m", "demo:1", "sha256:ab")])
     assert value(other.render()[0], "prompt_tokens_total", **LABELS) == 0
     one.close()
     assert value(one.render()[0], "prompt_tokens_total", **LABELS) == 11
@@ -165,7 +177,7 @@ from service.scoring import RiskReport
 from service.serving.metrics import Metrics
 from service.serving.request_handle import Timings
 metrics = Metrics()
-metrics.bundle("m", "demo:1", "sha256:ab")
+metrics.bundles([("m", "demo:1", "sha256:ab")])
 metrics.ready(True)
 metrics.request_started()
 metrics.queue(5, 2)

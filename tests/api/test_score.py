@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 from fastapi.testclient import TestClient
 
-from probes_store.errors import BundleNotFound
 from service.api.app import create_app
 from service.scoring import Scorer
 from service.serving.state import ServiceState
@@ -28,15 +27,15 @@ class Service(App):
         return self.client.post("/score", json=body)
 
 
-def resolve(reference: str) -> str:
-    if reference != "two@canary":
-        raise BundleNotFound(f"no {reference}")
-    return "two:1"
-
-
 @pytest.fixture(params=KINDS)
 def service(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Service]:
-    with Service(tmp_path, request.param, resolve=resolve, max_body_bytes=20_000, max_prompts=8).started() as service:
+    with Service(
+        tmp_path,
+        request.param,
+        aliases_of=lambda name: {"canary": 1} if name == "two" else {},
+        max_body_bytes=20_000,
+        max_prompts=8,
+    ).started() as service:
         yield service
 
 
@@ -86,7 +85,10 @@ def test_include(service: Service) -> None:
 def test_bundles_by_name_and_reference(service: Service) -> None:
     for reference in ("two", "two:1", "two@canary"):
         assert service.post(prompt="b", bundle=reference).json()["bundle"]["name"] == "two"
-    assert service.post(prompt="b", bundle="two@other").json()["error"]["code"] == "bundle_not_found"
+    for missing in ("two@other", "one@canary", "nosuch@x"):
+        error = service.post(prompt="b", bundle=missing).json()["error"]
+        assert error["code"] == "not_found"
+        assert "/" not in error["message"], "no path of the server is told"
     missing = service.post(prompt="b", bundle="three")
     assert missing.status_code == 404
     assert "one:1, two:1" in missing.json()["error"]["message"]
