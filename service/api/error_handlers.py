@@ -10,7 +10,6 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
 
-from probes_store.errors import BundleError
 from service.api.request_log import record_of
 from service.errors import BodyTooLarge, BodyTooSlow, HalluTracerError, Unauthorized
 
@@ -56,11 +55,6 @@ async def _service_error(request: Request, error: Exception) -> JSONResponse:
     return _answer(request, error.status, error.message, error.code, error.param, headers)
 
 
-async def _bundle_error(request: Request, error: Exception) -> JSONResponse:
-    assert isinstance(error, BundleError)
-    return _answer(request, error.status, str(error), error.code, "bundle")
-
-
 async def _validation_error(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, RequestValidationError)
     if isinstance(error.body, bytes):  # FastAPI parses a body only if it is declared as JSON
@@ -93,6 +87,5 @@ async def _http_error(request: Request, error: Exception) -> JSONResponse:
 def install(app: FastAPI) -> None:
     """Register the handlers; ``middleware.RequestFrame`` handles all other exceptions."""
     app.add_exception_handler(HalluTracerError, _service_error)
-    app.add_exception_handler(BundleError, _bundle_error)
     app.add_exception_handler(RequestValidationError, _validation_error)
     app.add_exception_handler(HTTPException, _http_error)

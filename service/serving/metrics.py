@@ -19,7 +19,6 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.metrics_core import Metric
 from prometheus_client.multiprocess import MultiProcessCollector, mark_process_dead
 
-from probes_store.errors import BundleNotFound, InvalidReference
 from service import __version__
 from service.errors import HalluTracerError
 from service.guard import Decision
@@ -44,8 +43,8 @@ def _subclasses(root: type[HalluTracerError]) -> Iterator[type[HalluTracerError]
 
 # Wire code -> HTTP status; a test compares the last line with service/api/error_handlers.py.
 STATUS_OF: dict[str, int] = {error.code: error.status for error in _subclasses(HalluTracerError)} | {
-    **{error.code: error.status for error in (BundleNotFound, InvalidReference)},
-    **{"invalid_json": 400, "method_not_allowed": 405},
+    "invalid_json": 400,
+    "method_not_allowed": 405,
 }
 
 

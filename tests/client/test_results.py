@@ -128,7 +128,7 @@ def test_answers_of_others_are_said_to_be_so(make_client: MakeClient, status: in
 
 @pytest.mark.parametrize(
     ("status", "code", "kind"),
-    [(400, "invalid_json", RequestRefused), (401, "unauthorized", Unauthorized), (404, "bundle_not_found", NotFound),
+    [(400, "invalid_json", RequestRefused), (401, "unauthorized", Unauthorized), (404, "not_found", NotFound),
      (405, "method_not_allowed", RequestRefused), (413, "prompt_too_long", RequestRefused),
      (422, "empty_prompt", RequestRefused), (429, "overloaded", Overloaded), (500, "engine_error", ServerError),
      (503, "not_ready", NotReady), (504, "deadline_exceeded", DeadlineExceeded)],
