@@ -51,6 +51,12 @@ class BodyTooSlow(RequestError):
     status, code = 408, "body_too_slow"
 
 
+class WrongHost(HalluTracerError):
+    """The request is addressed to a name that is not this service's."""
+
+    status, code = 421, "wrong_host"
+
+
 class Unauthorized(HalluTracerError):
     """The bearer key is missing or unknown."""
 

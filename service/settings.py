@@ -142,4 +142,9 @@ class ServiceSettings:
     cors_origins: Annotated[
         tuple[str, ...], option("Origin whose pages may call the service, repeatable.  Default: none.", "cors-origin")
     ] = ()  # none: no cross-origin page may read an answer
+    allowed_hosts: Annotated[
+        tuple[str, ...],
+        option("Host name that requests may be addressed to, repeatable; *: any.  Default: loopback's names where it "
+               "listens on loopback, else any.", "allowed-host"),
+    ] = ()  # none: any  # fmt: skip
     api_keys: Annotated[tuple[str, ...], Parameter(parse=False)] = ()  # none: open to all that reach the port

@@ -13,6 +13,7 @@ from starlette.middleware.cors import CORSMiddleware
 from service import __version__
 from service.api import catalogue, error_handlers, health, score
 from service.api.auth import BearerKeys
+from service.api.hosts import KnownHosts
 from service.api.middleware import RequestFrame
 from service.api.shedding import LoadShedder
 from service.serving.state import ServiceState
@@ -49,6 +50,8 @@ def create_app(state: ServiceState, on_loaded: Callable[[ServiceState], None] | 
     if settings.api_keys:
         app.add_middleware(BearerKeys, keys=settings.api_keys, protect_metrics=settings.protect_metrics)
         _declare_keys(app, settings.protect_metrics)
+    if settings.allowed_hosts and "*" not in settings.allowed_hosts:
+        app.add_middleware(KnownHosts, hosts=settings.allowed_hosts)
     if settings.cors_origins:
         app.add_middleware(
             CORSMiddleware,

@@ -17,6 +17,7 @@ SCRAPED = _TEXT | errors(_401="metrics are protected and no key was sent")
 NOT_READY = errors(_503="loading, loading failed, or shutting down; the message says which")
 
 
+@router.head("/health/live", include_in_schema=False)
 @router.get("/health/live", response_model_exclude_none=True, responses=errors(_503="the process must be restarted"))
 async def live(state: State) -> Status:
     """200 unless the process must be restarted."""
@@ -24,6 +25,8 @@ async def live(state: State) -> Status:
     return Status(status="live")
 
 
+@router.head("/health/ready", include_in_schema=False)
+@router.head("/health", include_in_schema=False)
 @router.get("/health/ready", response_model_exclude_none=True, responses=NOT_READY)
 @router.get("/health", response_model_exclude_none=True, responses=NOT_READY)
 async def ready(state: State) -> Status:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import ipaddress
 import logging
 import math
 import socket
@@ -57,6 +58,20 @@ def listen(host: str, port: int) -> socket.socket:
             raise HalluTracerError(message) from None
         raise HalluTracerError(f"cannot listen on {host}:{port}: {error.strerror or error}") from None
     return listener
+
+
+def on_loopback(host: str) -> bool:
+    """Whether only this machine can reach ``host``."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def known_hosts(settings: ServiceSettings) -> tuple[str, ...]:
+    """The names that requests may be addressed to: those given, else loopback's if it listens there, else any."""
+    loopback = ("localhost", "127.0.0.1", "[::1]", in_url(settings.host)) if on_loopback(settings.host) else ("*",)
+    return settings.allowed_hosts or loopback
 
 
 def in_url(host: str) -> str:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from service.cli.access import load_keys
-from service.cli.listening import in_url, listen, make_server
+from service.cli.listening import in_url, known_hosts, listen, make_server, on_loopback
 from service.cli.loading import bundle_names, load_engine, load_scorers, open_store
 from service.cli.options import BundleOptions, EngineChoice, UsageError
 from service.cli.output import print_line
@@ -67,7 +67,8 @@ def serve(
     store = open_store(bundles)
     names = bundle_names(engine.model, bundles)
     opened = [store.load(name) for name in names]
-    settings = replace(settings, api_keys=load_keys(access.api_key, access.api_key_file))
+    keys = load_keys(access.api_key, access.api_key_file)
+    settings = replace(settings, api_keys=keys, allowed_hosts=known_hosts(settings))
     if settings.protect_metrics and not settings.api_keys:
         raise UsageError("--protect-metrics", "needs --api-key or --api-key-file")
     policies = load_policies(access.policies, access.abstain_message, settings.policy)
@@ -116,6 +117,8 @@ def serve(
     server = make_server(create_app(state, loaded), settings)
     for warning in common.warnings:
         log.warning(warning)
+    if not settings.api_keys and not on_loopback(settings.host):
+        log.warning("whoever reaches %s may use this service: no --api-key is set", settings.host)
     # uvicorn raises the signal that ended it once more: a service that drained in order has not failed.
     signal.signal(signal.SIGTERM, lambda *_: None)
     hangups: list[int] = []
