@@ -111,7 +111,7 @@ class V1Reading:
     def _directive_of(self, request: str) -> Directive | None:
         runner: Any = self
         parameters = runner.requests[request].sampling_params
-        return None if parameters is None else Directive.decode(parameters.extra_args)
+        return None if parameters is None else Directive.decode(parameters.extra_args, self.hallutracer.plan)
 
     def _sample(self, logits: Any, spec_decode_metadata: Any) -> Any:
         """``gate`` and ``payloads``: the tokens are sampled, and not used yet."""
@@ -142,7 +142,7 @@ class V2Reading:
         """Keep the directives: this runner does not keep sampling parameters by request."""
         for request in scheduler_output.scheduled_new_reqs:
             parameters = request.sampling_params
-            directive = None if parameters is None else Directive.decode(parameters.extra_args)
+            directive = None if parameters is None else Directive.decode(parameters.extra_args, self.hallutracer.plan)
             if directive is not None:
                 self.hallutracer_directives[request.req_id] = directive
         super().add_requests(scheduler_output)  # type: ignore[misc]

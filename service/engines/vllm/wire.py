@@ -19,6 +19,7 @@ from service.errors import EngineError, NonFiniteReadout
 from service.readout import Geometry, Site
 
 KEY = "hallutracer"
+MAX_TOKEN = 2**31 - 1
 EXTRAS = 4  # log max probability, entropy, greedy token, whether the gate closed
 
 
@@ -64,17 +65,24 @@ class Directive:
         return {KEY: wire}
 
     @classmethod
-    def decode(cls, extra_args: Mapping[str, Any] | None) -> Directive | None:
-        """The request's directive; None if it has none."""
-        wire = (extra_args or {}).get(KEY)
-        if not isinstance(wire, Mapping):
+    def decode(cls, extra_args: Mapping[str, Any] | None, plan: Plan) -> Directive | None:
+        """The request's directive; None if it has none, or one that ``encode`` did not write for this plan.
+
+        A request without a directive gets no payload, and is refused where one was asked for.  Nothing that a caller
+        could write may raise in a worker, which would end the engine.
+        """
+        try:
+            wire = (extra_args or {})[KEY]
+            gate = end_token = None
+            if wire.get("gate") is not None:
+                end_token = int(wire["end_token"])
+                first, second, third, intercept, threshold = (float(value) for value in wire["gate"])
+                gate = Gate((first, second, third), intercept, threshold)
+            directive = cls(bool(wire["first_token"]), bool(wire["rows"]), int(wire["slot"]), gate, end_token)
+        except (AttributeError, KeyError, OverflowError, TypeError, ValueError):
             return None
-        gate = end_token = None
-        if wire.get("gate") is not None:
-            end_token = int(wire["end_token"])
-            *weight, intercept, threshold = (float(value) for value in wire["gate"])
-            gate = Gate((weight[0], weight[1], weight[2]), intercept, threshold)
-        return cls(bool(wire["first_token"]), bool(wire["rows"]), int(wire["slot"]), gate, end_token)
+        fits = 0 <= directive.slot < len(plan.sites) * plan.slots and 0 <= (end_token or 0) <= MAX_TOKEN
+        return directive if fits and plan.activations >= directive.activations else None
 
     @property
     def needs_first_token(self) -> bool:

@@ -99,7 +99,8 @@ def refuse_unsupported(config: VllmConfig) -> None:
     for unsupported, feature in (
         (config.speculative_config is not None, "speculative decoding"),
         (config.lora_config is not None, "LoRA adapters"),
-        (getattr(parallel, "enable_dbo", False), "dual-batch overlap"),
+        (parallel.use_ubatching, "dual-batch overlap or micro-batches"),
+        (config.cache_config.kv_sharing_fast_prefill, "fast prefill with a shared KV cache"),
         (getattr(parallel, "decode_context_parallel_size", 1) > 1, "decode context parallelism"),
         (getattr(parallel, "prefill_context_parallel_size", 1) > 1, "prefill context parallelism"),
         # Each rank would have the logits of its own requests only.

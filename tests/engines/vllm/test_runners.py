@@ -12,8 +12,9 @@ import pytest
 import torch
 
 from service.engines.base import Gate
-from service.engines.vllm.wire import Directive
+from service.engines.vllm.wire import Directive, Plan
 from service.errors import EngineError
+from service.readout import Geometry, Site
 from tests.engines.vllm.installed import vllm_or_skip
 
 vllm_or_skip()
@@ -27,6 +28,7 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner as V1Runner  # noqa: 
 from service.engines.vllm import runners  # noqa: E402
 
 OURS = Directive(first_token=True)
+PLAN = Plan(Geometry(2, 2, 4, 8), tuple(Site), 2, False)
 ARGS = OURS.encode()
 
 
@@ -96,6 +98,7 @@ def v1(**rows: Any) -> Any:
         num_computed_tokens_cpu=np.array([row[2] for row in rows.values()] + [99] * 3),
         num_prompt_tokens=np.array([row[3] for row in rows.values()] + [99] * 3),
     )
+    made.hallutracer = SimpleNamespace(plan=PLAN)
     made.requests = {
         name: SimpleNamespace(sampling_params=SimpleNamespace(extra_args=row[0])) for name, row in rows.items()
     }
@@ -168,7 +171,7 @@ def v2(prompts: list[int]) -> Any:
     made = type("Runner", (runners.V2Reading, Prepared), {})()
     made.hallutracer_directives = {}
     made.req_states = SimpleNamespace(prompt_len=SimpleNamespace(np=np.array(prompts)))
-    made.hallutracer = SimpleNamespace(calls=[])
+    made.hallutracer = SimpleNamespace(calls=[], plan=PLAN)
     made.hallutracer.before = lambda rows, tokens: made.hallutracer.calls.append((rows, tokens))
     return made
 

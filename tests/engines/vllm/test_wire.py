@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -39,13 +40,40 @@ def wire(*, activations: bool = False) -> np.ndarray:
 )
 def test_a_directive_round_trips(directive: Directive) -> None:
     sent = json.loads(json.dumps(directive.encode()))  # plain values only
-    assert Directive.decode(sent) == directive
-    assert Directive.decode({"other": "plugin", **sent}) == directive
+    plan = replace(PLAN, activations=True)
+    assert Directive.decode(sent, plan) == directive
+    assert Directive.decode({"other": "plugin", **sent}, plan) == directive
 
 
 @pytest.mark.parametrize("extra_args", [None, {}, {"other": 1}, {KEY: None}, {KEY: "text"}])
 def test_a_request_without_a_directive_has_none(extra_args: dict[str, object] | None) -> None:
-    assert Directive.decode(extra_args) is None
+    assert Directive.decode(extra_args, PLAN) is None
+
+
+GATED = Directive(gate=Gate((0.1, 0.0, -2.5), 1e-3, 0.7), end_token=5, slot=1).encode()[KEY]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        *({name: value} for name in GATED for value in ("x", [], {}, "nan", 1e400, -1, 2**80)),
+        {"slot": len(PLAN.sites) * PLAN.slots},
+        {"gate": [0.0] * 4},
+        {"gate": [0.0] * 6},
+        {"gate": [[0.0]] * 5},
+        {"end_token": None},
+        {"rows": True},
+    ],
+    ids=str,
+)
+def test_what_a_caller_could_write_never_raises_in_a_worker(wrong: dict[str, object]) -> None:
+    found = Directive.decode({KEY: GATED | wrong}, replace(PLAN, activations=False))
+    if found is not None:
+        assert 0 <= found.slot < len(PLAN.sites) * PLAN.slots
+        assert not found.activations
+        assert found.gate is None or 0 <= (found.end_token or 0) < 2**31
+    for missing in GATED:
+        Directive.decode({KEY: {name: value for name, value in GATED.items() if name != missing}}, PLAN)
 
 
 @pytest.mark.parametrize(

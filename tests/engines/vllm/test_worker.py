@@ -32,7 +32,7 @@ def config(additional: dict[str, Any] | None = None) -> Any:
 def stand_in(**changed: Any) -> Any:
     """The parts of vLLM's configuration that ``refuse_unsupported`` checks."""
     parallel = {
-        "enable_dbo": False,
+        "use_ubatching": False,
         "decode_context_parallel_size": 1,
         "prefill_context_parallel_size": 1,
         "pipeline_parallel_size": 1,
@@ -42,6 +42,7 @@ def stand_in(**changed: Any) -> Any:
     return SimpleNamespace(
         speculative_config=changed.pop("speculative_config", None),
         lora_config=changed.pop("lora_config", None),
+        cache_config=SimpleNamespace(kv_sharing_fast_prefill=changed.pop("kv_sharing_fast_prefill", False)),
         model_config=SimpleNamespace(**{key: changed.pop(key, value) for key, value in model.items()}),
         parallel_config=SimpleNamespace(**parallel | changed),
     )
@@ -57,7 +58,8 @@ def test_a_plain_configuration_is_taken() -> None:
     [
         ({"speculative_config": object()}, "speculative decoding"),
         ({"lora_config": object()}, "LoRA"),
-        ({"enable_dbo": True}, "dual-batch overlap"),
+        ({"use_ubatching": True}, "dual-batch overlap or micro-batches"),
+        ({"kv_sharing_fast_prefill": True}, "fast prefill"),
         ({"decode_context_parallel_size": 2}, "decode context parallelism"),
         ({"prefill_context_parallel_size": 2}, "prefill context parallelism"),
         ({"enable_batch_sharded_sampling": True}, "batch-sharded sampling"),
