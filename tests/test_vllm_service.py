@@ -143,13 +143,29 @@ def test_a_bundle_is_swapped_while_it_serves(started: Service) -> None:
     assert answer == (2, pytest.approx(0.8018, abs=1e-4))
 
 
+def engine_of(served: ServeProcess) -> int:
+    """The process id of its engine."""
+    processes = subprocess.run(["ps", "-eo", "pid,ppid,args"], capture_output=True, text=True).stdout.splitlines()
+    cores = [line.split() for line in processes if "EngineCore" in line]
+    [core] = [int(pid) for pid, parent, *_ in cores if int(parent) == served.process.pid]
+    return core
+
+
+@pytest.mark.long
+def test_an_engine_ends_with_the_service_that_was_killed() -> None:
+    with ServeProcess(*EAGER, HALLUTRACER_THREADS="1") as served:
+        core = engine_of(served)
+        served.process.kill()
+        until = time.monotonic() + 15
+        while Path(f"/proc/{core}").exists() and "Z" not in Path(f"/proc/{core}/stat").read_text().split()[2]:
+            assert time.monotonic() < until, "the engine is an orphan"
+            time.sleep(0.1)
+
+
 @pytest.mark.long
 def test_a_service_whose_vllm_dies_says_so_and_exits() -> None:
     with serve(*EAGER) as served:
-        processes = subprocess.run(["ps", "-eo", "pid,ppid,args"], capture_output=True, text=True).stdout.splitlines()
-        cores = [line.split() for line in processes if "EngineCore" in line]
-        [core] = [int(pid) for pid, parent, *_ in cores if int(parent) == served.process.pid]
-        os.kill(core, signal.SIGKILL)
+        os.kill(engine_of(served), signal.SIGKILL)
         assert served.process.wait(60) == 1
         assert "engine" in served.log()
 

@@ -1,6 +1,7 @@
 """Refuses the front ends of vLLM that the plugin cannot guard, where a bundle is named for it.
 
-vLLM loads ``check`` as a general plugin in each of its processes, before it loads a model.
+vLLM loads ``check`` as a general plugin in each of its processes, before it loads a model.  Its engine's process learns
+here, too, to end with its parent.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from service.engines.vllm.parent import FOLLOW, follow_parent
 from service.settings import env
 
 NAME = "hallutracer"
@@ -17,9 +19,12 @@ NAME = "hallutracer"
 
 def check() -> None:
     """Raise SystemExit if this process would answer without the guard that its environment asks for."""
+    follow_parent()
     spec = getattr(sys.modules["__main__"], "__spec__", None)
     if reason := unguarded(spec.name if spec is not None else "", sys.argv, os.environ):
         raise SystemExit(f"hallutracer: {env('bundle')} is set, and {reason}")
+    if os.environ.get(env("bundle")):
+        os.environ.setdefault(FOLLOW, "1")  # for the processes that this one starts
 
 
 def unguarded(module: str, argv: Sequence[str], environment: Mapping[str, str]) -> str | None:

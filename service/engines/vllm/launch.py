@@ -1,7 +1,7 @@
 """Starts vLLM from engine options.  Raises ModelLoadError naming the cause.
 
 Three defaults differ from vLLM's: the key-value cache of its CPU build, which would take nearly all of the memory,
-usage statistics, and the log level.
+usage statistics, and the log level.  Its processes end with this one (``parent``).
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 
 from service.engines import loading
 from service.engines.base import EngineOptions
+from service.engines.vllm.parent import FOLLOW
 from service.engines.vllm.wire import KEY
 from service.errors import EngineError, ModelLoadError
 from service.readout import Site
@@ -23,7 +24,12 @@ from service.readout import Site
 WORKER = "service.engines.vllm.worker.Worker"
 VERSION = "0.32.0"
 CPU_CACHE_BYTES = 1 << 30
-ENVIRONMENT = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1", "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
+ENVIRONMENT = {
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+    FOLLOW: "1",
+}
 # Engine arguments that HalluTracer sets, and the option that decides each; all others can be given.
 RESERVED = {
     "model": "--model",
