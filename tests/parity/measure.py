@@ -86,7 +86,7 @@ def transformers(folder: str) -> Arrays:
     # Plain attention: transformers' sdpa silently ignores Gemma 2's attn_logit_softcapping.
     plain = {"attn_implementation": "eager"}
     engine = TransformersEngine.load(EngineOptions(model=folder, dtype="float32", extra=plain))
-    asked = q.questions()
+    asked = q.questions(Path(folder).name)
     everything = [*asked, *q.repeated(asked)]
     bundles = [q.probes(engine.identity.geometry, bundle) for bundle in range(q.BUNDLES)]
     every = [probe for bundle in bundles for probe in bundle]
@@ -135,7 +135,7 @@ def vllm(folder: str, arguments: dict[str, str], faulty: str | None) -> Arrays:
     options = EngineOptions(model=folder, dtype="float32", max_batch_tokens=CHUNK, extra=arguments)
     engine = VllmEngine.load(options, rows=rows, slots=4 if faulty is None else 1)
     try:
-        asked = q.questions()
+        asked = q.questions(Path(folder).name)
         bundles = [q.probes(engine.identity.geometry, bundle) for bundle in range(q.BUNDLES)]
         if faulty is not None:
             return flawed(engine, asked, bundles) | {"self_test": np.array(refusals)}

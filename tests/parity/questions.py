@@ -9,7 +9,8 @@ import numpy as np
 from service.engines.base import Sampling
 from service.readout import Geometry, Probes, Site
 
-PROMPTS = 200
+PROMPTS = {"llama": 200}  # the family that is run in most ways
+FEWER_PROMPTS = 100  # of the others: what differs between families shows in any prompt
 LONGEST = 150
 TEXT_TOKENS = 94  # printable ASCII: a prompt that ends within a character would begin its answer's text, in vLLM
 BUNDLES = 3  # probes at each site, at the same time
@@ -25,11 +26,12 @@ class Question:
     cancelled: bool  # the client leaves after a few tokens
 
 
-def questions(count: int = PROMPTS, seed: int = 5) -> list[Question]:
+def questions(family: str, seed: int = 5) -> list[Question]:
     """Mixed lengths, some with a beginning in common, two fifths with answers, some of those given up halfway."""
     generator = np.random.default_rng(seed)
     beginnings = [generator.integers(0, TEXT_TOKENS, length).tolist() for length in (64, 96, 100)]
     found = []
+    count = PROMPTS.get(family, FEWER_PROMPTS)
     for number in range(count):
         length = 1 + int(generator.integers(0, LONGEST)) if number >= 3 else (1, 2, LONGEST)[number]
         prompt = generator.integers(0, TEXT_TOKENS, length).tolist()
