@@ -94,6 +94,7 @@ def serve(
         store.aliases,
         settings,
         policies,
+        names,
     )
 
     def loaded(state: ServiceState) -> None:

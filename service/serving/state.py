@@ -6,7 +6,7 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -35,6 +35,7 @@ class ServiceState:
     aliases_of: Callable[[str], Mapping[str, int]] = lambda name: {}  # a bundle's alias -> version; read when it loads
     settings: ServiceSettings = field(default_factory=ServiceSettings)
     policies: Mapping[str, Policy] = field(default_factory=built_in)
+    names: Sequence[str] = ()  # the references that the scorers were loaded by, in the same order
     metrics: Metrics = field(default_factory=Metrics)
     scorers: list[Scorer] = field(default_factory=list)
     error: BaseException | None = None  # why loading ended without scorers, or what broke the engine
@@ -81,7 +82,8 @@ class ServiceState:
                 found = {alias: target for alias, target in self._aliases.items() if alias.startswith(f"{name}@")}
                 log.error("the aliases of %s were not read, those known before stay: %s", name, error)
             aliases |= found
-        return scorers, aliases
+        # An alias may have moved while its bundle was loaded: the operator's own references name what was loaded.
+        return scorers, aliases | {name: scorer.bundle.reference for name, scorer in zip(self.names, scorers)}  # noqa: B905
 
     def _serve(self, scorers: list[Scorer], aliases: dict[str, str]) -> None:
         self.scorers, self._aliases = scorers, aliases

@@ -62,6 +62,7 @@ class PluginOptions:
     """What the plugin serves."""
 
     store: Store
+    names: tuple[str, ...]  # of the bundles, as they were given
     bundles: tuple[Bundle, ...]
     policies: Mapping[str, Policy]
     settings: ServiceSettings
@@ -83,6 +84,5 @@ def read_options(environment: Mapping[str, str] | None = None) -> PluginOptions:
         deadline_s=variables.deadline_s,
         max_queue=variables.max_queue,
     )
-    return PluginOptions(
-        store, tuple(store.load(name) for name in variables.bundle), policies, settings, variables.message_in_content
-    )
+    bundles = tuple(store.load(name) for name in variables.bundle)
+    return PluginOptions(store, variables.bundle, bundles, policies, settings, variables.message_in_content)

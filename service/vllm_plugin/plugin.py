@@ -52,7 +52,12 @@ class HalluTracerPlugin:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._loading: asyncio.Task[None] | None = None
         self.state = ServiceState(
-            self._load, options.store.aliases, options.settings, options.policies, on_broken=lambda: None
+            self._load,
+            options.store.aliases,
+            options.settings,
+            options.policies,
+            options.names,
+            on_broken=lambda: None,
         )
 
     def attach_router(self, app: FastAPI) -> None:

@@ -82,6 +82,15 @@ def test_include(service: Service) -> None:
     assert sum(row["trajectory"]) / 4 == pytest.approx(row["depth_mean"])
 
 
+def test_the_operators_reference_names_what_was_loaded(tmp_path: Path) -> None:
+    """Also where the alias moved meanwhile."""
+    app = Service(tmp_path, aliases_of=lambda name: {"production": 2})
+    app.state.names = ["one@production", "two"]
+    with app.started() as service:
+        assert service.post(prompt="b", bundle="one@production").json()["bundle"]["version"] == 1
+        assert service.post(prompt="b", bundle="two@production").status_code == 404
+
+
 def test_bundles_by_name_and_reference(service: Service) -> None:
     for reference in ("two", "two:1", "two@canary"):
         assert service.post(prompt="b", bundle=reference).json()["bundle"]["name"] == "two"
