@@ -34,7 +34,7 @@ class Reply:
         return found and found[1].decode("latin-1").strip()
 
 
-def post(path: str, body: bytes, host: str = "bench") -> bytes:
+def post(path: str, body: bytes, host: str = "localhost") -> bytes:
     """The bytes of a JSON POST."""
     head = (
         f"POST {path} HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
