@@ -83,7 +83,9 @@ class ServiceState:
                 log.error("the aliases of %s were not read, those known before stay: %s", name, error)
             aliases |= found
         # An alias may have moved while its bundle was loaded: the operator's own references name what was loaded.
-        return scorers, aliases | {name: scorer.bundle.reference for name, scorer in zip(self.names, scorers)}  # noqa: B905
+        return scorers, aliases | {
+            name: scorer.bundle.reference for name, scorer in zip(self.names, scorers, strict=False)
+        }
 
     def _serve(self, scorers: list[Scorer], aliases: dict[str, str]) -> None:
         self.scorers, self._aliases = scorers, aliases
