@@ -63,6 +63,15 @@ class Unauthorized(HalluTracerError):
     status, code = 401, "unauthorized"
 
 
+class NotAllowed(HalluTracerError):
+    """The request chooses what its caller may not; the operator can allow it."""
+
+    status, code = 403, "not_allowed"
+
+    def __init__(self, message: str, *, param: str) -> None:
+        super().__init__(f"{message}; the operator can allow it with --callers-may {param}", param=param)
+
+
 class NotFound(HalluTracerError):
     """The bundle or model is not loaded."""
 

@@ -113,9 +113,11 @@ class Scorer:
         return wait_for(reports())
 
     async def run(
-        self, prompt: TokenIds, policy: Policy, sampling: Sampling | None = None
+        self, prompt: TokenIds, policy: Policy, sampling: Sampling | None = None, *, place: int = 0
     ) -> AsyncGenerator[tuple[RiskReport, Update], None]:
         """One prompt: its report with each of the engine's updates; the last report has the completion, if any.
+
+        ``place`` is its place in the order of service, as ``Engine.answer`` takes it.
 
         Where the decision is not to continue, one update without text is all.  Closing the generator ends the request
         in the engine.  Raises what ``Engine.answer`` and ``judge`` raise.
@@ -125,6 +127,7 @@ class Scorer:
             [self.probes],
             first_token=self.needs_first_token,
             sampling=sampling,
+            place=place,
             gate=None if sampling is None else self.gate(policy),
         )
         report: RiskReport | None = None
@@ -144,13 +147,17 @@ class Scorer:
                 yield report, update
         raise unfinished()
 
+    def threshold(self, policy: Policy) -> float:
+        """The risk from which on ``policy`` flags a prompt of this bundle."""
+        return self.bundle.manifest.threshold if policy.threshold is None else policy.threshold
+
     def gate(self, policy: Policy) -> Gate | None:
         """When an engine that decodes by itself must not begin; None where ``policy`` ends no answer.
 
         It only saves work: the decision is ``judge``'s.  At threshold 1 there is nothing to save, since only a risk
         that was rounded to 1 reaches it.
         """
-        threshold = self.bundle.manifest.threshold if policy.threshold is None else policy.threshold
+        threshold = self.threshold(policy)
         if DECISIONS[policy.action] is Decision.CONTINUE or threshold >= 1.0:
             return None
         weight = dict(zip(self._signals, self._weight.tolist(), strict=True))

@@ -15,6 +15,8 @@ from typing import Annotated, Any
 
 from cyclopts import Group, Parameter
 
+from service.callers import ApiKey, Right
+
 PREFIX = "HALLUTRACER_"
 
 DEFAULT_STORE = Path("~/.hallutracer/probes").expanduser()
@@ -97,6 +99,11 @@ Threshold = Annotated[
     float | None, option("Flag a prompt at or above this risk.  Default: the bundle's own.", limits=Range(0, 1))
 ]
 PolicyName = Annotated[str, option("What happens to a flagged prompt where a request names no policy.")]
+CallersMay = Annotated[
+    tuple[Right, ...],
+    option("What a request may choose although it lets more through than a service that withholds would, repeatable: "
+           "an observing policy, a higher threshold, another bundle.  Default: none; stricter is always taken."),
+]  # fmt: skip
 
 BundleNames = Annotated[
     tuple[str, ...],
@@ -147,4 +154,5 @@ class ServiceSettings:
         option("Host name that requests may be addressed to, repeatable; *: any.  Default: loopback's names where it "
                "listens on loopback, else any.", "allowed-host"),
     ] = ()  # none: any  # fmt: skip
-    api_keys: Annotated[tuple[str, ...], Parameter(parse=False)] = ()  # none: open to all that reach the port
+    callers_may: CallersMay = ()
+    api_keys: Annotated[tuple[ApiKey, ...], Parameter(parse=False)] = ()  # none: open to all that reach the port

@@ -9,13 +9,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Self
+from typing import Any, Self, get_args
 
 import httpx
 import uvicorn
 from fastapi.testclient import TestClient
 
 from service.api.app import create_app
+from service.callers import ApiKey, Right
 from service.guard import Policy
 from service.policies import built_in
 from service.scoring import Scorer
@@ -38,15 +39,20 @@ class App:
         policies: Mapping[str, Policy] = MappingProxyType({}),
         aliases_of: Callable[[str], Mapping[str, int]] = lambda name: {},
         max_kv_tokens: int = 16_384,
+        api_keys: Sequence[str | ApiKey] = (),
+        callers_may: Sequence[Right] = get_args(Right),
         **settings: Any,
     ) -> None:
+        keys = tuple(
+            key if isinstance(key, ApiKey) else ApiKey(key, f"key-{number}") for number, key in enumerate(api_keys, 1)
+        )
         self.engine = ScriptedEngine()
         self.served = engine_of(self.engine, kind, max_kv_tokens=max_kv_tokens)
         self.bundles = [matching_bundle(self.engine, tmp_path, name, seed) for seed, name in enumerate(names)]
         self.state = ServiceState(
             lambda: [Scorer(self.served, bundle) for bundle in self.bundles],
             aliases_of,
-            ServiceSettings(**settings),
+            ServiceSettings(api_keys=keys, callers_may=tuple(callers_may), **settings),
             built_in() | policies,
         )
         self.app = create_app(self.state)

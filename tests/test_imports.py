@@ -29,7 +29,8 @@ LAYERS = [
     ["service.readout"],
     ["probes_store"],
     ["service.options"],
-    ["service.errors", "service.settings", "service.client"],
+    ["service.settings"],
+    ["service.errors", "service.callers", "service.client"],
 ]
 RANK = {name: rank for rank, layer in enumerate(LAYERS) for name in layer}
 

@@ -159,7 +159,7 @@ class GuardedRag:
 def client_from_environment() -> AsyncClient:
     """The service's client, with the first key of the key file.  Raises OSError, ValueError."""
     path = os.environ.get("HALLUTRACER_API_KEY_FILE")
-    key = None if path is None else lines_of(path, "a key")[0]
+    key = None if path is None else lines_of(path, "a key")[0].split()[0]
     return AsyncClient(os.environ.get("HALLUTRACER_URL", "http://127.0.0.1:8765"), api_key=key, timeout=10.0)
 
 

@@ -45,7 +45,7 @@ def create_app(state: ServiceState, on_loaded: Callable[[ServiceState], None] | 
     )
     app.state.service = state
     settings = state.settings
-    app.add_middleware(LoadShedder, check_not_full=state.check_not_full)
+    app.add_middleware(LoadShedder, state=state)
     # Middleware added last is outermost: a 401 still has a request id, a log line and CORS headers.
     if settings.api_keys:
         app.add_middleware(BearerKeys, keys=settings.api_keys, protect_metrics=settings.protect_metrics)

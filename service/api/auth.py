@@ -13,6 +13,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from service.api.error_handlers import respond
+from service.callers import ApiKey
 from service.errors import Unauthorized
 
 HEALTH = frozenset({"/health", "/health/live", "/health/ready"})
@@ -22,25 +23,32 @@ METRICS = "/metrics"
 class BearerKeys:
     """Answers 401 unless ``Authorization: Bearer KEY`` holds one of ``keys``."""
 
-    def __init__(self, app: ASGIApp, keys: Sequence[str], protect_metrics: bool) -> None:
+    def __init__(self, app: ASGIApp, keys: Sequence[ApiKey], protect_metrics: bool) -> None:
         self.app = app
-        self._digests = [_digest(key) for key in keys]  # of equal length, so that timing does not reveal a key's
+        # Digests are of equal length, so that timing does not reveal a key's.
+        self._keys = [(_digest(key.secret), key) for key in keys]
         self._open = HEALTH if protect_metrics else HEALTH | {METRICS}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve or refuse one request."""
-        if scope["type"] == "lifespan" or scope["path"] in self._open or self._known(Headers(scope=scope)):
+        key = None if scope["type"] == "lifespan" else self._key(Headers(scope=scope))
+        if key is not None:
+            state = scope.setdefault("state", {})
+            state["key"] = key
+            if "record" in state:
+                state["record"].caller = key.name
+        if scope["type"] == "lifespan" or key is not None or scope["path"] in self._open:
             await self.app(scope, receive, send)
             return
         if scope["type"] != "http":
             return  # no WebSocket routes: the server closes it
         await respond(Unauthorized("send a key of this service as 'Authorization: Bearer KEY'"), scope, receive, send)
 
-    def _known(self, headers: Headers) -> bool:
-        scheme, _, key = headers.get("authorization", "").partition(" ")
-        given = _digest(key.strip())
-        matches = [hmac.compare_digest(given, digest) for digest in self._digests]
-        return scheme.lower() == "bearer" and any(matches)
+    def _key(self, headers: Headers) -> ApiKey | None:
+        scheme, _, secret = headers.get("authorization", "").partition(" ")
+        given = _digest(secret.strip())
+        matches = [key for digest, key in self._keys if hmac.compare_digest(given, digest)]
+        return matches[0] if matches and scheme.lower() == "bearer" else None
 
 
 def _digest(key: str) -> bytes:

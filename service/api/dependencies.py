@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import Annotated
 
 from fastapi import Depends, Request
+from starlette.requests import HTTPConnection
 
+from service.callers import ApiKey, Caller
 from service.serving.state import ServiceState
 
 
@@ -14,6 +16,15 @@ async def service_state(request: Request) -> ServiceState:
     state = request.app.state.service
     assert isinstance(state, ServiceState)
     return state
+
+
+def caller_of(request: HTTPConnection, state: ServiceState) -> Caller:
+    """The key's owner; without keys, whoever has the connection's address."""
+    everyone = frozenset(state.settings.callers_may)
+    key = request.scope["state"].get("key")
+    if isinstance(key, ApiKey):
+        return Caller(key.name, everyone | key.may)
+    return Caller(request.client.host if request.client else "", everyone)
 
 
 State = Annotated[ServiceState, Depends(service_state)]

@@ -22,6 +22,7 @@ class RequestRecord:
     path: str
     status: int | None = None
     code: str | None = None  # the error's
+    caller: str | None = None  # the key's name, where there are keys
     model: str | None = None
     bundle: str | None = None
     digest: str | None = None

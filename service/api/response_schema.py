@@ -227,6 +227,7 @@ _SCORED: dict[int | str, dict[str, Any]] = {
 SCORE_RESPONSES = _SCORED | errors(
     _400="the body is not JSON",
     _401="no bearer key, or an unknown one",
+    _403="the request lets more through than its caller may (--callers-may)",
     _404="no such model, bundle or policy is loaded",
     _408="the body did not arrive in time",
     _413="the body or a prompt is too large; prompts are never truncated",

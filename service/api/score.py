@@ -9,7 +9,7 @@ from typing import Annotated
 
 from fastapi import APIRouter, Body, Request, Response
 
-from service.api.dependencies import State
+from service.api.dependencies import State, caller_of
 from service.api.reply import Reply
 from service.api.request_log import record_of
 from service.api.request_schema import REQUEST_EXAMPLES, ROUTES, ScoreRequest
@@ -33,13 +33,17 @@ async def score(
 ) -> Response:
     """The risk of each prompt's answer, before its first token; with ``generate``, the answer where it may go on."""
     settings = state.settings
-    scorer = state.scorer(body.bundle, body.model)
-    policy = state.policy(body.policy, body.threshold)
+    caller = caller_of(request, state)
+    scorer, policy = state.choose(
+        caller, bundle=body.bundle, model=body.model, policy=body.policy, threshold=body.threshold
+    )
     sampling = _sampling(body, settings.max_new_tokens)
     deadline = _deadline(body, settings)
     count = _count(body, settings)
     # Before any work is spent on what would be refused.
-    handle = state.dispatcher.admit(count, scorer, policy, sampling=sampling, deadline=deadline, streams=body.stream)
+    handle = state.dispatcher.admit(
+        count, scorer, policy, caller=caller.name, sampling=sampling, deadline=deadline, streams=body.stream
+    )
     reply = Reply(handle, body.include, record_of(request), state.metrics)
     try:
         async with _while_connected(request):

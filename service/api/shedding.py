@@ -2,27 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
+from starlette.requests import HTTPConnection
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from service.api.dependencies import caller_of
 from service.api.error_handlers import respond
 from service.api.request_schema import ROUTES
 from service.errors import Overloaded
+from service.serving.state import ServiceState
 
 
 class LoadShedder:
-    """Answers 429 if ``check_not_full`` raises Overloaded."""
+    """Answers 429 if ``ServiceState.check_not_full`` raises Overloaded."""
 
-    def __init__(self, app: ASGIApp, check_not_full: Callable[[], None]) -> None:
+    def __init__(self, app: ASGIApp, state: ServiceState) -> None:
         self.app = app
-        self._check_not_full = check_not_full
+        self._state = state
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve or refuse one request."""
         if scope["type"] == "http" and scope["path"] in ROUTES:
             try:
-                self._check_not_full()
+                self._state.check_not_full(caller_of(HTTPConnection(scope), self._state))
             except Overloaded as full:
                 await respond(full, scope, receive, send)
                 return

@@ -39,11 +39,20 @@ class AccessOptions:
     api_key: Annotated[
         tuple[str, ...],
         option(
-            "Bearer key, repeatable; guards every route but health and metrics.  Default: none is required.",
+            "Bearer key, repeatable; guards every route but health and metrics.  Default, on loopback: none.",
             secret=True,
         ),
     ] = ()
-    api_key_file: Annotated[Path | None, option("File of bearer keys, one per line; keeps them out of 'ps'.")] = None
+    api_key_file: Annotated[
+        Path | None,
+        option(
+            "File of bearer keys, one per line: KEY [name=NAME] [may=policy,threshold,bundle].  The name stands in "
+            "the log; may: see --callers-may."
+        ),
+    ] = None
+    allow_anonymous: Annotated[
+        bool, option("Listen beyond loopback without keys: whoever reaches the port may use the service.")
+    ] = False
 
 
 def serve(
@@ -69,6 +78,11 @@ def serve(
     opened = [store.load(name) for name in names]
     keys = load_keys(access.api_key, access.api_key_file)
     settings = replace(settings, api_keys=keys, allowed_hosts=known_hosts(settings))
+    if not (settings.api_keys or access.allow_anonymous or on_loopback(settings.host)):
+        raise UsageError(
+            "--host",
+            f"whoever reaches {settings.host} could use this service; give --api-key-file, or --allow-anonymous",
+        )
     if settings.protect_metrics and not settings.api_keys:
         raise UsageError("--protect-metrics", "needs --api-key or --api-key-file")
     policies = load_policies(access.policies, access.abstain_message, settings.policy)

@@ -239,8 +239,11 @@ class Engine(LoadedModel, Protocol):
         first_token: bool = False,
         sampling: Sampling | None = None,
         gate: Gate | None = None,
+        place: int = 0,
     ) -> AsyncGenerator[Update, None]:
         """Yield one prompt's prefill, then its answer from the same KV cache.  Runs on any event loop.
+
+        Waiting prompts begin in the order of ``place``, then of arrival.
 
         Without ``sampling`` only the prefill runs.  If ``gate`` closes, the request ends with its prefill, and nothing
         is decoded.  Closing the generator, or cancelling the task that waits for it, ends the request.  Raises what

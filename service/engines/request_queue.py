@@ -1,14 +1,15 @@
 """The queue of prompts that wait for a forward pass, and the choice of the next batch.
 
-A batch starts with the prompt that has waited longest.  Prompts of similar length join it while they fit and the
-padding stays small, so no prompt starves and no forward pass is mostly padding.
+A batch starts with the first prompt: of one caller's the one that has waited longest, of several callers' in turn
+(``serving/fair_share``).  Prompts of similar length join it while they fit and the padding stays small, so no prompt
+starves and no forward pass is mostly padding.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections import deque
+from bisect import insort_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
@@ -32,6 +33,7 @@ class EngineRequest:
     sampling: Sampling | None
     gate: Gate | None
     outbox: Outbox
+    place: int = 0  # in the order of service
     inbox: asyncio.Queue[Update | BaseException | None] = field(default_factory=asyncio.Queue)  # None: the end
     queued: float = field(default_factory=time.monotonic)
     cancelled: bool = False  # written by the consumer's loop, read by the engine's thread
@@ -58,19 +60,19 @@ class EngineRequest:
 
 
 class RequestQueue:
-    """Requests in order of arrival.  Not thread-safe; the owner locks."""
+    """Requests in order of their places, then of arrival.  Not thread-safe; the owner locks."""
 
     def __init__(self, max_batch_tokens: int, max_kv_tokens: int) -> None:
         self._max_batch_tokens = max_batch_tokens
         self._max_kv_tokens = max_kv_tokens
-        self._requests: deque[EngineRequest] = deque()
+        self._requests: list[EngineRequest] = []
 
     def __len__(self) -> int:
         return len(self._requests)
 
     def add(self, request: EngineRequest) -> None:
-        """Append a request."""
-        self._requests.append(request)
+        """Add a request."""
+        insort_right(self._requests, request, key=_place)
 
     def remove(self, condition: Callable[[EngineRequest], bool]) -> list[EngineRequest]:
         """Remove and return the requests that meet ``condition``."""
@@ -87,13 +89,12 @@ class RequestQueue:
         waiting = list(islice(self._startable(kv_held), MAX_CANDIDATES))
         if not waiting:
             return []
-        oldest = waiting[0]
-        oldest_length = len(oldest.prompt)
-        candidates = [request for request in waiting[1:] if request.continues == oldest.continues]
-        candidates.sort(
-            key=lambda request: abs(len(request.prompt) - oldest_length)
-        )  # stable: equal lengths in order of arrival
-        batch, longest, total = [oldest], oldest_length, oldest_length
+        first = waiting[0]
+        first_length = len(first.prompt)
+        candidates = [request for request in waiting[1:] if request.continues == first.continues]
+        # Stable: equal lengths stay in order.
+        candidates.sort(key=lambda request: abs(len(request.prompt) - first_length))
+        batch, longest, total = [first], first_length, first_length
         for request in candidates:
             length = len(request.prompt)
             padded = max(longest, length) * (len(batch) + 1)
@@ -105,7 +106,7 @@ class RequestQueue:
         return batch
 
     def _startable(self, kv_held: int) -> Iterator[EngineRequest]:
-        """Requests in order of arrival, without those whose KV cache does not fit now."""
+        """Requests in order, without those whose KV cache does not fit now."""
         blocked = False
         for request in self._requests:
             if request.continues:
@@ -119,4 +120,8 @@ class RequestQueue:
     def _discard(self, requests: Sequence[EngineRequest]) -> None:
         if requests:
             discarded = set(requests)
-            self._requests = deque(request for request in self._requests if request not in discarded)
+            self._requests = [request for request in self._requests if request not in discarded]
+
+
+def _place(request: EngineRequest) -> int:
+    return request.place

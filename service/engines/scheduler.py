@@ -109,12 +109,13 @@ class Scheduled:
         first_token: bool = False,
         sampling: Sampling | None = None,
         gate: Gate | None = None,
+        place: int = 0,
     ) -> AsyncGenerator[Update, None]:
         """As ``base.Engine.answer``."""
         if sampling is not None:
             check_sampling(sampling)
         outbox = self._outboxes.of(asyncio.get_running_loop())
-        request = EngineRequest(prompt, probes, first_token, sampling, gate, outbox)
+        request = EngineRequest(prompt, probes, first_token, sampling, gate, outbox, place)
         self._submit(request)
         try:
             async with aclosing(receive(request.inbox)) as updates:

@@ -18,6 +18,7 @@ from service.guard import Decision, Policy
 from service.scoring import RiskReport, Scorer
 from service.serving import admission
 from service.serving.deadline import Deadline
+from service.serving.fair_share import FairShare
 from service.serving.metrics import Metrics
 from service.serving.request_handle import Job, RequestHandle
 
@@ -46,13 +47,12 @@ class Dispatcher:
         """
         self._engine = engine
         self._metrics = metrics
-        self._max_queue = max_queue
         self._on_broken = on_broken
         self._loop = asyncio.get_running_loop()
         self._closing = False
         self._requests: set[RequestHandle] = set()  # admitted and not ended
-        self._waiting = self._decoding = 0  # prompts; those that are still being tokenized wait, too
-        self._tokens_ahead = {True: 0, False: 0}  # of waiting prompts that may go on decoding, and of the others
+        self._queue = FairShare(max_queue)  # prompts that are still being tokenized wait, too
+        self._decoding = 0
         self._tasks: set[asyncio.Task[None]] = set()
         self._speed = admission.Speed(SPEED_SPAN_S)
         self._failures = 0  # in a row
@@ -64,9 +64,9 @@ class Dispatcher:
         """Whether requests are admitted."""
         return not self._closing
 
-    def check_not_full(self) -> None:
+    def check_not_full(self, caller: str) -> None:
         """Raise Overloaded where not even one more prompt may wait: cheap enough to call before a body is read."""
-        self._check_space(1, math.inf, continues=True)
+        self._check_space(caller, 1, math.inf, continues=True)
 
     def admit(
         self,
@@ -74,21 +74,25 @@ class Dispatcher:
         scorer: Scorer,
         policy: Policy,
         *,
+        caller: str = "",
         sampling: Sampling | None = None,
         deadline: Deadline,
         streams: bool = False,
     ) -> RequestHandle:
         """Reserve places for a request's prompts, all or none, before they are tokenized.
 
-        ``sampling`` None scores only; with ``streams`` the answer's text comes piece by piece.
+        ``caller`` names whom the request counts for.  ``sampling`` None scores only; with ``streams`` the answer's text
+        comes piece by piece.
         Raises Overloaded, or NotReady after ``close``.
         """
         if self._closing:
             raise _shutting_down()
-        self._check_space(prompts, deadline.left, continues=sampling is not None)
-        request = RequestHandle(prompts, scorer, policy, sampling, deadline, streams, self._start, self._cancelled)
+        self._check_space(caller, prompts, deadline.left, continues=sampling is not None)
+        request = RequestHandle(
+            prompts, scorer, policy, sampling, deadline, streams, caller, self._start, self._cancelled
+        )
         self._requests.add(request)
-        self._waiting += prompts
+        self._queue.add(caller, prompts)
         self._report_queue()
         return request
 
@@ -104,20 +108,22 @@ class Dispatcher:
             if late:
                 log.warning("the engine still held %d requests %g s after they were ended", len(late), CLOSING_S)
 
-    def _check_space(self, prompts: int, seconds: float, *, continues: bool) -> None:
+    def _check_space(self, caller: str, prompts: int, seconds: float, *, continues: bool) -> None:
         scores_only = self._engine.scores_overtake_answers and not continues
         admission.check_space(
             prompts,
-            waiting=self._waiting,
-            max_waiting=self._max_queue,
-            ahead=self._tokens_ahead[False] + (0 if scores_only else self._tokens_ahead[True]),
+            waiting=self._queue.waiting,
+            max_waiting=self._queue.most_waiting(caller),
+            ahead=self._queue.tokens_ahead(caller, answers=not scores_only),
             seconds=seconds,
             tokens_per_second=self._speed.value,
         )
 
     def _start(self, request: RequestHandle) -> None:
         for job in request.jobs:
-            self._tokens_ahead[request.sampling is not None] += len(job.token_ids)
+            answers = request.sampling.max_tokens if request.sampling is not None else 0
+            self._queue.add_tokens(request.caller, len(job.token_ids), answers=request.sampling is not None)
+            job.place = self._queue.place(request.caller, len(job.token_ids) + answers)
             job.task = task = self._loop.create_task(self._run(request, job))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
@@ -126,7 +132,8 @@ class Dispatcher:
         """See one prompt through."""
         scored_at = 0.0
         try:
-            async with aclosing(request.scorer.run(job.token_ids, request.policy, request.sampling)) as steps:
+            steps = request.scorer.run(job.token_ids, request.policy, request.sampling, place=job.place)
+            async with aclosing(steps):
                 async for report, update in steps:
                     if job.report is None:
                         scored_at = time.monotonic()
@@ -159,6 +166,7 @@ class Dispatcher:
         # Where capacity is left, a new prompt waits at most for the step that is running.
         self._speed.note(len(job.token_ids), time.monotonic(), crowded=update.queue_s > update.prefill_s)
         self._leave(request, job)
+        self._queue.served(job.place)
         if request.sampling is not None and report.decision is Decision.CONTINUE:
             job.state = "decoding"
             self._decoding += 1
@@ -179,7 +187,7 @@ class Dispatcher:
         """The request has ended early: end its tasks, and with them its prompts in the engine."""
         self._requests.discard(request)
         if not request.jobs:
-            self._waiting -= request.prompts
+            self._queue.add(request.caller, -request.prompts)
         for job in request.jobs:
             self._leave(request, job)
             if job.task is not None and job.task is not asyncio.current_task():
@@ -189,8 +197,8 @@ class Dispatcher:
     def _leave(self, request: RequestHandle, job: Job) -> None:
         """``job`` neither waits nor decodes any more.  Safe to call twice."""
         if job.state == "waiting":
-            self._waiting -= 1
-            self._tokens_ahead[request.sampling is not None] -= len(job.token_ids)
+            self._queue.add(request.caller, -1)
+            self._queue.add_tokens(request.caller, -len(job.token_ids), answers=request.sampling is not None)
         elif job.state == "decoding":
             self._decoding -= 1
         job.state = "over"
@@ -216,7 +224,7 @@ class Dispatcher:
             request.cancel(_shutting_down())
 
     def _report_queue(self) -> None:
-        self._metrics.queue(self._waiting, self._decoding)
+        self._metrics.queue(self._queue.waiting, self._decoding)
 
 
 def _shutting_down() -> NotReady:

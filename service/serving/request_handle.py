@@ -38,6 +38,7 @@ class Job:
     tokens: int = 0  # decoded so far
     timings: Timings = field(default_factory=Timings)
     task: asyncio.Task[None] | None = None
+    place: int = 0  # in the order of service
     state: Literal["waiting", "decoding", "over"] = "waiting"
 
     def result(self) -> RiskReport:
@@ -56,6 +57,7 @@ class RequestHandle:
     sampling: Sampling | None  # None: scores only
     deadline: Deadline
     streams: bool  # the answer's text comes piece by piece
+    caller: str  # whom it counts for
     on_start: Callable[[RequestHandle], None]
     on_cancel: Callable[[RequestHandle], None]
     jobs: list[Job] = field(default_factory=list)

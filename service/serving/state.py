@@ -12,11 +12,13 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from probes_store.errors import BundleError
+from service.callers import Caller
 from service.engines.base import Engine
 from service.errors import NotFound, NotReady
 from service.guard import Policy
 from service.policies import built_in
 from service.scoring import Scorer
+from service.serving.choice import check_choice
 from service.serving.dispatcher import Dispatcher
 from service.serving.metrics import Metrics
 from service.serving.tokenizing import Tokenizing
@@ -125,10 +127,10 @@ class ServiceState:
         if self.failure is not None:
             self.check_ready()
 
-    def check_not_full(self) -> None:
+    def check_not_full(self, caller: Caller) -> None:
         """Raise Overloaded where not even one more prompt may wait; whatever else is wrong is said elsewhere."""
         if self._dispatcher is not None and self._dispatcher.alive:
-            self._dispatcher.check_not_full()
+            self._dispatcher.check_not_full(caller.name)
 
     @property
     def is_ready(self) -> bool:
@@ -166,6 +168,15 @@ class ServiceState:
                 return scorer
         loaded = ", ".join(scorer.bundle.reference for scorer in self.scorers)
         raise NotFound(f"bundle {bundle!r} is not loaded; loaded: {loaded}", param="bundle")
+
+    def choose(
+        self, caller: Caller, *, bundle: str | None, model: str | None, policy: str | None, threshold: float | None
+    ) -> tuple[Scorer, Policy]:
+        """The scorer and the policy of a request.  Raises NotReady, NotFound and NotAllowed."""
+        scorer = self.scorer(bundle, model)
+        wanted = self.policy(policy, threshold)
+        check_choice(scorer, wanted, self.scorers[0], self.policy(None, None), caller)
+        return scorer, wanted
 
     def policy(self, name: str | None, threshold: float | None) -> Policy:
         """The policy a request names, or the service's; thresholds: the request's, the policy's, the service's.

@@ -15,6 +15,7 @@ from fastapi import HTTPException
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 
+from service.callers import Caller
 from service.engines.vllm.engine import VllmEngine
 from service.engines.vllm.requests import ProbeLease, times
 from service.engines.vllm.wire import KEY
@@ -160,9 +161,12 @@ def _resolve(state: ServiceState, xargs: dict[str, Any]) -> tuple[Scorer, Policy
     if threshold is not None and (isinstance(threshold, bool) or not isinstance(threshold, int | float)):
         raise VLLMValidationError(f"{XARGS[2]} must be a number in [0, 1]", parameter=f"vllm_xargs.{XARGS[2]}")
     try:
-        return (
-            state.scorer(None if bundle is None else str(bundle), None),
-            state.policy(None if policy is None else str(policy), threshold),
+        return state.choose(
+            Caller(may=frozenset(state.settings.callers_may)),
+            bundle=None if bundle is None else str(bundle),
+            model=None,
+            policy=None if policy is None else str(policy),
+            threshold=threshold,
         )
     except NotReady:
         raise
@@ -172,8 +176,11 @@ def _resolve(state: ServiceState, xargs: dict[str, Any]) -> tuple[Scorer, Policy
 
 def observes(state: ServiceState, xargs: dict[str, Any]) -> bool:
     """Whether the policy only observes: while the service is not ready, any other must not let an answer through."""
-    policy = state.policies.get(str(xargs.get(XARGS[1], state.settings.policy)))
-    return policy is not None and policy.action is Action.OBSERVE
+    own = state.settings.policy
+    applied = [own, str(xargs.get(XARGS[1], own))]
+    if "policy" in state.settings.callers_may:
+        del applied[0]
+    return all((policy := state.policies.get(name)) is not None and policy.action is Action.OBSERVE for name in applied)
 
 
 def _ends_at_an_end_token(parameters: Any) -> bool:

@@ -21,6 +21,7 @@ from service.settings import (
     DEFAULT_STORE,
     AbstainMessage,
     BundleNames,
+    CallersMay,
     DeadlineS,
     MaxQueue,
     PoliciesFile,
@@ -52,6 +53,7 @@ class PluginVariables:
     policies: PoliciesFile = None
     abstain_message: AbstainMessage = DEFAULT_MESSAGE
     threshold: Threshold = None
+    callers_may: CallersMay = ()
     message_in_content: MessageInContent = False
     deadline_s: DeadlineS = ServiceSettings.deadline_s
     max_queue: MaxQueue = ServiceSettings.max_queue
@@ -81,6 +83,7 @@ def read_options(environment: Mapping[str, str] | None = None) -> PluginOptions:
     settings = ServiceSettings(
         policy=variables.policy,
         threshold=variables.threshold,
+        callers_may=variables.callers_may,
         deadline_s=variables.deadline_s,
         max_queue=variables.max_queue,
     )

@@ -171,6 +171,7 @@ def test_one_line_a_request_and_never_a_prompt(tmp_path: Path, lines: io.StringI
     assert [line.get("code") for line in served] == [None, None, "invalid_request", "unauthorized", "not_found"]
     assert [line["status"] for line in served] == [200, 200, 422, 401, 404]
     first = served[0]
+    assert [line.get("caller") for line in served] == ["key-1", "key-1", "key-1", None, "key-1"]
     assert first["request_id"] == "abc"
     assert first["digest"] == answer["bundle"]["digest"]
     assert first["risks"] == [row["risk"] for row in answer["data"]]

@@ -61,6 +61,9 @@ def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["serve", "extra"], "extra"),
         (["serve", "--tensor-parallel-size", "2"], "--engine vllm"),
         (["serve", "--protect-metrics"], "--api-key"),
+        (["serve", "--host", "0.0.0.0"], "--allow-anonymous"),
+        (["serve", "--api-key", "short"], "16 characters"),
+        (["serve", "--callers-may", "anything"], "threshold"),
         (["train", "--data", "x.jsonl"], "--name"),
         (["train", "--name", "x"], "--data"),
         (["score"], "--input"),
@@ -136,7 +139,7 @@ def test_a_taken_port_is_said_before_a_model_is_loaded(
 
 
 def test_a_bad_host_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("serve", "--host", "256.0.0.1") == 1
+    assert run("serve", "--host", "256.0.0.1", "--allow-anonymous") == 1
     assert capsys.readouterr().err.startswith("error: cannot listen on 256.0.0.1")
 
 

@@ -13,7 +13,7 @@ from service.engines.request_queue import FREE_PADDING, MAX_PADDING, EngineReque
 
 def request(length: int, answer: int | None = None) -> EngineRequest:
     sampling = None if answer is None else Sampling(max_tokens=answer)
-    return EngineRequest([1] * length, [], False, sampling, None, cast(Any, None), cast(Any, None))
+    return EngineRequest([1] * length, [], False, sampling, None, cast(Any, None), inbox=cast(Any, None))
 
 
 def queue(requests: list[EngineRequest], *, batch: int = 4096, kv: int = 1000) -> RequestQueue:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from service.engines.base import Gate, Sampling, Update
+from service.engines.base import Gate, PrefillResult, Sampling, TokenIds, Update
 from service.errors import DeadlineExceeded, EngineError, NonFiniteReadout, NotReady, Overloaded, RequestError
 from service.guard import BLOCK, GATE, OBSERVE, Decision, Policy
 from service.scoring import RiskReport, Scorer
@@ -69,7 +69,7 @@ class Bench:
             await closing
             await until(lambda: self.script.counters.open_continuations == 0)
             assert self.watch.last == (0, 0)
-            assert not any(self.dispatcher._tokens_ahead.values())
+            assert self.dispatcher._queue.is_empty
             assert not self.dispatcher._tasks
             await asyncio.to_thread(self.engine.close)
 
@@ -317,20 +317,51 @@ async def test_a_full_queue_refuses_and_takes_all_or_none(bench: Bench) -> None:
     async with bench.open(max_queue=4):
         held = await bench.hold()
         kept = bench.request("a", "b")
-        bench.dispatcher.check_not_full()
+        bench.dispatcher.check_not_full("")
         with pytest.raises(Overloaded, match="3 of at most 4"):
             bench.request("c", "d")
         last = bench.request("e")
         assert bench.watch.last == (4, 0)
         with pytest.raises(Overloaded):
-            bench.dispatcher.check_not_full()
+            bench.dispatcher.check_not_full("")
         last.cancel()
-        bench.dispatcher.check_not_full()  # a cancelled request holds no place
+        bench.dispatcher.check_not_full("")  # a cancelled request holds no place
         last = bench.request("f")
         bench.holding.release.set()
         for handle in (held, kept, last):
             await handle.answers()
         bench.check_space(4, 5)
+
+
+async def test_whoever_sends_much_does_not_delay_another(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A newcomer's prompt begins the next batch but one at the latest, although two hundred of another caller have waited longer."""
+    bench.script.max_batch_tokens = 64
+    batches: list[list[TokenIds]] = []
+    score = bench.script.score
+
+    def recording(prompts: Sequence[TokenIds], *arguments: Any, **options: Any) -> list[PrefillResult]:
+        batches.append(list(prompts))
+        return score(prompts, *arguments, **options)
+
+    monkeypatch.setattr(bench.script, "score", recording)
+    async with bench.open(max_queue=1024):
+        held = await bench.hold()
+        busy = [bench.request(*(f"{n} {m}" for m in range(10)), caller="busy") for n in range(20)]
+        other = bench.request("mine", caller="other")
+        bench.holding.release.set()
+        for handle in (held, other, *busy):
+            await handle.answers()
+    assert bench.script.tokenize("mine") in batches[1] + batches[2]
+    assert len(batches) > 10
+
+
+async def test_the_last_places_are_for_others(bench: Bench) -> None:
+    async with bench.open(max_queue=16):
+        await bench.hold()
+        bench.request(*"abcdefghijklm", caller="busy")
+        with pytest.raises(Overloaded, match="14 of at most 15"):
+            bench.request("n", "o", caller="busy")
+        bench.request("n", "o", caller="other")
 
 
 async def test_answers_being_decoded_hold_no_place(bench: Bench) -> None:

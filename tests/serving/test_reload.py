@@ -50,7 +50,9 @@ ENGINES = {
 
 @asynccontextmanager
 async def serving(make: Callable[[], Engine], bundle: Bundle) -> AsyncIterator[tuple[ServiceState, httpx.AsyncClient]]:
-    state = ServiceState(lambda: [Scorer(make(), bundle)], settings=ServiceSettings(max_queue=4096))
+    state = ServiceState(
+        lambda: [Scorer(make(), bundle)], settings=ServiceSettings(max_queue=4096, callers_may=("policy",))
+    )
     await state.start()
     assert state.failure is None
     transport = httpx.ASGITransport(app=create_app(state))

@@ -48,7 +48,7 @@ class Client:
         if self._closed:
             raise EngineError("this engine is closed; load the model again")
 
-    async def outputs(self, prompt: TokenIds, parameters: Any) -> AsyncGenerator[Any, None]:
+    async def outputs(self, prompt: TokenIds, parameters: Any, priority: int = 0) -> AsyncGenerator[Any, None]:
         """Yield one request's ``RequestOutput``s; closing the generator cancels the request.
 
         Raises EngineError if vLLM failed or has ended, RequestError if it refuses the request.
@@ -61,7 +61,7 @@ class Client:
         self.counters.open_continuations += 1
         first = True
         name = f"hallutracer-{next(self._request_numbers)}"
-        stream = self._generate(tokens_input(list(prompt)), parameters, name)
+        stream = self._generate(tokens_input(list(prompt)), parameters, name, priority=priority)
         try:
             async for output in stream:
                 if first:

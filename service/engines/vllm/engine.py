@@ -208,12 +208,16 @@ class VllmEngine:
         first_token: bool = False,
         sampling: Sampling | None = None,
         gate: Gate | None = None,
+        place: int = 0,
     ) -> AsyncGenerator[Update, None]:
-        """As ``base.Engine.answer``; prefill and answer are one vLLM request."""
+        """As ``base.Engine.answer``; prefill and answer are one vLLM request.
+
+        vLLM keeps the order of ``place`` where its scheduling policy is "priority", as ``launch`` chooses.
+        """
         if sampling is not None:
             check_sampling(sampling)
         running = asyncio.get_running_loop()
-        make = partial(self._answer, prompt, probes, first_token, sampling, gate)
+        make = partial(self._answer, prompt, probes, first_token, sampling, gate, place)
         answer = make() if running is self.loop else relay(self.loop, self._outboxes.of(running), make)
         async with aclosing(answer) as updates:
             async for update in updates:
@@ -226,13 +230,14 @@ class VllmEngine:
         first_token: bool,
         sampling: Sampling | None,
         gate: Gate | None,
+        place: int = 0,
     ) -> AsyncGenerator[Update, None]:
         """``answer`` on ``loop``."""
         lease = await self.lease(probes, first_token=first_token, gate=gate if sampling is not None else None)
         answer = AnswerBuilder()
         try:
             parameters = score_only(lease.directive) if sampling is None else answering(sampling, lease.directive)
-            async with aclosing(self._client.outputs(prompt, parameters)) as outputs:
+            async with aclosing(self._client.outputs(prompt, parameters, place)) as outputs:
                 async for output in outputs:
                     piece, tokens = answer.add(output)
                     if answer.steps > 1:

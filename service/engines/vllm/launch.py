@@ -1,7 +1,7 @@
 """Starts vLLM from engine options.  Raises ModelLoadError naming the cause.
 
-Three defaults differ from vLLM's: the key-value cache of its CPU build, which would take nearly all of the memory,
-usage statistics, and the log level.  Its processes end with this one (``parent``).
+Four defaults differ from vLLM's: the key-value cache of its CPU build, which would take nearly all of the memory, the
+scheduling policy, usage statistics, and the log level.  Its processes end with this one (``parent``).
 """
 
 from __future__ import annotations
@@ -86,6 +86,7 @@ def start(
         cache_sizes = {"kv_cache_memory_bytes", "gpu_memory_utilization"}
         if not cache_sizes & set(arguments) and "VLLM_CPU_KVCACHE_SPACE" not in os.environ:
             arguments["kv_cache_memory_bytes"] = CPU_CACHE_BYTES
+    arguments.setdefault("scheduling_policy", "priority")  # callers take turns: ``Engine.answer``'s place
     plan = {"sites": [str(site) for site in sites], "slots": slots, "rows": rows}
     arguments["additional_config"] = {**arguments.get("additional_config", {}), KEY: plan}
     if options.max_batch_tokens is not None:

@@ -1,0 +1,34 @@
+"""What a request may choose.  A stricter gate always; one that lets more through only as the operator allows."""
+
+from __future__ import annotations
+
+from service.callers import Caller
+from service.errors import NotAllowed
+from service.guard import Action, Policy
+from service.scoring import Scorer
+
+
+def check_choice(scorer: Scorer, policy: Policy, own_scorer: Scorer, own: Policy, caller: Caller) -> None:
+    """Raise NotAllowed where a choice could let an answer through that the operator's own rule withholds.
+
+    ``scorer`` and ``policy`` apply to the request, ``own_scorer`` and ``own`` where it chooses nothing.
+    """
+    if own.action is Action.OBSERVE:
+        return
+    if scorer is not own_scorer and "bundle" not in caller.may:
+        raise NotAllowed(
+            f"requests here are judged by {own_scorer.bundle.reference}, and another bundle may let more through",
+            param="bundle",
+        )
+    check_policy(policy, own, caller)
+    highest, wanted = scorer.threshold(own), scorer.threshold(policy)
+    if wanted > highest and "threshold" not in caller.may:
+        raise NotAllowed(f"the threshold may be at most {highest:g} here, not {wanted:g}", param="threshold")
+
+
+def check_policy(policy: Policy, own: Policy, caller: Caller) -> None:
+    """The part of ``check_choice`` that needs no bundle."""
+    if policy.action is Action.OBSERVE and own.action is not Action.OBSERVE and "policy" not in caller.may:
+        raise NotAllowed(
+            f"policy {policy.name!r} lets through what this service's own, {own.name!r}, withholds", param="policy"
+        )

@@ -1,0 +1,63 @@
+"""The keys file: names, rights, and what is refused rather than guessed."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+
+from service.cli.access import load_keys
+from service.errors import HalluTracerError
+
+ONE, TWO = "1" * 16, "2" * 40
+
+
+def keys_file(tmp_path: Path, text: str, mode: int = 0o600) -> Path:
+    path = tmp_path / "keys"
+    path.write_text(text)
+    path.chmod(mode)
+    return path
+
+
+def test_a_line_is_a_key_its_name_and_its_rights(tmp_path: Path) -> None:
+    text = f"# for the apps\n{ONE}\n\n {TWO}  name=search may=policy,threshold \n"
+    given, first, second = load_keys(("3" * 16,), keys_file(tmp_path, text))
+    assert (given.secret, given.name, given.may) == ("3" * 16, "key-1", frozenset())
+    assert (first.secret, first.name, first.may) == (ONE, "key-2", frozenset())
+    assert (second.secret, second.name, second.may) == (TWO, "search", {"policy", "threshold"})
+    assert ONE not in repr((first, second))
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("# nothing\n", "holds no key"),
+        ("short\n", "line 1 of"),
+        (f"{ONE}\nshort name=a\n", "line 2 of"),
+        (f"{ONE} nam=a\n", "'nam=a'"),
+        (f"{ONE} name=a name=b\n", "'name=b'"),
+        (f"{ONE} {TWO}\n", "found '2222"),
+        (f"{ONE} may=everything\n", "'everything'"),
+        (f"{ONE} may=policy threshold\n", "'threshold'"),
+        (f"{ONE} name=\n", "1 to 64"),
+        (f"{ONE}\n{ONE}\n", "given twice"),
+        (f"{ONE} name=a\n{TWO} name=a\n", "two keys are named 'a'"),
+        (f"{ONE} name=key-2\n{TWO}\n", "two keys are named 'key-2'"),
+    ],
+)
+def test_what_is_wrong_is_said_and_opens_nothing(tmp_path: Path, text: str, said: str) -> None:
+    with pytest.raises(HalluTracerError) as refused:
+        load_keys((), keys_file(tmp_path, text))
+    assert said in str(refused.value)
+    assert ONE not in str(refused.value)
+
+
+def test_the_files_mode_is_looked_at(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(HalluTracerError, match="can write"):
+        load_keys((), keys_file(tmp_path, ONE, 0o602))
+    with caplog.at_level(logging.WARNING):
+        assert load_keys((), keys_file(tmp_path, ONE, 0o640))
+        assert not caplog.records
+        assert load_keys((), keys_file(tmp_path, ONE, 0o644))
+    assert "can read" in caplog.text
