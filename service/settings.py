@@ -142,6 +142,9 @@ class ServiceSettings:
     max_kv_tokens: Annotated[
         int, option("Prompt and answer tokens of all answers being decoded at once.", limits=AT_LEAST_1)
     ] = KV_TOKENS
+    max_connections: Annotated[
+        int, option("Open connections; a further one takes the place of the one that idles longest.", limits=Range(16))
+    ] = 4096
     max_body_bytes: Annotated[int, option("Largest request body.", limits=Range(1024))] = 4 * 1024 * 1024
     threshold: Threshold = None  # for policies that name none; None: each bundle's own
     policy: PolicyName = "gate"  # for requests that name none

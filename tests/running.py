@@ -50,7 +50,7 @@ class App:
         self.served = engine_of(self.engine, kind, max_kv_tokens=max_kv_tokens)
         self.bundles = [matching_bundle(self.engine, tmp_path, name, seed) for seed, name in enumerate(names)]
         self.state = ServiceState(
-            lambda: [Scorer(self.served, bundle) for bundle in self.bundles],
+            lambda: {bundle.reference: Scorer(self.served, bundle) for bundle in self.bundles},
             aliases_of,
             ServiceSettings(api_keys=keys, callers_may=tuple(callers_may), **settings),
             built_in() | policies,

@@ -9,6 +9,7 @@ from typing import Annotated
 
 from fastapi import APIRouter, Body, Request, Response
 
+from service.api.body import JsonRoute
 from service.api.dependencies import State, caller_of
 from service.api.reply import Reply
 from service.api.request_log import record_of
@@ -16,12 +17,13 @@ from service.api.request_schema import REQUEST_EXAMPLES, ROUTES, ScoreRequest
 from service.api.response_schema import SCORE_RESPONSES
 from service.api.stream import EventStream
 from service.engines.base import Sampling
+from service.engines.checks import check_length
 from service.errors import ClientGone, EmptyPrompt, RequestError
 from service.scoring import Scorer
 from service.serving.deadline import Deadline
 from service.settings import ServiceSettings
 
-router = APIRouter(tags=["risk"])
+router = APIRouter(tags=["risk"], route_class=JsonRoute)
 
 
 @router.post(ROUTES[0], responses=SCORE_RESPONSES)
@@ -116,10 +118,13 @@ def _sampling(body: ScoreRequest, limit: int) -> Sampling | None:
 
 def _token_ids(scorer: Scorer, body: ScoreRequest) -> list[list[int]]:
     """Every prompt, rendered and checked, so that nothing a request says can spoil a batch it shares."""
+    texts = [body.prompt] if isinstance(body.prompt, str) else body.prompt or []
     if body.messages is not None:
+        check_length([message.content for message in body.messages], scorer.engine)
         prompts = [scorer.render(messages=[message.model_dump() for message in body.messages])]
     elif body.prompt is not None:
-        texts = [body.prompt] if isinstance(body.prompt, str) else body.prompt
+        for text in texts:
+            check_length([text], scorer.engine)
         prompts = [scorer.render(prompt=text) for text in texts]
     else:
         assert body.input_ids is not None

@@ -82,7 +82,7 @@ def verify(
     if files_only:
         return
     with closing(load_engine(engine, bundles=[bundle])) as loaded:
-        load_scorers(loaded, [bundle])
+        load_scorers(loaded, {bundle.reference: bundle})
     print_line(
         f"{bundle.reference}: {len(bundle.golden.risk)} golden prompts gave the recorded risks on "
         f"{loaded.identity.model}"

@@ -20,6 +20,7 @@ def make_server(app: object, settings: ServiceSettings) -> uvicorn.Server:
     """uvicorn around the app, with every log line as JSON on stderr."""
     import uvicorn
 
+    from service.api.connections import connections
     from service.api.request_log import JsonLines
 
     lines = logging.StreamHandler()
@@ -35,8 +36,10 @@ def make_server(app: object, settings: ServiceSettings) -> uvicorn.Server:
             port=settings.port,
             log_config=None,
             access_log=False,
+            http=connections(settings.max_connections),
+            ws="none",
             server_header=False,
-            proxy_headers=False,  # nothing here looks at the client's address
+            proxy_headers=False,  # an address that a client could choose would get it another one's share
             timeout_graceful_shutdown=math.ceil(settings.drain_s),
         )
     )

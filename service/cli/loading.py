@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, TypeVar
 
 from service.cli.options import BundleOptions, EngineChoice, StoreOptions, UsageError
 from service.cli.output import Report, note, progress
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
     from service.readout import Site
     from service.scoring import Scorer
 
+log = logging.getLogger("hallutracer")
+T = TypeVar("T")
 DEMO_BUNDLES = ("demo", "demo-fused")
 
 
@@ -79,9 +82,34 @@ def load_engine(
         return Scheduled(batch, max_kv_tokens=max_kv_tokens, max_wait_s=max_wait_s)
 
 
-def load_scorers(engine: Engine, bundles: Sequence[Bundle], report: Report = note) -> list[Scorer]:
-    """Match each bundle with the model and replay its golden prompts."""
+def load_bundles(store: Store, names: Sequence[str], *, leave_out: bool = False) -> dict[str, Bundle]:
+    """The bundle of each reference.
+
+    With ``leave_out`` a bundle that cannot be used is logged and left out, but not the first: it is the default, and
+    another would judge in its place.
+    """
+    return _usable(names, store.load, leave_out)
+
+
+def load_scorers(
+    engine: Engine, bundles: Mapping[str, Bundle], report: Report = note, *, leave_out: bool = False
+) -> dict[str, Scorer]:
+    """Match each bundle with the model and replay its golden prompts; ``leave_out`` as for ``load_bundles``."""
     from service.scoring import Scorer
 
     with progress("replaying the bundles' golden prompts", report):
-        return [Scorer(engine, bundle) for bundle in bundles]
+        return _usable(tuple(bundles), lambda name: Scorer(engine, bundles[name]), leave_out)
+
+
+def _usable(names: Sequence[str], load: Callable[[str], T], leave_out: bool) -> dict[str, T]:
+    from probes_store.errors import BundleError
+
+    usable: dict[str, T] = {}
+    for name in names:
+        try:
+            usable[name] = load(name)
+        except BundleError as error:
+            if not leave_out or name == names[0]:
+                raise
+            log.error("bundle %s is left out: %s", name, error)
+    return usable

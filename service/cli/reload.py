@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("hallutracer")
 
 
-def on_hangup(state: ServiceState, load: Callable[[Engine], list[Scorer]]) -> Callable[[], None]:
+def on_hangup(state: ServiceState, load: Callable[[Engine], dict[str, Scorer]]) -> Callable[[], None]:
     """Reload on SIGHUP, and when the returned function is called.  Call on the service's event loop."""
     import asyncio
 

@@ -82,7 +82,7 @@ def score(
         raise UsageError("--output", f"{options.output} is a folder; name a file")
     bundle = open_store(bundles).load(bundle_names(engine.model, bundles)[0])
     with closing(load_engine(engine, bundles=[bundle])) as loaded:
-        (scorer,) = load_scorers(loaded, [bundle])
+        (scorer,) = load_scorers(loaded, {bundle.reference: bundle}).values()
         if rows is not None:
             prompts = _render_rows(scorer, rows, str(options.input))
             _write(_scored(scorer, rows, prompts, options), options.output)

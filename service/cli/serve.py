@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import shlex
 import signal
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from service.cli.access import load_keys
 from service.cli.listening import in_url, known_hosts, listen, make_server, on_loopback
-from service.cli.loading import bundle_names, load_engine, load_scorers, open_store
+from service.cli.loading import bundle_names, load_bundles, load_engine, load_scorers, open_store
 from service.cli.options import BundleOptions, EngineChoice, UsageError
 from service.cli.output import print_line
 from service.cli.reload import on_hangup
@@ -75,7 +76,7 @@ def serve(
     """
     store = open_store(bundles)
     names = bundle_names(engine.model, bundles)
-    opened = [store.load(name) for name in names]
+    opened = load_bundles(store, names, leave_out=True)
     keys = load_keys(access.api_key, access.api_key_file)
     settings = replace(settings, api_keys=keys, allowed_hosts=known_hosts(settings))
     if not (settings.api_keys or access.allow_anonymous or on_loopback(settings.host)):
@@ -97,31 +98,33 @@ def serve(
         lambda: load_scorers(
             load_engine(
                 engine,
-                bundles=opened,
+                bundles=tuple(opened.values()),
                 max_kv_tokens=settings.max_kv_tokens,
                 max_wait_s=settings.max_wait_ms / 1e3,
                 report=log.info,
             ),
             opened,
             log.info,
+            leave_out=True,
         ),
         store.aliases,
         settings,
         policies,
-        names,
     )
 
     def loaded(state: ServiceState) -> None:
         if state.failure is not None:
             server.should_exit = True
             return
+        gc.collect()
+        gc.freeze()  # the model and its libraries stay: collections need not walk them again
         references = ", ".join(scorer.bundle.reference for scorer in state.scorers)
         identity = state.scorers[0].engine.identity
         print_line(f"ready: {identity.model} ({identity.dtype}) read by {references}\n\nTry it:\n")
         print_line(f"  curl -s {address}/score -H 'Content-Type: application/json' -d {shlex.quote(EXAMPLE)}\n")
         print_line(f"API reference: {address}/openapi.json    Stop: Ctrl-C")
 
-        reload = on_hangup(state, lambda engine: load_scorers(engine, [store.load(name) for name in names], log.info))
+        reload = on_hangup(state, lambda engine: load_scorers(engine, load_bundles(store, names), log.info))
         if hangups:  # while it loaded
             reload()
 

@@ -6,9 +6,33 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from service.engines.base import Sampling, TokenIds
+from service.engines.base import LoadedModel, Sampling, TokenIds
 from service.errors import EmptyPrompt, EngineError, PromptTooLong, RequestError
 from service.readout import Pooling
+
+SEGMENT = 65_536  # characters encoded at a time to find out whether a text is far too long
+
+
+def check_length(texts: Sequence[str], engine: LoadedModel) -> None:
+    """Raise PromptTooLong for a prompt of at least twice as many tokens as the context holds, at the cost of so many.
+
+    Encoding a text of megabytes takes seconds, and hundreds of megabytes.  A text in pieces can have more tokens than
+    in one, by a few at each seam: a prompt that is refused here could not have fitted.
+    """
+    most = engine.identity.max_tokens
+    segment = max(SEGMENT, 4 * most)
+    if sum(map(len, texts)) <= segment:
+        return
+    tokens = 0
+    for text in texts:
+        for start in range(0, len(text), segment):
+            tokens += len(engine.tokenize(text[start : start + segment]))
+            if tokens > 2 * most:
+                raise PromptTooLong(
+                    f"the prompt has more than {tokens} tokens and the model's context holds {most}; shorten the "
+                    "prompt (it is never truncated silently)",
+                    param="prompt",
+                )
 
 
 def check_prompts(prompts: Sequence[TokenIds], *, vocabulary: int, max_tokens: int) -> None:

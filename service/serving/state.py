@@ -6,7 +6,7 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -26,18 +26,18 @@ from service.settings import ServiceSettings
 
 log = logging.getLogger("hallutracer")
 T = TypeVar("T")
-Load = Callable[[], list[Scorer]]
+Scorers = Mapping[str, Scorer]  # by the reference that each was loaded by; the first is the default
+Load = Callable[[], Scorers]
 
 
 @dataclass
 class ServiceState:
-    """``load`` builds the scorers (first one: the default bundle) in a thread of its own."""
+    """``load`` builds the scorers in a thread of its own."""
 
     load: Load
     aliases_of: Callable[[str], Mapping[str, int]] = lambda name: {}  # a bundle's alias -> version; read when it loads
     settings: ServiceSettings = field(default_factory=ServiceSettings)
     policies: Mapping[str, Policy] = field(default_factory=built_in)
-    names: Sequence[str] = ()  # the references that the scorers were loaded by, in the same order
     metrics: Metrics = field(default_factory=Metrics)
     scorers: list[Scorer] = field(default_factory=list)
     error: BaseException | None = None  # why loading ended without scorers, or what broke the engine
@@ -64,7 +64,7 @@ class ServiceState:
             return
         self._serve(scorers, aliases)
 
-    async def reload(self, load: Callable[[Engine], list[Scorer]]) -> None:
+    async def reload(self, load: Callable[[Engine], Scorers]) -> None:
         """Load other bundles on the running engine; requests under way end with the bundle they began with.
 
         Raises what ``load`` raises; the loaded bundles then stay.
@@ -75,7 +75,8 @@ class ServiceState:
 
     def _loaded(self, load: Load) -> tuple[list[Scorer], dict[str, str]]:
         """The scorers and the aliases of their bundles; where those cannot be read, the ones that were known."""
-        scorers = load()
+        loaded = load()
+        scorers = list(loaded.values())
         aliases: dict[str, str] = {}
         for name in {scorer.bundle.manifest.name for scorer in scorers}:
             try:
@@ -85,9 +86,7 @@ class ServiceState:
                 log.error("the aliases of %s were not read, those known before stay: %s", name, error)
             aliases |= found
         # An alias may have moved while its bundle was loaded: the operator's own references name what was loaded.
-        return scorers, aliases | {
-            name: scorer.bundle.reference for name, scorer in zip(self.names, scorers, strict=False)
-        }
+        return scorers, aliases | {name: scorer.bundle.reference for name, scorer in loaded.items()}
 
     def _serve(self, scorers: list[Scorer], aliases: dict[str, str]) -> None:
         self.scorers, self._aliases = scorers, aliases

@@ -64,8 +64,7 @@ class PluginOptions:
     """What the plugin serves."""
 
     store: Store
-    names: tuple[str, ...]  # of the bundles, as they were given
-    bundles: tuple[Bundle, ...]
+    bundles: Mapping[str, Bundle]  # by the reference that was given
     policies: Mapping[str, Policy]
     settings: ServiceSettings
     message_in_content: bool
@@ -87,5 +86,5 @@ def read_options(environment: Mapping[str, str] | None = None) -> PluginOptions:
         deadline_s=variables.deadline_s,
         max_queue=variables.max_queue,
     )
-    bundles = tuple(store.load(name) for name in variables.bundle)
-    return PluginOptions(store, variables.bundle, bundles, policies, settings, variables.message_in_content)
+    bundles = {name: store.load(name) for name in variables.bundle}
+    return PluginOptions(store, bundles, policies, settings, variables.message_in_content)

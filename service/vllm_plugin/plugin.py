@@ -56,7 +56,6 @@ class HalluTracerPlugin:
             options.store.aliases,
             options.settings,
             options.policies,
-            options.names,
             on_broken=lambda: None,
         )
 
@@ -90,7 +89,7 @@ class HalluTracerPlugin:
         if self.state.failure is not None:
             log.critical("not ready, and will not be: %s", self.state.failure)
 
-    def _load(self) -> list[Scorer]:
+    def _load(self) -> dict[str, Scorer]:
         assert self._loop is not None
         self._engine = VllmEngine.around(self._client, self._loop, self._generate)
-        return [Scorer(self._engine, bundle) for bundle in self._options.bundles]
+        return {name: Scorer(self._engine, bundle) for name, bundle in self._options.bundles.items()}

@@ -154,7 +154,8 @@ def test_an_error_before_the_risk_is_a_plain_error(service: Running) -> None:
         (b'{"prompt": "a", "deadline_ms": 0}', 422, "invalid_request"),
         (b'{"prompt": "a", "deadline_ms": 40000}', 422, "invalid_request"),
         (b'{"prompt": "a", "policy": "none"}', 404, "not_found"),
-        (b"[" * 100_000, 400, "invalid_json"),
+        (b"[" * 5_000, 400, "invalid_json"),
+        (b"[" * 100_000, 413, "body_too_large"),
     ],
 )
 def test_what_cannot_be_scored_gets_its_documented_error(

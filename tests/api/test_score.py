@@ -85,7 +85,8 @@ def test_include(service: Service) -> None:
 def test_the_operators_reference_names_what_was_loaded(tmp_path: Path) -> None:
     """Also where the alias moved meanwhile."""
     app = Service(tmp_path, aliases_of=lambda name: {"production": 2})
-    app.state.names = ["one@production", "two"]
+    load = app.state.load
+    app.state.load = lambda: dict(zip(["one@production", "two"], load().values(), strict=True))
     with app.started() as service:
         assert service.post(prompt="b", bundle="one@production").json()["bundle"]["version"] == 1
         assert service.post(prompt="b", bundle="two@production").status_code == 404
@@ -222,13 +223,13 @@ def test_openapi_names_the_examples(service: Service) -> None:
 
 
 def test_not_ready_before_loading_and_after_a_failure(tmp_path: Path) -> None:
-    state = ServiceState(lambda: [])
+    state = ServiceState(lambda: {})
     app = create_app(state)
     early = TestClient(app).post("/score", json={"prompt": "a"})  # without the lifespan nothing is loaded
     assert early.status_code == 503
     assert early.headers["retry-after"] == "1"
 
-    def broken() -> list[Scorer]:
+    def broken() -> dict[str, Scorer]:
         raise RuntimeError("no such model")
 
     state = ServiceState(broken)

@@ -51,7 +51,8 @@ ENGINES = {
 @asynccontextmanager
 async def serving(make: Callable[[], Engine], bundle: Bundle) -> AsyncIterator[tuple[ServiceState, httpx.AsyncClient]]:
     state = ServiceState(
-        lambda: [Scorer(make(), bundle)], settings=ServiceSettings(max_queue=4096, callers_may=("policy",))
+        lambda: {bundle.reference: Scorer(make(), bundle)},
+        settings=ServiceSettings(max_queue=4096, callers_may=("policy",)),
     )
     await state.start()
     assert state.failure is None
@@ -96,7 +97,7 @@ async def test_no_request_is_lost_and_each_digest_matches_its_risk(kind: str, tm
         clients = [asyncio.create_task(client_of(client, number)) for number in range(12)]
         for swap in range(1, 9):
             before = len(digests)
-            await state.reload(lambda engine, bundle=bundles[swap % 2]: [Scorer(engine, bundle)])  # type: ignore[misc]
+            await state.reload(lambda engine, bundle=bundles[swap % 2]: {bundle.reference: Scorer(engine, bundle)})  # type: ignore[misc]
             while len(digests) < before + 24:
                 await asyncio.sleep(0.005)
         done.set()
@@ -111,12 +112,12 @@ async def test_a_bundle_that_does_not_match_leaves_the_old_one(tmp_path: Path) -
         before = (await client.post("/score", json={"prompt": "a"})).json()
         other = matching_bundle(script, tmp_path / "other", "other")
 
-        def load(engine: Engine) -> list[Scorer]:
+        def load(engine: Engine) -> dict[str, Scorer]:
             script.nan_layer = None
             activations = script.activations
             script.activations = lambda prompt, site: activations(prompt, site) + 1  # type: ignore[method-assign]
             try:
-                return [Scorer(engine, other)]
+                return {other.reference: Scorer(engine, other)}
             finally:
                 script.activations = activations  # type: ignore[method-assign]
 

@@ -1,0 +1,189 @@
+"""uvicorn's connections with bounds: on a request's head, on the time without a request, and on their number.
+
+uvicorn bounds none of the three with its fast parser: a client without a key could take all memory or all sockets.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import resource
+import time
+from typing import Any, ClassVar
+
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from service.api.error_handlers import error_body
+
+log = logging.getLogger("hallutracer")
+HEAD_BYTES = 64 * 1024  # of a request line with its headers; of trailers, too
+HEAD_LINES = 100
+HEAD_SECONDS = 10.0  # from the connection, or the answer before, to the end of the next request's head
+SPARE_FILES = 128  # open files that are not connections
+LOG_SECONDS = 10.0  # between two lines about too many connections
+
+
+class Connection(HttpToolsProtocol):
+    """One connection.  ``most`` of them may be open; a further one takes the place of the one that idles longest."""
+
+    most: ClassVar[int] = 1000
+    idle: ClassVar[dict[Connection, None]] = {}  # in the order in which they became idle
+    logged: ClassVar[float] = -LOG_SECONDS
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._timer: asyncio.TimerHandle | None = None
+        self._lines = self._unread = 0  # header lines of this request; bytes that were neither a whole head nor a body
+        self._advanced = False
+        self._last = False  # the answer under way is the connection's last: what else arrives is dropped
+        self._reason = (400, "invalid_http", "this is not HTTP/1.1")
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Make room for it, or end it."""
+        super().connection_made(transport)
+        self._wait()
+        if len(self.connections) > self.most:
+            oldest = next(iter(self.idle))
+            if time.monotonic() - self.logged > LOG_SECONDS:
+                type(self).logged = time.monotonic()
+                who = "the one that asked for nothing longest" if oldest is not self else "a new one"
+                log.warning("%d connections are open: %s is closed, as others may be", self.most, who)
+            oldest.transport.abort()
+            oldest.connection_lost_early()
+
+    def connection_lost_early(self) -> None:
+        """Give the place free now: asyncio tells of the end in a later turn."""
+        self.connections.discard(self)
+        self._stop_waiting()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Forget it."""
+        super().connection_lost(exc)
+        self._stop_waiting()
+
+    def data_received(self, data: bytes) -> None:
+        """Parse, unless the head or the trailers grow without end."""
+        if self._last:
+            return
+        self._advanced = False
+        super().data_received(data)
+        self._unread = 0 if self._advanced else self._unread + len(data)
+        if self._unread > HEAD_BYTES and not self.transport.is_closing():
+            self._refuse(431, "headers_too_large", f"headers or trailers exceed {HEAD_BYTES} bytes")
+
+    def on_message_begin(self) -> None:
+        """A second request before the first is answered ends the connection after that answer; no client needs it."""
+        if self._answers():
+            self._end_after_answer()
+            return
+        super().on_message_begin()
+        self._lines = 0
+
+    def on_url(self, url: bytes) -> None:
+        """Part of the request line."""
+        if not self._last:
+            super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """A header, or a trailer."""
+        if self._last:
+            return
+        self._lines += 1
+        if self._lines > HEAD_LINES:
+            self._reason = (431, "headers_too_large", f"more than {HEAD_LINES} header lines")
+            raise ValueError  # the parser ends, and uvicorn calls ``send_400_response``
+        super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        """A request has come."""
+        if self._last:
+            return
+        self._advanced = True
+        self._stop_waiting()
+        super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        """Part of the body."""
+        if not self._last:
+            self._advanced = True
+            super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        """The body is complete."""
+        if not self._last:
+            super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        """Wait for the next request."""
+        super().on_response_complete()
+        if not self.transport.is_closing():
+            self._wait()
+
+    def send_400_response(self, msg: str) -> None:
+        """The parser has given up; an answer that is under way is not to be written into."""
+        if self._answers() and not self.cycle.more_body:
+            self._end_after_answer()
+        else:
+            self._refuse(*self._reason)
+
+    def _unsupported_upgrade_warning(self) -> None:
+        """A WebSocket's handshake is answered as the GET that it is."""
+        self._end_after_answer()
+
+    def _answers(self) -> bool:
+        return self.cycle is not None and not self.cycle.response_complete
+
+    def _end_after_answer(self) -> None:
+        self._last = True
+        if self.cycle is not None:
+            self.cycle.keep_alive = False
+
+    def _wait(self) -> None:
+        self._stop_waiting()
+        self.idle[self] = None
+        self._timer = self.loop.call_later(HEAD_SECONDS, self._give_up)
+
+    def _stop_waiting(self) -> None:
+        self.idle.pop(self, None)
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _give_up(self) -> None:
+        self._stop_waiting()
+        if self._unread and not self._answers():
+            self._refuse(408, "headers_too_slow", f"the request's head did not arrive within {HEAD_SECONDS:g} s")
+        else:
+            self.transport.close()
+
+    def _refuse(self, status: int, code: str, message: str) -> None:
+        if self._answers() and self.cycle.response_started:
+            self.transport.abort()
+            return
+        body = json.dumps(error_body(status, message, code)).encode()
+        head = (
+            f"HTTP/1.1 {status} {code}\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n"
+            "connection: close\r\n\r\n"
+        )
+        self._last = True
+        self.transport.write(head.encode() + body)
+        self.transport.close()
+
+
+def connections(most: int) -> type[Connection]:
+    """The protocol for one server with ``most`` connections, or as many as the process may have open files."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = most + SPARE_FILES
+    if soft < wanted and soft != resource.RLIM_INFINITY:
+        soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        most = max(1, soft - SPARE_FILES)
+        log.warning("at most %d connections: this process may open %d files (ulimit -n)", most, soft)
+
+    class Bounded(Connection):
+        idle: ClassVar[dict[Connection, None]] = {}
+
+    Bounded.most = most
+    return Bounded
