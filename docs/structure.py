@@ -33,6 +33,7 @@ ROLES = {
     "service.options": ("flag, variable or file: an option's value", GROUND),
     "service.errors": ("every error", GROUND),
     "service.settings": ("settings", GROUND),
+    "service.callers": ("who asks, and what it may choose", GROUND),
     "service.client": ("the Python client", GROUND),
 }
 WIDTH, ROW, GAP, LEFT = 760, 44, 8, 40

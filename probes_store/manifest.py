@@ -19,6 +19,7 @@ from probes_store.strict import canonical_json, parse_json, read_record, readabl
 FORMAT: Final = "hallutracer-bundle"
 FORMAT_VERSION: Final = 1
 UNSET_TIME = "1970-01-01T00:00:00Z"
+MAX_FILE = 64 * 1024 * 1024  # bytes of any file: a file is read whole
 MANIFEST = "bundle.json"
 PROBES, GOLDEN, EVALUATION, CARD = "probes.safetensors", "golden.safetensors", "evaluation.json", "README.md"
 REQUIRED = (PROBES, GOLDEN, EVALUATION, CARD)
@@ -287,7 +288,7 @@ def _check_files(manifest: Manifest, file: str, require: Callable[[bool, str, ob
     for name, record in manifest.files.items():
         if name not in REQUIRED and not PLOT.fullmatch(name):
             raise UnknownField("this format has no such file", file=file, field=f"files.{name}")
-        require(record.bytes >= 0, f"files.{name}.bytes", "0 or more", record.bytes)
+        require(0 <= record.bytes <= MAX_FILE, f"files.{name}.bytes", f"0 to {MAX_FILE}", record.bytes)
         require(bool(_HEX.fullmatch(record.sha256)), f"files.{name}.sha256", "64 hex digits", record.sha256)
 
 

@@ -16,10 +16,13 @@ from safetensors.numpy import save
 
 from probes_store.errors import BadValue, MissingField, NotFinite, UnknownField, WrongShape
 from probes_store.manifest import GOLDEN, PROBES, Manifest
+from probes_store.strict import parse_json
 
 TensorLayout = dict[str, tuple[str, tuple[int | None, ...]]]  # tensor -> element type, shape; None: any length
 _NUMPY: dict[str, np.dtype[Any]] = {"I32": np.dtype("<i4"), "F32": np.dtype("<f4"), "F64": np.dtype("<f8")}
 UNIT_NORM_TOLERANCE = 1e-4
+MAX_HEADER = 64 * 1024  # bytes; there are at most six tensors
+ALIGNMENT = 8  # of the header, in bytes
 
 
 @dataclass(frozen=True, eq=False)
@@ -148,6 +151,7 @@ def read_golden(data: bytes, manifest: Manifest, file: str = GOLDEN) -> Golden:
 
 def _unpack(data: bytes, layout: TensorLayout, file: str) -> dict[str, NDArray[Any]]:
     """Parse safetensors; types and shapes are checked against the layout before any number is read."""
+    _check_header(data, file)
     try:
         entries: Mapping[str, Any] = dict(deserialize(data))  # type: ignore[no-untyped-call]
     except SafetensorError as error:
@@ -177,6 +181,17 @@ def _unpack(data: bytes, layout: TensorLayout, file: str) -> dict[str, NDArray[A
             )
         arrays[name] = array
     return arrays
+
+
+def _check_header(data: bytes, file: str) -> None:
+    """What safetensors does not refuse: padding beyond the alignment, a huge header, a tensor that is listed twice."""
+    size = int.from_bytes(data[:8], "little")
+    if not 0 < size <= min(MAX_HEADER, len(data) - 8):
+        raise BadValue("not a safetensors file", file=file, expected=f"a header of 1 to {MAX_HEADER} bytes", found=size)
+    header = data[8 : 8 + size]
+    if len(header) - len(header.rstrip(b" ")) >= ALIGNMENT:
+        raise BadValue("padding", file=file, expected=f"less than {ALIGNMENT} spaces after the header", found="more")
+    parse_json(header, file)
 
 
 def _shape(shape: Sequence[int | None]) -> str:

@@ -51,6 +51,24 @@ class BodyTooSlow(RequestError):
     status, code = 408, "body_too_slow"
 
 
+class NotHttp(RequestError):
+    """What arrived is not HTTP/1.1."""
+
+    status, code = 400, "invalid_http"
+
+
+class HeadersTooSlow(RequestError):
+    """The request's line and headers did not arrive in time."""
+
+    status, code = 408, "headers_too_slow"
+
+
+class HeadersTooLarge(RequestError):
+    """Headers or trailers exceed their limits."""
+
+    status, code = 431, "headers_too_large"
+
+
 class WrongHost(HalluTracerError):
     """The request is addressed to a name that is not this service's."""
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Self
 
 ROOT = Path(__file__).parent.parent
+MAY_CHOOSE = {"HALLUTRACER_CALLERS_MAY": "policy threshold bundle"}  # for tests that choose what a caller may not
 
 
 def inherited() -> dict[str, str]:

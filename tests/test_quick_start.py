@@ -19,7 +19,7 @@ from service.demo.questions import questions
 from service.engines.base import EngineOptions, Sampling
 from service.engines.transformers.engine import TransformersEngine
 from tests import command_line
-from tests.serve_process import ServeProcess, serve
+from tests.serve_process import MAY_CHOOSE, ServeProcess, serve
 
 
 def hallutracer(store: Path, *arguments: str, check: bool = True, stdin: str = "") -> subprocess.CompletedProcess[str]:
@@ -98,7 +98,7 @@ def test_half_precision_passes_the_golden_replay(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServeProcess]:
-    with serve(HALLUTRACER_STORE=str(tmp_path_factory.mktemp("store"))) as service:
+    with serve(HALLUTRACER_STORE=str(tmp_path_factory.mktemp("store")), **MAY_CHOOSE) as service:
         yield service
 
 

@@ -21,7 +21,7 @@ import pytest
 from probes_store.bundle import Bundle, BundleDraft
 from probes_store.store import SHIPPED, Store
 from tests.engines.vllm.installed import vllm_or_skip
-from tests.serve_process import ServeProcess, serve
+from tests.serve_process import MAY_CHOOSE, ServeProcess, serve
 
 vllm_or_skip()
 
@@ -50,7 +50,7 @@ def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
         store.publish(draft_of(store.load(source)))
     store.set_alias("mine", "production", 1)
     bundles = [f"--bundle={name}" for name in ("demo", "demo-fused", "mine@production")]
-    with serve(*EAGER, *bundles, HALLUTRACER_STORE=str(folder / "store")) as served:
+    with serve(*EAGER, *bundles, HALLUTRACER_STORE=str(folder / "store"), **MAY_CHOOSE) as served:
         yield Service(served, store)
     assert served.process.returncode == 0  # a service that drained has not failed
 

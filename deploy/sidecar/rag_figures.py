@@ -1,8 +1,10 @@
 """The README's figures: how risk and correctness change with retrieval, on the demo's questions.
 
-Run against a service with the demo model:  python deploy/sidecar/rag_figures.py --split test
-Every question is answered without and with passages under the policy ``observe``, so that answers which the gate would
-withhold are judged too.
+Run against a service with the demo model that lets every answer through, because those which a gate would withhold
+are judged too:
+
+    hallutracer serve --policy observe
+    python deploy/sidecar/rag_figures.py --split test
 """
 
 from __future__ import annotations

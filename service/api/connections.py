@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from service.api.error_handlers import error_body
+from service.errors import HalluTracerError, HeadersTooLarge, HeadersTooSlow, NotHttp
 
 log = logging.getLogger("hallutracer")
 HEAD_BYTES = 64 * 1024  # of a request line with its headers; of trailers, too
@@ -37,7 +38,7 @@ class Connection(HttpToolsProtocol):
         self._lines = self._unread = 0  # header lines of this request; bytes that were neither a whole head nor a body
         self._advanced = False
         self._last = False  # the answer under way is the connection's last: what else arrives is dropped
-        self._reason = (400, "invalid_http", "this is not HTTP/1.1")
+        self._reason: HalluTracerError = NotHttp("this is not HTTP/1.1")
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Make room for it, or end it."""
@@ -70,7 +71,7 @@ class Connection(HttpToolsProtocol):
         super().data_received(data)
         self._unread = 0 if self._advanced else self._unread + len(data)
         if self._unread > HEAD_BYTES and not self.transport.is_closing():
-            self._refuse(431, "headers_too_large", f"headers or trailers exceed {HEAD_BYTES} bytes")
+            self._refuse(HeadersTooLarge(f"headers or trailers exceed {HEAD_BYTES} bytes"))
 
     def on_message_begin(self) -> None:
         """A second request before the first is answered ends the connection after that answer; no client needs it."""
@@ -91,7 +92,7 @@ class Connection(HttpToolsProtocol):
             return
         self._lines += 1
         if self._lines > HEAD_LINES:
-            self._reason = (431, "headers_too_large", f"more than {HEAD_LINES} header lines")
+            self._reason = HeadersTooLarge(f"more than {HEAD_LINES} header lines")
             raise ValueError  # the parser ends, and uvicorn calls ``send_400_response``
         super().on_header(name, value)
 
@@ -125,7 +126,7 @@ class Connection(HttpToolsProtocol):
         if self._answers() and not self.cycle.more_body:
             self._end_after_answer()
         else:
-            self._refuse(*self._reason)
+            self._refuse(self._reason)
 
     def _unsupported_upgrade_warning(self) -> None:
         """A WebSocket's handshake is answered as the GET that it is."""
@@ -153,17 +154,17 @@ class Connection(HttpToolsProtocol):
     def _give_up(self) -> None:
         self._stop_waiting()
         if self._unread and not self._answers():
-            self._refuse(408, "headers_too_slow", f"the request's head did not arrive within {HEAD_SECONDS:g} s")
+            self._refuse(HeadersTooSlow(f"the request's line and headers did not arrive within {HEAD_SECONDS:g} s"))
         else:
             self.transport.close()
 
-    def _refuse(self, status: int, code: str, message: str) -> None:
+    def _refuse(self, error: HalluTracerError) -> None:
         if self._answers() and self.cycle.response_started:
             self.transport.abort()
             return
-        body = json.dumps(error_body(status, message, code)).encode()
+        body = json.dumps(error_body(error.status, error.message, error.code)).encode()
         head = (
-            f"HTTP/1.1 {status} {code}\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n"
+            f"HTTP/1.1 {error.status} {error.code}\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n"
             "connection: close\r\n\r\n"
         )
         self._last = True

@@ -79,14 +79,21 @@ class ScoreRequest(RequestModel):
     )
     input_ids: Ids | Batches | None = Field(None, description="token ids ending at the answer onset")
     model: StrictStr | None = Field(None, description="must be the loaded model")
-    bundle: StrictStr | None = Field(None, description="name, name@alias or name:version of a loaded bundle")
+    bundle: StrictStr | None = Field(
+        None,
+        description="name, name@alias or name:version of a loaded bundle; under a policy that withholds, another than "
+        "the service's first needs --callers-may bundle",
+    )
     threshold: Risk | None = Field(
         None,
         strict=True,
-        description="flag at or above this risk; default: the policy's, else the service's, else the bundle's",
+        description="flag at or above this risk; default: the policy's, else the service's, else the bundle's.  Under "
+        "a policy that withholds, a higher one than the service's needs --callers-may threshold",
     )
     policy: StrictStr | None = Field(
-        None, description="observe, gate, block or a policy of this service; default: the service's own"
+        None,
+        description="observe, gate, block or a policy of this service; default: the service's own.  Where that "
+        "withholds, observe needs --callers-may policy",
     )
     include: list[Include] = Field(default_factory=list, max_length=2)
     generate: Generate | None = Field(None, description="also decode the answer, if the decision is continue")
@@ -147,10 +154,14 @@ REQUEST_EXAMPLES: dict[str, Any] = {
         "value": {"prompt": "What is the capital of Italy?", "generate": {"max_tokens": 16}, "stream": True},
     },
     "watch without gating": {
-        "value": {"prompt": "What is the capital of Nauru?", "policy": "observe", "generate": {"max_tokens": 16}}
+        "summary": "under a policy that withholds, where its operator allows it: --callers-may policy",
+        "value": {"prompt": "What is the capital of Nauru?", "policy": "observe", "generate": {"max_tokens": 16}},
     },
     "your own threshold, and the readings of every layer": {
         "value": {"prompt": "What is the capital of Chad?", "threshold": 0.2, "include": ["trajectory", "running_mean"]}
     },
-    "token ids and another bundle": {"value": {"input_ids": [[1, 300, 301], [1, 302]], "bundle": "demo-fused"}},
+    "token ids and another bundle": {
+        "summary": "under a policy that withholds, where its operator allows it: --callers-may bundle",
+        "value": {"input_ids": [[1, 300, 301], [1, 302]], "bundle": "demo-fused"},
+    },
 }

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.bench.load_stats import Check
-from tests.serve_process import ServeProcess
+from tests.serve_process import MAY_CHOOSE, ServeProcess
 
 GAUGES = ("hallutracer_queue_depth", "hallutracer_running_decodes", "hallutracer_requests_in_flight")
 _TICKS = os.sysconf("SC_CLK_TCK")
@@ -50,7 +50,10 @@ class Metrics:
 
 
 class ServiceProcess(ServeProcess):
-    """``hallutracer serve`` with ``arguments``, watched."""
+    """``hallutracer serve`` with ``arguments``, watched; its clients may choose what they like."""
+
+    def __init__(self, *arguments: str, **variables: str) -> None:
+        super().__init__(*arguments, **MAY_CHOOSE | variables)
 
     @property
     def pid(self) -> int:

@@ -186,7 +186,7 @@ class Bench:
 
     def _serve(self) -> list[str]:
         arguments = [*self.prepared.arguments, "--engine", "vllm", "--deadline-s", "600", "--dtype", "float32"]
-        arguments += ["--max-batch-tokens", str(MAX_LENGTH)]
+        arguments += ["--max-batch-tokens", str(MAX_LENGTH), "--callers-may", "threshold"]
         for name, value in self._same().items():
             if name not in ("dtype", "max_num_batched_tokens"):
                 arguments += ["--engine-arg", f"{name}={json.dumps(value)}"]

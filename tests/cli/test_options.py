@@ -59,6 +59,9 @@ def example(argument: Argument) -> tuple[Any, list[str]]:
     """A value that is not the default, as TOML has it and as words."""
     [kind] = kinds(argument.hint)
     limits = argument.parameter.validator[0] if argument.parameter.validator else None  # type: ignore[index]
+    if get_origin(kind) is tuple and get_origin(get_args(kind)[0]) is Literal:
+        choices = list(get_args(get_args(kind)[0]))[:2]
+        return choices, choices
     if get_origin(kind) is tuple:
         return ["some", "more"], ["some", "more"]
     if get_origin(kind) is Literal:

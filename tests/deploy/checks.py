@@ -130,7 +130,8 @@ def compose_services(root: Path) -> Iterator[str]:
         target = service["build"]["target"] if built else "cpu"
         if target not in {step.stage for step in p.dockerfile(root)}:
             yield f"compose {name}: the Dockerfile has no target {target}"
-        elif p.environment(root, target).get("HALLUTRACER_ENGINE") == "vllm" and "/tmp:exec" not in service["tmpfs"]:
+        executes = str(service.get("tmpfs", "")).startswith("['/tmp:exec")
+        if p.environment(root, target).get("HALLUTRACER_ENGINE") == "vllm" and not executes:
             yield f"compose {name}: vLLM could not load what it compiles"
         if built and service["image"].partition("-")[2] != target.replace("cpu", "", target == "cpu"):
             yield f"compose {name}: {service['image']} is built from the target {target}"

@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 
 from service.demo.picture import KNOWN, UNKNOWN
-from tests.serve_process import serve
+from tests.serve_process import MAY_CHOOSE, serve
 
 MAX_QUEUE = 8
 BUNDLES = ("demo", "demo-fused")
@@ -24,7 +24,7 @@ BUNDLES = ("demo", "demo-fused")
 @contextmanager
 def serving(store: Path) -> Iterator[str]:
     """The service's address, once it is ready."""
-    with serve(f"--max-queue={MAX_QUEUE}", HALLUTRACER_STORE=str(store)) as service:
+    with serve(f"--max-queue={MAX_QUEUE}", HALLUTRACER_STORE=str(store), **MAY_CHOOSE) as service:
         yield service.url
 
 

@@ -155,7 +155,7 @@ SEEDED = [
     ("docker-compose.yml", "    build: *build\n    pull", "    pull", "compose rag: our image is looked for"),
     ("docker-compose.yml", "target: vllm-cpu", "target: vllm-gpu", "the Dockerfile has no target vllm-gpu"),
     ("docker-compose.yml", "target: vllm-cpu", "target: vllm", "is built from the target vllm"),
-    ("docker-compose.yml", '"/tmp:exec"', '"/tmp"', "vLLM could not load what it compiles"),
+    ("docker-compose.yml", '"/tmp:exec,', '"/tmp:', "vLLM could not load what it compiles"),
     ("docker-compose.yml", "127.0.0.1:8767:8765", "127.0.0.1:8767:80", "compose hallutracer-vllm: port 80"),
     ("docker-compose.yml", "cap_drop: [ALL]", "cap_drop: [CHOWN]", "a capability is left"),
     ("docker-compose.yml", "read_only: true", "read_only: false", "root is writable"),

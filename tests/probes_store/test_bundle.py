@@ -31,10 +31,10 @@ from probes_store.errors import (
     WrongShape,
 )
 from probes_store.golden import TOLERANCES
-from probes_store.manifest import Classifier, Manifest, ModelRecord, ReadoutRecord, TrainingRecord
+from probes_store.manifest import MAX_FILE, Classifier, Manifest, ModelRecord, ReadoutRecord, TrainingRecord
 from probes_store.tensors import Golden, ProbeTensors, pack
 from tests.probes_store.factory import make_draft, write_bundle
-from tests.probes_store.reseal import edit_tensors, replace_file
+from tests.probes_store.reseal import edit_manifest, edit_tensors, replace_file
 
 CREATED = datetime(2026, 1, 31, 12, tzinfo=UTC)
 FILES = ("bundle.json", "probes.safetensors", "golden.safetensors", "evaluation.json", "README.md", "plots/roc.png")
@@ -257,6 +257,28 @@ def test_damaged_first_token(tmp_path: Path, error: type[BundleDamaged], damage:
 def test_hostile_headers_behind_right_hashes(bundle: Bundle, data: bytes) -> None:
     replace_file(bundle.path, "probes.safetensors", data)
     with pytest.raises(BadValue, match="probes.safetensors: not a safetensors file"):
+        load_bundle(bundle.path)
+
+
+def test_headers_that_safetensors_takes(bundle: Bundle) -> None:
+    """Two readers of a tensor that is listed twice may see different probes; a header may hide anything in padding."""
+    data = (bundle.path / "probes.safetensors").read_bytes()
+    size = int.from_bytes(data[:8], "little")
+    header, body = data[8 : 8 + size], data[8 + size :]
+    bias = re.search(rb'"bias":\{[^}]*\}', header)
+    assert bias is not None
+    twice = header.rstrip().replace(b"{", b"{" + bias[0] + b",", 1)
+    for odd in (header + b" " * 8, header + b" " * 100_000, twice + b" " * (-len(twice) % 8)):
+        replace_file(bundle.path, "probes.safetensors", len(odd).to_bytes(8, "little") + odd + body)
+        with pytest.raises((BadValue, UnknownField)):
+            load_bundle(bundle.path)
+    replace_file(bundle.path, "probes.safetensors", data)
+    load_bundle(bundle.path)
+
+
+def test_no_file_may_be_huge(bundle: Bundle) -> None:
+    edit_manifest(bundle.path, lambda document: document["files"]["README.md"].update(bytes=MAX_FILE + 1))
+    with pytest.raises(BadValue, match=r"README\.md"):
         load_bundle(bundle.path)
 
 
