@@ -149,6 +149,13 @@ class NonFiniteReadout(EngineError):
     status, code = 500, "non_finite_readout"
 
 
+class ProbeReplaced(EngineError):
+    """Another server of the same vLLM has put its own probe into this one's slot; the next request writes it again."""
+
+    status, code = 503, "probe_replaced"
+    retry_after_s = 1
+
+
 class TrainingError(HalluTracerError):
     """A training run cannot go on."""
 

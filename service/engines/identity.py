@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,15 @@ def folder_fingerprint(folder: Path) -> str:
             ends.update(stream.read(MIB))
         digest.update(_canonical([file.name, size, ends.hexdigest()]))
     return digest.hexdigest()
+
+
+def changed_at_load(fingerprint: str, changes: Mapping[str, str]) -> str:
+    """The fingerprint of a checkpoint that is loaded otherwise than it was saved, such as quantized; without changes
+    the checkpoint's own.
+    """
+    if not changes:
+        return fingerprint
+    return hashlib.sha256(fingerprint.encode() + _canonical(dict(changes))).hexdigest()
 
 
 def memory_fingerprint(model: nn.Module) -> str:

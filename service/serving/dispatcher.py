@@ -13,7 +13,7 @@ from collections.abc import Callable
 from contextlib import aclosing
 
 from service.engines.base import Engine, Sampling, Update, unfinished
-from service.errors import EngineError, NonFiniteReadout, NotReady, RequestError
+from service.errors import EngineError, NonFiniteReadout, NotReady, ProbeReplaced, RequestError
 from service.guard import Decision, Policy
 from service.scoring import RiskReport, Scorer
 from service.serving import admission
@@ -179,7 +179,7 @@ class Dispatcher:
             self._break(EngineError(f"the engine is gone: {error}"))
         request.cancel(error)
         # A device in an error state (CUDA keeps one until the process ends) fails every prompt from then on.
-        self._failures += not isinstance(error, RequestError | NonFiniteReadout)
+        self._failures += not isinstance(error, RequestError | NonFiniteReadout | ProbeReplaced)
         if self._failures >= MAX_FAILURES:
             self._break(EngineError(f"{self._failures} prompts in a row failed; the last: {error}"))
 

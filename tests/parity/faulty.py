@@ -11,8 +11,9 @@ from typing import Any
 
 from service.engines.vllm import runners
 from service.engines.vllm.reader import OnsetRow, StepLayout, onset_rows
-from service.engines.vllm.wire import Directive
+from service.engines.vllm.wire import Directive, probe_digest
 from service.engines.vllm.worker import Worker
+from service.readout import Site
 
 
 class RowTooEarly(Worker):
@@ -42,6 +43,8 @@ class Deaf(Worker):
         if (slot, site) not in written:
             super().hallutracer_write(slot, site, head, numbers)
             written.add((slot, site))
+        reader = self.hallutracer_reader
+        reader.digests[reader.plan.column(Site(site), slot)] = probe_digest(site, head, numbers)
 
 
 class Bare(Worker):

@@ -12,6 +12,7 @@ import numpy as np
 from service.engines.base import Counters, TokenIds
 from service.engines.bridge import LoopThread, run_on
 from service.engines.vllm import launch
+from service.engines.vllm.wire import probe_digest
 from service.errors import EngineError, RequestError
 from service.readout import Probes
 
@@ -91,12 +92,13 @@ class Client:
                 f"vLLM runs a worker without the readout ({error}); start it with --worker-cls {launch.WORKER}"
             ) from error
 
-    async def write(self, slot: int, probes: Probes) -> None:
-        """Write probes into a slot of their site on every worker."""
+    async def write(self, slot: int, probes: Probes) -> str:
+        """Write probes into a slot of their site on every worker; return their digest."""
         table = np.concatenate([probes.direction, probes.bias[:, None], probes.scale[:, None]], axis=1)
         head = [int(value) for value in probes.head]
         numbers = np.ascontiguousarray(table, np.float32).tobytes()
         await self._async_llm.collective_rpc("hallutracer_write", args=(slot, str(probes.site), head, numbers))
+        return probe_digest(str(probes.site), head, numbers)
 
     def close(self) -> None:
         """Cancel all requests and end vLLM's processes.  Not to be called on the loop.  Safe to call twice."""

@@ -31,7 +31,7 @@ from service.engines.base import (
 from service.engines.bridge import Outboxes, gather_all, relay, run_on
 from service.engines.checks import check_onset_only, check_prompts, check_sampling
 from service.engines.families import text_config
-from service.engines.identity import folder_fingerprint, revision_of
+from service.engines.identity import changed_at_load, folder_fingerprint, revision_of
 from service.engines.tokens import Tokens
 from service.engines.vllm import launch
 from service.engines.vllm.client import Client
@@ -78,7 +78,7 @@ class VllmEngine:
         self.identity = ModelIdentity(
             model=files.name,
             revision=revision_of(files.config),
-            fingerprint=folder_fingerprint(files.folder),
+            fingerprint=changed_at_load(folder_fingerprint(files.folder), launch.changes_at_load(config, files.config)),
             architecture=str((files.config.architectures or [type(files.config).__name__])[0]),
             model_type=str(files.config.model_type),
             tokenizer=tokens.digest,
@@ -273,8 +273,9 @@ class VllmEngine:
             slot=columns[0] if columns else 0,
             gate=gate if gated else None,
             end_token=self.end_token if gated else None,
+            probes=self._slots.digests(columns),
         )
-        return ProbeLease(directive, self._plan, columns, self._slots.release)
+        return ProbeLease(directive, self._plan, columns, self._slots)
 
     def close(self) -> None:
         """End vLLM's processes.  Later calls raise EngineError."""

@@ -158,3 +158,17 @@ def engine_arguments(options: EngineOptions) -> dict[str, Any]:
         except ValueError:
             arguments[key] = value
     return arguments
+
+
+def changes_at_load(config: Any, checkpoint: Any) -> dict[str, str]:
+    """What vLLM computes in that the checkpoint does not say: weights quantized at load, and a quantized KV cache."""
+    from vllm.utils.torch_utils import resolve_kv_cache_dtype_string
+
+    changes = {}
+    if config.model_config.quantization is not None and not hasattr(checkpoint, "quantization_config"):
+        changes["quantization"] = str(config.model_config.quantization)
+    cache = str(config.cache_config.cache_dtype)
+    own = str(config.model_config.dtype).removeprefix("torch.")
+    if cache not in ("auto", own, resolve_kv_cache_dtype_string("auto", config.model_config)):
+        changes["kv_cache_dtype"] = cache
+    return changes

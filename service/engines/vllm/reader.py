@@ -17,7 +17,7 @@ import torch
 
 from service.engines.transformers.results import summarise
 from service.engines.vllm.graph import SiteTensors
-from service.engines.vllm.wire import EXTRAS, Directive, Plan
+from service.engines.vllm.wire import EXTRAS, REPLACED, Directive, Plan
 from service.errors import EngineError
 from service.readout import Site
 
@@ -81,7 +81,9 @@ class Reader:
     def __init__(self, plan: Plan, sites: dict[Site, SiteTensors], onsets: Tensor, link: StageLink) -> None:
         self.plan, self.sites = plan, sites
         self._onsets, self._link = onsets, link
+        self.digests: dict[int, str] = {}  # column -> digest of the probe that its slot holds
         self._step: list[OnsetRow] = []
+        self._replaced: list[int] = []  # places in the step whose directives name other probes
         self._values: Tensor | None = None  # [columns, n, layers + 1]
         self._activations: list[Tensor] = []
         self._summary: Tensor | None = None  # [n, 3]
@@ -96,6 +98,11 @@ class Reader:
         """Start a step of ``tokens`` rows, padding included."""
         self._step = step
         self._values = self._summary = self._gated = None
+        self._replaced = [
+            place
+            for place, row in enumerate(step)
+            if any(self.digests.get(column) != digest for column, digest in row.directive.probes)
+        ]
         self._activations = []
         if self.plan.activations:
             self._onsets.zero_()  # a row of an earlier, larger step would lie outside this one
@@ -117,6 +124,8 @@ class Reader:
         places = torch.tensor([row.token_row for row in self._step], dtype=torch.int64, device=self.device)
         gathered = torch.cat([tensors.gather(places) for tensors in self.sites.values()], dim=-1)
         values = self._link.sum(gathered)  # [layers + 1, n, columns]
+        if self._replaced:
+            values[:, self._replaced] = math.nan  # no gate takes it for a risk
         if earlier is not None:
             values = torch.cat([earlier[:-1], values[:-1], earlier[-1:] + values[-1:]])
         if any(row.directive.activations for row in self._step):
@@ -172,6 +181,8 @@ class Reader:
         extras[:, :3] = math.nan if self._summary is None else self._summary.to(extras)
         if self._gated is not None:
             extras[:, 3] = self._gated.to(extras)
+        if self._replaced:
+            extras[self._replaced, 3] = REPLACED
         flat = torch.cat([self._values.permute(1, 0, 2).reshape(count, -1), extras], dim=1)
         payloads = {}
         for place, row in enumerate(self._step):

@@ -2,32 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from service.engines.base import Completion, PrefillResult, Sampling
+from service.engines.vllm.slots import Slots
 from service.engines.vllm.wire import Directive, Payload, Plan
-from service.errors import EngineError
+from service.errors import EngineError, ProbeReplaced
 
 
 class ProbeLease:
     """Keeps a request's probes in their slots until its prefill has been read."""
 
-    def __init__(
-        self, directive: Directive, plan: Plan, columns: Sequence[int], release: Callable[[Sequence[int]], None]
-    ) -> None:
+    def __init__(self, directive: Directive, plan: Plan, columns: Sequence[int], slots: Slots) -> None:
         self.directive = directive
         self._plan = plan
         self._columns = list(columns)
         self._held = list(columns)
-        self._release = release
+        self._slots = slots
 
     def prefill(self, output: Any, prompt_tokens: int) -> tuple[PrefillResult, bool]:
         """The result in the output with the first token, and whether the gate closed.  Frees the slots.
 
-        Raises EngineError if the output has no payload, NonFiniteReadout if a number in it is a NaN or infinity.
+        Raises EngineError if the output has no payload, ProbeReplaced, and NonFiniteReadout if a number in it is a NaN
+        or infinity.
         """
-        payload = payload_of(output, self._plan, self.directive)
+        try:
+            payload = payload_of(output, self._plan, self.directive)
+        except ProbeReplaced:
+            self._slots.forget(self._columns)
+            raise
         self.release()
         trajectories = tuple(payload.trajectories[column] for column in self._columns)
         return PrefillResult(trajectories, payload.first_token, prompt_tokens), payload.gated
@@ -35,7 +39,7 @@ class ProbeLease:
     def release(self) -> None:
         """Free the slots.  Safe to call twice."""
         held, self._held = self._held, []
-        self._release(held)
+        self._slots.release(held)
 
 
 class AnswerBuilder:

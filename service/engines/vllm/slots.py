@@ -15,7 +15,7 @@ from service.engines.vllm.wire import Plan
 from service.errors import EngineError
 from service.readout import Probes, Site
 
-WriteProbe = Callable[[int, Probes], Awaitable[None]]
+WriteProbe = Callable[[int, Probes], Awaitable[str]]
 
 
 @dataclass
@@ -23,6 +23,7 @@ class _Slot:
     site: Site
     index: int  # among its site's slots
     probes: Probes | None = None
+    digest: str = ""
     users: int = 0
     last_used: int = 0
 
@@ -31,7 +32,7 @@ class Slots:
     """Leases slots to requests.  To be used on one event loop only."""
 
     def __init__(self, plan: Plan, write: WriteProbe) -> None:
-        """``write(index, probes)`` writes a probe into a slot of its site on every rank."""
+        """``write(index, probes)`` writes a probe into a slot of its site on every rank, and returns its digest."""
         self._plan = plan
         self._write = write
         self._slots = [_Slot(site, index) for site in plan.sites for index in range(plan.slots)]
@@ -67,6 +68,15 @@ class Slots:
         for column in columns:
             self._slots[column].users -= 1
 
+    def digests(self, columns: Sequence[int]) -> tuple[tuple[int, str], ...]:
+        """Each column with the digest of its probe."""
+        return tuple((column, self._slots[column].digest) for column in columns)
+
+    def forget(self, columns: Sequence[int]) -> None:
+        """Another server has written into one of these slots: the next request writes its probe again."""
+        for column in columns:
+            self._slots[column].probes = None
+
     def _find(self, probe: Probes) -> int | None:
         return next((column for column, slot in enumerate(self._slots) if slot.probes is probe), None)
 
@@ -87,7 +97,7 @@ class Slots:
         slot.probes = None  # invalid until fully written
         slot.users += 1
         try:
-            await self._write(slot.index, probe)
+            slot.digest = await self._write(slot.index, probe)
         finally:
             slot.users -= 1
         slot.probes = probe

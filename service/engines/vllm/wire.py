@@ -7,7 +7,8 @@ end: a risk and its first token arrive in one message and cannot be matched with
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import hashlib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,12 +16,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from service.engines.base import FirstToken, Gate
-from service.errors import EngineError, NonFiniteReadout
+from service.errors import EngineError, NonFiniteReadout, ProbeReplaced
 from service.readout import Geometry, Site
 
 KEY = "hallutracer"
 MAX_TOKEN = 2**31 - 1
-EXTRAS = 4  # log max probability, entropy, greedy token, whether the gate closed
+EXTRAS = 4  # log max probability, entropy, greedy token, and 1 where the gate closed or REPLACED
+REPLACED = -1.0  # a slot holds another probe than the request side has written
+
+
+def probe_digest(site: str, head: Sequence[int], numbers: bytes) -> str:
+    """A probe as it is written into a slot: sha256, shortened."""
+    return hashlib.sha256(f"{site} {list(head)} ".encode() + numbers).hexdigest()[:32]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +44,10 @@ class Plan:
         """Number of floats in a payload without activations."""
         return len(self.sites) * self.slots * (self.geometry.num_layers + 1) + EXTRAS
 
+    def column(self, site: Site, slot: int) -> int:
+        """A slot's place among those of all sites, as in a payload."""
+        return self.sites.index(site) * self.slots + slot
+
     def activation_floats(self) -> int:
         """Number of floats in one prompt's activations."""
         return sum(self.geometry.num_layers * self.geometry.width(site) for site in self.sites)
@@ -47,7 +58,8 @@ class Directive:
     """What one request asks of the worker.
 
     ``slot`` is the gated probe's index in ``sites`` x ``slots``; ``end_token`` is the token that a closed gate samples
-    instead of an answer's first token.
+    instead of an answer's first token.  ``probes`` are (column, ``probe_digest``) of what the request side has written
+    there: where a worker finds something else, it reports no number.
     """
 
     first_token: bool = False
@@ -55,10 +67,12 @@ class Directive:
     slot: int = 0
     gate: Gate | None = None
     end_token: int | None = None
+    probes: tuple[tuple[int, str], ...] = ()
 
     def encode(self) -> dict[str, Any]:
         """For ``SamplingParams(extra_args=...)``: plain values only, because vLLM sends them to another process."""
-        wire: dict[str, Any] = {"first_token": self.first_token, "rows": self.activations, "slot": self.slot}
+        wire: dict[str, Any] = {"first_token": self.first_token, "rows": self.activations, "slot": self.slot,
+                                "probes": [list(probe) for probe in self.probes]}  # fmt: skip
         if self.gate is not None:
             wire["gate"] = [*self.gate.weight, self.gate.intercept, self.gate.threshold]
             wire["end_token"] = self.end_token
@@ -78,7 +92,8 @@ class Directive:
                 end_token = int(wire["end_token"])
                 first, second, third, intercept, threshold = (float(value) for value in wire["gate"])
                 gate = Gate((first, second, third), intercept, threshold)
-            directive = cls(bool(wire["first_token"]), bool(wire["rows"]), int(wire["slot"]), gate, end_token)
+            probes = tuple((int(column), str(digest)) for column, digest in wire["probes"])
+            directive = cls(bool(wire["first_token"]), bool(wire["rows"]), int(wire["slot"]), gate, end_token, probes)
         except (AttributeError, KeyError, OverflowError, TypeError, ValueError):
             return None
         fits = 0 <= directive.slot < len(plan.sites) * plan.slots and 0 <= (end_token or 0) <= MAX_TOKEN
@@ -102,7 +117,7 @@ class Payload:
 
     @classmethod
     def decode(cls, wire: NDArray[np.float32], plan: Plan, directive: Directive) -> Payload:
-        """Raises EngineError for a payload of the wrong length, NonFiniteReadout if a number is a NaN or infinity."""
+        """Raises EngineError for a payload of the wrong length, ProbeReplaced, and NonFiniteReadout."""
         flat = np.asarray(wire, np.float32).reshape(-1)
         expected = plan.payload + (plan.activation_floats() if directive.activations else 0)
         if flat.size != expected:
@@ -113,6 +128,8 @@ class Payload:
         columns, layers = len(plan.sites) * plan.slots, plan.geometry.num_layers
         logits = flat[: columns * (layers + 1)].reshape(columns, layers + 1)
         extras = flat[columns * (layers + 1) : plan.payload]
+        if extras[3] == REPLACED:
+            raise ProbeReplaced("another server of this vLLM has put its own probe into a slot; try again")
         if not np.isfinite(logits).all():
             layer = int(np.argwhere(~np.isfinite(logits))[0][1])
             where = f"layer {layer}" if layer < layers else "the depth mean"

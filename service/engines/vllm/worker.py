@@ -22,7 +22,7 @@ from vllm.platforms import current_platform
 from service.engines import families
 from service.engines.vllm import graph, runners
 from service.engines.vllm.reader import Reader
-from service.engines.vllm.wire import KEY, Plan
+from service.engines.vllm.wire import KEY, Plan, probe_digest
 from service.errors import EngineError
 from service.readout import Probes, Site
 
@@ -84,13 +84,16 @@ class Worker(VllmWorker):  # type: ignore[misc]
 
     def hallutracer_write(self, slot: int, site: str, head: list[int], numbers: bytes) -> None:
         """Write a probe into a slot of its site; ``numbers`` is float32 [m, dim + 2]: direction, bias, scale."""
-        tensors = self.hallutracer_reader.sites[Site(site)]
+        reader = self.hallutracer_reader
+        tensors, column = reader.sites[Site(site)], reader.plan.column(Site(site), slot)
+        reader.digests.pop(column, None)  # nothing until it is written
         table = np.frombuffer(numbers, np.float32).reshape(len(head), tensors.dim + 2)
         with torch.inference_mode():
             tensors.write(
                 slot,
                 Probes(Site(site), np.asarray(head), table[:, :-2].copy(), table[:, -2].copy(), table[:, -1].copy()),
             )
+        reader.digests[column] = probe_digest(site, head, numbers)
 
 
 def refuse_unsupported(config: VllmConfig) -> None:

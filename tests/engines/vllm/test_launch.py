@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from service.demo import MODEL_DIR
 from service.engines.base import EngineOptions
+from service.engines.identity import changed_at_load
 from service.engines.vllm import launch
 from service.engines.vllm.engine import VllmEngine
 from service.errors import EngineError, ModelLoadError, UnknownFamily
@@ -116,3 +118,34 @@ def test_an_invalid_model_raises_the_same_error_as_with_transformers(tmp_path: A
     (tmp_path / "model.safetensors").write_bytes(b"")
     with pytest.raises((UnknownFamily, ModelLoadError)):
         VllmEngine.load(EngineOptions(model=str(tmp_path)))
+
+
+@pytest.mark.parametrize(
+    ("loaded", "checkpoint", "changes"),
+    [
+        ({}, {}, {}),
+        ({"cache_dtype": "bfloat16"}, {}, {}),  # the model's own, by name
+        ({"quantization": "fp8"}, {}, {"quantization": "fp8"}),
+        ({"cache_dtype": "fp8"}, {}, {"kv_cache_dtype": "fp8"}),
+        ({"quantization": "fp8"}, {"quantization_config": {"quant_method": "fp8"}}, {}),  # saved so: in its config
+        (
+            {"quantization": "fp8", "cache_dtype": "fp8"},
+            {"quantization_config": {"quant_method": "fp8"}},
+            {"kv_cache_dtype": "fp8"},
+        ),
+    ],
+)
+def test_another_way_to_load_is_another_model(
+    loaded: dict[str, str], checkpoint: dict[str, Any], changes: dict[str, str]
+) -> None:
+    """A bundle must not be served on weights or caches of other types than those it was fitted on."""
+    saved = SimpleNamespace(**checkpoint)
+    model = SimpleNamespace(quantization=loaded.get("quantization"), dtype="torch.bfloat16", hf_config=saved)
+    cache = SimpleNamespace(cache_dtype=loaded.get("cache_dtype", "auto"))
+    assert launch.changes_at_load(SimpleNamespace(model_config=model, cache_config=cache), saved) == changes
+    assert (changed_at_load("abc", changes) == "abc") == (not changes)
+
+
+def test_each_change_has_a_fingerprint_of_its_own() -> None:
+    kinds = [{"quantization": "fp8"}, {"quantization": "awq"}, {"kv_cache_dtype": "fp8"}]
+    assert len({changed_at_load("abc", kind) for kind in kinds} | {changed_at_load("abd", kinds[0])}) == 4

@@ -16,8 +16,8 @@ from service.engines.base import Gate
 from service.engines.transformers.results import summarise
 from service.engines.vllm.graph import SiteTensors, Sizes, TensorParallelRank
 from service.engines.vllm.reader import OnsetRow, Reader, StageLink, StepLayout, onset_rows
-from service.engines.vllm.wire import Directive, Payload, Plan
-from service.errors import EngineError, NonFiniteReadout
+from service.engines.vllm.wire import EXTRAS, Directive, Payload, Plan
+from service.errors import EngineError, NonFiniteReadout, ProbeReplaced
 from service.readout import Geometry, Site
 from service.risk import risk
 
@@ -220,6 +220,31 @@ def test_a_layer_without_the_readout_is_detected() -> None:
     [payload] = made.payloads().values()
     with pytest.raises(NonFiniteReadout, match="layer 1"):
         Payload.decode(payload.numpy(), made.plan, Directive())
+
+
+def test_a_prompt_whose_probe_was_replaced_gets_no_number_and_its_neighbours_theirs() -> None:
+    made = reader()
+    made.digests = {0: "mine", 1: "another server's", 2: "also mine"}
+    directives = [Directive(probes=probes) for probes in (((0, "mine"),), ((0, "mine"), (1, "mine")), ((3, "mine"),))]
+    open_at_any_risk = Gate((1.0, 0.0, 0.0), 0.0, 1.0)
+    directives.append(Directive(probes=((1, "mine"),), slot=1, gate=open_at_any_risk, end_token=7))
+    onsets = step(*directives)
+    made.before(onsets, 10)
+    fill(made, 10)
+    made.after()
+    sampled = made.gate(torch.full((10, 1), 3))
+    payloads = [payload.numpy() for payload in made.payloads().values()]
+    assert np.isfinite(Payload.decode(payloads[0], made.plan, directives[0]).trajectories).all()
+    for payload, directive in zip(payloads[1:], directives[1:], strict=True):
+        assert np.isnan(payload[:, :-EXTRAS]).all()
+        with pytest.raises(ProbeReplaced):
+            Payload.decode(payload, made.plan, directive)
+    assert set(sampled.flatten().tolist()) == {3}
+    made.before(step(Directive(probes=((0, "mine"),))), 10)
+    fill(made, 10)
+    made.after()
+    [payload] = made.payloads().values()
+    assert np.isfinite(Payload.decode(payload.numpy(), made.plan, directives[0]).trajectories).all()
 
 
 def test_a_step_without_onsets_does_nothing() -> None:

@@ -28,12 +28,13 @@ class WorkerSlots:
         self.count = 0
         self.broken = False
 
-    async def __call__(self, index: int, probe: Probes) -> None:
+    async def __call__(self, index: int, probe: Probes) -> str:
         await asyncio.sleep(0)
         if self.broken:
             raise OSError("the worker has gone")
         self.count += 1
         self.probes[probe.site, index] = probe
+        return f"{probe.site} {index} {self.count}"
 
 
 def made(slots: int = 2, sites: tuple[Site, ...] = tuple(Site)) -> tuple[Slots, WorkerSlots]:
@@ -101,6 +102,18 @@ async def test_a_slot_is_invalid_after_a_failed_write() -> None:
     written.broken = False
     assert await slots.hold([first]) == [0]  # written again
     assert written.count == 2
+
+
+async def test_a_slot_that_another_server_took_is_written_again() -> None:
+    slots, written = made()
+    probe = probes(1)
+    [column] = await slots.hold([probe])
+    before = slots.digests([column])
+    slots.forget([column])
+    slots.release([column])
+    [column] = await slots.hold([probe])
+    assert written.count == 2
+    assert slots.digests([column]) != before
 
 
 async def test_concurrent_requests_get_their_own_probes() -> None:

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from service.engines.base import Gate
-from service.engines.vllm.wire import EXTRAS, KEY, Directive, Payload, Plan
-from service.errors import EngineError, NonFiniteReadout
+from service.engines.vllm.wire import EXTRAS, KEY, REPLACED, Directive, Payload, Plan
+from service.errors import EngineError, NonFiniteReadout, ProbeReplaced
 from service.readout import Geometry, Site
 
 GEOMETRY = Geometry(num_layers=3, num_heads=4, head_dim=2, hidden_size=6)
@@ -33,6 +33,7 @@ def wire(*, activations: bool = False) -> np.ndarray:
     [
         Directive(),
         Directive(first_token=True, slot=3),
+        Directive(probes=((0, "a1"), (3, "b2"))),
         Directive(activations=True),
         Directive(gate=Gate((0.1, 0.0, -2.5), 1e-3, 0.7), end_token=5, slot=1),
         Directive(first_token=True, gate=Gate((1 / 3, 0.0, 0.0), -7.0, 1.0), end_token=0),
@@ -63,6 +64,10 @@ GATED = Directive(gate=Gate((0.1, 0.0, -2.5), 1e-3, 0.7), end_token=5, slot=1).e
         {"gate": [[0.0]] * 5},
         {"end_token": None},
         {"rows": True},
+        {"probes": [[0]]},
+        {"probes": [["a", "b"]]},
+        {"probes": 3},
+        {"probes": [[10**30, "b"]]},
     ],
     ids=str,
 )
@@ -137,6 +142,14 @@ def test_rounding_does_not_make_a_probability_above_one_or_a_negative_entropy() 
 def test_a_payload_of_another_length_is_refused(count: int, directive: Directive) -> None:
     with pytest.raises(EngineError, match=f"sent {count} numbers"):
         Payload.decode(np.zeros(count, np.float32), PLAN, directive)
+
+
+def test_a_replaced_probe_is_said() -> None:
+    values = wire()
+    values[: PLAN.payload] = math.nan
+    values[LOGITS + 3] = REPLACED
+    with pytest.raises(ProbeReplaced):
+        Payload.decode(values, PLAN, Directive(probes=((0, "a"),)))
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
