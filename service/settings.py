@@ -130,6 +130,12 @@ class ServiceSettings:
         float, option("Batching delay: how long a batch may wait for further prompts.", limits=Range(0, 1000))
     ] = 2.0  # only where the previous batch had more than one prompt
     deadline_s: DeadlineS = 30.0  # a request's own deadline_ms included
+    stall_s: Annotated[
+        float,
+        option(
+            "Not ready while prompts wait and the engine has given nothing for so long.", limits=Range(positive=True)
+        ),
+    ] = 20.0  # a single forward pass over a long prompt gives nothing until it ends
     drain_s: Annotated[
         float, option("How long running requests may take to finish after SIGTERM or Ctrl-C.", limits=Range(0))
     ] = 30.0

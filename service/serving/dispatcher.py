@@ -14,7 +14,7 @@ from contextlib import aclosing
 
 from service.engines.base import Engine, Sampling, Update, unfinished
 from service.errors import EngineError, NonFiniteReadout, NotReady, ProbeReplaced, RequestError
-from service.guard import Decision, Policy
+from service.guard import OBSERVE, Decision, Policy
 from service.scoring import RiskReport, Scorer
 from service.serving import admission
 from service.serving.deadline import Deadline
@@ -38,11 +38,13 @@ class Dispatcher:
         metrics: Metrics,
         *,
         max_queue: int,
+        stall_s: float = math.inf,
         on_broken: Callable[[BaseException], None] = lambda _: None,
     ) -> None:
         """Call on the event loop that admits requests.
 
-        ``max_queue`` prompts may wait for their risk.  ``on_broken`` is called once if the dispatcher ends by itself: a
+        ``max_queue`` prompts may wait for their risk; ``stall_s`` seconds without anything from the engine although
+        prompts wait make it ``stalled``.  ``on_broken`` is called once if the dispatcher ends by itself: a
         bug, or an engine that is gone or fails on every prompt.
         """
         self._engine = engine
@@ -56,6 +58,11 @@ class Dispatcher:
         self._tasks: set[asyncio.Task[None]] = set()
         self._speed = admission.Speed(SPEED_SPAN_S)
         self._failures = 0  # in a row
+        self._stall_s = stall_s
+        self._progress_at = time.monotonic()  # of the engine's newest sign of life, or of the first prompt since
+        self._scorer: Scorer | None = None  # of the newest request
+        self._trial: asyncio.Task[None] | None = None  # tries a stalled engine
+        self.stalled = False
         engine.on_prefill = metrics.batch
         self._watch = self._loop.create_task(self._watch_engine())
 
@@ -120,6 +127,9 @@ class Dispatcher:
         )
 
     def _start(self, request: RequestHandle) -> None:
+        self._scorer = request.scorer
+        if not self._tasks:
+            self._progress_at = time.monotonic()
         for job in request.jobs:
             answers = request.sampling.max_tokens if request.sampling is not None else 0
             self._queue.add_tokens(request.caller, len(job.token_ids), answers=request.sampling is not None)
@@ -135,6 +145,7 @@ class Dispatcher:
             steps = request.scorer.run(job.token_ids, request.policy, request.sampling, place=job.place)
             async with aclosing(steps):
                 async for report, update in steps:
+                    self._note_progress()
                     if job.report is None:
                         scored_at = time.monotonic()
                         self._note_scored(request, job, report, update)
@@ -204,10 +215,32 @@ class Dispatcher:
         job.state = "over"
 
     async def _watch_engine(self) -> None:
-        """Notice an engine that ends while no request runs."""
+        """Notice an engine that ends while no request runs, and one that stands still while some do."""
         while self._engine.alive:
             await asyncio.sleep(WATCH_S)
+            if self._tasks and not self.stalled and time.monotonic() - self._progress_at > self._stall_s:
+                self.stalled = True
+                log.error("the engine has given nothing for %g s although prompts wait: not ready", self._stall_s)
+            if self.stalled and self._trial is None and self._scorer is not None:
+                self._trial = self._loop.create_task(self._try(self._scorer))
         self._break(EngineError("the engine has ended by itself; restart the service"))
+
+    async def _try(self, scorer: Scorer) -> None:
+        """While it is stalled nothing is admitted, so that nobody else would notice that it goes on."""
+        try:
+            async with aclosing(scorer.run(scorer.bundle.golden.prompts()[0], OBSERVE)) as steps:
+                async for _ in steps:
+                    self._note_progress()
+        except Exception as error:
+            log.warning("the stalled engine failed: %s", error)
+        finally:
+            self._trial = None
+
+    def _note_progress(self) -> None:
+        self._progress_at = time.monotonic()
+        if self.stalled:
+            self.stalled = False
+            log.warning("the engine goes on")
 
     def _break(self, error: Exception) -> None:
         if not self._closing:
@@ -220,6 +253,8 @@ class Dispatcher:
         self._closing = True
         if self._watch is not asyncio.current_task():
             self._watch.cancel()
+        if self._trial is not None:
+            self._trial.cancel()
         for request in list(self._requests):
             request.cancel(_shutting_down())
 

@@ -57,7 +57,11 @@ class ServiceState:
         try:
             scorers, aliases = await asyncio.wrap_future(_in_own_thread(lambda: self._loaded(self.load)))
             self._dispatcher = Dispatcher(
-                scorers[0].engine, self.metrics, max_queue=self.settings.max_queue, on_broken=self._broken
+                scorers[0].engine,
+                self.metrics,
+                max_queue=self.settings.max_queue,
+                stall_s=self.settings.stall_s,
+                on_broken=self._broken,
             )
         except Exception as error:
             self.error = error
@@ -149,6 +153,8 @@ class ServiceState:
             raise NotReady(f"{what}: {self.failure}")
         if self._dispatcher is None:
             raise NotReady("the model and its bundles are still loading")
+        if self._dispatcher.stalled:
+            raise NotReady(f"prompts wait, and the engine has given nothing for {self.settings.stall_s:g} s")
 
     def scorer(self, bundle: str | None, model: str | None) -> Scorer:
         """The loaded scorer a request names; the first one where it names none.

@@ -365,6 +365,38 @@ async def test_the_last_places_are_for_others(bench: Bench) -> None:
         bench.request("n", "o", caller="other")
 
 
+async def test_an_engine_that_stands_still_is_stalled_until_it_goes_on(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also when the prompts that waited for it have given up."""
+    monkeypatch.setattr("service.serving.dispatcher.WATCH_S", 0.02)
+    async with bench.open(stall_s=0.3):
+        await asyncio.sleep(0.6)
+        assert not bench.dispatcher.stalled  # nothing waits
+        bench.script.before = bench.holding
+        waiting = bench.request("a", seconds=1)
+        await until(lambda: bench.dispatcher.stalled)
+        with pytest.raises(DeadlineExceeded):
+            await waiting.answers()
+        await asyncio.sleep(0.5)
+        assert bench.dispatcher.stalled
+        bench.holding.release.set()
+        await until(lambda: not bench.dispatcher.stalled)
+        await bench.request("b").answers()
+
+
+async def test_slow_is_not_stalled(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("service.serving.dispatcher.WATCH_S", 0.01)
+    bench.script.answer = "x" * 20
+    async with bench.open(stall_s=2):
+        bench.script.sleep_s = 0.15
+        handle = bench.request("a", **LONG)
+        await handle.risks()
+        while not handle.finished:
+            assert not bench.dispatcher.stalled
+            await asyncio.sleep(0.05)
+
+
 async def test_answers_being_decoded_hold_no_place(bench: Bench) -> None:
     bench.script.answer = "x" * 100
     async with bench.open(max_queue=1):
