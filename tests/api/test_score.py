@@ -222,6 +222,16 @@ def test_openapi_names_the_examples(service: Service) -> None:
     assert "capital of France" in json.dumps(schema)
 
 
+def test_not_ready_while_the_engine_stands_still(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(service.state.dispatcher, "stalled", True)
+    assert service.client.get("/health/live").status_code == 200
+    for answer in (service.client.get("/health/ready"), service.post(prompt="a")):
+        assert answer.status_code == 503
+        assert "has given nothing for 20 s" in answer.json()["error"]["message"]
+    monkeypatch.undo()
+    assert service.post(prompt="a").status_code == 200
+
+
 def test_not_ready_before_loading_and_after_a_failure(tmp_path: Path) -> None:
     state = ServiceState(lambda: {})
     app = create_app(state)

@@ -388,7 +388,7 @@ async def test_an_engine_that_stands_still_is_stalled_until_it_goes_on(
 async def test_slow_is_not_stalled(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("service.serving.dispatcher.WATCH_S", 0.01)
     bench.script.answer = "x" * 20
-    async with bench.open(stall_s=2):
+    async with bench.open(stall_s=5):
         bench.script.sleep_s = 0.15
         handle = bench.request("a", **LONG)
         await handle.risks()
