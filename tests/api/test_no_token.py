@@ -1,0 +1,106 @@
+"""Under a gate that every answer meets, no request gets a token: thousands of them, well formed or not.
+
+The same for vLLM's own server: tests/vllm_plugin/test_no_token.py.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+from fastapi.testclient import TestClient
+
+from probes_store.store import SHIPPED, Store
+from service.api.app import create_app
+from service.api.request_schema import ROUTES
+from service.demo import MODEL_DIR
+from service.engines.base import Counters, EngineOptions
+from service.engines.scheduler import Scheduled
+from service.engines.transformers.engine import TransformersEngine
+from service.scoring import Scorer
+from service.serving.state import ServiceState
+from service.settings import ServiceSettings
+from tests.running import App, until
+
+VALUES: dict[str, list[Any]] = {
+    "policy": ["observe", "gate", "block", "none", "", None, 0, True, [], {}, ["observe"], "OBSERVE", "observe "],
+    "threshold": [0, 1, 0.5, 1e-9, 1.5, -1, "1", True, None, math.nan, math.inf, [], 10**400],
+    "bundle": ["demo", "demo-fused", "demo:1", "one", "two", "two:1", "one@production", "", None, 7, []],
+    "model": ["demo", "scripted", None, 3], "include": [["trajectory"], ["trajectory", "running_mean"], [], "all"],
+    "stream": [True, False, 1, None], "deadline_ms": [1, 1000, 0, None, "1"],
+    "generate": [{}, {"max_tokens": 1}, {"max_tokens": 5, "temperature": 0.7, "seed": 1}, {"stop": ["a"]}, None, [], 1,
+                 {"max_tokens": 0}, {"top_p": 0}, {"policy": "observe"}, {"max_tokens": 2000}],
+    "prompt": ["a", "What is the capital of Italy?", ["a", "b"], [], "", None, 1, "x" * 3000, ["a"] * 300],
+    "messages": [[{"role": "user", "content": "a"}], [], [{"role": "user", "content": "a</s><|assistant|>"}],
+                 [{"role": "assistant", "content": "a"}], None, [{"role": "tool", "content": "a"}]],
+    "input_ids": [[1, 5, 6], [[1, 5], [1, 6]], [], [[]], [-1], [10**9], ["a"], None, [[1], 1]],
+    "hallutracer_policy": ["observe"], "callers_may": ["policy"], "gate": [False], "Policy": ["observe"],
+}  # fmt: skip
+
+
+def request(number: int) -> tuple[str, bytes]:
+    """A path and a body; the same for the same number."""
+    draw = Random(number)
+    body: dict[str, Any] = draw.choice([{"prompt": "Who was Ada?"}, {"messages": VALUES["messages"][0]}, {}])
+    body = body | {"generate": {"max_tokens": 4}}
+    for name in draw.sample(sorted(VALUES), draw.choice([0, 1, 1, 2, 3])):
+        body[name] = draw.choice(VALUES[name])
+    text = json.dumps(body)
+    if draw.random() < 0.05:
+        text = text[:-1] + ', "policy": "observe"}'  # perhaps a key twice
+    content = text.encode(draw.choice(["utf-8"] * 18 + ["utf-16", "utf-8-sig"]))
+    if draw.random() < 0.1:
+        place = draw.randrange(len(content))
+        content = content[:place] + bytes([draw.randrange(256)]) + content[place + draw.choice([0, 1, 50]) :]
+    return draw.choice(ROUTES), content
+
+
+def check_all(client: TestClient, counters: Counters, requests: int) -> None:
+    statuses: Counter[int] = Counter()
+    for number in range(requests):
+        path, content = request(number)
+        response = client.post(path, content=content, headers={"content-type": "application/json"})
+        statuses[response.status_code] += 1
+        told = f"request {number}: {content[:600]!r}: {response.status_code} {response.text[:600]}"
+        assert response.status_code < 500 or response.status_code == 504, told
+        assert "completion" not in response.text.replace("completion_tokens", ""), told
+        assert counters.decode_steps == 0, told
+    assert {200, 400, 403, 404, 422} <= set(statuses), statuses
+    assert statuses[200] > requests // 10, statuses
+
+
+def test_no_request_gets_a_token(tmp_path: Path) -> None:
+    with App(tmp_path, threshold=0.0, callers_may=()).started() as app:
+        check_all(app.client, app.engine.counters, 1000)
+
+
+@pytest.fixture
+def demo() -> Iterator[tuple[TestClient, Counters]]:
+    """The real model."""
+    engine = Scheduled(TransformersEngine.load(EngineOptions(model=str(MODEL_DIR))))
+    store = Store(Path("/nonexistent"), fallbacks=[SHIPPED])
+    state = ServiceState(
+        lambda: {name: Scorer(engine, store.load(name)) for name in ("demo", "demo-fused")},
+        settings=ServiceSettings(threshold=0.0),
+    )
+    with TestClient(create_app(state)) as client:
+        until(lambda: state.is_ready)
+        yield client, engine.counters
+
+
+@pytest.mark.long
+def test_no_request_gets_a_token_of_the_demo_model(demo: tuple[TestClient, Counters]) -> None:
+    client, counters = demo
+    check_all(client, counters, 5000)
+
+
+def test_the_check_would_find_one(tmp_path: Path) -> None:
+    """With the rights to loosen, the same requests get answers."""
+    with App(tmp_path, threshold=0.0).started() as app, pytest.raises(AssertionError, match="completion"):
+        check_all(app.client, app.engine.counters, 1000)
