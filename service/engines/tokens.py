@@ -90,12 +90,16 @@ class Tokens:
         return getattr(self._tokenizer, "pad_token_id", None)
 
     @cached_property
-    def _special(self) -> re.Pattern[str]:
-        """Every special token as it is spelt, and the characters that stand in for them."""
+    def special_tokens(self) -> tuple[str, ...]:
+        """Every special token as it is spelt, longest first."""
         added = getattr(self._tokenizer, "added_tokens_decoder", {}).values()
         spelt = {str(token.content) for token in added if token.special} | set(self._tokenizer.all_special_tokens)
-        longest_first = sorted(filter(str.strip, spelt), key=len, reverse=True)
-        return re.compile("|".join([*map(re.escape, longest_first), f"[{STAND_INS[0]}-{STAND_INS[1]}]"]))
+        return tuple(sorted(filter(str.strip, spelt), key=len, reverse=True))
+
+    @cached_property
+    def _special(self) -> re.Pattern[str]:
+        """Every special token as it is spelt, and the characters that stand in for them."""
+        return re.compile("|".join([*map(re.escape, self.special_tokens), f"[{STAND_INS[0]}-{STAND_INS[1]}]"]))
 
     def _hide(self, content: str, hidden: dict[str, str]) -> str:
         """Replace each special token by a character that stands in for it: ``hidden`` maps the one to the other."""

@@ -1,6 +1,6 @@
 """For those who keep ``vllm serve``: its own OpenAI server, with risks and gates.
 
-    VLLM_PLUGINS=hallutracer vllm serve MODEL --worker-cls service.engines.vllm.worker.Worker
+    HALLUTRACER_BUNDLE=my-probe@production vllm serve MODEL
 
 The way of a completion: vLLM's router -> ``middleware`` (a note for this request) -> vLLM's serving code ->
 ``generation`` (asks the worker for the reading, judges it, ends what is gated) -> ``middleware`` (the note into the

@@ -50,6 +50,9 @@ def judging_generate(generate: Generate, state: ServiceState, engine_of: Callabl
                 raise HTTPException(error.status, str(error)) from error
             note.unread = str(error)
             return generate(prompt, parameters, request_id, *args, **kwargs)
+        if note.forges is not None and policy.action is not Action.OBSERVE:
+            said = f"a message spells out the special token {note.forges!r}, which could end its turn; remove it"
+            raise VLLMValidationError(said, parameter="messages")
         if "-beam-" in request_id:
             note.unread = "beam search runs many requests, none of which is the answer: its risk is not measured"
             if policy.action is not Action.OBSERVE:

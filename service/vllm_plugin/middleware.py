@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from starlette.datastructures import MutableHeaders
@@ -21,6 +21,7 @@ from service.vllm_plugin.note import CURRENT, NO_PLACE, OURS, Note
 PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/chat/completions/batch", "/invocations")
 _MARKS = re.compile(rb"use_beam_search|[\\\0]|" + OURS.pattern.encode(), re.IGNORECASE)  # or what may hide them
 STREAMS_FIRST = ("/v1/responses",)  # begins its stream before it generates: a later refusal would cut it off
+RENDERED = ("messages", "tools", "documents", "functions", "chat_template_kwargs")  # what a chat template may write
 WITHHELD = "content_filter"
 RETRY_S = 1
 
@@ -28,12 +29,14 @@ RETRY_S = 1
 class RiskNotes:
     """Gives each request a note and, on ``PATHS``, writes its content into the response."""
 
-    def __init__(self, app: ASGIApp, refuses: Callable[[], bool], message_in_content: bool = False) -> None:
-        """``refuses`` tells whether an answer without a verdict must not be sent.
+    def __init__(self, app: ASGIApp, refuses: Callable[[], bool], special_tokens: Callable[[], Sequence[str]] = tuple,
+                 message_in_content: bool = False) -> None:  # fmt: skip
+        """``refuses`` tells whether an answer without a verdict must not be sent; ``special_tokens`` are the model's.
 
         ``message_in_content`` also puts the policy's message where the answer's text would be.
         """
         self.app, self._refuses, self._message_in_content = app, refuses, message_in_content
+        self._special_tokens = special_tokens
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
@@ -50,24 +53,31 @@ class RiskNotes:
         token = CURRENT.set(note)
         try:
             writer = _ResponseWriter(note, send, self._message_in_content).send if note.carries else send
-            await self.app(scope, _BodyReader(note, receive).receive, writer)
+            await self.app(scope, _BodyReader(note, receive, self._special_tokens()).receive, writer)
         finally:
             CURRENT.reset(token)
 
 
 class _BodyReader:
-    """Notes what vLLM loses: the ``vllm_xargs`` of a beam search, and arguments of ours outside ``vllm_xargs``."""
+    """Notes what vLLM loses: the ``vllm_xargs`` of a beam search, arguments of ours outside ``vllm_xargs``, and special
+    tokens that a chat spells out.
+    """
 
-    def __init__(self, note: Note, receive: Receive) -> None:
-        self._note, self._receive = note, receive
+    def __init__(self, note: Note, receive: Receive, special_tokens: Sequence[str]) -> None:
+        self._note, self._receive, self._special_tokens = note, receive, special_tokens
         self._body = bytearray()
 
     async def receive(self) -> Message:
         message = await self._receive()
         if message["type"] == "http.request":
             self._body += message.get("body", b"")
-            if not message.get("more_body") and _MARKS.search(self._body):
+            spelt = any(token.encode() in self._body for token in self._special_tokens)
+            if not message.get("more_body") and (spelt or _MARKS.search(self._body)):
                 content = _parsed(self._body) or {}
+                texts = [text for name in RENDERED for text in _strings(content.get(name))]
+                self._note.forges = next(
+                    (token for token in self._special_tokens if any(token in text for text in texts)), None
+                )
                 self._note.misplaced = tuple(name for name in content if OURS.match(name))
                 xargs = content.get("vllm_xargs")
                 if content.get("use_beam_search") and isinstance(xargs, dict):
@@ -180,6 +190,19 @@ class _ResponseWriter:
         if start["status"] == NotReady.status:
             headers.setdefault("retry-after", str(RETRY_S))  # vLLM's error handlers drop headers
         await self._send(start)
+
+
+def _strings(value: Any) -> Iterator[str]:
+    """Every text in a JSON value."""
+    pending = [value]
+    while pending:
+        one = pending.pop()
+        if isinstance(one, str):
+            yield one
+        elif isinstance(one, dict):
+            pending += [*one, *one.values()]
+        elif isinstance(one, list):
+            pending += one
 
 
 def _parsed(body: bytes | bytearray) -> dict[str, Any] | None:

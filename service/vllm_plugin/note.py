@@ -31,6 +31,7 @@ class Note:
     unread: str | None = None  # why there is no risk
     choices: int = 1  # answers to each prompt (n)
     carries: bool = True  # whether the response has a place for it
+    forges: str | None = None  # a special token that a message spells out: vLLM's renderer would take it for one
     misplaced: tuple[str, ...] = ()  # arguments of ours outside vllm_xargs
     xargs: dict[str, Any] = field(default_factory=dict)  # vllm_xargs of a beam search, which vLLM drops
 

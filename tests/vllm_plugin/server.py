@@ -26,7 +26,6 @@ def serving(log: Path, *arguments: str, ready: bool = True, **environment: str) 
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     variables = os.environ | {
-        "VLLM_PLUGINS": "hallutracer",
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_NO_USAGE_STATS": "1",
         "HALLUTRACER_BUNDLE": "demo demo-fused",
@@ -34,8 +33,7 @@ def serving(log: Path, *arguments: str, ready: bool = True, **environment: str) 
     }
     command = [
         sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(MODEL_DIR), "--dtype", "float32",
-        "--host", "127.0.0.1", "--port", str(port), "--served-model-name", MODEL, "--enforce-eager",
-        *(arguments or ("--worker-cls", "service.engines.vllm.worker.Worker")),
+        "--host", "127.0.0.1", "--port", str(port), "--served-model-name", MODEL, "--enforce-eager", *arguments,
     ]  # fmt: skip
     url = f"http://127.0.0.1:{port}"
     with log.open("wb") as output:

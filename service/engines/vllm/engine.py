@@ -59,6 +59,7 @@ class VllmEngine:
         self._outboxes = Outboxes()
         tokens = Tokens(files.tokenizer)
         self.tokenize, self.render_chat, self.detokenize = tokens.tokenize, tokens.render_chat, tokens.detokenize
+        self.special_tokens = tokens.special_tokens
         self.counters = client.counters
         self.loop = client.loop
         self.torch_model = None  # the modules are in vLLM's processes
