@@ -1,7 +1,8 @@
 """One step's readouts: which rows are answer onsets, their numbers, and which gates close.
 
 A runner calls, in this order: ``before`` the forward pass, ``after`` it, ``observe_logits``, ``gate`` once tokens are
-sampled, and ``payloads``.  A step without onsets costs nothing here.
+sampled, and ``payloads``.  A step without onsets costs nothing here.  One with onsets copies once to the device and once
+back, and waits for neither: vLLM prepares the next step meanwhile.
 """
 
 from __future__ import annotations
@@ -84,6 +85,7 @@ class Reader:
         self.digests: dict[int, str] = {}  # column -> digest of the probe that its slot holds
         self._step: list[OnsetRow] = []
         self._replaced: list[int] = []  # places in the step whose directives name other probes
+        self._numbers: Tensor | None = None  # [n, 9] on the device: ``_numbers``
         self._values: Tensor | None = None  # [columns, n, layers + 1]
         self._activations: list[Tensor] = []
         self._summary: Tensor | None = None  # [n, 3]
@@ -113,15 +115,18 @@ class Reader:
             raise EngineError(f"a step of {tokens} tokens is larger than the readout's buffers ({capacity})")
         for tensors in self.sites.values():
             tensors.clear(tokens)
+        on_host = torch.tensor(
+            [_numbers(row) for row in step], dtype=torch.float64, pin_memory=self.device.type == "cuda"
+        )
+        self._numbers = on_host.to(self.device, non_blocking=True)
         if self.plan.activations:
-            places = torch.tensor([row.token_row for row in step], dtype=torch.int64)
-            self._onsets[: len(step)].copy_(places)
+            self._onsets[: len(step)].copy_(self._numbers[:, TOKEN_ROW])
 
     def after(self, earlier: Tensor | None = None) -> Tensor | None:
         """Gather the step's readouts and those of ``earlier`` stages: [layers + 1, n, columns], for the next stage."""
-        if not self._step:
+        if not self._step or self._numbers is None:
             return None
-        places = torch.tensor([row.token_row for row in self._step], dtype=torch.int64, device=self.device)
+        places = self._numbers[:, TOKEN_ROW].long()
         gathered = torch.cat([tensors.gather(places) for tensors in self.sites.values()], dim=-1)
         values = self._link.sum(gathered)  # [layers + 1, n, columns]
         if self._replaced:
@@ -142,33 +147,27 @@ class Reader:
             return  # V2 computes logits of other rows, too, for requests that want log probabilities of the prompt
         if logits is None or not any(row.directive.needs_first_token for row in self._step):
             return
-        places = torch.tensor([row.request_row for row in self._step], dtype=torch.int64, device=logits.device)
-        self._summary = summarise(logits.index_select(0, places).float())
+        assert self._numbers is not None
+        self._summary = summarise(logits.index_select(0, self._numbers[:, REQUEST_ROW].long()).float())
 
     def gate(self, sampled: Tensor) -> Tensor:
         """Replace the sampled tokens [requests, 1] of requests whose gate closes by their end tokens (Eq. detector)."""
-        gates = [(place, row) for place, row in enumerate(self._step) if row.directive.gate is not None]
-        if not gates or self._values is None:
+        if self._values is None or self._numbers is None or all(row.directive.gate is None for row in self._step):
             return sampled
-        slots = torch.tensor([row.directive.slot for _, row in gates], device=self.device)
-        places = torch.tensor([place for place, _ in gates], device=self.device)
-        terms = [[*g.weight, g.intercept, _bound(g.threshold)] for _, row in gates if (g := row.directive.gate)]
-        weights = torch.tensor(terms, dtype=torch.float64, device=self.device)
-        signals = torch.zeros(len(gates), 3, dtype=torch.float64, device=self.device)
+        numbers, count = self._numbers, len(self._step)
+        weights, intercept, bound = numbers[:, WEIGHTS], numbers[:, INTERCEPT], numbers[:, BOUND]
+        signals = torch.zeros(count, 3, dtype=torch.float64, device=self.device)
         # Computed from the trajectory, as on the request side, so that both get the same number.
-        signals[:, 0] = self._values[slots, places, :-1].double().mean(-1)
+        rows = torch.arange(count, device=self.device)
+        signals[:, 0] = self._values[numbers[:, SLOT].long(), rows, :-1].double().mean(-1)
         if self._summary is not None:
-            signals[:, 1:] = self._summary[places, :2].float().to(signals)  # rounded as the payload's are
+            signals[:, 1:] = self._summary[:, :2].float().to(signals)  # rounded as the payload's are
         # A signal with weight 0 may be anything, including a NaN.
-        used = torch.where(weights[:, :3] == 0, torch.zeros_like(signals), signals)
-        z = (weights[:, :3] * used).sum(-1) + weights[:, 3]
-        closes = z < weights[:, 4] - GATE_MARGIN
-        self._gated = torch.zeros(len(self._step), dtype=torch.bool, device=self.device)
-        self._gated[places] = closes
-        targets = torch.tensor([row.request_row for _, row in gates], device=sampled.device)
+        used = torch.where(weights == 0, torch.zeros_like(signals), signals)
+        self._gated = (weights * used).sum(-1) + intercept < bound - GATE_MARGIN
+        targets = numbers[:, REQUEST_ROW].long()
         kept = sampled[targets, 0]
-        ends = torch.tensor([row.directive.end_token for _, row in gates], device=sampled.device).to(kept)
-        sampled[targets, 0] = torch.where(closes.to(sampled.device), ends, kept)
+        sampled[targets, 0] = torch.where(self._gated, numbers[:, END_TOKEN].to(kept), kept)
         return sampled
 
     def payloads(self) -> dict[str, Tensor]:
@@ -183,14 +182,28 @@ class Reader:
             extras[:, 3] = self._gated.to(extras)
         if self._replaced:
             extras[self._replaced, 3] = REPLACED
-        flat = torch.cat([self._values.permute(1, 0, 2).reshape(count, -1), extras], dim=1)
-        payloads = {}
-        for place, row in enumerate(self._step):
-            kept = self._activations if row.directive.activations else ()
-            parts = [flat[place], *(activations[:, place].reshape(-1) for activations in kept)]
-            payloads[row.request] = torch.cat(parts).unsqueeze(0).to("cpu", non_blocking=True)
+        parts = [self._values.permute(1, 0, 2).reshape(count, -1), extras]
+        # Everything in one copy, also where only some ask for activations: training asks for all.
+        parts += [activations.transpose(0, 1).reshape(count, -1) for activations in self._activations]
+        on_host = torch.cat(parts, dim=1).to("cpu", non_blocking=True)  # pinned
+        payloads = {
+            row.request: on_host[place : place + 1, : None if row.directive.activations else self.plan.payload]
+            for place, row in enumerate(self._step)
+        }
         self._step = []
         return payloads
+
+
+# Columns of the numbers that a step copies to the device, for each onset; float64 holds every index and token id.
+TOKEN_ROW, REQUEST_ROW, SLOT, END_TOKEN, INTERCEPT, BOUND = range(6)
+WEIGHTS = slice(6, 9)
+
+
+def _numbers(row: OnsetRow) -> list[float]:
+    """A row without a gate gets one that never closes."""
+    directive, gate = row.directive, row.directive.gate
+    terms = [0.0, -math.inf, 0.0, 0.0, 0.0] if gate is None else [gate.intercept, _bound(gate.threshold), *gate.weight]
+    return [row.token_row, row.request_row, directive.slot, directive.end_token or 0, *terms]
 
 
 def _bound(threshold: float) -> float:

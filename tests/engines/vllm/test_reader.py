@@ -302,6 +302,40 @@ def test_a_later_stage_adds_its_layers_and_its_part_of_the_mean() -> None:
         assert torch.equal(whole[-1, :, column], mean)
 
 
+def test_a_step_copies_once_to_the_device_and_never_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On CUDA ``torch.tensor(.., device=)`` and reading a number back would stop vLLM's asynchronous scheduling."""
+    made = reader()
+    directive = Directive(first_token=True, gate=Gate((1.0, 0.5, 0.5), 0.0, 0.5), end_token=END, slot=1)
+    onsets, logits, sampled = (
+        step(directive, Directive(), directive),
+        torch.randn(4, VOCABULARY),
+        torch.zeros(4, 1).long(),
+    )
+    made_tensors: list[object] = []
+    tensor = torch.tensor
+
+    def counting(*arguments: object, **options: object) -> torch.Tensor:
+        assert options.get("device") is None, "waits for the device"
+        made_tensors.append(options)
+        return tensor(*arguments, **options)
+
+    def waits(*_: object, **__: object) -> None:
+        raise AssertionError("waits for the device")
+
+    fill(made, 10)
+    monkeypatch.setattr(torch, "tensor", counting)
+    for name in ("item", "tolist", "__bool__", "__int__", "__float__", "nonzero", "cpu", "numpy"):
+        monkeypatch.setattr(torch.Tensor, name, waits)
+    made.before(onsets, 10)
+    made.after()
+    made.observe_logits(logits)
+    made.gate(sampled)
+    payloads = made.payloads()
+    monkeypatch.undo()
+    assert len(made_tensors) == 1
+    assert len({payload.untyped_storage().data_ptr() for payload in payloads.values()}) == 1
+
+
 # ---- gates
 
 END = 7
