@@ -1,8 +1,8 @@
 """One step's readouts: which rows are answer onsets, their numbers, and which gates close.
 
 A runner calls, in this order: ``before`` the forward pass, ``after`` it, ``observe_logits``, ``gate`` once tokens are
-sampled, and ``payloads``.  A step without onsets costs nothing here.  One with onsets copies once to the device and once
-back, and waits for neither: vLLM prepares the next step meanwhile.
+sampled, and ``payloads``.  A step without onsets costs nothing here.  One with onsets copies once to the device and
+once back, and waits for neither: vLLM prepares the next step meanwhile.
 """
 
 from __future__ import annotations
