@@ -27,4 +27,9 @@ def caller_of(request: HTTPConnection, state: ServiceState) -> Caller:
     return Caller(request.client.host if request.client else "", everyone)
 
 
+def knows_caller(request: HTTPConnection, state: ServiceState) -> bool:
+    """Whether the request has a key, where there are keys; the health routes are open to all."""
+    return not state.settings.api_keys or isinstance(request.scope["state"].get("key"), ApiKey)
+
+
 State = Annotated[ServiceState, Depends(service_state)]

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
-from fastapi import APIRouter, Response
+from fastapi import APIRouter, Request, Response
 
-from service.api.dependencies import State
+from service.api.dependencies import State, knows_caller
 from service.api.response_schema import Status, errors
+from service.errors import NotReady
+from service.serving.state import ServiceState
 
 router = APIRouter(tags=["operations"])
 _TEXT: dict[int | str, dict[str, Any]] = {
@@ -19,9 +23,10 @@ NOT_READY = errors(_503="loading, loading failed, or shutting down; the message 
 
 @router.head("/health/live", include_in_schema=False)
 @router.get("/health/live", response_model_exclude_none=True, responses=errors(_503="the process must be restarted"))
-async def live(state: State) -> Status:
+async def live(state: State, request: Request) -> Status:
     """200 unless the process must be restarted."""
-    state.check_alive()
+    with _reasons_for(state, request):
+        state.check_alive()
     return Status(status="live")
 
 
@@ -29,14 +34,28 @@ async def live(state: State) -> Status:
 @router.head("/health", include_in_schema=False)
 @router.get("/health/ready", response_model_exclude_none=True, responses=NOT_READY)
 @router.get("/health", response_model_exclude_none=True, responses=NOT_READY)
-async def ready(state: State) -> Status:
+async def ready(state: State, request: Request) -> Status:
     """200 once scores can be served, until then 503 with the reason."""
-    state.check_ready()
+    with _reasons_for(state, request):
+        state.check_ready()
+    if not knows_caller(request, state):
+        return Status(status="ready")
     return Status(
         status="ready",
         model=state.scorers[0].engine.identity.model,
         bundles=[scorer.bundle.reference for scorer in state.scorers],
     )
+
+
+@contextmanager
+def _reasons_for(state: ServiceState, request: Request) -> Iterator[None]:
+    """Paths and names in a failure are for those with a key, where there are keys."""
+    try:
+        yield
+    except NotReady:
+        if knows_caller(request, state):
+            raise
+        raise NotReady("not ready; send a key for the reason") from None
 
 
 @router.get("/metrics", response_class=Response, responses=SCRAPED)

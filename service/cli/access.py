@@ -72,8 +72,8 @@ def _key(line: str, where: str, default_name: str) -> ApiKey:
 
 def _secret(secret: str, where: str) -> str:
     """The key itself is never part of a message."""
-    if secret.split() != [secret] or not secret.isprintable():
-        raise UsageError(where, "a key is one word without spaces")
+    if secret.split() != [secret] or not secret.isprintable() or not secret.isascii():
+        raise UsageError(where, "a key is one word of ASCII characters, since headers carry no others")
     if len(secret) < LEAST_CHARACTERS:
         raise UsageError(
             where, f"a key has at least {LEAST_CHARACTERS} characters: "

@@ -59,6 +59,19 @@ def test_every_route_but_health_and_metrics_asks_for_a_key(tmp_path: Path, prote
             assert allowed.status_code != 401
 
 
+def test_without_the_key_health_names_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with client(tmp_path, api_keys=("sesame",)) as opened:
+        assert opened.get("/health/ready").json() == {"status": "ready"}
+        assert opened.get("/health/ready", headers=KEY).json()["bundles"] == ["tiny:1"]
+        state = opened.app.state.service  # type: ignore[attr-defined]
+        monkeypatch.setattr(state, "error", OSError("/srv/models/secret"))
+        for path in ("/health/live", "/health/ready"):
+            hidden, told = opened.get(path), opened.get(path, headers=KEY)
+            assert (hidden.status_code, told.status_code) == (503, 503)
+            assert "/srv" not in hidden.text
+            assert "/srv/models/secret" in told.text
+
+
 @pytest.mark.parametrize(
     "value", ["", "sesame", "Bearer", "Bearer ", "Bearer sesam", "Bearer sesamee", "Basic sesame", "Bearer SESAME"]
 )

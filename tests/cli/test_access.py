@@ -34,6 +34,7 @@ def test_a_line_is_a_key_its_name_and_its_rights(tmp_path: Path) -> None:
     [
         ("# nothing\n", "holds no key"),
         ("short\n", "line 1 of"),
+        ("ключ" * 5 + "\n", "ASCII"),
         (f"{ONE}\nshort name=a\n", "line 2 of"),
         (f"{ONE} nam=a\n", "'nam=a'"),
         (f"{ONE} name=a name=b\n", "'name=b'"),
