@@ -57,7 +57,8 @@ def check_identity(manifest: Manifest, loaded: LoadedModel) -> None:
     template = f"Restore the chat template of {at}, or train a bundle with the present one"
     checks: list[tuple[type[BundleRefused], str, object, object, str, str]] = [
         (WrongModel, "model.architecture", model.architecture, loaded.architecture, "another architecture", load),
-        (WrongModel, "model.fingerprint", model.fingerprint, loaded.fingerprint, "other weights, or weights and caches of other types", load),
+        (WrongModel, "model.fingerprint", model.fingerprint, loaded.fingerprint,
+         "other weights, or weights and caches of other types", load),
         (WrongRevision, "model.revision", model.revision, loaded.revision, "another revision", load),
         *(
             (WrongGeometry, f"model.{size}", getattr(model, size), getattr(geometry, size), "another shape", load)

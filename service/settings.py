@@ -139,7 +139,7 @@ class ServiceSettings:
     drain_s: Annotated[
         float, option("How long running requests may take to finish after SIGTERM or Ctrl-C.", limits=Range(0))
     ] = 30.0
-    max_prompts: Annotated[int, option("Prompts in one request.", limits=AT_LEAST_1)] = 256
+    max_prompts: Annotated[int, option("Prompts in one request.", limits=Range(1, 4096))] = 256
     max_new_tokens: Annotated[
         int,
         option("Upper limit of a request's generate.max_tokens.", "max-completion-tokens", "max-new-tokens",

@@ -51,12 +51,9 @@ class Connection(HttpToolsProtocol):
                 who = "the one that asked for nothing longest" if oldest is not self else "a new one"
                 log.warning("%d connections are open: %s is closed, as others may be", self.most, who)
             oldest.transport.abort()
-            oldest.connection_lost_early()
-
-    def connection_lost_early(self) -> None:
-        """Give the place free now: asyncio tells of the end in a later turn."""
-        self.connections.discard(self)
-        self._stop_waiting()
+            # Its place is free now: asyncio tells of its end in a later turn.
+            self.connections.discard(oldest)
+            oldest._stop_waiting()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Forget it."""

@@ -123,9 +123,12 @@ def _token_ids(scorer: Scorer, body: ScoreRequest) -> list[list[int]]:
         check_length([message.content for message in body.messages], scorer.engine)
         prompts = [scorer.render(messages=[message.model_dump() for message in body.messages])]
     elif body.prompt is not None:
+        prompts = []
         for text in texts:
             check_length([text], scorer.engine)
-        prompts = [scorer.render(prompt=text) for text in texts]
+            prompts.append(scorer.render(prompt=text))
+            if len(prompts[-1]) > scorer.engine.identity.max_tokens:
+                break  # refused below: the others are not worth encoding
     else:
         assert body.input_ids is not None
         nested = isinstance(body.input_ids[0], list)

@@ -59,7 +59,8 @@ def _key(line: str, where: str, default_name: str) -> ApiKey:
     for word in words:
         attribute, _, value = word.partition("=")
         if attribute not in ATTRIBUTES or attribute in attributes:
-            raise HalluTracerError(f"{where}: after the key may stand name=NAME and may=FIELD,..; found {word!r}")
+            found = repr(word) if "=" in word else "a word without '='"  # which may be another key
+            raise HalluTracerError(f"{where}: after the key may stand name=NAME and may=FIELD,..; found {found}")
         attributes[attribute] = value
     rights = tuple(filter(None, attributes.get("may", "").split(",")))
     if unknown := [right for right in rights if right not in get_args(Right)]:

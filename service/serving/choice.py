@@ -20,15 +20,12 @@ def check_choice(scorer: Scorer, policy: Policy, own_scorer: Scorer, own: Policy
             f"requests here are judged by {own_scorer.bundle.reference}, and another bundle may let more through",
             param="bundle",
         )
-    check_policy(policy, own, caller)
+    if policy.action is Action.OBSERVE:
+        if "policy" not in caller.may:
+            raise NotAllowed(
+                f"policy {policy.name!r} lets through what this service's own, {own.name!r}, withholds", param="policy"
+            )
+        return
     highest, wanted = scorer.threshold(own), scorer.threshold(policy)
     if wanted > highest and "threshold" not in caller.may:
         raise NotAllowed(f"the threshold may be at most {highest:g} here, not {wanted:g}", param="threshold")
-
-
-def check_policy(policy: Policy, own: Policy, caller: Caller) -> None:
-    """The part of ``check_choice`` that needs no bundle."""
-    if policy.action is Action.OBSERVE and own.action is not Action.OBSERVE and "policy" not in caller.may:
-        raise NotAllowed(
-            f"policy {policy.name!r} lets through what this service's own, {own.name!r}, withholds", param="policy"
-        )

@@ -27,6 +27,7 @@ CHOICES: list[tuple[dict[str, Any], Right | None]] = [
     ({"threshold": 0.2, "policy": "loose"}, None),
     ({"policy": "observe"}, "policy"),
     ({"policy": "observe", "threshold": 0.0}, "policy"),
+    ({"policy": "observe", "threshold": 1}, "policy"),
     ({"threshold": 0.500001}, "threshold"),
     ({"threshold": 1}, "threshold"),
     ({"policy": "loose"}, "threshold"),

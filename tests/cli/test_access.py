@@ -40,7 +40,7 @@ def test_a_line_is_a_key_its_name_and_its_rights(tmp_path: Path) -> None:
         (f"{ONE} name=a name=b\n", "'name=b'"),
         (f"{ONE} {TWO}\n", "found '2222"),
         (f"{ONE} may=everything\n", "'everything'"),
-        (f"{ONE} may=policy threshold\n", "'threshold'"),
+        (f"{TWO} {ONE}\n", "a word without '='"),
         (f"{ONE} name=\n", "1 to 64"),
         (f"{ONE}\n{ONE}\n", "given twice"),
         (f"{ONE} name=a\n{TWO} name=a\n", "two keys are named 'a'"),
