@@ -28,23 +28,28 @@ def scope_of(file: str, nodeid: str, long: bool) -> str:
     """What one worker runs in order: a file, or all of vLLM's files; of ``make test-long`` a model family's starts."""
     if not starts_vllm(file):
         return file
+    if not long:
+        return "vllm"
     family = "faults" if "_fault_" in nodeid else nodeid.partition("[")[2].partition("-")[0]
-    return f"parity {family}" if long and "parity" in file else "vllm"
+    return f"parity {family}" if "parity" in file else file
 
 
 def starts_vllm(path: str) -> bool:
-    """Whether a test file starts vLLM: those share one worker, since two engines want more memory and cores."""
+    """Whether a test file starts vLLM.  In ``make test`` those share one worker: one start is most of a core."""
     return "vllm" in path or "parity" in path
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """vLLM's files first: with pytest-xdist one worker runs them while the other runs everything else.
 
-    Then the longest ones, so that no worker is alone with one of them at the end.
+    Then the longest ones, so that no worker is alone with one of them at the end.  Of ``make test-long`` the longest
+    are those without vLLM.
     """
 
     def place(item: pytest.Item) -> int:
         file = item.nodeid.split("::")[0]
+        if config.option.markexpr == "long":
+            return int(starts_vllm(file))
         return 0 if starts_vllm(file) else 1 if any(name in file for name in LONGEST) else 2
 
     items.sort(key=place)

@@ -71,18 +71,23 @@ class _BodyReader:
         message = await self._receive()
         if message["type"] == "http.request":
             self._body += message.get("body", b"")
-            spelt = any(token.encode() in self._body for token in self._special_tokens)
-            if not message.get("more_body") and (spelt or _MARKS.search(self._body)):
-                content = _parsed(self._body) or {}
-                texts = [text for name in RENDERED for text in _strings(content.get(name))]
-                self._note.forges = next(
-                    (token for token in self._special_tokens if any(token in text for text in texts)), None
-                )
-                self._note.misplaced = tuple(name for name in content if OURS.match(name))
-                xargs = content.get("vllm_xargs")
-                if content.get("use_beam_search") and isinstance(xargs, dict):
-                    self._note.xargs = xargs
+            if not message.get("more_body"):
+                self._read()
         return message
+
+    def _read(self) -> None:
+        spelt = any(token.encode() in self._body for token in self._special_tokens)
+        if not spelt and not _MARKS.search(self._body):
+            return
+        content = _parsed(self._body) or {}
+        texts = [text for name in RENDERED for text in _strings(content.get(name))]
+        self._note.forges = next(
+            (token for token in self._special_tokens if any(token in text for text in texts)), None
+        )
+        self._note.misplaced = tuple(name for name in content if OURS.match(name))
+        xargs = content.get("vllm_xargs")
+        if content.get("use_beam_search") and isinstance(xargs, dict):
+            self._note.xargs = xargs
 
 
 class _ResponseWriter:
