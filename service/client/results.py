@@ -194,11 +194,11 @@ class Readiness:
 
 @dataclass(frozen=True)
 class ReadyBody(Checked):
-    """``/health/ready`` with 200."""
+    """``/health/ready`` with 200; a service with keys tells the rest to a caller with a key only."""
 
     status: Literal["ready"]
-    model: str
-    bundles: tuple[str, ...]
+    model: str | None = None
+    bundles: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

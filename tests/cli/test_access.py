@@ -38,7 +38,7 @@ def test_a_line_is_a_key_its_name_and_its_rights(tmp_path: Path) -> None:
         (f"{ONE}\nshort name=a\n", "line 2 of"),
         (f"{ONE} nam=a\n", "'nam=a'"),
         (f"{ONE} name=a name=b\n", "'name=b'"),
-        (f"{ONE} {TWO}\n", "found '2222"),
+        (f"{ONE} {TWO}\n", "a word without '='"),
         (f"{ONE} may=everything\n", "'everything'"),
         (f"{TWO} {ONE}\n", "a word without '='"),
         (f"{ONE} name=\n", "1 to 64"),
@@ -52,6 +52,7 @@ def test_what_is_wrong_is_said_and_opens_nothing(tmp_path: Path, text: str, said
         load_keys((), keys_file(tmp_path, text))
     assert said in str(refused.value)
     assert ONE not in str(refused.value)
+    assert TWO not in str(refused.value)
 
 
 def test_the_files_mode_is_looked_at(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

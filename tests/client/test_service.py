@@ -153,7 +153,8 @@ def test_keys(make_client: MakeClient, service: Running) -> None:
                 call(prompt="a")
         with pytest.raises(Unauthorized):
             client.models()
-        assert client.ready()
+        ready = client.ready()
+        assert (ready.ready, ready.model, ready.bundles) == (True, None, ())
 
 
 def test_catalogue(client: BlockingClient, service: Running) -> None:

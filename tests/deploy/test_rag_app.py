@@ -28,7 +28,7 @@ FOLDER = ROOT / "deploy" / "sidecar"
 @pytest.fixture(scope="module")
 def key_file(tmp_path_factory: pytest.TempPathFactory) -> str:
     path = tmp_path_factory.mktemp("keys") / "api-keys"
-    path.write_text("the-key\nanother\n")
+    path.write_text("the-key-of-the-app\nthe-key-of-the-figures may=policy\n")
     return str(path)
 
 
@@ -96,11 +96,12 @@ def test_the_command_line_shows_both(guard: str, key_file: str) -> None:
     assert "Honiara is the capital" in rows[1]
 
 
-def test_the_figures_come_out(guard: str, key_file: str) -> None:
-    done = cli(
-        "--split", "dev", "--limit", "12",
-        script="rag_figures.py", HALLUTRACER_URL=guard, HALLUTRACER_API_KEY_FILE=key_file,
-    )  # fmt: skip
+def test_the_figures_come_out(guard: str, key_file: str, tmp_path: Path) -> None:
+    options = ("--split", "dev", "--limit", "12")
+    done = cli(*options, script="rag_figures.py", HALLUTRACER_URL=guard, HALLUTRACER_API_KEY_FILE=key_file)
+    assert "403 not_allowed: policy 'observe'" in done.stderr
+    (tmp_path / "key").write_text("the-key-of-the-figures\n")
+    done = cli(*options, script="rag_figures.py", HALLUTRACER_URL=guard, HALLUTRACER_API_KEY_FILE=str(tmp_path / "key"))
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("12 questions of dev")
     figures = dict(re.findall(r"^ *(\S.*?)  +(\d+ of \d+)", done.stdout, re.MULTILINE))
