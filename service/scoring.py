@@ -18,6 +18,7 @@ from probes_store.bundle import Bundle
 from probes_store.golden import check_golden
 from probes_store.identity import check_identity
 from service.engines.base import (
+    FIRST_COME,
     Completion,
     Engine,
     FirstToken,
@@ -25,6 +26,7 @@ from service.engines.base import (
     PrefillResult,
     Sampling,
     TokenIds,
+    Turn,
     Update,
     prefill_of,
     unfinished,
@@ -113,11 +115,11 @@ class Scorer:
         return wait_for(reports())
 
     async def run(
-        self, prompt: TokenIds, policy: Policy, sampling: Sampling | None = None, *, place: int = 0
+        self, prompt: TokenIds, policy: Policy, sampling: Sampling | None = None, *, turn: Turn = FIRST_COME
     ) -> AsyncGenerator[tuple[RiskReport, Update], None]:
         """One prompt: its report with each of the engine's updates; the last report has the completion, if any.
 
-        ``place`` is its place in the order of service, as ``Engine.answer`` takes it.
+        ``turn`` is its place in the order of service, as ``Engine.answer`` takes it.
 
         Where the decision is not to continue, one update without text is all.  Closing the generator ends the request
         in the engine.  Raises what ``Engine.answer`` and ``judge`` raise.
@@ -127,7 +129,7 @@ class Scorer:
             [self.probes],
             first_token=self.needs_first_token,
             sampling=sampling,
-            place=place,
+            turn=turn,
             gate=None if sampling is None else self.gate(policy),
         )
         report: RiskReport | None = None

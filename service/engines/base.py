@@ -23,6 +23,17 @@ EngineName = Literal["transformers", "vllm"]
 
 
 @dataclass(frozen=True, slots=True)
+class Turn:
+    """Whose a request is, and its place in the order of service; the lowest goes first."""
+
+    caller: str = ""
+    place: int = 0
+
+
+FIRST_COME = Turn()
+
+
+@dataclass(frozen=True, slots=True)
 class ModelIdentity:
     """Identifies a model; a bundle is only used with the model that it was fitted on."""
 
@@ -239,11 +250,11 @@ class Engine(LoadedModel, Protocol):
         first_token: bool = False,
         sampling: Sampling | None = None,
         gate: Gate | None = None,
-        place: int = 0,
+        turn: Turn = FIRST_COME,
     ) -> AsyncGenerator[Update, None]:
         """Yield one prompt's prefill, then its answer from the same KV cache.  Runs on any event loop.
 
-        Waiting prompts begin in the order of ``place``, then of arrival.
+        Waiting prompts begin in the order of ``turn``, then of arrival.
 
         Without ``sampling`` only the prefill runs.  If ``gate`` closes, the request ends with its prefill, and nothing
         is decoded.  Closing the generator, or cancelling the task that waits for it, ends the request.  Raises what

@@ -1,4 +1,4 @@
-"""Round-robin decoding: one token per answer in turn, and the KV cache that the answers can fill.
+"""Round-robin decoding: one token per caller and answer in turn, and the KV cache that the answers can fill.
 
 To be used on the engine's thread only.
 """
@@ -6,7 +6,7 @@ To be used on the engine's thread only.
 from __future__ import annotations
 
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -22,48 +22,63 @@ class _RunningAnswer:
 
 
 class DecodeRotation:
-    """The answers being decoded, and ``kv_held``, the tokens that their KV caches can hold."""
+    """The answers being decoded, and ``kv_held``, the tokens that their KV caches can hold, by caller.
+
+    Callers take turns, and the answers of each: two hundred answers of one leave another every second token.
+    """
 
     def __init__(self, after_step: Callable[[], None]) -> None:
         """``after_step`` is called after each step, when its updates can be delivered."""
         self._after_step = after_step
-        self._running: deque[_RunningAnswer] = deque()
-        self.kv_held = 0
+        self._callers: deque[str] = deque()
+        self._answers: dict[str, deque[_RunningAnswer]] = {}
+        self.kv_held: Counter[str] = Counter()
 
     def __len__(self) -> int:
-        return len(self._running)
+        return sum(map(len, self._answers.values()))
 
     def add(self, request: EngineRequest, continuation: Continuation) -> None:
         """Add an answer; the rotation closes its continuation."""
         assert request.sampling is not None
         pieces = continuation.decode(request.sampling, lambda: request.cancelled)
-        self._running.append(_RunningAnswer(request, continuation, pieces))
-        self.kv_held += request.kv_tokens
+        caller = request.turn.caller
+        if caller not in self._answers:
+            self._answers[caller] = deque()
+            self._callers.append(caller)
+        self._answers[caller].append(_RunningAnswer(request, continuation, pieces))
+        self.kv_held[caller] += request.kv_tokens
 
     def turn(self, share_s: float) -> None:
         """Run steps for ``share_s`` seconds, and at least one."""
         until = time.monotonic() + share_s
-        while self._running:
-            answer = self._running[0]
+        while self._callers:
+            answers = self._answers[self._callers[0]]
+            answer = answers[0]
             if self._step(answer):
-                self._running.rotate(-1)
+                answers.rotate(-1)
+                self._callers.rotate(-1)
             else:
-                self._running.popleft()
-                self._close(answer)
+                self._remove(answer)
             self._after_step()
             if time.monotonic() >= until:
                 return
 
     def abandon(self, error: BaseException) -> None:
         """End all answers with ``error``."""
-        while self._running:
-            answer = self._running.popleft()
-            self._close(answer)
+        for answer in [answer for answers in self._answers.values() for answer in answers]:
+            self._remove(answer)
             answer.request.finish(error)
 
-    def _close(self, answer: _RunningAnswer) -> None:
+    def _remove(self, answer: _RunningAnswer) -> None:
+        caller = answer.request.turn.caller
+        self._answers[caller].remove(answer)
+        if not self._answers[caller]:
+            del self._answers[caller]
+            self._callers.remove(caller)
         answer.continuation.close()
-        self.kv_held -= answer.request.kv_tokens
+        self.kv_held[caller] -= answer.request.kv_tokens
+        if not self.kv_held[caller]:
+            del self.kv_held[caller]
 
     def _step(self, answer: _RunningAnswer) -> bool:
         """Decode one token of one answer; False once the answer has ended."""

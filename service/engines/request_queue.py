@@ -10,17 +10,19 @@ from __future__ import annotations
 import asyncio
 import time
 from bisect import insort_right
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
-from service.engines.base import Gate, Sampling, TokenIds, Update
+from service.engines.base import FIRST_COME, Gate, Sampling, TokenIds, Turn, Update
 from service.engines.bridge import Outbox
 from service.readout import Probes
 
 MAX_PADDING = 1.25  # padded over real tokens in one forward pass
 FREE_PADDING = 128  # padded tokens up to which the share of padding does not matter
 MAX_CANDIDATES = 256  # waiting prompts among which a batch is chosen
+KV_RESERVE = 8  # one of this many parts of the cache is for callers that hold nothing of it
 
 
 @dataclass(eq=False, slots=True)
@@ -33,7 +35,7 @@ class EngineRequest:
     sampling: Sampling | None
     gate: Gate | None
     outbox: Outbox
-    place: int = 0  # in the order of service
+    turn: Turn = FIRST_COME
     inbox: asyncio.Queue[Update | BaseException | None] = field(default_factory=asyncio.Queue)  # None: the end
     queued: float = field(default_factory=time.monotonic)
     cancelled: bool = False  # written by the consumer's loop, read by the engine's thread
@@ -80,11 +82,11 @@ class RequestQueue:
         self._discard(removed)
         return removed
 
-    def next_batch(self, kv_held: int) -> list[EngineRequest]:
+    def next_batch(self, kv_held: Counter[str]) -> list[EngineRequest]:
         """Remove and return the next batch; empty if no request can start.
 
-        Requests that may be decoded form batches of their own, whose KV caches together with ``kv_held`` stay within
-        the limit.  A request larger than the limit runs alone, when no cache is held.
+        Requests that may be decoded form batches of their own, whose KV caches together with ``kv_held``, tokens by
+        caller, stay within the limit.  A request larger than the limit runs alone, when no cache is held.
         """
         waiting = list(islice(self._startable(kv_held), MAX_CANDIDATES))
         if not waiting:
@@ -105,16 +107,19 @@ class RequestQueue:
         self._discard(batch)
         return batch
 
-    def _startable(self, kv_held: int) -> Iterator[EngineRequest]:
+    def _startable(self, kv_held: Counter[str]) -> Iterator[EngineRequest]:
         """Requests in order, without those whose KV cache does not fit now."""
-        blocked = False
+        blocked, held, total = False, kv_held.copy(), kv_held.total()
         for request in self._requests:
             if request.continues:
+                caller = request.turn.caller
+                limit = self._max_kv_tokens - (self._max_kv_tokens // KV_RESERVE if held[caller] else 0)
                 # None overtakes a request that waits for space: a large one would starve.
-                blocked = blocked or (kv_held > 0 and kv_held + request.kv_tokens > self._max_kv_tokens)
+                blocked = blocked or (total > 0 and total + request.kv_tokens > limit)
                 if blocked:
                     continue
-                kv_held += request.kv_tokens
+                held[caller] += request.kv_tokens
+                total += request.kv_tokens
             yield request
 
     def _discard(self, requests: Sequence[EngineRequest]) -> None:
@@ -124,4 +129,4 @@ class RequestQueue:
 
 
 def _place(request: EngineRequest) -> int:
-    return request.place
+    return request.turn.place

@@ -21,6 +21,7 @@ from contextlib import aclosing
 from typing import TypeVar
 
 from service.engines.base import (
+    FIRST_COME,
     BatchEngine,
     Completion,
     Continuation,
@@ -32,6 +33,7 @@ from service.engines.base import (
     Sampling,
     TokenIds,
     TorchModel,
+    Turn,
     Update,
 )
 from service.engines.bridge import Outboxes, receive
@@ -109,13 +111,13 @@ class Scheduled:
         first_token: bool = False,
         sampling: Sampling | None = None,
         gate: Gate | None = None,
-        place: int = 0,
+        turn: Turn = FIRST_COME,
     ) -> AsyncGenerator[Update, None]:
         """As ``base.Engine.answer``."""
         if sampling is not None:
             check_sampling(sampling)
         outbox = self._outboxes.of(asyncio.get_running_loop())
-        request = EngineRequest(prompt, probes, first_token, sampling, gate, outbox, place)
+        request = EngineRequest(prompt, probes, first_token, sampling, gate, outbox, turn)
         self._submit(request)
         try:
             async with aclosing(receive(request.inbox)) as updates:

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from contextlib import aclosing
 
-from service.engines.base import Engine, Sampling, Update, unfinished
+from service.engines.base import Engine, Sampling, Turn, Update, unfinished
 from service.errors import EngineError, NonFiniteReadout, NotReady, ProbeReplaced, RequestError
 from service.guard import OBSERVE, Decision, Policy
 from service.scoring import RiskReport, Scorer
@@ -133,7 +133,7 @@ class Dispatcher:
         for job in request.jobs:
             answers = request.sampling.max_tokens if request.sampling is not None else 0
             self._queue.add_tokens(request.caller, len(job.token_ids), answers=request.sampling is not None)
-            job.place = self._queue.place(request.caller, len(job.token_ids) + answers)
+            job.turn = Turn(request.caller, self._queue.place(request.caller, len(job.token_ids) + answers))
             job.task = task = self._loop.create_task(self._run(request, job))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
@@ -142,7 +142,7 @@ class Dispatcher:
         """See one prompt through."""
         scored_at = 0.0
         try:
-            steps = request.scorer.run(job.token_ids, request.policy, request.sampling, place=job.place)
+            steps = request.scorer.run(job.token_ids, request.policy, request.sampling, turn=job.turn)
             async with aclosing(steps):
                 async for report, update in steps:
                     self._note_progress()
@@ -177,7 +177,7 @@ class Dispatcher:
         # Where capacity is left, a new prompt waits at most for the step that is running.
         self._speed.note(len(job.token_ids), time.monotonic(), crowded=update.queue_s > update.prefill_s)
         self._leave(request, job)
-        self._queue.served(job.place)
+        self._queue.served(job.turn.place)
         if request.sampling is not None and report.decision is Decision.CONTINUE:
             job.state = "decoding"
             self._decoding += 1

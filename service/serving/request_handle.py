@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from service.engines.base import Sampling, TokenIds
+from service.engines.base import FIRST_COME, Sampling, TokenIds, Turn
 from service.errors import DeadlineExceeded
 from service.guard import Policy
 from service.scoring import RiskReport, Scorer
@@ -38,7 +38,7 @@ class Job:
     tokens: int = 0  # decoded so far
     timings: Timings = field(default_factory=Timings)
     task: asyncio.Task[None] | None = None
-    place: int = 0  # in the order of service
+    turn: Turn = FIRST_COME
     state: Literal["waiting", "decoding", "over"] = "waiting"
 
     def result(self) -> RiskReport:

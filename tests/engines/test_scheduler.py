@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from service.engines.base import Engine, Gate, Sampling, Update, prefill_of
+from service.engines.base import Engine, Gate, Sampling, Turn, Update, prefill_of
 from service.engines.bridge import wait_for
+from service.engines.request_queue import EngineRequest
 from service.engines.scheduler import Scheduled
 from service.errors import EngineError, RequestError
 from service.readout import Probes
@@ -193,6 +194,30 @@ async def test_answers_take_turns(bench: Bench) -> None:
         assert len(text(await bench.answer("short", sampling=Sampling(max_tokens=3)))) == 3
         assert not long.done()
         assert len(text(await long)) == 40
+
+
+async def test_many_answers_of_one_caller_leave_another_every_second_token(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench.script.answer = "x" * 60
+    decoded: list[str] = []
+    send = EngineRequest.send
+
+    def watched(request: EngineRequest, update: Update) -> None:
+        decoded.extend([request.turn.caller] * update.tokens)
+        send(request, update)
+
+    monkeypatch.setattr(EngineRequest, "send", watched)
+    async with bench.open():
+        held = await bench.held()
+        callers = [*["many"] * 12, "one"]
+        tasks = [started(bench.answer(name, sampling=Sampling(max_tokens=60), turn=Turn(name))) for name in callers]
+        await asyncio.sleep(0)
+        bench.holding.release.set()
+        await asyncio.gather(held, *tasks)
+    assert len(decoded) == 13 * 60
+    ended = len(decoded) - decoded[::-1].index("one")
+    assert decoded[:ended].count("many") <= 90, "by answers it would be 720"
 
 
 async def test_caches_of_running_answers_are_bounded(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:

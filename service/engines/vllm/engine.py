@@ -17,6 +17,7 @@ import numpy as np
 
 from service.engines import loading
 from service.engines.base import (
+    FIRST_COME,
     Completion,
     EngineOptions,
     Extraction,
@@ -25,6 +26,7 @@ from service.engines.base import (
     PrefillResult,
     Sampling,
     TokenIds,
+    Turn,
     Update,
     prefill_of,
 )
@@ -209,16 +211,16 @@ class VllmEngine:
         first_token: bool = False,
         sampling: Sampling | None = None,
         gate: Gate | None = None,
-        place: int = 0,
+        turn: Turn = FIRST_COME,
     ) -> AsyncGenerator[Update, None]:
         """As ``base.Engine.answer``; prefill and answer are one vLLM request.
 
-        vLLM keeps the order of ``place`` where its scheduling policy is "priority", as ``launch`` chooses.
+        vLLM keeps the order of ``turn`` where its scheduling policy is "priority", as ``launch`` chooses.
         """
         if sampling is not None:
             check_sampling(sampling)
         running = asyncio.get_running_loop()
-        make = partial(self._answer, prompt, probes, first_token, sampling, gate, place)
+        make = partial(self._answer, prompt, probes, first_token, sampling, gate, turn)
         answer = make() if running is self.loop else relay(self.loop, self._outboxes.of(running), make)
         async with aclosing(answer) as updates:
             async for update in updates:
@@ -231,14 +233,14 @@ class VllmEngine:
         first_token: bool,
         sampling: Sampling | None,
         gate: Gate | None,
-        place: int = 0,
+        turn: Turn,
     ) -> AsyncGenerator[Update, None]:
         """``answer`` on ``loop``."""
         lease = await self.lease(probes, first_token=first_token, gate=gate if sampling is not None else None)
         answer = AnswerBuilder()
         try:
             parameters = score_only(lease.directive) if sampling is None else answering(sampling, lease.directive)
-            async with aclosing(self._client.outputs(prompt, parameters, place)) as outputs:
+            async with aclosing(self._client.outputs(prompt, parameters, turn.place)) as outputs:
                 async for output in outputs:
                     piece, tokens = answer.add(output)
                     if answer.steps > 1:
