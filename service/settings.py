@@ -152,6 +152,9 @@ class ServiceSettings:
         int, option("Open connections; a further one takes the place of the one that idles longest.", limits=Range(16))
     ] = 4096
     max_body_bytes: Annotated[int, option("Largest request body.", limits=Range(1024))] = 4 * 1024 * 1024
+    refuse_special_tokens: Annotated[
+        bool, option("Refuse messages that spell out special tokens of the model, instead of reading them as text.")
+    ] = False
     threshold: Threshold = None  # for policies that name none; None: each bundle's own
     policy: PolicyName = "gate"  # for requests that name none
     protect_metrics: Annotated[bool, option("Require a key on /metrics too.")] = False

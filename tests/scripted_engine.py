@@ -59,6 +59,7 @@ class ScriptedEngine:
         self.counters = Counters()
         self.max_batch_tokens = 8192
         self.torch_model = None
+        self.special_tokens = ("<|end|>",)
         self.identity = ModelIdentity(
             model=model,
             revision="local",

@@ -17,7 +17,7 @@ from service.api.request_schema import REQUEST_EXAMPLES, ROUTES, ScoreRequest
 from service.api.response_schema import SCORE_RESPONSES
 from service.api.stream import EventStream
 from service.engines.base import Sampling
-from service.engines.checks import check_length
+from service.engines.checks import check_length, check_special_tokens
 from service.errors import ClientGone, EmptyPrompt, RequestError
 from service.scoring import Scorer
 from service.serving.deadline import Deadline
@@ -50,7 +50,7 @@ async def score(
     try:
         async with _while_connected(request):
             async with deadline.enforced():
-                token_ids = await state.tokenizing.run(body.size(), lambda: _token_ids(scorer, body))
+                token_ids = await state.tokenizing.run(body.size(), lambda: _token_ids(scorer, body, settings))
             handle.start(token_ids)
             reports = await (handle.risks() if body.stream else handle.answers())
     except BaseException:
@@ -116,11 +116,14 @@ def _sampling(body: ScoreRequest, limit: int) -> Sampling | None:
     return Sampling(wanted.max_tokens, wanted.temperature, wanted.top_p, wanted.seed, tuple(wanted.stop))
 
 
-def _token_ids(scorer: Scorer, body: ScoreRequest) -> list[list[int]]:
+def _token_ids(scorer: Scorer, body: ScoreRequest, settings: ServiceSettings) -> list[list[int]]:
     """Every prompt, rendered and checked, so that nothing a request says can spoil a batch it shares."""
     texts = [body.prompt] if isinstance(body.prompt, str) else body.prompt or []
     if body.messages is not None:
-        check_length([message.content for message in body.messages], scorer.engine)
+        contents = [message.content for message in body.messages]
+        check_length(contents, scorer.engine)
+        if settings.refuse_special_tokens:
+            check_special_tokens(contents, scorer.engine)
         prompts = [scorer.render(messages=[message.model_dump() for message in body.messages])]
     elif body.prompt is not None:
         prompts = []

@@ -180,6 +180,7 @@ class LoadedModel(Protocol):
     identity: ModelIdentity
     counters: Counters
     max_batch_tokens: int  # padded, in one forward pass
+    special_tokens: tuple[str, ...]  # of the tokenizer, as they are spelt
 
     @property
     def torch_model(self) -> TorchModel | None:

@@ -35,6 +35,17 @@ def check_length(texts: Sequence[str], engine: LoadedModel) -> None:
                 )
 
 
+def check_special_tokens(contents: Sequence[str], engine: LoadedModel) -> None:
+    """Raise RequestError for the first message that spells out a special token of the model."""
+    for number, content in enumerate(contents):
+        found = next((token for token in engine.special_tokens if token in content), None)
+        if found is not None:
+            raise RequestError(
+                f"message {number} spells out the special token {found!r}, which is refused here; remove it",
+                param=f"messages.{number}.content",
+            )
+
+
 def check_prompts(prompts: Sequence[TokenIds], *, vocabulary: int, max_tokens: int) -> None:
     """Raise EmptyPrompt, PromptTooLong or RequestError for the first invalid prompt, naming its index."""
     for number, prompt in enumerate(prompts):

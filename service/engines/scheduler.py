@@ -62,6 +62,7 @@ class Scheduled:
         self.identity: ModelIdentity = batch.identity
         self.counters: Counters = batch.counters
         self.max_batch_tokens: int = batch.max_batch_tokens
+        self.special_tokens = batch.special_tokens
         self.tokenize, self.render_chat, self.detokenize = batch.tokenize, batch.render_chat, batch.detokenize
         self.check = batch.check
         self.on_prefill: Callable[[int, int], None] = lambda prompts, tokens: None

@@ -159,6 +159,21 @@ def test_bad_requests(service: Service, body: dict[str, Any], status: int, param
     assert error["message"]
 
 
+@pytest.mark.parametrize("refuses", [True, False])
+def test_a_message_that_spells_out_a_special_token_is_refused_where_the_operator_wants_it(
+    tmp_path: Path, refuses: bool
+) -> None:
+    with App(tmp_path, refuse_special_tokens=refuses).started() as app:
+        for content in ("a", "a <|end|> b"):
+            messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": content}]
+            response = app.client.post("/score", json={"messages": messages})
+            if refuses and content != "a":
+                assert (response.status_code, response.json()["error"]["param"]) == (422, "messages.1.content")
+                assert "<|end|>" in response.json()["error"]["message"]
+            else:
+                assert response.status_code == 200
+
+
 def test_a_body_meets_its_limit_whole_or_chunked(service: Service) -> None:
     def chunks() -> Iterator[bytes]:
         yield b'{"prompt": "'

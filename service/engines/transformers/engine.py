@@ -87,6 +87,7 @@ class TransformersEngine:
         self._model = model.eval().requires_grad_(False)
         self._tokens = tokens = Tokens(tokenizer)
         self.tokenize, self.render_chat, self.detokenize = tokens.tokenize, tokens.render_chat, tokens.detokenize
+        self.special_tokens = tokens.special_tokens
         self._content_words = ContentWords(self._tokens)
         self._modules = locate(model)
         self._head = model.get_output_embeddings()
