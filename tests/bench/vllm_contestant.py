@@ -47,8 +47,8 @@ class Kind:
 KINDS = {
     "bare": Kind("vLLM, compiled"),
     "again": Kind("the same in a second process: the noise"),
-    "ours": Kind("in-graph readout, one site, one bundle", WORKER, sites=(Site.ATTENTION_HEAD,)),
-    "both": Kind("in-graph readout, both sites, four slots each", WORKER, sites=tuple(Site), slots=4),
+    "ours": Kind("readout, one site, one bundle", WORKER, sites=(Site.ATTENTION_HEAD,)),
+    "both": Kind("readout, both sites, four slots each", WORKER, sites=tuple(Site), slots=4),
     "eager": Kind("vLLM, enforce_eager", eager=True),
     "hooks": Kind("the peers' way: hooks that keep the last row, enforce_eager", HOOKS, eager=True),
 }
@@ -74,7 +74,7 @@ def start(model: str, kind: Kind, stats: bool, more: dict[str, Any]) -> Any:
 
 
 def put_probes(llm: Any, kind: Kind) -> Any:
-    """Random unit probes into every slot; what was compiled in, as a ``directive.Plan``."""
+    """Random unit probes into every slot; what is read, as a ``wire.Plan``."""
     import numpy as np
 
     from service.engines.vllm.wire import Plan
@@ -119,7 +119,7 @@ def serve(llm: Any, kind: Kind) -> None:
         if plan is not None and job["tokens"] == 1:  # with more, only the last output is handed out
             found = [Payload.decode(output.prompt_token_id_logprobs, plan, directive) for output in outputs]
             if not all(abs(payload.trajectories).min() > 0 for payload in found):
-                raise RuntimeError("a reading is zero: the readout was not compiled in")
+                raise RuntimeError("a reading is zero: no probe was written")
         if kind.worker == HOOKS and not checked:
             layers, requests, width = llm.collective_rpc("bench_shape")[0]
             if layers < 2 or requests != len(prompts) or not width:

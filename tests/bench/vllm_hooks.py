@@ -13,7 +13,7 @@ from vllm.forward_context import get_forward_context
 from vllm.platforms import current_platform
 
 from service.engines import families
-from service.engines.vllm.graph import blocks_of
+from service.engines.vllm.attach import blocks_of
 
 if current_platform.is_cpu():
     from vllm.v1.worker.cpu_worker import CPUWorker as VllmWorker

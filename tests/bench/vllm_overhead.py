@@ -1,4 +1,4 @@
-"""What the in-graph readout costs on vLLM, beside bare compiled vLLM and beside the peers' way, in one run.
+"""What the readout costs on vLLM, beside bare compiled vLLM and beside the peers' way, in one run.
 
     python -m tests.bench.vllm_overhead [--rounds 30] [--minutes 14] [--shape qwen2.5-0.5b] [--json OUT] [--quick]
                                         [--starts 3] [--sittings "bare,again,ours,hooks;bare,both,eager"]

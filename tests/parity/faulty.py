@@ -35,7 +35,7 @@ class Swapped(Worker):
 
 
 class Deaf(Worker):
-    """Keeps its first probes: what a graph does that was compiled with them as constants."""
+    """Keeps its first probes: what a graph would do that was compiled with them as constants."""
 
     def hallutracer_write(self, slot: int, site: str, head: list[int], numbers: bytes) -> None:
         """The first probe of a slot stays."""
@@ -48,7 +48,7 @@ class Deaf(Worker):
 
 
 class Bare(Worker):
-    """Runs a graph without the readout: what a stale compile cache would give."""
+    """Runs without the readout: what a stale compile cache would give, or a graph captured as a whole."""
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         """The readout's modules become vLLM's own again, after everything has been attached."""
@@ -56,6 +56,8 @@ class Bare(Worker):
         for module in self.model_runner.model.modules():
             if type(module).__name__.startswith("Reading"):
                 module.__class__ = next(base for base in type(module).__mro__ if "Reading" not in base.__name__)
+            if "forward" in vars(getattr(module, "impl", module)):
+                del module.impl.forward
 
 
 def too_early(step: StepLayout, directive_of: Callable[[str], Directive | None]) -> list[OnsetRow]:

@@ -104,7 +104,7 @@ def test_vllm_reads_and_says_what_transformers_does(run: matrix.Run, folder: Pat
         ("RowTooEarly", "other prompts|row too early"),
         ("Swapped", "other prompts"),
         ("Deaf", "change of its probe"),
-        ("Bare", "NonFiniteReadout.*compiled graph"),
+        ("Bare", "NonFiniteReadout.*does not keep"),
     ],
 )
 def test_a_fault_is_found_at_the_start_and_by_the_comparison(worker: str, said: str, folder: Path) -> None:

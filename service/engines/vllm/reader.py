@@ -17,9 +17,8 @@ import numpy.typing as npt
 import torch
 
 from service.engines.transformers.results import summarise
-from service.engines.vllm.graph import SiteTensors
+from service.engines.vllm.sites import SiteReadout
 from service.engines.vllm.wire import EXTRAS, REPLACED, Directive, Plan
-from service.errors import EngineError
 from service.readout import Site
 
 Tensor = torch.Tensor
@@ -77,13 +76,14 @@ class StageLink:
 
 
 class Reader:
-    """A worker's plan, each site's tensors, and the readouts of the current step."""
+    """A worker's plan, each site's readout, and the numbers of the current step."""
 
-    def __init__(self, plan: Plan, sites: dict[Site, SiteTensors], onsets: Tensor, link: StageLink) -> None:
-        self.plan, self.sites = plan, sites
-        self._onsets, self._link = onsets, link
+    def __init__(self, plan: Plan, sites: dict[Site, SiteReadout], link: StageLink, device: torch.device) -> None:
+        self.plan, self.sites, self.device = plan, sites, device
+        self._link = link
         self.digests: dict[int, str] = {}  # column -> digest of the probe that its slot holds
         self._step: list[OnsetRow] = []
+        self._keeps = False
         self._replaced: list[int] = []  # places in the step whose directives name other probes
         self._numbers: Tensor | None = None  # [n, 9] on the device: ``_numbers``
         self._values: Tensor | None = None  # [columns, n, layers + 1]
@@ -92,12 +92,12 @@ class Reader:
         self._gated: Tensor | None = None  # [n] bool
 
     @property
-    def device(self) -> torch.device:
-        """Device of the buffers."""
-        return self._onsets.device
+    def keeps(self) -> bool:
+        """Whether the coming forward pass has to keep activations, which a captured graph as a whole does not."""
+        return self._keeps
 
-    def before(self, step: list[OnsetRow], tokens: int) -> None:
-        """Start a step of ``tokens`` rows, padding included."""
+    def before(self, step: list[OnsetRow]) -> None:
+        """Start a step: its forward pass keeps what is at these onsets."""
         self._step = step
         self._values = self._summary = self._gated = None
         self._replaced = [
@@ -106,38 +106,35 @@ class Reader:
             if any(self.digests.get(column) != digest for column, digest in row.directive.probes)
         ]
         self._activations = []
-        if self.plan.activations:
-            self._onsets.zero_()  # a row of an earlier, larger step would lie outside this one
         if not step:
+            self._start_sites(None)
             return
-        capacity = next(iter(self.sites.values())).mean.shape[0]
-        if tokens > capacity:
-            raise EngineError(f"a step of {tokens} tokens is larger than the readout's buffers ({capacity})")
-        for tensors in self.sites.values():
-            tensors.clear(tokens)
         on_host = torch.tensor(
             [_numbers(row) for row in step], dtype=torch.float64, pin_memory=self.device.type == "cuda"
         )
         self._numbers = on_host.to(self.device, non_blocking=True)
-        if self.plan.activations:
-            self._onsets[: len(step)].copy_(self._numbers[:, TOKEN_ROW])
+        self._start_sites(self._numbers[:, TOKEN_ROW].long())
+
+    def _start_sites(self, onsets: Tensor | None) -> None:
+        self._keeps = onsets is not None
+        for site in self.sites.values():
+            site.start(onsets)
 
     def after(self, earlier: Tensor | None = None) -> Tensor | None:
-        """Gather the step's readouts and those of ``earlier`` stages: [layers + 1, n, columns], for the next stage."""
-        if not self._step or self._numbers is None:
+        """Compute the step's readouts and add those of ``earlier`` stages: [layers + 1, n, columns], for the next."""
+        if not self._keeps:
             return None
-        places = self._numbers[:, TOKEN_ROW].long()
-        gathered = torch.cat([tensors.gather(places) for tensors in self.sites.values()], dim=-1)
-        values = self._link.sum(gathered)  # [layers + 1, n, columns]
+        read = torch.cat([site.read() for site in self.sites.values()], dim=-1)
+        values = self._link.sum(read)  # [layers + 1, n, columns]
         if self._replaced:
             values[:, self._replaced] = math.nan  # no gate takes it for a risk
         if earlier is not None:
             values = torch.cat([earlier[:-1], values[:-1], earlier[-1:] + values[-1:]])
         if any(row.directive.activations for row in self._step):
-            for tensors in self.sites.values():
-                assert tensors.activations is not None
-                held = tensors.activations[:, : len(self._step)]
-                self._activations.append(self._link.join(held) if tensors.split else held.clone())
+            for site in self.sites.values():
+                kept = site.activations()
+                self._activations.append(self._link.join(kept) if site.split else kept)
+        self._start_sites(None)
         self._values = values.permute(2, 1, 0)
         return values
 

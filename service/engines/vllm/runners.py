@@ -85,12 +85,20 @@ class V1Reading:
         self.hallutracer_earlier = _take_earlier(intermediate_tensors)
         return super().execute_model(scheduler_output, intermediate_tensors)  # type: ignore[misc]
 
+    def _prepare_inputs(self, *args: Any, **kwargs: Any) -> Any:
+        """``before``: the step's rows are known, and which graph will run is not decided yet."""
+        prepared = super()._prepare_inputs(*args, **kwargs)  # type: ignore[misc]
+        self.hallutracer.before(onset_rows(self._step_layout(), self._directive_of))
+        return prepared
+
+    def _is_uniform_decode(self, *args: Any, **kwargs: Any) -> bool:
+        """A step with an onset is none, though each request may have one token: a whole graph keeps nothing."""
+        return not self.hallutracer.keeps and super()._is_uniform_decode(*args, **kwargs)  # type: ignore[misc]
+
     def _model_forward(self, *args: Any, **kwargs: Any) -> Any:
-        """``before`` and ``after``: the step's inputs are prepared."""
-        reader = self.hallutracer
-        reader.before(onset_rows(self._step_layout(), self._directive_of), _tokens(args, kwargs))
+        """``after``."""
         output = super()._model_forward(*args, **kwargs)  # type: ignore[misc]
-        values = reader.after(self.hallutracer_earlier)
+        values = self.hallutracer.after(self.hallutracer_earlier)
         self.hallutracer_earlier = None
         if values is not None and not get_pp_group().is_last_rank:
             output.tensors[STAGE_KEY] = values
@@ -157,13 +165,23 @@ class V2Reading:
         """``before``: the step's rows are known."""
         batch = super().prepare_inputs(*args, **kwargs)  # type: ignore[misc]
         onsets = onset_rows(self._step_layout(batch), self.hallutracer_directives.get)
-        self.hallutracer.before(onsets, int(batch.num_tokens_after_padding))
+        self.hallutracer.before(onsets)
         return batch
+
+    def gather_batch_req_state(self, *args: Any, **kwargs: Any) -> Any:
+        """A step in which a prompt with a directive may end is no decode: a whole graph keeps nothing."""
+        state, uniform = super().gather_batch_req_state(*args, **kwargs)  # type: ignore[misc]
+        if state is not None and any(
+            reads and request in self.hallutracer_directives
+            for request, reads in zip(state.req_ids, state.is_prefilling_np, strict=True)
+        ):
+            uniform = None
+        return state, uniform
 
     def execute_model(self, scheduler_output: Any, intermediate_tensors: Any = None, *args: Any, **kwargs: Any) -> Any:
         """``after``: the same for a compiled, an eager and a captured forward pass."""
         earlier = _take_earlier(intermediate_tensors)
-        self.hallutracer.before([], 0)  # a step without inputs prepares none
+        self.hallutracer.before([])  # a step without inputs prepares none
         output = super().execute_model(scheduler_output, intermediate_tensors, *args, **kwargs)  # type: ignore[misc]
         values = self.hallutracer.after(earlier)
         if values is not None and isinstance(output, IntermediateTensors):
@@ -201,11 +219,3 @@ class V2Reading:
 
             worker.compute_prompt_token_id_logprobs = with_payloads
         return super().sample_tokens(grammar_output)  # type: ignore[misc]
-
-
-def _tokens(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    """Number of rows in the forward pass, padding included."""
-    for value in (*args, *(kwargs.get(name) for name in ("input_ids", "inputs_embeds", "positions"))):
-        if isinstance(value, Tensor):
-            return int(value.shape[-1] if value.dim() == 1 or value.shape[0] == 3 else value.shape[0])
-    raise EngineError("vLLM's forward pass was called without inputs; install vllm==0.32.0")

@@ -2,7 +2,7 @@
 
 It sends random prompts and a random probe through the same requests that serve.  Golden prompts (``Scorer``) then
 compare with recorded numbers; the self-test finds what a single recorded prompt cannot show: readouts of another
-prompt or of the token before t*, a graph compiled without the readout, or with an earlier probe in it as a constant.
+prompt or of the token before t*, a forward pass without the readout, or one with an earlier probe.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def self_test(engine: LoadedModel, plan: Plan, vocabulary: int) -> None:
     """Raise EngineError naming the property that does not hold."""
     generator = np.random.default_rng(0)
     tolerance = TOLERANCE[str(getattr(engine.identity, "dtype", "float32"))]
-    lengths = [2, 5, 3, 40, 1, 17, 2, 9]
+    lengths = [2, 5, 3, 40, 1, 17, 2, 9]  # 17: when it is repeated, a cached block, and t* alone like a decoded token
     prompts = [generator.integers(0, vocabulary, length).tolist() for length in lengths]
     changed_end = [*prompts[3][:-1], (prompts[3][-1] + 1) % vocabulary]
     for site in plan.sites:
@@ -47,8 +47,8 @@ def self_test(engine: LoadedModel, plan: Plan, vocabulary: int) -> None:
         size = float(np.abs(together).max())
         if not size > 0.0:
             raise EngineError(
-                f"self-test: the readout at {site} is zero everywhere: the compiled graph lacks it; "
-                "clear vLLM's compile cache and restart"
+                f"self-test: the readout at {site} is zero everywhere: no probe was written; install the "
+                "supported vLLM version and restart"
             )
         apart = float(np.abs(together[:-1] - alone).max()) / size
         if apart > tolerance:
@@ -64,8 +64,8 @@ def self_test(engine: LoadedModel, plan: Plan, vocabulary: int) -> None:
         mirrored = _trajectories(engine, prompts[:2], replace(probes, direction=-probes.direction))
         if np.abs(mirrored + alone[:2]).max() > tolerance * size:
             raise EngineError(
-                f"self-test: the compiled graph at {site} ignores a change of its probe; clear vLLM's compile cache "
-                "and restart"
+                f"self-test: the readout at {site} ignores a change of its probe; clear vLLM's compile cache and "
+                "restart"
             )
     for size in DECODED:
         engine.generate(prompts[:size], Sampling(max_tokens=4))  # raises if a step of decoding kills the worker

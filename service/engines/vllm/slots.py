@@ -1,4 +1,4 @@
-"""Which probe is in which slot of the compiled graph, tracked on the request side.
+"""Which probe is in which slot of the workers, tracked on the request side.
 
 A slot keeps its probe until the prefills of all prompts that use it have been read.  Other slots can be overwritten:
 a bundle replaces another one without a restart.

@@ -32,7 +32,7 @@ def probe_digest(site: str, head: Sequence[int], numbers: bytes) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What is compiled into the model: sites, probe slots per site, and whether activations are kept (training)."""
+    """What a worker reads: sites, probe slots per site, and whether it sends activations (training)."""
 
     geometry: Geometry
     sites: tuple[Site, ...]
@@ -110,7 +110,7 @@ class Payload:
     """A prompt's readout: trajectories and depth means of every slot, and what the directive asked for besides."""
 
     trajectories: NDArray[np.float64]  # [sites * slots, m]; slots without a probe hold zeros
-    depth_means: NDArray[np.float64]  # [sites * slots], the running mean that the graph accumulated
+    depth_means: NDArray[np.float64]  # [sites * slots], the mean over depth
     first_token: FirstToken | None
     gated: bool
     activations: dict[Site, NDArray[np.float32]]  # site -> [m, width]; empty unless asked for
@@ -135,7 +135,7 @@ class Payload:
             where = f"layer {layer}" if layer < layers else "the depth mean"
             raise NonFiniteReadout(
                 f"{where} gave a NaN or infinity at the answer onset: the model overflowed (load it with dtype "
-                "bfloat16 or float32), or its compiled graph lacks the readout"
+                "bfloat16 or float32), or a graph ran that does not keep activations"
             )
         first = None
         if directive.needs_first_token:

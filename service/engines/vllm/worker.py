@@ -15,12 +15,12 @@ from typing import Any
 import numpy as np
 import torch
 from vllm import __version__ as vllm_version
-from vllm.config import VllmConfig
+from vllm.config import CUDAGraphMode, VllmConfig
 from vllm.distributed.parallel_state import get_tp_group
 from vllm.platforms import current_platform
 
 from service.engines import families
-from service.engines.vllm import graph, runners
+from service.engines.vllm import attach, runners, sites
 from service.engines.vllm.reader import Reader
 from service.engines.vllm.wire import KEY, Plan, probe_digest
 from service.errors import EngineError
@@ -32,7 +32,6 @@ else:
     from vllm.v1.worker.gpu_worker import Worker as VllmWorker
 
 SLOTS = 4
-PADDING_MARGIN = 512  # rows beyond the scheduler's largest step, for padding to a captured size
 
 
 class Worker(VllmWorker):  # type: ignore[misc]
@@ -43,29 +42,26 @@ class Worker(VllmWorker):  # type: ignore[misc]
         refuse_unsupported(vllm_config)
         self.hallutracer_plan = plan_of(vllm_config)
         additional = vllm_config.additional_config
-        if isinstance(additional, dict):  # hashed into the key of vLLM's compile cache, which ignores worker classes
-            additional[f"{KEY}_fingerprint"] = fingerprint(self.hallutracer_plan)
+        if Site.RESIDUAL_STREAM in plan.sites:  # the other site is not in the graph
+            if isinstance(additional, dict):  # hashed into the key of vLLM's compile cache, which ignores worker classes
+                additional[f"{KEY}_fingerprint"] = fingerprint(plan)
+            if pieces := vllm_config.compilation_config.splitting_ops:
+                pieces.append(sites.KEEP)  # between CUDA graphs, like attention
         super().__init__(vllm_config, *args, **kwargs)
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         """Load the model, then add the readout to it and to its runner."""
         super().load_model(*args, **kwargs)
         config = self.vllm_config.model_config
-        scheduler = self.vllm_config.scheduler_config
-        captured = self.vllm_config.compilation_config.cudagraph_capture_sizes or [0]
-        sizes = graph.Sizes(
-            tokens=max(scheduler.max_num_batched_tokens, *captured) + PADDING_MARGIN, prompts=scheduler.max_num_seqs
-        )
         group = get_tp_group()
-        sites, onsets = graph.install(
+        installed = attach.install(
             self.model_runner.model,
             families.family_of(config.hf_config),
             self.hallutracer_plan,
-            graph.TensorParallelRank(group.rank_in_group, group.world_size),
-            sizes,
+            sites.TensorParallelRank(group.rank_in_group, group.world_size),
             self.device,
         )
-        self.hallutracer_reader = Reader(self.hallutracer_plan, sites, onsets, runners.link())
+        self.hallutracer_reader = Reader(self.hallutracer_plan, installed, runners.link(), self.device)
         runners.adopt(self.model_runner, self.hallutracer_reader)
 
     def hallutracer_describe(self) -> dict[str, Any]:
@@ -85,11 +81,11 @@ class Worker(VllmWorker):  # type: ignore[misc]
     def hallutracer_write(self, slot: int, site: str, head: list[int], numbers: bytes) -> None:
         """Write a probe into a slot of its site; ``numbers`` is float32 [m, dim + 2]: direction, bias, scale."""
         reader = self.hallutracer_reader
-        tensors, column = reader.sites[Site(site)], reader.plan.column(Site(site), slot)
+        readout, column = reader.sites[Site(site)], reader.plan.column(Site(site), slot)
         reader.digests.pop(column, None)  # nothing until it is written
-        table = np.frombuffer(numbers, np.float32).reshape(len(head), tensors.dim + 2)
+        table = np.frombuffer(numbers, np.float32).reshape(len(head), readout.dim + 2)
         with torch.inference_mode():
-            tensors.write(
+            readout.write(
                 slot,
                 Probes(Site(site), np.asarray(head), table[:, :-2].copy(), table[:, -2].copy(), table[:, -1].copy()),
             )
@@ -106,6 +102,9 @@ def refuse_unsupported(config: VllmConfig) -> None:
         (config.cache_config.kv_sharing_fast_prefill, "fast prefill with a shared KV cache"),
         (getattr(parallel, "decode_context_parallel_size", 1) > 1, "decode context parallelism"),
         (getattr(parallel, "prefill_context_parallel_size", 1) > 1, "prefill context parallelism"),
+        (config.compilation_config.cudagraph_mode.mixed_mode() == CUDAGraphMode.FULL, "one CUDA graph for prefills "
+         "(cudagraph_mode FULL; FULL_AND_PIECEWISE is read)"),
+        (config.compilation_config.pass_config.fuse_attn_quant, "attention fused with quantization (fuse_attn_quant)"),
         # Each rank would have the logits of its own requests only.
         (getattr(parallel, "enable_batch_sharded_sampling", False), "batch-sharded sampling"),
         (config.model_config.runner_type != "generate", f"the {config.model_config.runner_type} runner"),
@@ -120,7 +119,7 @@ def refuse_unsupported(config: VllmConfig) -> None:
 
 
 def plan_of(config: VllmConfig) -> Plan:
-    """What to compile in, from ``--additional-config '{"hallutracer": {"sites": [...], "slots": 4, "rows": false}}'``.
+    """What to read, from ``--additional-config '{"hallutracer": {"sites": [...], "slots": 4, "rows": false}}'``.
 
     Raises EngineError naming the invalid key.
     """
@@ -144,7 +143,7 @@ def plan_of(config: VllmConfig) -> Plan:
 
 
 def fingerprint(plan: Plan) -> str:
-    """sha256 of everything that changes the compiled graph: our code, the plan, and the versions of vLLM and torch."""
-    code = b"".join(Path(module.__file__ or "").read_bytes() for module in (graph, families))
+    """sha256 of everything that could change the compiled graph: our code, the plan, vLLM's and torch's versions."""
+    code = b"".join(Path(module.__file__ or "").read_bytes() for module in (attach, sites, families))
     facts = json.dumps([repr(plan), vllm_version, torch.__version__]).encode()
     return hashlib.sha256(code + facts).hexdigest()

@@ -21,6 +21,7 @@ vllm_or_skip()
 
 from vllm.v1.outputs import ModelRunnerOutput  # noqa: E402
 from vllm.v1.worker.gpu.input_batch import InputBatch  # noqa: E402
+from vllm.v1.worker.gpu.model_runner import BatchReqState  # noqa: E402
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner as V2Runner  # noqa: E402
 from vllm.v1.worker.gpu.sample.prompt_logprob import PromptLogprobsWorker  # noqa: E402
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner as V1Runner  # noqa: E402
@@ -36,6 +37,7 @@ ARGS = OURS.encode()
     ("runner", "name", "parameters"),
     [
         (V1Runner, "execute_model", ["scheduler_output", "intermediate_tensors"]),
+        (V1Runner, "_prepare_inputs", ["scheduler_output", "num_scheduled_tokens"]),
         (V1Runner, "_sample", ["logits", "spec_decode_metadata"]),
         (V1Runner, "sample_tokens", ["grammar_output"]),
         (V2Runner, "add_requests", ["scheduler_output"]),
@@ -43,6 +45,7 @@ ARGS = OURS.encode()
         (V2Runner, "execute_model", ["scheduler_output", "intermediate_tensors", "dummy_run"]),
         (V2Runner, "sample", ["hidden_states", "input_batch", "grammar_output"]),
         (V2Runner, "sample_tokens", ["grammar_output"]),
+        (V2Runner, "gather_batch_req_state", ["scheduler_output", "dummy_run"]),
         (V2Runner, "prepare_inputs", ["scheduler_output", "batch_req_state"]),
         (
             PromptLogprobsWorker,
@@ -56,9 +59,19 @@ def test_overridden_methods_have_the_expected_parameters(runner: type, name: str
     assert actual[: len(parameters)] == parameters
 
 
-def test_v1s_forward_has_the_expected_parameters() -> None:
-    parameters = inspect.signature(V1Runner._model_forward).parameters
-    assert {"input_ids", "positions", "inputs_embeds"} <= set(parameters)
+def test_v1_knows_the_rows_before_it_chooses_a_graph_and_runs_it() -> None:
+    source = inspect.getsource(V1Runner.execute_model)
+    order = ["self._prepare_inputs(", "self._determine_batch_execution_and_padding(", "self._model_forward("]
+    assert sorted(map(source.index, order)) == [source.index(call) for call in order]
+    assert "self._is_uniform_decode(" in inspect.getsource(V1Runner._determine_batch_execution_and_padding)
+
+
+def test_v2_knows_the_rows_before_it_runs_and_chooses_a_graph_by_what_it_gathered() -> None:
+    source = inspect.getsource(V2Runner.execute_model)
+    order = ["batch_req_state, uniform_tok_count = self.gather_batch_req_state(", "dispatch_cg_and_sync_dp(",
+             "self.prepare_inputs("]  # fmt: skip
+    assert sorted(map(source.index, order)) == [source.index(call) for call in order]
+    assert {"req_ids", "is_prefilling_np"} <= set(BatchReqState._fields)
 
 
 def test_the_fields_that_are_read_exist() -> None:
@@ -69,7 +82,6 @@ def test_the_fields_that_are_read_exist() -> None:
         "query_start_loc_np",
         "num_computed_tokens_np",
         "prefill_len_np",
-        "num_tokens_after_padding",
     } <= fields
     assert "prompt_token_id_logprobs_dict" in {field.name for field in dataclasses.fields(ModelRunnerOutput)}
     source = inspect.getsource(V1Runner)
@@ -129,6 +141,18 @@ def test_v1_looks_only_at_directives_of_prompts_that_end() -> None:
     assert runners.onset_rows(runner._step_layout(), runner._directive_of) == []
 
 
+def test_v1_runs_no_whole_graph_where_a_prompts_last_token_is_alone() -> None:
+    class Base:
+        @staticmethod
+        def _is_uniform_decode(max_num_scheduled_tokens: int, force_uniform_decode: bool | None = None) -> bool:
+            return max_num_scheduled_tokens == 1
+
+    runner = type("Runner", (runners.V1Reading, Base), {})()
+    for keeps in (True, False):
+        runner.hallutracer = SimpleNamespace(keeps=keeps)
+        assert runner._is_uniform_decode(max_num_scheduled_tokens=1) is not keeps
+
+
 # ---- V2
 
 
@@ -151,7 +175,6 @@ def batch(padded: int = 0, **rows: Any) -> Any:
             "num_computed_tokens_np": np.array([row[1] for row in rows.values()], np.int32),
             "prefill_len_np": np.array([row[2] for row in rows.values()], np.int32),
             "idx_mapping_np": np.array([row[3] for row in rows.values()], np.intp),
-            "num_tokens_after_padding": int(starts[-1]) + 3,
         }
     )
 
@@ -166,13 +189,16 @@ class Prepared:
     def prepare_inputs(self, prepared: Any) -> Any:
         return prepared
 
+    def gather_batch_req_state(self, scheduler_output: Any, dummy_run: bool) -> Any:
+        return (None, 1) if dummy_run else (scheduler_output, 1)
+
 
 def v2(prompts: list[int]) -> Any:
     made = type("Runner", (runners.V2Reading, Prepared), {})()
     made.hallutracer_directives = {}
     made.req_states = SimpleNamespace(prompt_len=SimpleNamespace(np=np.array(prompts)))
     made.hallutracer = SimpleNamespace(calls=[], plan=PLAN)
-    made.hallutracer.before = lambda rows, tokens: made.hallutracer.calls.append((rows, tokens))
+    made.hallutracer.before = made.hallutracer.calls.append
     return made
 
 
@@ -192,8 +218,7 @@ def test_v2s_rows_go_by_the_states_index_and_the_batchs_order() -> None:
     )
     made = batch(decode=(1, 9, 9, 2), unrelated=(4, 0, 4, 4), ends=(6, 14, 20, 1), chunk=(5, 0, 12, 5))
     assert runner.prepare_inputs(made) is made
-    [(rows, tokens)] = runner.hallutracer.calls
-    assert tokens == 19
+    [rows] = runner.hallutracer.calls
     assert [(row.request, row.token_row, row.request_row, row.directive) for row in rows] == [("ends", 10, 2, OURS)]
 
 
@@ -203,8 +228,19 @@ def test_v2s_batches_may_be_padded(padded: int) -> None:
     runner = v2([9, 9, 4])
     runner.add_requests(step([(name, ARGS) for name in ("a", "b", "ends")]))
     runner.prepare_inputs(batch(padded, a=(1, 9, 9, 0), b=(1, 12, 9, 1), ends=(1, 3, 4, 2)))
-    [(rows, _)] = runner.hallutracer.calls
+    [rows] = runner.hallutracer.calls
     assert [(row.request, row.token_row, row.request_row) for row in rows] == [("ends", 2, 2)]
+
+
+@pytest.mark.parametrize(("reads", "uniform"), [(True, None), (False, 1)])
+def test_v2_runs_no_whole_graph_where_a_prompts_last_token_is_alone(reads: bool, uniform: int | None) -> None:
+    """As after a hit in the prefix cache, beside requests that decode: vLLM would take the step for a decode."""
+    runner = v2([9, 9, 4])
+    runner.add_requests(step([("decode", ARGS), ("unrelated", None), ("ends", ARGS)]))
+    prefilling = np.array([False, True, reads])
+    state = SimpleNamespace(req_ids=["decode", "unrelated", "ends"], is_prefilling_np=prefilling)
+    assert runner.gather_batch_req_state(state, False) == (state, uniform)
+    assert runner.gather_batch_req_state(state, True) == (None, 1)
 
 
 def test_v2_drops_ended_requests_and_adds_preempted_ones_again() -> None:
@@ -225,7 +261,7 @@ def test_v2_reads_a_prompt_preempted_before_its_onset_and_not_one_preempted_afte
     runner = v2([10, 10])
     runner.add_requests(step([("before", ARGS), ("after", ARGS)]))
     runner.prepare_inputs(batch(before=(10, 0, 10, 0), after=(10, 0, 13, 1)))
-    [(rows, _)] = runner.hallutracer.calls
+    [rows] = runner.hallutracer.calls
     assert [row.request for row in rows] == ["before"]
 
 
@@ -253,12 +289,3 @@ def test_a_runner_is_adopted_by_its_attributes(attribute: str, mixin: str) -> No
     assert runner.model.compute_logits(None) is logits
     assert len(shown) == 1
     assert shown[0] is logits
-
-
-def test_the_steps_tokens_are_counted_whatever_carries_them() -> None:
-    ids, embeddings, mrope = torch.zeros(7), torch.zeros(7, 16), torch.zeros(3, 7)
-    assert runners._tokens((ids,), {}) == 7
-    assert runners._tokens((None,), {"input_ids": None, "inputs_embeds": embeddings}) == 7
-    assert runners._tokens((), {"positions": mrope}) == 7
-    with pytest.raises(EngineError, match="without inputs"):
-        runners._tokens((), {})

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from service.demo import MODEL_DIR
-from service.engines.vllm import graph
+from service.engines.vllm import sites
 from service.engines.vllm.wire import KEY
 from service.errors import EngineError
 from service.readout import Site
@@ -17,6 +17,7 @@ from tests.engines.vllm.installed import vllm_or_skip
 
 vllm_or_skip()
 
+from vllm.config import CUDAGraphMode  # noqa: E402
 from vllm.engine.arg_utils import AsyncEngineArgs  # noqa: E402
 
 from service.engines.vllm import worker  # noqa: E402
@@ -39,7 +40,12 @@ def stand_in(**changed: Any) -> Any:
         "enable_batch_sharded_sampling": False,
     }
     model = {"runner_type": "generate", "enforce_eager": True}
+    compilation = SimpleNamespace(
+        cudagraph_mode=changed.pop("cudagraph_mode", CUDAGraphMode.FULL_AND_PIECEWISE),
+        pass_config=SimpleNamespace(fuse_attn_quant=changed.pop("fuse_attn_quant", False)),
+    )
     return SimpleNamespace(
+        compilation_config=compilation,
         speculative_config=changed.pop("speculative_config", None),
         lora_config=changed.pop("lora_config", None),
         cache_config=SimpleNamespace(kv_sharing_fast_prefill=changed.pop("kv_sharing_fast_prefill", False)),
@@ -63,6 +69,8 @@ def test_a_plain_configuration_is_taken() -> None:
         ({"decode_context_parallel_size": 2}, "decode context parallelism"),
         ({"prefill_context_parallel_size": 2}, "prefill context parallelism"),
         ({"enable_batch_sharded_sampling": True}, "batch-sharded sampling"),
+        ({"cudagraph_mode": CUDAGraphMode.FULL}, "cudagraph_mode FULL"),
+        ({"fuse_attn_quant": True}, "fuse_attn_quant"),
         ({"runner_type": "pooling"}, "the pooling runner"),
         ({"pipeline_parallel_size": 2}, "pipeline stages with enforce_eager"),
     ],
@@ -110,9 +118,9 @@ def test_everything_that_changes_the_graph_changes_the_fingerprint(
     monkeypatch.setattr(worker, "vllm_version", "0.32.1")
     fingerprints.add(worker.fingerprint(plan))
     monkeypatch.undo()
-    edited = tmp_path / "graph.py"
-    edited.write_text(f"{open(graph.__file__).read()}\n# another line\n")  # noqa: SIM115
-    monkeypatch.setattr(graph, "__file__", str(edited))
+    edited = tmp_path / "sites.py"
+    edited.write_text(f"{open(sites.__file__).read()}\n# another line\n")  # noqa: SIM115
+    monkeypatch.setattr(sites, "__file__", str(edited))
     fingerprints.add(worker.fingerprint(plan))
     assert len(fingerprints) == 6
 

@@ -1,0 +1,176 @@
+"""Where a loaded vLLM model is read: behind each layer's attention, and at each block's output.
+
+At the attention site nothing of ours is in the compiled graph: vLLM runs attention between the graph's pieces, as an
+operator that the compiler does not look into, and its result is what the output projection reads (which is checked).
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch import nn
+
+from service.engines.families import Family
+from service.engines.vllm.sites import SiteReadout, TensorParallelRank, register
+from service.engines.vllm.wire import Plan
+from service.errors import EngineError
+from service.readout import Site
+
+Tensor = torch.Tensor
+TOKENS = 3  # of the input with which an attention block is checked
+
+
+def install(
+    model: nn.Module, family: Family, plan: Plan, rank: TensorParallelRank, device: torch.device
+) -> dict[Site, SiteReadout]:
+    """Add the readout to a loaded model.
+
+    Raises EngineError if the module tree contradicts the family's entry in ``FAMILIES``.
+    """
+    geometry = plan.geometry
+    blocks = blocks_of(model, family, geometry.num_layers)
+    layers = range(min(blocks), max(blocks) + 1)
+    found: dict[Site, SiteReadout] = {}
+    for site in plan.sites:
+        if site is Site.ATTENTION_HEAD:
+            count = _local_heads(blocks, geometry.num_heads, geometry.head_dim, rank.size, family)
+            heads = (rank.rank * count if count < geometry.num_heads else 0, count)
+            found[site] = SiteReadout(plan, site, layers, heads, rank, device)
+            for layer in layers:
+                attention = _attention_of(blocks[layer], family, layer)
+                _check_projection_reads(attention, blocks[layer], family, layer, geometry.hidden_size)
+                _read_attention(attention, found[site])
+        else:
+            found[site] = SiteReadout(plan, site, layers, (0, 1), rank, device)
+            number, order = register(found[site]), torch.zeros(1, device=device)
+            for layer in layers:
+                _read_block(blocks[layer], number, order)
+    return found
+
+
+def blocks_of(model: nn.Module, family: Family, num_layers: int) -> dict[int, nn.Module]:
+    """This rank's blocks by layer.  Raises EngineError for an unknown module tree.
+
+    vLLM's own models keep the checkpoint's names; its Transformers backend and multimodal classes add an outer module.
+    """
+    tail = family.blocks.split(".", 1)[-1]
+    for path in (family.blocks, f"model.{tail}", f"language_model.model.{tail}", f"model.language_model.{tail}"):
+        try:
+            container = model.get_submodule(path)
+        except AttributeError:
+            continue
+        children = list(container.children())
+        if len(children) != num_layers:
+            raise EngineError(f"{family.name}: {path} has {len(children)} blocks in vLLM, {num_layers} were expected")
+        return {layer: block for layer, block in enumerate(children) if type(block).__name__ != "PPMissingLayer"}
+    raise EngineError(
+        f"{family.name}: vLLM's {type(model).__name__} has no blocks at the known paths; this model is not supported "
+        "by --engine vllm, use --engine transformers"
+    )
+
+
+def _local_heads(blocks: dict[int, nn.Module], heads: int, head_dim: int, tp_size: int, family: Family) -> int:
+    """Number of QUERY heads on this rank.  Raises EngineError if a projection's width is not a multiple of them."""
+    for layer, block in blocks.items():
+        projection = block.get_submodule(family.projection)
+        width: Any = getattr(projection, "input_size_per_partition", None) or getattr(projection, "input_size", None)
+        if width not in (heads * head_dim, heads * head_dim // tp_size) or width % head_dim:
+            raise EngineError(
+                f"{family.name}: layer {layer}'s {family.projection} takes {width} inputs on one of {tp_size} ranks, "
+                f"which does not match {heads} heads of size {head_dim}; use --engine transformers"
+            )
+    return int(width) // head_dim
+
+
+def _attention_of(block: nn.Module, family: Family, layer: int) -> Any:
+    """vLLM's attention layer beside the output projection."""
+    parent = block.get_submodule(family.projection.rpartition(".")[0])
+    layers = [module for module in parent.modules() if hasattr(module, "impl") and hasattr(module, "layer_name")]
+    if len(layers) != 1 or getattr(layers[0], "use_direct_call", False):
+        raise EngineError(
+            f"{family.name}: layer {layer} has {len(layers)} attention layers that are read between pieces of the "
+            "graph, not one; use --engine transformers"
+        )
+    return layers[0]
+
+
+def _check_projection_reads(
+    attention: Any, block: nn.Module, family: Family, layer: int, hidden_size: int
+) -> None:
+    """Run the layer's attention block with its attention replaced, and compare what its output projection is given.
+
+    Raises EngineError where something happens in between (a gate, a norm): the probes were trained on what goes in.
+    """
+    path, _, name = family.projection.rpartition(".")
+    parent: Any = block.get_submodule(path)
+    projection = parent.get_submodule(name)
+    parameter = next(parent.parameters())
+    width = attention.num_heads * getattr(attention, "head_size_v", attention.head_size)
+    made = torch.linspace(-1, 1, TOKENS * width, device=parameter.device).view(TOKENS, width).to(_dtype(parent))
+    given: list[Tensor] = []
+
+    def projected(states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        given.append(states)
+        raise _Reached
+
+    hidden = torch.linspace(-1, 1, TOKENS * hidden_size, device=parameter.device).view(TOKENS, -1).to(made)
+    values = {"positions": torch.arange(TOKENS, device=parameter.device), "hidden_states": hidden}
+    values["position_ids"] = values["positions"]
+    takes = inspect.signature(parent.forward).parameters
+    attention.forward, projection.forward = lambda *args, **kwargs: made, projected
+    try:
+        with torch.inference_mode():
+            parent(**{key: value for key, value in values.items() if key in takes})
+    except _Reached:
+        pass
+    except TypeError as error:
+        raise EngineError(f"{family.name}: layer {layer}'s attention block cannot be checked: {error}") from None
+    finally:
+        del attention.forward, projection.forward
+    if len(given) != 1 or not torch.equal(given[0].reshape(made.shape), made):
+        raise EngineError(
+            f"{family.name}: layer {layer}'s {family.projection} does not read its attention's result as it is; use "
+            "--engine transformers"
+        )
+
+
+class _Reached(Exception):
+    """The output projection was called."""
+
+
+def _dtype(module: nn.Module) -> torch.dtype:
+    """Of its activations: quantized weights are no guide."""
+    floats = [parameter.dtype for parameter in module.parameters() if parameter.dtype in _FLOATS]
+    return floats[0] if floats else torch.get_default_dtype()
+
+
+_FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def _read_attention(attention: Any, site: SiteReadout) -> None:
+    forward = attention.impl.forward
+
+    def reading(*args: Any, output: Tensor, **kwargs: Any) -> Any:
+        result = forward(*args, output=output, **kwargs)
+        if kwargs.get("output_scale") is None:  # quantized results are not what the probes were trained on
+            site.keep(output)
+        return result
+
+    attention.impl.forward = reading
+
+
+def _read_block(block: nn.Module, site: int, order: Tensor) -> None:
+    """Make ``block`` an instance of a subclass with the readout; its parameters and their names do not change."""
+    base: Any = type(block)
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        output = base.forward(self, *args, **kwargs)
+        # vLLM's blocks return (hidden states, residual) and leave the addition to the next block's norm.
+        hidden, residual = output if isinstance(output, tuple) else (output, None)
+        torch.ops.hallutracer.keep_residual(hidden, residual, self.hallutracer_order, site)
+        return output
+
+    block.register_buffer("hallutracer_order", order, persistent=False)
+    block.__class__ = type(f"Reading{base.__name__}", (base,), {"forward": forward})

@@ -1,0 +1,381 @@
+"""The readout in a forward pass of plain torch modules: equal to ``risk``, split over ranks, not recompiled."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from service.engines.families import FAMILIES
+from service.engines.vllm import attach
+from service.engines.vllm.sites import SiteReadout, TensorParallelRank
+from service.engines.vllm.wire import Plan
+from service.errors import EngineError
+from service.readout import Geometry, Probes, Site
+from service.risk import depth_mean, truth_logits
+from tests.engines import tiny
+
+GEOMETRY = Geometry(num_layers=3, num_heads=4, head_dim=8, hidden_size=20)
+TOKENS, SLOTS = 12, 3
+ONSETS = [5, 11, 2, 0]
+CPU = torch.device("cpu")
+ALONE = TensorParallelRank(0, 1)
+LLAMA = next(family for family in FAMILIES if "llama" in family.model_types)
+
+_library = torch.library.Library("hallutracer_test", "FRAGMENT")
+_library.define("attention(Tensor values, Tensor(a!) output, int layer) -> ()")
+_layers: list[Any] = []
+
+
+def _attention(values: torch.Tensor, output: torch.Tensor, layer: int) -> None:
+    _layers[layer].impl.forward(values, output=output, output_scale=None)
+
+
+_library.impl("attention", _attention, "CompositeExplicitAutograd")
+torch.library.register_fake("hallutracer_test::attention", lambda values, output, layer: None)
+
+
+class AttentionLayer(nn.Module):
+    """As vLLM's: an operator that the compiler does not look into calls the implementation, which writes its output."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.num_heads, self.head_size = width // GEOMETRY.head_dim, GEOMETRY.head_dim
+        self.layer_name = str(len(_layers))
+        self.impl = SimpleNamespace(forward=lambda values, output, **_: output.copy_(torch.tanh(values)))
+        _layers.append(self)
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        output = torch.empty_like(values)
+        torch.ops.hallutracer_test.attention(values, output, int(self.layer_name))
+        return output
+
+
+class Attention(nn.Module):
+    """Its projection's input is the concatenated heads; ``share`` of them on this rank."""
+
+    def __init__(self, share: range) -> None:
+        super().__init__()
+        d = GEOMETRY.head_dim
+        self.heads = slice(share.start * d, share.stop * d)
+        self.v_proj = nn.Linear(GEOMETRY.hidden_size, GEOMETRY.num_heads * d, bias=False)
+        whole = nn.Linear(GEOMETRY.num_heads * d, GEOMETRY.hidden_size, bias=False)
+        self.o_proj = nn.Linear(len(share) * d, GEOMETRY.hidden_size, bias=False)
+        self.o_proj.weight = nn.Parameter(whole.weight[:, self.heads].clone())
+        self.o_proj.input_size = len(share) * d  # an attribute of vLLM's row-parallel layers
+        self.attn = AttentionLayer(len(share) * d)
+
+    def forward(self, hidden_states: torch.Tensor) -> Any:
+        return self.o_proj(self.attn(self.v_proj(hidden_states)[..., self.heads]))
+
+
+class Gated(Attention):
+    """Something happens between attention and its projection."""
+
+    def forward(self, hidden_states: torch.Tensor) -> Any:
+        return self.o_proj(2 * self.attn(self.v_proj(hidden_states)[..., self.heads]))
+
+
+class Block(nn.Module):
+    """Returns hidden states and residual separately, as vLLM's blocks do."""
+
+    def __init__(self, share: range) -> None:
+        super().__init__()
+        self.self_attn = Attention(share)
+
+    def forward(self, hidden: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        residual = hidden if residual is None else hidden + residual
+        return self.self_attn(residual), residual
+
+
+class Model(nn.Module):
+    def __init__(self, share: range = range(4), layers: int = 3) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.model = nn.Module()
+        self.model.layers = nn.ModuleList([Block(share) for _ in range(layers)])
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        residual = None
+        for block in self.model.layers:
+            hidden, residual = block(hidden, residual)
+        return hidden + residual
+
+
+def installed(
+    model: Model, sites: tuple[Site, ...] = tuple(Site), *, rank: TensorParallelRank = ALONE
+) -> dict[Site, SiteReadout]:
+    return attach.install(model, LLAMA, Plan(GEOMETRY, sites, SLOTS, False), rank, CPU)
+
+
+def hidden(seed: int = 3, tokens: int = TOKENS) -> torch.Tensor:
+    return torch.randn(tokens, GEOMETRY.hidden_size, generator=torch.Generator().manual_seed(seed))
+
+
+def run(model: Any, found: dict[Site, SiteReadout], inputs: torch.Tensor, onsets: list[int]) -> torch.Tensor:
+    """A step's forward pass."""
+    for readout in found.values():
+        readout.start(torch.tensor(onsets))
+    with torch.inference_mode():
+        return model(inputs)  # type: ignore[no-any-return]
+
+
+def activations_of(model: Model, inputs: torch.Tensor) -> dict[Site, np.ndarray]:
+    """Activations [tokens, m, width] of an unchanged model, from hooks."""
+    captured: dict[Site, list[torch.Tensor]] = {site: [] for site in Site}
+    handles = []
+    for block in model.model.layers:
+        handles.append(
+            block.self_attn.o_proj.register_forward_pre_hook(
+                lambda _module, given: captured[Site.ATTENTION_HEAD].append(given[0])
+            )
+        )
+        handles.append(
+            block.register_forward_hook(
+                lambda _module, _given, output: captured[Site.RESIDUAL_STREAM].append(output[0] + output[1])
+            )
+        )
+    with torch.inference_mode():
+        model(inputs)
+    for handle in handles:
+        handle.remove()
+    return {site: torch.stack(rows, 1).numpy() for site, rows in captured.items()}
+
+
+def expected(rows: np.ndarray, probes: Probes) -> np.ndarray:
+    readout = GEOMETRY.select(rows, probes.head, probes.site)
+    return truth_logits(readout, probes.direction, probes.bias, probes.scale)
+
+
+def probes(site: Site, seed: int) -> Probes:
+    return tiny.probes(GEOMETRY, site, seed, scaled=True)
+
+
+def test_every_slot_of_both_sites_is_the_methods_truth_logit_at_every_onset() -> None:
+    rows = activations_of(Model(), hidden())
+    model = Model()
+    found = installed(model)
+    made = {(site, slot): probes(site, 10 * slot + number) for number, site in enumerate(Site) for slot in range(SLOTS)}
+    for (site, slot), probe in made.items():
+        found[site].write(slot, probe)
+    run(model, found, hidden(), ONSETS)
+    for (site, slot), probe in made.items():
+        wanted = expected(rows[site][ONSETS], probe)
+        read = found[site].read()[:, :, slot].numpy()
+        np.testing.assert_allclose(read[:-1].T, wanted, atol=1e-5)
+        np.testing.assert_allclose(read[-1], depth_mean(wanted), atol=1e-5)
+
+
+def test_reading_changes_neither_the_model_nor_its_parameters() -> None:
+    plain, model = Model(), Model()
+    names = set(plain.state_dict())
+    found = installed(model)
+    assert set(model.state_dict()) == names
+    with torch.inference_mode():
+        assert torch.equal(run(model, found, hidden(), ONSETS), plain(hidden()))
+
+
+def test_an_unused_slot_reads_zero() -> None:
+    model = Model()
+    found = installed(model)
+    found[Site.ATTENTION_HEAD].write(1, probes(Site.ATTENTION_HEAD, 1))
+    run(model, found, hidden(), ONSETS)
+    read = found[Site.ATTENTION_HEAD].read()
+    assert (read[:, :, [0, 2]] == 0).all()
+    assert (read[:, :, 1] != 0).any()
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_ranks_that_split_the_heads_add_up(size: int) -> None:
+    """Each rank has its own heads at the attention site, and everything at the residual stream."""
+    rows = activations_of(Model(), hidden())
+    slots = {site: [probes(site, seed) for seed in range(SLOTS)] for site in Site}
+    read: dict[Site, list[np.ndarray]] = {site: [] for site in Site}
+    share = GEOMETRY.num_heads // size
+    for rank in range(size):
+        model = Model(range(rank * share, (rank + 1) * share))
+        found = installed(model, rank=TensorParallelRank(rank, size))
+        assert found[Site.ATTENTION_HEAD].heads == (rank * share, share)
+        assert found[Site.ATTENTION_HEAD].split
+        assert not found[Site.RESIDUAL_STREAM].split
+        first, d = rank * share, GEOMETRY.head_dim
+        inputs = {
+            Site.ATTENTION_HEAD: torch.from_numpy(rows[Site.ATTENTION_HEAD][..., first * d : (first + share) * d]),
+            Site.RESIDUAL_STREAM: torch.from_numpy(rows[Site.RESIDUAL_STREAM]),
+        }
+        for site, readout in found.items():
+            for slot, probe in enumerate(slots[site]):
+                readout.write(slot, probe)
+            readout.start(torch.tensor(ONSETS))
+            for layer in range(GEOMETRY.num_layers):
+                readout.keep(inputs[site][:, layer])
+            read[site].append(readout.read().numpy())
+    for site in Site:
+        together = np.sum(read[site], axis=0)
+        for slot, probe in enumerate(slots[site]):
+            wanted = expected(rows[site][ONSETS], probe)
+            np.testing.assert_allclose(together[:-1, :, slot].T, wanted, atol=1e-5)
+            np.testing.assert_allclose(together[-1, :, slot], depth_mean(wanted), atol=1e-5)
+
+
+def test_half_types_are_read_in_float32() -> None:
+    states = torch.randn(4, 32).to(torch.bfloat16)
+    plan = Plan(GEOMETRY, (Site.ATTENTION_HEAD,), 1, False)
+    readout = SiteReadout(plan, Site.ATTENTION_HEAD, range(3), (0, 4), ALONE, CPU)
+    probe = probes(Site.ATTENTION_HEAD, 5)
+    readout.write(0, probe)
+    readout.start(torch.arange(4))
+    for _ in range(3):
+        readout.keep(states)
+    rows = states.float().numpy()[:, None].repeat(3, axis=1)
+    np.testing.assert_allclose(readout.read()[:-1, :, 0].T.numpy(), expected(rows, probe), atol=1e-5)
+
+
+def test_another_probe_and_another_step_need_no_other_graph() -> None:
+    """A change of bundles needs no compilation, and a compiled graph keeps no old probes and no old rows."""
+    compilations = 0
+
+    def count(module: torch.fx.GraphModule, _inputs: list[Any]) -> Any:
+        nonlocal compilations
+        compilations += 1
+        return module.forward
+
+    rows = activations_of(Model(), hidden())
+    model = Model()
+    found = installed(model)
+    compiled = torch.compile(model, backend=count, dynamic=True)
+    for seed in range(4):
+        onsets = ONSETS[: 1 + seed]
+        made = {site: probes(site, seed) for site in Site}
+        for site, probe in made.items():
+            found[site].write(1, probe)
+        run(compiled, found, hidden(), onsets)
+        for site, probe in made.items():
+            actual = found[site].read()[:-1, :, 1].T.numpy()
+            np.testing.assert_allclose(actual, expected(rows[site][onsets], probe), atol=1e-5)
+        if seed == 0:
+            once = compilations
+    assert once > 0
+    assert compilations == once
+
+
+def test_the_compilers_graph_has_one_operator_a_layer_at_the_residual_site_and_nothing_at_the_other() -> None:
+    """Alike in every layer: vLLM then compiles identical layers once."""
+    graphs: list[str] = []
+
+    def look(module: torch.fx.GraphModule, _inputs: list[Any]) -> Any:
+        graphs.extend(f"{node.target} {node.args[2:]}" for node in module.graph.nodes if node.op == "call_function")
+        return module.forward
+
+    for sites, count in (((Site.ATTENTION_HEAD,), 0), (tuple(Site), GEOMETRY.num_layers)):
+        graphs.clear()
+        model = Model()
+        installed(model, sites)
+        with torch.inference_mode():
+            torch.compile(model, backend=look, dynamic=True)(hidden())
+        ours = [node for node in graphs if "keep_residual" in node]
+        assert (len(ours), len(set(ours))) == (count, min(count, 1))
+
+
+def test_what_was_kept_is_there_for_training() -> None:
+    rows = activations_of(Model(), hidden())
+    model = Model()
+    found = installed(model)
+    run(model, found, hidden(), ONSETS)
+    for site, readout in found.items():
+        np.testing.assert_allclose(readout.activations().numpy().swapaxes(0, 1), rows[site][ONSETS], atol=1e-6)
+
+
+def test_a_step_that_reads_nothing_keeps_nothing() -> None:
+    model = Model()
+    found = installed(model)
+    for readout in found.values():
+        readout.start(None)
+    with torch.inference_mode():
+        model(hidden())
+    assert not any(readout._kept for readout in found.values())
+
+
+@pytest.mark.parametrize("calls", [0, 2, 4])
+def test_a_layer_that_was_not_kept_or_kept_twice_gives_no_number(calls: int) -> None:
+    """As where a CUDA graph ran that was captured as a whole, or a compile cache is stale."""
+    model = Model()
+    for readout in installed(model).values():
+        readout.start(torch.tensor(ONSETS))
+        for _ in range(calls):
+            readout.keep(torch.ones(TOKENS, readout.width))
+        assert torch.isnan(readout.read()).all()
+        assert readout.read().shape == (GEOMETRY.num_layers + 1, len(ONSETS), SLOTS)
+        assert torch.isnan(readout.activations()).all()
+
+
+def test_a_quantized_result_of_attention_is_not_read() -> None:
+    model = Model()
+    found = installed(model, (Site.ATTENTION_HEAD,))[Site.ATTENTION_HEAD]
+    found.start(torch.tensor(ONSETS))
+    values = torch.ones(TOKENS, found.width)
+    for block in model.model.layers:
+        block.self_attn.attn.impl.forward(values, output=torch.empty_like(values), output_scale=torch.ones(1))
+    assert torch.isnan(found.read()).all()
+
+
+def test_a_rank_has_the_blocks_of_its_stage() -> None:
+    class PPMissingLayer(nn.Identity):
+        pass
+
+    model = Model()
+    model.model.layers[0] = PPMissingLayer()
+    blocks = attach.blocks_of(model, LLAMA, 3)
+    assert list(blocks) == [1, 2]
+    found = installed(model)[Site.ATTENTION_HEAD]
+    assert found.layers == range(1, 3)
+    probe = probes(Site.ATTENTION_HEAD, 1)
+    found.write(0, probe)
+    np.testing.assert_allclose(found.offset[:, 0], (probe.bias / probe.scale)[1:], rtol=1e-6)
+
+
+def test_an_unknown_module_tree_is_refused() -> None:
+    with pytest.raises(EngineError, match="2 blocks"):
+        installed(Model(layers=2))
+    with pytest.raises(EngineError, match="--engine transformers"):
+        attach.blocks_of(nn.Linear(2, 2), LLAMA, 3)
+    model = Model()
+    model.model.layers[2].self_attn.o_proj.input_size = 30
+    with pytest.raises(EngineError, match="layer 2.* 30 inputs"):
+        installed(model)
+
+
+def test_an_attention_block_that_is_not_read_as_it_was_trained_on_is_refused() -> None:
+    model = Model()
+    model.model.layers[1].self_attn.__class__ = Gated
+    with pytest.raises(EngineError, match="layer 1's self_attn.o_proj does not read"):
+        installed(model)
+    model = Model()
+    model.model.layers[1].self_attn.second = AttentionLayer(8)
+    with pytest.raises(EngineError, match="layer 1 has 2 attention layers"):
+        installed(model)
+    model = Model()
+    model.model.layers[0].self_attn.attn.use_direct_call = True
+    with pytest.raises(EngineError, match="layer 0"):
+        installed(model)
+
+
+def test_writing_a_probe_leaves_other_slots_unchanged() -> None:
+    found = installed(Model())[Site.ATTENTION_HEAD]
+    for slot in range(SLOTS):
+        found.write(slot, probes(Site.ATTENTION_HEAD, slot))
+
+    def tensors() -> list[torch.Tensor]:
+        return [tensor.clone() for tensor in (found.head, found.direction, found.offset)]
+
+    before = tensors()
+    found.write(1, probes(Site.ATTENTION_HEAD, 1))
+    assert all(torch.equal(old, new) for old, new in zip(before, tensors(), strict=True))
+    found.write(1, probes(Site.ATTENTION_HEAD, 99))
+    for old, new in zip(before, tensors(), strict=True):
+        assert torch.equal(old[:, [0, 2]], new[:, [0, 2]])
+        assert not torch.equal(old[:, 1], new[:, 1])
