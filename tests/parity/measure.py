@@ -4,6 +4,11 @@
     python -m tests.parity.measure vllm FOLDER OUT.npz --argument enforce_eager=true --argument tensor_parallel_size=2
 
 A separate process, because a failed vLLM leaves its process unusable, and so that backends cannot affect each other.
+
+    python -m tests.parity.measure serve
+
+does the same for each line of its input, a JSON list of arguments and a file for the log, in a fork of itself, and
+prints the exit status.  Importing vLLM takes 15 s in each of its three processes, more than all that is compared.
 """
 
 from __future__ import annotations
@@ -11,8 +16,10 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import multiprocessing
 import os
 import sys
+import traceback
 from collections.abc import Sequence
 from contextlib import aclosing
 from pathlib import Path
@@ -213,6 +220,50 @@ def counter(name: str) -> float:
     return float(sum(sample.value for sample in samples))
 
 
+def serve() -> None:
+    """Answer jobs until the input ends."""
+    # What the jobs import.
+    from vllm.v1.engine import async_llm as _llm
+    from vllm.v1.engine import core as _core
+
+    from service.engines.transformers import engine as _reference
+    from service.engines.vllm import worker as _worker
+
+    assert all((_reference, _worker, _llm, _core))
+    for line in sys.stdin:
+        argv, log = json.loads(line)
+        child = os.fork()
+        if child == 0:
+            _be_a_process_of_its_own(argv, log)
+        _, status = os.waitpid(child, 0)
+        print(os.waitstatus_to_exitcode(status), flush=True)
+
+
+def _be_a_process_of_its_own(argv: Sequence[str], log: str) -> None:
+    status = 1
+    try:
+        written = os.open(log, os.O_CREAT | os.O_WRONLY | os.O_TRUNC)
+        for stream in (1, 2):
+            os.dup2(written, stream)
+        main(argv)
+        status = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+def start_vllms_processes_by_fork() -> None:
+    """As vLLM does on CUDA; its CPU build spawns them, whatever it is told, and they import everything again."""
+    from vllm.model_executor.models import registry
+
+    context = multiprocessing.get_context
+    multiprocessing.get_context = lambda method=None: context("fork" if method == "spawn" else method)  # type: ignore
+    registry._run_in_subprocess = lambda look: look()  # it starts Python anew to look at a model's class
+
+
 def main(argv: Sequence[str]) -> None:
     """Parse arguments, measure and write."""
     parser = argparse.ArgumentParser()
@@ -228,6 +279,7 @@ def main(argv: Sequence[str]) -> None:
     if given.backend == "transformers":
         arrays = transformers(given.folder)
     else:
+        start_vllms_processes_by_fork()
         arrays = vllm(given.folder, dict(one.split("=", 1) for one in given.argument), given.faulty)
     with given.out.open("wb") as file:
         np.savez(file, **arrays)
@@ -235,4 +287,7 @@ def main(argv: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    if sys.argv[1:] == ["serve"]:
+        serve()
+    else:
+        main(sys.argv[1:])

@@ -6,11 +6,14 @@ parallel.  ``HALLUTRACER_PARITY_TABLE`` names a file to write the largest differ
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import signal
 import subprocess
 import sys
-from collections.abc import Mapping
+import threading
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -38,28 +41,58 @@ def table() -> list[str]:
     return []
 
 
-def measure(
-    backend: str, model: Path, out: Path, *extra: str, more: Mapping[str, str] = MappingProxyType({})
-) -> dict[str, Array]:
-    """A process of its own; its last words where it fails."""
-    command = [sys.executable, "-m", "tests.parity.measure", backend, str(model), str(out), *extra]
-    environment = os.environ | {
-        "VLLM_CACHE_ROOT": str(out.parent / "vllm-cache"),
-        "VLLM_LOGGING_LEVEL": "WARNING",
-        # vLLM's processes begin with what this one has imported, which saves each of them 12 s.
-        "VLLM_WORKER_MULTIPROC_METHOD": "fork",
-        **more,
-    }
-    with out.with_suffix(".log").open("w+") as log:
-        done = subprocess.run(
-            command, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT, timeout=60 * MINUTES, check=False
-        )
-        log.seek(0)
-        assert done.returncode == 0, "\n".join(log.read().splitlines()[-60:])
-    return compare.load(out)
+class Measurer:
+    """``measure serve``: one process that has imported everything, for all measurements that need no other."""
+
+    def __init__(self, folder: Path) -> None:
+        environment = os.environ | {"VLLM_CACHE_ROOT": str(folder / "vllm-cache"), "VLLM_LOGGING_LEVEL": "WARNING"}
+        self._environment = environment
+        self._process = self._start(["serve"], environment)
+
+    def __call__(
+        self, backend: str, model: Path, out: Path, *extra: str, more: Mapping[str, str] = MappingProxyType({})
+    ) -> dict[str, Array]:
+        """Arrays of one measurement; its last words where it fails."""
+        arguments, log = [backend, str(model), str(out), *extra], out.with_suffix(".log")
+        if more:
+            process = self._start(arguments, self._environment | more)
+        else:
+            process = self._process
+            assert process.stdin is not None
+            process.stdin.write(json.dumps([arguments, str(log)]) + "\n")
+            process.stdin.flush()
+        limit = threading.Timer(60 * MINUTES, os.killpg, (process.pid, signal.SIGKILL))
+        limit.start()
+        assert process.stdout is not None
+        if more:
+            log.write_text(process.communicate()[0])
+            status = process.returncode
+        else:
+            status = int(process.stdout.readline() or -9)
+        limit.cancel()
+        assert status == 0, "\n".join(log.read_text().splitlines()[-60:])
+        return compare.load(out)
+
+    def close(self) -> None:
+        """End the process."""
+        self._process.communicate()
+
+    def _start(self, arguments: list[str], environment: Mapping[str, str]) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [sys.executable, "-m", "tests.parity.measure", *arguments],
+            cwd=ROOT, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            stderr=None if arguments == ["serve"] else subprocess.STDOUT, text=True, start_new_session=True,
+        )  # fmt: skip
 
 
-def reference(folder: Path, family: str) -> tuple[Path, dict[str, Array]]:
+@pytest.fixture(scope="module")
+def measure(folder: Path) -> Iterator[Measurer]:
+    measurer = Measurer(folder)
+    yield measurer
+    measurer.close()
+
+
+def reference(measure: Measurer, folder: Path, family: str) -> tuple[Path, dict[str, Array]]:
     """The model and what transformers says of it, made once."""
     model, out = folder / family, folder / f"{family}.npz"
     if not out.exists():
@@ -77,8 +110,10 @@ def marked(run: matrix.Run) -> Any:
 
 
 @pytest.mark.parametrize("run", [marked(run) for run in matrix.RUNS])
-def test_vllm_reads_and_says_what_transformers_does(run: matrix.Run, folder: Path, table: list[str]) -> None:
-    model, expected = reference(folder, run.family)
+def test_vllm_reads_and_says_what_transformers_does(
+    run: matrix.Run, measure: Measurer, folder: Path, table: list[str]
+) -> None:
+    model, expected = reference(measure, folder, run.family)
     found = measure("vllm", model, folder / f"{run}.npz", *engine_arguments(run), more=run.environment)
     apart = compare.differences(expected, found)
     table.append(compare.line(str(run), apart))
@@ -107,8 +142,10 @@ def test_vllm_reads_and_says_what_transformers_does(run: matrix.Run, folder: Pat
         ("Bare", "NonFiniteReadout.*does not keep"),
     ],
 )
-def test_a_fault_is_found_at_the_start_and_by_the_comparison(worker: str, said: str, folder: Path) -> None:
-    model, expected = reference(folder, "llama")
+def test_a_fault_is_found_at_the_start_and_by_the_comparison(
+    worker: str, said: str, measure: Measurer, folder: Path
+) -> None:
+    model, expected = reference(measure, folder, "llama")
     arguments = [*engine_arguments(matrix.Run("llama", True)), "--faulty", f"tests.parity.faulty.{worker}"]
     found = measure("vllm", model, folder / f"{worker}.npz", *arguments)
     assert found["self_test"].size == 1, "the self-test let it pass"

@@ -40,7 +40,7 @@ class Worker(VllmWorker):  # type: ignore[misc]
     def __init__(self, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:
         """Raise EngineError for unsupported configurations, and add the readout to the key of vLLM's compile cache."""
         refuse_unsupported(vllm_config)
-        self.hallutracer_plan = plan_of(vllm_config)
+        self.hallutracer_plan = plan = plan_of(vllm_config)
         additional = vllm_config.additional_config
         if Site.RESIDUAL_STREAM in plan.sites:  # the other site is not in the graph
             if isinstance(additional, dict):  # hashed into the key of vLLM's compile cache, which ignores worker classes
