@@ -132,7 +132,6 @@ def test_vllm_reads_and_says_what_transformers_does(
     assert found["runner"] == run.runner
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(
     ("worker", "said"),
     [

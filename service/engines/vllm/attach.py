@@ -96,9 +96,7 @@ def _attention_of(block: nn.Module, family: Family, layer: int) -> Any:
     return layers[0]
 
 
-def _check_projection_reads(
-    attention: Any, block: nn.Module, family: Family, layer: int, hidden_size: int
-) -> None:
+def _check_projection_reads(attention: Any, block: nn.Module, family: Family, layer: int, hidden_size: int) -> None:
     """Run the layer's attention block with its attention replaced, and compare what its output projection is given.
 
     Raises EngineError where something happens in between (a gate, a norm): the probes were trained on what goes in.

@@ -233,7 +233,7 @@ class VllmEngine:
         first_token: bool,
         sampling: Sampling | None,
         gate: Gate | None,
-        turn: Turn,
+        turn: Turn = FIRST_COME,
     ) -> AsyncGenerator[Update, None]:
         """``answer`` on ``loop``."""
         lease = await self.lease(probes, first_token=first_token, gate=gate if sampling is not None else None)

@@ -113,8 +113,10 @@ class SiteReadout:
 # The residual stream exists only within the compiled graph, so there an operator that the compiler cannot look into
 # hands it over.  It is the same in every layer, so that identical layers share one compiled artifact, as in bare vLLM.
 KEEP = "hallutracer::keep_residual"
-_library = torch.library.Library("hallutracer", "FRAGMENT")
-_library.define("keep_residual(Tensor hidden, Tensor? residual, Tensor(a!) order, int site) -> ()")
+_library = torch.library.Library("hallutracer", "FRAGMENT")  # type: ignore[no-untyped-call]
+_library.define(  # type: ignore[no-untyped-call]
+    "keep_residual(Tensor hidden, Tensor? residual, Tensor(a!) order, int site) -> ()"
+)
 _sites: list[SiteReadout] = []
 
 
@@ -123,7 +125,9 @@ def _keep_residual(hidden: Tensor, residual: Tensor | None, order: Tensor, site:
     _sites[site].keep(hidden, residual)
 
 
-_library.impl("keep_residual", _keep_residual, "CompositeExplicitAutograd")
+_library.impl(  # type: ignore[no-untyped-call]
+    "keep_residual", _keep_residual, "CompositeExplicitAutograd"
+)
 torch.library.register_fake(KEEP, lambda hidden, residual, order, site: None)
 
 

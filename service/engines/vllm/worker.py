@@ -43,7 +43,7 @@ class Worker(VllmWorker):  # type: ignore[misc]
         self.hallutracer_plan = plan = plan_of(vllm_config)
         additional = vllm_config.additional_config
         if Site.RESIDUAL_STREAM in plan.sites:  # the other site is not in the graph
-            if isinstance(additional, dict):  # hashed into the key of vLLM's compile cache, which ignores worker classes
+            if isinstance(additional, dict):  # hashed into vLLM's compile cache's key, which ignores worker classes
                 additional[f"{KEY}_fingerprint"] = fingerprint(plan)
             if pieces := vllm_config.compilation_config.splitting_ops:
                 pieces.append(sites.KEEP)  # between CUDA graphs, like attention
@@ -102,8 +102,10 @@ def refuse_unsupported(config: VllmConfig) -> None:
         (config.cache_config.kv_sharing_fast_prefill, "fast prefill with a shared KV cache"),
         (getattr(parallel, "decode_context_parallel_size", 1) > 1, "decode context parallelism"),
         (getattr(parallel, "prefill_context_parallel_size", 1) > 1, "prefill context parallelism"),
-        (config.compilation_config.cudagraph_mode.mixed_mode() == CUDAGraphMode.FULL, "one CUDA graph for prefills "
-         "(cudagraph_mode FULL; FULL_AND_PIECEWISE is read)"),
+        (
+            config.compilation_config.cudagraph_mode.mixed_mode() == CUDAGraphMode.FULL,
+            "one CUDA graph for prefills (cudagraph_mode FULL; FULL_AND_PIECEWISE is read)",
+        ),
         (config.compilation_config.pass_config.fuse_attn_quant, "attention fused with quantization (fuse_attn_quant)"),
         # Each rank would have the logits of its own requests only.
         (getattr(parallel, "enable_batch_sharded_sampling", False), "batch-sharded sampling"),
