@@ -6,13 +6,17 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from service.demo import MODEL_DIR
 from service.engines.vllm import sites
-from service.engines.vllm.wire import KEY
+from service.engines.vllm.reader import Reader, StageLink
+from service.engines.vllm.sites import SiteReadout, TensorParallelRank
+from service.engines.vllm.wire import KEY, Plan, probe_digest
 from service.errors import EngineError
-from service.readout import Site
+from service.readout import Geometry, Site
 from tests.engines.vllm.installed import vllm_or_skip
 
 vllm_or_skip()
@@ -136,3 +140,18 @@ def test_the_fingerprint_is_in_the_key_of_vllms_compile_cache() -> None:
     for variant, variant_plan in ((ours, plan), (fewer_slots, replace(plan, slots=1))):
         variant.additional_config[f"{KEY}_fingerprint"] = worker.fingerprint(variant_plan)
     assert len({variant.compute_hash() for variant in (bare, ours, fewer_slots)}) == 3
+
+
+def test_a_slot_that_was_not_written_to_its_end_has_no_digest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests for the old probe, and for the new one, then get no number."""
+    plan = Plan(Geometry(2, 2, 4, 8), (Site.ATTENTION_HEAD,), 1, False)
+    readout = SiteReadout(plan, Site.ATTENTION_HEAD, range(2), (0, 2), TensorParallelRank(0, 1), torch.device("cpu"))
+    made = object.__new__(worker.Worker)
+    made.hallutracer_reader = Reader(plan, {Site.ATTENTION_HEAD: readout}, StageLink(), torch.device("cpu"))
+    numbers = np.ones((2, 6), np.float32).tobytes()
+    made.hallutracer_write(0, "attention_head", [0, 1], numbers)
+    assert made.hallutracer_reader.digests == {0: probe_digest("attention_head", [0, 1], numbers)}
+    monkeypatch.setattr(readout, "write", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        made.hallutracer_write(0, "attention_head", [1, 1], numbers)
+    assert made.hallutracer_reader.digests == {}
