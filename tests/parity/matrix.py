@@ -13,10 +13,7 @@ NOT_HERE = {"gemma3": "vLLM's Gemma3ForConditionalGeneration needs torchvision, 
 SERVED = [family for family in models.CONFIGS if family not in NOT_HERE]
 # vLLM frees blocks behind a window: little is preempted, and less of a prefix is kept.
 WINDOWED = {"mistral", "gemma2", "gemma2_capped", "gemma3_text"}
-# Absolute, float32.  Set for gemma2_capped after it was measured: with the cap on attention scores the largest
-# difference is 2.3e-5 (rows; truth logits 1.6e-5), without it 5.5e-6 (4.3e-6), all else equal.  So the cap is where it
-# arises; why vLLM's CPU attention rounds it so has not been looked into.
-TOLERANCE = {family: 5e-5 if family == "gemma2_capped" else 1e-5 for family in models.CONFIGS}
+TOLERANCE = 1e-5  # absolute, float32
 
 
 @dataclass(frozen=True)

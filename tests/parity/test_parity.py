@@ -119,7 +119,7 @@ def test_vllm_reads_and_says_what_transformers_does(
     table.append(compare.line(str(run), apart))
     if path := os.environ.get("HALLUTRACER_PARITY_TABLE"):
         Path(path).write_text("\n".join([compare.heading(), *table]) + "\n")
-    assert max(apart.values()) <= matrix.TOLERANCE[run.family], apart
+    assert max(apart.values()) <= matrix.TOLERANCE, apart
     assert apart["truth logits"] > 0.0, "two implementations that agree to the last bit are one implementation"
     assert ("rows_attention_head" in found) is ("pipeline_parallel_size" not in run.parallel)
     assert compare.unequal(expected, found) == []

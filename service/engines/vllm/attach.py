@@ -114,13 +114,15 @@ def _check_projection_reads(attention: Any, block: nn.Module, family: Family, la
         raise _Reached
 
     hidden = torch.linspace(-1, 1, TOKENS * hidden_size, device=parameter.device).view(TOKENS, -1).to(made)
-    values = {"positions": torch.arange(TOKENS, device=parameter.device), "hidden_states": hidden}
-    values["position_ids"] = values["positions"]
+    values: dict[str, Any] = {"positions": torch.arange(TOKENS, device=parameter.device), "hidden_states": hidden}
     takes = inspect.signature(parent.forward).parameters
+    if "position_embeddings" in takes:  # transformers' own module, which vLLM's backend for it runs
+        one = hidden.new_ones(1, TOKENS, 1)
+        values = {"hidden_states": hidden[None], "position_embeddings": (one, 0 * one), "attention_mask": None}
     attention.forward, projection.forward = lambda *args, **kwargs: made, projected
     try:
         with torch.inference_mode():
-            parent(**{key: value for key, value in values.items() if key in takes})
+            parent(**{name: value for name, value in values.items() if name in takes})
     except _Reached:
         pass
     except TypeError as error:
