@@ -16,7 +16,16 @@ from service.options import Common
 from service.settings import option
 
 SetName = Literal[
-    "truthfulqa", "truthfulqa-reference", "truefalse", "halueval2", "helm", "bfcl", "bfcl-answerable"
+    "truthfulqa",
+    "truthfulqa-reference",
+    "truefalse",
+    "halueval2",
+    "helm",
+    "bfcl",
+    "bfcl-answerable",
+    "opentriviaqa",
+    "opentriviaqa-choice",
+    "nq-open",
 ]  # the names of SETS
 
 

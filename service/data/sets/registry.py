@@ -12,7 +12,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Literal
 
-from service.data.sets import bfcl, halueval2, helm, truefalse, truthfulqa
+from service.data.sets import bfcl, halueval2, helm, nq_open, opentriviaqa, truefalse, truthfulqa
 from service.data.sets.files import Row
 from service.errors import DataError
 
@@ -40,7 +40,7 @@ class SetInfo:
     source: str  # download location
     found_by: str  # a file that identifies the folder
     folders: tuple[str, ...]  # its path in the download
-    judge: Literal["similarity", "calls"] | None = None  # default for generated labels
+    judge: Literal["contains", "regex", "similarity", "calls"] | None = None  # default for generated labels
     max_new_tokens: int | None = None  # if the trainer's default is too short
     abstain_pattern: str | None = None  # if the trainer's default would exclude right answers
 
@@ -67,6 +67,22 @@ _bfcl = partial(
     source="github.com/ShishirPatil/gorilla, berkeley-function-call-leaderboard/bfcl_eval/data",
     found_by="BFCL_v4_irrelevance.json",
     folders=("berkeley-function-call-leaderboard/bfcl_eval/data", "bfcl_eval/data", "data"),
+)
+_questions = partial(
+    SetInfo,
+    labels="generate",
+    group="question, also across sets",
+    hallucinated="the read model's own answer does not name an accepted one",
+    onset="after the question and 'Answer briefly.', in the model's chat template",
+)
+_opentriviaqa = partial(
+    _questions,
+    kinds=len(opentriviaqa.CATEGORIES),
+    rows=opentriviaqa.ROWS,
+    licence="CC BY-SA 4.0",
+    source="github.com/uberspot/OpenTriviaQA, categories (11 of its 22 files)",
+    found_by="science-technology",
+    folders=("categories",),
 )
 
 _ALL = (
@@ -162,6 +178,36 @@ _ALL = (
         group="row; functions of a live prompt",
         hallucinated="no offered function fits the question",
         caveat="Tool-answerability, not hallucination; the label is that of the file, so each file holds one class.",
+    ),
+    _opentriviaqa(
+        name="opentriviaqa",
+        title="OpenTriviaQA, asked freely",
+        read=opentriviaqa.read_opentriviaqa,
+        caveat="Volunteers wrote the answers: some are wrong or dated. The judge looks for the answer's words.",
+        judge="contains",
+    ),
+    _opentriviaqa(
+        name="opentriviaqa-choice",
+        title="OpenTriviaQA, multiple choice",
+        read=opentriviaqa.read_opentriviaqa_choice,
+        hallucinated="the read model's own answer begins with another letter, or with none",
+        onset="after the question, its options and 'Answer with one letter.', in the model's chat template",
+        caveat="A model that guesses is right on a quarter, by luck, which nothing in it can foretell.",
+        judge="regex",
+    ),
+    _questions(
+        name="nq-open",
+        title="NQ-Open",
+        read=nq_open.read_nq_open,
+        rows=nq_open.ROWS,
+        kinds=len(nq_open.FILES),
+        caveat="Search queries of 2017 and 2018; a capital and a question mark are added. A small model answers a few "
+        "per cent of them.",
+        judge="contains",
+        licence="CC BY-SA 3.0",
+        source="github.com/google-research-datasets/natural-questions, nq_open",
+        found_by="NQ-open.dev.jsonl",
+        folders=("nq_open",),
     ),
 )
 SETS: Mapping[str, SetInfo] = MappingProxyType({info.name: info for info in _ALL})

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from service.data.sets import bfcl, halueval2, helm, truefalse, truthfulqa
+from service.data.sets import bfcl, halueval2, helm, nq_open, opentriviaqa, truefalse, truthfulqa
 from service.data.sets.registry import read_set
 from service.errors import DataError
 
@@ -127,6 +127,39 @@ def write_bfcl(folder: Path, **files: list[Any]) -> Path:
     return folder
 
 
+TRIVIA = """
+#Q What pulls a sledge on {category}?\r
+\r
+Name one.
+^ A big dog
+A A small cat
+B A big dog
+C A fish
+D Two birds
+
+#Q A kite of {category} needs wind.
+^ True
+A True
+B False
+
+"""
+
+
+def write_opentriviaqa(folder: Path, **files: str | bytes) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    for category in opentriviaqa.CATEGORIES:
+        content = files.get(category.replace("-", "_"), TRIVIA.replace("{category}", category))
+        (folder / category).write_bytes(content if isinstance(content, bytes) else content.encode())
+    return folder
+
+
+def write_nq_open(folder: Path, *dev: Any) -> Path:
+    rows = dev or [{"question": "who flew the first kite", "answer": ["Ann Nobody", "Nobody"]}]
+    write_json_lines(folder / nq_open.FILES["dev"], rows)
+    write_json_lines(folder / nq_open.FILES["efficientqa"], [{"question": "where is the kite now", "answer": ["up"]}])
+    return folder
+
+
 WRITERS: dict[str, Callable[[Path], Path]] = {
     "truthfulqa": write_truthfulqa,
     "truthfulqa-reference": write_truthfulqa,
@@ -135,4 +168,7 @@ WRITERS: dict[str, Callable[[Path], Path]] = {
     "helm": write_helm,
     "bfcl": write_bfcl,
     "bfcl-answerable": write_bfcl,
+    "opentriviaqa": write_opentriviaqa,
+    "opentriviaqa-choice": write_opentriviaqa,
+    "nq-open": write_nq_open,
 }

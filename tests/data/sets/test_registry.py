@@ -23,9 +23,10 @@ from tests.data.sets.samples import WRITERS
 def test_the_published_sizes() -> None:
     assert {name: info.rows for name, info in SETS.items()} == {
         "truthfulqa": 817, "truthfulqa-reference": 6_204, "truefalse": 6_330, "halueval2": 3_793, "helm": 3_197,
-        "bfcl": 2_853, "bfcl-answerable": 1_998,
+        "bfcl": 2_853, "bfcl-answerable": 1_998, "opentriviaqa": 20_550, "opentriviaqa-choice": 20_550,
+        "nq-open": 5_410,
     }  # fmt: skip
-    assert {info.kinds for info in SETS.values()} == {38, 7, 5, 6, 10}
+    assert {info.kinds for info in SETS.values()} == {38, 7, 5, 6, 10, 11, 2}
 
 
 @pytest.mark.parametrize("name", SETS)

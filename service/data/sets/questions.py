@@ -1,0 +1,14 @@
+"""What sets of questions have in common: how a question is asked, and when two are the same."""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+
+BRIEFLY = " Answer briefly."
+
+
+def question_group(text: str) -> str:
+    """One name for a question in all sets: its words in lower case, without punctuation."""
+    folded = unicodedata.normalize("NFKC", text).casefold()
+    return "question/" + " ".join(re.findall(r"\w+", folded))
