@@ -92,7 +92,7 @@ def _questions(folder: Path, problems: list[str]) -> Iterator[Question]:
             question = _parse(category, start, block)
             if question is None:
                 problems.append(
-                    f"{category} line {start}: expected '#Q question', '^ answer' and the options, one of them the answer"
+                    f"{category} line {start}: expected '#Q question', '^ answer' and options with it"
                 )
             else:
                 yield question
