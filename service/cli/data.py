@@ -95,7 +95,7 @@ def list_(*, as_json: Json = False, common: Common = Common()) -> None:
     for table in (facts, "", places):
         console.print(table)
     console.print(
-        "\nlabels: given = the set's own; similarity, calls = the model answers and this judge compares.\n"
+        "\nlabels: given = the set's own; any other = the model answers and this judge compares.\n"
         "Download a set yourself, then: hallutracer data convert SET FOLDER > rows.jsonl",
         soft_wrap=True,
     )
