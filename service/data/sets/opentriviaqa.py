@@ -91,9 +91,7 @@ def _questions(folder: Path, problems: list[str]) -> Iterator[Question]:
         for start, block in _blocks(text):
             question = _parse(category, start, block)
             if question is None:
-                problems.append(
-                    f"{category} line {start}: expected '#Q question', '^ answer' and options with it"
-                )
+                problems.append(f"{category} line {start}: expected '#Q question', '^ answer' and options with it")
             else:
                 yield question
 
