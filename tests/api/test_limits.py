@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import socket
 import threading
 import time
@@ -171,7 +172,7 @@ def test_requests_sent_ahead_and_junk_end_the_connection_after_the_answer(
     for chunks in ([one * 50 + b"junk" * 1000], [one, b"junk\r\n\r\n" * 100], [one + HEALTH], [one, one[:50]]):
         answer = received(service.connect(*chunks))
         assert answer.startswith(b"HTTP/1.1 200")
-        assert answer.count(b"HTTP/1.1") <= 2
+        assert len(re.findall(rb"HTTP/1\.1 \d{3} ", answer)) <= 2  # what comes after the answer may be refused, once
     assert 'hallutracer_errors_total{code="internal_error"} 0.0' in httpx.get(f"{service.url}/metrics").text
     assert not [record for record in caplog.records if record.exc_info]
 
