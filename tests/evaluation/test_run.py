@@ -14,7 +14,7 @@ import pytest
 
 from tests.command_line import hallutracer
 
-QUICK = {"--limit": "240", "--seeds": "1", "--folds": "3", "--inner-folds": "2", "--c": "0.3", "--jobs": "1",
+QUICK = {"--limit": "160", "--seeds": "1", "--folds": "3", "--inner-folds": "2", "--c": "0.3", "--jobs": "1",
          "--threads": "1"}  # fmt: skip
 
 
@@ -73,6 +73,7 @@ def test_a_finished_run_is_only_reported_again(paper: Path) -> None:
     assert results(paper)["tables"] == before["tables"]
 
 
+@pytest.mark.long
 def test_a_killed_run_goes_on_to_the_same_numbers(tmp_path: Path) -> None:
     methods = ["--methods", "hallutracer,prompt-length", "--no-per-subset", "--limit", "160"]
     whole, killed = tmp_path / "whole", tmp_path / "killed"

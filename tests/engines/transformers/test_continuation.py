@@ -123,14 +123,14 @@ def test_end_tokens_stop_the_answer(as_list: bool):
 def test_stop_strings_end_the_answer_before_themselves():
     engine = tiny.engine("llama", max_batch_tokens=64)
     text = None
-    for seed in range(200):  # a random model rarely says three plain characters in a row
+    for seed in range(200):  # a random model rarely says a few plain characters in a row
         prompt = tiny.prompts([6], seed)[0]
         ids = reference(tiny.modules(engine).model, prompt, 16)
         text = engine.detokenize(ids)
-        if len(text) > 6 and "\ufffd" not in text and text.find(text[3:5]) == 3:
+        if len(text) > 6 and "\ufffd" not in text[:6] and text.find(text[3:5]) == 3:
             break
     assert text is not None
-    assert "\ufffd" not in text
+    assert "\ufffd" not in text[:6]
     continuation = engine.begin([prompt], [])[0]
     pieces = list(continuation.decode(Sampling(max_tokens=16, stop=(text[3:5], "never said"))))
     assert "".join(pieces) == text[:3]
