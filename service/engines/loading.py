@@ -10,9 +10,11 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.hub import cached_file
 
+from service.engines import gguf
 from service.engines.base import EngineOptions
 from service.engines.families import family_of, text_config
 from service.engines.identity import folder_fingerprint, weight_files
+from service.engines.packaged import PACKAGED
 from service.errors import ModelLoadError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -41,16 +43,24 @@ class ModelFiles:
 
 
 def find_model_files(options: EngineOptions) -> ModelFiles:
-    """Configuration and tokenizer of a folder or a hub name.  Raises ModelLoadError or UnknownFamily."""
+    """Configuration and tokenizer of a folder, a GGUF file, a packaged model or a hub name.
+
+    Raises ModelLoadError or UnknownFamily.
+    """
     local = Path(options.model).expanduser()
+    if options.model in PACKAGED and not local.exists():
+        local = PACKAGED[options.model].path
+    if local.exists() and options.revision is not None:
+        raise ModelLoadError(f"{local} is on disk, without revisions; leave it out", param="revision")
+    if gguf.is_gguf(local):
+        local = gguf.folder_of(local)
     if local.is_dir():
-        if options.revision is not None:
-            raise ModelLoadError(f"{local} is a folder, without revisions; leave it out", param="revision")
         check_folder(local)
         loader_arguments: dict[str, Any] = {"pretrained_model_name_or_path": str(local), "local_files_only": True}
     elif looks_like_path(options.model):
         raise ModelLoadError(
-            f"there is no folder {local}; give a folder with config.json, or a hub name", param="model"
+            f"there is no folder or GGUF file {local}; give a folder with config.json, a .gguf file or a hub name",
+            param="model",
         )
     else:
         loader_arguments = {"pretrained_model_name_or_path": options.model, "revision": options.revision}

