@@ -48,7 +48,12 @@ from service.engines.transformers.hooks import (
     reading,
 )
 from service.engines.transformers.kv import KvContinuation, split_cache
-from service.engines.transformers.model_facts import context_length, depends_on_longest, end_tokens
+from service.engines.transformers.model_facts import (
+    context_length,
+    depends_on_longest,
+    end_tokens,
+    tokens_worth_the_weights,
+)
 from service.engines.transformers.pooling import ContentWords, PooledBuffer, windows
 from service.engines.transformers.results import (
     Prefilled,
@@ -95,6 +100,7 @@ class TransformersEngine:
         self._vocabulary = int(embedding.num_embeddings)
         self._device = embedding.weight.device
         self.max_batch_tokens = self._options.max_batch_tokens or BATCH_TOKENS.get(self._device.type, 8192)
+        self.max_decode_tokens = max(self.max_batch_tokens, tokens_worth_the_weights(model))
         self.end_tokens = end_tokens(model)
         self._equal_lengths = depends_on_longest(model.config)
         self._busy = threading.Lock()
@@ -204,7 +210,7 @@ class TransformersEngine:
         with self._running(prompts):
             answers: dict[int, Completion] = {}
             budgets = [len(prompt) + min(sampling.max_tokens, self.max_tokens) for prompt in prompts]
-            for group in micro_batches(budgets, self.max_batch_tokens, equal_lengths=self._equal_lengths):
+            for group in micro_batches(budgets, self.max_decode_tokens, equal_lengths=self._equal_lengths):
                 batch = pad(prompts, group, "left", self._filler(), self._device)
                 answers |= zip(group, generate_batch(self, self._model, batch, sampling), strict=True)
             return [answers[index] for index in sorted(answers)]

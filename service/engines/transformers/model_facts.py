@@ -11,6 +11,24 @@ from service.errors import ModelLoadError
 LENGTH_DEPENDENT_ROPE = frozenset({"longrope", "dynamic"})
 
 
+MAX_DECODE_TOKENS = 32_768
+
+
+def tokens_worth_the_weights(model: Any) -> int:
+    """Tokens whose keys and values take as many bytes as the model's weights, at most ``MAX_DECODE_TOKENS``.
+
+    A step of decoding reads all weights, whatever the batch, and the cache of every row: up to so many tokens a larger
+    batch costs a step less than twice the time of a single row.
+    """
+    config = text_config(model.config)
+    heads = config.num_attention_heads
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    weights = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+    element = next(model.parameters()).element_size()
+    return min(MAX_DECODE_TOKENS, weights // (2 * config.num_hidden_layers * kv_heads * head_dim * element))
+
+
 def context_length(config: Any) -> int:
     """The longest sequence that the model supports.  Raises ModelLoadError if the config lacks it."""
     length = getattr(text_config(config), "max_position_embeddings", None)
