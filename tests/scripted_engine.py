@@ -124,6 +124,9 @@ class ScriptedEngine:
         self._forward("begin", prompts)
         return [ScriptedContinuation(self, self._read(prompt, probes, True)) for prompt in prompts]
 
+    def step_together(self, continuations: Sequence[ScriptedContinuation]) -> None:
+        """Each runs by itself."""
+
     def extract(
         self, prompts: Sequence[TokenIds], sites: Sequence[Site], poolings: Sequence[Pooling] = (Pooling.LAST_1,)
     ) -> Extraction:

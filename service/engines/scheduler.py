@@ -69,7 +69,7 @@ class Scheduled:
         self._max_wait_s = max_wait_s
         self._outboxes = Outboxes()
         self._queue = RequestQueue(batch.max_batch_tokens, max_kv_tokens)
-        self._rotation = DecodeRotation(self._outboxes.flush)
+        self._rotation = DecodeRotation(batch.step_together, self._outboxes.flush)
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
         self._calls: deque[Callable[[], None]] = deque()  # synchronous calls, run between turns

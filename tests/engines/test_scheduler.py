@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from service.engines import decode_rotation
 from service.engines.base import Engine, Gate, Sampling, Turn, Update, prefill_of
 from service.engines.bridge import wait_for
 from service.engines.request_queue import EngineRequest
@@ -208,6 +209,7 @@ async def test_many_answers_of_one_caller_leave_another_every_second_token(
         send(request, update)
 
     monkeypatch.setattr(EngineRequest, "send", watched)
+    monkeypatch.setattr(decode_rotation, "MAX_TOGETHER", 2)
     async with bench.open():
         held = await bench.held()
         callers = [*["many"] * 12, "one"]

@@ -59,10 +59,10 @@ from service.engines.transformers.results import (
     Prefilled,
     first_tokens,
     prefill_results,
-    refuse_nan,
     refuse_non_finite,
     summarise,
 )
+from service.engines.transformers.together import RowCaches, row_by_row
 from service.errors import EngineError
 from service.readout import Pooling, Probes, Site
 
@@ -215,14 +215,29 @@ class TransformersEngine:
                 answers |= zip(group, generate_batch(self, self._model, batch, sampling), strict=True)
             return [answers[index] for index in sorted(answers)]
 
-    def step(self, token: int, cache: Any) -> Tensor:
-        """Run one token against a cache, for continuations: float32 logits [vocab]."""
-        with self._running(()):
-            ids = torch.tensor([[token]], device=self._device)
-            output = self._model(input_ids=ids, past_key_values=cache, use_cache=True)
-            self.counters.forward_tokens += 1
-            self.counters.decode_steps += 1
-            return refuse_nan(output.logits[0, -1].float())
+    def step_together(self, continuations: Sequence[KvContinuation]) -> None:
+        """Run the last tokens of all that wait for it in one forward pass."""
+        waiting = [continuation for continuation in continuations if continuation.waits]
+        groups = [[one] for one in waiting] if self._equal_lengths else [waiting] if waiting else []
+        for group in groups:
+            with self._running(()):
+                tokens, positions = zip(*(continuation.last for continuation in group), strict=True)
+                inputs = {
+                    "input_ids": torch.tensor(tokens, device=self._device)[:, None],
+                    "position_ids": torch.tensor(positions, device=self._device)[:, None],
+                    "use_cache": True,
+                }
+                if len(group) == 1:
+                    output = self._model(past_key_values=group[0].cache, **inputs)
+                else:
+                    with row_by_row(self._model):
+                        output = self._model(
+                            past_key_values=RowCaches([continuation.cache for continuation in group]), **inputs
+                        )
+                self.counters.forward_tokens += len(group)
+                self.counters.decode_steps += len(group)
+                for continuation, logits in zip(group, output.logits[:, -1].float(), strict=True):
+                    continuation.go_on(logits)
 
     def close(self) -> None:
         """Free the model.  Later calls raise EngineError."""

@@ -7,8 +7,8 @@ native kind, and freeing one frees its memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol, cast
 
 import torch
 from transformers import DynamicCache
@@ -17,6 +17,7 @@ from service.engines.base import Completion, Counters, PrefillResult, Sampling
 from service.engines.checks import check_sampling
 from service.engines.transformers.batching import Batch
 from service.engines.transformers.decoding import TextStream, generator_for, pick
+from service.engines.transformers.results import refuse_nan
 from service.errors import EngineError
 
 Tensor = torch.Tensor
@@ -43,8 +44,8 @@ class Decoder(Protocol):
     end_tokens: frozenset[int]  # tokens that end an answer
     max_tokens: int  # longest prompt plus answer
 
-    def step(self, token: int, cache: Any) -> Tensor:
-        """Run one token through the model against a cache: float32 logits [vocab]."""
+    def step_together(self, continuations: Sequence[Any]) -> None:
+        """As ``base.BatchEngine.step_together``."""
 
     def detokenize(self, token_ids: Any) -> str:
         """Ids to text."""
@@ -56,10 +57,12 @@ class KvContinuation:
     def __init__(self, decoder: Decoder, prefill: PrefillResult, cache: Any, logits: Tensor) -> None:
         self._decoder = decoder
         self.prefill = prefill
-        self._cache: Any = cache
+        self.cache: Any = cache
         self._logits: Tensor | None = logits
         self._ids: list[int] = []
         self._stream: TextStream | None = None
+        self._ahead: Tensor | None = None  # the next token's logits, where they were computed together with others'
+        self._goes_on = False  # whether a further token is wanted after the last one
         self._finish = "cancelled"  # unless decoded to the end
         decoder.counters.open_continuations += 1
 
@@ -90,19 +93,24 @@ class KvContinuation:
     ) -> Iterator[str]:
         try:
             generator = generator_for(sampling, logits.device)
-            for number in range(min(sampling.max_tokens, self._decoder.max_tokens - self.prefill.prompt_tokens)):
+            limit = min(sampling.max_tokens, self._decoder.max_tokens - self.prefill.prompt_tokens)
+            for number in range(limit):
                 if cancelled():
                     return
                 if number:
-                    if self._cache is None:
+                    if self.cache is None:
                         return  # closed while decoding
-                    logits = self._decoder.step(self._ids[-1], self._cache)
+                    if self._ahead is None:
+                        self._decoder.step_together([self])
+                    logits, self._ahead = refuse_nan(cast(Tensor, self._ahead)), None
                 token = pick(logits, sampling, generator)
                 self._ids.append(token)
                 if token in self._decoder.end_tokens:
                     self._finish = "stop"
                     break
-                yield stream.push(token)
+                piece = stream.push(token)
+                self._goes_on = not stream.stopped and number + 1 < limit
+                yield piece
                 if stream.stopped:
                     self._finish = "stop"
                     break
@@ -115,8 +123,22 @@ class KvContinuation:
         finally:
             self.close()
 
+    @property
+    def waits(self) -> bool:
+        """Whether its next token needs a forward pass over its last one."""
+        return self.cache is not None and self._ahead is None and self._goes_on
+
+    @property
+    def last(self) -> tuple[int, int]:
+        """The last token and its position."""
+        return self._ids[-1], self.prefill.prompt_tokens + len(self._ids) - 1
+
+    def go_on(self, logits: Tensor) -> None:
+        """Take the next token's logits [vocab] float32."""
+        self._ahead = logits
+
     def close(self) -> None:
         """Free the KV cache.  Safe to call twice."""
         if self._logits is not None:
             self._decoder.counters.open_continuations -= 1
-        self._cache = self._logits = None
+        self.cache = self._logits = self._ahead = None

@@ -55,10 +55,10 @@ def test_padding_does_not_push_a_short_prompt_out_of_its_window(name: str):
     short, long = tiny.prompts([tiny.WINDOW + 2, 60])
     together = engine.begin([short, long], [])
     alone = engine.begin([short], [])
-    window = [layer.keys.shape[-2] for layer in together[0]._cache.layers if layer.is_sliding]
+    window = [layer.keys.shape[-2] for layer in together[0].cache.layers if layer.is_sliding]
     assert window
     assert set(window) == {tiny.WINDOW - 1}
-    for ours, own in zip(together[0]._cache.layers, alone[0]._cache.layers, strict=True):
+    for ours, own in zip(together[0].cache.layers, alone[0].cache.layers, strict=True):
         assert ours.get_seq_length() == own.get_seq_length() == len(short)
         torch.testing.assert_close(ours.keys, own.keys, rtol=0, atol=1e-5)
         torch.testing.assert_close(ours.values, own.values, rtol=0, atol=1e-5)
@@ -81,11 +81,11 @@ def test_each_continuation_owns_its_memory():
     engine = tiny.shared_engine("llama")
     continuations = engine.begin(tiny.prompts([5, 40]), [])
     storages = [
-        {layer.keys.untyped_storage().data_ptr() for layer in continuation._cache.layers}
+        {layer.keys.untyped_storage().data_ptr() for layer in continuation.cache.layers}
         for continuation in continuations
     ]
     assert not storages[0] & storages[1]
-    short = continuations[0]._cache.layers[0].keys
+    short = continuations[0].cache.layers[0].keys
     assert short.untyped_storage().nbytes() == short.numel() * short.element_size()
     assert short.shape[-2] == 5
 
@@ -163,7 +163,7 @@ def test_closing_the_iterator_frees_the_cache():
     list(islice(stream, 1))
     steps = engine.counters.decode_steps
     stream.close()
-    assert continuation._cache is None
+    assert continuation.cache is None
     assert engine.counters.open_continuations == 0
     assert continuation.completion is not None
     assert continuation.completion.finish_reason == "cancelled"
