@@ -27,6 +27,12 @@ class Batch:
     input_ids: Tensor  # [batch, columns]
     attention_mask: Tensor | None
     position_ids: Tensor | None
+    prefix: int = 0  # tokens before the first column, whose keys and values are there already
+
+    @property
+    def prompt_tokens(self) -> list[int]:
+        """Tokens of each row's whole prompt."""
+        return [self.prefix + length for length in self.lengths]
 
     @property
     def onsets(self) -> list[int]:
@@ -50,8 +56,14 @@ def micro_batches(lengths: Sequence[int], budget: int, *, equal_lengths: bool = 
     return groups
 
 
-def pad(prompts: Sequence[TokenIds], index: Sequence[int], side: str, filler: int, device: torch.device) -> Batch:
-    """Make one micro-batch of ``prompts[i] for i in index``; ``side`` is "left" or "right"."""
+def pad(
+    prompts: Sequence[TokenIds], index: Sequence[int], side: str, filler: int, device: torch.device, prefix: int = 0
+) -> Batch:
+    """Make one micro-batch of ``prompts[i] for i in index``; ``side`` is "left" or "right".
+
+    The first ``prefix`` tokens of each are left out; then ``side`` is "right".
+    """
+    prompts = [prompt[prefix:] for prompt in prompts] if prefix else prompts
     lengths = [len(prompts[i]) for i in index]
     columns = max(lengths)
     starts = [columns - length if side == "left" else 0 for length in lengths]
@@ -69,4 +81,5 @@ def pad(prompts: Sequence[TokenIds], index: Sequence[int], side: str, filler: in
         input_ids=torch.from_numpy(ids).to(device),
         attention_mask=mask,
         position_ids=positions,
+        prefix=prefix,
     )

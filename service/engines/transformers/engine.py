@@ -55,6 +55,7 @@ from service.engines.transformers.model_facts import (
     tokens_worth_the_weights,
 )
 from service.engines.transformers.pooling import ContentWords, PooledBuffer, windows
+from service.engines.transformers.prefix import Prefix, chat_prefix, has_windows
 from service.engines.transformers.results import (
     Prefilled,
     first_tokens,
@@ -103,6 +104,8 @@ class TransformersEngine:
         self.max_decode_tokens = max(self.max_batch_tokens, tokens_worth_the_weights(model))
         self.end_tokens = end_tokens(model)
         self._equal_lengths = depends_on_longest(model.config)
+        shares = self._options.padding_side == "right" and not self._equal_lengths and not has_windows(model.config)
+        self._prefix = Prefix(chat_prefix(self.render_chat) if shares else ())
         self._busy = threading.Lock()
         self._stacks: OrderedDict[tuple[int, ...], ProbeStack] = OrderedDict()
         self.counters = Counters()
@@ -163,7 +166,13 @@ class TransformersEngine:
             for batch in self._batches(prompts):
                 sink = TruthLogits(stack, len(batch.index), self._device)
                 # The model's native kind for one prompt, full-length layers for several.
-                cache = DynamicCache(config=self._model.config) if len(batch.index) == 1 else DynamicCache()
+                cache = (
+                    self._prefix.cache(self._model, len(batch.index), self._device)
+                    if batch.prefix
+                    else DynamicCache(config=self._model.config)
+                    if len(batch.index) == 1
+                    else DynamicCache()
+                )
                 logits = self._prefill(batch, sink, full=True, cache=cache)
                 assert logits is not None
                 done.append(Prefilled(batch, sink, summarise(logits)))
@@ -189,7 +198,7 @@ class TransformersEngine:
         pooled = {(site, pooling): np.empty(shapes[site], np.float32) for site in shapes for pooling in others}
         first: dict[int, FirstToken] = {}
         with self._running(prompts):
-            for batch in self._batches(prompts):
+            for batch in self._batches(prompts, shared=not others):
                 sink = ActivationBuffer(list(shapes), geometry, len(batch.index), self._device)
                 pooled_sink = None
                 if others:
@@ -264,10 +273,15 @@ class TransformersEngine:
         pad_token = self._tokens.pad_token_id
         return pad_token if pad_token is not None and 0 <= pad_token < self._vocabulary else 0
 
-    def _batches(self, prompts: Sequence[TokenIds]) -> Iterator[Batch]:
-        lengths = [len(prompt) for prompt in prompts]
-        for group in micro_batches(lengths, self.max_batch_tokens, equal_lengths=self._equal_lengths):
-            yield pad(prompts, group, self._options.padding_side, self._filler(), self._device)
+    def _batches(self, prompts: Sequence[TokenIds], *, shared: bool = True) -> Iterator[Batch]:
+        """``shared``: what chats begin with is not run again."""
+        begins = [shared and self._prefix.begins(prompt) for prompt in prompts]
+        for prefix in sorted({len(self._prefix.tokens) * one for one in begins}):
+            rows = [row for row, one in enumerate(begins) if bool(one) is bool(prefix)]
+            lengths = [len(prompts[row]) - prefix for row in rows]
+            for group in micro_batches(lengths, self.max_batch_tokens, equal_lengths=self._equal_lengths):
+                index = [rows[place] for place in group]
+                yield pad(prompts, index, self._options.padding_side, self._filler(), self._device, prefix)
 
     def _prefill(
         self, batch: Batch, sink: Sink, *, full: bool, cache: Any = None, states_sink: StatesSink | None = None
@@ -276,6 +290,8 @@ class TransformersEngine:
         self.counters.forward_tokens += sum(batch.lengths)
         self.counters.prefills += len(batch.index)
         onset = OnsetIndex(batch.onsets, self._device)
+        if batch.prefix and cache is None:
+            cache = self._prefix.cache(self._model, len(batch.index), self._device)
         inputs: dict[str, Any] = {"input_ids": batch.input_ids, "use_cache": cache is not None}
         if cache is not None:
             inputs["past_key_values"] = cache

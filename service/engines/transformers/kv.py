@@ -28,7 +28,7 @@ def split_cache(cache: Any, batch: Batch, config: Any) -> list[Any]:
     if len(batch.index) == 1:
         return [cache]
     rows = []
-    for row, (start, length) in enumerate(zip(batch.starts, batch.lengths, strict=True)):
+    for row, (start, length) in enumerate(zip(batch.starts, batch.prompt_tokens, strict=True)):
         own = DynamicCache(config=config)
         for layer, full in enumerate(cache.layers):
             span = (slice(row, row + 1), slice(None), slice(start, start + length))

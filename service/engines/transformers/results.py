@@ -35,7 +35,7 @@ def prefill_results(stack: ProbeStack, done: Sequence[Prefilled]) -> list[Prefil
     order = [index for part in done for index in part.batch.index]
     if not order:
         return []
-    lengths = [length for part in done for length in part.batch.lengths]
+    lengths = [tokens for part in done for tokens in part.batch.prompt_tokens]
     trajectories: list[tuple[NDArray[np.float64], ...]] = [()] * len(order)
     first: list[FirstToken] | None = None
     if stack.probes:
