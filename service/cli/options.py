@@ -47,7 +47,9 @@ class UsageError(HalluTracerError):
 class EngineChoice:
     """Which model is loaded, by which engine, and how."""
 
-    model: Annotated[str | None, option("Model folder or hub name.  Default: the embedded demo model.")] = None
+    model: Annotated[
+        str | None, option("Model folder, GGUF file, smollm2 or hub name.  Default: the embedded demo model.")
+    ] = None
     revision: Annotated[str | None, option("Hub revision of the model.")] = None
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16", "float16"],
