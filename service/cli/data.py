@@ -8,12 +8,13 @@ from typing import Annotated, Any, Literal
 
 from cyclopts import Parameter
 
-from service.cli.options import Json
+from service.cli.options import Json, UsageError
 from service.cli.output import note, print_json, print_line
+from service.data import mixture
 from service.data.sets.registry import SETS, SetInfo, read_set
 from service.errors import HalluTracerError
 from service.options import Common
-from service.settings import option
+from service.settings import Range, option
 
 SetName = Literal[
     "truthfulqa",
@@ -59,6 +60,37 @@ def convert(
         note(f"not the published {info.rows:,} rows: another version is another benchmark")
     note(f"label 0: {info.hallucinated}\n{info.caveat}")
     note(f"train with: {_advice(info)}")
+
+
+def mix(
+    *files: Annotated[
+        str, Parameter(help="FILE, or FILE:ROWS for so many of its rows, drawn group by group.", show_env_var=False)
+    ],
+    seed: Annotated[int, option("Of the draw; every other one takes other groups.", limits=Range(0))] = 0,
+    common: Common = Common(),
+) -> None:
+    """Print several files of rows as one: ids and kinds begin with the file's name.
+
+    Rows of two files that ask the same question, by its words of content, get one group, so that no fold has one of
+    them on either side.
+
+    hallutracer data mix opentriviaqa.jsonl:3000 nq-open.jsonl:1500 mine.jsonl > rows.jsonl
+    """
+    if not files:
+        raise UsageError("FILES", "name at least one JSONL file")
+    found = mixture.mix([_source(file) for file in files], seed)
+    for row in found.rows:
+        print_line(json.dumps(row, ensure_ascii=False))
+    shown = ", ".join(f"{name} {count:,}" for name, count in found.by_source.items())
+    met = found.groups_before - found.groups
+    note(f"{len(found.rows):,} rows ({shown}) in {found.groups:,} groups; {met:,} groups met in a question")
+
+
+def _source(text: str) -> mixture.Source:
+    name, colon, rows = text.rpartition(":")
+    if colon and rows.isdigit() and int(rows) > 0:
+        return mixture.Source(Path(name), int(rows))
+    return mixture.Source(Path(text))
 
 
 def _advice(info: SetInfo) -> str:
@@ -112,4 +144,4 @@ def _described(info: SetInfo) -> dict[str, Any]:
     )
 
 
-COMMANDS = ("Turn public sets into training rows.", {"convert": convert, "list": list_})
+COMMANDS = ("Turn public sets into training rows.", {"convert": convert, "list": list_, "mix": mix})
