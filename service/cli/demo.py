@@ -11,6 +11,7 @@ from cyclopts import Parameter
 from service.cli.loading import DEMO_BUNDLES, open_store
 from service.cli.options import Json, Out, StoreOptions, Threads
 from service.cli.output import print_json, print_line
+from service.demo import Passage
 from service.options import Common
 from service.settings import Range, option
 
@@ -46,12 +47,21 @@ def questions(
         option("No entity is in two of them.  train: the bundles' training rows.  dev: chose recipe and seed.  test: "
                "only ever reported."),
     ],
+    passages: Annotated[
+        tuple[Passage, ...],
+        option("In front of each question, repeatable, a row for each: right states the fact among two others; "
+               "unrelated and contradicting are the controls; none."),
+    ] = ("none",),
     common: Common = Common(),
 ) -> None:  # fmt: skip
-    """Print questions as JSONL: id, prompt, answers, group, kind, exposures, template, in_refusals."""
+    """Print questions as JSONL: id, prompt, answers, group, kind, passage, exposures, template, in_refusals.
+
+    hallutracer demo questions --split test --passages none --passages right > questions.jsonl
+    """
+    from service.demo.passages import with_passages
     from service.demo.questions import questions as rows
 
-    for row in rows(split):
+    for row in with_passages(rows(split), tuple(dict.fromkeys(passages))):
         print_line(json.dumps(row, ensure_ascii=False))
 
 

@@ -4,8 +4,11 @@ The quick start runs on it in seconds, offline.  Importing this package does not
 """
 
 from pathlib import Path
+from typing import Literal
 
 ASSETS = Path(__file__).parent / "assets"
 MODEL_DIR = ASSETS / "hallutracer-demo"
 
-__all__ = ["ASSETS", "MODEL_DIR"]
+Passage = Literal["none", "right", "unrelated", "contradicting"]  # in front of a question (service/demo/passages.py)
+
+__all__ = ["ASSETS", "MODEL_DIR", "Passage"]
