@@ -52,7 +52,6 @@ class PreparedSet:
 
     rows: SetRows
     inputs: MethodInputs
-    kind: NDArray[np.str_]  # [n]
     pooled: dict[tuple[Site, Pooling], Readouts]
     prompts: Collection
     index: NDArray[np.int64]  # [n] data rows
@@ -63,7 +62,6 @@ class PreparedSet:
         return replace(
             self,
             inputs=self.inputs.subset(rows),
-            kind=self.kind[rows],
             pooled={key: readouts.subset(rows) for key, readouts in self.pooled.items()},
             index=self.index[rows],
         )
@@ -153,6 +151,7 @@ def prepare_set(
     group = rows.dataset.groups[index]
     if problems := class_problems(label, group, options.folds):
         raise TrainingError(f"{rows.name}: {'; '.join(problems)}", param="data")
+    kind = np.array([rows.kind[row] for row in index.tolist()], dtype=np.str_)
     inputs = MethodInputs(
         label=label,
         group=group,
@@ -160,10 +159,11 @@ def prepare_set(
         residual=Readouts(collection.rows[Site.RESIDUAL_STREAM], index, label),
         first_token=collection.first_token[index],
         prompt_tokens=collection.prompts.lengths[index],
+        text=tuple(rows.dataset.rows[row].question for row in index.tolist()),
+        kind=kind,
     )
     pooled = {key: Readouts(file, index, label) for key, file in collection.pooled.items()}
-    kind = np.array([rows.kind[row] for row in index.tolist()], dtype=np.str_)
-    return PreparedSet(rows, inputs, kind, pooled, collection, index, labelled.left_out)
+    return PreparedSet(rows, inputs, pooled, collection, index, labelled.left_out)
 
 
 def _write_rows(path: Path, rows: Sequence[dict[str, Any]]) -> None:

@@ -195,12 +195,12 @@ def _subsets(sets: Sequence[PreparedSet], options: EvaluateOptions, titles: dict
     table_rows: list[dict[str, Any]] = []
     notes: list[str] = []
     for prepared in sets:
-        kinds = sorted(set(prepared.kind.tolist()) - {""})
+        kinds = sorted(set(prepared.inputs.kind.tolist()) - {""})
         if len(kinds) < 2:
             continue
         measures: list[dict[str, dict[str, dict[str, float]]]] = []
         for kind in kinds:
-            rows = np.flatnonzero(prepared.kind == kind)
+            rows = np.flatnonzero(prepared.inputs.kind == kind)
             slug = "".join(char if char.isalnum() else "-" for char in kind.lower())
             try:
                 result = _evaluate_set(prepared.subset(rows), options, subset=f"subset-{slug}")

@@ -54,6 +54,8 @@ def made_inputs(folder: Path, *, name: str, seed: int, strength: float = 0.35, s
         residual=sites[Site.RESIDUAL_STREAM],
         first_token=rng.standard_normal((COUNT, 2)),
         prompt_tokens=rng.integers(5, 40, COUNT),
+        text=("why?",) * COUNT,
+        kind=np.full(COUNT, ""),
     )
 
 
@@ -88,7 +90,7 @@ def prepared(inputs: MethodInputs, name: str) -> PreparedSet:
     """As much of it as tables ask for."""
     rows = cast(Any, SimpleNamespace(name=name))
     nothing = cast(Any, None)
-    return PreparedSet(rows, inputs, np.full(len(inputs.label), ""), {}, nothing, np.arange(COUNT), {})
+    return PreparedSet(rows, inputs, {}, nothing, np.arange(COUNT), {})
 
 
 def fold_scores(split: Split, score: np.ndarray) -> FoldScores:

@@ -23,6 +23,8 @@ METHODS: Mapping[str, str] = MappingProxyType(
         "first-token-max-prob": "First-token max probability",
         "first-token-entropy": "First-token entropy",
         "prompt-length": "Prompt length",
+        "text-ngrams": "Text alone (word and character n-grams)",
+        "kind-prior": "Share of its kind",
     }
 )
 """Name on the command line -> title in the tables."""
@@ -40,6 +42,7 @@ def fit_method(
     from service.evaluation.methods.iris import Iris
     from service.evaluation.methods.iti import Iti
     from service.evaluation.methods.references import reference
+    from service.evaluation.methods.text_alone import kind_prior, text_ngrams
 
     match name:
         case "iti":
@@ -48,4 +51,8 @@ def fit_method(
             return FactProbe(jobs=jobs).fit(inputs, train, test, seed)
         case "iris":
             return Iris().fit(inputs, train, test, seed)
+        case "text-ngrams":
+            return text_ngrams(inputs, train, test, seed)
+        case "kind-prior":
+            return kind_prior(inputs, train, test)
     return reference(name, inputs, train, test)

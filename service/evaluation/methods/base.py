@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 import numpy as np
@@ -28,6 +28,8 @@ class MethodInputs:
     residual: Readouts  # the residual-stream site
     first_token: Floats  # [n, 2] log maximum probability, entropy (nats)
     prompt_tokens: NDArray[np.int64]  # [n]
+    text: tuple[str, ...] = ()  # [n] the prompts
+    kind: NDArray[np.str_] = field(default_factory=lambda: np.array([], np.str_))  # [n] sub-dataset, "" for none
     halluguard: Floats | None = None  # [n] ``halluguard_scores``; None where they were not requested
 
     def subset(self, rows: Index) -> MethodInputs:
@@ -39,6 +41,8 @@ class MethodInputs:
             residual=self.residual.subset(rows),
             first_token=self.first_token[rows],
             prompt_tokens=self.prompt_tokens[rows],
+            text=tuple(self.text[row] for row in rows.tolist()),
+            kind=self.kind[rows],
             halluguard=None if self.halluguard is None else self.halluguard[rows],
         )
 

@@ -16,7 +16,8 @@ from service.evaluation.methods.base import MethodInputs, in_processes
 from service.fitting.scores import risk_auroc
 from tests.evaluation.methods.made import made_inputs, split
 
-NAMES = ["iti", "fact-probe", "iris", "halluguard", "first-token-max-prob", "first-token-entropy", "prompt-length"]
+NAMES = ["iti", "fact-probe", "iris", "halluguard", "first-token-max-prob", "first-token-entropy", "prompt-length",
+         "text-ngrams", "kind-prior"]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -71,3 +72,14 @@ def test_fitting_processes_load_no_transformers() -> None:
     root = Path(__file__).parents[3]
     out = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True)
     assert out.stdout.strip() == "False"
+
+
+def test_text_and_kind_know_nothing_of_the_model(data: MethodInputs) -> None:
+    train, test = split(data)
+    nothing = replace(data, text=("why?",) * len(data.label), kind=np.full(len(data.label), "all"))
+    for name in ("text-ngrams", "kind-prior"):
+        scores = fit_method(name, nothing, train, test, 0)
+        assert len(set(scores.round(9).tolist())) == 1
+    unknown = replace(data, kind=np.where(np.arange(len(data.label)) < len(train), data.kind, "new"))
+    share = 1 - data.label[train].mean()
+    np.testing.assert_allclose(fit_method("kind-prior", unknown, train, test, 0), share)
