@@ -8,8 +8,8 @@ from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
-from service.cli.loading import DEMO_BUNDLES, open_store
-from service.cli.options import Json, Out, StoreOptions, Threads
+from service.cli.loading import DEMO_BUNDLES, bundle_names, load_bundles, load_engine, load_scorers, open_store
+from service.cli.options import BundleOptions, EngineChoice, Json, Out, StoreOptions, Threads
 from service.cli.output import print_json, print_line
 from service.demo import Passage
 from service.options import Common
@@ -90,7 +90,39 @@ def build(
     run(out or Path("demo-build"), seeds=range(seeds), threads=threads or 2, with_report=report, console=console)
 
 
+def retrieval(
+    *,
+    questions: Annotated[int, option("Held-out questions; each is asked four times.", limits=Range(20))] = 400,
+    max_tokens: Annotated[int, option("Length of an answer.", limits=Range(1, 256))] = 24,
+    out: Out = None,
+    engine: EngineChoice = EngineChoice(),
+    bundles: BundleOptions = BundleOptions(),
+    common: Common = Common(),
+) -> None:
+    """Ask with and without passages: accuracy, risk and its drop, and what "retrieve where flagged" shows.
+
+    Writes retrieval.json (every answer) and retrieval.md under --out, and prints the tables.
+
+      hallutracer demo retrieval --model ./my-model --bundle my-probe
+    """
+    from contextlib import closing
+
+    from service.demo.retrieval import ask, document, markdown
+
+    names = bundle_names(engine.model, bundles)[:1]
+    opened = load_bundles(open_store(bundles), names)
+    with closing(load_engine(engine, bundles=tuple(opened.values()))) as loaded:
+        (scorer,) = load_scorers(loaded, opened).values()
+        facts = {"model": loaded.identity.model, "bundle": scorer.bundle.reference, "split": "test"}
+        found = document(ask(scorer, "test", questions, max_tokens), facts)
+    folder = out or Path("retrieval")
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "retrieval.json").write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    (folder / "retrieval.md").write_text(markdown(found), encoding="utf-8")
+    print_line(markdown(found))
+
+
 COMMANDS = (
     "The demonstration model: what it is, its questions, how it is built.",
-    {"info": info, "questions": questions, "build": build},
+    {"info": info, "questions": questions, "retrieval": retrieval, "build": build},
 )

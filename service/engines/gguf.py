@@ -119,7 +119,11 @@ def _field(reader: Any, name: str) -> Any:
 def _convert(file: Path, facts: _Facts, folder: Path) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-    source = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name, "local_files_only": True}
+    source: dict[str, Any] = {
+        "pretrained_model_name_or_path": str(file.parent),
+        "gguf_file": file.name,
+        "local_files_only": True,
+    }
     try:
         config = AutoConfig.from_pretrained(**source)
         family_of(config)

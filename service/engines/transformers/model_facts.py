@@ -26,7 +26,7 @@ def tokens_worth_the_weights(model: Any) -> int:
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
     weights = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
     element = next(model.parameters()).element_size()
-    return min(MAX_DECODE_TOKENS, weights // (2 * config.num_hidden_layers * kv_heads * head_dim * element))
+    return min(MAX_DECODE_TOKENS, int(weights // (2 * config.num_hidden_layers * kv_heads * head_dim * element)))
 
 
 def context_length(config: Any) -> int:

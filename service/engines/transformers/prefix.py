@@ -40,7 +40,7 @@ class Prefix:
     def cache(self, model: Any, rows: int, device: torch.device) -> DynamicCache:
         """A new cache for ``rows`` prompts that holds the beginning.  Runs the model at the first call."""
         if not self._layers:
-            own = DynamicCache()
+            own: Any = DynamicCache()
             ids = torch.tensor([self.tokens], device=device)
             model(input_ids=ids, past_key_values=own, use_cache=True, logits_to_keep=1)
             self._layers = [(layer.keys, layer.values) for layer in own.layers]
@@ -52,4 +52,5 @@ class Prefix:
 
 def has_windows(config: Any) -> bool:
     """Whether some layer sees a window only, whose cache is not the whole beginning."""
-    return any(layer.is_sliding for layer in DynamicCache(config=config).layers)
+    cache: Any = DynamicCache(config=config)
+    return any(layer.is_sliding for layer in cache.layers)

@@ -23,14 +23,14 @@ Tensor = torch.Tensor
 NAME = "hallutracer_rows"
 
 
-class RowCaches(Cache):  # type: ignore[misc]
+class RowCaches(Cache):
     """The caches of several prompts as one, for one token of each."""
 
     def __init__(self, rows: Sequence[Any]) -> None:
         super().__init__(layers=rows[0].layers)
         self._rows = rows
 
-    def update(
+    def update(  # type: ignore[override]  # lists, for ``_attend`` alone
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[list[Tensor], list[Tensor]]:
         """Each row's keys and values [1, heads, tokens of the row, head_dim], for ``_attend``."""

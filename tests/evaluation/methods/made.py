@@ -48,6 +48,7 @@ def made_inputs(folder: Path, count: int = 240, seed: int = 0, strength: float =
     plant(heads, label, GEOMETRY.num_layers - 1, 7, strength / 2)
     for layer in WIDE:
         plant(residual, label, layer, layer, strength * 0.75)
+    words = np.random.default_rng(seed + 1)
     return MethodInputs(
         label=label,
         group=group,
@@ -55,15 +56,15 @@ def made_inputs(folder: Path, count: int = 240, seed: int = 0, strength: float =
         residual=readouts(folder, residual, label, Site.RESIDUAL_STREAM),
         first_token=np.stack([-rng.exponential(size=count) - (1 - label), rng.exponential(size=count) - label], axis=1),
         prompt_tokens=rng.integers(5, 40, count) + 10 * label,
-        text=tuple(_text(rng, bool(one)) for one in label),
-        kind=np.where(rng.random(count) < 0.2, 1 - label, label).astype(np.str_),
+        text=tuple(_text(words, bool(one)) for one in label),
+        kind=np.where(words.random(count) < 0.2, 1 - label, label).astype(np.str_),
         halluguard=rng.standard_normal(count) + label,
     )
 
 
 def _text(rng: np.random.Generator, factual: bool) -> str:
     """A question with one word that its class uses more often."""
-    hint = "moon" if (rng.random() < 0.75) == factual else "salt"
+    hint = "moon" if (rng.random() < 0.85) == factual else "salt"
     return " ".join(rng.choice(["who", "what", "where", "king", "river", "song", "year", hint], 6).tolist() + [hint])
 
 

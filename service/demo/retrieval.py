@@ -1,0 +1,178 @@
+"""hallutracer demo retrieval: what a passage does to a model's answers and to their risks, and when fetching one pays.
+
+Held-out questions about real facts are asked without a passage, with one that states the fact, with one about other
+things, and with one that contradicts it (service/demo/passages.py).  Everything is answered; the policies are computed
+afterwards from the same answers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, get_args
+
+import numpy as np
+from numpy.typing import NDArray
+from tqdm import tqdm
+
+from service.data.judges import contains
+from service.demo import Passage
+from service.demo.passages import with_passages
+from service.demo.questions import questions
+from service.engines.base import Sampling
+from service.fitting.markdown import markdown_table
+from service.fitting.scores import risk_auroc
+from service.guard import OBSERVE
+from service.scoring import Scorer
+
+PASSAGES: tuple[Passage, ...] = get_args(Passage)
+BATCH = 64  # questions between two updates of the progress bar
+RESAMPLES = 2_000
+
+Floats = NDArray[np.float64]
+Flags = NDArray[np.bool_]
+
+
+@dataclass(frozen=True, eq=False)
+class Answered:
+    """n questions, answered with each kind of passage."""
+
+    group: NDArray[np.int64]  # [n] entity
+    risk: dict[Passage, Floats]  # [n]
+    right: dict[Passage, Flags]  # [n] the answer names an accepted one
+    threshold: float
+    examples: list[dict[str, Any]]
+
+
+def ask(scorer: Scorer, split: str, count: int, max_tokens: int) -> Answered:
+    """Ask ``count`` questions of a split, evenly spaced over it, four times each."""
+    rows = questions(split)
+    rows = rows[:: max(1, len(rows) // count)][:count]
+    risk: dict[Passage, Floats] = {}
+    right: dict[Passage, Flags] = {}
+    examples: list[dict[str, Any]] = [{"question": row["prompt"], "accepted": row["answers"]} for row in rows]
+    with tqdm(total=len(rows) * len(PASSAGES), desc="questions", mininterval=2) as bar:
+        for which in PASSAGES:
+            asked = with_passages(rows, [which])
+            reports = []
+            for start in range(0, len(asked), BATCH):
+                ids = [scorer.render(prompt=row["prompt"]) for row in asked[start : start + BATCH]]
+                reports += scorer.score_or_continue(ids, Sampling(max_tokens=max_tokens), OBSERVE)
+                bar.update(len(ids))
+            texts = [report.completion.text if report.completion else "" for report in reports]
+            risk[which] = np.array([report.risk for report in reports])
+            right[which] = np.array(
+                [contains("", text, row["answers"]) for text, row in zip(texts, rows, strict=True)], np.bool_
+            )
+            for example, text, report in zip(examples, texts, reports, strict=True):
+                example[which] = {"answer": text.strip(), "risk": round(report.risk, 4)}
+    names = {row["group"]: number for number, row in enumerate(rows)}
+    group = np.array([names[row["group"]] for row in rows])
+    return Answered(group, risk, right, scorer.bundle.manifest.threshold, examples)
+
+
+def measured(answered: Answered) -> list[dict[str, Any]]:
+    """A row for each passage; intervals are 95 % bootstrap intervals over entities."""
+    found = []
+    for which in PASSAGES:
+        risk, right = answered.risk[which], answered.right[which]
+        row: dict[str, Any] = {
+            "passage": which,
+            "right": _interval(answered.group, np.mean, right),
+            "risk": _interval(answered.group, np.mean, risk),
+            "flagged": float((risk >= answered.threshold).mean()),
+            "auroc": _interval(answered.group, _auroc, right, risk),
+        }
+        if which != "none":
+            row["drop"] = _interval(answered.group, np.mean, answered.risk["none"] - risk)
+        found.append(row)
+    return found
+
+
+def policies(answered: Answered, passage: Passage) -> list[dict[str, Any]]:
+    """What is shown under each policy where the retriever finds this passage: shares of all questions."""
+    flagged = {which: answered.risk[which] >= answered.threshold for which in ("none", passage)}
+    alone, read = answered.right["none"], answered.right[passage]
+    everywhere = np.ones(len(alone), np.bool_)
+    plans: dict[str, tuple[Flags, Flags]] = {  # answered from memory; answered with the passage
+        "never retrieve": (everywhere, ~everywhere),
+        "never retrieve, gate": (~flagged["none"], ~everywhere),
+        "always retrieve": (~everywhere, everywhere),
+        "always retrieve, gate": (~everywhere, ~flagged[passage]),
+        "retrieve where flagged, gate": (~flagged["none"], flagged["none"] & ~flagged[passage]),
+    }
+    found = []
+    for name, (memory, reading) in plans.items():
+        right = float(((memory & alone) | (reading & read)).mean())
+        shown = float((memory | reading).mean())
+        retrieved = 0.0 if name.startswith("never") else 1.0 if name.startswith("always") else flagged["none"].mean()
+        found.append({"policy": name, "right": right, "wrong": shown - right, "withheld": 1 - shown,
+                      "retrieved": float(retrieved)})  # fmt: skip
+    return found
+
+
+def document(answered: Answered, facts: dict[str, Any]) -> dict[str, Any]:
+    """Everything, for ``retrieval.json``."""
+    return {
+        **facts,
+        "questions": len(answered.group),
+        "entities": len(np.unique(answered.group)),
+        "threshold": answered.threshold,
+        "passages": measured(answered),
+        "policies": {which: policies(answered, which) for which in PASSAGES if which != "none"},
+        "examples": answered.examples,
+    }
+
+
+def markdown(found: dict[str, Any]) -> str:
+    """The document's tables."""
+
+    def interval(cell: dict[str, float] | None, digits: int = 3) -> str:
+        return f"{cell['value']:.{digits}f} [{cell['low']:.{digits}f}, {cell['high']:.{digits}f}]" if cell else ""
+
+    parts = [
+        f"{found['model']} read by {found['bundle']}: {found['questions']:,} questions about {found['entities']:,} "
+        f"entities, each asked four times; flagged: risk of {found['threshold']:.3f} and more. Intervals: 95 %, "
+        "bootstrap over entities.",
+        markdown_table(
+            ["passage", "answered right", "mean risk", "drop of the risk", "flagged", "AUROC of the risk"],
+            [
+                [
+                    row["passage"],
+                    interval(row["right"]),
+                    interval(row["risk"]),
+                    interval(row.get("drop")),
+                    f"{row['flagged']:.3f}",
+                    interval(row["auroc"]),
+                ]
+                for row in found["passages"]
+            ],  # fmt: skip
+        ),
+    ]
+    for which, rows in found["policies"].items():
+        parts += [
+            f"Where the retriever finds a passage that is {which}, shares of all questions:",
+            markdown_table(
+                ["policy", "right shown", "wrong shown", "withheld", "retrievals"],
+                [[row["policy"], *(f"{row[key]:.3f}" for key in ("right", "wrong", "withheld", "retrieved"))]
+                 for row in rows],
+            ),
+        ]  # fmt: skip
+    return "\n\n".join(parts) + "\n"
+
+
+def _auroc(right: Flags, risk: Floats) -> float:
+    return risk_auroc(right.astype(np.int64), risk) if 0 < right.sum() < len(right) else float("nan")
+
+
+def _interval(group: NDArray[np.int64], value: Callable[..., Any], *columns: NDArray[Any]) -> dict[str, float]:
+    """``value`` of the columns [n], with a bootstrap interval over groups; undefined draws are left out."""
+    names, member = np.unique(group, return_inverse=True)
+    rows_of = [np.flatnonzero(member == number) for number in range(len(names))]
+    rng = np.random.default_rng(0)
+    drawn = []
+    for _ in range(RESAMPLES):
+        rows = np.concatenate([rows_of[one] for one in rng.integers(0, len(names), len(names))])
+        drawn.append(float(value(*(column[rows] for column in columns))))
+    low, high = np.nanquantile(drawn, [0.025, 0.975])
+    return {"value": float(value(*columns)), "low": float(low), "high": float(high)}
