@@ -29,7 +29,7 @@ COMMANDS = {" ".join(path) for path, _ in commands_of(make_app(Sources({})))}
 def test_the_commands_are_those_of_the_readme() -> None:
     assert {
         "serve", "score", "train", "bundle list", "bundle show", "bundle verify", "bundle alias",
-        "demo info", "demo questions", "demo build", "data convert", "data list",
+        "demo info", "demo questions", "demo retrieval", "demo build", "data convert", "data list", "data mix",
         "evaluate", "diagnose",
     } == COMMANDS  # fmt: skip
 

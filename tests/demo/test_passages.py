@@ -34,7 +34,8 @@ def test_a_passage_states_the_fact_or_does_not() -> None:
 def test_other_facts_of_a_passage_are_of_its_split_and_give_no_answer_away() -> None:
     by_sentence = {sentence(fact, fact.answers[0]): fact for fact in build_world().facts}
     for fact in FACTS[::11]:
-        found = [text for text in by_sentence if text in passage(fact, "unrelated")]
+        unrelated = passage(fact, "unrelated")
+        found = [text for text in by_sentence if text in unrelated]
         found = [text for text in found if not any(text in longer for longer in found if longer != text)]
         assert len(found) == 3
         for other in map(by_sentence.__getitem__, found):
