@@ -171,6 +171,28 @@ def test_a_service_whose_vllm_dies_says_so_and_exits() -> None:
 
 
 @pytest.mark.long
+def test_a_service_whose_vllm_stands_still_is_not_ready_until_it_goes_on() -> None:
+    def becomes(status: int) -> None:
+        until = time.monotonic() + 30
+        while httpx.get(f"{served.url}/health/ready", timeout=10).status_code != status:
+            assert time.monotonic() < until, f"ready is not {status}"
+            time.sleep(0.2)
+
+    with serve(*EAGER, "--stall-s", "5") as served, ThreadPoolExecutor(1) as pool:
+        core = engine_of(served)
+        os.kill(core, signal.SIGSTOP)
+        try:
+            waiting = pool.submit(post, served.url, prompt=KNOWN)
+            becomes(503)
+            assert httpx.get(f"{served.url}/health/live", timeout=10).status_code == 200
+        finally:
+            os.kill(core, signal.SIGCONT)
+        becomes(200)
+        assert waiting.result().status_code in (200, 503, 504)
+        assert post(served.url, prompt=KNOWN).json()["data"][0]["risk"] == pytest.approx(0.0321, abs=1e-4)
+
+
+@pytest.mark.long
 def test_train_on_vllm_gives_the_bundle_that_transformers_gives(tmp_path: Path) -> None:
     rows = [
         {"id": f"{place}", "prompt": f"What is the capital of {name}?", "label": place % 2, "group": name}
