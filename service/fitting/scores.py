@@ -74,6 +74,21 @@ def ece(label: Labels, risk: Floats, bins: int = ECE_BINS) -> float:
     return float(np.sum(size * np.abs(predicted - observed)) / np.sum(size))
 
 
+def debiased_calibration_error(label: Labels, risk: Floats, bins: int = ECE_BINS) -> float:
+    """Root of the squared calibration error over equal-mass bins without what chance adds (Kumar et al. 2019).
+
+    Of each bin the squared difference minus the variance of its observed share, y (1 - y) / (n - 1); 0 where the sum is
+    negative.  Bins of a single row tell nothing and are left out.
+    """
+    predicted, observed, size = reliability(label, risk, bins)
+    kept = size > 1
+    if not kept.any():
+        return 0.0
+    predicted, observed, size = predicted[kept], observed[kept], size[kept]
+    squared = (predicted - observed) ** 2 - observed * (1 - observed) / (size - 1)
+    return float(np.sqrt(max(0.0, float(np.sum(size * squared) / np.sum(size)))))
+
+
 def youden_threshold(label: Labels, risk: Floats) -> float:
     """The cut with the largest J = TPR - FPR for "hallucinated where risk >= cut", strictly between 0 and 1.
 

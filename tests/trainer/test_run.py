@@ -20,6 +20,7 @@ from service.data.options import JudgeOptions
 from service.errors import DataError, RunMismatch, TrainingError
 from service.readout import Site
 from service.scoring import Scorer
+from service.trainer.card import NO_SIGNAL
 from service.trainer.options import TrainOptions, parse_signals
 from service.trainer.run import train
 from tests.fitting.planted import PlantedEngine, Quiet, planted_rows, write_rows
@@ -55,6 +56,12 @@ def test_the_planted_signal_is_found_and_recorded(trained: Bundle) -> None:
     assert signals["depth_mean_unit_norm"]["auroc_within_kind_x_template"]["mean"] > 0.8
     assert evaluation["held_out"]["signals"]["bundle"]["auroc"] > 0.85
     assert evaluation["held_out"]["rows"] == 200
+    for name in ("depth_mean_unit_norm", "fused_unit_norm"):
+        found = signals[name]["auroc"]
+        assert 0.75 < found["low"] < found["mean"] < found["high"] < 1
+    assert NO_SIGNAL not in trained.card()
+    assert evaluation["data"]["groups"] == pytest.approx(evaluation["data"]["effective_groups"], rel=0.05)
+    assert evaluation["data"]["largest_group_share"] < 0.02
     manifest = trained.manifest
     assert manifest.classifier.weight[0] > 0
     assert manifest.signals == FUSED
@@ -108,7 +115,11 @@ def test_nothing_in_the_bundle_tells_the_machine_or_the_hour(trained: Bundle) ->
 @pytest.mark.parametrize("scale", ["unit_norm", "standardized"])
 def test_shuffled_labels_leave_nothing(tmp_path: Path, scale: str) -> None:
     rows = planted_rows(300, shuffled=True, per_group=1)
-    bundle, _ = run(tmp_path, rows=rows, logit_scale=scale)
+    with pytest.raises(TrainingError, match="no signal: the nested AUROC is 0"):
+        run(tmp_path, rows=rows, logit_scale=scale)
+    assert not list((tmp_path / "store").rglob("bundle.json"))
+    bundle, _ = run(tmp_path, logit_scale=scale, allow_no_signal=True)
+    assert NO_SIGNAL in bundle.card()
     signals = bundle.evaluation()["cross_validation"]["signals"]
     for name in ("depth_mean_unit_norm", "depth_mean_standardized", "best_head", "best_layer", "fused_unit_norm"):
         assert 0.4 < signals[name]["auroc"]["mean"] < 0.6
