@@ -112,6 +112,23 @@ def accuracy(label: Labels, risk: Floats, threshold: float) -> float:
     return float(np.mean((np.asarray(risk) >= threshold) == (np.asarray(label) == 0)))
 
 
+def at_threshold(label: Labels, risk: Floats, threshold: float) -> dict[str, float]:
+    """What a gate at ``threshold`` does: share answered, wrong among the answered (0 where none is), right withheld."""
+    answered, factual = np.asarray(risk) < threshold, np.asarray(label) == 1
+    return {
+        "answered": float(answered.mean()),
+        "wrong_among_answered": float(1 - factual[answered].mean()) if answered.any() else 0.0,
+        "right_withheld": float((~answered)[factual].mean()) if factual.any() else 0.0,
+    }
+
+
+def coverage_curve(label: Labels, risk: Floats) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Share answered and share wrong among the answered, [n] each, where the lowest risks are answered first."""
+    wrong = 1.0 - np.asarray(label, np.float64)[np.argsort(risk, kind="stable")]
+    count = np.arange(1, len(wrong) + 1)
+    return count / len(wrong), np.cumsum(wrong) / count
+
+
 def within_stratum_auroc(label: Labels, risk: Floats, strata: Sequence[Hashable]) -> float | None:
     """AUROC among rows of the same stratum: mean over strata weighted by their (hallucinated, factual) pairs.
 

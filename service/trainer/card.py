@@ -38,6 +38,7 @@ WITHIN = {"auroc_within_kind": "within kind", "auroc_within_kind_x_template": "w
 PLOTS = {
     "roc.png": "ROC",
     "precision_recall.png": "Precision and recall",
+    "coverage.png": "Coverage and error",
     "reliability.png": "Reliability",
     "trajectories.png": "Class-mean trajectories",
     "layers.png": "AUROC by layer",
@@ -68,7 +69,7 @@ def write_card(
         _what(manifest),
         _data(manifest, evaluation["data"], left_out),
         _figures(evaluation, plots),
-        _classifier(manifest, signal_std),
+        _classifier(manifest, signal_std, (evaluation.get("cross_validation") or {}).get("at_threshold")),
         _limits(manifest.training),
         _load(manifest),
     )
@@ -216,7 +217,7 @@ def _table(signals: Mapping[str, Mapping[str, Any]], show: Callable[[Any], str],
     return markdown_table(["signal", *columns.values()], rows) + "\n"
 
 
-def _classifier(manifest: Manifest, signal_std: Sequence[float]) -> str:
+def _classifier(manifest: Manifest, signal_std: Sequence[float], gate: Mapping[str, float] | None) -> str:
     classifier = manifest.classifier
     lines = ["## Classifier\n", "| signal | weight | weight x standard deviation |", "| --- | --- | --- |"]
     strength: dict[str, float] = {}
@@ -227,6 +228,13 @@ def _classifier(manifest: Manifest, signal_std: Sequence[float]) -> str:
         f"\nrisk = 1 - sigmoid(sum of weight x signal {classifier.intercept:+.4f}); flagged at a risk of "
         f"{manifest.threshold:.4f} or more (the largest Youden's J on out-of-fold training risks).\n"
     )
+    if gate is not None:
+        wrong = manifest.training.hallucinated / (manifest.training.factual + manifest.training.hallucinated)
+        text += (
+            f"\nA gate at this threshold, by the risks of folds that never saw the row: {gate['answered']:.0%} of the "
+            f"prompts are answered, {gate['wrong_among_answered']:.0%} of these answers are wrong ({wrong:.0%} without "
+            f"a gate), and {gate['right_withheld']:.0%} of the right answers are withheld.\n"
+        )
     if len(strength) > 1:
         carrier = max(strength, key=lambda name: strength[name])
         share = strength[carrier] / (sum(strength.values()) or 1.0)

@@ -32,7 +32,8 @@ from service.fitting.calibration import (
 )
 from service.fitting.fit import Readouts
 from service.fitting.folds import group_folds, outer_folds
-from service.fitting.nested_cv import Inputs, evaluate, held_out, name_of
+from service.fitting.nested_cv import Inputs, evaluate, held_out, name_of, rounded
+from service.fitting.scores import at_threshold
 from service.prompts import PromptFormat, default_prompt_format
 from service.readout import Probes
 from service.trainer.card import CHANCE, write_card
@@ -102,8 +103,11 @@ def _draft(
 
     # Evaluate.  Nothing below changes the bundle's numbers.
     nested = evaluate(inputs, folds=options.folds, seeds=options.seeds, options=fit) if options.evaluate else None
+    own = name_of(options.signals, options.logit_scale)
     if nested is not None:
-        _check_signal(nested.document["signals"][name_of(options.signals, options.logit_scale)]["auroc"], options)
+        gates = [at_threshold(inputs.label, of_seed, classifier.threshold) for of_seed in nested.risk[own]]
+        nested.document["at_threshold"] = rounded({key: np.mean([gate[key] for gate in gates]) for key in gates[0]})
+        _check_signal(nested.document["signals"][own]["auroc"], options)
     document = evaluation_document(options, data, out_of_fold, refitted, choice.auroc, nested)
     if held is not None:
         logits = trajectories(held.inputs.readouts, probes)

@@ -60,6 +60,10 @@ def test_the_planted_signal_is_found_and_recorded(trained: Bundle) -> None:
         found = signals[name]["auroc"]
         assert 0.75 < found["low"] < found["mean"] < found["high"] < 1
     assert NO_SIGNAL not in trained.card()
+    gate = evaluation["cross_validation"]["at_threshold"]
+    counts = evaluation["data"]
+    assert gate["wrong_among_answered"] < 0.5 * counts["hallucinated"] / (counts["factual"] + counts["hallucinated"])
+    assert f"{gate['answered']:.0%} of the prompts are answered" in " ".join(trained.card().split())
     assert evaluation["data"]["groups"] == pytest.approx(evaluation["data"]["effective_groups"], rel=0.05)
     assert evaluation["data"]["largest_group_share"] < 0.02
     manifest = trained.manifest
