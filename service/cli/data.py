@@ -67,6 +67,9 @@ def mix(
         str, Parameter(help="FILE, or FILE:ROWS for so many of its rows, drawn group by group.", show_env_var=False)
     ],
     seed: Annotated[int, option("Of the draw; every other one takes other groups.", limits=Range(0))] = 0,
+    without: Annotated[
+        Path | None, option("Leave out every group that this file has a row of: for held-out rows.")
+    ] = None,
     common: Common = Common(),
 ) -> None:
     """Print several files of rows as one: ids and kinds begin with the file's name.
@@ -75,10 +78,12 @@ def mix(
     them on either side.
 
     hallutracer data mix opentriviaqa.jsonl:3000 nq-open.jsonl:1500 mine.jsonl > rows.jsonl
+
+    hallutracer data mix opentriviaqa.jsonl:500 nq-open.jsonl:200 --without rows.jsonl > held-out.jsonl
     """
     if not files:
         raise UsageError("FILES", "name at least one JSONL file")
-    found = mixture.mix([_source(file) for file in files], seed)
+    found = mixture.mix([_source(file) for file in files], seed, without)
     for row in found.rows:
         print_line(json.dumps(row, ensure_ascii=False))
     shown = ", ".join(f"{name} {count:,}" for name, count in found.by_source.items())
