@@ -28,7 +28,7 @@ Data = Annotated[
     Parameter(metavar="FILE"),
 ]  # fmt: skip
 Out = Annotated[
-    Path | None, option("Folder for the results; finished steps are kept.  Default: 'evaluation', 'demo-build'.")
+    Path | None, option("Folder for the results; finished steps are kept.  Default: one named after the command.")
 ]
 Threads = Annotated[
     int | None, option("CPU threads for the model.  Default: all cores; 2 in 'demo build'.", limits=AT_LEAST_1)

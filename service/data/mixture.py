@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import re
-import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 from scipy.cluster.hierarchy import DisjointSet
 
 from service.data.rows import check_prompt, check_text, objects
+from service.data.sets.questions import words_of
 from service.errors import DataError
 
 Row = dict[str, Any]
@@ -95,8 +95,8 @@ def content_words(question: str) -> tuple[str, ...]:
     """The words that make two questions the same, in order of the alphabet; () where there are fewer than two."""
     from sklearn.feature_extraction.text import ENGLISH_STOP_WORDS
 
-    folded = re.sub(r"['\u2019]s\b", "", unicodedata.normalize("NFKC", question).casefold())
-    words = sorted(set(re.findall(r"\w+", folded)) - ENGLISH_STOP_WORDS - {"answer", "briefly"})
+    plain = re.sub(r"['\u2019]s\b", "", question, flags=re.IGNORECASE)
+    words = sorted(set(words_of(plain)) - ENGLISH_STOP_WORDS - {"answer", "briefly"})
     return tuple(words) if len(words) > 1 else ()
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -34,6 +34,14 @@ def largest_share(group: NDArray[np.integer]) -> float:
     return float(size.max() / size.sum())
 
 
+def group_draws(group: NDArray[np.integer], seed: int = 0) -> Iterator[NDArray[np.float64]]:
+    """``RESAMPLES`` bootstrap draws of whole groups: how often each row [n] of ``group`` [n] counts."""
+    names, member = np.unique(group, return_inverse=True)
+    rng = np.random.default_rng(seed)
+    for _ in range(RESAMPLES):
+        yield np.bincount(rng.integers(0, len(names), len(names)), minlength=len(names))[member].astype(np.float64)
+
+
 def auroc_interval(
     label: Labels, group: NDArray[np.integer], tests: Sequence[tuple[NDArray[np.integer], Floats]], seed: int = 0
 ) -> Interval:
@@ -42,13 +50,10 @@ def auroc_interval(
     Whole groups are drawn with replacement; the fits stay as they are.  A test side that a draw leaves without a class
     is left out of that draw's mean.
     """
-    names, member = np.unique(group, return_inverse=True)
     hallucinated = np.asarray(label) == 0
     levels = [np.unique(risk, return_inverse=True)[1] for _, risk in tests]
-    rng = np.random.default_rng(seed)
     means = []
-    for _ in range(RESAMPLES):
-        weight = np.bincount(rng.integers(0, len(names), len(names)), minlength=len(names))[member].astype(np.float64)
+    for weight in group_draws(group, seed):
         drawn = [
             found
             for (rows, _), level in zip(tests, levels, strict=True)

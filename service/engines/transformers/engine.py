@@ -63,7 +63,7 @@ from service.engines.transformers.results import (
     refuse_non_finite,
     summarise,
 )
-from service.engines.transformers.together import RowCaches, row_by_row
+from service.engines.transformers.together import next_logits
 from service.errors import EngineError
 from service.readout import Pooling, Probes, Site
 
@@ -165,14 +165,7 @@ class TransformersEngine:
             caches: dict[int, tuple[Any, Tensor]] = {}
             for batch in self._batches(prompts):
                 sink = TruthLogits(stack, len(batch.index), self._device)
-                # The model's native kind for one prompt, full-length layers for several.
-                cache = (
-                    self._prefix.cache(self._model, len(batch.index), self._device)
-                    if batch.prefix
-                    else DynamicCache(config=self._model.config)
-                    if len(batch.index) == 1
-                    else DynamicCache()
-                )
+                cache = self._new_cache(batch)
                 logits = self._prefill(batch, sink, full=True, cache=cache)
                 assert logits is not None
                 done.append(Prefilled(batch, sink, summarise(logits)))
@@ -230,23 +223,11 @@ class TransformersEngine:
         groups = [[one] for one in waiting] if self._equal_lengths else [waiting] if waiting else []
         for group in groups:
             with self._running(()):
-                tokens, positions = zip(*(continuation.last for continuation in group), strict=True)
-                inputs = {
-                    "input_ids": torch.tensor(tokens, device=self._device)[:, None],
-                    "position_ids": torch.tensor(positions, device=self._device)[:, None],
-                    "use_cache": True,
-                }
-                if len(group) == 1:
-                    output = self._model(past_key_values=group[0].cache, **inputs)
-                else:
-                    with row_by_row(self._model):
-                        output = self._model(
-                            past_key_values=RowCaches([continuation.cache for continuation in group]), **inputs
-                        )
+                logits = next_logits(self._model, group, self._device)
                 self.counters.forward_tokens += len(group)
                 self.counters.decode_steps += len(group)
-                for continuation, logits in zip(group, output.logits[:, -1].float(), strict=True):
-                    continuation.go_on(logits)
+                for continuation, row in zip(group, logits, strict=True):
+                    continuation.go_on(row)
 
     def close(self) -> None:
         """Free the model.  Later calls raise EngineError."""
@@ -275,13 +256,20 @@ class TransformersEngine:
 
     def _batches(self, prompts: Sequence[TokenIds], *, shared: bool = True) -> Iterator[Batch]:
         """``shared``: what chats begin with is not run again."""
-        begins = [shared and self._prefix.begins(prompt) for prompt in prompts]
-        for prefix in sorted({len(self._prefix.tokens) * one for one in begins}):
-            rows = [row for row, one in enumerate(begins) if bool(one) is bool(prefix)]
+        prefixes = [len(self._prefix.tokens) if shared and self._prefix.begins(prompt) else 0 for prompt in prompts]
+        for prefix in sorted(set(prefixes)):
+            rows = [row for row, own in enumerate(prefixes) if own == prefix]
             lengths = [len(prompts[row]) - prefix for row in rows]
             for group in micro_batches(lengths, self.max_batch_tokens, equal_lengths=self._equal_lengths):
                 index = [rows[place] for place in group]
                 yield pad(prompts, index, self._options.padding_side, self._filler(), self._device, prefix)
+
+    def _new_cache(self, batch: Batch) -> Any:
+        """What the batch's forward pass reads its shared first tokens from and writes its own to."""
+        if batch.prefix:
+            return self._prefix.cache(self._model, len(batch.index), self._device)
+        # The model's native kind for one prompt, full-length layers for several.
+        return DynamicCache(config=self._model.config) if len(batch.index) == 1 else DynamicCache()
 
     def _prefill(
         self, batch: Batch, sink: Sink, *, full: bool, cache: Any = None, states_sink: StatesSink | None = None
@@ -291,7 +279,7 @@ class TransformersEngine:
         self.counters.prefills += len(batch.index)
         onset = OnsetIndex(batch.onsets, self._device)
         if batch.prefix and cache is None:
-            cache = self._prefix.cache(self._model, len(batch.index), self._device)
+            cache = self._new_cache(batch)
         inputs: dict[str, Any] = {"input_ids": batch.input_ids, "use_cache": cache is not None}
         if cache is not None:
             inputs["past_key_values"] = cache
