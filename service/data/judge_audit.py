@@ -1,7 +1,7 @@
 """How right a judge's labels are, by a person who reads some of them.
 
-``sample`` writes verdicts to read, half of each class; ``measure`` compares what the person found.  Labels that are wrong
-limit what any predictor can show: one that knows which answers are true still has an AUROC against the judge of only
+``sample`` draws verdicts to read, half of each class; ``measure`` compares what the person found.  Wrong labels limit
+what any predictor can show: one that knows which answers are true still has an AUROC against the judge of only
 (right | judged right + wrong | judged wrong) / 2.
 """
 
@@ -10,7 +10,6 @@ from __future__ import annotations
 import csv
 import json
 import random
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
@@ -60,9 +59,7 @@ def sample(dataset: Dataset, run: Path, rows: int, seed: int = 0) -> Rows:
     if [record["id"] for record in verdicts] != [row.id for row in dataset.rows]:
         raise RunMismatch(f"{folder} judged other rows than {dataset.path} has: give the file of that run")
     rng = random.Random(seed)
-    of_class = {
-        verdict: [place for place, record in enumerate(verdicts) if record["verdict"] == verdict] for verdict in VERDICTS
-    }
+    of_class = {one: [place for place, record in enumerate(verdicts) if record["verdict"] == one] for one in VERDICTS}
     judged = sum(map(len, of_class.values()))
     found: Rows = []
     for verdict, places in of_class.items():

@@ -40,7 +40,9 @@ def test_half_of_each_class_is_drawn_and_weighted_by_its_share(run: tuple[Datase
     assert sum(float(row["share"]) for row in rows) == pytest.approx(1, abs=1e-6)
     for row in rows:
         number = int(row["id"][1:])
-        assert row["question"] == f"Question {number}?" and row["accepted"] == "Ann | Bob" and row["read"] == ""
+        assert row["question"] == f"Question {number}?"
+        assert row["accepted"] == "Ann | Bob"
+        assert row["read"] == ""
         assert row["answer"] in (f"Answer {number}", "=1+1")
     assert [row["id"] for row in rows] == [row["id"] for row in sample(*run, 60)]
     assert [row["id"] for row in rows] != [row["id"] for row in sample(*run, 60, seed=1)]
@@ -64,7 +66,8 @@ def test_rates_are_weighted_and_the_ceiling_is_that_of_a_perfect_predictor() -> 
     same = truth[judged][:, None] == truth[~judged]
     assert found.ceiling.value == pytest.approx((higher + same / 2).mean())
     assert found.ceiling.low < found.ceiling.value < found.ceiling.high
-    assert found.read == 80 and len(found.disagreed) == 14
+    assert found.read == 80
+    assert len(found.disagreed) == 14
 
 
 def test_intervals_cover_the_rate_that_the_verdicts_were_drawn_with() -> None:
@@ -72,7 +75,8 @@ def test_intervals_cover_the_rate_that_the_verdicts_were_drawn_with() -> None:
     covered = []
     for _ in range(300):
         rows = [{"id": "", "verdict": verdict, "share": "0.01", "read": said if rng.random() < rate else other}
-                for verdict, said, other, rate in (("factual", "right", "wrong", 0.8), ("hallucinated", "wrong", "right", 0.95))
+                for verdict, said, other, rate in (("factual", "right", "wrong", 0.8),
+                                                   ("hallucinated", "wrong", "right", 0.95))
                 for _ in range(100)]  # fmt: skip
         ceiling = measure(rows).ceiling
         covered.append(ceiling.low <= (0.8 + 0.95) / 2 <= ceiling.high)
@@ -89,7 +93,8 @@ def test_the_commands(run: tuple[Dataset, Path], tmp_path: Path) -> None:
     path = tmp_path / "audit.csv"
     path.write_text(drawn.stdout)
     unread = hallutracer("data", "audit", str(path))
-    assert unread.returncode == 1 and "'read' is ''; write right, wrong, unclear" in unread.stderr
+    assert unread.returncode == 1
+    assert "'read' is ''; write right, wrong, unclear" in unread.stderr
     with path.open("w", newline="") as file:
         judge_audit.write([row | {"read": " Right" if row["verdict"] == "factual" else "wrong"} for row in rows], file)
     found = hallutracer("data", "audit", str(path), "--json")
