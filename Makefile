@@ -52,13 +52,13 @@ run: install $(if $(filter smollm2,$(MODEL)),$(VENV)/.smollm2)   ## serve SmolLM
 # what it has to say comes last.
 WORKERS ?= 2
 PYTEST = $(if $(VLLM),HALLUTRACER_REQUIRE_VLLM=1) $(BIN)/python -m pytest --numprocesses $(WORKERS)
-test: install vllm   ## ruff, mypy --strict, pytest: ten minutes on two cores
+test: install vllm $(VENV)/.smollm2   ## ruff, mypy --strict, pytest: ten minutes on two cores
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	@$(BIN)/mypy >$(VENV)/mypy.txt 2>&1 & mypy=$$!; $(PYTEST); tests=$$?; \
 		wait $$mypy || { cat $(VENV)/mypy.txt; exit 1; }; exit $$tests
 
-test-long: install vllm   ## all model families on vLLM, thousands of generated requests, a soak: forty minutes
+test-long: install vllm $(VENV)/.smollm2   ## all model families on vLLM, thousands of generated requests, a soak: forty minutes
 	$(BIN)/python -m tests.bench.service_soak --seconds 120
 	$(PYTEST) -m long
 

@@ -36,7 +36,7 @@ from service.engines.families import ModelModules, locate
 from service.engines.identity import memory_fingerprint, revision_of
 from service.engines.tokens import Tokens
 from service.engines.transformers.batching import Batch, micro_batches, pad
-from service.engines.transformers.generation import generate_batch
+from service.engines.transformers.generation import Begun, decode_batch, joined
 from service.engines.transformers.hooks import (
     ActivationBuffer,
     LastReadout,
@@ -104,7 +104,8 @@ class TransformersEngine:
         self.max_decode_tokens = max(self.max_batch_tokens, tokens_worth_the_weights(model))
         self.end_tokens = end_tokens(model)
         self._equal_lengths = depends_on_longest(model.config)
-        shares = self._options.padding_side == "right" and not self._equal_lengths and not has_windows(model.config)
+        self._windows = has_windows(model.config)
+        shares = self._options.padding_side == "right" and not self._equal_lengths and not self._windows
         self._prefix = Prefix(chat_prefix(self.render_chat) if shares else ())
         self._busy = threading.Lock()
         self._stacks: OrderedDict[tuple[int, ...], ProbeStack] = OrderedDict()
@@ -213,8 +214,8 @@ class TransformersEngine:
             answers: dict[int, Completion] = {}
             budgets = [len(prompt) + min(sampling.max_tokens, self.max_tokens) for prompt in prompts]
             for group in micro_batches(budgets, self.max_decode_tokens, equal_lengths=self._equal_lengths):
-                batch = pad(prompts, group, "left", self._filler(), self._device)
-                answers |= zip(group, generate_batch(self, self._model, batch, sampling), strict=True)
+                begun = self._begin_together([prompts[index] for index in group])
+                answers |= zip(group, decode_batch(self, self._model, begun, sampling), strict=True)
             return [answers[index] for index in sorted(answers)]
 
     def step_together(self, continuations: Sequence[KvContinuation]) -> None:
@@ -263,6 +264,25 @@ class TransformersEngine:
             for group in micro_batches(lengths, self.max_batch_tokens, equal_lengths=self._equal_lengths):
                 index = [rows[place] for place in group]
                 yield pad(prompts, index, self._options.padding_side, self._filler(), self._device, prefix)
+
+    def _begin_together(self, prompts: Sequence[TokenIds]) -> Begun:
+        """Prefill prompts for ``decode_batch``, in micro-batches where their caches can be joined afterwards."""
+        if self._windows:
+            batch = pad(prompts, range(len(prompts)), "left", self._filler(), self._device)
+            cache = DynamicCache(config=self._model.config)
+            return Begun(batch.lengths, cache, self._first_logits(batch, cache), batch.attention_mask)
+        parts = [(self._new_cache(batch), batch) for batch in self._batches(prompts)]
+        logits = torch.cat([self._first_logits(batch, cache) for cache, batch in parts])
+        order = torch.tensor([index for _, batch in parts for index in batch.index], device=self._device)
+        return joined(parts, logits[order.argsort()])
+
+    def _first_logits(self, batch: Batch, cache: Any) -> Tensor:
+        """Float32 logits at t* [batch, vocab]; ``cache`` then holds the prompts."""
+        logits = self._prefill(
+            batch, TruthLogits(self._stack(()), len(batch.index), self._device), full=True, cache=cache
+        )
+        assert logits is not None
+        return logits
 
     def _new_cache(self, batch: Batch) -> Any:
         """What the batch's forward pass reads its shared first tokens from and writes its own to."""
