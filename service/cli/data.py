@@ -69,7 +69,7 @@ def mix(
     *files: Annotated[
         str, Parameter(help="FILE, or FILE:ROWS for so many of its rows, drawn group by group.", show_env_var=False)
     ],
-    seed: Annotated[int, option("Another seed draws other groups.", limits=Range(0))] = 0,
+    seed: Annotated[int, option("Another seed draws others.", limits=Range(0))] = 0,
     without: Annotated[
         Path | None, option("Leave out every group that this file has a row of: for held-out rows.")
     ] = None,
@@ -96,13 +96,13 @@ def mix(
 
 def audit(
     file: Annotated[
-        Path, Parameter(help="The training rows, with --run-dir; else the CSV that you have read.", show_env_var=False)
+        Path, Parameter(help="The training rows, with --sample; else the CSV that you have read.", show_env_var=False)
     ],
     /,
     *,
-    run_dir: Annotated[Path | None, option("Print verdicts of this training run to read, as CSV.")] = None,
-    rows: Annotated[int, option("How many, half of each class.", limits=Range(2))] = 300,
-    seed: Annotated[int, option("Another seed draws other rows.", limits=Range(0))] = 0,
+    sample: Annotated[Path | None, option("Print verdicts of the training run in this --run-dir, as CSV.")] = None,
+    rows: Annotated[int, option("How many verdicts to sample, half of each class.", limits=Range(2))] = 300,
+    seed: Annotated[int, option("Another seed draws others.", limits=Range(0))] = 0,
     as_json: Json = False,
     common: Common = Common(),
 ) -> None:
@@ -111,12 +111,12 @@ def audit(
     In the CSV write right, wrong or unclear into the column "read" of each row: whether the answer is right, whatever
     the judge said.
 
-      hallutracer data audit rows.jsonl --run-dir ./run > audit.csv
+      hallutracer data audit rows.jsonl --sample ./run > audit.csv
 
       hallutracer data audit audit.csv
     """
-    if run_dir is not None:
-        judge_audit.write(judge_audit.sample(read_dataset(file, "generate", folds=0), run_dir, rows, seed), sys.stdout)
+    if sample is not None:
+        judge_audit.write(judge_audit.sample(read_dataset(file, "generate", folds=0), sample, rows, seed), sys.stdout)
         note('write right, wrong or unclear into the column "read", then: hallutracer data audit FILE.csv')
         return
     found = judge_audit.measure(judge_audit.read(file))

@@ -30,6 +30,7 @@ OPTIONS = [
 REQUIRED = {
     "train": ["--name", "n"], "demo questions": ["--split", "dev"], "diagnose": ["x.npz"], "score": ["why?"],
     "bundle show": ["demo"], "bundle verify": ["demo"], "bundle alias": ["a", "b", "1"], "data convert": ["helm", "."],
+    "data audit": ["x.csv"],
 }  # fmt: skip
 
 
@@ -230,6 +231,7 @@ def test_print_config_can_be_used_as_a_configuration(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("HALLUTRACER_MAX_QUEUE", "7")
+    monkeypatch.delenv("HALLUTRACER_MODEL")
     with pytest.raises(SystemExit) as caught:
         main(["serve", "--port", "1", "--policy", 'a"b', "--print-config"])
     assert caught.value.code == 0

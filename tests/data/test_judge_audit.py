@@ -85,7 +85,7 @@ def test_intervals_cover_the_rate_that_the_verdicts_were_drawn_with() -> None:
 
 def test_the_commands(run: tuple[Dataset, Path], tmp_path: Path) -> None:
     dataset, folder = run
-    drawn = hallutracer("data", "audit", str(dataset.path), "--run-dir", str(folder), "--rows", "400")
+    drawn = hallutracer("data", "audit", str(dataset.path), "--sample", str(folder), "--rows", "400")
     assert drawn.returncode == 0, drawn.stderr
     rows = list(csv.DictReader(drawn.stdout.splitlines()))
     assert len(rows) == 190
