@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
+from tqdm import tqdm
 
 from service.errors import NoDirection, TrainingError
 from service.evaluation.methods.base import Floats, Index, MethodInputs
@@ -43,7 +44,7 @@ def transfer_table(sets: Mapping[str, MethodInputs], options: EvaluateOptions, f
         if len(found) < 2 or "" in found or not any("/" in name for name in inputs.kind.tolist()):
             continue
         names += [name for name in found if name not in names]
-        for trained_on, train, tested in _plans(inputs, source, found):
+        for trained_on, train, tested in tqdm(_plans(inputs, source, found), f"{title}, transfer", unit="source"):
             path = folder / f"{title}-{trained_on}".replace("/", "-")
             try:
                 scores = _scores(inputs, train, tested, options, path.with_suffix(".npz"))

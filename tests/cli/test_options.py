@@ -218,9 +218,10 @@ def test_an_empty_variable_is_as_good_as_none() -> None:
 
 def test_unknown_variables_are_reported_with_the_nearest_name() -> None:
     warnings = parsed(
-        "serve", HALLUTRACER_MAX_QUEU="3", HALLUTRACER_XYZZY="1", HALLUTRACER_FOLDS="5", HALLUTRACER_MAX_NEW_TOKENS="9"
-    ).unknown()
-    assert len(warnings) == 3  # folds is train's
+        "serve", HALLUTRACER_MAX_QUEU="3", HALLUTRACER_XYZZY="1", HALLUTRACER_FOLDS="5", HALLUTRACER_MAX_NEW_TOKENS="9",
+        HALLUTRACER_CACHE="/models",
+    ).unknown()  # fmt: skip
+    assert len(warnings) == 3  # folds is train's, and the cache is read below all commands
     assert "HALLUTRACER_MAX_COMPLETION_TOKENS" in warnings[0]
     assert "HALLUTRACER_MAX_QUEU " in warnings[1]
     assert "HALLUTRACER_MAX_QUEUE?" in warnings[1]
