@@ -96,9 +96,10 @@ def _scores(
         found = {name: np.full(len(inputs.label), np.nan) for name in TITLES}
         outside = np.setdiff1d(np.arange(len(inputs.label)), train)
         shared = np.isin(inputs.group[train], inputs.group[outside])
-        splits = [(train[~shared], outside)]
-        if len(tested) > 1:  # its own source is among them
-            splits += group_folds(inputs.label, inputs.group, train, options.folds, SEED)
+        own = len(tested) > 1  # its own source is among them
+        splits = group_folds(inputs.label, inputs.group, train, options.folds, SEED) if own else []
+        if not (own and shared.all()):  # sources that ask the same questions: there is nothing to learn from
+            splits = [*splits, (train[~shared], outside)]
         for fitted, test in splits:
             found["depth mean"][test] = _depth_mean(inputs, fitted, test, options)
             found["text"][test] = text_ngrams(inputs, fitted, test, SEED)
