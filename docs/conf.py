@@ -52,6 +52,7 @@ NAVIGATION = {
     "Train and evaluate": {
         "Training": "docs/training",
         "Evaluation": "docs/evaluation",
+        "SmolLM2": "docs/smollm2",
         "Demo model": "docs/demo-model",
         "The demo model's report": "deploy/demo-report",
         "The demo model's card": "service/demo/assets/hallutracer-demo/README",

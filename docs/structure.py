@@ -21,6 +21,7 @@ ROLES = {
     "service.trainer": ("a training run and its card", OFFLINE),
     "service.serving": ("admission, deadlines, loaded bundles, metrics", REQUEST),
     "service.fitting": ("from activations and labels to probes and a classifier", OFFLINE),
+    "service.picture": ("trajectories as a picture", REQUEST),
     "service.data": ("rows, public sets, labels, judges, collected activations", OFFLINE),
     "service.scoring": ("a request without HTTP: prompt, engine, risk report", REQUEST),
     "service.prompts": ("text to token ids", REQUEST),

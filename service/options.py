@@ -32,7 +32,7 @@ from cyclopts.argument import Argument, ArgumentCollection
 from cyclopts.config import Env
 
 from service.errors import HalluTracerError
-from service.settings import NEVER_EMPTY, PREFIX, SECRET, env, option, section
+from service.settings import NEVER_EMPTY, NO_OPTIONS, PREFIX, SECRET, env, option, section
 
 T = TypeVar("T")
 COMMON = ("--config", "--print-config")  # said on the command line or, the first, by a variable; never in the file
@@ -108,7 +108,7 @@ class Sources(Env):
         if not others:
             return ()
         every = [arguments for _, arguments in commands_of(self.root)] if self.root else []
-        known = {*own, *(env(argument.name) for arguments in every for argument in options_of(arguments))}
+        known = {*own, *NO_OPTIONS, *(env(argument.name) for arguments in every for argument in options_of(arguments))}
         older = {env(old): name for name, argument in own.items() for old in list(argument.parameter.name or ())[1:]}
         warnings = []
         for name in others:

@@ -18,6 +18,7 @@ from cyclopts import Group, Parameter
 from service.callers import ApiKey, Right
 
 PREFIX = "HALLUTRACER_"
+NO_OPTIONS = frozenset({f"{PREFIX}CACHE"})  # variables alone: where unpacked GGUF files are kept, below all commands
 
 DEFAULT_STORE = Path("~/.hallutracer/probes").expanduser()
 """Where bundles are published and looked up first; the bundles shipped with the package come second."""

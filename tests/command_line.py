@@ -21,7 +21,7 @@ def _environment(arguments: tuple[str, ...], variables: dict[str, str], stdin: s
     folder = Path.cwd()
     given = io.TextIOWrapper(io.BytesIO(stdin.encode()), encoding="utf-8")
     with (
-        patch.dict(os.environ, kept | variables, clear=True),
+        patch.dict(os.environ, kept | {"HALLUTRACER_MODEL": "demo"} | variables, clear=True),
         patch("sys.stdin", given),
         patch("sys.argv", ["hallutracer", *arguments]),
     ):
@@ -33,7 +33,7 @@ def _environment(arguments: tuple[str, ...], variables: dict[str, str], stdin: s
 
 
 def hallutracer(*arguments: str, stdin: str = "", **variables: str) -> CompletedProcess[str]:
-    """Run a command to its end.  Of the environment's own variables it sees only ``variables``."""
+    """Run a command to its end.  Of our variables it sees only ``variables``, and the demo model as default."""
     out, err, status = io.StringIO(), io.StringIO(), 0
     with _environment(arguments, variables, stdin), redirect_stdout(out), redirect_stderr(err):
         try:

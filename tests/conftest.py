@@ -11,6 +11,8 @@ import pytest
 
 # One thread for each worker and each process that a test starts, since two workers share two cores.  Before torch.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Tests are about the embedded model, also where another is installed; those of another one say so.
+os.environ.setdefault("HALLUTRACER_MODEL", "demo")
 # httpx reads all certificates for every client, which takes longer than most requests of these tests.
 ssl.create_default_context = functools.cache(ssl.create_default_context)  # type: ignore[assignment]
 

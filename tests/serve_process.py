@@ -19,8 +19,9 @@ MAY_CHOOSE = {"HALLUTRACER_CALLERS_MAY": "policy threshold bundle"}  # for tests
 
 
 def inherited() -> dict[str, str]:
-    """The environment without variables of ours."""
-    return {name: value for name, value in os.environ.items() if not name.startswith(("HALLUTRACER_", "RAG_"))}
+    """The environment without variables of ours, but for the model: the demo's, unless a test says otherwise."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("HALLUTRACER_", "RAG_"))}
+    return kept | {"HALLUTRACER_MODEL": "demo"}
 
 
 class ServeProcess:

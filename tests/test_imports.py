@@ -19,7 +19,7 @@ LAYERS = [
     ["service.api", "service.paper"],
     ["service.evaluation"],
     ["service.trainer", "service.serving"],
-    ["service.fitting"],
+    ["service.fitting", "service.picture"],
     ["service.data"],
     ["service.scoring"],
     ["service.prompts", "service.policies"],

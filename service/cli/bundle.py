@@ -76,7 +76,7 @@ def verify(
     engine: EngineChoice = EngineChoice(),
     common: Common = Common(),
 ) -> None:
-    """Check every byte, then replay the golden prompts on the model (default: the demo model)."""
+    """Check every byte, then replay the golden prompts on the model (default: that of a shipped bundle)."""
     bundle = open_store(store).verify(reference)
     print_line(f"{bundle.reference}: files match {bundle.manifest.digest}")
     if files_only:

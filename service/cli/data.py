@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -10,8 +12,9 @@ from cyclopts import Parameter
 
 from service.cli.options import Json, UsageError
 from service.cli.output import note, print_json, print_line
-from service.data import mixture
+from service.data import judge_audit, mixture
 from service.data.sets.registry import SETS, SetInfo, read_set
+from service.data.training_rows import read_dataset
 from service.errors import HalluTracerError
 from service.options import Common
 from service.settings import Range, option
@@ -66,7 +69,10 @@ def mix(
     *files: Annotated[
         str, Parameter(help="FILE, or FILE:ROWS for so many of its rows, drawn group by group.", show_env_var=False)
     ],
-    seed: Annotated[int, option("Of the draw; every other one takes other groups.", limits=Range(0))] = 0,
+    seed: Annotated[int, option("Another seed draws others.", limits=Range(0))] = 0,
+    without: Annotated[
+        Path | None, option("Leave out every group that this file has a row of: for held-out rows.")
+    ] = None,
     common: Common = Common(),
 ) -> None:
     """Print several files of rows as one: ids and kinds begin with the file's name.
@@ -74,16 +80,58 @@ def mix(
     Rows of two files that ask the same question, by its words of content, get one group, so that no fold has one of
     them on either side.
 
-    hallutracer data mix opentriviaqa.jsonl:3000 nq-open.jsonl:1500 mine.jsonl > rows.jsonl
+      hallutracer data mix opentriviaqa.jsonl:3000 nq-open.jsonl:1500 mine.jsonl > rows.jsonl
+
+      hallutracer data mix opentriviaqa.jsonl:500 nq-open.jsonl:200 --without rows.jsonl > held-out.jsonl
     """
     if not files:
         raise UsageError("FILES", "name at least one JSONL file")
-    found = mixture.mix([_source(file) for file in files], seed)
+    found = mixture.mix([_source(file) for file in files], seed, without)
     for row in found.rows:
         print_line(json.dumps(row, ensure_ascii=False))
     shown = ", ".join(f"{name} {count:,}" for name, count in found.by_source.items())
     met = found.groups_before - found.groups
     note(f"{len(found.rows):,} rows ({shown}) in {found.groups:,} groups; {met:,} groups met in a question")
+
+
+def audit(
+    file: Annotated[
+        Path, Parameter(help="The training rows, with --sample; else the CSV that you have read.", show_env_var=False)
+    ],
+    /,
+    *,
+    sample: Annotated[Path | None, option("Print verdicts of the training run in this --run-dir, as CSV.")] = None,
+    rows: Annotated[int, option("How many verdicts to sample, half of each class.", limits=Range(2))] = 300,
+    seed: Annotated[int, option("Another seed draws others.", limits=Range(0))] = 0,
+    as_json: Json = False,
+    common: Common = Common(),
+) -> None:
+    """Measure how right the judge's labels are: print some to read, then compare what you read.
+
+    In the CSV write right, wrong or unclear into the column "read" of each row: whether the answer is right, whatever
+    the judge said.
+
+      hallutracer data audit rows.jsonl --sample ./run > audit.csv
+
+      hallutracer data audit audit.csv
+    """
+    if sample is not None:
+        judge_audit.write(judge_audit.sample(read_dataset(file, "generate", folds=0), sample, rows, seed), sys.stdout)
+        note('write right, wrong or unclear into the column "read", then: hallutracer data audit FILE.csv')
+        return
+    found = judge_audit.measure(judge_audit.read(file))
+    if as_json:
+        print_json(asdict(found))
+        return
+    print_line(f"{found.read} verdicts read, {found.unclear} more are unclear")
+    for name, rate in (
+        ("agreement", found.agreement),
+        ("right, of those judged right", found.right_if_judged_right),
+        ("wrong, of those judged wrong", found.wrong_if_judged_wrong),
+        ("AUROC against these labels of a predictor that knows the truth", found.ceiling),
+    ):
+        print_line(f"{rate.value:.3f} [{rate.low:.3f}, {rate.high:.3f}]  {name}")
+    note("95 % intervals (Jeffreys); classes weighted by their share of all verdicts")
 
 
 def _source(text: str) -> mixture.Source:
@@ -144,4 +192,4 @@ def _described(info: SetInfo) -> dict[str, Any]:
     )
 
 
-COMMANDS = ("Turn public sets into training rows.", {"convert": convert, "list": list_, "mix": mix})
+COMMANDS = ("Turn public sets into training rows.", {"convert": convert, "list": list_, "mix": mix, "audit": audit})

@@ -8,7 +8,8 @@ from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
-from service.cli.loading import DEMO_BUNDLES, bundle_names, load_bundles, load_engine, load_scorers, open_store
+from service.cli.default_model import DEMO, SHIPPED
+from service.cli.loading import bundle_names, load_bundles, load_engine, load_scorers, open_store
 from service.cli.options import BundleOptions, EngineChoice, Json, Out, StoreOptions, Threads
 from service.cli.output import print_json, print_line
 from service.demo import Passage
@@ -21,7 +22,7 @@ def info(*, as_json: Json = False, store: StoreOptions = StoreOptions(), common:
     from service.demo import MODEL_DIR
 
     opened = open_store(store)
-    bundles = [opened.load(name) for name in DEMO_BUNDLES]
+    bundles = [opened.load(name) for name in SHIPPED[DEMO]]
     if as_json:
         facts = [
             {

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
+from service.cli.default_model import SHIPPED
 from service.cli.loading import load_engine
 from service.cli.options import Data, EngineChoice, FitChoices, LabelChoices, Out, UsageError
 from service.cli.output import print_line
@@ -116,10 +117,10 @@ def source(text: str) -> Source:
 
 
 def _demo(model: str | None) -> Source:
-    if model is not None:
+    if model is not None and model not in SHIPPED:
         raise UsageError("--data", "name the data to evaluate this model on")
     from service.demo.questions import questions
     from service.evaluation.options import Source
 
-    title = "the demo model's questions about real facts (its training split), answered by itself"
+    title = "questions about real facts (the training split), answered by the model itself"
     return Source("demo-questions", None, rows=lambda: questions("train"), title=title)

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
+from service.cli.default_model import SHIPPED, default_model
 from service.cli.options import BundleOptions, EngineChoice, StoreOptions, UsageError
 from service.cli.output import Report, note, progress
 from service.settings import KV_TOKENS
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("hallutracer")
 T = TypeVar("T")
-DEMO_BUNDLES = ("demo", "demo-fused")
 
 
 def open_store(options: StoreOptions) -> Store:
@@ -30,11 +30,11 @@ def open_store(options: StoreOptions) -> Store:
 
 
 def bundle_names(model: str | None, options: BundleOptions) -> tuple[str, ...]:
-    """Which bundles to load; the demo model has its own, any other model must name one.  Raises UsageError."""
+    """Which bundles to load; shipped models have their own, any other model must name one.  Raises UsageError."""
     if options.bundle:
         return options.bundle
-    if model is None:
-        return DEMO_BUNDLES
+    if (model or default_model()) in SHIPPED:
+        return SHIPPED[model or default_model()]
     raise UsageError(
         "--bundle",
         f"which bundle reads {model}?  Name one (see 'hallutracer bundle list'), or make one with 'hallutracer train'",
@@ -56,7 +56,7 @@ def load_engine(
     ``max_kv_tokens`` and ``max_wait_s`` (the batching delay) are for engines that do not schedule by themselves;
     ``report`` takes lines about what takes long.
     """
-    options = choice.engine_options
+    options = choice.options_for([bundle.manifest.name for bundle in bundles])
     if options.engine == "vllm":
         from service.engines.vllm.engine import SLOTS, VllmEngine
         from service.readout import Site

@@ -22,7 +22,7 @@ from service.options import Common, Sources, one_line
 HELP = (
     "The risk that an LLM's answer is a hallucination, before it decodes the first answer token.\n\n"
     "A probe in every layer reads the last prompt token; the mean over depth becomes a risk.  Without --model every "
-    "command uses the embedded demo model.\n\n"
+    "command uses SmolLM2 where `make run` has installed it, else the embedded demo model.\n\n"
     "Options come from the command line, then the environment (--max-queue is HALLUTRACER_MAX_QUEUE), then the TOML "
     "file that --config names."
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -27,7 +28,7 @@ Data = Annotated[
     Parameter(metavar="FILE"),
 ]  # fmt: skip
 Out = Annotated[
-    Path | None, option("Folder for the results; finished steps are kept.  Default: 'evaluation', 'demo-build'.")
+    Path | None, option("Folder for the results; finished steps are kept.  Default: one named after the command.")
 ]
 Threads = Annotated[
     int | None, option("CPU threads for the model.  Default: all cores; 2 in 'demo build'.", limits=AT_LEAST_1)
@@ -48,8 +49,10 @@ class EngineChoice:
     """Which model is loaded, by which engine, and how."""
 
     model: Annotated[
-        str | None, option("Model folder, GGUF file, smollm2 or hub name.  Default: the embedded demo model.")
-    ] = None
+        str | None,
+        option("Model folder, GGUF file, hub name, smollm2 or demo.  Default: smollm2 where its package is installed, "
+               "else demo."),
+    ] = None  # fmt: skip
     revision: Annotated[str | None, option("Hub revision of the model.")] = None
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16", "float16"],
@@ -78,7 +81,12 @@ class EngineChoice:
 
     @property
     def engine_options(self) -> EngineOptions:
-        """What the engine takes; without a model, the demo model.  Raises UsageError."""
+        """What the engine takes; without a model, the default one.  Raises UsageError."""
+        return self.options_for(())
+
+    def options_for(self, bundles: Sequence[str]) -> EngineOptions:
+        """What the engine takes; without a model, the one that these shipped bundles belong to."""
+        from service.cli.default_model import DEMO, default_model
         from service.demo import MODEL_DIR
         from service.engines.base import EngineOptions
 
@@ -93,8 +101,9 @@ class EngineChoice:
                 if self.engine != "vllm":
                     raise UsageError(f"--{name.replace('_', '-')}", "needs --engine vllm")
                 extra[name] = str(size)
+        model = self.model if self.model is not None else default_model(bundles)
         return EngineOptions(
-            model=self.model if self.model is not None else str(MODEL_DIR),
+            model=str(MODEL_DIR) if model == DEMO else model,
             revision=self.revision,
             dtype=self.dtype,
             device=self.device,

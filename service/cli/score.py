@@ -24,12 +24,14 @@ from service.policies import built_in
 from service.settings import Range, Threshold, option, section
 
 if TYPE_CHECKING:
+    from probes_store.bundle import Bundle
     from service.api.request_schema import Include
     from service.api.response_schema import ScoreResponse
     from service.scoring import RiskReport, Scorer
 
 Rows = list[tuple[int, dict[str, Any]]]  # line number, object
 POLICY = "gate"
+MAX_PLOTTED = 6
 BATCH = 256  # rows between two updates of output and progress bar; the engine cuts its own batches from them
 
 
@@ -49,6 +51,9 @@ class ScoreOptions:
         int, option("Answer with up to N tokens where the decision allows.", limits=Range(0)), Parameter(metavar="N")
     ] = 0
     trajectory: Annotated[bool, option("Add the truth logits to JSON output."), Parameter(negative="")] = False
+    plot: Annotated[
+        Path | None, option("Draw the trajectories of up to six prompts into this PNG."), Parameter(metavar="FILE")
+    ] = None
     as_json: Json = False
 
     @property
@@ -58,25 +63,28 @@ class ScoreOptions:
 
 
 def score(
-    prompt: Annotated[
-        str | None, Parameter(help="One question.  Leave it out with --input.", show_env_var=False)
-    ] = None,
-    /,
-    *,
+    *prompts: Annotated[str, Parameter(help="One question or more.  Leave them out with --input.", show_env_var=False)],
     options: ScoreOptions = ScoreOptions(),
     bundles: BundleOptions = BundleOptions(),
     engine: EngineChoice = EngineChoice(),
     common: Common = Common(),
 ) -> None:
-    """Score one question, or a JSONL file of them, before anything is decoded.
+    """Score questions, or a JSONL file of them, before anything is decoded.
 
     JSON is that of POST /score: with --json the whole document, in JSONL each row with the fields of its risk.
 
       hallutracer score "What is the capital of France?" --generate 16
+
+      hallutracer score "What is the capital of France?" "What is the capital of Palau?" --plot pair.png
+
       hallutracer score --input questions.jsonl --output risks.jsonl
     """
-    if (prompt is None) == (options.input is None):
+    if bool(prompts) == (options.input is not None):
         raise UsageError("PROMPT", "give a question, or --input FILE, and not both")
+    if options.plot is not None and len(prompts) not in range(1, MAX_PLOTTED + 1):
+        raise UsageError("--plot", f"a picture has room for 1 to {MAX_PLOTTED} prompts, given on the command line")
+    if options.plot is not None and not options.plot.parent.is_dir():
+        raise UsageError("--plot", f"{options.plot.parent} is not a folder")
     rows = None if options.input is None else _read_rows(options.input)
     if options.output is not None and options.output.is_dir():
         raise UsageError("--output", f"{options.output} is a folder; name a file")
@@ -84,19 +92,34 @@ def score(
     with closing(load_engine(engine, bundles=[bundle])) as loaded:
         (scorer,) = load_scorers(loaded, {bundle.reference: bundle}).values()
         if rows is not None:
-            prompts = _render_rows(scorer, rows, str(options.input))
-            _write(_scored(scorer, rows, prompts, options), options.output)
+            rendered = _render_rows(scorer, rows, str(options.input))
+            _write(_scored(scorer, rows, rendered, options), options.output)
             if options.output is not None:
                 note(f"{len(rows)} risks written to {options.output}")
             return
         with progress("scoring"):
-            report = _reports(scorer, [scorer.render(prompt)], options)[0]
+            reports = _reports(scorer, [scorer.render(prompt) for prompt in prompts], options)
+    if options.plot is not None:
+        _plot(scorer.bundle, prompts, reports, options.plot)
     if options.as_json or options.output is not None:
-        _write([_response(scorer, report, options).model_dump_json(exclude_none=True)], options.output)
+        _write([_response(scorer, reports, options).model_dump_json(exclude_none=True)], options.output)
         return
     from service.cli.terminal import draw_report
 
-    draw_report(scorer.bundle, report)
+    for prompt, report in zip(prompts, reports, strict=True):
+        if len(prompts) > 1:
+            print_line(prompt)
+        draw_report(scorer.bundle, report)
+
+
+def _plot(bundle: Bundle, prompts: Sequence[str], reports: list[RiskReport], path: Path) -> None:
+    from service.picture import draw_trajectories
+
+    try:
+        draw_trajectories(bundle, prompts, reports, path)
+    except OSError as error:
+        raise HalluTracerError(f"cannot write {path}: {error.strerror}") from None
+    note(f"picture written to {path}")
 
 
 def _reports(scorer: Scorer, prompts: list[list[int]], options: ScoreOptions) -> list[RiskReport]:
@@ -123,12 +146,12 @@ def _render_rows(scorer: Scorer, rows: Rows, source: str) -> list[list[int]]:
     return prompts
 
 
-def _response(scorer: Scorer, report: RiskReport, options: ScoreOptions) -> ScoreResponse:
-    """The document that POST /score gives for one prompt."""
+def _response(scorer: Scorer, reports: list[RiskReport], options: ScoreOptions) -> ScoreResponse:
+    """The document that POST /score gives for these prompts."""
     from service.api.reply import score_response
 
     name, now = f"risk-{uuid.uuid4().hex}", int(time.time())
-    return score_response(scorer, POLICY, [report], options.include, id=name, created=now)
+    return score_response(scorer, POLICY, reports, options.include, id=name, created=now)
 
 
 def _read_rows(path: Path) -> Rows:

@@ -41,6 +41,10 @@ class TrainChoices:
     evaluate: Annotated[
         bool, option("Nested cross-validation for the model card; without it the card reports no performance.")
     ] = True
+    allow_no_signal: Annotated[
+        bool,
+        option("Publish although the nested AUROC's interval reaches chance, as it does on labels drawn by a coin."),
+    ] = False
     run_dir: Annotated[
         Path | None, option("Activations and progress; an interrupted run resumes from here.  Default: runs/NAME.")
     ] = None
@@ -120,6 +124,7 @@ def train(
         class_balance=options.class_balance,
         batch_rows=fit.batch_rows,
         evaluate=options.evaluate,
+        allow_no_signal=options.allow_no_signal,
         jobs=fit.jobs,
         **{field: value for field, value in optional.items() if value is not None},
     )

@@ -28,6 +28,8 @@ from service.errors import DataError, NonFiniteReadout, RequestError, RunMismatc
 from service.prompts import PromptFormat, render
 from service.readout import Pooling, Site
 
+ANSWERED_TOGETHER = 256  # prompts in one call, which the engine cuts as its memory allows; a kill loses at most these
+
 
 @dataclass(frozen=True, eq=False)
 class Prompts:
@@ -117,7 +119,8 @@ def collect(
             raise RunMismatch(f"{journal.path} is not the journal of one run: delete {folder} and start again")
         _extract(engine, prompts, plan, files, pooled, first_token, journal)
     if max_new_tokens is not None:
-        _generate(engine, dataset, prompts, plan, folder / "answers.jsonl", max_new_tokens)
+        calls = batches(prompts.lengths, ANSWERED_TOGETHER)
+        _generate(engine, dataset, prompts, calls, folder / "answers.jsonl", max_new_tokens)
     return Collection(folder, prompts, files, np.fromfile(first_token, "<f8").reshape(-1, 2), pooled)
 
 

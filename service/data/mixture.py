@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import re
-import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,9 +12,11 @@ from typing import Any
 from scipy.cluster.hierarchy import DisjointSet
 
 from service.data.rows import check_prompt, check_text, objects
+from service.data.sets.questions import words_of
 from service.errors import DataError
 
 Row = dict[str, Any]
+_USED = "\0"  # no file's name
 
 
 @dataclass(frozen=True)
@@ -41,10 +42,11 @@ class Mixture:
     groups: int
 
 
-def mix(sources: Sequence[Source], seed: int = 0) -> Mixture:
+def mix(sources: Sequence[Source], seed: int = 0, without: Path | None = None) -> Mixture:
     """Rows of each file, group after group in the order of a hash of seed and group, until the wanted number is there.
 
-    Rows of different files whose questions have the same words of content get one group.  Raises DataError: damaged
+    Rows of different files whose questions have the same words of content get one group.  Groups that ``without`` has a
+    row of, such as a training file when held-out rows are drawn, are left out.  Raises DataError: damaged
     lines, too few rows, or two files of one name.
     """
     names = [source.name for source in sources]
@@ -52,22 +54,24 @@ def mix(sources: Sequence[Source], seed: int = 0) -> Mixture:
         path = sources[names.index(repeated[0])].path
         raise DataError(str(path), [f"two files are called {repeated[0]!r}: rename one"])
     read = {source.name: _read(source) for source in sources}
+    used = [] if without is None else _read(Source(without))
     joined: DisjointSet = DisjointSet()
-    for name, rows in read.items():
+    for name, rows in [*read.items(), (_USED, used)]:
         for row in rows:
             own = _own_group(name, row)
             joined.add(own)
             if words := content_words(question_of(row)):
                 joined.add(words)
                 joined.merge(own, words)
+    taken = {joined[_own_group(_USED, row)] for row in used}
     chosen: list[Row] = []
     before: set[str] = set()
     for source in sources:
-        rows = read[source.name]
+        rows = [row for row in read[source.name] if joined[_own_group(source.name, row)] not in taken]
         group = {row["id"]: _name(joined.subset(_own_group(source.name, row))) for row in rows}
         wanted = len(rows) if source.rows is None else source.rows
         if wanted > len(rows):
-            raise DataError(str(source.path), [f"has {len(rows):,} rows, and {wanted:,} are wanted"])
+            raise DataError(str(source.path), [f"has {len(rows):,} rows to draw from, and {wanted:,} are wanted"])
         drawn = sorted(rows, key=lambda row: (_draw(seed, group[row["id"]]), row["id"]))[:wanted]
         for row in drawn:
             before.add(_own_group(source.name, row))
@@ -91,8 +95,8 @@ def content_words(question: str) -> tuple[str, ...]:
     """The words that make two questions the same, in order of the alphabet; () where there are fewer than two."""
     from sklearn.feature_extraction.text import ENGLISH_STOP_WORDS
 
-    folded = re.sub(r"['\u2019]s\b", "", unicodedata.normalize("NFKC", question).casefold())
-    words = sorted(set(re.findall(r"\w+", folded)) - ENGLISH_STOP_WORDS - {"answer", "briefly"})
+    plain = re.sub(r"['\u2019]s\b", "", question, flags=re.IGNORECASE)
+    words = sorted(set(words_of(plain)) - ENGLISH_STOP_WORDS - {"answer", "briefly"})
     return tuple(words) if len(words) > 1 else ()
 
 

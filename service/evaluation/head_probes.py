@@ -6,7 +6,7 @@ The same fits as ``fitting.fit`` (``fit_head``, class weights), kept for every h
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,7 @@ from threadpoolctl import threadpool_limits
 
 from service.errors import NoDirection
 from service.evaluation.methods.base import in_processes
-from service.fitting.fit import Floats, Index, Readouts, Task, fit_head, project, unit_probe
+from service.fitting.fit import RELAXED, Floats, Index, Readouts, Task, fit_head, project, unit_probe
 from service.fitting.solver import one_torch_thread
 from service.readout import Site
 
@@ -59,8 +59,12 @@ def fit_all_heads(readouts: Readouts, tasks: Sequence[Task], *, jobs: int) -> li
             np.concatenate(chunk).reshape(layers, count, *chunk[0].shape[1:])
             for chunk in zip(*(part[number] for part in parts), strict=True)
         )
-        if (quality.max(axis=1) == 0).any():
-            layer = int(np.argmin(quality.max(axis=1)))
+        for layer in np.flatnonzero(quality.max(axis=1) == 0).tolist():
+            relaxed = _relaxed(readouts, task, layer, count)
+            if relaxed is not None:
+                for values, of_layer in zip((direction, bias, scale, quality, logits), relaxed, strict=True):
+                    values[layer] = of_layer
+                continue
             raise NoDirection(
                 f"layer {layer}: every probe is zero at C = {task.c:g} on {len(task.train)} rows; give a larger C",
                 param="c",
@@ -68,6 +72,15 @@ def fit_all_heads(readouts: Readouts, tasks: Sequence[Task], *, jobs: int) -> li
         by_row = np.ascontiguousarray(logits.transpose(2, 0, 1))
         results.append(HeadProbes(direction, bias, scale, quality, by_row))
     return results
+
+
+def _relaxed(readouts: Readouts, task: Task, layer: int, count: int) -> list[NDArray[Any]] | None:
+    """All heads of a layer at the first larger C at which one has a probe; None where none has at any."""
+    for factor in RELAXED:
+        (found,) = _fit((readouts, (replace(task, c=task.c * factor),), layer, list(range(count))))
+        if found[3].max() > 0:
+            return found
+    return None
 
 
 def _fit(item: tuple[Readouts, tuple[Task, ...], int, list[int]]) -> list[list[NDArray[Any]]]:

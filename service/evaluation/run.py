@@ -29,6 +29,7 @@ from service.evaluation.prepare import PreparedSet, answers_path, prepare_set, r
 from service.evaluation.set_result import SetResult
 from service.evaluation.splits import Split, kept, kept_split, outer_splits, pooled_depth_mean, residual_depth_mean
 from service.evaluation.tables import Table
+from service.evaluation.transfer import transfer_table
 from service.fitting.fit import Floats
 from service.fitting.folds import OuterFold
 from service.fitting.nested_cv import nested_cv
@@ -49,6 +50,7 @@ class EvaluationResult:
     sets: tuple[SetResult, ...]
     main: Table
     subsets: Table | None
+    transfer: Table | None
     titles: dict[str, str]  # method -> its title
     seconds: float
 
@@ -84,8 +86,10 @@ def evaluate(options: EvaluateOptions, engine_factory: Callable[[], Engine], *, 
         titles = {**TITLES, **METHODS}
         table_rows = [row for result in sets for row in rows_of(result.title, titles, _measures(result))]
         subsets = _subsets(prepared, options, titles) if options.per_subset else None
+        by_set = {one_set.rows.name: one_set.inputs for one_set in prepared}
+        transfer = transfer_table(by_set, options, options.out / "transfer")
     main = main_table(table_rows, _notes(sets, titles))
-    return EvaluationResult(options, identity, tuple(sets), main, subsets, titles, time.monotonic() - begun)
+    return EvaluationResult(options, identity, tuple(sets), main, subsets, transfer, titles, time.monotonic() - begun)
 
 
 def _measures(result: SetResult) -> dict[str, dict[str, dict[str, float]]]:

@@ -14,11 +14,10 @@ from numpy.typing import NDArray
 from scipy.stats import norm, rankdata
 
 from service.errors import TrainingError
+from service.fitting.group_statistics import COVERAGE, weighted_auroc
 
 Floats = NDArray[np.floating]
 Labels = NDArray[np.integer]
-
-COVERAGE = 0.95  # of the bootstrap interval
 
 
 class DeLong(NamedTuple):
@@ -81,17 +80,15 @@ def paired_bootstrap(
         raise TrainingError(f"resamples is {resamples}; it must be at least 1", param="resamples")
     level_a, level_b = (np.unique(risk, return_inverse=True)[1] for risk in (risk_a, risk_b))
     whole = np.ones(len(member))
-    point = _weighted_auroc(hallucinated, level_a, whole) - _weighted_auroc(hallucinated, level_b, whole)
+    point = _difference(hallucinated, level_a, level_b, whole)
+    assert point is not None  # ``_checked`` has seen both classes
     rng = np.random.default_rng(seed)
     differences: list[float] = []
     for _ in range(resamples):
         drawn = np.bincount(rng.integers(0, len(names), len(names)), minlength=len(names))
         weight = drawn[member].astype(np.float64)
-        bad = weight @ hallucinated
-        if 0 < bad < weight.sum():
-            differences.append(
-                _weighted_auroc(hallucinated, level_a, weight) - _weighted_auroc(hallucinated, level_b, weight)
-            )
+        if (found := _difference(hallucinated, level_a, level_b, weight)) is not None:
+            differences.append(found)
     if len(differences) < resamples / 2:
         raise TrainingError(
             f"only {len(differences)} of {resamples} resamples of {len(names)} groups had both classes: "
@@ -115,12 +112,12 @@ def _components(hallucinated: NDArray[np.bool_], risk: Floats) -> tuple[NDArray[
     return of_bad, of_good
 
 
-def _weighted_auroc(hallucinated: NDArray[np.bool_], level: NDArray[np.intp], weight: NDArray[np.float64]) -> float:
-    """AUROC of rows that count ``weight`` times; ``level`` is the rank of the row's risk among the distinct ones."""
-    bad = np.bincount(level, weight * hallucinated)
-    good = np.bincount(level, weight * ~hallucinated)
-    below = np.cumsum(good) - good
-    return float(bad @ (below + good / 2) / (bad.sum() * good.sum()))
+def _difference(
+    hallucinated: NDArray[np.bool_], level_a: NDArray[np.intp], level_b: NDArray[np.intp], weight: NDArray[np.float64]
+) -> float | None:
+    """AUROC of a minus AUROC of b; None where a class has no weight."""
+    a, b = (weighted_auroc(hallucinated, level, weight) for level in (level_a, level_b))
+    return None if a is None or b is None else a - b
 
 
 def _checked(label: Labels, risk_a: Floats, risk_b: Floats) -> NDArray[np.bool_]:

@@ -123,7 +123,7 @@ def cross_fit(
         for train, test in group_folds(readouts.label, group, rows, folds, seed, what="cross-fit fold")
     ]
     tasks = [Task(train, test, c) for _, train, test in pairs]
-    fits = require(fit_probes(readouts, tasks, balance=options.balance, jobs=options.jobs))
+    fits = require(fit_probes(readouts, tasks, balance=options.balance, jobs=options.jobs, relax=True))
     where = np.full(len(readouts.label), -1)
     where[rows] = np.arange(len(rows))
     unit = np.full((len(seeds), len(rows), readouts.file.geometry.num_layers), np.nan)
@@ -197,7 +197,8 @@ def scale_shift(out_of_fold: Floats, refit: Floats, label: NDArray[np.integer]) 
 
 def refit(readouts: Readouts, rows: Index, test: Index, c: float, options: FitOptions) -> ProbeFit:
     """Probes on all of ``rows``, with the logits of ``test``.  Raises NoDirection."""
-    return require(fit_probes(readouts, [Task(rows, test, c)], balance=options.balance, jobs=options.jobs))[0]
+    fits = fit_probes(readouts, [Task(rows, test, c)], balance=options.balance, jobs=options.jobs, relax=True)
+    return require(fits)[0]
 
 
 def _spaced(count: int, most: int) -> list[int]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -29,6 +29,7 @@ Floats = NDArray[np.float64]
 Index = NDArray[np.int64]
 
 _CHUNK = 4096  # rows
+RELAXED = (3.0, 10.0, 30.0, 100.0)  # times C, where a layer would have no probe
 _HAS_PENALTY = inspect.signature(LogisticRegression).parameters["penalty"].default == "l2"  # scikit-learn before 1.8
 
 
@@ -170,11 +171,13 @@ def fit_probes(
     jobs: int,
     layers: Sequence[int] | None = None,
     heads: Sequence[int] | None = None,
+    relax: bool = False,
 ) -> list[ProbeFit | NoDirection]:
     """One ProbeFit per task, over all or the given layers and heads; each layer is read once for all tasks.
 
     Where every probe of a layer is zero, the task's result is a NoDirection: returned, since a search over C may
-    continue without it; ``require`` raises it.
+    continue without it; ``require`` raises it.  With ``relax``, once C was chosen, such a layer is fitted
+    again with the next C of ``RELAXED`` that leaves it a direction.
     """
     geometry, site = readouts.file.geometry, readouts.file.site
     layers = range(geometry.num_layers) if layers is None else layers
@@ -193,6 +196,8 @@ def fit_probes(
         for place, layer in enumerate(layers):
             pairs = (best[place * pieces + piece][number] for piece in range(pieces))
             candidates = [pair for pair in pairs if pair is not None]
+            if not candidates and relax:
+                candidates = _relaxed(readouts, task, layer, list(map(int, heads)), balance)
             if not candidates:
                 results.append(_no_direction(layer, task, len(heads), site))
                 break
@@ -200,6 +205,17 @@ def fit_probes(
         else:
             results.append(_stack(chosen))
     return results
+
+
+def _relaxed(
+    readouts: Readouts, task: Task, layer: int, heads: list[int], balance: ClassBalance
+) -> list[tuple[HeadProbe, Floats]]:
+    """The layer's best probe at the first larger C that has one; empty where none has."""
+    for factor in RELAXED:
+        (found,) = _fit_layer(readouts, [replace(task, c=task.c * factor)], layer, heads, balance)
+        if found is not None:
+            return [found]
+    return []
 
 
 def _stack(layers: Sequence[tuple[HeadProbe, Floats]]) -> ProbeFit:

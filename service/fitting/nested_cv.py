@@ -27,8 +27,18 @@ from service.fitting.calibration import (
 )
 from service.fitting.fit import Floats, Index, Readouts
 from service.fitting.folds import OuterFold, outer_folds
+from service.fitting.group_statistics import auroc_interval
 from service.fitting.options import DEPTH_MEAN, FIRST_TOKEN, LogitScale
-from service.fitting.scores import ECE_BINS, SUMMARY, auroc, ece, risk_auroc, summary, within_stratum_auroc
+from service.fitting.scores import (
+    ECE_BINS,
+    SUMMARY,
+    auroc,
+    debiased_calibration_error,
+    ece,
+    risk_auroc,
+    summary,
+    within_stratum_auroc,
+)
 
 FUSED = (DEPTH_MEAN, *FIRST_TOKEN)
 SCALES: tuple[LogitScale, LogitScale] = ("unit_norm", "standardized")
@@ -131,30 +141,39 @@ def evaluate(inputs: Inputs, *, folds: int, seeds: Sequence[int], options: FitOp
     outer = outer_folds(label, inputs.group, folds=folds, seeds=seeds)
     scores = nested_cv(tqdm(outer, "evaluation", mininterval=1), fit)
     risks = {name: by_row(scores[name], len(label)) for name in NAMES}
-    return Evaluation(
-        {
-            "protocol": {
-                "folds": folds,
-                "inner_folds": options.inner_folds,
-                "seeds": list(seeds),
-                "splits": "stratified, group-disjoint; scaling, head, C, classifier, threshold from the training side",
-                "mean_and_std": "over the test sides of all folds and seeds; population standard deviation",
-                "accuracy": "at the cut with the largest Youden's J on the training side",
-                "ece": f"{ECE_BINS} equal-mass bins of each test side; small test sides make it larger",
-                "ece_pooled": "the same over all rows, each with the risk of the fold that tested it; mean over seeds",
-                "within_stratum": "AUROC among rows of one stratum, strata weighted by their pairs of rows",
-                "best_head": "the head with the best training AUROC (the ITI rule)",
-                "best_layer": "the layer whose selected head has the best inner out-of-fold AUROC",
-            },
-            "signals": {
-                name: _summarise([record["signals"][name] for record in records])
-                | {"ece_pooled": _over([ece(label, risk) for risk in risks[name]])}
-                for name in NAMES
-            },
-            "folds": rounded(records),
+    intervals = {
+        name: auroc_interval(label, inputs.group, [(fold.test, fold.score) for fold in scores[name]]) for name in NAMES
+    }
+    document: dict[str, Any] = {
+        "protocol": {
+            "folds": folds,
+            "inner_folds": options.inner_folds,
+            "seeds": list(seeds),
+            "splits": "stratified, group-disjoint; scaling, head, C, classifier, threshold from the training side",
+            "mean_and_std": "over the test sides of all folds and seeds; population standard deviation",
+            "accuracy": "at the cut with the largest Youden's J on the training side",
+            "ece": f"{ECE_BINS} equal-mass bins of each test side; small test sides make it larger",
+            "ece_pooled": "the same over all rows, each with the risk of the fold that tested it; mean over seeds",
+            "calibration_debiased": "root of the squared error over the same bins of all rows, less what chance adds "
+            "(Kumar et al. 2019); mean over seeds",
+            "low_and_high": "95 % percentile interval of the mean, bootstrap over groups, fits held fixed",
+            "within_stratum": "AUROC among rows of one stratum, strata weighted by their pairs of rows",
+            "best_head": "the head with the best training AUROC (the ITI rule)",
+            "best_layer": "the layer whose selected head has the best inner out-of-fold AUROC",
         },
-        risks,
-    )
+        "signals": {
+            name: _summarise([record["signals"][name] for record in records])
+            | {
+                "ece_pooled": _over([ece(label, risk) for risk in risks[name]]),
+                "calibration_debiased": _over([debiased_calibration_error(label, risk) for risk in risks[name]]),
+            }
+            for name in NAMES
+        },
+        "folds": rounded(records),
+    }
+    for name, interval in intervals.items():
+        document["signals"][name]["auroc"] |= rounded(interval._asdict())
+    return Evaluation(document, risks)
 
 
 def held_out(

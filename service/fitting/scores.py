@@ -74,6 +74,21 @@ def ece(label: Labels, risk: Floats, bins: int = ECE_BINS) -> float:
     return float(np.sum(size * np.abs(predicted - observed)) / np.sum(size))
 
 
+def debiased_calibration_error(label: Labels, risk: Floats, bins: int = ECE_BINS) -> float:
+    """Root of the squared calibration error over equal-mass bins without what chance adds (Kumar et al. 2019).
+
+    Of each bin the squared difference minus the variance of its observed share, y (1 - y) / (n - 1); 0 where the sum is
+    negative.  Bins of a single row tell nothing and are left out.
+    """
+    predicted, observed, size = reliability(label, risk, bins)
+    kept = size > 1
+    if not kept.any():
+        return 0.0
+    predicted, observed, size = predicted[kept], observed[kept], size[kept]
+    squared = (predicted - observed) ** 2 - observed * (1 - observed) / (size - 1)
+    return float(np.sqrt(max(0.0, float(np.sum(size * squared) / np.sum(size)))))
+
+
 def youden_threshold(label: Labels, risk: Floats) -> float:
     """The cut with the largest J = TPR - FPR for "hallucinated where risk >= cut", strictly between 0 and 1.
 
@@ -95,6 +110,23 @@ def youden_threshold(label: Labels, risk: Floats) -> float:
 def accuracy(label: Labels, risk: Floats, threshold: float) -> float:
     """Share of rows on the right side: hallucinated exactly where risk >= threshold."""
     return float(np.mean((np.asarray(risk) >= threshold) == (np.asarray(label) == 0)))
+
+
+def at_threshold(label: Labels, risk: Floats, threshold: float) -> dict[str, float]:
+    """What a gate at ``threshold`` does: share answered, wrong among the answered (0 where none is), right withheld."""
+    answered, factual = np.asarray(risk) < threshold, np.asarray(label) == 1
+    return {
+        "answered": float(answered.mean()),
+        "wrong_among_answered": float(1 - factual[answered].mean()) if answered.any() else 0.0,
+        "right_withheld": float((~answered)[factual].mean()) if factual.any() else 0.0,
+    }
+
+
+def coverage_curve(label: Labels, risk: Floats) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Share answered and share wrong among the answered, [n] each, where the lowest risks are answered first."""
+    wrong = 1.0 - np.asarray(label, np.float64)[np.argsort(risk, kind="stable")]
+    count = np.arange(1, len(wrong) + 1)
+    return count / len(wrong), np.cumsum(wrong) / count
 
 
 def within_stratum_auroc(label: Labels, risk: Floats, strata: Sequence[Hashable]) -> float | None:

@@ -70,7 +70,7 @@ def write_report(evaluation: EvaluationResult, command: str) -> list[Path]:
 def report_data(evaluation: EvaluationResult, command: str) -> ReportData:
     """All sections; the main suite has the first only."""
     options, identity, results = evaluation.options, evaluation.identity, evaluation.sets
-    main = [evaluation.main] + ([evaluation.subsets] if evaluation.subsets is not None else [])
+    main = [table for table in (evaluation.main, evaluation.subsets, evaluation.transfer) if table is not None]
     detection = [figure for result in results for figure in _detection(result, evaluation.titles)]
     sections = [Section("Detection", _PAPER, main, detection)]
     judged: list[Claim] = []

@@ -19,6 +19,7 @@ METRICS = {
     "brier": "Brier",
     "ece": "ECE",
     "ece_pooled": "ECE, folds pooled",
+    "calibration_debiased": "calibration error, debiased",
     "accuracy": "accuracy",
 }
 SIGNALS = {
@@ -37,10 +38,19 @@ WITHIN = {"auroc_within_kind": "within kind", "auroc_within_kind_x_template": "w
 PLOTS = {
     "roc.png": "ROC",
     "precision_recall.png": "Precision and recall",
+    "coverage.png": "Coverage and error",
     "reliability.png": "Reliability",
     "trajectories.png": "Class-mean trajectories",
     "layers.png": "AUROC by layer",
 }
+
+
+CHANCE = 0.5  # AUROC
+LARGE_GROUP = 0.2  # share of the rows
+NO_SIGNAL = (
+    "**The interval of the bundle's own AUROC reaches chance: on these rows it is not known to tell anything. It was "
+    "published because someone insisted. Do not serve this bundle.**"
+)
 
 
 def write_card(
@@ -57,9 +67,9 @@ def write_card(
     """
     sections = (
         _what(manifest),
-        _data(manifest, evaluation["data"]["file"], left_out),
+        _data(manifest, evaluation["data"], left_out),
         _figures(evaluation, plots),
-        _classifier(manifest, signal_std),
+        _classifier(manifest, signal_std, (evaluation.get("cross_validation") or {}).get("at_threshold")),
         _limits(manifest.training),
         _load(manifest),
     )
@@ -122,8 +132,13 @@ def _what(manifest: Manifest) -> str:
     )
 
 
-def _data(manifest: Manifest, file: str, left_out: Mapping[str, int]) -> str:
-    training = manifest.training
+def _data(manifest: Manifest, data: Mapping[str, Any], left_out: Mapping[str, int]) -> str:
+    training, groups = manifest.training, ""
+    if "effective_groups" in data:
+        share = data["largest_group_share"]
+        groups = f", as many as {data['effective_groups']:.0f} of one size; the largest has {share:.1%} of the rows"
+        if share > LARGE_GROUP:
+            groups += ". **One group is a large part of the data: how well the bundle does elsewhere is hardly known**"
     used = training.factual + training.hallucinated
     left = ", ".join(f"{count} {reason}" for reason, count in left_out.items())
     labels = (
@@ -138,11 +153,11 @@ def _data(manifest: Manifest, file: str, left_out: Mapping[str, int]) -> str:
     return (
         "## Training data\n\n"
         "| | |\n| --- | --- |\n"
-        f"| file | `{file}`, `{training.data_digest}` |\n"
+        f"| file | `{data['file']}`, `{training.data_digest}` |\n"
         f"| rows | {training.rows}, of which {used} took part: {training.factual} factual, "
         f"{training.hallucinated} hallucinated |\n"
         f"| left out | {training.left_out}{f' ({left})' if left else ''} |\n"
-        f"| groups kept together in folds | {training.groups} |\n"
+        f"| groups kept together in folds | {training.groups}{groups} |\n"
         f"| labels | {labels} |\n"
         f"| prompts | rendered as `{manifest.prompt_format}`, activations in {manifest.dtype} |\n"
         f"| probes | {penalty} logistic regression, {c}; class balance: {training.class_balance} |\n"
@@ -159,11 +174,14 @@ def _figures(evaluation: Mapping[str, Any], plots: Sequence[str]) -> str:
         parts.append(
             f"Nested cross-validation: {protocol['folds']} stratified, group-disjoint folds, seeds "
             f"{', '.join(map(str, protocol['seeds']))}; scaling, head, C, classifier and threshold come from the "
-            f"training side of each fold. Mean +/- standard deviation over folds and seeds. The bundle's "
-            f"own row is bold.\n"
+            f"training side of each fold. Means over folds and seeds: with a 95 % interval from resampling groups, "
+            f"the fits held fixed, or with +/- the standard deviation over folds and seeds. The bundle's own row is "
+            f"bold.\n"
         )
         own = evaluation["signal_of_the_bundle"]
-        parts.append(_table(crossed["signals"], "{0[mean]:.3f} +/- {0[std]:.3f}".format, own))
+        parts.append(_table(crossed["signals"], _cell, own))
+        if crossed["signals"][own]["auroc"].get("low", 1.0) <= CHANCE:
+            parts.append(NO_SIGNAL + "\n")
     if test is not None:
         parts.append(
             f"Held-out file: {test['rows']} rows ({test['factual']} factual, {test['hallucinated']} hallucinated) that "
@@ -183,6 +201,12 @@ def _figures(evaluation: Mapping[str, Any], plots: Sequence[str]) -> str:
     return "\n".join(parts)
 
 
+def _cell(value: Mapping[str, float]) -> str:
+    if "low" in value:
+        return f"{value['mean']:.3f} [{value['low']:.3f}, {value['high']:.3f}]"
+    return f"{value['mean']:.3f} +/- {value['std']:.3f}"
+
+
 def _table(signals: Mapping[str, Mapping[str, Any]], show: Callable[[Any], str], own: str) -> str:
     columns = {key: text for key, text in (METRICS | WITHIN).items() if any(key in row for row in signals.values())}
     rows = []
@@ -193,7 +217,7 @@ def _table(signals: Mapping[str, Mapping[str, Any]], show: Callable[[Any], str],
     return markdown_table(["signal", *columns.values()], rows) + "\n"
 
 
-def _classifier(manifest: Manifest, signal_std: Sequence[float]) -> str:
+def _classifier(manifest: Manifest, signal_std: Sequence[float], gate: Mapping[str, float] | None) -> str:
     classifier = manifest.classifier
     lines = ["## Classifier\n", "| signal | weight | weight x standard deviation |", "| --- | --- | --- |"]
     strength: dict[str, float] = {}
@@ -204,6 +228,13 @@ def _classifier(manifest: Manifest, signal_std: Sequence[float]) -> str:
         f"\nrisk = 1 - sigmoid(sum of weight x signal {classifier.intercept:+.4f}); flagged at a risk of "
         f"{manifest.threshold:.4f} or more (the largest Youden's J on out-of-fold training risks).\n"
     )
+    if gate is not None:
+        wrong = manifest.training.hallucinated / (manifest.training.factual + manifest.training.hallucinated)
+        text += (
+            f"\nA gate at this threshold, by the risks of folds that never saw the row: {gate['answered']:.0%} of the "
+            f"prompts are answered, {gate['wrong_among_answered']:.0%} of these answers are wrong ({wrong:.0%} without "
+            f"a gate), and {gate['right_withheld']:.0%} of the right answers are withheld.\n"
+        )
     if len(strength) > 1:
         carrier = max(strength, key=lambda name: strength[name])
         share = strength[carrier] / (sum(strength.values()) or 1.0)

@@ -53,6 +53,7 @@ class TrainOptions:
     class_balance: ClassBalance = "weights"  # probe fit only: class weights, or drop rows of the larger class
     batch_rows: int = 32  # prompts in one call of the engine; part of the run's identity, since padding rounds
     evaluate: bool = True  # the nested evaluation; without it the card reports no performance
+    allow_no_signal: bool = False  # publish although the interval of the nested AUROC reaches chance
     jobs: int = 0  # processes for the probe fits; 0: all cores
 
     def __post_init__(self) -> None:

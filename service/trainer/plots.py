@@ -19,7 +19,7 @@ from PIL import Image
 from sklearn.metrics import precision_recall_curve, roc_curve
 
 from service.fitting.plotting import BLUE, GREEN, GREY, ORANGE, PURPLE, STYLE, class_bands, layer_ticks, thinned
-from service.fitting.scores import ECE_BINS, auprc, ece, reliability, risk_auroc
+from service.fitting.scores import ECE_BINS, auprc, coverage_curve, ece, reliability, risk_auroc
 
 Floats = NDArray[np.float64]
 
@@ -51,6 +51,7 @@ def draw(data: PlotData) -> dict[str, bytes]:
     pages = {"layers.png": _png(_layers, data, wide=True)}
     if data.risk:
         pages |= {
+            "coverage.png": _png(_coverage, data),
             "precision_recall.png": _png(_precision_recall, data),
             "reliability.png": _png(_reliability, data),
             "roc.png": _png(_roc, data),
@@ -97,6 +98,18 @@ def _reliability(axes: Axes, data: PlotData) -> None:
              ylabel="hallucinated in the bin (share)", xlim=(-0.01, 1.01), ylim=(-0.01, 1.01))  # fmt: skip
     axes.set_aspect("equal")
     axes.legend(loc="upper left")
+
+
+def _coverage(axes: Axes, data: PlotData) -> None:
+    for name, (colour, line) in zip(data.risk, _LINES, strict=False):
+        answered, wrong = coverage_curve(data.label, data.risk[name])
+        thin = thinned(len(wrong), _MAX_POINTS)
+        axes.plot(answered[thin], wrong[thin], line, color=colour, label=name, linewidth=1.4)
+    share = float(np.mean(data.label == 0))
+    axes.axhline(share, color=GREY, linewidth=0.8, label=f"everything answered ({share:.2f})")
+    axes.set(title="Coverage and error, lowest risks answered first", xlabel="prompts answered (share)",
+             ylabel="hallucinated among the answered (share)", xlim=(-0.01, 1.01), ylim=(0, None))  # fmt: skip
+    axes.legend(loc="lower right")
 
 
 def _trajectories(axes: Axes, data: PlotData) -> None:

@@ -14,6 +14,7 @@ from service.data.labels import Labelled
 from service.data.training_rows import Dataset
 from service.fitting.calibration import scale_shift
 from service.fitting.fit import Floats
+from service.fitting.group_statistics import effective_groups, largest_share
 from service.fitting.nested_cv import Evaluation, Inputs, layer_aurocs, name_of, rounded
 from service.trainer.options import TrainOptions
 from service.trainer.plots import PlotData
@@ -72,7 +73,13 @@ def evaluation_document(
     layers, means = layer_aurocs(data.inputs.label, out_of_fold)
     shift = scale_shift(out_of_fold.mean(axis=-1), refitted.mean(axis=-1), data.inputs.label)
     document: dict[str, Any] = {
-        "data": {"file": options.data.name, "digest": data.dataset.digest} | data.counts,
+        "data": {
+            "file": options.data.name,
+            "digest": data.dataset.digest,
+            "effective_groups": rounded(effective_groups(data.inputs.group)),
+            "largest_group_share": rounded(largest_share(data.inputs.group)),
+        }
+        | data.counts,
         "c_search": rounded(search),
         "out_of_fold": {
             "layer_auroc": rounded(layers.mean(axis=0).tolist()),

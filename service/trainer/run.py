@@ -32,10 +32,11 @@ from service.fitting.calibration import (
 )
 from service.fitting.fit import Readouts
 from service.fitting.folds import group_folds, outer_folds
-from service.fitting.nested_cv import Inputs, evaluate, held_out
+from service.fitting.nested_cv import Inputs, evaluate, held_out, name_of, rounded
+from service.fitting.scores import at_threshold
 from service.prompts import PromptFormat, default_prompt_format
 from service.readout import Probes
-from service.trainer.card import write_card
+from service.trainer.card import CHANCE, write_card
 from service.trainer.options import TrainOptions
 from service.trainer.plots import draw
 from service.trainer.publish import golden_rows, manifest_of, probe_tensors, record_golden, trajectories
@@ -102,6 +103,11 @@ def _draft(
 
     # Evaluate.  Nothing below changes the bundle's numbers.
     nested = evaluate(inputs, folds=options.folds, seeds=options.seeds, options=fit) if options.evaluate else None
+    own = name_of(options.signals, options.logit_scale)
+    if nested is not None:
+        gates = [at_threshold(inputs.label, of_seed, classifier.threshold) for of_seed in nested.risk[own]]
+        nested.document["at_threshold"] = rounded({key: np.mean([gate[key] for gate in gates]) for key in gates[0]})
+        _check_signal(nested.document["signals"][own]["auroc"], options)
     document = evaluation_document(options, data, out_of_fold, refitted, choice.auroc, nested)
     if held is not None:
         logits = trajectories(held.inputs.readouts, probes)
@@ -127,6 +133,17 @@ def _draft(
         plots=sorted(plots),
     )
     return BundleDraft(manifest, tensors, golden, document, card, plots)
+
+
+def _check_signal(auroc: dict[str, float], options: TrainOptions) -> None:
+    """Raise TrainingError where the interval of the nested AUROC reaches chance."""
+    if auroc["low"] <= CHANCE and not options.allow_no_signal:
+        raise TrainingError(
+            f"no signal: the nested AUROC is {auroc['mean']:.3f} [{auroc['low']:.3f}, {auroc['high']:.3f}], and its "
+            "95 % interval reaches chance. Nothing was published. Add rows, in more groups, or check their labels; "
+            "--allow-no-signal publishes all the same",
+            param="data",
+        )
 
 
 def _read(options: TrainOptions) -> tuple[Dataset, Dataset | None]:

@@ -26,16 +26,18 @@ if TYPE_CHECKING:
     from probes_store.store import Store
     from service.engines.base import Engine
 
-SHAPES = ("qwen2.5-0.5b", "demo")
+SHIPPED_BUNDLES = {"demo": ("demo", "demo-fused"), "smollm2": ("smollm2", "smollm2-fused")}
+SHAPES = ("qwen2.5-0.5b", *SHIPPED_BUNDLES)
 RECIPE = 1  # increase to rebuild what the cache holds
 QUESTIONS = ["What is the capital of Italy?", "What is the capital of the Solomon Islands?", "Who are you?", "Hello."]
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """What to serve: arguments of ``hallutracer serve``, two bundles of one model, and the model's context."""
+    """What to serve: arguments of ``hallutracer serve``, two bundles of one model, its folder and its context."""
 
     shape: str
+    folder: str
     arguments: list[str]
     bundles: tuple[str, str]
     max_tokens: int
@@ -46,7 +48,7 @@ def prepare(shape: str, cache: Path = CACHE) -> Prepared:
     command = [sys.executable, "-m", "tests.bench.bench_model", "prepare", "--shape", shape, "--cache", str(cache)]
     done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
     answer = json.loads(done.stdout.splitlines()[-1])
-    return Prepared(shape, answer["arguments"], tuple(answer["bundles"]), answer["max_tokens"])
+    return Prepared(shape, answer["folder"], answer["arguments"], tuple(answer["bundles"]), answer["max_tokens"])
 
 
 class Direct:
@@ -99,28 +101,35 @@ class Direct:
 
 
 def _paths(shape: str, cache: Path) -> tuple[Path, Path]:
-    return cache / shape, cache / f"{shape}-probes"
+    """The model's folder and a store."""
+    from service.demo import MODEL_DIR
+    from service.engines.gguf import folder_of
+    from service.engines.packaged import PACKAGED
+
+    store = cache / f"{shape}-probes"
+    if shape in PACKAGED:
+        return folder_of(PACKAGED[shape].path), store
+    return MODEL_DIR if shape == "demo" else cache / shape, store
 
 
 def _prepare(shape: str, cache: Path) -> dict[str, Any]:
-    from service.demo import MODEL_DIR
-
     folder, store = _paths(shape, cache)
-    if shape == "demo":
+    if shape in SHIPPED_BUNDLES:
+        names = list(SHIPPED_BUNDLES[shape])
         store.mkdir(parents=True, exist_ok=True)  # empty: only the shipped bundles are found
-        context = json.loads((MODEL_DIR / "config.json").read_text())["max_position_embeddings"]
-        return {"arguments": ["--store", str(store)], "bundles": ["demo", "demo-fused"], "max_tokens": context}
-    names = ["bench", "bench-other"]
-    done = folder / "recipe.json"
-    if not done.is_file() or json.loads(done.read_text()) != _recipe():
-        shutil.rmtree(folder, ignore_errors=True)
-        shutil.rmtree(store, ignore_errors=True)
-        _save(folder)
-        _publish(folder, store, names)
-        done.write_text(json.dumps(_recipe()))
-    arguments = ["--model", str(folder), "--store", str(store), *(f"--bundle={name}" for name in names)]
+        arguments = ["--model", shape, "--store", str(store)]
+    else:
+        names = ["bench", "bench-other"]
+        done = folder / "recipe.json"
+        if not done.is_file() or json.loads(done.read_text()) != _recipe():
+            shutil.rmtree(folder, ignore_errors=True)
+            shutil.rmtree(store, ignore_errors=True)
+            _save(folder)
+            _publish(folder, store, names)
+            done.write_text(json.dumps(_recipe()))
+        arguments = ["--model", str(folder), "--store", str(store), *(f"--bundle={name}" for name in names)]
     context = json.loads((folder / "config.json").read_text())["max_position_embeddings"]
-    return {"arguments": arguments, "bundles": names, "max_tokens": context}
+    return {"folder": str(folder), "arguments": arguments, "bundles": names, "max_tokens": context}
 
 
 def _recipe() -> dict[str, Any]:
@@ -170,13 +179,11 @@ def _publish(folder: Path, store: Path, names: list[str]) -> None:
 def load(shape: str, cache: Path) -> tuple[Engine, Store]:
     """The engine and the store of a prepared shape."""
     from probes_store.store import SHIPPED, Store
-    from service.demo import MODEL_DIR
     from service.engines.base import EngineOptions
     from service.engines.transformers.engine import TransformersEngine
 
     folder, store = _paths(shape, cache)
-    model = MODEL_DIR if shape == "demo" else folder
-    return TransformersEngine.load(EngineOptions(str(model))), Store(store, fallbacks=[SHIPPED])
+    return TransformersEngine.load(EngineOptions(str(folder))), Store(store, fallbacks=[SHIPPED])
 
 
 def _direct(shape: str, cache: Path, threads: int | None) -> None:

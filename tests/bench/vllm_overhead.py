@@ -205,18 +205,10 @@ def parse() -> argparse.Namespace:
     return options
 
 
-def folder_of(shape: str, cache: Path) -> str:
-    """The model folder, made where it is not there yet."""
-    from service.demo import MODEL_DIR
-
-    prepare(shape, cache)
-    return str(MODEL_DIR if shape == "demo" else cache / shape)
-
-
 def main() -> int:
     """All sittings; the table; 1 where a target is missed."""
     options = parse()
-    folder = folder_of(options.shape, options.cache)
+    folder = prepare(options.shape, options.cache).folder
     logs = Path(tempfile.mkdtemp(prefix="hallutracer-bench-"))
     say(f"{options.shape}; {os.cpu_count()} cores, load average {os.getloadavg()[0]:.2f}; logs in {logs}")
     checks: list[Check] = []

@@ -83,7 +83,7 @@ class Bench:
 
     def __init__(self, options: argparse.Namespace, prepared: Prepared) -> None:
         self.options, self.prepared = options, prepared
-        self.judged = prepared.shape != "demo" and not options.quick
+        self.judged = prepared.shape == "qwen2.5-0.5b" and not options.quick
         self.checks: list[Check] = []
         self.record: dict[str, Any] = {}
         self.seed = 1_000
@@ -179,11 +179,6 @@ class Bench:
         more = {"enforce_eager": True} if self.options.eager else {}
         return SAME | {"max_model_len": min(MAX_LENGTH, self.prepared.max_tokens)} | more
 
-    def _folder(self) -> str:
-        from service.demo import MODEL_DIR
-
-        return str(MODEL_DIR if self.prepared.shape == "demo" else self.options.cache / self.prepared.shape)
-
     def _serve(self) -> list[str]:
         arguments = [*self.prepared.arguments, "--engine", "vllm", "--deadline-s", "600", "--dtype", "float32"]
         arguments += ["--max-batch-tokens", str(MAX_LENGTH), "--callers-may", "threshold"]
@@ -193,10 +188,10 @@ class Bench:
         return ["service.cli", "serve", *arguments]
 
     def _contestant(self) -> list[str]:
-        return ["--model", self._folder(), "--kind", "bare", "--arguments", json.dumps(self._same())]
+        return ["--model", self.prepared.folder, "--kind", "bare", "--arguments", json.dumps(self._same())]
 
     def _stock(self) -> list[str]:
-        arguments = ["--model", self._folder(), "--served-model-name", "bench", "--disable-uvicorn-access-log"]
+        arguments = ["--model", self.prepared.folder, "--served-model-name", "bench", "--disable-uvicorn-access-log"]
         for name, value in self._same().items():
             flag = name.replace("_", "-")
             if isinstance(value, bool):
@@ -215,7 +210,7 @@ class Bench:
 def parse() -> argparse.Namespace:
     """The command line."""
     arguments = parser(__doc__, quick="smoke: demo model, eager, short; nothing judged")
-    arguments.add_argument("--shapes", default=",".join(SHAPES))
+    arguments.add_argument("--shapes", default="qwen2.5-0.5b,demo", help=", ".join(SHAPES))
     arguments.add_argument("--parts", default="rate,latency")
     arguments.add_argument("--rounds", type=int, default=7, help="paired rounds of a rate")
     seconds = "work of a round and side, about; on the 0.5B shape the least work, 96 prompts, takes longer"

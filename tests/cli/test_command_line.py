@@ -30,7 +30,7 @@ def test_the_commands_are_those_of_the_readme() -> None:
     assert {
         "serve", "score", "train", "bundle list", "bundle show", "bundle verify", "bundle alias",
         "demo info", "demo questions", "demo retrieval", "demo build", "data convert", "data list", "data mix",
-        "evaluate", "diagnose",
+        "data audit", "evaluate", "diagnose",
     } == COMMANDS  # fmt: skip
 
 
@@ -221,3 +221,36 @@ def test_score_writes_what_the_api_answers(capsys: pytest.CaptureFixture[str], t
         assert (risk.index, risk.decision, risk.message) == (index, document.data[0].decision, document.data[0].message)
         assert risk.risk == pytest.approx(document.data[0].risk, abs=1e-6)
         assert risk.completion == document.data[0].completion
+
+
+def test_several_questions_are_scored_together_and_drawn(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    questions, picture = ["What is the capital of Italy?", "What costs $5 in $us?"], tmp_path / "pair.png"
+    assert run("score", *questions, "--json", "--plot", str(picture)) == 0
+    document = ScoreResponse.model_validate_json(capsys.readouterr().out)
+    assert [risk.index for risk in document.data] == [0, 1]
+    alone, drawn = document.data[0].risk, picture.read_bytes()
+    assert drawn.startswith(b"\x89PNG")
+    assert run("score", questions[0], "--json", "--plot", str(picture)) == 0
+    one = ScoreResponse.model_validate_json(capsys.readouterr().out)
+    assert one.data[0].risk == pytest.approx(alone, abs=1e-5)
+    assert picture.read_bytes() != drawn
+    assert run("score", *questions) == 0
+    out = capsys.readouterr().out
+    assert [out.count(f"{question}\n") for question in questions] == [1, 1]
+    assert out.count("decision") == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["Hello.", "--plot", "no/such/folder.png"], "no/such is not a folder"),
+        (["Hello."] * 7 + ["--plot", "x.png"], "room for 1 to 6 prompts"),
+        (["--input", "-", "--plot", "x.png"], "room for 1 to 6 prompts"),
+        ([], "give a question"),
+    ],
+)
+def test_a_picture_that_cannot_be_drawn_is_said_before_the_model_is_loaded(
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("score", *arguments) == 2
+    assert said in capsys.readouterr().err

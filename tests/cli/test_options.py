@@ -30,6 +30,7 @@ OPTIONS = [
 REQUIRED = {
     "train": ["--name", "n"], "demo questions": ["--split", "dev"], "diagnose": ["x.npz"], "score": ["why?"],
     "bundle show": ["demo"], "bundle verify": ["demo"], "bundle alias": ["a", "b", "1"], "data convert": ["helm", "."],
+    "data audit": ["x.csv"],
 }  # fmt: skip
 
 
@@ -217,9 +218,10 @@ def test_an_empty_variable_is_as_good_as_none() -> None:
 
 def test_unknown_variables_are_reported_with_the_nearest_name() -> None:
     warnings = parsed(
-        "serve", HALLUTRACER_MAX_QUEU="3", HALLUTRACER_XYZZY="1", HALLUTRACER_FOLDS="5", HALLUTRACER_MAX_NEW_TOKENS="9"
-    ).unknown()
-    assert len(warnings) == 3  # folds is train's
+        "serve", HALLUTRACER_MAX_QUEU="3", HALLUTRACER_XYZZY="1", HALLUTRACER_FOLDS="5", HALLUTRACER_MAX_NEW_TOKENS="9",
+        HALLUTRACER_CACHE="/models",
+    ).unknown()  # fmt: skip
+    assert len(warnings) == 3  # folds is train's, and the cache is read below all commands
     assert "HALLUTRACER_MAX_COMPLETION_TOKENS" in warnings[0]
     assert "HALLUTRACER_MAX_QUEU " in warnings[1]
     assert "HALLUTRACER_MAX_QUEUE?" in warnings[1]
@@ -230,6 +232,7 @@ def test_print_config_can_be_used_as_a_configuration(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("HALLUTRACER_MAX_QUEUE", "7")
+    monkeypatch.delenv("HALLUTRACER_MODEL")
     with pytest.raises(SystemExit) as caught:
         main(["serve", "--port", "1", "--policy", 'a"b', "--print-config"])
     assert caught.value.code == 0

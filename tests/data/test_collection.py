@@ -99,7 +99,10 @@ def test_rows_are_the_engines_own_in_the_order_of_the_data(dataset: Dataset, tmp
 
 
 @pytest.mark.parametrize("finished", [0, 1, 4, 7])
-def test_a_torn_folder_is_completed_to_the_same_bytes(dataset: Dataset, tmp_path: Path, finished: int) -> None:
+def test_a_torn_folder_is_completed_to_the_same_bytes(
+    dataset: Dataset, tmp_path: Path, finished: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(collecting, "ANSWERED_TOGETHER", 8)
     whole = contents(pooled(dataset, tmp_path / "whole", max_new_tokens=4).folder)
     torn = shutil.copytree(tmp_path / "whole", tmp_path / "torn")
     lines = (torn / "journal.jsonl").read_bytes().splitlines(keepends=True)

@@ -68,8 +68,20 @@ def test_questions_without_words_of_content_are_not_the_same(tmp_path: Path) -> 
     assert mix([Source(write(tmp_path / "a.jsonl", rows))]).groups == 4
 
 
+def test_held_out_rows_share_no_group_and_no_question_with_the_others(trivia: Path, tmp_path: Path) -> None:
+    rows = mix([Source(trivia, 10)]).rows
+    again = [{"id": "0", "prompt": f"So who painted picture {rows[0]['prompt'].split()[3][:-1]}?"}]
+    other = write(tmp_path / "other.jsonl", [*again, {"id": "1", "prompt": "Who painted nothing at all ever?"}])
+    without = write(tmp_path / "rows.jsonl", rows)
+    held = mix([Source(trivia), Source(other)], without=without)
+    assert held.by_source == {"trivia": 30, "other": 1}
+    assert not {row["group"] for row in held.rows} & {row["group"] for row in rows}
+    with pytest.raises(DataError, match="30 rows to draw from"):
+        mix([Source(trivia, 31)], without=without)
+
+
 def test_what_is_wrong_is_said(trivia: Path, tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="40 rows, and 41 are wanted"):
+    with pytest.raises(DataError, match="40 rows to draw from, and 41 are wanted"):
         mix([Source(trivia, 41)])
     folder = tmp_path / "other"
     folder.mkdir()

@@ -12,7 +12,7 @@ from pathlib import Path
 from service import __version__
 from service.cli.main import make_app
 from service.options import Sources, commands_of, options_of
-from service.settings import PREFIX, ServiceSettings, env
+from service.settings import NO_OPTIONS, PREFIX, ServiceSettings, env
 from tests.deploy import cluster
 from tests.deploy import packaging as p
 
@@ -66,7 +66,7 @@ def copies(root: Path) -> Iterator[str]:
 
 def names(root: Path) -> Iterator[str]:
     """Each HALLUTRACER_ variable and each flag of a typed command exists."""
-    known = {variable for command in flags().values() for variable in command.values()} | APP_VARIABLES
+    known = {variable for command in flags().values() for variable in command.values()} | APP_VARIABLES | NO_OPTIONS
     texts = [root / "Dockerfile", root / "docker-compose.yml", root / ".env.example"]
     texts += [path for path in (root / "deploy").rglob("*") if path.suffix in (".md", ".yaml")]
     for path in texts:

@@ -21,6 +21,7 @@ RUNNABLE = {"sh", "console", "python"}
 SPELLINGS = {"bash", "shell", "shell-session", "py", "pycon", "zsh"}  # of the same: one name for each language
 
 _COMMENT = re.compile(r"<!--\s*(.*?)\s*-->", re.DOTALL)
+_ON = re.compile(r"run: on (?P<model>\w+)")
 _LONG = re.compile(r"run: long(?:, with (?P<variables>\S+=\S*(?: \S+=\S*)*))?")
 
 
@@ -36,6 +37,7 @@ class Block:
     long: bool = False
     variables: dict[str, str] = field(default_factory=dict)
     answers: bool = False  # the block is the answer of the one before it
+    model: str = "demo"  # where the commands name none
 
     @property
     def place(self) -> str:
@@ -68,6 +70,8 @@ def _block(page: Path, line: int, language: str, text: str, comment: str) -> Blo
     if long := _LONG.fullmatch(comment):
         pairs = (pair.split("=", 1) for pair in (long["variables"] or "").split())
         return Block(page, line, language, text, long=True, variables=dict(pairs))
+    if on := _ON.fullmatch(comment):
+        return Block(page, line, language, text, model=on["model"])
     reason = comment.removeprefix("not run:").strip() if comment.startswith("not run:") else None
     if reason is None and re.match(r"(not )?run\b|answer\b", comment):
         raise ValueError(f"{page}:{line}: unknown mark {comment!r}")

@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+from service.engines.gguf import cache_folder
+from service.engines.packaged import PACKAGED
 from tests.docs.pages import PAGES, ROOT, RUNNABLE, SPELLINGS, Block, blocks
 from tests.serve_process import inherited, serve
 
@@ -28,9 +30,16 @@ def pages_that(wanted: Any) -> list[Any]:
 
 
 @pytest.fixture(scope="module")
-def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The address of a service on the demo model."""
     with serve(HALLUTRACER_STORE=str(tmp_path_factory.mktemp("store"))) as process:
+        yield process.url
+
+
+@pytest.fixture(scope="module")
+def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The address of a service on SmolLM2."""
+    with serve(HALLUTRACER_STORE=str(tmp_path_factory.mktemp("store")), HALLUTRACER_MODEL="smollm2") as process:
         yield process.url
 
 
@@ -53,13 +62,14 @@ class Sandbox:
             "PYTHONPATH": str(ROOT),
             "HOME": str(folder),
             "HALLUTRACER_THREADS": "1",
+            "HALLUTRACER_CACHE": str(cache_folder()),
         }
 
     def run(self, block: Block) -> str:
         """What the block prints.  Fails the test where a command fails."""
         text = block.text
         if ADDRESS in text:
-            text = text.replace(ADDRESS, self.request.getfixturevalue("service"))
+            text = text.replace(ADDRESS, self.request.getfixturevalue(block.model))
         if block.language == "python":
             return self._output(block, [sys.executable, "-c", text])
         if block.language == "console":
@@ -75,8 +85,9 @@ class Sandbox:
             yield printed
 
     def _output(self, block: Block, command: list[str]) -> str:
+        environment = self.environment | {"HALLUTRACER_MODEL": block.model} | block.variables
         done = subprocess.run(
-            command, cwd=self.folder / "work", env=self.environment | block.variables,
+            command, cwd=self.folder / "work", env=environment,
             capture_output=True, text=True, check=False, timeout=900,
         )  # fmt: skip
         assert done.returncode == 0, f"{block.place}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
@@ -104,21 +115,28 @@ def same(shown: Any, real: Any, place: str) -> None:
         assert shown == real, place
 
 
-def run_page(sandbox: Sandbox, page: Path, *, long: bool) -> int:
-    """Run a page's blocks, or without the long ones; how many commands ran."""
+def run_page(sandbox: Sandbox, page: Path, *, long: bool = False, model: str = "demo") -> int:
+    """Run a page's blocks on a model, or without the long ones; how many commands ran."""
     printed, ran = "", 0
     for block in ALL[page]:
-        if block.answers:
+        if block.answers and printed:
             same(json.loads(block.text), json.loads(printed), block.place)
-        elif block.runs and (long or not block.long):
+        printed = ""
+        if block.runs and block.model == model and (long or not block.long):
             printed = sandbox.run(block)
             ran += 1
     return ran
 
 
-@pytest.mark.parametrize("page", pages_that(lambda block: block.runs and not block.long))
+@pytest.mark.skipif(not PACKAGED["smollm2"].is_installed, reason=f"needs {PACKAGED['smollm2'].install}")
+@pytest.mark.parametrize("page", pages_that(lambda block: block.runs and block.model == "smollm2"))
+def test_the_commands_on_smollm2_run(page: Path, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    assert run_page(Sandbox(tmp_path, request), page, model="smollm2") > 0
+
+
+@pytest.mark.parametrize("page", pages_that(lambda block: block.runs and block.model == "demo" and not block.long))
 def test_the_commands_of_a_page_run(page: Path, tmp_path: Path, request: pytest.FixtureRequest) -> None:
-    assert run_page(Sandbox(tmp_path, request), page, long=False) > 0
+    assert run_page(Sandbox(tmp_path, request), page) > 0
 
 
 @pytest.mark.long
@@ -147,3 +165,5 @@ def test_an_unknown_mark_is_noticed(tmp_path: Path) -> None:
     assert (first.long, first.variables, first.line) == (True, {"A": "1", "B": "x"}, 2)
     assert second.runs
     assert not second.long
+    page.write_text("<!-- run: on smollm2 -->\n```sh\ntrue\n```\n")
+    assert [(block.model, block.runs) for block in blocks(page)] == [("smollm2", True)]

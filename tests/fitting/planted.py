@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from probes_store.store import Store
+from service.data import collection
 from service.engines.base import Completion, Extraction, Sampling, TokenIds
 from service.readout import Geometry, Site
 from service.trainer.options import TrainOptions
@@ -113,6 +114,7 @@ def main() -> None:
 
     given = json.loads(sys.argv[1])
     engine = PlantedEngine()
+    collection.ANSWERED_TOGETHER = 64  # several calls, to be killed between
     engine.kill_at = given.pop("kill_at", None)
     store = Store(Path(given.pop("store")))
     paths = {key: Path(given.pop(key)) for key in ("data", "run_dir")}

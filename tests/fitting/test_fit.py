@@ -12,7 +12,7 @@ from sklearn.preprocessing import StandardScaler
 
 from service.data.run_folder import RowsFile
 from service.errors import NoDirection, TrainingError
-from service.fitting.fit import Readouts, Task, fit_head, fit_probes, require, within_class_std
+from service.fitting.fit import ProbeFit, Readouts, Task, fit_head, fit_probes, require, within_class_std
 from service.fitting.folds import group_folds
 from service.fitting.scores import auroc
 from service.readout import Geometry, Site
@@ -134,6 +134,28 @@ def test_a_subset_of_layers_and_heads(tmp_path: Path) -> None:
     whole = require(fit_probes(data, [task], balance="weights", jobs=1, heads=[1, 3]))[0]
     assert np.array_equal(fit.trajectory, whole.trajectory[:, [0, 2]])
     assert set(fit.head.tolist()) <= {1, 3}
+
+
+def test_a_layer_without_a_probe_at_the_chosen_c_takes_a_larger_one_by_itself(tmp_path: Path) -> None:
+    rows, label = sample()
+    rows[:, 1] = np.random.default_rng(5).standard_normal(rows[:, 1].shape) + 0.1 * label[:, None]
+    data, everything = readouts(tmp_path, rows, label), np.arange(300)
+    grid = np.geomspace(1e-4, 1, 40)
+    found = fit_probes(data, [Task(everything, everything, c) for c in grid], balance="weights", jobs=1)
+    weak = grid[next(place for place, fit in enumerate(found) if isinstance(fit, ProbeFit)) - 1]
+    task = Task(everything, everything, weak)
+    assert isinstance(fit_probes(data, [task], balance="weights", jobs=1)[0], NoDirection)
+    (fit,) = require(fit_probes(data, [task], balance="weights", jobs=1, relax=True))
+    others = [layer for layer in range(rows.shape[1]) if layer != 1]
+    plain = require(fit_probes(data, [task], balance="weights", jobs=1, layers=others))[0]
+    assert np.array_equal(fit.trajectory[:, others], plain.trajectory)
+    larger = require(fit_probes(data, [Task(everything, everything, 3 * weak)], balance="weights", jobs=1, layers=[1]))[
+        0
+    ]
+    assert np.array_equal(fit.trajectory[:, [1]], larger.trajectory)
+    rows[:, 1] = 5.0
+    data = readouts(tmp_path, rows, label)
+    assert isinstance(fit_probes(data, [task], balance="weights", jobs=1, relax=True)[0], NoDirection)
 
 
 def test_zero_fits_are_skipped_and_a_layer_of_them_is_an_error(tmp_path: Path) -> None:

@@ -102,6 +102,37 @@ def test_ece_bins_have_equal_mass() -> None:
     assert measures.ece(label, np.clip(risk + 0.3, 0, 1)) > 0.25
 
 
+@pytest.mark.parametrize("count", [10, 100, 3000])
+def test_the_debiased_error_is_small_where_risks_are_calibrated_and_says_what_is_off(count: int) -> None:
+    rng = np.random.default_rng(1)
+    squared, biased, off = [], [], []
+    for _ in range(300):
+        risk = rng.beta(1, 3, count)
+        label = (rng.random(count) >= risk).astype(int)
+        squared.append(measures.debiased_calibration_error(label, risk) ** 2)
+        biased.append(measures.ece(label, risk))
+        off.append(measures.debiased_calibration_error(label, np.clip(risk + 0.2, 0, 1)))
+    assert np.sqrt(np.mean(squared)) < (0.13 if count == 10 else 0.6 * np.mean(biased) + 0.02)
+    if count > 10:
+        assert np.mean(off) == pytest.approx(0.2, abs=0.03)
+    assert measures.debiased_calibration_error(np.array([0, 1]), np.array([0.2, 0.7])) == 0.0
+
+
+def test_what_a_gate_does_by_hand() -> None:
+    label, risk = np.array([1, 1, 0, 1, 0, 0]), np.array([0.1, 0.2, 0.3, 0.6, 0.7, 0.9])
+    assert measures.at_threshold(label, risk, 0.5) == pytest.approx(
+        {"answered": 0.5, "wrong_among_answered": 1 / 3, "right_withheld": 1 / 3}
+    )
+    assert measures.at_threshold(label, risk, 0.1) == {
+        "answered": 0.0,
+        "wrong_among_answered": 0.0,
+        "right_withheld": 1.0,
+    }
+    answered, wrong = measures.coverage_curve(label, risk)
+    assert answered.tolist() == pytest.approx([k / 6 for k in range(1, 7)])
+    assert wrong.tolist() == pytest.approx([0, 0, 1 / 3, 1 / 4, 2 / 5, 1 / 2])
+
+
 def test_auprc_names_its_positive_class() -> None:
     label = np.array([1, 1, 1, 0])
     risk = np.array([0.1, 0.2, 0.9, 0.8])

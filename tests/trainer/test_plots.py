@@ -23,7 +23,9 @@ def data(layers: int = 6, count: int = 500, seed: int = 0) -> PlotData:
 
 def test_the_same_numbers_draw_the_same_bytes() -> None:
     first, again = draw(data()), draw(data())
-    assert list(first) == ["layers.png", "precision_recall.png", "reliability.png", "roc.png", "trajectories.png"]
+    assert list(first) == [
+        "layers.png", "coverage.png", "precision_recall.png", "reliability.png", "roc.png", "trajectories.png"
+    ]  # fmt: skip
     assert first == again
     other = draw(data(seed=1))
     assert all(first[name] != other[name] for name in ("layers.png", "roc.png", "reliability.png"))

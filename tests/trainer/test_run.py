@@ -20,6 +20,7 @@ from service.data.options import JudgeOptions
 from service.errors import DataError, RunMismatch, TrainingError
 from service.readout import Site
 from service.scoring import Scorer
+from service.trainer.card import NO_SIGNAL
 from service.trainer.options import TrainOptions, parse_signals
 from service.trainer.run import train
 from tests.fitting.planted import PlantedEngine, Quiet, planted_rows, write_rows
@@ -55,6 +56,16 @@ def test_the_planted_signal_is_found_and_recorded(trained: Bundle) -> None:
     assert signals["depth_mean_unit_norm"]["auroc_within_kind_x_template"]["mean"] > 0.8
     assert evaluation["held_out"]["signals"]["bundle"]["auroc"] > 0.85
     assert evaluation["held_out"]["rows"] == 200
+    for name in ("depth_mean_unit_norm", "fused_unit_norm"):
+        found = signals[name]["auroc"]
+        assert 0.75 < found["low"] < found["mean"] < found["high"] < 1
+    assert NO_SIGNAL not in trained.card()
+    gate = evaluation["cross_validation"]["at_threshold"]
+    counts = evaluation["data"]
+    assert gate["wrong_among_answered"] < 0.5 * counts["hallucinated"] / (counts["factual"] + counts["hallucinated"])
+    assert f"{gate['answered']:.0%} of the prompts are answered" in " ".join(trained.card().split())
+    assert evaluation["data"]["groups"] == pytest.approx(evaluation["data"]["effective_groups"], rel=0.05)
+    assert evaluation["data"]["largest_group_share"] < 0.02
     manifest = trained.manifest
     assert manifest.classifier.weight[0] > 0
     assert manifest.signals == FUSED
@@ -108,7 +119,11 @@ def test_nothing_in_the_bundle_tells_the_machine_or_the_hour(trained: Bundle) ->
 @pytest.mark.parametrize("scale", ["unit_norm", "standardized"])
 def test_shuffled_labels_leave_nothing(tmp_path: Path, scale: str) -> None:
     rows = planted_rows(300, shuffled=True, per_group=1)
-    bundle, _ = run(tmp_path, rows=rows, logit_scale=scale)
+    with pytest.raises(TrainingError, match="no signal: the nested AUROC is 0"):
+        run(tmp_path, rows=rows, logit_scale=scale)
+    assert not list((tmp_path / "store").rglob("bundle.json"))
+    bundle, _ = run(tmp_path, logit_scale=scale, allow_no_signal=True)
+    assert NO_SIGNAL in bundle.card()
     signals = bundle.evaluation()["cross_validation"]["signals"]
     for name in ("depth_mean_unit_norm", "depth_mean_standardized", "best_head", "best_layer", "fused_unit_norm"):
         assert 0.4 < signals[name]["auroc"]["mean"] < 0.6
@@ -166,7 +181,7 @@ def test_kill_9_and_resume_give_the_same_bundle(tmp_path: Path) -> None:
     folders = tmp_path / "whole", tmp_path / "killed"
     folders[1].mkdir()
     write_rows(folders[1] / "rows.jsonl", rows)
-    for kill_at in (5, 9, 3):  # in the readouts; in the readouts again or the answers; in the answers
+    for kill_at in (5, 8, 2):  # in the readouts; in the answers, after the other readouts; in the answers
         killed(folders[1], kill_at, **options)
     whole, resumed = (run(folder, rows=rows, **options)[0].manifest.digest for folder in folders)
     assert whole == resumed

@@ -10,5 +10,9 @@ BRIEFLY = " Answer briefly."
 
 def question_group(text: str) -> str:
     """One name for a question in all sets: its words in lower case, without punctuation."""
-    folded = unicodedata.normalize("NFKC", text).casefold()
-    return "question/" + " ".join(re.findall(r"\w+", folded))
+    return "question/" + " ".join(words_of(text))
+
+
+def words_of(text: str) -> list[str]:
+    """Its words in lower case, without punctuation."""
+    return re.findall(r"\w+", unicodedata.normalize("NFKC", text).casefold())

@@ -36,7 +36,7 @@ from service.engines.families import ModelModules, locate
 from service.engines.identity import memory_fingerprint, revision_of
 from service.engines.tokens import Tokens
 from service.engines.transformers.batching import Batch, micro_batches, pad
-from service.engines.transformers.generation import generate_batch
+from service.engines.transformers.generation import Begun, decode_batch, joined
 from service.engines.transformers.hooks import (
     ActivationBuffer,
     LastReadout,
@@ -63,7 +63,7 @@ from service.engines.transformers.results import (
     refuse_non_finite,
     summarise,
 )
-from service.engines.transformers.together import RowCaches, row_by_row
+from service.engines.transformers.together import next_logits
 from service.errors import EngineError
 from service.readout import Pooling, Probes, Site
 
@@ -104,7 +104,8 @@ class TransformersEngine:
         self.max_decode_tokens = max(self.max_batch_tokens, tokens_worth_the_weights(model))
         self.end_tokens = end_tokens(model)
         self._equal_lengths = depends_on_longest(model.config)
-        shares = self._options.padding_side == "right" and not self._equal_lengths and not has_windows(model.config)
+        self._windows = has_windows(model.config)
+        shares = self._options.padding_side == "right" and not self._equal_lengths and not self._windows
         self._prefix = Prefix(chat_prefix(self.render_chat) if shares else ())
         self._busy = threading.Lock()
         self._stacks: OrderedDict[tuple[int, ...], ProbeStack] = OrderedDict()
@@ -165,14 +166,7 @@ class TransformersEngine:
             caches: dict[int, tuple[Any, Tensor]] = {}
             for batch in self._batches(prompts):
                 sink = TruthLogits(stack, len(batch.index), self._device)
-                # The model's native kind for one prompt, full-length layers for several.
-                cache = (
-                    self._prefix.cache(self._model, len(batch.index), self._device)
-                    if batch.prefix
-                    else DynamicCache(config=self._model.config)
-                    if len(batch.index) == 1
-                    else DynamicCache()
-                )
+                cache = self._new_cache(batch)
                 logits = self._prefill(batch, sink, full=True, cache=cache)
                 assert logits is not None
                 done.append(Prefilled(batch, sink, summarise(logits)))
@@ -220,8 +214,8 @@ class TransformersEngine:
             answers: dict[int, Completion] = {}
             budgets = [len(prompt) + min(sampling.max_tokens, self.max_tokens) for prompt in prompts]
             for group in micro_batches(budgets, self.max_decode_tokens, equal_lengths=self._equal_lengths):
-                batch = pad(prompts, group, "left", self._filler(), self._device)
-                answers |= zip(group, generate_batch(self, self._model, batch, sampling), strict=True)
+                begun = self._begin_together([prompts[index] for index in group])
+                answers |= zip(group, decode_batch(self, self._model, begun, sampling), strict=True)
             return [answers[index] for index in sorted(answers)]
 
     def step_together(self, continuations: Sequence[KvContinuation]) -> None:
@@ -230,23 +224,11 @@ class TransformersEngine:
         groups = [[one] for one in waiting] if self._equal_lengths else [waiting] if waiting else []
         for group in groups:
             with self._running(()):
-                tokens, positions = zip(*(continuation.last for continuation in group), strict=True)
-                inputs = {
-                    "input_ids": torch.tensor(tokens, device=self._device)[:, None],
-                    "position_ids": torch.tensor(positions, device=self._device)[:, None],
-                    "use_cache": True,
-                }
-                if len(group) == 1:
-                    output = self._model(past_key_values=group[0].cache, **inputs)
-                else:
-                    with row_by_row(self._model):
-                        output = self._model(
-                            past_key_values=RowCaches([continuation.cache for continuation in group]), **inputs
-                        )
+                logits = next_logits(self._model, group, self._device)
                 self.counters.forward_tokens += len(group)
                 self.counters.decode_steps += len(group)
-                for continuation, logits in zip(group, output.logits[:, -1].float(), strict=True):
-                    continuation.go_on(logits)
+                for continuation, row in zip(group, logits, strict=True):
+                    continuation.go_on(row)
 
     def close(self) -> None:
         """Free the model.  Later calls raise EngineError."""
@@ -275,13 +257,39 @@ class TransformersEngine:
 
     def _batches(self, prompts: Sequence[TokenIds], *, shared: bool = True) -> Iterator[Batch]:
         """``shared``: what chats begin with is not run again."""
-        begins = [shared and self._prefix.begins(prompt) for prompt in prompts]
-        for prefix in sorted({len(self._prefix.tokens) * one for one in begins}):
-            rows = [row for row, one in enumerate(begins) if bool(one) is bool(prefix)]
+        prefixes = [len(self._prefix.tokens) if shared and self._prefix.begins(prompt) else 0 for prompt in prompts]
+        for prefix in sorted(set(prefixes)):
+            rows = [row for row, own in enumerate(prefixes) if own == prefix]
             lengths = [len(prompts[row]) - prefix for row in rows]
             for group in micro_batches(lengths, self.max_batch_tokens, equal_lengths=self._equal_lengths):
                 index = [rows[place] for place in group]
                 yield pad(prompts, index, self._options.padding_side, self._filler(), self._device, prefix)
+
+    def _begin_together(self, prompts: Sequence[TokenIds]) -> Begun:
+        """Prefill prompts for ``decode_batch``, in micro-batches where their caches can be joined afterwards."""
+        if self._windows:
+            batch = pad(prompts, range(len(prompts)), "left", self._filler(), self._device)
+            cache = DynamicCache(config=self._model.config)
+            return Begun(batch.lengths, cache, self._first_logits(batch, cache), batch.attention_mask)
+        parts = [(self._new_cache(batch), batch) for batch in self._batches(prompts)]
+        logits = torch.cat([self._first_logits(batch, cache) for cache, batch in parts])
+        order = torch.tensor([index for _, batch in parts for index in batch.index], device=self._device)
+        return joined(parts, logits[order.argsort()])
+
+    def _first_logits(self, batch: Batch, cache: Any) -> Tensor:
+        """Float32 logits at t* [batch, vocab]; ``cache`` then holds the prompts."""
+        logits = self._prefill(
+            batch, TruthLogits(self._stack(()), len(batch.index), self._device), full=True, cache=cache
+        )
+        assert logits is not None
+        return logits
+
+    def _new_cache(self, batch: Batch) -> Any:
+        """What the batch's forward pass reads its shared first tokens from and writes its own to."""
+        if batch.prefix:
+            return self._prefix.cache(self._model, len(batch.index), self._device)
+        # The model's native kind for one prompt, full-length layers for several.
+        return DynamicCache(config=self._model.config) if len(batch.index) == 1 else DynamicCache()
 
     def _prefill(
         self, batch: Batch, sink: Sink, *, full: bool, cache: Any = None, states_sink: StatesSink | None = None
@@ -291,7 +299,7 @@ class TransformersEngine:
         self.counters.prefills += len(batch.index)
         onset = OnsetIndex(batch.onsets, self._device)
         if batch.prefix and cache is None:
-            cache = self._prefix.cache(self._model, len(batch.index), self._device)
+            cache = self._new_cache(batch)
         inputs: dict[str, Any] = {"input_ids": batch.input_ids, "use_cache": cache is not None}
         if cache is not None:
             inputs["past_key_values"] = cache

@@ -1,4 +1,4 @@
-"""Batched decoding for labelling: left-padded, one forward pass per step for all prompts."""
+"""Batched decoding for labelling: one cache padded on the left, one forward pass per step for all prompts."""
 
 from __future__ import annotations
 
@@ -46,14 +46,49 @@ class _BatchAnswer:
         return Completion(text=self.stream.text, token_ids=tuple(self.ids), finish_reason=reason)
 
 
-def generate_batch(decoder: Decoder, model: Any, batch: Batch, sampling: Sampling) -> list[Completion]:
-    """Decode a left-padded batch; each answer equals the one that its prompt gets alone.
+@dataclass
+class Begun:
+    """Prefilled prompts that are decoded together."""
+
+    lengths: tuple[int, ...]  # tokens of each prompt
+    cache: Any  # padded on the left
+    logits: Tensor  # [prompts, vocab] at t*
+    mask: Tensor | None  # [prompts, longest], 1 at tokens; None where nothing is padded
+
+
+def joined(parts: Sequence[tuple[Any, Batch]], logits: Tensor) -> Begun:
+    """The caches of batches as one; row i is the prompt that has index i in its batch.  No layer may have a window."""
+    lengths = dict(pair for _, batch in parts for pair in zip(batch.index, batch.prompt_tokens, strict=True))
+    longest = max(lengths.values())
+    cache: Any = DynamicCache()
+    for place, layer in enumerate(parts[0][0].layers):
+        sides = [
+            side.new_zeros(len(lengths), side.shape[1], longest, side.shape[3]) for side in (layer.keys, layer.values)
+        ]
+        for part, batch in parts:
+            own = part.layers[place]
+            for row, (index, start, length) in enumerate(
+                zip(batch.index, batch.starts, batch.prompt_tokens, strict=True)
+            ):
+                for side, full in zip(sides, (own.keys, own.values), strict=True):
+                    side[index, :, longest - length :] = full[row, :, start : start + length]
+        cache.update(*sides, place)
+    ordered = tuple(lengths[index] for index in sorted(lengths))
+    mask = None
+    if min(ordered) < longest:
+        columns = torch.arange(longest, device=logits.device)
+        mask = (columns >= longest - torch.tensor(ordered, device=logits.device)[:, None]).long()
+    return Begun(ordered, cache, logits, mask)
+
+
+def decode_batch(decoder: Decoder, model: Any, begun: Begun, sampling: Sampling) -> list[Completion]:
+    """Decode prompts together; each answer equals the one that its prompt gets alone.
 
     Every row has its own generator with the same seed, so sampled answers do not depend on the rest of the batch
     either; for several samples, repeat the call with other seeds.  Finished rows are removed once they are half of the
     batch.
     """
-    device = batch.input_ids.device
+    device = begun.logits.device
     answers = [
         _BatchAnswer(
             length=length,
@@ -61,24 +96,12 @@ def generate_batch(decoder: Decoder, model: Any, batch: Batch, sampling: Samplin
             stream=TextStream(decoder.detokenize, sampling.stop),
             generator=generator_for(sampling, device),
         )
-        for length in batch.lengths
+        for length in begun.lengths
     ]
-    running = [row for row, answer in enumerate(answers) if answer.budget > 0]  # none is left in a full context
-    if not running:
-        return [answer.completion() for answer in answers]
-
-    cache = DynamicCache(config=model.config)
-    inputs: dict[str, Any] = {"input_ids": batch.input_ids}
-    mask = batch.attention_mask
-    if mask is not None:
-        inputs |= {"attention_mask": mask, "position_ids": batch.position_ids}
+    cache, logits, mask = begun.cache, begun.logits, begun.mask
     rows = list(range(len(answers)))  # which answer each row of the cache belongs to
-    decoder.counters.prefills += len(rows)
-    decoder.counters.forward_tokens += sum(batch.lengths)
     while True:
-        output = model(**inputs, past_key_values=cache, use_cache=True, logits_to_keep=1)
-        logits = refuse_nan(output.logits[:, -1].float())
-        _take_step(logits, rows, answers, sampling, decoder.end_tokens)
+        _take_step(refuse_nan(logits), rows, answers, sampling, decoder.end_tokens)
         running = [row for row, index in enumerate(rows) if not answers[index].finish and answers[index].budget > 0]
         if not running:
             return [answer.completion() for answer in answers]
@@ -91,6 +114,7 @@ def generate_batch(decoder: Decoder, model: Any, batch: Batch, sampling: Samplin
         if mask is not None:
             mask = torch.cat([mask, mask.new_ones(len(rows), 1)], dim=1)
             inputs["attention_mask"] = mask
+        logits = model(**inputs, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1].float()
         decoder.counters.forward_tokens += len(running)
         decoder.counters.decode_steps += len(running)
 

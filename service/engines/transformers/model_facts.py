@@ -9,8 +9,7 @@ from service.errors import ModelLoadError
 
 # RoPE variants whose frequencies follow the longest position in the batch.
 LENGTH_DEPENDENT_ROPE = frozenset({"longrope", "dynamic"})
-
-
+# Else a large model's cache would take as much memory as its weights: of 7B with 8 key-value heads 4 GiB instead of 14.
 MAX_DECODE_TOKENS = 32_768
 
 

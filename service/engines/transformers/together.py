@@ -11,16 +11,33 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, cast
 
 import torch
 from transformers import AttentionInterface
 from transformers.cache_utils import Cache
 
 from service.engines.families import text_config
+from service.engines.transformers.kv import KvContinuation
 
 Tensor = torch.Tensor
 NAME = "hallutracer_rows"
+
+
+def next_logits(model: Any, rows: Sequence[KvContinuation], device: torch.device) -> Tensor:
+    """Read each row's last token: float32 logits [rows, vocab].  The caches are extended in place."""
+    tokens, positions = zip(*(row.last for row in rows), strict=True)
+    inputs = {
+        "input_ids": torch.tensor(tokens, device=device)[:, None],
+        "position_ids": torch.tensor(positions, device=device)[:, None],
+        "use_cache": True,
+    }
+    if len(rows) == 1:
+        output = model(past_key_values=rows[0].cache, **inputs)
+    else:
+        with row_by_row(model):
+            output = model(past_key_values=RowCaches([row.cache for row in rows]), **inputs)
+    return cast(Tensor, output.logits[:, -1].float())
 
 
 class RowCaches(Cache):

@@ -1,0 +1,168 @@
+"""How right a judge's labels are, by a person who reads some of them.
+
+``sample`` draws verdicts to read, half of each class; ``measure`` compares what the person found.  Wrong labels limit
+what any predictor can show: one that knows which answers are true still has an AUROC against the judge of only
+(right | judged right + wrong | judged wrong) / 2.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import random
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TextIO
+
+import numpy as np
+
+from service.data.training_rows import Dataset
+from service.errors import DataError, RunMismatch
+
+COLUMNS = ("id", "kind", "question", "accepted", "answer", "verdict", "share", "read")
+VERDICTS = {"factual": "right", "hallucinated": "wrong"}
+"""A verdict -> what a person who agrees writes into the column ``read``."""
+UNCLEAR = "unclear"
+DRAWS = 20_000
+Rows = list[dict[str, str]]
+
+
+@dataclass(frozen=True)
+class Rate:
+    """A share with a 95 % interval: Jeffreys' of a binomial, classes weighted by their share of all verdicts."""
+
+    value: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class Audit:
+    """What the person found.  ``ceiling``: AUROC, against these labels, of a predictor that knows the truth."""
+
+    read: int
+    unclear: int  # left out of the rates
+    agreement: Rate
+    right_if_judged_right: Rate
+    wrong_if_judged_wrong: Rate
+    ceiling: Rate
+    disagreed: tuple[str, ...]  # ids
+
+
+def sample(dataset: Dataset, run: Path, rows: int, seed: int = 0) -> Rows:
+    """``rows`` verdicts of a training run, as many of each class as there are, shuffled; ``read`` is empty.
+
+    ``share``: how much of all verdicts a row stands for; they sum to one.  Raises DataError, RunMismatch.
+    """
+    folder = run / "train" if (run / "train").is_dir() else run
+    answers, verdicts = _answers(folder), _verdicts(folder)
+    if [record["id"] for record in verdicts] != [row.id for row in dataset.rows]:
+        raise RunMismatch(f"{folder} judged other rows than {dataset.path} has: give the file of that run")
+    rng = random.Random(seed)
+    of_class = {one: [place for place, record in enumerate(verdicts) if record["verdict"] == one] for one in VERDICTS}
+    judged = sum(map(len, of_class.values()))
+    found: Rows = []
+    for verdict, places in of_class.items():
+        taken = rng.sample(places, min(rows // 2, len(places)))
+        for place in taken:
+            row = dataset.rows[place]
+            values = (
+                row.id,
+                row.strata.get("kind", ""),
+                row.question,
+                " | ".join(row.answers),
+                answers[place],
+                verdict,
+                f"{len(places) / judged / len(taken):.8f}",
+                "",
+            )
+            found.append(dict(zip(COLUMNS, values, strict=True)))
+    rng.shuffle(found)
+    return found
+
+
+def write(rows: Rows, target: TextIO) -> None:
+    """CSV.  A text that a spreadsheet would take for a formula gets an apostrophe in front."""
+    writer = csv.DictWriter(target, COLUMNS, lineterminator="\n")
+    writer.writeheader()
+    for row in rows:
+        writer.writerow({name: f"'{text}" if text[:1] in "=+-@\t\r" and text else text for name, text in row.items()})
+
+
+def read(path: Path) -> Rows:
+    """Rows that a person has read.  Raises DataError, naming every line that is not."""
+    try:
+        with path.open(encoding="utf-8-sig", newline="") as file:
+            reader = csv.DictReader(file)
+            missing = [name for name in ("id", "verdict", "share", "read") if name not in (reader.fieldnames or ())]
+            if missing:
+                raise DataError(str(path), [f"the first line names no column {name!r}" for name in missing])
+            rows = list(reader)
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise DataError(str(path), [str(error)]) from None
+    allowed = (*VERDICTS.values(), UNCLEAR)
+    problems = []
+    for number, row in enumerate(rows, 1):
+        row["read"] = (row["read"] or "").strip().lower()
+        if row["read"] not in allowed:
+            problems.append(f"row {number} ({row['id']}): 'read' is {row['read']!r}; write {', '.join(allowed)}")
+        if row["verdict"] not in VERDICTS:
+            problems.append(f"row {number} ({row['id']}): 'verdict' is {row['verdict']!r}")
+    for verdict in VERDICTS:
+        if not problems and not any(row["verdict"] == verdict and row["read"] != UNCLEAR for row in rows):
+            problems.append(f"no row judged {verdict} was read")
+    if problems:
+        raise DataError(str(path), problems)
+    return rows
+
+
+def measure(rows: Rows) -> Audit:
+    """Rates over rows that are not unclear."""
+    agrees: dict[str, list[bool]] = {verdict: [] for verdict in VERDICTS}
+    weight = dict.fromkeys(VERDICTS, 0.0)
+    disagreed = []
+    for row in rows:
+        weight[row["verdict"]] += float(row["share"])
+        if row["read"] == UNCLEAR:
+            continue
+        agrees[row["verdict"]].append(row["read"] == VERDICTS[row["verdict"]])
+        if not agrees[row["verdict"]][-1]:
+            disagreed.append(row["id"])
+    rng = np.random.default_rng(0)
+    value, drawn = {}, {}
+    for verdict, found in agrees.items():
+        value[verdict] = np.array([np.mean(found)])
+        drawn[verdict] = rng.beta(sum(found) + 0.5, len(found) - sum(found) + 0.5, DRAWS)
+    right, wrong = VERDICTS
+
+    def rate(of_right: float, of_wrong: float) -> Rate:
+        low, high = np.quantile(of_right * drawn[right] + of_wrong * drawn[wrong], [0.025, 0.975])
+        point = (of_right * value[right] + of_wrong * value[wrong]).item()
+        return Rate(point, min(float(low), point), max(float(high), point))
+
+    share = weight[right] / sum(weight.values())
+    return Audit(
+        read=sum(map(len, agrees.values())),
+        unclear=len(rows) - sum(map(len, agrees.values())),
+        agreement=rate(share, 1 - share),
+        right_if_judged_right=rate(1, 0),
+        wrong_if_judged_wrong=rate(0, 1),
+        ceiling=rate(0.5, 0.5),
+        disagreed=tuple(disagreed),
+    )
+
+
+def _answers(folder: Path) -> dict[int, str]:
+    path = folder / "answers.jsonl"
+    if not path.is_file():
+        raise DataError(str(path), ["there is no such file: give the --run-dir of a run with --labels generate"])
+    with path.open(encoding="utf-8") as file:
+        return {record["row"]: record["answer"] for record in map(json.loads, file)}
+
+
+def _verdicts(folder: Path) -> list[dict[str, str]]:
+    paths = sorted(folder.glob("labels-*.jsonl"), key=lambda path: path.stat().st_mtime)
+    if not paths:
+        raise DataError(str(folder), ["no answer has been judged yet: let the run go on"])
+    with paths[-1].open(encoding="utf-8") as file:
+        return [json.loads(line) for line in file]

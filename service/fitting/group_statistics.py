@@ -1,0 +1,83 @@
+"""How much rows in groups tell: the groups' effective number, and intervals by resampling whole groups."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.floating]
+Labels = NDArray[np.integer]
+
+COVERAGE = 0.95
+RESAMPLES = 1_000
+
+
+class Interval(NamedTuple):
+    """Ends of a 95 % percentile interval."""
+
+    low: float
+    high: float
+
+
+def effective_groups(group: NDArray[np.integer]) -> float:
+    """Kish's effective number, (sum n_g)^2 / sum n_g^2: group [n].  As many groups of equal size tell as much."""
+    size = np.unique(group, return_counts=True)[1].astype(np.float64)
+    return float(size.sum() ** 2 / (size**2).sum())
+
+
+def largest_share(group: NDArray[np.integer]) -> float:
+    """Share of the rows that the largest group has: group [n]."""
+    size = np.unique(group, return_counts=True)[1]
+    return float(size.max() / size.sum())
+
+
+def group_draws(group: NDArray[np.integer], seed: int = 0) -> Iterator[NDArray[np.float64]]:
+    """``RESAMPLES`` bootstrap draws of whole groups: how often each row [n] of ``group`` [n] counts."""
+    names, member = np.unique(group, return_inverse=True)
+    rng = np.random.default_rng(seed)
+    for _ in range(RESAMPLES):
+        yield np.bincount(rng.integers(0, len(names), len(names)), minlength=len(names))[member].astype(np.float64)
+
+
+def auroc_interval(
+    label: Labels, group: NDArray[np.integer], tests: Sequence[tuple[NDArray[np.integer], Floats]], seed: int = 0
+) -> Interval:
+    """Of the mean AUROC over test sides, (rows, their risks) each: label, group [n].
+
+    Whole groups are drawn with replacement; the fits stay as they are.  A test side that a draw leaves without a class
+    is left out of that draw's mean.
+    """
+    hallucinated = np.asarray(label) == 0
+    levels = [np.unique(risk, return_inverse=True)[1] for _, risk in tests]
+    means = []
+    for weight in group_draws(group, seed):
+        drawn = [
+            found
+            for (rows, _), level in zip(tests, levels, strict=True)
+            if (found := weighted_auroc(hallucinated[rows], level, weight[rows])) is not None
+        ]
+        if drawn:
+            means.append(float(np.mean(drawn)))
+    if len(means) < RESAMPLES / 2:
+        return Interval(0.0, 1.0)  # nothing is known
+    low, high = np.quantile(means, [(1 - COVERAGE) / 2, (1 + COVERAGE) / 2])
+    return Interval(float(low), float(high))
+
+
+def weighted_auroc(
+    hallucinated: NDArray[np.bool_], level: NDArray[np.intp], weight: NDArray[np.float64]
+) -> float | None:
+    """AUROC of rows that count ``weight`` times; ``level`` is the rank of the row's risk among the distinct ones.
+
+    None where a class has no weight.
+    """
+    bad = np.bincount(level, weight * hallucinated)
+    good = np.bincount(level, weight * ~hallucinated)
+    pairs = bad.sum() * good.sum()
+    if not pairs:
+        return None
+    below = np.cumsum(good) - good
+    return float(bad @ (below + good / 2) / pairs)

@@ -1,0 +1,52 @@
+"""Guards between what is fitted and what is tested, of which each removal would flatter the figures.
+
+Standardisation, head and C have theirs in tests/fitting/test_calibration.py, where rows of the test side are poisoned.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from service.fitting import nested_cv
+from service.fitting.calibration import FinalClassifier
+from service.fitting.scores import youden_threshold
+from tests.fitting.planted import PlantedEngine, planted_rows, write_rows
+from tests.trainer.test_run import run
+
+
+def test_the_served_classifier_is_fitted_on_logits_that_its_probes_never_saw(tmp_path: Path) -> None:
+    """Probes that fit noise separate their own rows well; a classifier fitted there would be sure of everything."""
+    test = write_rows(tmp_path / "test.jsonl", planted_rows(600, seed=3))
+    bundle, _ = run(tmp_path, PlantedEngine(strength=0.12), planted_rows(200), test=test, c=30.0, allow_no_signal=True)
+    found = bundle.evaluation()["held_out"]
+    share = found["hallucinated"] / found["rows"]
+    assert found["signals"]["bundle"]["brier"] < share * (1 - share) + 0.01  # no worse than the share alone
+
+
+def test_a_fold_s_classifier_and_threshold_come_from_its_training_side(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fitted: list[tuple[np.ndarray, np.ndarray, FinalClassifier]] = []
+    used: list[tuple[np.ndarray, float]] = []
+    fit, summarise = nested_cv.fit_classifier, nested_cv.summary
+
+    def watched(signals: np.ndarray, label: np.ndarray) -> FinalClassifier:
+        fitted.append((signals, label, fit(signals, label)))
+        return fitted[-1][-1]
+
+    def summary(label: np.ndarray, risk: np.ndarray, threshold: float) -> Any:
+        used.append((label, threshold))
+        return summarise(label, risk, threshold)
+
+    monkeypatch.setattr(nested_cv, "fit_classifier", watched)
+    monkeypatch.setattr(nested_cv, "summary", summary)
+    run(tmp_path)
+    assert len(fitted) == len(used) == 2 * 3 * len(nested_cv.NAMES)  # seeds, folds, signals
+    for (signals, label, classifier), (test_label, threshold) in zip(fitted, used, strict=True):
+        assert len(label) + len(test_label) == 240
+        assert label.sum() + test_label.sum() == fitted[0][1].sum() + used[0][0].sum()
+        assert threshold == classifier.threshold == youden_threshold(label, classifier.risk(signals))
