@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
+
+from cyclopts import Parameter
 
 from service.cli.default_model import SHIPPED
 from service.cli.loading import load_engine
@@ -15,6 +18,8 @@ from service.settings import Range, option, section
 
 if TYPE_CHECKING:
     from service.evaluation.options import Source
+
+FEWEST_ROWS = 50
 
 
 @section("Evaluation", 5)
@@ -31,8 +36,8 @@ class EvaluateChoices:
     methods: Annotated[
         str | None,
         option("Comma-separated: hallutracer, residual-depth-mean, iti, fact-probe, iris, halluguard, "
-               "first-token-max-prob, first-token-entropy, prompt-length, text-ngrams, kind-prior.  Default: all but "
-               "halluguard, which decodes and differentiates every answer."),
+               "first-token-max-prob, first-token-entropy, prompt-length, text-ngrams, kind-prior, shuffled-labels.  "
+               "Default: all but halluguard, which decodes and differentiates every answer."),
     ] = None  # fmt: skip
     inner_folds: Annotated[int, option("Folds inside a training side.", limits=Range(2))] = 3
     per_subset: Annotated[bool, option("Also train and test inside each sub-dataset.")] = True
@@ -41,8 +46,10 @@ class EvaluateChoices:
         option("Leave out, and count, rows that the model's context cannot hold.  Without it they are an error."),
     ] = False
     limit: Annotated[
-        int | None, option("About this many rows of each set, for a quick look.  Default: all.", limits=Range(50))
-    ] = None
+        tuple[str, ...],
+        option("ROWS, about so many of each set, or NAME=ROWS for one of them; repeatable.  Default: all."),
+        Parameter(metavar="ROWS"),
+    ] = ()
 
 
 def evaluate(
@@ -72,7 +79,7 @@ def evaluate(
 
     methods = tuple(name.strip() for name in (options.methods or "").split(",") if name.strip())
     evaluation = EvaluateOptions(
-        sources=tuple(map(source, options.data)) if options.data else (_demo(engine.model),),
+        sources=limited(tuple(map(source, options.data)) if options.data else (_demo(engine.model),), options.limit),
         out=options.out or Path("evaluation"),
         suite=options.suite,
         methods=methods or DEFAULT_METHODS,
@@ -85,7 +92,6 @@ def evaluate(
         prompt_format=labels.prompt_format,
         per_subset=options.per_subset,
         skip_long=options.skip_long,
-        limit=options.limit,
         batch_rows=fit.batch_rows,
         jobs=fit.jobs,
     )
@@ -114,6 +120,22 @@ def source(text: str) -> Source:
         return Source(path.stem, path)
     known = ", ".join(SETS)
     raise UsageError("--data", f"{text!r} is neither a JSONL file nor NAME=FOLDER with NAME one of {known}")
+
+
+def limited(sources: Sequence[Source], limits: Sequence[str]) -> tuple[Source, ...]:
+    """The sources with their ``--limit``: NAME=ROWS before ROWS.  Raises UsageError."""
+    rows: dict[str | None, int] = {}
+    for text in limits:
+        name, equals, count = text.rpartition("=")
+        key = name if equals else None
+        if not (count.isdecimal() and int(count) >= FEWEST_ROWS):
+            raise UsageError("--limit", f"{text!r} is not ROWS or NAME=ROWS with at least {FEWEST_ROWS} rows")
+        if equals and name not in (known := [source.name for source in sources]):
+            raise UsageError("--limit", f"{name!r} is not among the data: {', '.join(known)}")
+        if key in rows:
+            raise UsageError("--limit", f"{name or 'ROWS'} is given twice")
+        rows[key] = int(count)
+    return tuple(replace(source, limit=rows.get(source.name, rows.get(None))) for source in sources)
 
 
 def _demo(model: str | None) -> Source:

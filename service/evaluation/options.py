@@ -12,8 +12,8 @@ from service.errors import TrainingError
 from service.evaluation.methods import METHODS
 from service.fitting.options import C_GRID
 
-OURS, RESIDUAL = "hallutracer", "residual-depth-mean"
-NAMES = (OURS, RESIDUAL, *METHODS)
+OURS, RESIDUAL, SHUFFLED = "hallutracer", "residual-depth-mean", "shuffled-labels"
+NAMES = (OURS, RESIDUAL, *METHODS, SHUFFLED)
 # HalluGuard decodes and differentiates every answer: minutes where the others take seconds.
 DEFAULT_METHODS = tuple(name for name in NAMES if name != "halluguard")
 Suite = Literal["main", "paper"]
@@ -28,6 +28,7 @@ class Source:
     known: str | None = None  # the registry's name; None: JSONL rows
     rows: Callable[[], list[dict[str, Any]]] | None = None
     title: str = ""  # of made rows
+    limit: int | None = None  # about this many rows, in whole groups; None: all
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,6 @@ class EvaluateOptions:
     prompt_format: Literal["auto", "chat", "text"] = "auto"
     per_subset: bool = True  # also the main table inside each sub-dataset, and its mean
     skip_long: bool = False  # leave out, and count, rows that the model's context cannot hold
-    limit: int | None = None  # the first groups of each set, this many rows at most: for a quick look
     batch_rows: int = 32
     jobs: int = 0  # processes for the fits; 0: all cores
 

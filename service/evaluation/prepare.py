@@ -31,6 +31,10 @@ from service.prompts import PromptFormat, render
 from service.readout import Pooling, Site
 
 
+class TooFewOfAClass(TrainingError):
+    """A set's labels, which are known only once the model has answered, leave a fold without one of the classes."""
+
+
 @dataclass(frozen=True, eq=False)
 class SetRows:
     """A set's rows before a model has seen them."""
@@ -87,10 +91,10 @@ def read_rows(source: Source, options: EvaluateOptions) -> SetRows:
     own = source.path if info is None else None
     if own is not None:
         dataset = read_dataset(own, labels, folds=folds)  # reports problems by the user's own lines
-    if options.limit is not None:
-        rows = _sample_groups(rows, options.limit)
+    if source.limit is not None:
+        rows = _sample_groups(rows, source.limit)
         notes.append(f"only {len(rows)} rows (--limit)")
-    if own is None or options.limit is not None:
+    if own is None or source.limit is not None:
         _write_rows(path, rows)
         dataset = read_dataset(path, labels, folds=folds)
     judge: JudgeName = options.judge or (info.judge if info else None) or "contains"
@@ -131,7 +135,7 @@ def within_context(engine: Engine, rows: SetRows, folder: Path, folds: int, prom
 def prepare_set(
     engine: Engine, rows: SetRows, options: EvaluateOptions, prompt_format: PromptFormat, poolings: Sequence[Pooling]
 ) -> PreparedSet:
-    """Extract and label.  Raises what ``collect`` raises, and TrainingError where a class is missing."""
+    """Extract and label.  Raises what ``collect`` raises, and TooFewOfAClass."""
     folder = options.out / "sets" / rows.name / "readouts"
     collection = collect(
         engine,
@@ -150,7 +154,7 @@ def prepare_set(
     index, label = labelled.index, labelled.label
     group = rows.dataset.groups[index]
     if problems := class_problems(label, group, options.folds):
-        raise TrainingError(f"{rows.name}: {'; '.join(problems)}", param="data")
+        raise TooFewOfAClass(f"{rows.name}: {'; '.join(problems)}", param="data")
     kind = np.array([rows.kind[row] for row in index.tolist()], dtype=np.str_)
     inputs = MethodInputs(
         label=label,

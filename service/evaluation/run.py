@@ -24,10 +24,26 @@ from service.errors import EngineError, NoDirection, TrainingError
 from service.evaluation.main_table import MEASURES, compare, main_table, measured, rows_of
 from service.evaluation.methods import METHODS, fit_method
 from service.evaluation.methods.base import MethodInputs
-from service.evaluation.options import OURS, RESIDUAL, EvaluateOptions
-from service.evaluation.prepare import PreparedSet, answers_path, prepare_set, read_rows, within_context
+from service.evaluation.options import OURS, RESIDUAL, SHUFFLED, EvaluateOptions
+from service.evaluation.prepare import (
+    PreparedSet,
+    SetRows,
+    TooFewOfAClass,
+    answers_path,
+    prepare_set,
+    read_rows,
+    within_context,
+)
 from service.evaluation.set_result import SetResult
-from service.evaluation.splits import Split, kept, kept_split, outer_splits, pooled_depth_mean, residual_depth_mean
+from service.evaluation.splits import (
+    Split,
+    kept,
+    kept_split,
+    outer_splits,
+    pooled_depth_mean,
+    residual_depth_mean,
+    shuffled_depth_mean,
+)
 from service.evaluation.tables import Table
 from service.evaluation.transfer import transfer_table
 from service.fitting.fit import Floats
@@ -38,7 +54,11 @@ from service.readout import Pooling, Site
 from service.risk import depth_mean
 from service.trainer.run import Console
 
-TITLES = {OURS: "HalluTracer (depth mean)", RESIDUAL: "Residual-stream depth mean"}
+TITLES = {
+    OURS: "HalluTracer (depth mean)",
+    RESIDUAL: "Residual-stream depth mean",
+    SHUFFLED: "HalluTracer on shuffled labels (control)",
+}
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,7 +99,7 @@ def evaluate(options: EvaluateOptions, engine_factory: Callable[[], Engine], *, 
                     within_context(engine, set_rows, options.out / "sets" / set_rows.name, options.folds, prompt_format)
                     for set_rows in rows
                 ]
-            prepared = [prepare_set(engine, set_rows, options, prompt_format, poolings) for set_rows in rows]
+            prepared, left_out = _prepare(engine, rows, options, prompt_format, poolings, console)
             identity = engine.identity
             prepared = [_with_halluguard(engine, one_set, options) for one_set in prepared]
         sets = [_evaluate_set(one_set, options) for one_set in prepared]
@@ -88,8 +108,34 @@ def evaluate(options: EvaluateOptions, engine_factory: Callable[[], Engine], *, 
         subsets = _subsets(prepared, options, titles) if options.per_subset else None
         by_set = {one_set.rows.name: one_set.inputs for one_set in prepared}
         transfer = transfer_table(by_set, options, options.out / "transfer")
-    main = main_table(table_rows, _notes(sets, titles))
+    main = main_table(table_rows, [*_notes(sets, titles), *left_out])
     return EvaluationResult(options, identity, tuple(sets), main, subsets, transfer, titles, time.monotonic() - begun)
+
+
+def _prepare(
+    engine: Engine,
+    rows: Sequence[SetRows],
+    options: EvaluateOptions,
+    prompt_format: PromptFormat,
+    poolings: Sequence[Pooling],
+    console: Console,
+) -> tuple[list[PreparedSet], list[str]]:
+    """The sets, and a note for each that is left out: its own answers are too nearly all right, or all wrong.
+
+    That is known only once the model has answered, and must not cost the other sets.  Raises TooFewOfAClass where no
+    set remains.
+    """
+    prepared: list[PreparedSet] = []
+    problems: list[TooFewOfAClass] = []
+    for set_rows in rows:
+        try:
+            prepared.append(prepare_set(engine, set_rows, options, prompt_format, poolings))
+        except TooFewOfAClass as problem:
+            problems.append(problem)
+            console.print(f"left out: {problem}")
+    if not prepared:
+        raise problems[0]
+    return prepared, [f"Left out: {problem}" for problem in problems]
 
 
 def _measures(result: SetResult) -> dict[str, dict[str, dict[str, float]]]:
@@ -175,6 +221,8 @@ def _score(folder: Path, method: str, inputs: MethodInputs, split: Split, option
     def make() -> Floats:
         if method == RESIDUAL:
             return -residual_depth_mean(inputs, split, options)
+        if method == SHUFFLED:
+            return -shuffled_depth_mean(inputs, split, options)
         return fit_method(method, inputs, split.train, split.test, split.seed, options.jobs or None)
 
     return _kept_score(folder / method / f"seed{split.seed}-fold{split.fold}.npz", make)

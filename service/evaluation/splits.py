@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +90,14 @@ def residual_depth_mean(inputs: MethodInputs, split: Split, options: EvaluateOpt
     fits = fit_options(options)
     c = choose_c(inputs.residual, inputs.group, split.train, split.seed, fits).c
     return depth_mean(refit(inputs.residual, split.train, split.test, c, fits).trajectory)
+
+
+def shuffled_depth_mean(inputs: MethodInputs, split: Split, options: EvaluateOptions) -> Floats:
+    """Depth means of the test side, [n_test], by probes whose training labels were shuffled: a leak shows above .5."""
+    label = inputs.label.copy()
+    label[split.train] = np.random.default_rng([split.seed, split.fold]).permutation(label[split.train])
+    readouts = replace(inputs.heads, label=label)
+    return depth_mean(refit(readouts, split.train, split.test, split.c, fit_options(options)).trajectory)
 
 
 def pooled_depth_mean(readouts: Readouts, split: Split, options: EvaluateOptions) -> Floats:
