@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from service.data.judges import normalise
 from service.data.sets.files import Row, json_lines
 from service.data.sets.questions import BRIEFLY, question_group
 
@@ -16,8 +17,11 @@ ROWS = 5_410
 
 
 def read_nq_open(folder: Path, problems: list[str]) -> tuple[list[Row], dict[str, int]]:
-    """Rows (id, prompt, answers, group, kind) for generated labels, and counts {read, repeated}."""
-    rows, seen, counts = [], set(), {"read": 0, "left out: repeated": 0}
+    """Rows (id, prompt, answers, group, kind) for generated labels, and counts {read, repeated, without a word}.
+
+    An accepted answer without a word, such as "*", is dropped: no judge could find it in an answer.
+    """
+    rows, seen, counts = [], set(), {"read": 0, "left out: repeated": 0, "left out: no answer with a word": 0}
     for kind, name in FILES.items():
         for number, value in json_lines(folder, name, problems):
             question, answers = value.get("question"), value.get("answer")
@@ -35,12 +39,16 @@ def read_nq_open(folder: Path, problems: list[str]) -> tuple[list[Row], dict[str
                 counts["left out: repeated"] += 1
                 continue
             seen.add(group)
+            accepted = [answer.strip() for answer in answers if normalise(answer)]
+            if not accepted:
+                counts["left out: no answer with a word"] += 1
+                continue
             asked = question.strip().rstrip("?").strip()
             rows.append(
                 {
                     "id": f"nq-open-{kind}-{number}",
                     "prompt": f"{asked[:1].upper()}{asked[1:]}?{BRIEFLY}",
-                    "answers": list(dict.fromkeys(answer.strip() for answer in answers)),
+                    "answers": list(dict.fromkeys(accepted)),
                     "group": group,
                     "kind": kind,
                 }
