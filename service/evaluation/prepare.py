@@ -189,6 +189,6 @@ def _sample_groups(rows: list[dict[str, Any]], limit: int) -> list[dict[str, Any
     """About ``limit`` rows in whole groups, evenly spaced over the file so that every sub-dataset is sampled."""
     names = [str(row.get("group", row["id"])) for row in rows]
     order = list(dict.fromkeys(names))
-    stride = max(1, round(len(rows) / limit))
-    chosen = set(order[::stride])
+    count = min(len(order), max(1, round(limit * len(order) / len(rows))))
+    chosen = {order[number * len(order) // count] for number in range(count)}
     return [row for row, name in zip(rows, names, strict=True) if name in chosen]

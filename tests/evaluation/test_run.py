@@ -108,6 +108,10 @@ def test_another_protocol_in_the_same_folder_is_refused(paper: Path) -> None:
         (["--methods", "hallutracer,magic"], 1, "no method 'magic'"),
         (["--methods", "iti"], 1, "hallutracer must be among the methods"),
         (["--model", "some/model"], 2, "name the data to evaluate this model on"),
+        (["--limit", "49"], 2, "'49' is not ROWS or NAME=ROWS with at least 50 rows"),
+        (["--limit", "demo-questions=many"], 2, "'demo-questions=many' is not ROWS or NAME=ROWS"),
+        (["--limit", "helm=60"], 2, "'helm' is not among the data: demo-questions"),
+        (["--limit", "60", "--limit", "70"], 2, "ROWS is given twice"),
     ],
 )
 def test_wrong_input_is_said_before_a_model_is_loaded(
@@ -143,6 +147,28 @@ def test_rows_too_long_for_the_model_are_an_error_or_left_out_and_counted(tmp_pa
     done = run(tmp_path / "out", *more, "--skip-long")
     assert "79 rows" in done.stdout
     assert "1 rows longer than the model's context of 256 tokens left out" in done.stdout
+
+
+def test_a_set_without_both_classes_does_not_cost_the_others_their_tables(tmp_path: Path) -> None:
+    from service.demo.questions import questions
+
+    asked = questions("dev")[:200]
+    paths = {name: tmp_path / f"{name}.jsonl" for name in ("answerable", "hopeless")}
+    for name, path in paths.items():
+        answers = {"answers": ["no such place"]} if name == "hopeless" else {}
+        path.write_text("".join(json.dumps(row | answers) + "\n" for row in asked))
+    data = {name: ["--data", str(path)] for name, path in paths.items()}
+    limits = ["--limit", "hopeless=60", "--limit", "150"]
+    few = ["--methods", "hallutracer,shuffled-labels", "--no-per-subset"]
+    done = run(tmp_path / "out", *data["hopeless"], *data["answerable"], *limits, *few)
+    assert "Left out: hopeless: no row is factual" in done.stdout
+    main = results(tmp_path / "out")["tables"]["main"]  # type: ignore[index]
+    assert {row["set"] for row in main["rows"]} == {"answerable"}
+    assert "only 150 rows" in done.stdout
+    aurocs = {row["method"]: row["auroc"]["mean"] for row in main["rows"]}
+    assert aurocs["HalluTracer (depth mean)"] > 0.6
+    done = run(tmp_path / "alone", *data["hopeless"], "--limit", "60", *few, expect=1)
+    assert "hopeless: no row is factual" in done.stderr
 
 
 def test_rows_of_a_file_with_given_labels(tmp_path: Path) -> None:

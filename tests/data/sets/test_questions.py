@@ -75,7 +75,7 @@ def test_a_damaged_block_is_named(tmp_path: Path, block: str, line: int) -> None
 
 def test_search_queries_become_questions(tmp_path: Path) -> None:
     rows, counts = read("nq-open", write_nq_open(tmp_path))
-    assert counts == {"read": 2, "left out: repeated": 0}
+    assert counts == {"read": 2, "left out: repeated": 0, "left out: no answer with a word": 0}
     assert rows[0] == {
         "id": "nq-open-dev-1",
         "prompt": "Who flew the first kite? Answer briefly.",
@@ -83,6 +83,15 @@ def test_search_queries_become_questions(tmp_path: Path) -> None:
         "group": "question/who flew the first kite",
         "kind": "dev",
     }
+
+
+def test_an_answer_without_a_word_is_dropped_and_a_question_with_no_other_counted(tmp_path: Path) -> None:
+    marks = {"question": "what is written on page one", "answer": ["*", "a star"]}
+    none = {"question": "what is written on page two", "answer": ["*", ","]}
+    rows, counts = read("nq-open", write_nq_open(tmp_path, marks, none))
+    assert counts["left out: no answer with a word"] == 1
+    assert rows[0]["answers"] == ["a star"]
+    assert "page two" not in "".join(row["prompt"] for row in rows)
 
 
 @pytest.mark.parametrize(
