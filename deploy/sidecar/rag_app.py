@@ -8,8 +8,8 @@
 
 Run:  python deploy/sidecar/rag_app.py "What is the capital of Italy?" "What is the capital of the Solomon Islands?"
       uvicorn --app-dir deploy/sidecar rag_app:app
-Environment: HALLUTRACER_URL, HALLUTRACER_API_KEY_FILE, RAG_PASSAGES (a file, one passage a line; without it the demo
-model's own facts), RAG_WHEN_GUARD_FAILS (refuse | passages).
+Environment: HALLUTRACER_URL, HALLUTRACER_API_KEY_FILE, RAG_PASSAGES (a file, one passage a line; without it the
+demo's facts), RAG_WHEN_GUARD_FAILS (refuse | passages).
 """
 
 from __future__ import annotations
@@ -31,34 +31,20 @@ from rich.table import Table
 from sklearn.feature_extraction.text import TfidfVectorizer
 
 from service.client import AsyncClient, ClientError, Generate, RequestRefused, Risk
-from service.demo.world import build_world
+from service.demo.passages import sentence
+from service.demo.world import Fact, build_world
 
 TOP_K = 3
-SENTENCES = {
-    "capital": "{a} is the capital of {s}.",
-    "currency": "The currency of {s} is the {a}.",
-    "language": "The language of {s} is {a}.",
-    "country_continent": "The continent of {s} is {a}.",
-    "symbol": "The chemical symbol of {s} is {a}.",
-    "number": "The atomic number of {s} is {a}.",
-}
 
 
 def demo_passages() -> list[str]:
-    """One sentence per fact; a city's three facts share one."""
-    facts = {(fact.kind, fact.subject): fact for fact in build_world().facts}
+    """One sentence for each fact that SmolLM2's bundles ask about."""
 
-    def answers(kind: str, subject: str) -> str:
-        *others, last = facts[kind, subject].answers
+    def answers(fact: Fact) -> str:
+        *others, last = fact.answers
         return f"{', '.join(others)} and {last}" if others else last
 
-    texts = [
-        SENTENCES[kind].format(s=subject, a=answers(kind, subject)) for kind, subject in facts if kind in SENTENCES
-    ]
-    for city in (subject for kind, subject in facts if kind == "city_country"):
-        country, region, continent = (answers(f"city_{what}", city) for what in ("country", "region", "continent"))
-        texts.append(f"{city} is a city in {country}, in {region}, on the continent of {continent}.")
-    return list(dict.fromkeys(texts))
+    return list(dict.fromkeys(sentence(fact, answers(fact)) for fact in build_world().facts))
 
 
 @dataclass(frozen=True)
@@ -88,7 +74,7 @@ class Retriever:
 
     def __init__(self, texts: Sequence[str]) -> None:
         self._texts = list(texts)
-        self._words = TfidfVectorizer(ngram_range=(1, 2), sublinear_tf=True, token_pattern=r"(?u)\b\w+\b")
+        self._words = TfidfVectorizer(ngram_range=(1, 2), binary=True, token_pattern=r"(?u)\b\w+\b")
         self._matrix = self._words.fit_transform(self._texts)  # [texts, words]
 
     def find(self, question: str, k: int = TOP_K) -> list[Passage]:
@@ -112,9 +98,11 @@ class Reply:
 
 
 def with_passages(question: str, passages: Sequence[Passage]) -> list[dict[str, str]]:
-    """The question with its passages, as one user turn."""
-    listed = "\n".join(f"- {passage.text}" for passage in passages)
-    return [{"role": "user", "content": f"Passages:\n{listed}\n\nQuestion: {question}"}]
+    """The passages in front of the question, in one user turn: the form in which SmolLM2's bundles were trained.
+
+    A risk is calibrated for prompts of the form that training saw.  Change this only with the training rows.
+    """
+    return [{"role": "user", "content": f"{' '.join(passage.text for passage in passages)}\n\n{question}"}]
 
 
 class GuardedRag:

@@ -1,10 +1,9 @@
 """The README's figures: how risk and correctness change with retrieval, on the demo's questions.
 
-Run against a service with the demo model that lets every answer through, because those which a gate would withhold
-are judged too:
+Run against a service that lets every answer through, because those which a gate would withhold are judged too:
 
     hallutracer serve --policy observe
-    python deploy/sidecar/rag_figures.py --split test
+    python deploy/sidecar/rag_figures.py --split test --limit 600
 """
 
 from __future__ import annotations
@@ -105,7 +104,7 @@ def main(
     limit: Annotated[
         int, Parameter(help="At most this many questions, spread over the split.", validator=validators.Number(gte=1))
     ] = 10**6,
-    bundle: Annotated[str, Parameter(help="Which bundle reads the risk.")] = "demo",
+    bundle: Annotated[str, Parameter(help="Which bundle reads the risk.")] = "smollm2",
 ) -> None:
     """Print the figures."""
     rows = questions(split)

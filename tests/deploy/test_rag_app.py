@@ -75,7 +75,7 @@ def test_the_known_is_answered_and_the_unknown_is_looked_up(
     assert (known["source"], known["answer"], known["risk_after"]) == ("model", "It is Rome.", None)
     assert known["passages"] == []
     assert (unknown["source"], unknown["answer"]) == ("passages", None)
-    assert unknown["passages"][0]["text"] == "Honiara is the capital of the Solomon Islands."
+    assert unknown["passages"][0]["text"] == "The capital of the Solomon Islands is Honiara."
     assert known["risk_before"] < 0.3 < unknown["risk_before"]
     assert 0.3 < unknown["risk_after"] <= 1
 
@@ -93,11 +93,11 @@ def test_the_command_line_shows_both(guard: str, key_file: str) -> None:
     assert "answered at once" in rows[0]
     assert "It is Rome." in rows[0]
     assert "withheld" in rows[1]
-    assert "Honiara is the capital" in rows[1]
+    assert "is Honiara." in rows[1]
 
 
 def test_the_figures_come_out(guard: str, key_file: str, tmp_path: Path) -> None:
-    options = ("--split", "dev", "--limit", "12")
+    options = ("--split", "dev", "--limit", "12", "--bundle", "demo")
     done = cli(*options, script="rag_figures.py", HALLUTRACER_URL=guard, HALLUTRACER_API_KEY_FILE=key_file)
     assert "403 not_allowed: policy 'observe'" in done.stderr
     (tmp_path / "key").write_text("the-key-of-the-figures\n")
@@ -136,7 +136,7 @@ def test_the_readmes_code_runs(guard: str, key_file: str, example: Any) -> None:
                     *[await names["reply_to"](messages, send) for messages in asked]]  # fmt: skip
 
     assert asyncio.run(run()) == [
-        " It is Rome.", "Honiara is the capital of the Solomon Islands.", None, "I am not sure.",
+        " It is Rome.", "The capital of the Solomon Islands is Honiara.", None, "I am not sure.",
     ]  # fmt: skip
     assert "".join(sent) == " It is Rome."
 
@@ -202,8 +202,7 @@ def test_an_answer_from_passages(ask: Any) -> None:
     assert [passage["text"] for passage in reply["passages"]] == ["Honiara is the capital.", "Rome is old."]
     (first,), (second,) = (body["messages"] for body in asked)
     assert first == {"role": "user", "content": "Which capital is it?"}
-    assert "Honiara is the capital." in second["content"]
-    assert second["content"].endswith("Question: Which capital is it?")
+    assert second["content"] == "Honiara is the capital. Rome is old.\n\nWhich capital is it?"
 
 
 def test_nothing_found_is_not_asked_again(ask: Any) -> None:
@@ -268,6 +267,6 @@ def test_the_environment(example: Any, tmp_path: Path, monkeypatch: pytest.Monke
 def test_every_passage_states_facts_of_the_demo(example: Any) -> None:
     texts = example.demo_passages()
     assert len(texts) == len(set(texts)) > 4000
-    assert "Rome is the capital of Italy." in texts
-    assert "Shanghai is a city in China, in Eastern Asia, on the continent of Asia." in texts
+    assert {"Rome is the capital of Italy.", "The capital of Italy is Rome."} <= set(texts)
+    assert {"Shanghai is a city in China.", "The city of Shanghai is in Eastern Asia."} <= set(texts)
     assert "The atomic number of gold is 79." in texts
