@@ -20,7 +20,6 @@ Floats = NDArray[np.floating]
 Labels = NDArray[np.integer]
 
 CANDIDATES = 40  # thresholds of a sequence
-START_SHARE = 0.5  # of alpha: the training error at which a sequence begins
 
 
 @dataclass(frozen=True)
@@ -95,8 +94,8 @@ def sequence(
 ) -> list[float]:
     """Thresholds from strict to loose, by training's out-of-fold risks alone: label, risk, group [n].
 
-    It begins at the loosest threshold whose error in training is at most half of alpha and that would leave enough
-    answering groups in a calibration set of ``calibration_groups``; else at the strictest that leaves enough.
+    It begins where training's rows make a test on ``calibration_groups`` groups surest to pass: a stricter threshold
+    has fewer wrong answers and fewer answering groups to show it by.  A sequence that begins too loose ends at once.
     """
     levels = np.unique(np.quantile(risk, np.linspace(0, 1, 4 * CANDIDATES + 1)[1:], method="higher"))
     levels = np.append(levels, 1.0 + 1e-9)
@@ -104,11 +103,12 @@ def sequence(
     total = len(np.unique(group))
     needed = least_groups(alpha, delta)
     found = [first_answered(label, risk, group, float(level), order) for level in levels]
-    enough = [place for place, (groups, _) in enumerate(found) if groups / total * calibration_groups >= 1.2 * needed]
-    if not enough:
+    answering = np.array([groups / total * calibration_groups for groups, _ in found])
+    share = np.array([(wrong + 0.5) / (groups + 1) for groups, wrong in found])  # never 0: training is a sample, too
+    sure = np.where(answering >= needed, (alpha - share) * np.sqrt(answering), -np.inf)  # a binomial test's z, scaled
+    if not np.isfinite(sure).any():
         return [float(levels[-1])]
-    good = [place for place in enough if found[place][1] <= START_SHARE * alpha * found[place][0]]
-    start = max(good) if good else enough[0]
+    start = int(sure.argmax())
     chosen = np.unique(np.linspace(start, len(levels) - 1, CANDIDATES).round().astype(int))
     return [float(levels[place]) for place in chosen]
 
