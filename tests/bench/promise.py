@@ -87,7 +87,7 @@ def simulated(rng: np.random.Generator, groups: int, size: int, icc: float) -> R
 
     def latent() -> Floats:
         shared = np.repeat(rng.normal(size=groups), size)
-        return np.sqrt(icc) * shared + np.sqrt(1 - icc) * rng.normal(size=groups * size)
+        return np.asarray(np.sqrt(icc) * shared + np.sqrt(1 - icc) * rng.normal(size=groups * size))
 
     score = MEAN + STRENGTH * latent()
     return Rows((score + latent() <= 0).astype(np.int64), norm.cdf(score), np.repeat(np.arange(groups), size))
@@ -147,7 +147,7 @@ def tabulate(title: str, draws: int, draw: Callable[[], tuple[Rows, Rows]], trut
 
     def violated(name: str) -> str:
         count = sum(error > ALPHA for error in errors[name])
-        low, high = beta.ppf([0.025, 0.975], [count + 0.5] * 2, [draws - count + 0.5] * 2)
+        low, high = np.asarray(beta.ppf([0.025, 0.975], [count + 0.5] * 2, [draws - count + 0.5] * 2)).tolist()
         return f"{count / draws:.3f} [{low:.3f}, {high:.3f}]"
 
     def mean(name: str) -> str:
