@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 Floats = NDArray[np.floating]
 Labels = NDArray[np.integer]
+Tests = Sequence[tuple[NDArray[np.integer], Floats]]  # test sides: rows and their risks
 
 COVERAGE = 0.95
 RESAMPLES = 1_000
@@ -42,29 +43,40 @@ def group_draws(group: NDArray[np.integer], seed: int = 0) -> Iterator[NDArray[n
         yield np.bincount(rng.integers(0, len(names), len(names)), minlength=len(names))[member].astype(np.float64)
 
 
-def auroc_interval(
-    label: Labels, group: NDArray[np.integer], tests: Sequence[tuple[NDArray[np.integer], Floats]], seed: int = 0
-) -> Interval:
+def auroc_interval(label: Labels, group: NDArray[np.integer], tests: Tests, seed: int = 0) -> Interval:
     """Of the mean AUROC over test sides, (rows, their risks) each: label, group [n].
 
     Whole groups are drawn with replacement; the fits stay as they are.  A test side that a draw leaves without a class
     is left out of that draw's mean.
     """
+    means = [mean for mean in _drawn_means(label, group, tests, seed) if mean is not None]
+    if len(means) < RESAMPLES / 2:
+        return Interval(0.0, 1.0)  # nothing is known
+    low, high = np.quantile(means, [(1 - COVERAGE) / 2, (1 + COVERAGE) / 2])
+    return Interval(float(low), float(high))
+
+
+def gain_interval(label: Labels, group: NDArray[np.integer], one: Tests, other: Tests, seed: int = 0) -> Interval:
+    """Of the mean AUROC of ``one`` minus that of ``other``, on the same test sides and draws of groups."""
+    pairs = zip(_drawn_means(label, group, one, seed), _drawn_means(label, group, other, seed), strict=True)
+    gains = [of_one - of_other for of_one, of_other in pairs if of_one is not None and of_other is not None]
+    if len(gains) < RESAMPLES / 2:
+        return Interval(-1.0, 1.0)
+    low, high = np.quantile(gains, [(1 - COVERAGE) / 2, (1 + COVERAGE) / 2])
+    return Interval(float(low), float(high))
+
+
+def _drawn_means(label: Labels, group: NDArray[np.integer], tests: Tests, seed: int) -> Iterator[float | None]:
+    """The mean AUROC over test sides, draw by draw; None where no test side has both classes."""
     hallucinated = np.asarray(label) == 0
     levels = [np.unique(risk, return_inverse=True)[1] for _, risk in tests]
-    means = []
     for weight in group_draws(group, seed):
         drawn = [
             found
             for (rows, _), level in zip(tests, levels, strict=True)
             if (found := weighted_auroc(hallucinated[rows], level, weight[rows])) is not None
         ]
-        if drawn:
-            means.append(float(np.mean(drawn)))
-    if len(means) < RESAMPLES / 2:
-        return Interval(0.0, 1.0)  # nothing is known
-    low, high = np.quantile(means, [(1 - COVERAGE) / 2, (1 + COVERAGE) / 2])
-    return Interval(float(low), float(high))
+        yield float(np.mean(drawn)) if drawn else None
 
 
 def weighted_auroc(

@@ -111,6 +111,7 @@ class Evaluation:
 
     document: dict[str, Any]
     risk: dict[str, Floats]  # signal -> [seeds, n], each row's risk by a fold that never saw it
+    tests: dict[str, list[tuple[Index, Floats]]]  # signal -> test sides of all folds: rows and their risks
 
 
 def name_of(signals: Sequence[str], scale: LogitScale) -> str:
@@ -141,9 +142,8 @@ def evaluate(inputs: Inputs, *, folds: int, seeds: Sequence[int], options: FitOp
     outer = outer_folds(label, inputs.group, folds=folds, seeds=seeds)
     scores = nested_cv(tqdm(outer, "evaluation", mininterval=1), fit)
     risks = {name: by_row(scores[name], len(label)) for name in NAMES}
-    intervals = {
-        name: auroc_interval(label, inputs.group, [(fold.test, fold.score) for fold in scores[name]]) for name in NAMES
-    }
+    tests = {name: [(fold.test, fold.score) for fold in scores[name]] for name in NAMES}
+    intervals = {name: auroc_interval(label, inputs.group, tests[name]) for name in NAMES}
     document: dict[str, Any] = {
         "protocol": {
             "folds": folds,
@@ -173,7 +173,7 @@ def evaluate(inputs: Inputs, *, folds: int, seeds: Sequence[int], options: FitOp
     }
     for name, interval in intervals.items():
         document["signals"][name]["auroc"] |= rounded(interval._asdict())
-    return Evaluation(document, risks)
+    return Evaluation(document, risks, tests)
 
 
 def held_out(

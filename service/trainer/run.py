@@ -41,6 +41,7 @@ from service.trainer.options import TrainOptions
 from service.trainer.plots import draw
 from service.trainer.publish import golden_rows, manifest_of, probe_tensors, record_golden, trajectories
 from service.trainer.record import PreparedData, evaluation_document, plot_data, training_record
+from service.trainer.summary import better_options, summary_table
 
 
 class Console(Protocol):
@@ -108,6 +109,9 @@ def _draft(
         gates = [at_threshold(inputs.label, of_seed, classifier.threshold) for of_seed in nested.risk[own]]
         nested.document["at_threshold"] = rounded({key: np.mean([gate[key] for gate in gates]) for key in gates[0]})
         _check_signal(nested.document["signals"][own]["auroc"], options)
+        console.print(summary_table(nested.document["signals"], own))
+        for line in better_options(inputs, nested, own):
+            console.print(line)
     document = evaluation_document(options, data, out_of_fold, refitted, choice.auroc, nested)
     if held is not None:
         logits = trajectories(held.inputs.readouts, probes)

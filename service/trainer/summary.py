@@ -1,0 +1,53 @@
+"""What a training run prints at its end: how the signals compare, and options that would have done better."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from service.fitting.group_statistics import gain_interval
+from service.fitting.markdown import markdown_table
+from service.fitting.nested_cv import NAMES, Evaluation, Inputs
+from service.trainer.card import SIGNALS, WITHIN
+
+OPTIONS = {
+    "depth_mean_unit_norm": "--logit-scale unit_norm --signals depth_mean",
+    "depth_mean_standardized": "--logit-scale standardized --signals depth_mean",
+    "fused_unit_norm": "--logit-scale unit_norm --signals depth_mean,first_token",
+    "fused_standardized": "--logit-scale standardized --signals depth_mean,first_token",
+}
+"""Signal -> the options of ``hallutracer train`` that publish it."""
+
+
+def summary_table(signals: Mapping[str, Any], own: str) -> str:
+    """AUROC with its interval, AUROC within a kind where the rows have kinds, and calibration; ours is marked."""
+    within = [key for key in WITHIN if any(signals[name].get(key) for name in NAMES)]
+    header = ["", "AUROC", *(WITHIN[key] for key in within), "calibration error, debiased"]
+    lines = []
+    for name in NAMES:
+        row = signals[name]
+        auroc = row["auroc"]
+        lines.append(
+            [
+                ("> " if name == own else "") + SIGNALS[name],
+                f"{auroc['mean']:.3f} [{auroc['low']:.3f}, {auroc['high']:.3f}]",
+                *(f"{row[key]['mean']:.3f}" if row.get(key) else "-" for key in within),
+                f"{row['calibration_debiased']['mean']:.3f}",
+            ]
+        )
+    return markdown_table(header, lines)
+
+
+def better_options(inputs: Inputs, nested: Evaluation, own: str) -> Iterator[str]:
+    """A line for each variant whose gain over the bundle's own signal has a 95 % interval above zero.
+
+    The variants were compared on the rows that would also judge the winner: its own figure is a little too good.
+    """
+    signals = nested.document["signals"]
+    for name, flags in OPTIONS.items():
+        if name == own:
+            continue
+        gain = gain_interval(inputs.label, inputs.group, nested.tests[name], nested.tests[own])
+        if gain.low > 0:
+            value = signals[name]["auroc"]["mean"] - signals[own]["auroc"]["mean"]
+            yield f"{flags} gains {value:.3f} [{gain.low:.3f}, {gain.high:.3f}] of AUROC"
