@@ -8,9 +8,11 @@ its log odds.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from service.errors import TrainingError
 from service.evaluation.main_table import spread
@@ -19,7 +21,8 @@ from service.evaluation.splits import Split
 from service.evaluation.tables import Column
 from service.fitting.calibration import fit_classifier
 from service.fitting.fit import Floats
-from service.fitting.scores import auroc
+from service.fitting.nested_cv import FoldScores
+from service.fitting.scores import auroc, risk_auroc
 from service.paper.diagnostics.features import (
     FIVE,
     GROUPS,
@@ -41,14 +44,29 @@ _CLASSIFIER: Final = (
 )
 _COMBINED: Final = "tab:ablation_combined", ("mean", "median", "mean_and_shape", "shape"), ("source", *GROUPS)
 Sides = tuple[Floats, Floats]  # features [n_train, k] and [n_test, k]
+Features = Callable[[Split], Sides]
+
+
+def _statistics(split: Split, names: Sequence[str]) -> Sides:
+    train, test = (trajectory_features(values) for values in (split.train_trajectory, split.test_trajectory))
+    return np.stack([train[name] for name in names], axis=1), np.stack([test[name] for name in names], axis=1)
+
+
+def _full(split: Split) -> Sides:
+    return full_trajectory(split.train_trajectory), full_trajectory(split.test_trajectory)
+
+
+FIVE_D: Final = partial(_statistics, names=FIVE)
+SHAPE: Final = partial(_statistics, names=_SHAPE)  # the five without the mean
+FULL: Final = _full  # 2m + 5
 
 
 def _mean_dominance(result: SetResult, _: list[str]) -> Row:
     return {
         "mean": _feature_auroc(result, "mean"),
         "median": _feature_auroc(result, "median"),
-        "mean_and_shape": _classifier_auroc(result, lambda split: _statistics(split, FIVE)),
-        "shape": _classifier_auroc(result, lambda split: _statistics(split, _SHAPE)),
+        "mean_and_shape": _classifier_auroc(result, FIVE_D),
+        "shape": _classifier_auroc(result, SHAPE),
     }
 
 
@@ -78,11 +96,9 @@ def _feature_sets(result: SetResult, notes: list[str]) -> Row:
     except TrainingError as error:
         notes.append(f"13-D is left out: {error}")
     return {
-        "trajectory": _classifier_auroc(result, lambda split: _statistics(split, FIVE)),
+        "trajectory": _classifier_auroc(result, FIVE_D),
         "source": source,
-        "full": _classifier_auroc(
-            result, lambda split: (full_trajectory(split.train_trajectory), full_trajectory(split.test_trajectory))
-        ),
+        "full": _classifier_auroc(result, FULL),
     }
 
 
@@ -192,19 +208,19 @@ def _feature_auroc(result: SetResult, name: str) -> dict[str, float]:
     )
 
 
-def _classifier_auroc(result: SetResult, sides: Callable[[Split], Sides]) -> dict[str, float]:
-    """AUROC of several features together.  By log odds and not by risk, which rounds to 0 or 1 far out."""
-    aurocs = []
-    for split in result.splits:
-        train, test = sides(split)
-        classifier = fit_classifier(train, result.label[split.train])
-        aurocs.append(auroc(result.label[split.test], test @ classifier.weight))
-    return spread(aurocs)
+def classifier_scores(splits: Sequence[Split], label: NDArray[np.int64], features: Features) -> list[FoldScores]:
+    """Several features together, scored on the test sides: by log odds, as risks round to 0 or 1 far out."""
+    scores = []
+    for split in splits:
+        train, test = features(split)
+        classifier = fit_classifier(train, label[split.train])
+        scores.append(FoldScores(split.seed, split.fold, split.test, -(test @ classifier.weight)))
+    return scores
 
 
-def _statistics(split: Split, names: Sequence[str]) -> Sides:
-    train, test = (trajectory_features(values) for values in (split.train_trajectory, split.test_trajectory))
-    return np.stack([train[name] for name in names], axis=1), np.stack([test[name] for name in names], axis=1)
+def _classifier_auroc(result: SetResult, features: Features) -> dict[str, float]:
+    scores = classifier_scores(result.splits, result.label, features)
+    return spread([risk_auroc(result.label[fold.test], fold.score) for fold in scores])
 
 
 def _source(split: Split, columns: Sequence[int] | None = None) -> Sides:

@@ -1,27 +1,22 @@
-"""Claims that the depth mean beats other methods on the same rows.
+"""What every rule that judges a claim shares: its form, its verdicts, how it reads tables and writes numbers.
 
-A difference counts where its 95 % interval, by bootstrap over groups on the first seed's test sides, excludes zero.
-Claims judged from table cells are in ``claim_table_rules``.
+Rules on differences of AUROC are in ``claim_differences``, those on table cells in ``claim_table_rules`` and
+``claim_geometry_rules``.  A threshold is the paper's own where it prints one, and the rule states it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Final
 
-from service.evaluation.main_table import RESAMPLES, Comparison, measured, pooled_ranks
-from service.evaluation.options import OURS
 from service.evaluation.page.report_data import Verdict
 from service.evaluation.set_result import SetResult
-from service.evaluation.significance import Bootstrap, paired_bootstrap
 from service.evaluation.tables import Cell
 
 Rows = Mapping[str, Mapping[str, Cell]]  # table name -> one set's row
-BEST_HEAD: Final = ("iti",)
-OTHERS: Final = ("fact-probe", "iris")
-FREE: Final = ("first-token-max-prob", "first-token-entropy", "prompt-length")
+HALF_A_POINT: Final = 0.005  # the paper's margin for "the same" (Sec. exp-ablation)
+NEAR_CHANCE: Final = 0.55  # a depth mean below this AUROC has no signal to divide among layers, heads or statistics
 
 
 class NotTestable(Exception):
@@ -49,29 +44,49 @@ class Rule:
     judge: Judge
 
 
-def ahead_of(names: Sequence[str], result: SetResult, _: Rows) -> Finding:
-    """Ours against the best of ``names`` by mean AUROC."""
-    there = [name for name in names if name in result.scores]
-    if not there:
-        raise NotTestable(f"{' and '.join(names)} did not take part")
-    aurocs = {name: measured(result.label, result.scores[name])["auroc"]["mean"] for name in (OURS, *there)}
-    best = max(there, key=lambda name: aurocs[name])
-    interval: Comparison | Bootstrap
-    if result.comparison is not None and result.comparison.runner_up == best:
-        interval = result.comparison
-    else:
-        ours, other = (pooled_ranks(len(result.label), result.scores[name]) for name in (OURS, best))
-        interval = paired_bootstrap(result.label, ours, other, result.group, RESAMPLES, 0)
-    difference, low, high = interval.difference, interval.low, interval.high
-    text = (
-        f"{points(aurocs[OURS])} against {points(aurocs[best])} ({best}), {signed(difference)} points on pooled ranks "
-        f"[{signed(low)}, {signed(high)}]"
-    )
-    if low > 0:
-        return Finding("supported", text)
-    if difference > 0:
-        return Finding("mixed", f"{text}, not distinguishable from none")
-    return Finding("not supported", text)
+def add_to(rules: list[Rule]) -> Callable[[str], Callable[[Judge], Judge]]:
+    """A decorator: ``@rule("in words")`` appends a function to ``rules``; the function's docstring is the claim."""
+
+    def rule(words: str) -> Callable[[Judge], Judge]:
+        def add(judge: Judge) -> Judge:
+            rules.append(Rule(judge.__doc__ or "", words, judge))
+            return judge
+
+        return add
+
+    return rule
+
+
+def number(rows: Rows, table: str, key: str) -> float:
+    """One cell of the set's row, the mean where it has a spread.  Raises NotTestable where there is none."""
+    cell = rows.get(table, {}).get(key)
+    value = cell.get("mean") if isinstance(cell, Mapping) else cell
+    if not isinstance(value, int | float):
+        raise NotTestable(f"table {table} has no {key}")
+    return float(value)
+
+
+def signal(rows: Rows) -> float:
+    """AUROC of the depth mean.  Raises NotTestable where it is near chance."""
+    mean = number(rows, "mean-dominance", "mean")
+    if mean < NEAR_CHANCE:
+        raise NotTestable(near_chance(mean))
+    return mean
+
+
+def near_chance(mean: float) -> str:
+    """The reason for leaving out a set whose depth mean has this AUROC."""
+    return f"the depth mean is near chance ({points(mean)})"
+
+
+def verdict_of(held: bool) -> Verdict:
+    """A rule that either holds or does not."""
+    return "supported" if held else "not supported"
+
+
+def both(first: bool, second: bool) -> Verdict:
+    """A rule of two parts: mixed where one holds."""
+    return verdict_of(first) if first == second else "mixed"
 
 
 def points(share: float) -> str:
@@ -84,19 +99,4 @@ def signed(share: float) -> str:
     return f"{100 * share:+.1f}".replace("-", "−")
 
 
-_AHEAD = "supported where the 95 % interval of the AUROC difference is above zero, mixed where only the difference is"
-
-RULES: Final = (
-    Rule("The depth mean beats the best single head (ITI).", _AHEAD, partial(ahead_of, BEST_HEAD)),
-    Rule(
-        "The depth mean beats the other probes of internal states (Fact-Probe, IRIS).",
-        f"{_AHEAD}; against the better of the two",
-        partial(ahead_of, OTHERS),
-    ),
-    Rule(
-        "Before the first token, the depth mean knows the risk better than what costs nothing: first-token "
-        "probability, entropy, prompt length.",
-        f"{_AHEAD}; against the best of the three",
-        partial(ahead_of, FREE),
-    ),
-)
+WITH_SIGNAL: Final = f"(where the depth mean's AUROC is {points(NEAR_CHANCE)} or more)"

@@ -1,20 +1,25 @@
 """The paper's claims against this run: each with its numbers, and a verdict by a written rule.
 
-A claim is judged on each set by its rule (``claim_rules``, ``claim_table_rules``) from the table cells that the report
-shows.  It is supported where it is on every set that can test it, "mixed" where sets differ, not testable where none
-can.
+A claim is judged on each set by its rule, from the run's scores (``claim_differences``) or from the table cells that
+the report shows (``claim_table_rules``, ``claim_geometry_rules``).  It is supported where it is on every set that can
+test it, "mixed" where sets differ, not testable where none can.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Final
 
 from service.errors import TrainingError
 from service.evaluation.page.report_data import Claim, Verdict
 from service.evaluation.set_result import SetResult
 from service.evaluation.tables import Cell, Table
-from service.paper.claim_rules import RULES, Finding, NotTestable, Rows, Rule
+from service.paper.claim_differences import DIFFERENCE_RULES
+from service.paper.claim_geometry_rules import GEOMETRY_RULES
+from service.paper.claim_rules import Finding, NotTestable, Rows, Rule
 from service.paper.claim_table_rules import TABLE_RULES
+
+RULES: Final = (*DIFFERENCE_RULES, *TABLE_RULES, *GEOMETRY_RULES)
 
 
 def claims(results: Sequence[SetResult], tables: Sequence[Table]) -> list[Claim]:
@@ -28,7 +33,7 @@ def claims(results: Sequence[SetResult], tables: Sequence[Table]) -> list[Claim]
             return Finding("not testable", f"not testable: {error}")
 
     judged = []
-    for rule in (*RULES, *TABLE_RULES):
+    for rule in RULES:
         findings = [judge(rule, result) for result in results]
         evidence = "; ".join(f"{result.title}: {each.text}" for result, each in zip(results, findings, strict=True))
         verdict = together([finding.verdict for finding in findings])

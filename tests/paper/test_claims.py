@@ -10,13 +10,18 @@ import numpy as np
 import pytest
 
 from service.evaluation.main_table import Comparison, compare, measured
+from service.evaluation.options import OURS, RESIDUAL
 from service.evaluation.page.report_data import Verdict
 from service.evaluation.set_result import SetResult
 from service.evaluation.tables import Table
 from service.fitting.nested_cv import FoldScores
+from service.paper import claim_differences as differences
+from service.paper import claim_geometry_rules as geometry
 from service.paper import claim_table_rules as rules
-from service.paper.ablations import depth_key
-from service.paper.claim_rules import Finding, NotTestable, ahead_of
+from service.paper.ablations import FEATURE_SETS, MEAN_DOMINANCE, depth_key
+from service.paper.ablations_readout import READOUT_SITE
+from service.paper.claim_differences import Interval, above, ahead_of, within
+from service.paper.claim_rules import Finding, Judge, NotTestable
 from service.paper.claims import cells_by_set, claims, together
 from service.paper.report import SECTIONS
 from service.paper.table_spec import make_tables
@@ -50,12 +55,10 @@ def parts(probe: float, metric: float, head: float) -> dict[str, Cells]:
 
 
 CASES: list[tuple[Callable[[SetResult, Any], Finding], Cells, Verdict]] = [
-    (rules.mean_suffices, cells(mean_dominance={"mean_and_shape": 0.803, "shape": 0.6}), "supported"),
-    (rules.mean_suffices, cells(mean_dominance={"mean_and_shape": 0.76, "shape": 0.6}), "supported"),
-    (rules.mean_suffices, cells(mean_dominance={"mean_and_shape": 0.807, "shape": 0.6}), "mixed"),
-    (rules.mean_suffices, cells(mean_dominance={"mean_and_shape": 0.807, "shape": 0.75}), "not supported"),
     (rules.median_no_better, cells(location={"median": 0.799, "trimmed_mean": 0.8005}), "supported"),
     (rules.median_no_better, cells(location={"median": 0.799, "trimmed_mean": 0.802}), "not supported"),
+    (rules.median_is_the_mean, cells(location={"correlation": 0.991}), "supported"),
+    (rules.median_is_the_mean, cells(location={"correlation": 0.989}), "not supported"),
     (rules.depth_grows, cells(depth_subsampling=curve(n1=0.7, n2=0.72, n8=0.718, n28=0.8)), "supported"),
     (rules.depth_grows, cells(depth_subsampling=curve(n1=0.7, n2=0.72, n8=0.71, n28=0.8)), "mixed"),
     (rules.depth_grows, cells(depth_subsampling=curve(n1=0.8, n2=0.72, n28=0.79)), "not supported"),
@@ -64,30 +67,34 @@ CASES: list[tuple[Callable[[SetResult, Any], Finding], Cells, Verdict]] = [
     (rules.depth_saturates, cells(depth_subsampling=curve(n1=0.7, n8=0.7, n20=0.8, n28=0.8)), "not supported"),
     (rules.any_head_will_do, cells(top_heads={"top_1": {"mean": 0.8}, "random_1": {"mean": 0.796}}), "supported"),
     (rules.any_head_will_do, cells(top_heads={"top_1": {"mean": 0.8}, "random_1": {"mean": 0.79}}), "not supported"),
-    (rules.near_orthogonal, cells(geometry={"adjacent_cos": 0.09, "expected_cos": 0.071}), "supported"),
+    (rules.heads_redundant, cells(head_distribution={"correlation": 0.65}), "supported"),
+    (rules.heads_redundant, cells(head_distribution={"correlation": 0.64}), "not supported"),
+    (geometry.near_orthogonal, cells(geometry={"adjacent_cos": 0.09, "expected_cos": 0.071}), "supported"),
     (
-        rules.near_orthogonal,
+        geometry.near_orthogonal,
         cells(geometry={"adjacent_cos": 0.09, "expected_cos": 0.071}, isotropy={"adjacent_cos": 0.2}),
         "mixed",
     ),
-    (rules.near_orthogonal, cells(geometry={"adjacent_cos": 0.3, "expected_cos": 0.071}), "not supported"),
-    (rules.low_energy, cells(geometry={"energy": 0.0031, "random_energy": 1 / 128}), "supported"),
-    (rules.low_energy, cells(geometry={"energy": 0.0131, "random_energy": 1 / 128}), "not supported"),
-    (rules.fisher_gap_small, cells(fisher={"r_fisher": 1.12, "r_fisher_unbiased": 1.03}), "supported"),
-    (rules.fisher_gap_small, cells(fisher={"r_fisher": 1.12, "r_fisher_unbiased": 1.06}), "not supported"),
+    (geometry.near_orthogonal, cells(geometry={"adjacent_cos": 0.3, "expected_cos": 0.071}), "not supported"),
+    (geometry.low_energy, cells(geometry={"energy": 0.0031, "random_energy": 1 / 128}), "supported"),
+    (geometry.low_energy, cells(geometry={"energy": 0.0131, "random_energy": 1 / 128}), "not supported"),
+    (geometry.shift_small, cells(geometry={"energy_ratio": 0.0868}), "supported"),
+    (geometry.shift_small, cells(geometry={"energy_ratio": 0.0901}), "not supported"),
+    (geometry.fisher_gap_small, cells(fisher={"r_fisher": 1.12, "r_fisher_unbiased": 1.03}), "supported"),
+    (geometry.fisher_gap_small, cells(fisher={"r_fisher": 1.12, "r_fisher_unbiased": 1.06}), "not supported"),
     (
-        rules.fisher_gap_small,
+        geometry.fisher_gap_small,
         cells(fisher={"r_fisher": 1.02, "r_fisher_unbiased": None, "shrinkage": 0.0}),
         "supported",
     ),
     (rules.last_token_best, cells(readout_position={"last_1": 0.8, "last_4": -0.001, "max": -0.1}), "supported"),
     (rules.last_token_best, cells(readout_position={"last_1": 0.8, "last_4": 0.004, "max": None}), "mixed"),
     (rules.last_token_best, cells(readout_position={"last_1": 0.8, "content_mean": 0.02}), "not supported"),
-    (rules.sites_equivalent, cells(readout_site={"head": 0.8, "residual": 0.804}), "supported"),
-    (rules.sites_equivalent, cells(readout_site={"head": 0.8, "residual": 0.78}), "not supported"),
-    (rules.probe_part_of_k, parts(0.9, 0.1, 0.2), "supported"),
-    (rules.probe_part_of_k, parts(0.6, 0.7, 0.2), "mixed"),
-    (rules.probe_part_of_k, parts(0.2, 0.7, 0.2), "not supported"),
+    (geometry.factual_varies_more, cells(kappa={"factual_larger": 0.9}), "supported"),
+    (geometry.factual_varies_more, cells(kappa={"factual_larger": 0.89}), "not supported"),
+    (geometry.probe_part_of_k, parts(0.9, 0.1, 0.2), "supported"),
+    (geometry.probe_part_of_k, parts(0.6, 0.7, 0.2), "mixed"),
+    (geometry.probe_part_of_k, parts(0.2, 0.7, 0.2), "not supported"),
 ]
 
 
@@ -101,21 +108,42 @@ def test_a_rule_tells_its_sides_apart(
 
 
 def test_every_table_rule_has_a_case_for_and_one_against() -> None:
-    for rule in rules.TABLE_RULES:
+    for rule in (*rules.TABLE_RULES, *geometry.GEOMETRY_RULES):
+        if rule.judge is geometry.snr_predicted:
+            continue  # it needs labels: ``test_eta_is_a_test_where_classes_differ_in_size``
         verdicts = {verdict for judge, _, verdict in CASES if judge is rule.judge}
         assert {"supported", "not supported"} <= verdicts, rule.claim
 
 
 UNTESTABLE: list[tuple[Callable[[SetResult, Any], Finding], Cells, str]] = [
-    (rules.mean_suffices, cells(), "has no mean_and_shape"),
-    (rules.mean_suffices, {}, "has no mean"),
+    (differences.mean_suffices, cells(), "has no mean_and_shape"),
+    (differences.mean_suffices, {}, "has no mean"),
+    (differences.mean_suffices, cells(mean_dominance={"mean": 0.53, "mean_and_shape": 0.6}), "near chance"),
+    (differences.shape_falls, cells(mean_dominance={"mean_and_shape": 0.68, "shape": 0.5}), "less than 19 points"),
+    (differences.five_no_worse, cells(mean_dominance={"mean": 0.53}), "near chance"),
+    (differences.five_no_worse, cells(), "has no trajectory"),
+    (rules.median_is_the_mean, {}, "has no correlation"),
+    (rules.heads_redundant, cells(mean_dominance={"mean": 0.53}), "near chance"),
+    (rules.heads_redundant, cells(head_distribution={"correlation": None}), "has no correlation"),
+    (geometry.shift_small, cells(mean_dominance={"mean": 0.53}), "near chance"),
+    (geometry.shift_small, cells(geometry={"energy_ratio": None}), "has no energy_ratio"),
+    (geometry.snr_predicted, cells(), "has no eta"),
+    (geometry.factual_varies_more, cells(kappa={"factual_larger": None}), "has no factual_larger"),
     (rules.median_no_better, cells(mean_dominance={"mean": 0.53}), "near chance"),
     (rules.depth_saturates, cells(depth_subsampling=curve(n1=0.7, n2=0.72, n8=0.8)), "8 layers are too few: 1 size"),
-    (rules.fisher_gap_small, cells(fisher={"r_fisher": 1.3, "r_fisher_unbiased": None, "shrinkage": 0.0}), "too few"),
-    (rules.fisher_gap_small, cells(fisher={"r_fisher": 1.01, "r_fisher_unbiased": None, "shrinkage": 0.1}), "singular"),
+    (
+        geometry.fisher_gap_small,
+        cells(fisher={"r_fisher": 1.3, "r_fisher_unbiased": None, "shrinkage": 0.0}),
+        "too few",
+    ),
+    (
+        geometry.fisher_gap_small,
+        cells(fisher={"r_fisher": 1.01, "r_fisher_unbiased": None, "shrinkage": 0.1}),
+        "singular",
+    ),
     (rules.last_token_best, cells(readout_position={"last_1": 0.8}), "no other pooling"),
     (rules.last_token_best, cells(readout_position={"last_1": 0.5, "max": 0.1}), "near chance"),
-    (rules.probe_part_of_k, cells(k_split={"signal_k": 0.52, "null": 0.51}), "too little to divide"),
+    (geometry.probe_part_of_k, cells(k_split={"signal_k": 0.52, "null": 0.51}), "too little to divide"),
 ]
 
 
@@ -123,6 +151,85 @@ UNTESTABLE: list[tuple[Callable[[SetResult, Any], Finding], Cells, str]] = [
 def test_what_cannot_be_tested_says_why(judge: Callable[[SetResult, Any], Finding], given: Cells, reason: str) -> None:
     with pytest.raises(NotTestable, match=reason):
         judge(NOTHING, given)
+
+
+def shaped(*, level: float = 0.0, slope: float = 0.0, zigzag: float = 0.0) -> SetResult:
+    """Six layers of noise, and what tells the classes: a level, a slope, a pattern that no five statistics see."""
+    gap = level + slope * (np.arange(6) - 2.5) + zigzag * np.array([1, -1, -1, 1, 1, -1])
+    noise = np.random.default_rng(0).standard_normal((len(LABEL), 6))
+    return scripted_result((noise + (LABEL[:, None] - 0.5) * gap)[..., None], LABEL)
+
+
+def with_residual(spread: float) -> SetResult:
+    """Ours, and a residual stream that is ours with noise."""
+    result = shaped(level=1.0)
+    rng = np.random.default_rng(2)
+    other = [
+        replace(fold, score=fold.score + spread * rng.standard_normal(len(fold.score))) for fold in result.scores[OURS]
+    ]
+    return replace(result, scores={**result.scores, RESIDUAL: other})
+
+
+SHAPED: list[tuple[Judge, SetResult, Verdict]] = [
+    (differences.mean_suffices, shaped(level=4.0), "supported"),
+    (differences.mean_suffices, shaped(level=1.0, slope=0.2), "mixed"),
+    (differences.mean_suffices, shaped(level=0.6, slope=1.0), "not supported"),
+    (differences.shape_falls, shaped(level=2.0), "supported"),
+    (differences.shape_falls, shaped(level=2.0, slope=0.3), "mixed"),
+    (differences.shape_falls, shaped(level=2.0, slope=2.0), "not supported"),
+    (differences.five_no_worse, shaped(level=4.0), "supported"),
+    (differences.five_no_worse, shaped(level=1.0, zigzag=0.25), "mixed"),
+    (differences.five_no_worse, shaped(level=0.6, zigzag=2.0), "not supported"),
+    (differences.sites_equivalent, with_residual(0.0), "supported"),
+    (differences.sites_equivalent, with_residual(0.1), "mixed"),
+    (differences.sites_equivalent, with_residual(3.0), "not supported"),
+]
+
+
+@pytest.mark.parametrize(("judge", "result", "verdict"), SHAPED)
+def test_differences_are_judged_by_their_intervals(judge: Judge, result: SetResult, verdict: Verdict) -> None:
+    rows = cells_by_set(make_tables([MEAN_DOMINANCE, FEATURE_SETS, READOUT_SITE], [result]))[result.title]
+    found = judge(result, rows)
+    assert found.verdict == verdict, found.text
+    assert "points on pooled ranks [" in found.text
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "is_above", "is_within"),
+    [
+        (0.006, 0.02, "supported", "not supported"),
+        (0.004, 0.02, "mixed", "mixed"),
+        (-0.02, 0.006, "mixed", "mixed"),
+        (-0.02, 0.004, "not supported", "mixed"),
+        (-0.02, -0.006, "not supported", "not supported"),
+        (-0.005, 0.005, "mixed", "supported"),
+    ],
+)
+def test_verdicts_for_and_against_mirror_each_other(
+    low: float, high: float, is_above: Verdict, is_within: Verdict
+) -> None:
+    interval, mirrored = Interval((low + high) / 2, low, high), Interval(-(low + high) / 2, -high, -low)
+    assert above(interval, 0.005) == is_above
+    opposite = {"supported": "not supported", "not supported": "supported", "mixed": "mixed"}
+    assert above(mirrored, -0.005) == opposite[is_above]
+    assert within(interval, 0.005) == within(mirrored, 0.005) == is_within
+
+
+def test_a_site_without_scores_is_not_equivalent_nor_different() -> None:
+    with pytest.raises(NotTestable, match="did not take part"):
+        differences.sites_equivalent(shaped(level=1.0), cells())
+
+
+@pytest.mark.parametrize(("eta", "verdict"), [(1.009, "supported"), (0.985, "not supported"), (1.011, "not supported")])
+def test_eta_is_a_test_where_classes_differ_in_size(eta: float, verdict: Verdict) -> None:
+    even = shaped()
+    with pytest.raises(NotTestable, match="classes are of one size"):
+        geometry.snr_predicted(even, cells(snr={"eta": eta}))
+    label = np.r_[LABEL[:-8], np.ones(8, np.int64)]
+    assert (
+        geometry.snr_predicted(scripted_result(np.zeros((400, 6, 1)), label), cells(snr={"eta": eta})).verdict
+        == verdict
+    )
 
 
 def against(score: np.ndarray, *, strength: float = 1.5) -> SetResult:
@@ -139,9 +246,13 @@ def test_ahead_is_a_matter_of_the_interval() -> None:
     perfect = ahead_of(["iti"], against(1.0 - LABEL, strength=0.3), {})
     assert perfect.verdict == "not supported"
     assert "100.0 (iti)" in perfect.text
-    within = Comparison("iti", 0.01, -0.01, 0.03, 0.3, 0.3)
-    nearly = ahead_of(["iti"], replace(against(rng.standard_normal(len(LABEL))), comparison=within), {})
+    within_zero = Comparison("iti", 0.01, -0.01, 0.03, 0.3, 0.3)
+    nearly = ahead_of(["iti"], replace(against(rng.standard_normal(len(LABEL))), comparison=within_zero), {})
     assert nearly.verdict == "mixed"
+    behind = replace(within_zero, difference=-0.01, low=-0.03, high=0.01)
+    assert (
+        ahead_of(["iti"], replace(against(rng.standard_normal(len(LABEL))), comparison=behind), {}).verdict == "mixed"
+    )
     assert nearly.text.endswith("+1.0 points on pooled ranks [−1.0, +3.0], not distinguishable from none")
 
 
@@ -182,7 +293,7 @@ def test_sets_are_put_together(verdicts: list[Verdict], expected: Verdict) -> No
 
 def test_all_claims_of_a_real_fit_speak_of_its_numbers(result: SetResult, tables: list[Table]) -> None:
     found = {one.claim: one for one in claims([result], tables)}
-    assert len(found) == 14
+    assert len(found) == 21
     for one in found.values():
         assert one.evidence.startswith("made: ")
         assert "Rule: " in one.evidence
