@@ -1,4 +1,4 @@
-"""hallutracer bundle: list, show, verify, alias."""
+"""hallutracer bundle: list, show, compare, verify, alias."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import Parameter
 
 from service.cli.loading import load_engine, load_scorers, open_store
-from service.cli.options import EngineChoice, Json, Reference, StoreOptions
-from service.cli.output import print_json, print_line
+from service.cli.options import EngineChoice, Json, Reference, StoreOptions, UsageError
+from service.cli.output import note, print_json, print_line
 from service.options import Common
 from service.settings import Range, option
 
@@ -67,6 +67,25 @@ def show(
     print_line((bundle.path / "bundle.json").read_text(encoding="utf-8") if as_json else bundle.card())
 
 
+def compare(
+    *references: Annotated[str, Parameter(help="name, name@alias or name:version; two or more", show_env_var=False)],
+    store: StoreOptions = StoreOptions(),
+    common: Common = Common(),
+) -> None:
+    """Put bundles side by side: what they read, their figures, what keeps these from being compared.
+
+    hallutracer bundle compare smollm2 smollm2-fused
+    """
+    from service.trainer.compare import compare as side_by_side
+
+    if len(references) < 2:
+        raise UsageError("REFERENCES", "name two bundles or more")
+    found = side_by_side([open_store(store).load(reference) for reference in references])
+    print_line(found.markdown)
+    for caveat in found.caveats:
+        note(caveat)
+
+
 def verify(
     reference: Reference,
     /,
@@ -105,5 +124,5 @@ def alias(
 
 COMMANDS = (
     "Look at and check published probe bundles.",
-    {"list": list_, "show": show, "verify": verify, "alias": alias},
+    {"list": list_, "show": show, "compare": compare, "verify": verify, "alias": alias},
 )
