@@ -94,8 +94,9 @@ _ALL = (
         labels="generate",
         hallucinated="the read model's own answer is nearer to a false reference answer than to a correct one",
         onset="after the question, in the model's chat template",
-        caveat="The judge compares words (ROUGE-L), not meaning; the paper does not name its judge. The benchmark's "
-        "questions must never be used to train a language model.",
+        caveat="The judge compares words (ROUGE-L), not meaning, and errs often: of the set's own reference answers, "
+        "left out one at a time, it judges 52 % of the correct and 19 % of the incorrect ones factual. The paper does "
+        "not name its judge. The benchmark's questions must never be used to train a language model.",
         judge="similarity",
     ),
     _truthfulqa(
