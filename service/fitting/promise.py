@@ -90,27 +90,48 @@ def first_answered(
     return len(first), int((np.asarray(label)[first] == 0).sum())
 
 
-def sequence(
-    label: Labels, risk: Floats, group: NDArray[np.integer], alpha: float, delta: float, calibration_groups: int
-) -> list[float]:
-    """Thresholds from strict to loose, by training's out-of-fold risks alone: label, risk, group [n].
+@dataclass(frozen=True)
+class Profile:
+    """What each of some thresholds would answer and get wrong in rows that are not those of the calibration."""
 
-    It begins at the loosest threshold whose error in training is at most half of alpha and that would leave enough
+    total: int  # groups
+    thresholds: tuple[float, ...]  # from strict to loose, above 0 and at most 1
+    groups: tuple[int, ...]  # with an answered row
+    wrong: tuple[int, ...]  # of their first answered rows
+
+
+def profile(label: Labels, risk: Floats, group: NDArray[np.integer]) -> Profile:
+    """The profile of quantiles of risk [n], and of 1; label, group [n]."""
+    levels = np.quantile(risk, np.linspace(0, 1, 4 * CANDIDATES + 1)[1:], method="higher").round(6)
+    levels = np.unique(np.append(levels[(levels > 0) & (levels < 1)], 1.0))
+    order = np.random.default_rng(0).permutation(len(risk))
+    found = [first_answered(label, risk, group, float(level), order) for level in levels]
+    groups, wrong = zip(*found, strict=True)
+    return Profile(len(np.unique(group)), tuple(levels.tolist()), groups, wrong)
+
+
+def sequence_of(profile: Profile, alpha: float, delta: float, calibration_groups: int) -> list[float]:
+    """Thresholds from strict to loose.
+
+    It begins at the loosest threshold whose error in the profile is at most half of alpha and that would leave enough
     answering groups in a calibration set of ``calibration_groups``; else at the strictest that leaves enough.
     """
-    levels = np.unique(np.quantile(risk, np.linspace(0, 1, 4 * CANDIDATES + 1)[1:], method="higher"))
-    levels = np.append(levels, 1.0 + 1e-9)
-    order = np.random.default_rng(0).permutation(len(risk))
-    total = len(np.unique(group))
-    needed = least_groups(alpha, delta)
-    found = [first_answered(label, risk, group, float(level), order) for level in levels]
-    enough = [place for place, (groups, _) in enumerate(found) if groups / total * calibration_groups >= 1.2 * needed]
+    levels, found = profile.thresholds, list(zip(profile.groups, profile.wrong, strict=True))
+    needed = 1.2 * least_groups(alpha, delta)
+    enough = [place for place, (n, _) in enumerate(found) if n / profile.total * calibration_groups >= needed]
     if not enough:
-        return [float(levels[-1])]
+        return [levels[-1]]
     good = [place for place in enough if found[place][1] <= START_SHARE * alpha * found[place][0]]
     start = max(good) if good else enough[0]
     chosen = np.unique(np.linspace(start, len(levels) - 1, CANDIDATES).round().astype(int))
-    return [float(levels[place]) for place in chosen]
+    return [levels[place] for place in chosen]
+
+
+def sequence(
+    label: Labels, risk: Floats, group: NDArray[np.integer], alpha: float, delta: float, calibration_groups: int
+) -> list[float]:
+    """``sequence_of`` the profile of training's out-of-fold risks: label, risk, group [n]."""
+    return sequence_of(profile(label, risk, group), alpha, delta, calibration_groups)
 
 
 def calibrate(
@@ -149,7 +170,7 @@ def risk_control(label: Labels, risk: Floats, group: NDArray[np.integer], alpha:
     order = np.argsort(risk, kind="stable")
     ranked = np.asarray(risk, np.float64)[order]
     loss = np.cumsum(wrong[order] / size[member][order])  # summed over groups, once the rows up to here are answered
-    levels = np.unique(np.append(ranked, 1.0 + 1e-9))
+    levels = np.unique(np.append(ranked, 1.0))
     answered = np.searchsorted(ranked, levels, "left")
     losses = np.where(answered > 0, loss[np.maximum(answered, 1) - 1], 0.0)
     fine = (losses + 1) / (len(names) + 1) <= alpha
