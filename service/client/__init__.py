@@ -38,7 +38,7 @@ from service.client.synchronous import Answer, Client
 
 __all__ = [
     "APIError", "Answer", "AsyncAnswer", "AsyncClient", "Bundle", "BundleGuarantee", "BundleList", "Client",
-    "ClientError", "Completion", "DeadlineExceeded", "Generate", "Guarantee", "LoadedBundle", "LoadedModel", "ModelList", "NotFound", "NotReady", "Overloaded",
-    "Readiness", "RequestRefused", "Risk", "ScoreOptions", "ScoreResult", "ServerError", "TimedOut", "TransportError",
-    "Unauthorized", "UnexpectedAnswer", "Usage", "Withheld",
+    "ClientError", "Completion", "DeadlineExceeded", "Generate", "Guarantee", "LoadedBundle", "LoadedModel",
+    "ModelList", "NotFound", "NotReady", "Overloaded", "Readiness", "RequestRefused", "Risk", "ScoreOptions",
+    "ScoreResult", "ServerError", "TimedOut", "TransportError", "Unauthorized", "UnexpectedAnswer", "Usage", "Withheld",
 ]  # fmt: skip

@@ -87,7 +87,7 @@ def plan(options: CalibrateOptions, store: Store) -> Plan:
     if name == bundle.manifest.name and bundle.path.parent.parent.resolve() != store.root.resolve():
         raise TrainingError(
             f"{bundle.reference} is not in {store.root.name}, and a version there would hide it: publish under another "
-            "name (--name)",
+            "name (--new-name)",
             param="name",
         )
     evaluation = bundle.evaluation()

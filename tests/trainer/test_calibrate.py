@@ -209,7 +209,7 @@ def test_an_older_bundle_needs_its_own_rows_and_gives_up_a_part_of_the_new_ones(
 
 def test_a_bundle_of_a_read_only_store_needs_a_name(tmp_path: Path, store: Store) -> None:
     own = Store(tmp_path / "own", fallbacks=[store.root])
-    with pytest.raises(TrainingError, match="--name"):
+    with pytest.raises(TrainingError, match="--new-name"):
         calibrated(tmp_path, own, engine=Never)
     assert published(tmp_path, own, name="mine").reference == "mine:1"
 
