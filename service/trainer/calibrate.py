@@ -7,6 +7,7 @@ because of the first one's answer, would carry no promise.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
@@ -178,7 +179,7 @@ def carry_out(made: Plan, engine: Engine, store: Store, console: Console) -> Bun
     if served is None and not made.options.publish_closed:
         raise NoThreshold("\n".join(_missing(promise, len(label)) for promise in promises), param="data")
     guarantee = _guarantee(made, served or promises[0], label, value, group, cast(DType, engine.identity.dtype))
-    controls = [risk_control(label, value, group, promise.alpha) for promise in promises]
+    controls = [_control(label, value, group, promise.alpha) for promise in promises]
     bundle = store.publish(_draft(made, guarantee, _record(made, data, promises, controls)))
     console.print(f"published {bundle.reference} ({bundle.manifest.digest})")
     return bundle
@@ -260,7 +261,7 @@ def _guarantee(
         hallucinated=0 if step is None else step.wrong,
         p_value=1.0 if step is None else step.p_value,
         answered=float((value < threshold).mean()),
-        risk_control_threshold=risk_control(label, value, group, promise.alpha),
+        risk_control_threshold=_control(label, value, group, promise.alpha),
         rows=len(label),
         all_groups=len(np.unique(group)),
         data_digest=made.dataset.digest,
@@ -272,6 +273,14 @@ def _guarantee(
     )
     text = statement(guarantee, made.bundle.manifest, made.preparation.max_new_tokens)
     return replace(guarantee, statement=text)
+
+
+def _control(
+    label: NDArray[np.integer], value: NDArray[np.floating], group: NDArray[np.integer], alpha: float
+) -> float | None:
+    """The threshold of ``risk_control``, rounded down to what the statement prints: any lower one keeps it too."""
+    found = risk_control(label, value, group, alpha)
+    return None if found is None else math.floor(found * 1e6) / 1e6
 
 
 def _record(

@@ -92,7 +92,8 @@ class CalibrateOptions(PromiseOptions):
         """
         judge, wanted = self.judge, self.labels or labels
         if judge is None:
-            judge = JudgeOptions(cast(JudgeName, (judged_by or "contains").partition(":")[0]))
+            described, _, pattern = (judged_by or "contains").partition(" of ")
+            judge = JudgeOptions(cast(JudgeName, described.partition(":")[0]), answer_pattern=pattern)
             if wanted == "generate" and judged_by is not None and judge.described() != judged_by:
                 raise TrainingError(f"the answers were judged by {judged_by!r}: name the judge", param="judge")
         return Preparation(
