@@ -88,6 +88,8 @@ def calibrate(
     optional: dict[str, Any] = {
         "abstain_pattern": judge.abstain_pattern, "max_new_tokens": labels.max_new_tokens,
     }  # fmt: skip
+    if labels.judge == "openai" and not (judge.judge_url and judge.judge_model):
+        raise UsageError("--judge", "openai needs --judge-url (up to /v1) and --judge-model")
     if labels.judge is not None:
         optional["judge"] = JudgeOptions(
             labels.judge, judge.judge_url, judge.judge_model, judge.judge_key, answer_pattern=judge.answer_pattern

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from probes_store.bundle import Bundle
+from probes_store.errors import BundleRefused
 from probes_store.manifest import FORMAT_VERSION, WITH_GUARANTEE
 from probes_store.store import Store
 from service.errors import DataError, NoThreshold, RunMismatch, TrainingError
@@ -112,6 +113,16 @@ def test_rows_that_the_bundle_has_seen_are_refused(tmp_path: Path, store: Store,
     rows[7] = rows[7] | {by: planted_rows(40, seed=seed)[4][by]}
     with pytest.raises(DataError, match=f"line 8: its {by} is among {what}"):
         calibrated(tmp_path, store, rows, Never)
+
+
+def test_another_model_is_refused_before_its_answers_are_asked(tmp_path: Path, store: Store) -> None:
+    class Other(PlantedEngine):
+        def __init__(self) -> None:
+            super().__init__(strength=0.1)
+
+    with pytest.raises(BundleRefused):
+        calibrated(tmp_path, store, engine=Other)
+    assert not list((tmp_path / "run").iterdir())
 
 
 def test_a_set_is_spent_once(tmp_path: Path, store: Store) -> None:
