@@ -14,10 +14,12 @@ from datetime import datetime
 from typing import Any, Final, Literal
 
 from probes_store.errors import BadValue, DigestMismatch, MissingField, Truncated, UnknownField, WrongShape
+from probes_store.guarantee import Guarantee, check_guarantee
 from probes_store.strict import canonical_json, parse_json, read_record, readable_json
 
 FORMAT: Final = "hallutracer-bundle"
 FORMAT_VERSION: Final = 1
+WITH_GUARANTEE: Final = 2  # the format version of a bundle that has a guarantee, and of no other
 UNSET_TIME = "1970-01-01T00:00:00Z"
 MAX_FILE = 64 * 1024 * 1024  # bytes of any file: a file is read whole
 MANIFEST = "bundle.json"
@@ -112,7 +114,7 @@ class Manifest:
     """bundle.json.  Fields with a default are set on publishing; a file must have every field."""
 
     format: Literal["hallutracer-bundle"] = FORMAT
-    format_version: Literal[1] = FORMAT_VERSION
+    format_version: Literal[1, 2] = FORMAT_VERSION  # 2 exactly where there is a guarantee
     name: str
     version: int = 1
     created: str = UNSET_TIME  # ISO 8601, UTC, whole seconds: 2026-01-31T12:00:00Z
@@ -127,7 +129,8 @@ class Manifest:
     logit_scale: Literal["unit_norm", "standardized"]
     signals: tuple[Signal, ...]  # depth_mean first
     classifier: Classifier
-    threshold: float  # Youden's J on out-of-fold training risks
+    threshold: float  # Youden's J on out-of-fold training risks; with a guarantee, the one that it is about
+    guarantee: Guarantee | None = None  # not in the file where it is None, so that version 1 keeps its bytes
     training: TrainingRecord
     files: dict[str, FileRecord] = dataclasses.field(default_factory=dict)  # relative name -> size and hash
 
@@ -154,7 +157,13 @@ class Manifest:
 
 def manifest_bytes(manifest: Manifest) -> bytes:
     """The only bytes that bundle.json of this manifest may have."""
-    return readable_json(dataclasses.asdict(manifest))
+    return readable_json(document_of(manifest))
+
+
+def document_of(manifest: Manifest) -> dict[str, Any]:
+    """The manifest as JSON has it."""
+    left_out = () if manifest.format_version == WITH_GUARANTEE else ("guarantee",)
+    return {key: value for key, value in dataclasses.asdict(manifest).items() if key not in left_out}
 
 
 def content_digest(manifest: Manifest) -> str:
@@ -172,7 +181,7 @@ def manifest_seal(manifest: Manifest) -> str:
 
 
 def _sha256(manifest: Manifest, left_out: tuple[str, ...]) -> str:
-    document = {key: value for key, value in dataclasses.asdict(manifest).items() if key not in left_out}
+    document = {key: value for key, value in document_of(manifest).items() if key not in left_out}
     return f"sha256:{hashlib.sha256(canonical_json(document)).hexdigest()}"
 
 
@@ -190,7 +199,7 @@ def read_manifest(data: bytes, file: str = MANIFEST) -> Manifest:
     """
     document = parse_json(data, file)
     _check_format(document, file)
-    manifest = read_record(Manifest, document, file)
+    manifest = read_record(Manifest, _with_guarantee(document, file), file)
     check_fields(manifest, file)
     for field, expected in (("digest", content_digest(manifest)), ("seal", manifest_seal(manifest))):
         found = getattr(manifest, field)
@@ -214,15 +223,24 @@ def _check_format(document: Any, file: str) -> None:
     """Check the version first: a newer format is reported as such and not by its first unknown field."""
     if isinstance(document, dict) and document.get("format") == FORMAT:
         found = document.get("format_version")
-        if type(found) is int and found > FORMAT_VERSION:
+        if type(found) is int and found > WITH_GUARANTEE:
             raise BadValue(
                 "written by a newer version",
                 file=file,
                 field="format_version",
-                expected=FORMAT_VERSION,
+                expected=f"at most {WITH_GUARANTEE}",
                 found=found,
                 cure="Upgrade hallutracer",
             )
+
+
+def _with_guarantee(document: Any, file: str) -> Any:
+    """``read_record`` wants every field: version 1 has no guarantee, and may not have the field either."""
+    if not isinstance(document, dict) or document.get("format_version") == WITH_GUARANTEE:
+        return document
+    if "guarantee" in document:
+        raise UnknownField("version 1 of this format has no such field", file=file, field="guarantee")
+    return document | {"guarantee": None}
 
 
 def check_fields(manifest: Manifest, file: str = MANIFEST) -> None:
@@ -263,7 +281,15 @@ def check_fields(manifest: Manifest, file: str = MANIFEST) -> None:
             expected=f"[{len(signals)}]",
             found=f"[{len(manifest.classifier.weight)}]",
         )
-    require(0.0 < manifest.threshold < 1.0, "threshold", "a number between 0 and 1", manifest.threshold)
+    guarantee, version = manifest.guarantee, manifest.format_version
+    require(
+        (guarantee is None) == (version != WITH_GUARANTEE), "guarantee", f"one in version {WITH_GUARANTEE}", guarantee
+    )
+    if guarantee is None:
+        require(0.0 < manifest.threshold < 1.0, "threshold", "a number between 0 and 1", manifest.threshold)
+    else:  # it may let nothing or everything through
+        require(0.0 <= manifest.threshold <= 1.0, "threshold", "a number from 0 to 1", manifest.threshold)
+        check_guarantee(guarantee, manifest.threshold, require)
     _check_training(training, require)
     _check_files(manifest, file, require)
 

@@ -198,3 +198,9 @@ class NoDirection(TrainingError):
     """All coefficients of every probe of a layer are zero."""
 
     status, code = 500, "no_direction"
+
+
+class NoThreshold(TrainingError):
+    """No threshold keeps the promise of a calibration at any of its alphas; nothing was published."""
+
+    status, code = 500, "no_threshold"

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+
 from fastapi import APIRouter
 
 from service.api.dependencies import State
-from service.api.response_schema import BundleCard, BundleList, ModelCard, ModelList, errors
+from service.api.response_schema import BundleCard, BundleGuarantee, BundleList, ModelCard, ModelList, errors
 
 router = APIRouter(tags=["catalogue"])
 RESPONSES = errors(_401="no bearer key, or an unknown one", _503="not ready: loading, or shutting down")
@@ -48,6 +50,7 @@ async def bundles(state: State) -> BundleList:
                 signals=list(manifest.signals),
                 prompt_format=manifest.prompt_format,
                 threshold=manifest.threshold,
+                guarantee=None if manifest.guarantee is None else BundleGuarantee(**asdict(manifest.guarantee)),
                 default=number == 0,
             )
         )

@@ -8,8 +8,10 @@ from dataclasses import dataclass, field
 
 from service.api.request_log import RequestRecord
 from service.api.request_schema import Include
-from service.api.response_schema import BundleRef, CompletionOut, RiskOut, ScoreResponse, Usage
+from service.api.response_schema import BundleRef, CompletionOut, GuaranteeOut, RiskOut, ScoreResponse, Usage
 from service.engines.base import Completion
+from service.guarantee import decoding_departures, standing
+from service.guard import Policy
 from service.risk import running_means
 from service.scoring import RiskReport, Scorer
 from service.serving.metrics import Metrics
@@ -24,6 +26,7 @@ class Reply:
     include: list[Include]
     record: RequestRecord
     metrics: Metrics
+    departures: tuple[str, ...] = ()  # of the request from what a guarantee was calibrated on
     created: int = field(default_factory=lambda: int(time.time()))
 
     @property
@@ -34,7 +37,10 @@ class Reply:
     def body(self, reports: list[RiskReport]) -> ScoreResponse:
         """The whole answer, or a stream's first event."""
         scorer, policy = self.handle.scorer, self.handle.policy
-        return score_response(scorer, policy.name, reports, self.include, id=self.id, created=self.created)
+        departures = (*self.departures, *decoding_departures(self.handle.sampling))
+        return score_response(
+            scorer, policy, reports, self.include, departures=departures, id=self.id, created=self.created
+        )
 
     def headers(self, reports: list[RiskReport]) -> dict[str, str]:
         """Times in ms, of the prompt that took longest, and ``risk_headers``."""
@@ -74,20 +80,25 @@ class Reply:
 
 def score_response(
     scorer: Scorer,
-    policy: str,
+    policy: Policy,
     reports: Sequence[RiskReport],
     include: Collection[Include] = (),
     *,
+    departures: tuple[str, ...] = (),
     id: str,
     created: int,
 ) -> ScoreResponse:
-    """The document that answers a scoring request, over HTTP and on the command line."""
+    """The document that answers a scoring request, over HTTP and on the command line.
+
+    ``departures`` are the request's own from what a guarantee was calibrated on.
+    """
     return ScoreResponse(
         id=id,
         created=created,
         model=scorer.engine.identity.model,
-        policy=policy,
+        policy=policy.name,
         bundle=bundle_ref(scorer),
+        guarantee=guarantee_out(scorer, policy, departures),
         data=[risk_out(index, report, include) for index, report in enumerate(reports)],
         usage=usage(reports),
     )
@@ -122,6 +133,14 @@ def bundle_ref(scorer: Scorer) -> BundleRef:
     """The bundle that says so."""
     manifest = scorer.bundle.manifest
     return BundleRef(name=manifest.name, version=manifest.version, digest=manifest.digest)
+
+
+def guarantee_out(scorer: Scorer, policy: Policy, departures: tuple[str, ...] = ()) -> GuaranteeOut | None:
+    """The bundle's guarantee as it stands for a request under ``policy``; None where it has none."""
+    stands = standing(scorer.bundle.manifest, policy, scorer.engine.identity.dtype, departures)
+    if stands is None:
+        return None
+    return GuaranteeOut(alpha=stands.alpha, delta=stands.delta, holds=stands.holds, void=list(stands.void))
 
 
 def risk_headers(scorer: Scorer, reports: Sequence[RiskReport]) -> dict[str, str]:

@@ -25,6 +25,15 @@ class CompletionOut(Strict):
     completion_tokens: int
 
 
+class GuaranteeOut(Strict):
+    """The promise of the bundle's threshold, as it stands for this request."""
+
+    alpha: float = Field(description="at most this share of the answered questions is answered with a hallucination")
+    delta: float = Field(description="the promise has confidence 1 - delta")
+    holds: bool = Field(description="nothing is known here that voids it; GET /v1/bundles has its whole statement")
+    void: list[str] = Field(description="why it does not hold for this request")
+
+
 class RiskOut(Strict):
     """One prompt's risk."""
 
@@ -58,6 +67,7 @@ class ScoreResponse(Strict):
     model: str
     policy: str
     bundle: BundleRef
+    guarantee: GuaranteeOut | None = Field(None, description="if the bundle has one")
     data: list[RiskOut]
     usage: Usage
 
@@ -100,6 +110,27 @@ class ModelList(Strict):
     data: list[ModelCard]
 
 
+class BundleGuarantee(Strict):
+    """What the threshold of a bundle promises; the statement says for whom, and when it is void."""
+
+    alpha: float
+    delta: float
+    threshold: float
+    groups: int
+    hallucinated: int
+    p_value: float
+    answered: float
+    risk_control_threshold: float | None
+    rows: int
+    all_groups: int
+    data_digest: str
+    labels: str
+    judge: str | None
+    dtype: str
+    seed: int
+    statement: str
+
+
 class BundleCard(Strict):
     """A loaded bundle."""
 
@@ -115,6 +146,7 @@ class BundleCard(Strict):
     signals: list[str]
     prompt_format: str
     threshold: float
+    guarantee: BundleGuarantee | None = None
     default: bool
 
 

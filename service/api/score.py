@@ -19,6 +19,7 @@ from service.api.stream import EventStream
 from service.engines.base import Sampling
 from service.engines.checks import check_length, check_special_tokens
 from service.errors import ClientGone, EmptyPrompt, RequestError
+from service.guarantee import TOKEN_IDS
 from service.scoring import Scorer
 from service.serving.deadline import Deadline
 from service.settings import ServiceSettings
@@ -46,7 +47,8 @@ async def score(
     handle = state.dispatcher.admit(
         count, scorer, policy, caller=caller.name, sampling=sampling, deadline=deadline, streams=body.stream
     )
-    reply = Reply(handle, body.include, record_of(request), state.metrics)
+    departures = (TOKEN_IDS,) if body.input_ids is not None else ()
+    reply = Reply(handle, body.include, record_of(request), state.metrics, departures)
     try:
         async with _while_connected(request):
             async with deadline.enforced():

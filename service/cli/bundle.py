@@ -14,6 +14,7 @@ from service.options import Common
 from service.settings import Range, option
 
 if TYPE_CHECKING:
+    from probes_store.guarantee import Guarantee
     from probes_store.store import BundleSummary
 
 
@@ -53,10 +54,15 @@ def _described(summary: BundleSummary) -> dict[str, Any]:
         "model": manifest.model.name if manifest else None,
         "readout": manifest.readout.site if manifest else None,
         "signals": list(manifest.signals) if manifest else [],
+        "guarantee": _promise(manifest.guarantee) if manifest and manifest.guarantee else None,
         "digest": manifest.digest if manifest else None,
         "problem": str(summary.error) if summary.error else None,
         "path": str(summary.path),
     }
+
+
+def _promise(guarantee: Guarantee) -> str:
+    return f"alpha {guarantee.alpha:g}, delta {guarantee.delta:g}"
 
 
 def show(

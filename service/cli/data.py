@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from cyclopts import Parameter
 
-from service.cli.options import Json, UsageError
+from service.cli.options import Json, Seed, UsageError
 from service.cli.output import note, print_json, print_line
 from service.data import judge_audit, mixture
 from service.data.sets.registry import SETS, SetInfo, read_set
@@ -69,7 +69,7 @@ def mix(
     *files: Annotated[
         str, Parameter(help="FILE, or FILE:ROWS for so many of its rows, drawn group by group.", show_env_var=False)
     ],
-    seed: Annotated[int, option("Another seed draws others.", limits=Range(0))] = 0,
+    seed: Seed = 0,
     without: Annotated[
         Path | None, option("Leave out every group that this file has a row of: for held-out rows.")
     ] = None,
@@ -102,7 +102,7 @@ def audit(
     *,
     sample: Annotated[Path | None, option("Print verdicts of the training run in this --run-dir, as CSV.")] = None,
     rows: Annotated[int, option("How many verdicts to sample, half of each class.", limits=Range(2))] = 300,
-    seed: Annotated[int, option("Another seed draws others.", limits=Range(0))] = 0,
+    seed: Seed = 0,
     as_json: Json = False,
     common: Common = Common(),
 ) -> None:

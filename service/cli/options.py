@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import Parameter
 
-from service.data.options import JudgeName
+from service.data.options import JudgeName, Labels
 from service.errors import HalluTracerError
 from service.settings import AT_LEAST_1, DEFAULT_STORE, BundleNames, Range, StoreFolder, option, section
 
@@ -33,6 +33,16 @@ Out = Annotated[
 Threads = Annotated[
     int | None, option("CPU threads for the model.  Default: all cores; 2 in 'demo build'.", limits=AT_LEAST_1)
 ]
+Seed = Annotated[int, option("Another seed draws others; of calibrate, the order of the rows.", limits=Range(0))]
+BatchRows = Annotated[int, option("Prompts in one call of the engine.", limits=AT_LEAST_1)]
+RunDir = Annotated[
+    Path | None, option("Activations and progress; an interrupted run resumes from here.  Default: runs/NAME.")
+]
+GeneratedLabels = Annotated[
+    Labels | None,
+    option("given: each row's 'label' (1 factual, 0 hallucinated).  generate: the model answers greedily and a judge "
+           "compares with 'answers'.  Default of calibrate: as the bundle's own rows were labelled."),
+]  # fmt: skip
 Reference = Annotated[str, Parameter(help="name, name@alias or name:version", show_env_var=False)]
 
 
@@ -142,7 +152,7 @@ class FitChoices:
                limits=Range(positive=True)),
     ] = None  # fmt: skip
     jobs: Annotated[int, option("Processes for the probe fits; 0: all cores.", limits=Range(0))] = 0
-    batch_rows: Annotated[int, option("Prompts in one call of the engine.", limits=AT_LEAST_1)] = 32
+    batch_rows: BatchRows = 32
 
 
 @section("Prompts and generated labels", 30)
@@ -165,3 +175,54 @@ class LabelChoices:
         option("Length of a generated answer.  Default: 48; evaluate: the set's own where it has one.",
                limits=AT_LEAST_1),
     ] = None  # fmt: skip
+
+
+@section("Judge of generated labels", 32)
+@dataclass(frozen=True, kw_only=True)
+class JudgeChoices:
+    """How generated answers are compared with the accepted ones."""
+
+    judge_url: Annotated[str, option("Endpoint of the openai judge, up to /v1.")] = ""
+    judge_model: Annotated[str, option("Model of the openai judge.")] = ""
+    judge_key: Annotated[
+        str, option("Bearer key of the openai judge; prefer the environment variable.", secret=True)
+    ] = ""
+    answer_pattern: Annotated[
+        str,
+        option("Regular expression whose first group is the answer inside the generated text, for judges that compare "
+               "text.  Default: the whole text."),
+    ] = ""  # fmt: skip
+    abstain_pattern: Annotated[
+        str | None,
+        option("Answers that match belong to neither class.  Default: 'I am not sure' and similar answers."),
+    ] = None
+
+
+@section("Guarantee", 36)
+@dataclass(frozen=True, kw_only=True)
+class PromiseChoices:
+    """What a guaranteed threshold promises."""
+
+    alpha: Annotated[
+        str,
+        option("Largest share of hallucinations among the answered questions; several with commas, of which the first "
+               "that a threshold qualifies for is served."),
+    ] = "0.1"  # fmt: skip
+    delta: Annotated[
+        float,
+        option("Probability of calibration rows that mislead, split evenly among the alphas.", limits=Range(1e-9, 0.5)),
+    ] = 0.05
+    publish_closed: Annotated[bool, option("Where no threshold qualifies, publish a gate that answers nothing.")] = (
+        False
+    )
+
+    @property
+    def alphas(self) -> tuple[float, ...]:
+        """The numbers of ``alpha``.  Raises UsageError."""
+        try:
+            found = tuple(float(part) for part in self.alpha.split(","))
+        except ValueError:
+            found = ()
+        if not found or not all(0 < one < 1 for one in found) or len(set(found)) < len(found):
+            raise UsageError("--alpha", f"{self.alpha!r} is not one or more distinct numbers between 0 and 1")
+        return found

@@ -19,6 +19,7 @@ from service.cli.options import BundleOptions, EngineChoice, Json, Output, Usage
 from service.cli.output import note, print_line, progress
 from service.data.rows import check_prompt, objects
 from service.errors import DataError, HalluTracerError, RequestError
+from service.guard import Policy
 from service.options import Common
 from service.policies import built_in
 from service.settings import Range, Threshold, option, section
@@ -125,7 +126,7 @@ def _plot(bundle: Bundle, prompts: Sequence[str], reports: list[RiskReport], pat
 def _reports(scorer: Scorer, prompts: list[list[int]], options: ScoreOptions) -> list[RiskReport]:
     from service.engines.base import Sampling
 
-    policy = built_in()[POLICY].at(options.threshold)
+    policy = _policy(options)
     if options.generate:
         return scorer.score_or_continue(prompts, Sampling(max_tokens=options.generate), policy)
     return scorer.score(prompts, policy)
@@ -146,12 +147,16 @@ def _render_rows(scorer: Scorer, rows: Rows, source: str) -> list[list[int]]:
     return prompts
 
 
+def _policy(options: ScoreOptions) -> Policy:
+    return built_in()[POLICY].at(options.threshold)
+
+
 def _response(scorer: Scorer, reports: list[RiskReport], options: ScoreOptions) -> ScoreResponse:
     """The document that POST /score gives for these prompts."""
     from service.api.reply import score_response
 
     name, now = f"risk-{uuid.uuid4().hex}", int(time.time())
-    return score_response(scorer, POLICY, reports, options.include, id=name, created=now)
+    return score_response(scorer, _policy(options), reports, options.include, id=name, created=now)
 
 
 def _read_rows(path: Path) -> Rows:
@@ -179,9 +184,11 @@ def _scored(scorer: Scorer, rows: Rows, prompts: list[list[int]], options: Score
     """Each row with the fields of its risk, and the bundle."""
     from tqdm import tqdm
 
-    from service.api.reply import bundle_ref, risk_out
+    from service.api.reply import bundle_ref, guarantee_out, risk_out
 
-    bundle = {"bundle": bundle_ref(scorer).model_dump()}
+    bundle: dict[str, Any] = {"bundle": bundle_ref(scorer).model_dump()}
+    if (guarantee := guarantee_out(scorer, _policy(options))) is not None:
+        bundle["guarantee"] = guarantee.model_dump()
     with tqdm(total=len(rows), unit="prompt", file=sys.stderr, disable=not sys.stderr.isatty()) as bar:
         for start in range(0, len(rows), BATCH):
             batch = rows[start : start + BATCH]

@@ -7,9 +7,19 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from service.cli.loading import load_engine, open_store
-from service.cli.options import Data, EngineChoice, FitChoices, LabelChoices, StoreOptions, UsageError
+from service.cli.options import (
+    Data,
+    EngineChoice,
+    FitChoices,
+    GeneratedLabels,
+    JudgeChoices,
+    LabelChoices,
+    PromiseChoices,
+    RunDir,
+    StoreOptions,
+    UsageError,
+)
 from service.cli.output import print_line
-from service.data.options import Labels
 from service.fitting.options import ClassBalance, LogitScale
 from service.options import Common
 from service.settings import option, section
@@ -24,11 +34,7 @@ class TrainChoices:
     test: Annotated[Path | None, option("Held-out rows, scored with the final bundle and used for nothing else.")] = (
         None
     )
-    labels: Annotated[
-        Labels,
-        option("given: each row's 'label' (1 factual, 0 hallucinated).  generate: the model answers greedily and a "
-               "judge compares with 'answers'."),
-    ] = "given"  # fmt: skip
+    labels: GeneratedLabels = "given"
     readout: Annotated[
         Literal["attention_head", "residual_stream"], option("attention_head is the paper's default.")
     ] = "attention_head"
@@ -45,30 +51,12 @@ class TrainChoices:
         bool,
         option("Publish although the nested AUROC's interval reaches chance, as it does on labels drawn by a coin."),
     ] = False
-    run_dir: Annotated[
-        Path | None, option("Activations and progress; an interrupted run resumes from here.  Default: runs/NAME.")
-    ] = None
-
-
-@section("Judge of generated labels", 32)
-@dataclass(frozen=True, kw_only=True)
-class JudgeChoices:
-    """How generated answers are compared with the accepted ones."""
-
-    judge_url: Annotated[str, option("Endpoint of the openai judge, up to /v1.")] = ""
-    judge_model: Annotated[str, option("Model of the openai judge.")] = ""
-    judge_key: Annotated[
-        str, option("Bearer key of the openai judge; prefer the environment variable.", secret=True)
-    ] = ""
-    answer_pattern: Annotated[
-        str,
-        option("Regular expression whose first group is the answer inside the generated text, for judges that compare "
-               "text.  Default: the whole text."),
-    ] = ""  # fmt: skip
-    abstain_pattern: Annotated[
-        str | None,
-        option("Answers that match belong to neither class.  Default: 'I am not sure' and similar answers."),
-    ] = None
+    run_dir: RunDir = None
+    calibration: Annotated[
+        Path | None,
+        option("Further rows, in groups of their own: the last step publishes a second version with a threshold that "
+               "is guaranteed on them, as 'hallutracer calibrate' does."),
+    ] = None  # fmt: skip
 
 
 def train(
@@ -77,6 +65,7 @@ def train(
     options: TrainChoices = TrainChoices(),
     labels: LabelChoices = LabelChoices(),
     judge: JudgeChoices = JudgeChoices(),
+    promise: PromiseChoices = PromiseChoices(),
     fit: FitChoices = FitChoices(),
     engine: EngineChoice = EngineChoice(),
     store: StoreOptions = StoreOptions(),
@@ -92,11 +81,12 @@ def train(
     """
     if len(options.data) != 1:
         raise UsageError("--data", "name one JSONL file")
+    alphas = promise.alphas
     from rich.console import Console
 
     from service.data.options import JudgeOptions
     from service.readout import Site
-    from service.trainer.options import TrainOptions, parse_signals
+    from service.trainer.options import PromiseOptions, TrainOptions, parse_signals
     from service.trainer.run import train as run
 
     optional: dict[str, Any] = {
@@ -110,7 +100,7 @@ def train(
         readout=Site(options.readout),
         logit_scale=options.logit_scale,
         signals=parse_signals(options.signals),
-        labels=options.labels,
+        labels=options.labels or "given",
         judge=JudgeOptions(
             labels.judge or "contains",
             judge.judge_url,
@@ -126,6 +116,9 @@ def train(
         evaluate=options.evaluate,
         allow_no_signal=options.allow_no_signal,
         jobs=fit.jobs,
+        calibration=None
+        if options.calibration is None
+        else PromiseOptions(options.calibration, alphas, promise.delta, publish_closed=promise.publish_closed),
         **{field: value for field, value in optional.items() if value is not None},
     )
     engine.engine_options  # noqa: B018  a wrong option is reported before rows are read

@@ -21,8 +21,10 @@ from service.client.errors import (
 from service.client.request import Generate, ScoreOptions
 from service.client.results import (
     Bundle,
+    BundleGuarantee,
     BundleList,
     Completion,
+    Guarantee,
     LoadedBundle,
     LoadedModel,
     ModelList,
@@ -35,8 +37,8 @@ from service.client.results import (
 from service.client.synchronous import Answer, Client
 
 __all__ = [
-    "APIError", "Answer", "AsyncAnswer", "AsyncClient", "Bundle", "BundleList", "Client", "ClientError", "Completion",
-    "DeadlineExceeded", "Generate", "LoadedBundle", "LoadedModel", "ModelList", "NotFound", "NotReady", "Overloaded",
-    "Readiness", "RequestRefused", "Risk", "ScoreOptions", "ScoreResult", "ServerError", "TimedOut", "TransportError",
-    "Unauthorized", "UnexpectedAnswer", "Usage", "Withheld",
+    "APIError", "Answer", "AsyncAnswer", "AsyncClient", "Bundle", "BundleGuarantee", "BundleList", "Client",
+    "ClientError", "Completion", "DeadlineExceeded", "Generate", "Guarantee", "LoadedBundle", "LoadedModel",
+    "ModelList", "NotFound", "NotReady", "Overloaded", "Readiness", "RequestRefused", "Risk", "ScoreOptions",
+    "ScoreResult", "ServerError", "TimedOut", "TransportError", "Unauthorized", "UnexpectedAnswer", "Usage", "Withheld",
 ]  # fmt: skip

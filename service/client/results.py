@@ -39,6 +39,31 @@ class Bundle(Checked):
 
 
 @dataclass(frozen=True)
+class Guarantee(Checked):
+    """The promise of the bundle's threshold as it stands for this request; ``void`` says why it does not hold.
+
+    At most a share ``alpha`` of the answered questions is answered with a hallucination, with confidence 1 - ``delta``.
+    """
+
+    alpha: Share
+    delta: Share
+    holds: bool
+    void: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class BundleGuarantee(Checked):
+    """What a loaded bundle's threshold promises; ``statement`` says for whom it holds and when it is void."""
+
+    alpha: Share
+    delta: Share
+    threshold: Share
+    groups: Count
+    hallucinated: Count
+    statement: str
+
+
+@dataclass(frozen=True)
 class Completion(Checked):
     """The answer, decoded from the same prefill as the risk.  ``finish_reason`` is ``stop`` or ``length``."""
 
@@ -101,6 +126,7 @@ class ScoreResult(Checked):
     bundle: Bundle
     data: Annotated[tuple[Risk, ...], Field(min_length=1)]
     usage: Usage
+    guarantee: Guarantee | None = None
 
     @property
     def request_id(self) -> str:
@@ -168,6 +194,7 @@ class LoadedBundle(Bundle):
     prompt_format: str
     threshold: Share
     default: bool
+    guarantee: BundleGuarantee | None = None
 
 
 @dataclass(frozen=True)

@@ -70,10 +70,10 @@ class Dataset:
         return _merged(self.rows)
 
 
-def read_dataset(path: Path, labels: Labels, *, folds: int) -> Dataset:
+def read_dataset(path: Path, labels: Labels, *, folds: int | None) -> Dataset:
     """Read and check a whole file; ``labels`` says which of ``label`` and ``answers`` each row must have.
 
-    Each class must have ``folds`` groups; 0 requires one row of each class only (a held-out file).
+    Each class must have ``folds`` groups; 0 requires one row of each class only (a held-out file), None nothing.
     Raises DataError: every problem of the file, by line number.
     """
     problems: list[str] = []
@@ -103,7 +103,7 @@ def read_dataset(path: Path, labels: Labels, *, folds: int) -> Dataset:
     problems += _across(rows)
     if not rows and not problems:
         problems.append("the file has no rows: one JSON object per line is expected")
-    if not problems and labels == "given":
+    if not problems and labels == "given" and folds is not None:
         problems += class_problems(np.array([row.label for row in rows]), _merged(rows), folds)
     if problems:
         raise DataError(str(path), sorted(problems, key=_line_of))

@@ -25,8 +25,8 @@ from service.engines.base import Engine, EngineOptions
 from service.fitting.calibration import FitOptions, refit
 from service.fitting.options import DEPTH_MEAN, FIRST_TOKEN
 from service.fitting.scores import auroc, within_stratum_auroc
-from service.trainer.options import TrainOptions
-from service.trainer.run import Console, train
+from service.trainer.options import Console, TrainOptions
+from service.trainer.run import train
 
 BATCH_TOKENS = 8192  # as for the shipped bundles: their last bits depend on it
 BUNDLES = {"demo": (DEPTH_MEAN,), "demo-fused": (DEPTH_MEAN, *FIRST_TOKEN)}

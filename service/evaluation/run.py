@@ -52,7 +52,7 @@ from service.fitting.nested_cv import nested_cv
 from service.prompts import PromptFormat, default_prompt_format
 from service.readout import Pooling, Site
 from service.risk import depth_mean
-from service.trainer.run import Console
+from service.trainer.options import Console
 
 TITLES = {
     OURS: "HalluTracer (depth mean)",

@@ -89,28 +89,47 @@ def first_answered(
     return len(first), int((np.asarray(label)[first] == 0).sum())
 
 
+@dataclass(frozen=True)
+class Profile:
+    """What each of some thresholds would answer and get wrong in rows that are not those of the calibration."""
+
+    total: int  # groups
+    thresholds: tuple[float, ...]  # from strict to loose, above 0 and at most 1
+    groups: tuple[int, ...]  # with an answered row
+    wrong: tuple[int, ...]  # of their first answered rows
+
+
+def profile(label: Labels, risk: Floats, group: NDArray[np.integer]) -> Profile:
+    """The profile of quantiles of risk [n], and of 1; label, group [n]."""
+    levels = np.quantile(risk, np.linspace(0, 1, 4 * CANDIDATES + 1)[1:], method="higher").round(6)
+    levels = np.unique(np.append(levels[(levels > 0) & (levels < 1)], 1.0))
+    order = np.random.default_rng(0).permutation(len(risk))
+    found = [first_answered(label, risk, group, float(level), order) for level in levels]
+    groups, wrong = zip(*found, strict=True)
+    return Profile(len(np.unique(group)), tuple(levels.tolist()), groups, wrong)
+
+
+def sequence_of(profile: Profile, alpha: float, delta: float, calibration_groups: int) -> list[float]:
+    """Thresholds from strict to loose.
+
+    It begins where the profile makes a test on ``calibration_groups`` groups surest to pass: a stricter threshold has
+    fewer wrong answers and fewer answering groups to show it by.  A sequence that begins too loose ends at once.
+    """
+    levels, answering = profile.thresholds, np.array(profile.groups) / profile.total * calibration_groups
+    share = (np.array(profile.wrong) + 0.5) / (np.array(profile.groups) + 1)  # never 0: the profile is a sample, too
+    enough = answering >= least_groups(alpha, delta)
+    if not enough.any():
+        return [levels[-1]]
+    start = int(np.where(enough, (alpha - share) * np.sqrt(answering), -np.inf).argmax())  # a binomial test's z, scaled
+    chosen = np.unique(np.linspace(start, len(levels) - 1, CANDIDATES).round().astype(int))
+    return [levels[place] for place in chosen]
+
+
 def sequence(
     label: Labels, risk: Floats, group: NDArray[np.integer], alpha: float, delta: float, calibration_groups: int
 ) -> list[float]:
-    """Thresholds from strict to loose, by training's out-of-fold risks alone: label, risk, group [n].
-
-    It begins where training's rows make a test on ``calibration_groups`` groups surest to pass: a stricter threshold
-    has fewer wrong answers and fewer answering groups to show it by.  A sequence that begins too loose ends at once.
-    """
-    levels = np.unique(np.quantile(risk, np.linspace(0, 1, 4 * CANDIDATES + 1)[1:], method="higher"))
-    levels = np.append(levels, 1.0 + 1e-9)
-    order = np.random.default_rng(0).permutation(len(risk))
-    total = len(np.unique(group))
-    needed = least_groups(alpha, delta)
-    found = [first_answered(label, risk, group, float(level), order) for level in levels]
-    answering = np.array([groups / total * calibration_groups for groups, _ in found])
-    share = np.array([(wrong + 0.5) / (groups + 1) for groups, wrong in found])  # never 0: training is a sample, too
-    sure = np.where(answering >= needed, (alpha - share) * np.sqrt(answering), -np.inf)  # a binomial test's z, scaled
-    if not np.isfinite(sure).any():
-        return [float(levels[-1])]
-    start = int(sure.argmax())
-    chosen = np.unique(np.linspace(start, len(levels) - 1, CANDIDATES).round().astype(int))
-    return [float(levels[place]) for place in chosen]
+    """``sequence_of`` the profile of training's out-of-fold risks: label, risk, group [n]."""
+    return sequence_of(profile(label, risk, group), alpha, delta, calibration_groups)
 
 
 def calibrate(
@@ -149,7 +168,7 @@ def risk_control(label: Labels, risk: Floats, group: NDArray[np.integer], alpha:
     order = np.argsort(risk, kind="stable")
     ranked = np.asarray(risk, np.float64)[order]
     loss = np.cumsum(wrong[order] / size[member][order])  # summed over groups, once the rows up to here are answered
-    levels = np.unique(np.append(ranked, 1.0 + 1e-9))
+    levels = np.unique(np.append(ranked, 1.0))
     answered = np.searchsorted(ranked, levels, "left")
     losses = np.where(answered > 0, loss[np.maximum(answered, 1) - 1], 0.0)
     fine = (losses + 1) / (len(names) + 1) <= alpha

@@ -104,11 +104,14 @@ class Metrics:
         self._in_flight = gauge("requests_in_flight", "Scoring requests being served.", "livesum")
         self._ready = gauge("ready", "1 once scores can be served, else 0.", "livemin")
         self._info = gauge("bundle_info", "Always 1: a loaded bundle.", "livemax", (*BUNDLE, "digest"))
+        text = "Always 1: a loaded bundle whose threshold is guaranteed, with alpha and delta."
+        self._guarantee = gauge("guarantee_info", text, "livemax", (*BUNDLE, "alpha", "delta"))
         gauge("build_info", "Always 1: the version.", "livemax", ("version",)).labels(__version__).set(1)
         for current in (self._waiting, self._decoding, self._in_flight, self._ready):
             current.set(0)  # a shared folder may hold values of an earlier process with this id
 
         self._loaded: set[tuple[str, str, str]] = set()
+        self._guaranteed: set[tuple[str, str, str, str]] = set()
         self._by_bundle: dict[tuple[str, str], _PerBundle] = {}
         self._by_code = {code: self._errors.labels(code) for code in STATUS_OF}
         self._by_status = {status: self._requests.labels(str(status)) for status in {200, *STATUS_OF.values()}}
@@ -166,6 +169,16 @@ class Metrics:
             self._of(model_name, bundle)
             self._info.labels(model_name, bundle, digest).set(1)
         self._loaded = now
+
+    def guarantees(self, loaded: Iterable[tuple[str, str, float, float]]) -> None:
+        """These (model, "name:version", alpha, delta) are the guarantees of the loaded bundles, and no others."""
+        now = {(model_name, bundle, f"{alpha:g}", f"{delta:g}") for model_name, bundle, alpha, delta in loaded}
+        for gone in self._guaranteed - now:
+            self._guarantee.labels(*gone).set(0)
+            self._guarantee.remove(*gone)
+        for labels in now:
+            self._guarantee.labels(*labels).set(1)
+        self._guaranteed = now
 
     def render(self) -> tuple[bytes, str]:
         """Body and content type of ``GET /metrics``; with a shared folder, over all its processes."""

@@ -97,6 +97,11 @@ class ServiceState:
         self.metrics.bundles(
             (scorer.engine.identity.model, scorer.bundle.reference, scorer.bundle.manifest.digest) for scorer in scorers
         )
+        self.metrics.guarantees(
+            (scorer.engine.identity.model, scorer.bundle.reference, promise.alpha, promise.delta)
+            for scorer in scorers
+            if (promise := scorer.bundle.manifest.guarantee) is not None
+        )
 
     @property
     def failure(self) -> str | None:

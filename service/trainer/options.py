@@ -1,4 +1,4 @@
-"""The options of a training run."""
+"""The options of a training run, and of a calibration."""
 
 from __future__ import annotations
 
@@ -6,16 +6,17 @@ import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, Protocol, cast
 
 from joblib import cpu_count
 
 from probes_store.manifest import Signal
-from service.data.options import ABSTAIN, JudgeOptions, Labels
+from service.data.options import ABSTAIN, JudgeName, JudgeOptions, Labels
 from service.errors import TrainingError
 from service.fitting.calibration import FitOptions
 from service.fitting.options import C_GRID, DEPTH_MEAN, FIRST_TOKEN, ClassBalance, LogitScale
 from service.readout import Site
+from service.trainer.prepare import Preparation
 
 
 def parse_signals(text: str) -> tuple[Signal, ...]:
@@ -26,6 +27,85 @@ def parse_signals(text: str) -> tuple[Signal, ...]:
     if sorted(parts) == [DEPTH_MEAN, "first_token"]:
         return (DEPTH_MEAN, *FIRST_TOKEN)
     raise TrainingError(f"signals must be 'depth_mean' or 'depth_mean,first_token', not {text!r}", param="signals")
+
+
+class Console(Protocol):
+    """Where progress is printed, such as a ``rich.console.Console``."""
+
+    def print(self, *objects: Any) -> None:
+        """Print a line."""
+
+
+@dataclass(frozen=True)
+class PromiseOptions:
+    """What is promised, on which rows.  Raises TrainingError for an invalid value."""
+
+    data: Path  # JSONL rows that took part in nothing else
+    alphas: tuple[float, ...] = (0.1,)  # the first one that a threshold qualifies for is served
+    delta: float = 0.05  # split evenly among the alphas
+    seed: int = 0  # of the order of the rows
+    publish_closed: bool = False  # where no threshold qualifies: publish a gate that answers nothing
+
+    def __post_init__(self) -> None:
+        """Check values, not types."""
+        fine = all(0 < alpha < 1 for alpha in self.alphas) and len(set(self.alphas)) == len(self.alphas) > 0
+        if not fine:
+            raise TrainingError(f"alpha must be distinct numbers between 0 and 1, not {self.alphas}", param="alpha")
+        if not 0 < self.delta < 1:
+            raise TrainingError(f"delta must be a number between 0 and 1, not {self.delta}", param="delta")
+        if self.seed < 0:
+            raise TrainingError(f"seed must be 0 or more, not {self.seed}", param="seed")
+
+    def of(self, reference: str, training: TrainOptions) -> CalibrateOptions:
+        """The calibration of the bundle that a training run has just published, labelled as its rows were."""
+        return CalibrateOptions(
+            **vars(self),
+            bundle=reference,
+            run_dir=training.run_dir,
+            labels=training.labels,
+            judge=training.judge,
+            abstain_pattern=training.abstain_pattern,
+            max_new_tokens=training.max_new_tokens,
+            batch_rows=training.batch_rows,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class CalibrateOptions(PromiseOptions):
+    """One calibration of a published bundle."""
+
+    bundle: str  # its reference
+    run_dir: Path  # readouts and answers; resumes from here
+    name: str | None = None  # of the new bundle; None: the same, one version on
+    trained_on: tuple[Path, ...] = ()  # the bundle's own rows, where it does not record them
+    labels: Labels | None = None  # None: as the bundle's own rows were labelled
+    judge: JudgeOptions | None = None  # None: the judge that the bundle records
+    abstain_pattern: str = ABSTAIN
+    max_new_tokens: int = 48
+    batch_rows: int = 32
+    dry_run: bool = False  # say what would be tested, and test nothing
+
+    def preparation(self, labels: Labels, judged_by: str | None, site: Site) -> Preparation:
+        """How the rows become readouts and labels; the arguments are what the bundle records of its training.
+
+        Raises TrainingError where a judge is needed that the record does not describe wholly.
+        """
+        judge, wanted = self.judge, self.labels or labels
+        if judge is None:
+            described, _, pattern = (judged_by or "contains").partition(" of ")
+            judge = JudgeOptions(cast(JudgeName, described.partition(":")[0]), answer_pattern=pattern)
+            if wanted == "generate" and judged_by is not None and judge.described() != judged_by:
+                raise TrainingError(f"the answers were judged by {judged_by!r}: name the judge", param="judge")
+        return Preparation(
+            run_dir=self.run_dir,
+            readout=site,
+            sites=(site,),
+            labels=wanted,
+            judge=judge,
+            abstain_pattern=self.abstain_pattern,
+            max_new_tokens=self.max_new_tokens,
+            batch_rows=self.batch_rows,
+        )
 
 
 @dataclass(frozen=True)
@@ -55,6 +135,7 @@ class TrainOptions:
     evaluate: bool = True  # the nested evaluation; without it the card reports no performance
     allow_no_signal: bool = False  # publish although the interval of the nested AUROC reaches chance
     jobs: int = 0  # processes for the probe fits; 0: all cores
+    calibration: PromiseOptions | None = None  # a guarantee for the threshold, as the last step
 
     def __post_init__(self) -> None:
         """Check values, not types."""
@@ -98,6 +179,20 @@ class TrainOptions:
     def collected_sites(self) -> tuple[Site, ...]:
         """All sites that are collected, the run's own first."""
         return tuple(dict.fromkeys((self.readout, *self.sites)))
+
+    @property
+    def preparation(self) -> Preparation:
+        """How the rows become readouts and labels."""
+        return Preparation(
+            run_dir=self.run_dir,
+            readout=self.readout,
+            sites=self.collected_sites,
+            labels=self.labels,
+            judge=self.judge,
+            abstain_pattern=self.abstain_pattern,
+            max_new_tokens=self.max_new_tokens,
+            batch_rows=self.batch_rows,
+        )
 
     @property
     def workers(self) -> int:

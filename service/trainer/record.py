@@ -2,44 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict
 from typing import Any
-
-import numpy as np
 
 import service
 from probes_store.manifest import TrainingRecord
-from service.data.collection import Collection
-from service.data.labels import Labelled
-from service.data.training_rows import Dataset
 from service.fitting.calibration import scale_shift
 from service.fitting.fit import Floats
 from service.fitting.group_statistics import effective_groups, largest_share
 from service.fitting.nested_cv import Evaluation, Inputs, layer_aurocs, name_of, rounded
+from service.fitting.promise import Profile
+from service.trainer.ledger import Marks
 from service.trainer.options import TrainOptions
 from service.trainer.plots import PlotData
-
-
-@dataclass(frozen=True, eq=False)
-class PreparedData:
-    """One data file, collected and labelled."""
-
-    dataset: Dataset
-    collection: Collection
-    labelled: Labelled
-    inputs: Inputs
-
-    @property
-    def counts(self) -> dict[str, int]:
-        """Rows by class, as the manifest and the evaluation name them."""
-        label = self.labelled.label
-        return {
-            "rows": len(self.dataset),
-            "factual": int(label.sum()),
-            "hallucinated": int(len(label) - label.sum()),
-            "left_out": sum(self.labelled.left_out.values()),
-            "groups": len(np.unique(self.inputs.group)),
-        }
+from service.trainer.prepare import PreparedData
 
 
 def training_record(options: TrainOptions, data: PreparedData, c: float) -> TrainingRecord:
@@ -65,10 +41,11 @@ def evaluation_document(
     refitted: Floats,
     search: dict[str, float | None],
     nested: Evaluation | None,
+    gates: Profile,
 ) -> dict[str, Any]:
     """evaluation.json: out_of_fold [seeds, n, m] and refitted [n, m] trajectories of the training rows.
 
-    ``search`` is the out-of-fold AUROC by value of C.
+    ``search`` is the out-of-fold AUROC by value of C; ``gates`` is what thresholds would answer, by out-of-fold risks.
     """
     layers, means = layer_aurocs(data.inputs.label, out_of_fold)
     shift = scale_shift(out_of_fold.mean(axis=-1), refitted.mean(axis=-1), data.inputs.label)
@@ -85,7 +62,9 @@ def evaluation_document(
             "layer_auroc": rounded(layers.mean(axis=0).tolist()),
             "depth_mean_auroc": rounded(float(means.mean())),
             "depth_mean_cross_fitted_and_refitted": rounded(shift),
+            "gates": asdict(gates),
         },
+        "rows_seen": {"training": Marks.of(data.dataset).document()},
         "signal_of_the_bundle": name_of(options.signals, options.logit_scale),
     }
     if nested is not None:

@@ -8,17 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import closing
-from typing import Any, Protocol
 
 import numpy as np
 
 from probes_store.bundle import Bundle, BundleDraft
 from probes_store.manifest import NAME
 from probes_store.store import Store
-from service.data.collection import collect
-from service.data.labels import check_answers, given_labels, judged_labels
+from service.data.labels import check_answers
 from service.data.run_folder import locked
-from service.data.training_rows import Dataset, check_disjoint, class_problems, read_dataset
+from service.data.training_rows import Dataset, check_disjoint, read_dataset
 from service.engines.base import Engine
 from service.errors import TrainingError
 from service.fitting.calibration import (
@@ -30,31 +28,28 @@ from service.fitting.calibration import (
     signal_matrix,
     stacked,
 )
-from service.fitting.fit import Readouts
 from service.fitting.folds import group_folds, outer_folds
-from service.fitting.nested_cv import Inputs, evaluate, held_out, name_of, rounded
+from service.fitting.nested_cv import evaluate, held_out, name_of, rounded
+from service.fitting.promise import profile
 from service.fitting.scores import at_threshold
-from service.prompts import PromptFormat, default_prompt_format
+from service.prompts import default_prompt_format
 from service.readout import Probes
+from service.trainer.calibrate import carry_out, described, plan
 from service.trainer.card import CHANCE, write_card
-from service.trainer.options import TrainOptions
+from service.trainer.ledger import Marks
+from service.trainer.options import Console, TrainOptions
 from service.trainer.plots import draw
+from service.trainer.prepare import prepare
 from service.trainer.publish import golden_rows, manifest_of, probe_tensors, record_golden, trajectories
-from service.trainer.record import PreparedData, evaluation_document, plot_data, training_record
+from service.trainer.record import evaluation_document, plot_data, training_record
 from service.trainer.summary import better_options, summary_table
 
 
-class Console(Protocol):
-    """Where progress is printed, such as a ``rich.console.Console``."""
-
-    def print(self, *objects: Any) -> None:
-        """Print a line."""
-
-
 def train(options: TrainOptions, engine_factory: Callable[[], Engine], store: Store, *, console: Console) -> Bundle:
-    """Train one bundle and publish it.
+    """Train one bundle and publish it; with ``options.calibration`` also a version with a guaranteed threshold.
 
     Raises:
+        NoThreshold: the bundle was published, and no threshold of it qualifies for the guarantee.
         DataError: rows of a data file are at fault, by line number.
         RunMismatch: the run folder belongs to another run.
         NoDirection, TrainingError: the data do not carry a probe under these options.
@@ -72,7 +67,12 @@ def train(options: TrainOptions, engine_factory: Callable[[], Engine], store: St
 
     with locked(options.run_dir), closing(engine_factory()) as engine:
         bundle = store.publish(_draft(options, dataset, test, engine, console))
-    console.print(f"published {bundle.reference} ({bundle.manifest.digest})")
+        console.print(f"published {bundle.reference} ({bundle.manifest.digest})")
+        if options.calibration is not None:
+            calibrating = plan(options.calibration.of(bundle.reference, options), store)
+            for line in described(calibrating):
+                console.print(line)
+            bundle = calibrating.done or carry_out(calibrating, engine, store, console)
     return bundle
 
 
@@ -82,8 +82,8 @@ def _draft(
     """Everything between the data and the store."""
     # Collect and label.
     prompt_format = default_prompt_format(engine) if options.prompt_format == "auto" else options.prompt_format
-    data = _prepare(engine, dataset, options, prompt_format, "train", folds=options.folds)
-    held = _prepare(engine, test, options, prompt_format, "test", folds=0) if test else None
+    data = prepare(engine, dataset, options.preparation, prompt_format, "train", folds=options.folds)
+    held = prepare(engine, test, options.preparation, prompt_format, "test", folds=0) if test else None
     counts = data.counts
     console.print(f"{counts['factual']} factual, {counts['hallucinated']} hallucinated, {counts['left_out']} left out")
     inputs, rows, fit = data.inputs, np.arange(len(data.inputs.label)), options.fit
@@ -112,8 +112,10 @@ def _draft(
         console.print(summary_table(nested.document["signals"], own))
         for line in better_options(inputs, nested, own):
             console.print(line)
-    document = evaluation_document(options, data, out_of_fold, refitted, choice.auroc, nested)
+    answering = profile(inputs.label, classifier.risk(signals[: len(rows)]), inputs.group)  # of the first seed
+    document = evaluation_document(options, data, out_of_fold, refitted, choice.auroc, nested, answering)
     if held is not None:
+        document["rows_seen"]["held-out"] = Marks.of(held.dataset).document()
         logits = trajectories(held.inputs.readouts, probes)
         document["held_out"] = held_out(held.inputs, classifier, logits, options.signals, inputs) | {
             "file": held.dataset.path.name,
@@ -159,6 +161,10 @@ def _read(options: TrainOptions) -> tuple[Dataset, Dataset | None]:
             check_answers(data, options.judge)
     if test is not None:
         check_disjoint(dataset, test)
+    if options.calibration is not None:  # ``plan`` says so too, but only once there is a bundle
+        calibration = read_dataset(options.calibration.data, options.labels, folds=None)
+        for seen in (dataset, test) if test is not None else (dataset,):
+            check_disjoint(seen, calibration)
     if options.labels == "given":
         _check_folds(options, dataset)
     return dataset, test
@@ -178,35 +184,3 @@ def _check_folds(options: TrainOptions, dataset: Dataset) -> None:
     for fold in outer_folds(label, group, folds=options.folds, seeds=options.seeds):
         if options.evaluate:
             group_folds(label, group, fold.train, options.inner_folds, fold.seed, what="inner fold")
-
-
-def _prepare(
-    engine: Engine, dataset: Dataset, options: TrainOptions, prompt_format: PromptFormat, name: str, *, folds: int
-) -> PreparedData:
-    """Run one file through the engine and label it."""
-    folder = options.run_dir / name
-    collection = collect(
-        engine,
-        dataset,
-        folder,
-        sites=options.collected_sites,
-        prompt_format=prompt_format,
-        batch_rows=options.batch_rows,
-        max_new_tokens=options.max_new_tokens if options.labels == "generate" else None,
-    )
-    if options.labels == "given":
-        labelled = given_labels(dataset)
-    else:
-        labelled = judged_labels(dataset, folder, options.judge, options.abstain_pattern)
-        problems = class_problems(labelled.label, dataset.groups[labelled.index], folds)
-        if problems:
-            raise TrainingError(f"{dataset.path}, labelled by its answers: {'; '.join(problems)}", param="labels")
-    index = labelled.index
-    inputs = Inputs(
-        readouts=Readouts(collection.rows[options.readout], index, labelled.label),
-        group=dataset.groups[index],
-        first_token=collection.first_token[index],
-        prompt_tokens=collection.prompts.lengths[index],
-        strata=tuple(dataset.rows[row].strata for row in index.tolist()),
-    )
-    return PreparedData(dataset, collection, labelled, inputs)

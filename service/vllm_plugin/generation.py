@@ -59,6 +59,9 @@ def judging_generate(generate: Generate, state: ServiceState, engine_of: Callabl
                 raise VLLMValidationError(note.unread, parameter="use_beam_search")
             return generate(prompt, parameters, request_id, *args, **kwargs)
         note.scorer, note.policy, note.choices = scorer, policy, parameters.n
+        note.departures = _departures(parameters)
+        if not note.templated and scorer.prompt_format == "chat":
+            note.departures += ("rendering: this route applies no chat template",)
         judged = _JudgedPrompt(state, engine_of(), scorer, policy, note, place, parameters)
         return judged.run(lambda: generate(prompt, parameters, request_id, *args, **kwargs))
 
@@ -184,6 +187,16 @@ def observes(state: ServiceState, xargs: dict[str, Any]) -> bool:
     if "policy" in state.settings.callers_may:
         del applied[0]
     return all((policy := state.policies.get(name)) is not None and policy.action is Action.OBSERVE for name in applied)
+
+
+def _departures(parameters: Any) -> tuple[str, ...]:
+    """How the answer departs from a greedy one, on which guarantees are calibrated."""
+    changed = [f"temperature {parameters.temperature:g}"] if parameters.temperature else []
+    neutral = {"presence_penalty": 0, "frequency_penalty": 0, "repetition_penalty": 1, "min_tokens": 0}
+    changed += [name for name, value in neutral.items() if getattr(parameters, name) != value]
+    names = ("stop", "stop_token_ids", "logit_bias", "bad_words", "allowed_token_ids", "structured_outputs")
+    changed += [name for name in (*names, "ignore_eos") if getattr(parameters, name)]
+    return (f"decoding: not plainly greedy ({', '.join(changed)})",) if changed else ()
 
 
 def _ends_at_an_end_token(parameters: Any) -> bool:

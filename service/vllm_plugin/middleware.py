@@ -49,7 +49,7 @@ class RiskNotes:
                 scope, receive, send
             )
             return
-        note = Note(carries=path in PATHS)
+        note = Note(carries=path in PATHS, templated=path != PATHS[0])
         token = CURRENT.set(note)
         try:
             writer = _ResponseWriter(note, send, self._message_in_content).send if note.carries else send

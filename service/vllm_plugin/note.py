@@ -10,7 +10,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
-from service.api.reply import bundle_ref, risk_headers, risk_out
+from service.api.reply import bundle_ref, guarantee_out, risk_headers, risk_out
 from service.guard import Decision, Policy
 from service.scoring import RiskReport, Scorer
 
@@ -30,7 +30,9 @@ class Note:
     reports: list[RiskReport | None] = field(default_factory=list)
     unread: str | None = None  # why there is no risk
     choices: int = 1  # answers to each prompt (n)
+    departures: tuple[str, ...] = ()  # of the request from what a guarantee was calibrated on
     carries: bool = True  # whether the response has a place for it
+    templated: bool = True  # whether its route applies the chat template
     forges: str | None = None  # a special token that a message spells out: vLLM's renderer would take it for one
     misplaced: tuple[str, ...] = ()  # arguments of ours outside vllm_xargs
     xargs: dict[str, Any] = field(default_factory=dict)  # vllm_xargs of a beam search, which vLLM drops
@@ -61,9 +63,11 @@ class Note:
             for index, report in enumerate(self.reports)
             if report is not None
         ]
+        guarantee = guarantee_out(self.scorer, self.policy, self.departures)
         return {
             "bundle": bundle_ref(self.scorer).model_dump(),
             "policy": self.policy.name,
+            **({} if guarantee is None else {"guarantee": guarantee.model_dump()}),
             "data": data,
         }
 

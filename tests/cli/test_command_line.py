@@ -30,7 +30,7 @@ def test_the_commands_are_those_of_the_readme() -> None:
     assert {
         "serve", "score", "train", "bundle list", "bundle show", "bundle compare", "bundle verify", "bundle alias",
         "demo info", "demo questions", "demo retrieval", "demo build", "data convert", "data list", "data mix",
-        "data audit", "evaluate", "diagnose",
+        "data audit", "evaluate", "diagnose", "calibrate",
     } == COMMANDS  # fmt: skip
 
 
@@ -40,7 +40,7 @@ def test_help_prints(capsys: pytest.CaptureFixture[str], path: str, flag: str) -
     assert run(*path.split(), flag) == 0
     printed = capsys.readouterr().out
     assert "Usage" in printed
-    if path in ("score", "train", "evaluate", "diagnose", "serve"):
+    if path in ("score", "train", "calibrate", "evaluate", "diagnose", "serve"):
         assert f"  hallutracer {path} " in printed  # an example
         for word in ("HALLUTRACER_CONFIG", "[default: ") if path != "diagnose" else ():
             assert word in " ".join(printed.split())
@@ -66,6 +66,9 @@ def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["serve", "--callers-may", "anything"], "threshold"),
         (["train", "--data", "x.jsonl"], "--name"),
         (["train", "--name", "x"], "--data"),
+        (["calibrate", "--bundle", "demo"], "--data"),
+        (["calibrate", "--data", "x.jsonl"], "--bundle"),
+        (["calibrate", "--data", "x.jsonl", "--bundle", "demo", "--alpha", ".1,2"], "--alpha"),
         (["score"], "--input"),
         (["score", "a", "--model", "somewhere"], "hallutracer train"),
         (["score", "a", "--engine-arg", "x"], "NAME=VALUE"),

@@ -16,6 +16,7 @@ from service.client import (
     ClientError,
     DeadlineExceeded,
     Generate,
+    Guarantee,
     NotFound,
     NotReady,
     Overloaded,
@@ -65,7 +66,7 @@ def test_whatever_is_not_continue_is_gated(make_client: MakeClient, decision: st
 
 
 def test_unknown_fields_are_read_over() -> None:
-    body = bodies.result(bodies.row(ood=0.3), guarantee={"alpha": 0.1})
+    body = bodies.result(bodies.row(ood=0.3), certainty={"alpha": 0.1})
     assert parse(ScoreResult, json.dumps(body)).risk == 0.1
 
 
@@ -162,6 +163,15 @@ def test_neither_key_nor_prompt_is_ever_shown(make_client: MakeClient, handler: 
     assert source in shown  # the traceback is there, with names instead of values
     assert SECRET not in shown
     assert PROMPT not in shown
+
+
+def test_a_guarantee_is_read(make_client: MakeClient) -> None:
+    void = {"alpha": 0.1, "delta": 0.05, "holds": False, "void": ["policy: 'observe' withholds nothing"]}
+    result = make_client(lambda _: httpx.Response(200, json=bodies.result(guarantee=void))).score(prompt="a")
+    assert result.guarantee == Guarantee(0.1, 0.05, False, ("policy: 'observe' withholds nothing",))
+    assert make_client(lambda _: httpx.Response(200, json=bodies.result())).score(prompt="a").guarantee is None
+    with pytest.raises(InvalidBody, match=r"guarantee\.holds"):
+        parse(ScoreResult, json.dumps(bodies.result(guarantee=void | {"holds": 1})))
 
 
 def test_models_and_bundles(make_client: MakeClient) -> None:

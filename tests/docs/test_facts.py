@@ -21,7 +21,7 @@ from tests.docs.pages import PAGES, ROOT, blocks
 # Errors that no HTTP answer carries: of the command line, of loading (served as not_ready), and of a client that left.
 NOT_ANSWERED = {
     "client_closed_request", "unknown_family", "model_load_error", "training_error", "bad_data", "run_mismatch",
-    "no_direction",
+    "no_direction", "no_threshold",
 }  # fmt: skip
 
 

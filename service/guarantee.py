@@ -1,0 +1,56 @@
+"""Whether a bundle's guarantee holds for one request, and if not, why.
+
+The manifest's statement names more reasons than a service can see: whether the questions are drawn as those of the
+calibration were is the operator's to know.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from probes_store.manifest import Manifest
+from service.engines.base import Sampling
+from service.guard import Action, Policy
+
+TOKEN_IDS = "rendering: the prompt came as token ids"
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """A guarantee as it stands for one request; ``void`` has a reason for each departure from the calibration."""
+
+    alpha: float
+    delta: float
+    void: tuple[str, ...]
+
+    @property
+    def holds(self) -> bool:
+        """Whether nothing is known that voids it."""
+        return not self.void
+
+
+def standing(manifest: Manifest, policy: Policy, dtype: str, departures: tuple[str, ...] = ()) -> Standing | None:
+    """None where the bundle has no guarantee; dtype is the engine's, ``departures`` are further reasons."""
+    guarantee = manifest.guarantee
+    if guarantee is None:
+        return None
+    void = []
+    if policy.action is Action.OBSERVE:
+        void.append(f"policy: {policy.name!r} withholds nothing")
+    if policy.threshold is not None and policy.threshold != guarantee.threshold:
+        void.append(f"threshold: {policy.threshold:g} applies, {guarantee.threshold:g} is guaranteed")
+    if dtype != guarantee.dtype:
+        void.append(f"dtype: the engine computes in {dtype}, the calibration did in {guarantee.dtype}")
+    return Standing(guarantee.alpha, guarantee.delta, (*void, *departures))
+
+
+def decoding_departures(sampling: Sampling | None) -> tuple[str, ...]:
+    """How an answer that is decoded here departs from a greedy one; nothing to say where none is."""
+    if sampling is None:
+        return ()
+    found = []
+    if sampling.temperature != 0:
+        found.append(f"decoding: temperature {sampling.temperature:g}, not greedy")
+    if sampling.stop:
+        found.append("decoding: ends at texts of the request's own")
+    return tuple(found)

@@ -1,0 +1,108 @@
+"""Which rows a bundle has seen: those it was fitted and tested on, and the calibration sets that it has spent.
+
+A promise rests on rows that took part in nothing else, so evaluation.json keeps marks of all of them: digests of the
+prompts and of the groups' names, no text.  A mark is 64 bits; that two of a million rows share one by chance has a
+probability of 3e-8.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from probes_store.bundle import Bundle
+from probes_store.manifest import PROBES
+from probes_store.store import Store
+from service.data.training_rows import Dataset, read_dataset
+from service.errors import DataError, TrainingError
+
+DIGITS = 16  # hexadecimal
+
+
+@dataclass(frozen=True)
+class Marks:
+    """Digests of the prompts and of the named groups of some rows."""
+
+    prompts: frozenset[str]
+    groups: frozenset[str]
+
+    @classmethod
+    def of(cls, dataset: Dataset) -> Marks:
+        """Of all rows, also of those that were left out later."""
+        groups = {group_mark(row.group) for row in dataset.rows if row.group}
+        return cls(frozenset(prompt_mark(row.prompt_digest) for row in dataset.rows), frozenset(groups))
+
+    @classmethod
+    def read(cls, document: Mapping[str, str]) -> Marks:
+        """What ``document`` wrote."""
+        return cls(frozenset(document["prompts"].split()), frozenset(document["groups"].split()))
+
+    def document(self) -> dict[str, str]:
+        """For evaluation.json: two texts, since a list would take a line for each mark."""
+        return {"prompts": " ".join(sorted(self.prompts)), "groups": " ".join(sorted(self.groups))}
+
+
+def prompt_mark(digest: bytes) -> str:
+    """Of a row's ``prompt_digest``."""
+    return digest.hex()[:DIGITS]
+
+
+def group_mark(name: str) -> str:
+    """Of a group's name."""
+    return hashlib.blake2b(name.encode(), digest_size=DIGITS // 2).hexdigest()
+
+
+def seen_by(bundle: Bundle, evaluation: Mapping[str, Any], trained_on: Sequence[Path]) -> Iterator[tuple[str, Marks]]:
+    """The rows that a bundle was fitted and tested on, each set with what it is called.
+
+    A bundle of an older trainer records only the digests of its files: ``trained_on`` must name them.
+    Raises TrainingError naming the file that is wanted, and DataError.
+    """
+    recorded = evaluation.get("rows_seen", {})
+    for what, marks in recorded.items():
+        yield f"the {what} rows of {bundle.manifest.name}", Marks.read(marks)
+    files = [read_dataset(path, bundle.manifest.training.labels, folds=None) for path in trained_on]
+    for dataset in files:
+        yield str(dataset.path), Marks.of(dataset)
+    wanted = {} if recorded else {"training": bundle.manifest.training.data_digest}
+    if not recorded and evaluation.get("held_out"):
+        wanted["held-out"] = evaluation["held_out"]["digest"]
+    for what, digest in wanted.items():
+        if digest not in {dataset.digest for dataset in files}:
+            raise TrainingError(
+                f"{bundle.reference} does not record which rows it has seen, so nobody could tell whether the "
+                f"calibration rows are new: name its {what} file ({digest}) with --trained-on",
+                param="trained_on",
+            )
+
+
+def calibrations(store: Store, bundle: Bundle) -> list[tuple[Bundle, dict[str, Any]]]:
+    """Every calibration of these probes in the store, by the first version that records it."""
+    probes = bundle.manifest.files[PROBES].sha256
+    found: dict[str, tuple[Bundle, dict[str, Any]]] = {}
+    for summary in store.list():
+        if summary.manifest is None or summary.manifest.files[PROBES].sha256 != probes:
+            continue
+        version = store.load(summary.reference)
+        for record in version.evaluation().get("calibrations", []):
+            found.setdefault(record["data"]["digest"], (version, record))
+    return list(found.values())
+
+
+def check_unspent(dataset: Dataset, seen: Sequence[tuple[str, Marks]]) -> None:
+    """Raise DataError where a row's prompt or group is among those already seen: every such row, by line."""
+    problems = []
+    for row in dataset.rows:
+        for what, marks in seen:
+            if prompt_mark(row.prompt_digest) in marks.prompts:
+                problems.append(f"line {row.line}: its prompt is among {what}")
+            elif row.group and group_mark(row.group) in marks.groups:
+                problems.append(f"line {row.line}: its group is among {what}")
+            else:
+                continue
+            break
+    if problems:
+        raise DataError(str(dataset.path), problems)

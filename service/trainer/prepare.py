@@ -1,0 +1,98 @@
+"""From a data file to readouts and labels: what training and calibrating begin with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from service.data.collection import Collection, collect
+from service.data.labels import Labelled, given_labels, judged_labels
+from service.data.options import ABSTAIN, JudgeOptions, Labels
+from service.data.training_rows import Dataset, class_problems
+from service.engines.base import Engine
+from service.errors import TrainingError
+from service.fitting.fit import Readouts
+from service.fitting.nested_cv import Inputs
+from service.prompts import PromptFormat
+from service.readout import Site
+
+
+@dataclass(frozen=True)
+class Preparation:
+    """How rows become readouts and labels; the fields are those of ``TrainOptions``."""
+
+    run_dir: Path
+    readout: Site
+    sites: tuple[Site, ...]  # all that are collected, ``readout`` first
+    labels: Labels
+    judge: JudgeOptions = JudgeOptions()
+    abstain_pattern: str = ABSTAIN
+    max_new_tokens: int = 48
+    batch_rows: int = 32
+
+
+@dataclass(frozen=True, eq=False)
+class PreparedData:
+    """One data file, collected and labelled."""
+
+    dataset: Dataset
+    collection: Collection
+    labelled: Labelled
+    inputs: Inputs
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Rows by class, as the manifest and the evaluation name them."""
+        label = self.labelled.label
+        return {
+            "rows": len(self.dataset),
+            "factual": int(label.sum()),
+            "hallucinated": int(len(label) - label.sum()),
+            "left_out": sum(self.labelled.left_out.values()),
+            "groups": len(np.unique(self.inputs.group)),
+        }
+
+
+def prepare(
+    engine: Engine,
+    dataset: Dataset,
+    options: Preparation,
+    prompt_format: PromptFormat,
+    name: str,
+    *,
+    folds: int | None,
+) -> PreparedData:
+    """Run one file through the engine, into the folder ``name`` of the run, where it resumes, and label it.
+
+    folds: how many groups each class must have once the answers are judged; None: any number, also none.
+    Raises what ``collect`` and ``judged_labels`` raise, and TrainingError for a class with too few groups.
+    """
+    folder = options.run_dir / name
+    collection = collect(
+        engine,
+        dataset,
+        folder,
+        sites=options.sites,
+        prompt_format=prompt_format,
+        batch_rows=options.batch_rows,
+        max_new_tokens=options.max_new_tokens if options.labels == "generate" else None,
+    )
+    if options.labels == "given":
+        labelled = given_labels(dataset)
+    else:
+        labelled = judged_labels(dataset, folder, options.judge, options.abstain_pattern)
+        groups = dataset.groups[labelled.index]
+        problems = [] if folds is None else class_problems(labelled.label, groups, folds)
+        if problems:
+            raise TrainingError(f"{dataset.path}, labelled by its answers: {'; '.join(problems)}", param="labels")
+    index = labelled.index
+    inputs = Inputs(
+        readouts=Readouts(collection.rows[options.readout], index, labelled.label),
+        group=dataset.groups[index],
+        first_token=collection.first_token[index],
+        prompt_tokens=collection.prompts.lengths[index],
+        strata=tuple(dataset.rows[row].strata for row in index.tolist()),
+    )
+    return PreparedData(dataset, collection, labelled, inputs)

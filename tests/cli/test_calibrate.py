@@ -1,0 +1,73 @@
+"""hallutracer calibrate from the command line: what it refuses, what it would test, and where the promise is shown."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from probes_store.store import Store
+from service.demo.questions import questions
+from service.trainer.statement import guaranteed_card
+from tests.cli.test_command_line import run
+from tests.fitting.planted import write_rows
+from tests.probes_store.test_guarantee import draft
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    folder = tmp_path_factory.mktemp("questions")
+    return {split: str(write_rows(folder / f"{split}.jsonl", questions(split))) for split in ("train", "dev", "test")}
+
+
+def command(files: dict[str, str], folder: Path, *more: str) -> list[str]:
+    return ["calibrate", "--bundle", "demo", "--new-name", "sure", "--data", files["dev"], "--model", "demo",
+            "--store", str(folder / "store"), "--run-dir", str(folder / "run"), *more]  # fmt: skip
+
+
+def test_a_dry_run_loads_no_model_and_writes_nothing(
+    tmp_path: Path, files: dict[str, str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("service.cli.calibrate.load_engine", lambda *_, **__: pytest.fail("a model was loaded"))
+    own = ["--trained-on", files["train"], "--trained-on", files["test"]]
+    assert run(*command(files, tmp_path, *own, "--alpha", "0.1,0.2", "--dry-run")) == 0
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert "1713 rows in 576 groups for the test, new to demo:1" in said.err
+    assert "alpha 0.2, delta 0.025: at least 17 answering groups" in said.err
+    assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ([], "name its training file (sha256:dfdf"),
+        (["--judge", "openai"], "--judge-url"),
+        (["--prompt-format", "text"], "rendered as the bundle's"),
+    ],
+)
+def test_what_is_refused(
+    tmp_path: Path, files: dict[str, str], capsys: pytest.CaptureFixture[str], more: list[str], said: str
+) -> None:
+    assert run(*command(files, tmp_path, *more)) in (1, 2)
+    assert said in capsys.readouterr().err
+
+
+def test_the_promise_is_shown_and_listed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    made = draft()
+    store = Store(tmp_path)
+    store.publish(dataclasses.replace(made, card=guaranteed_card(made.card, made.manifest)))
+    assert run("bundle", "show", "tiny", "--store", str(tmp_path)) == 0
+    shown = capsys.readouterr().out
+    assert "## Guarantee" in shown
+    assert "It holds." in shown
+    assert run("bundle", "show", "tiny", "--json", "--store", str(tmp_path)) == 0
+    manifest: Any = json.loads(capsys.readouterr().out)
+    assert manifest["guarantee"]["statement"] == "It holds."
+    assert run("bundle", "list", "--json", "--store", str(tmp_path)) == 0
+    rows = {row["bundle"]: row["guarantee"] for row in json.loads(capsys.readouterr().out)}
+    assert rows["tiny:1"] == "alpha 0.1, delta 0.05"
+    assert rows["demo:1"] is None
