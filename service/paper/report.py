@@ -16,8 +16,8 @@ import numpy as np
 import service
 from probes_store.durable import atomic_write
 from service.errors import TrainingError
-from service.evaluation.main_table import pooled_ranks
-from service.evaluation.options import OURS
+from service.evaluation.main_table import measured, pooled_ranks
+from service.evaluation.options import OURS, SHUFFLED
 from service.evaluation.page import figures
 from service.evaluation.page.html import to_html
 from service.evaluation.page.markdown import to_markdown
@@ -109,7 +109,7 @@ def report_data(evaluation: EvaluationResult, command: str) -> ReportData:
 
 
 def _detection(result: SetResult, titles: Mapping[str, str]) -> list[Figure]:
-    """ROC and precision-recall of all methods, and our reliability, from the first seed's test sides."""
+    """AUROC against cost; ROC and precision-recall, and our reliability, from the first seed's test sides."""
     label = result.label
     ranks = {titles[name]: pooled_ranks(len(label), scores) for name, scores in result.scores.items()}
     calibrated = np.full(len(label), np.nan)
@@ -117,7 +117,14 @@ def _detection(result: SetResult, titles: Mapping[str, str]) -> list[Figure]:
         inside = split.train_trajectory.mean(axis=1)[:, None]
         classifier = fit_classifier(inside, label[split.train])
         calibrated[split.test] = classifier.risk(split.test_trajectory.mean(axis=1)[:, None])
+    aurocs = {name: measured(label, scores)["auroc"]["mean"] for name, scores in result.scores.items()}
+    costs = {
+        name: (result.costs[name].cls, result.costs[name].prefills, aurocs[name])
+        for name in aurocs
+        if name != SHUFFLED  # a control
+    }
     return [
+        _named(figures.cost(costs), result),
         _named(figures.roc_pr(label, ranks), result),
         _named(figures.reliability(label, {titles[OURS]: calibrated}), result),
     ]

@@ -21,6 +21,7 @@ from matplotlib.ticker import MaxNLocator
 from numpy.typing import ArrayLike, NDArray
 from sklearn.metrics import precision_recall_curve, roc_curve
 
+from service.evaluation.cost import CLASSES, CostClass
 from service.evaluation.page.report_data import Figure
 from service.fitting.plotting import BLUE, GREEN, GREY, ORANGE, PURPLE, STYLE, class_bands, layer_ticks, thinned
 from service.fitting.scores import ECE_BINS, auprc, ece, risk_auroc
@@ -143,6 +144,46 @@ def roc_pr(label: ArrayLike, risks: Mapping[str, ArrayLike]) -> Figure:
         )
 
 
+def cost(methods: Mapping[str, tuple[CostClass, float | None, float]]) -> Figure:
+    """AUROC against cost: method -> (cost class, its cost in prefills or None, mean AUROC).
+
+    A column for each class, cheapest first, since the costs of two classes may differ by a hundredth.  The first method
+    is drawn strongest.
+    """
+    columns = [name for name in CLASSES if any(name == cls for cls, _, _ in methods.values())]
+    ours = next(iter(methods))
+    best: list[float] = []
+    ticks, shown = [], []
+    with rc_context(_STYLE):
+        figure, (axes,) = _figure(1, height=4.2)
+        values = _array([auroc for _, _, auroc in methods.values()], "AUROC")
+        low, high = float(values.min()), float(values.max())
+        gap = max(high - low, 0.02) * 0.05  # two labels closer than this would overlap
+        for column, cls in enumerate(columns):
+            inside = sorted((auroc, name) for name, (of, _, auroc) in methods.items() if of == cls)
+            places = _apart([auroc for auroc, _ in inside], gap)
+            for (auroc, name), place in zip(inside, places, strict=True):
+                first = name == ours
+                axes.plot([column], [auroc], "o", color=BLUE if first else GREY, markersize=6 if first else 4)
+                axes.annotate(name, (column, auroc), (column + 0.09, place), fontsize=8, va="center",
+                              fontweight="bold" if first else "normal")  # fmt: skip
+            price = next(prefills for of, prefills, _ in methods.values() if of == cls)
+            known = "" if price is None else f" ({price:.3g})" if price in (0, 1) else f" ({price:.3f})"
+            ticks.append(f"{'' if cls == 'none' else f'{cls}: '}{CLASSES[cls]}{known}")
+            best.append(max([inside[-1][0], *best[-1:]]))
+            shown.append(f"{ticks[-1]}: {', '.join(f'{name} {auroc:.3f}' for auroc, name in reversed(inside))}")
+        axes.step([*range(len(columns)), len(columns)], [*best, best[-1]], where="post", color=ORANGE, linewidth=1.0)
+        axes.set(xlim=(-0.15, len(columns) - 0.1), ylabel="AUROC", xlabel="what a score takes (cost in prefills)")
+        axes.set_xticks(range(len(columns)), ticks, ha="left")
+        axes.grid(visible=False, axis="x")
+        return Figure(
+            "cost",
+            "AUROC against cost, in prefills of the same prompt. The line is the best AUROC at this cost or less.",
+            f"AUROC of each method by what it takes. {'; '.join(shown)}.",
+            _svg(figure),
+        )
+
+
 def reliability(label: ArrayLike, risks: Mapping[str, ArrayLike]) -> Figure:
     """Share hallucinated against mean risk in equal-mass bins: label [n], name -> calibrated risk [n] in [0, 1]."""
     classes = np.asarray(label)
@@ -210,6 +251,15 @@ def _looks() -> Iterator[tuple[str, str]]:
     """Colour and line style, all pairs differ among the first 28; consecutive ones differ in both."""
     for index in range(len(_COLOURS) * len(_LINES)):
         yield _COLOURS[index % len(_COLOURS)], _LINES[index % len(_LINES)]
+
+
+def _apart(values: Sequence[float], gap: float) -> list[float]:
+    """Ascending values moved at least ``gap`` apart, on average by nothing."""
+    places: list[float] = []
+    for value in values:
+        places.append(value if not places else max(value, places[-1] + gap))
+    shift = float(np.mean(places)) - float(np.mean(values))
+    return [place - shift for place in places]
 
 
 def _legend(figure: mpl.Figure, axes: Axes, columns: int = 2) -> None:
