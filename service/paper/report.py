@@ -16,7 +16,7 @@ import numpy as np
 import service
 from probes_store.durable import atomic_write
 from service.errors import TrainingError
-from service.evaluation.main_table import measured, pooled_ranks
+from service.evaluation.main_table import pooled_ranks
 from service.evaluation.options import OURS, SHUFFLED
 from service.evaluation.page import figures
 from service.evaluation.page.html import to_html
@@ -25,6 +25,7 @@ from service.evaluation.page.report_data import Claim, Figure, ReportData, Secti
 from service.evaluation.run import EvaluationResult
 from service.evaluation.set_result import SetResult
 from service.fitting.calibration import fit_classifier
+from service.fitting.scores import risk_auroc
 from service.paper.ablations import MEAN, depth_curve
 from service.paper.ablations_readout import READOUT
 from service.paper.claims import claims
@@ -117,14 +118,13 @@ def _detection(result: SetResult, titles: Mapping[str, str]) -> list[Figure]:
         inside = split.train_trajectory.mean(axis=1)[:, None]
         classifier = fit_classifier(inside, label[split.train])
         calibrated[split.test] = classifier.risk(split.test_trajectory.mean(axis=1)[:, None])
-    aurocs = {name: measured(label, scores)["auroc"]["mean"] for name, scores in result.scores.items()}
-    costs = {
-        name: (result.costs[name].cls, result.costs[name].prefills, aurocs[name])
-        for name in aurocs
-        if name != SHUFFLED  # a control
+    shown = [OURS, *(name for name in result.scores if name not in (OURS, SHUFFLED))]  # that one is a control
+    aurocs = {
+        name: (result.costs[name], [risk_auroc(label[split.test], split.score) for split in result.scores[name]])
+        for name in shown
     }
     return [
-        _named(figures.cost(costs), result),
+        _named(figures.cost(aurocs), result),
         _named(figures.roc_pr(label, ranks), result),
         _named(figures.reliability(label, {titles[OURS]: calibrated}), result),
     ]

@@ -21,7 +21,7 @@ from matplotlib.ticker import MaxNLocator
 from numpy.typing import ArrayLike, NDArray
 from sklearn.metrics import precision_recall_curve, roc_curve
 
-from service.evaluation.cost import CLASSES, CostClass
+from service.evaluation.cost import CLASSES, Cost
 from service.evaluation.page.report_data import Figure
 from service.fitting.plotting import BLUE, GREEN, GREY, ORANGE, PURPLE, STYLE, class_bands, layer_ticks, thinned
 from service.fitting.scores import ECE_BINS, auprc, ece, risk_auroc
@@ -144,42 +144,46 @@ def roc_pr(label: ArrayLike, risks: Mapping[str, ArrayLike]) -> Figure:
         )
 
 
-def cost(methods: Mapping[str, tuple[CostClass, float | None, float]]) -> Figure:
-    """AUROC against cost: method -> (cost class, its cost in prefills or None, mean AUROC).
+def cost(methods: Mapping[str, tuple[Cost, ArrayLike]]) -> Figure:
+    """AUROC against cost: method -> its cost and its AUROC by split.
 
-    A column for each class, cheapest first, since the costs of two classes may differ by a hundredth.  The first method
-    is drawn strongest.
+    A line of the drawing for each method, a band for each class, cheapest below: on an axis of costs a class would be
+    one point, and two classes may differ by a hundredth.  The first method is drawn strongest.
     """
-    columns = [name for name in CLASSES if any(name == cls for cls, _, _ in methods.values())]
     ours = next(iter(methods))
-    best: list[float] = []
-    ticks, shown = [], []
+    auroc = {name: _array(values, name) for name, (_, values) in methods.items()}
+    bands: list[tuple[str, list[str]]] = []
+    for cls, text in CLASSES.items():
+        inside = [name for name, (price, _) in methods.items() if price.cls == cls]
+        if inside:
+            amount = methods[inside[0]][0].prefills
+            words = "" if amount is None else f"\n{amount:.4g} prefill{'' if amount == 1 else 's'}"
+            heading = f"{text}{words}" if cls == "none" else f"{cls}: {text}{words}"
+            bands.append((heading, sorted(inside, key=lambda name: float(auroc[name].mean()))))
     with rc_context(_STYLE):
-        figure, (axes,) = _figure(1, height=4.2)
-        values = _array([auroc for _, _, auroc in methods.values()], "AUROC")
-        low, high = float(values.min()), float(values.max())
-        gap = max(high - low, 0.02) * 0.05  # two labels closer than this would overlap
-        for column, cls in enumerate(columns):
-            inside = sorted((auroc, name) for name, (of, _, auroc) in methods.items() if of == cls)
-            places = _apart([auroc for auroc, _ in inside], gap)
-            for (auroc, name), place in zip(inside, places, strict=True):
-                first = name == ours
-                axes.plot([column], [auroc], "o", color=BLUE if first else GREY, markersize=6 if first else 4)
-                axes.annotate(name, (column, auroc), (column + 0.09, place), fontsize=8, va="center",
-                              fontweight="bold" if first else "normal")  # fmt: skip
-            price = next(prefills for of, prefills, _ in methods.values() if of == cls)
-            known = "" if price is None else f" ({price:.3g})" if price in (0, 1) else f" ({price:.3f})"
-            ticks.append(f"{'' if cls == 'none' else f'{cls}: '}{CLASSES[cls]}{known}")
-            best.append(max([inside[-1][0], *best[-1:]]))
-            shown.append(f"{ticks[-1]}: {', '.join(f'{name} {auroc:.3f}' for auroc, name in reversed(inside))}")
-        axes.step([*range(len(columns)), len(columns)], [*best, best[-1]], where="post", color=ORANGE, linewidth=1.0)
-        axes.set(xlim=(-0.15, len(columns) - 0.1), ylabel="AUROC", xlabel="what a score takes (cost in prefills)")
-        axes.set_xticks(range(len(columns)), ticks, ha="left")
-        axes.grid(visible=False, axis="x")
+        figure, (axes,) = _figure(1, height=1.0 + 0.21 * (len(methods) + len(bands)))
+        ticks, shown, line, best = [], [], 0.0, -math.inf
+        for heading, names in bands:
+            places = [line + number for number in range(len(names))]
+            for place, name in zip(places, names, strict=True):
+                strong = name == ours
+                axes.errorbar(auroc[name].mean(), place, xerr=auroc[name].std(), fmt="o", elinewidth=0.8,
+                              markersize=6 if strong else 4, color=BLUE if strong else GREY)  # fmt: skip
+                ticks.append((place, name))
+            best = max(best, float(auroc[names[-1]].mean()))
+            axes.plot([best, best], [line - 0.6, line + len(names) - 0.4], color=ORANGE, linewidth=1.2)
+            axes.text(1.02, float(np.mean(places)), heading, transform=axes.get_yaxis_transform(), va="center")
+            line += len(names) + 0.6
+            listed = ", ".join(f"{name} {auroc[name].mean():.3f}" for name in reversed(names))
+            shown.append(f"{', '.join(heading.splitlines())}: {listed}")
+        axes.set(xlabel="AUROC", ylim=(-0.8, line - 0.8))
+        axes.set_yticks(*zip(*ticks, strict=True))
+        axes.grid(visible=False, axis="y")
         return Figure(
             "cost",
-            "AUROC against cost, in prefills of the same prompt. The line is the best AUROC at this cost or less.",
-            f"AUROC of each method by what it takes. {'; '.join(shown)}.",
+            "AUROC by what a score takes, cheapest below, in prefills of the same prompt; bars are one standard "
+            "deviation over folds and seeds. Orange: the best at this cost or less.",
+            f"AUROC of each method by its cost. {'; '.join(shown)}.",
             _svg(figure),
         )
 
@@ -251,15 +255,6 @@ def _looks() -> Iterator[tuple[str, str]]:
     """Colour and line style, all pairs differ among the first 28; consecutive ones differ in both."""
     for index in range(len(_COLOURS) * len(_LINES)):
         yield _COLOURS[index % len(_COLOURS)], _LINES[index % len(_LINES)]
-
-
-def _apart(values: Sequence[float], gap: float) -> list[float]:
-    """Ascending values moved at least ``gap`` apart, on average by nothing."""
-    places: list[float] = []
-    for value in values:
-        places.append(value if not places else max(value, places[-1] + gap))
-    shift = float(np.mean(places)) - float(np.mean(values))
-    return [place - shift for place in places]
 
 
 def _legend(figure: mpl.Figure, axes: Axes, columns: int = 2) -> None:
