@@ -47,7 +47,7 @@ def network_logits(seed: int, x: Rows, label: NDArray[np.int64], x_test: Rows) -
         torch.manual_seed(seed)
         network = mlp(rows.shape[1])
     order = torch.Generator().manual_seed(seed)
-    optimizer = torch.optim.Adam(network.parameters(), LEARNING_RATE)
+    optimizer = torch.optim.Adam(network.parameters(), LEARNING_RATE, fused=True)
     for _ in range(EPOCHS):
         for chunk in torch.split(torch.randperm(len(rows), generator=order), BATCH):
             optimizer.zero_grad()
