@@ -35,9 +35,10 @@ class EvaluateChoices:
     ] = "main"
     methods: Annotated[
         str | None,
-        option("Comma-separated: hallutracer, residual-depth-mean, iti, fact-probe, iris, halluguard, "
-               "first-token-max-prob, first-token-entropy, prompt-length, text-ngrams, kind-prior, shuffled-labels.  "
-               "Default: all but halluguard, which decodes and differentiates every answer."),
+        option("Comma-separated: hallutracer, residual-depth-mean, trajectory-ridge, iti, fact-probe, iris, p-ik, "
+               "saplma, mass-mean, halluguard, first-token-max-prob, first-token-entropy, prompt-length, text-ngrams, "
+               "kind-prior, shuffled-labels.  Default: all but halluguard, which decodes and differentiates every "
+               "answer."),
     ] = None  # fmt: skip
     inner_folds: Annotated[int, option("Folds inside a training side.", limits=Range(2))] = 3
     per_subset: Annotated[bool, option("Also train and test inside each sub-dataset.")] = True

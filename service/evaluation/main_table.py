@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.stats import rankdata
 
+from service.evaluation.cost import CLASSES, Cost
 from service.evaluation.options import OURS
 from service.evaluation.significance import delong, paired_bootstrap
 from service.evaluation.tables import Column, Table
@@ -85,6 +86,8 @@ def compare(
 COLUMNS = (
     Column("set", "Set", "text"),
     Column("method", "Method", "text"),
+    Column("class", "Class", "text"),
+    Column("cost", "Cost, prefills", "number", 3),
     Column("auroc", "AUROC", "percent", 3, higher=True),
     Column("auprc_hallucinated", "AUPRC, hallucinated positive", "percent", 3, higher=True),
     Column("auprc_factual", "AUPRC, factual positive", "percent", 3, higher=True),
@@ -92,10 +95,17 @@ COLUMNS = (
 
 
 def rows_of(
-    title: str, titles: Mapping[str, str], measures: Mapping[str, Mapping[str, dict[str, float]]]
+    title: str,
+    titles: Mapping[str, str],
+    measures: Mapping[str, Mapping[str, dict[str, float]]],
+    costs: Mapping[str, Cost],
 ) -> list[dict[str, Any]]:
-    """The main table's rows of one set, methods in the order of ``measures``."""
-    return [{"set": title, "method": titles[name], **cells} for name, cells in measures.items()]
+    """The main table's rows of one set: by cost class, within it in the order of ``measures``; first our class, A."""
+    order = ("A", *(name for name in CLASSES if name not in ("A", "none")), "none")
+    return [
+        {"set": title, "method": titles[name], "class": costs[name].cls, "cost": costs[name].prefills, **measures[name]}
+        for name in sorted(measures, key=lambda name: order.index(costs[name].cls))
+    ]
 
 
 def main_table(rows: Sequence[Mapping[str, Any]], notes: Sequence[str]) -> Table:
@@ -106,7 +116,9 @@ def main_table(rows: Sequence[Mapping[str, Any]], notes: Sequence[str]) -> Table
         title="Hallucination detection",
         columns=COLUMNS,
         rows=rows,
-        caption="AUROC and AUPRC in percent; mean ± standard deviation over the test sides of all folds and seeds.",
+        caption="AUROC and AUPRC in percent; mean ± standard deviation over the test sides of all folds and seeds. "
+        f"Class: what a score takes ({', '.join(f'{name} {text}' for name, text in CLASSES.items())}); its cost is in "
+        "prefills of the same prompt.",
         notes=notes,
         block="set",
     )

@@ -13,7 +13,8 @@ from service.evaluation.methods import METHODS
 from service.fitting.options import C_GRID
 
 OURS, RESIDUAL, SHUFFLED = "hallutracer", "residual-depth-mean", "shuffled-labels"
-NAMES = (OURS, RESIDUAL, *METHODS, SHUFFLED)
+TRAJECTORY = "trajectory-ridge"
+NAMES = (OURS, RESIDUAL, TRAJECTORY, *METHODS, SHUFFLED)
 # HalluGuard decodes and differentiates every answer: minutes where the others take seconds.
 DEFAULT_METHODS = tuple(name for name in NAMES if name != "halluguard")
 Suite = Literal["main", "paper"]

@@ -7,7 +7,7 @@ split.  The same command continues a killed run.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -21,10 +21,11 @@ from service.data.run_folder import claim, locked
 from service.engines.base import Engine, ModelIdentity
 from service.engines.checks import beyond_onset
 from service.errors import EngineError, NoDirection, TrainingError
+from service.evaluation.cost import Cost, Weights, cost, count_weights
 from service.evaluation.main_table import MEASURES, compare, main_table, measured, rows_of
 from service.evaluation.methods import METHODS, fit_method
 from service.evaluation.methods.base import MethodInputs
-from service.evaluation.options import OURS, RESIDUAL, SHUFFLED, EvaluateOptions
+from service.evaluation.options import OURS, RESIDUAL, SHUFFLED, TRAJECTORY, EvaluateOptions
 from service.evaluation.prepare import (
     PreparedSet,
     SetRows,
@@ -43,6 +44,7 @@ from service.evaluation.splits import (
     pooled_depth_mean,
     residual_depth_mean,
     shuffled_depth_mean,
+    whole_trajectory,
 )
 from service.evaluation.tables import Table
 from service.evaluation.transfer import transfer_table
@@ -57,6 +59,7 @@ from service.trainer.options import Console
 TITLES = {
     OURS: "HalluTracer (depth mean)",
     RESIDUAL: "Residual-stream depth mean",
+    TRAJECTORY: "Whole trajectory (ridge)",
     SHUFFLED: "HalluTracer on shuffled labels (control)",
 }
 
@@ -100,12 +103,16 @@ def evaluate(options: EvaluateOptions, engine_factory: Callable[[], Engine], *, 
                     for set_rows in rows
                 ]
             prepared, left_out = _prepare(engine, rows, options, prompt_format, poolings, console)
-            identity = engine.identity
+            identity, weights = engine.identity, count_weights(engine)
             prepared = [_with_halluguard(engine, one_set, options) for one_set in prepared]
-        sets = [_evaluate_set(one_set, options) for one_set in prepared]
+        costs = [_costs(one_set, options, weights) for one_set in prepared]
+        sets = [
+            replace(_evaluate_set(one_set, options), costs=of_set)
+            for one_set, of_set in zip(prepared, costs, strict=True)
+        ]
         titles = {**TITLES, **METHODS}
-        table_rows = [row for result in sets for row in rows_of(result.title, titles, _measures(result))]
-        subsets = _subsets(prepared, options, titles) if options.per_subset else None
+        table_rows = [row for result in sets for row in rows_of(result.title, titles, _measures(result), result.costs)]
+        subsets = _subsets(prepared, costs, options, titles) if options.per_subset else None
         by_set = {one_set.rows.name: one_set.inputs for one_set in prepared}
         transfer = transfer_table(by_set, options, options.out / "transfer")
     main = main_table(table_rows, [*_notes(sets, titles), *left_out])
@@ -141,6 +148,12 @@ def _prepare(
 def _measures(result: SetResult) -> dict[str, dict[str, dict[str, float]]]:
     """Method -> measure -> mean and standard deviation."""
     return {method: measured(result.label, scores) for method, scores in result.scores.items()}
+
+
+def _costs(prepared: PreparedSet, options: EvaluateOptions, weights: Weights | None) -> dict[str, Cost]:
+    """What each method costs on this set's prompts."""
+    tokens = float(prepared.inputs.prompt_tokens.mean())
+    return {method: cost(method, weights, tokens, prepared.rows.max_new_tokens) for method in options.methods}
 
 
 def _poolings(engine: Engine, options: EvaluateOptions, console: Console) -> tuple[Pooling, ...]:
@@ -221,6 +234,8 @@ def _score(folder: Path, method: str, inputs: MethodInputs, split: Split, option
     def make() -> Floats:
         if method == RESIDUAL:
             return -residual_depth_mean(inputs, split, options)
+        if method == TRAJECTORY:
+            return whole_trajectory(inputs, split)
         if method == SHUFFLED:
             return -shuffled_depth_mean(inputs, split, options)
         return fit_method(method, inputs, split.train, split.test, split.seed, options.jobs or None)
@@ -242,11 +257,16 @@ def _fingerprint(prepared: PreparedSet, options: EvaluateOptions) -> dict[str, A
     }
 
 
-def _subsets(sets: Sequence[PreparedSet], options: EvaluateOptions, titles: dict[str, str]) -> Table | None:
+def _subsets(
+    sets: Sequence[PreparedSet],
+    costs: Sequence[Mapping[str, Cost]],
+    options: EvaluateOptions,
+    titles: dict[str, str],
+) -> Table | None:
     """The main table inside each sub-dataset, probes included: the mean over those that have rows for the folds."""
     table_rows: list[dict[str, Any]] = []
     notes: list[str] = []
-    for prepared in sets:
+    for prepared, of_set in zip(sets, costs, strict=True):
         kinds = sorted(set(prepared.inputs.kind.tolist()) - {""})
         if len(kinds) < 2:
             continue
@@ -268,7 +288,7 @@ def _subsets(sets: Sequence[PreparedSet], options: EvaluateOptions, titles: dict
                 }
                 for method in options.methods
             }  # fmt: skip
-            table_rows += rows_of(f"{prepared.rows.name}, mean of {len(measures)} sub-datasets", titles, mean)
+            table_rows += rows_of(f"{prepared.rows.name}, mean of {len(measures)} sub-datasets", titles, mean, of_set)
     if not table_rows:
         return None
     return replace(

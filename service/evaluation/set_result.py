@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from service.evaluation.cost import Cost
 from service.evaluation.main_table import Comparison
 from service.evaluation.prepare import PreparedSet
 from service.evaluation.splits import Split
@@ -25,6 +26,7 @@ class SetResult:
     scores: Mapping[str, Sequence[FoldScores]]  # method -> scores by split
     comparison: Comparison | None
     pooled: Mapping[tuple[Site, Pooling], Sequence[Floats]] = field(default_factory=dict)  # depth means [n_test]
+    costs: Mapping[str, Cost] = field(default_factory=dict)  # by method
 
     @property
     def title(self) -> str:

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from probes_store.durable import atomic_write
 from service.evaluation.head_probes import HeadProbes, fit_all_heads
 from service.evaluation.methods.base import MethodInputs
+from service.evaluation.methods.trajectory_ridge import trajectory_ridge
 from service.evaluation.options import EvaluateOptions
 from service.fitting.calibration import FitOptions, choose_c, refit
 from service.fitting.fit import Floats, Index, Readouts, Task
@@ -90,6 +91,12 @@ def residual_depth_mean(inputs: MethodInputs, split: Split, options: EvaluateOpt
     fits = fit_options(options)
     c = choose_c(inputs.residual, inputs.group, split.train, split.seed, fits).c
     return depth_mean(refit(inputs.residual, split.train, split.test, c, fits).trajectory)
+
+
+def whole_trajectory(inputs: MethodInputs, split: Split) -> Floats:
+    """Scores of the test side that rise with hallucination, [n_test], from all m truth logits."""
+    label, group = inputs.label[split.train], inputs.group[split.train]
+    return trajectory_ridge(split.train_trajectory, label, group, split.test_trajectory, split.seed)
 
 
 def shuffled_depth_mean(inputs: MethodInputs, split: Split, options: EvaluateOptions) -> Floats:

@@ -17,7 +17,7 @@ import service
 from probes_store.durable import atomic_write
 from service.errors import TrainingError
 from service.evaluation.main_table import pooled_ranks
-from service.evaluation.options import OURS
+from service.evaluation.options import OURS, SHUFFLED
 from service.evaluation.page import figures
 from service.evaluation.page.html import to_html
 from service.evaluation.page.markdown import to_markdown
@@ -25,6 +25,7 @@ from service.evaluation.page.report_data import Claim, Figure, ReportData, Secti
 from service.evaluation.run import EvaluationResult
 from service.evaluation.set_result import SetResult
 from service.fitting.calibration import fit_classifier
+from service.fitting.scores import risk_auroc
 from service.paper.ablations import MEAN, depth_curve
 from service.paper.ablations_readout import READOUT
 from service.paper.claims import claims
@@ -109,7 +110,7 @@ def report_data(evaluation: EvaluationResult, command: str) -> ReportData:
 
 
 def _detection(result: SetResult, titles: Mapping[str, str]) -> list[Figure]:
-    """ROC and precision-recall of all methods, and our reliability, from the first seed's test sides."""
+    """AUROC against cost; ROC and precision-recall, and our reliability, from the first seed's test sides."""
     label = result.label
     ranks = {titles[name]: pooled_ranks(len(label), scores) for name, scores in result.scores.items()}
     calibrated = np.full(len(label), np.nan)
@@ -117,7 +118,13 @@ def _detection(result: SetResult, titles: Mapping[str, str]) -> list[Figure]:
         inside = split.train_trajectory.mean(axis=1)[:, None]
         classifier = fit_classifier(inside, label[split.train])
         calibrated[split.test] = classifier.risk(split.test_trajectory.mean(axis=1)[:, None])
+    shown = [OURS, *(name for name in result.scores if name not in (OURS, SHUFFLED))]  # that one is a control
+    aurocs = {
+        name: (result.costs[name], [risk_auroc(label[split.test], split.score) for split in result.scores[name]])
+        for name in shown
+    }
     return [
+        _named(figures.cost(aurocs), result),
         _named(figures.roc_pr(label, ranks), result),
         _named(figures.reliability(label, {titles[OURS]: calibrated}), result),
     ]

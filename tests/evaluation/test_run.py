@@ -53,6 +53,9 @@ def test_the_paper_suite_has_every_table_and_one_page(paper: Path) -> None:
     } <= labels  # fmt: skip
     main = {row["method"]: row for row in document["tables"]["main"]["rows"]}
     assert 0.6 < main["HalluTracer (depth mean)"]["auroc"]["mean"] < 0.95
+    assert main["HalluTracer (depth mean)"]["cost"] == 1.0
+    assert 1.0 < main["First-token entropy"]["cost"] < 1.5
+    assert main["Share of its kind"]["class"] == "none"
     assert set(main["ITI-Probe"]) >= {"auroc", "auprc_hallucinated", "auprc_factual"}
     assert document["facts"]["command"].startswith("hallutracer evaluate")
     assert {claim["verdict"] for claim in document["claims"]} <= {

@@ -1,4 +1,4 @@
-"""The paper's baselines and the free references, by name (App. baseline-impl).
+"""The paper's baselines (App. baseline-impl), rivals that cost as much, and free references, by name.
 
 A method is fitted on the ``train`` rows and scores the ``test`` rows.  Everything it learns comes from the training
 side: standardisation, selection, hyperparameters, stopping, the sign.  Scores rise with hallucination and are not
@@ -19,6 +19,9 @@ METHODS: Mapping[str, str] = MappingProxyType(
         "iti": "ITI-Probe",
         "fact-probe": "Fact-Probe",
         "iris": "IRIS",
+        "p-ik": "p(IK): logistic regression on the last token",
+        "saplma": "SAPLMA",
+        "mass-mean": "Mass-mean probe (LDA)",
         "halluguard": "HalluGuard (post-generation)",
         "first-token-max-prob": "First-token max probability",
         "first-token-entropy": "First-token entropy",
@@ -41,7 +44,10 @@ def fit_method(
     from service.evaluation.methods.fact_probe import FactProbe
     from service.evaluation.methods.iris import Iris
     from service.evaluation.methods.iti import Iti
+    from service.evaluation.methods.mass_mean import mass_mean
+    from service.evaluation.methods.p_ik import p_ik
     from service.evaluation.methods.references import reference
+    from service.evaluation.methods.saplma import saplma
     from service.evaluation.methods.text_alone import kind_prior, text_ngrams
 
     match name:
@@ -51,6 +57,12 @@ def fit_method(
             return FactProbe(jobs=jobs).fit(inputs, train, test, seed)
         case "iris":
             return Iris().fit(inputs, train, test, seed)
+        case "p-ik":
+            return p_ik(inputs, train, test, seed, jobs)
+        case "saplma":
+            return saplma(inputs, train, test, seed, jobs)
+        case "mass-mean":
+            return mass_mean(inputs, train, test, seed, jobs)
         case "text-ngrams":
             return text_ngrams(inputs, train, test, seed)
         case "kind-prior":

@@ -21,6 +21,7 @@ from matplotlib.ticker import MaxNLocator
 from numpy.typing import ArrayLike, NDArray
 from sklearn.metrics import precision_recall_curve, roc_curve
 
+from service.evaluation.cost import CLASSES, Cost
 from service.evaluation.page.report_data import Figure
 from service.fitting.plotting import BLUE, GREEN, GREY, ORANGE, PURPLE, STYLE, class_bands, layer_ticks, thinned
 from service.fitting.scores import ECE_BINS, auprc, ece, risk_auroc
@@ -139,6 +140,50 @@ def roc_pr(label: ArrayLike, risks: Mapping[str, ArrayLike]) -> Figure:
             "ROC and precision-recall curves; hallucinated is the positive class. In brackets: AUROC and AUPRC."
             f" Grey: chance (the share of hallucinated rows, {share:.2f}, on the right).",
             f"Two panels of curves. AUROC and AUPRC of each method: {'; '.join(shown)}.",
+            _svg(figure),
+        )
+
+
+def cost(methods: Mapping[str, tuple[Cost, ArrayLike]]) -> Figure:
+    """AUROC against cost: method -> its cost and its AUROC by split.
+
+    A line of the drawing for each method, a band for each class, cheapest below: on an axis of costs a class would be
+    one point, and two classes may differ by a hundredth.  The first method is drawn strongest.
+    """
+    ours = next(iter(methods))
+    auroc = {name: _array(values, name) for name, (_, values) in methods.items()}
+    bands: list[tuple[str, list[str]]] = []
+    for cls, text in CLASSES.items():
+        inside = [name for name, (price, _) in methods.items() if price.cls == cls]
+        if inside:
+            amount = methods[inside[0]][0].prefills
+            words = "" if amount is None else f"\n{amount:.4g} prefill{'' if amount == 1 else 's'}"
+            heading = f"{text}{words}" if cls == "none" else f"{cls}: {text}{words}"
+            bands.append((heading, sorted(inside, key=lambda name: float(auroc[name].mean()))))
+    with rc_context(_STYLE):
+        figure, (axes,) = _figure(1, height=1.0 + 0.21 * (len(methods) + len(bands)))
+        ticks, shown, line, best = [], [], 0.0, -math.inf
+        for heading, names in bands:
+            places = [line + number for number in range(len(names))]
+            for place, name in zip(places, names, strict=True):
+                strong = name == ours
+                axes.errorbar(auroc[name].mean(), place, xerr=auroc[name].std(), fmt="o", elinewidth=0.8,
+                              markersize=6 if strong else 4, color=BLUE if strong else GREY)  # fmt: skip
+                ticks.append((place, name))
+            best = max(best, float(auroc[names[-1]].mean()))
+            axes.plot([best, best], [line - 0.6, line + len(names) - 0.4], color=ORANGE, linewidth=1.2)
+            axes.text(1.02, float(np.mean(places)), heading, transform=axes.get_yaxis_transform(), va="center")
+            line += len(names) + 0.6
+            listed = ", ".join(f"{name} {auroc[name].mean():.3f}" for name in reversed(names))
+            shown.append(f"{', '.join(heading.splitlines())}: {listed}")
+        axes.set(xlabel="AUROC", ylim=(-0.8, line - 0.8))
+        axes.set_yticks(*zip(*ticks, strict=True))
+        axes.grid(visible=False, axis="y")
+        return Figure(
+            "cost",
+            "AUROC by what a score takes, cheapest below, in prefills of the same prompt; bars are one standard "
+            "deviation over folds and seeds. Orange: the best at this cost or less.",
+            f"AUROC of each method by its cost. {'; '.join(shown)}.",
             _svg(figure),
         )
 

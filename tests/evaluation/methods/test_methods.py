@@ -16,8 +16,8 @@ from service.evaluation.methods.base import MethodInputs, in_processes
 from service.fitting.scores import risk_auroc
 from tests.evaluation.methods.made import made_inputs, split
 
-NAMES = ["iti", "fact-probe", "iris", "halluguard", "first-token-max-prob", "first-token-entropy", "prompt-length",
-         "text-ngrams", "kind-prior"]  # fmt: skip
+NAMES = ["iti", "fact-probe", "iris", "p-ik", "saplma", "mass-mean", "halluguard", "first-token-max-prob",
+         "first-token-entropy", "prompt-length", "text-ngrams", "kind-prior"]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +67,7 @@ def test_processes_keep_the_order() -> None:
 
 
 def test_fitting_processes_load_no_transformers() -> None:
-    modules = "iti, fact_probe, iris, references"
+    modules = "iti, fact_probe, iris, p_ik, saplma, mass_mean, trajectory_ridge, references"
     code = f"import sys; from service.evaluation.methods import {modules}; print('transformers' in sys.modules)"
     root = Path(__file__).parents[3]
     out = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True)

@@ -9,7 +9,9 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 
+from service.evaluation.cost import Cost
 from service.evaluation.page.figures import (
+    cost,
     depth_subsampling,
     geometry,
     reliability,
@@ -31,6 +33,14 @@ DRAWINGS: dict[str, Callable[[], Figure]] = {
     ),
     "trajectories": lambda: trajectories(TRAJECTORY, LABEL),
     "roc_pr": lambda: roc_pr(LABEL, {"ours": RISK, "chance": CHANCE}),
+    "cost": lambda: cost(
+        {
+            "ours": (Cost("A", 1.0), [0.8, 0.7]),
+            "text": (Cost("none", 0.0), [0.5, 0.6]),
+            "entropy": (Cost("B", 1.0132), [0.7, 0.7]),
+            "iti": (Cost("A", 1.0), [0.6, 0.7]),
+        }
+    ),
     "reliability": lambda: reliability(LABEL, {"ours": RISK}),
     "geometry": lambda: geometry([0.05, 0.1, 0.07], [0.004, 0.003, 0.005, 0.006], 128),
 }
@@ -87,6 +97,18 @@ def test_legends_and_alt_texts_say_the_measures() -> None:
     assert f"factual (n = {int(LABEL.sum())})" in texts(figure)
     mean = TRAJECTORY[LABEL == 0].mean()
     assert f"hallucinated rows average {mean:.2f} over depth" in figure.alt
+
+
+def test_methods_stand_in_the_band_of_their_cost_cheapest_first() -> None:
+    figure = DRAWINGS["cost"]()
+    assert figure.alt == (
+        "AUROC of each method by its cost. no model, 0 prefills: text 0.550; A: prefill only, 1 prefill: ours 0.750, "
+        "iti 0.650; B: one lm_head, 1.013 prefills: entropy 0.700."
+    )
+    names = [text for text in texts(figure) if text in ("ours", "text", "entropy", "iti")]
+    assert names == ["text", "iti", "ours", "entropy"]
+    unknown = cost({"ours": (Cost("A", 1.0), [0.8]), "entropy": (Cost("B", None), [0.7])})
+    assert "B: one lm_head: entropy" in unknown.alt
 
 
 def test_chance_lines_of_geometry_are_the_formulas() -> None:

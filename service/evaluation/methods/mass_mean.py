@@ -1,0 +1,47 @@
+"""Mass-mean probe: the difference of the class means, corrected by the covariance (Marks and Tegmark 2023, "The
+Geometry of Truth").
+
+    direction = Sigma^-1 (mean of factual rows - mean of hallucinated rows)
+
+Sigma is the covariance within the classes, so this is the direction of linear discriminant analysis.  With fewer rows
+than coordinates the sample covariance has no inverse; Ledoit and Wolf's shrinkage, computed on standardised
+coordinates, gives one without a hyperparameter.  The layer is one of five of the residual stream, by inner folds.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+from sklearn.covariance import ledoit_wolf
+
+from service.evaluation.methods.base import Floats, Index, MethodInputs
+from service.evaluation.methods.layer_choice import Rows, at_depths, fit_at_best_layer
+from service.evaluation.methods.linear import Linear
+from service.fitting.fit import standardise
+
+DEPTHS = (0.2, 0.4, 0.6, 0.8, 1.0)
+
+
+def mass_mean(inputs: MethodInputs, train: Index, test: Index, seed: int, jobs: int | None = None) -> Floats:
+    """Scores of the test rows, [n_test].  Raises TrainingError where an inner fold lacks a class.
+
+    Memory: a few float64 matrices of hidden_size by hidden_size.
+    """
+    layers = at_depths(inputs.residual.file.geometry.num_layers, DEPTHS)
+    return fit_at_best_layer(
+        inputs, train, test, seed, layers=layers, fits=[discriminant], jobs=jobs, what="mass-mean inner fold"
+    )
+
+
+def discriminant(x: Rows, label: NDArray[np.int64], x_test: Rows) -> Floats:
+    """Truth logits [t]: x [n, d], label [n], x_test [t, d]; zero halfway between the class means."""
+    z, mean, std = standardise(x)
+    means = [z[label == value].mean(axis=0) for value in (0, 1)]
+    inside = z - np.where(label[:, None] == 1, means[1], means[0])
+    covariance, _ = ledoit_wolf(inside, assume_centered=True)
+    constant = np.diag(covariance) == 0.0  # only where every row is its class's mean: nothing to correct by
+    covariance[constant, constant] = 1.0
+    direction = np.linalg.solve(covariance, means[1] - means[0])
+    bias = -float(direction @ (means[0] + means[1])) / 2.0
+    weight = direction / std
+    return Linear(weight, bias - float(weight @ mean)).logits(x_test)

@@ -1,0 +1,46 @@
+"""The mass-mean direction against the closed form, with correlated columns and with fewer rows than columns."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from service.evaluation.methods.mass_mean import discriminant
+from service.fitting.scores import auroc
+
+
+def made(rows: int, width: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """x [n, d], label [n], the covariance [d, d] within the classes, the difference of their means [d]."""
+    rng = np.random.default_rng(seed)
+    mixed = np.eye(width) + 3.0 * rng.standard_normal((width, 1)) @ rng.standard_normal((1, width))
+    shift = rng.standard_normal(width)
+    label = (rng.random(rows) < 0.3).astype(np.int64)
+    x = rng.standard_normal((rows, width)) @ mixed.T + label[:, None] * shift + 5.0
+    return x.astype(np.float32), label, mixed @ mixed.T, shift
+
+
+def test_with_many_rows_it_is_the_covariance_s_inverse_times_the_difference_of_means() -> None:
+    x, label, covariance, shift = made(40_000, 5)
+    probes = np.concatenate([np.zeros((1, 5)), np.eye(5)]).astype(np.float32)
+    found = discriminant(x, label, probes)
+    direction = found[1:] - found[0]
+    expected = np.linalg.solve(covariance, shift)
+    cosine = direction @ expected / np.linalg.norm(direction) / np.linalg.norm(expected)
+    assert cosine > 0.999
+    means = [x[label == value].mean(axis=0) for value in (0, 1)]
+    np.testing.assert_allclose(discriminant(x, label, np.stack(means).mean(axis=0)[None]), 0.0, atol=1e-3)
+
+
+def test_fewer_rows_than_columns_are_enough() -> None:
+    x, label, _, shift = made(400, 150)
+    train, test = np.arange(100), np.arange(100, 400)
+    found = auroc(label[test], discriminant(x[train], label[train], x[test]))
+    plain = auroc(label[test], (x[test] - x[train].mean(axis=0)) @ shift)  # the true difference, uncorrected
+    assert found > max(plain, 0.9)
+
+
+def test_constant_columns_are_ignored_and_separable_rows_stay_finite() -> None:
+    label = np.arange(40) % 2
+    x = np.stack([np.full(40, 7.1), label.astype(float)], axis=1).astype(np.float32)
+    found = discriminant(x, label, np.array([[1e6, 0.0], [7.1, 1.0]], np.float32))
+    assert np.isfinite(found).all()
+    assert found[0] < 0 < found[1]

@@ -1,0 +1,42 @@
+"""What a score costs: the formula on a model of known size, and a class for every method."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+from torch import nn
+
+from service.evaluation.cost import CLASSES, Weights, cost, cost_class, count_weights
+from service.evaluation.options import NAMES
+
+
+def test_every_method_has_a_class() -> None:
+    by_class = {cls: {name for name in NAMES if cost_class(name) == cls} for cls in CLASSES}
+    assert by_class["none"] == {"prompt-length", "text-ngrams", "kind-prior"}
+    assert by_class["B"] == {"first-token-max-prob", "first-token-entropy"}
+    assert by_class["C"] == {"halluguard"}
+    assert len(by_class["A"]) == len(NAMES) - 6
+
+
+def test_costs_are_multiply_adds_over_those_of_the_prefill() -> None:
+    weights = Weights(blocks=1000, head=300)
+    prefill, head, token = 20 * 1000, 300, 1300
+    assert cost("p-ik", weights, 20.0, 8).prefills == 1.0
+    assert cost("text-ngrams", weights, 20.0, 8).prefills == 0.0
+    assert cost("first-token-entropy", weights, 20.0, 8).prefills == pytest.approx((prefill + head) / prefill)
+    assert cost("halluguard", weights, 20.0, 8).prefills == pytest.approx((prefill + 8 * token) / prefill)
+
+
+def test_weights_are_those_of_the_blocks_and_of_the_head() -> None:
+    blocks = [nn.Linear(4, 4), nn.Linear(4, 4, bias=False)]
+    head = nn.Linear(4, 50, bias=False)
+    engine = cast(Any, SimpleNamespace(torch_model=SimpleNamespace(blocks=blocks, head=head)))
+    assert count_weights(engine) == Weights(blocks=36, head=200)
+    assert count_weights(cast(Any, SimpleNamespace(torch_model=None))) is None
+
+
+def test_without_weights_only_the_classes_that_need_them_are_unknown() -> None:
+    found = {name: cost(name, None, 20.0, 8).prefills for name in ("iti", "kind-prior", "first-token-entropy")}
+    assert found == {"iti": 1.0, "kind-prior": 0.0, "first-token-entropy": None}
