@@ -36,7 +36,7 @@ from service.fitting.nested_cv import Inputs, evaluate, held_out, name_of, round
 from service.fitting.scores import at_threshold
 from service.prompts import PromptFormat, default_prompt_format
 from service.readout import Probes
-from service.trainer.card import CHANCE, write_card
+from service.trainer.card import CHANCE, group_warning, write_card
 from service.trainer.options import TrainOptions
 from service.trainer.plots import draw
 from service.trainer.publish import golden_rows, manifest_of, probe_tensors, record_golden, trajectories
@@ -73,6 +73,8 @@ def train(options: TrainOptions, engine_factory: Callable[[], Engine], store: St
     with locked(options.run_dir), closing(engine_factory()) as engine:
         bundle = store.publish(_draft(options, dataset, test, engine, console))
     console.print(f"published {bundle.reference} ({bundle.manifest.digest})")
+    if warning := group_warning(bundle.evaluation()["data"]):
+        console.print(warning)
     return bundle
 
 
