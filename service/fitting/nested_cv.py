@@ -122,7 +122,7 @@ def name_of(signals: Sequence[str], scale: LogitScale) -> str:
 
 
 def evaluate(inputs: Inputs, *, folds: int, seeds: Sequence[int], options: FitOptions) -> Evaluation:
-    """Nested cross-validation of every signal in ``NAMES``.  Raises TrainingError and NoDirection."""
+    """Nested cross-validation of every signal in ``NAMES``.  Raises TrainingError."""
     label = inputs.label
     records: list[dict[str, Any]] = []
 
@@ -229,9 +229,9 @@ def probe_columns(
     group [n], first_token [n, 2].
     """
     label = readouts.label
-    c = choose_c(readouts, group, train, seed, options).c
+    c = choose_c(readouts, group, train, seed, options, must=False).c  # the run's own C was chosen before
     inner = cross_fit(readouts, group, train, c, options.inner_folds, (seed,), options)
-    fit = refit(readouts, train, test, c, options)
+    fit = refit(readouts, train, test, c, options, blank=True)
     columns: Columns = []
     for names in ((DEPTH_MEAN,), FUSED):
         for scale in SCALES:

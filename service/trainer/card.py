@@ -206,7 +206,10 @@ def _lines(evaluation: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, An
     """Which rows, and the calibration of the bundle's own risks on them."""
     crossed, test = evaluation.get("cross_validation"), evaluation.get("held_out")
     if crossed is not None:
-        yield "the training rows, by folds that never saw the row", crossed["signals"][evaluation["signal_of_the_bundle"]]
+        yield (
+            "the training rows, by folds that never saw the row",
+            crossed["signals"][evaluation["signal_of_the_bundle"]],
+        )
     if test is not None:
         yield "the held-out rows", test["calibration"]
 
@@ -269,7 +272,10 @@ def _classifier(manifest: Manifest, signal_std: Sequence[float], evaluation: Map
         f"\nrisk = 1 - sigmoid(sum of weight x signal {classifier.intercept:+.4f}); flagged at a risk of "
         f"{manifest.threshold:.4f} or more (the largest Youden's J on out-of-fold training risks).\n"
     )
-    for key, rows in (("cross_validation", "by the risks of folds that never saw the row"), ("held_out", "held-out rows")):
+    for key, rows in (
+        ("cross_validation", "by the risks of folds that never saw the row"),
+        ("held_out", "held-out rows"),
+    ):
         if (found := evaluation.get(key)) is not None:
             gate, counts = found["at_threshold"], found if key == "held_out" else evaluation["data"]
             wrong = counts["hallucinated"] / (counts["factual"] + counts["hallucinated"])

@@ -114,6 +114,8 @@ def test_a_c_without_a_direction_is_out(tmp_path: Path) -> None:
     assert choice.auroc["1e-06"] is None
     with pytest.raises(NoDirection, match="layer 0"):
         choose_c(given.readouts, given.group, everything, 0, FitOptions("weights", 3, None, (1e-7, 1e-6), 1))
+    weak = FitOptions("weights", 3, None, (1e-7, 1e-6), 1)
+    assert choose_c(given.readouts, given.group, everything, 0, weak, must=False).c == 1e-6
     fixed = choose_c(given.readouts, given.group, everything, 0, FitOptions("weights", 3, 0.7, (0.1, 1.0), 1))
     assert (fixed.c, fixed.auroc) == (0.7, {})
 

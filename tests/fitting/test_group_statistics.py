@@ -6,7 +6,13 @@ import numpy as np
 import pytest
 
 from service.fitting import group_statistics
-from service.fitting.group_statistics import auroc_interval, effective_groups, largest_share, share_interval, weighted_auroc
+from service.fitting.group_statistics import (
+    auroc_interval,
+    effective_groups,
+    largest_share,
+    share_interval,
+    weighted_auroc,
+)
 from service.fitting.scores import risk_auroc
 
 
