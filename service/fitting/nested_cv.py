@@ -158,8 +158,8 @@ def evaluate(inputs: Inputs, *, folds: int, seeds: Sequence[int], options: FitOp
             "ece_pooled": "the same over all rows, each with the risk of the fold that tested it; mean over seeds",
             "calibration_debiased": "root of the squared error over the same bins of all rows, less what chance adds "
             "(Kumar et al. 2019); mean over seeds",
-            "calibration_slope": "of the log odds of hallucinated over those of the risk, with calibration_intercept; 1 "
-            "and 0 are perfect (Cox 1958); over all rows, mean over seeds; null where risks separate the classes",
+            "calibration_slope": "of the log odds of hallucinated over those of the risk, with calibration_intercept; "
+            "1 and 0 are perfect (Cox 1958); over all rows, mean over seeds; null where risks separate the classes",
             "low_and_high": "95 % percentile interval of the mean, bootstrap over groups, fits held fixed",
             "within_stratum": "AUROC among rows of one stratum, strata weighted by their pairs of rows",
             "best_head": "the head with the best training AUROC (the ITI rule)",

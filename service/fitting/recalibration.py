@@ -44,8 +44,8 @@ def recalibration(label: Labels, group: NDArray[np.integer], risks: Floats, seed
 
     label, group [n].  None where a seed has no line; no low and high where most draws have none.  The interval is by
     bootstrap over groups with the fits of probes and classifier held fixed.  Of each draw the line is found by one
-    Newton step from the whole data's (the one-step bootstrap of Shao and Tu 1995): it needs only sums over groups, and stays
-    finite where a draw happens to be separable.
+    Newton step from the whole data's (the one-step bootstrap of Shao and Tu 1995): it needs only sums over groups, and
+    stays finite where a draw happens to be separable.
     """
     lines = [recalibrate(label, risk) for risk in risks]
     if any(line is None for line in lines):

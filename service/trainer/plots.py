@@ -109,8 +109,9 @@ def _reliability(axes: Axes, data: PlotData) -> None:
                       label=f"{text}, 95 % bands", linewidth=1.4, elinewidth=1.0, capsize=2.5)  # fmt: skip
         axes.scatter(predicted, observed, 22.0 * size / size.mean(), color=colour, marker=marker, zorder=3)
     rows = f"{sizes.min():.0f}" if sizes.min() == sizes.max() else f"{sizes.min():.0f} to {sizes.max():.0f}"
-    axes.set(title=f"Reliability: {len(sizes)} bins of {rows} rows (marker area)", xlabel="mean risk of the bin (probability)",
-             ylabel="hallucinated in the bin (share)", xlim=(-0.01, 1.01), ylim=(-0.01, 1.01))  # fmt: skip
+    axes.set(title=f"Reliability: {len(sizes)} bins of {rows} rows (marker area)",
+             xlabel="mean risk of the bin (probability)", ylabel="hallucinated in the bin (share)",
+             xlim=(-0.01, 1.01), ylim=(-0.01, 1.01))  # fmt: skip
     axes.set_aspect("equal")
     axes.legend(loc="best")
 

@@ -47,7 +47,7 @@ def test_separated_or_constant_risks_and_a_single_class_have_no_line() -> None:
     mixed[[9, 10]] = mixed[[10, 9]]
     found = recalibration(label, group, np.stack([mixed, mixed]))
     assert np.isfinite(found[SLOPE]["mean"])
-    assert np.isfinite([value for value in found[SLOPE].values()]).all()
+    assert np.isfinite(list(found[SLOPE].values())).all()
     assert recalibration(label, group, np.stack([mixed, risk])) == {SLOPE: None, INTERCEPT: None}  # one seed's are
 
 
