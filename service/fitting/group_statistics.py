@@ -43,7 +43,8 @@ def share_interval(share: float, group: NDArray[np.integer]) -> Interval:
     too narrow.  Brown, Cai and DasGupta 2001, Statist. Sci. 16(2), 101-133.
     """
     count = effective_groups(group)
-    low, high = beta.ppf([(1 - COVERAGE) / 2, (1 + COVERAGE) / 2], share * count + 0.5, (1 - share) * count + 0.5)
+    ends = np.array([(1 - COVERAGE) / 2, (1 + COVERAGE) / 2])
+    low, high = np.asarray(beta.ppf(ends, share * count + 0.5, (1 - share) * count + 0.5))
     return Interval(0.0 if share == 0 else float(low), 1.0 if share == 1 else float(high))
 
 

@@ -200,13 +200,12 @@ def held_out(
     counts = {"rows": len(label), "factual": int(label.sum()), "hallucinated": int((1 - label).sum())}
     model, x = fitted["bundle"]
     own = model.risk(x)
-    return counts | rounded(
-        {
-            "signals": scores,
-            "at_threshold": at_threshold(label, own, model.threshold),
-            "calibration": recalibration(label, inputs.group, own[None]),
-        }
-    )
+    return {
+        **counts,
+        "signals": rounded(scores),
+        "at_threshold": rounded(at_threshold(label, own, model.threshold)),
+        "calibration": rounded(recalibration(label, inputs.group, own[None])),
+    }
 
 
 def rounded(value: Any) -> Any:

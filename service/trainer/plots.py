@@ -93,7 +93,7 @@ def _precision_recall(axes: Axes, data: PlotData) -> None:
 def _reliability(axes: Axes, data: PlotData) -> None:
     """The bundle's own risk with the band of each bin; the others for comparison, as lines."""
     axes.plot([0, 1], [0, 1], color=GREY, linewidth=0.8, label="perfect calibration")
-    sizes = np.zeros(1)
+    sizes = np.zeros(1, np.int64)
     for (name, risk), (colour, line), marker in zip(data.risk.items(), _LINES, "osD^", strict=False):
         if name in data.ranking_only:
             continue
@@ -108,7 +108,7 @@ def _reliability(axes: Axes, data: PlotData) -> None:
         axes.errorbar(predicted, observed, np.abs(ends - observed), linestyle=line, color=colour, zorder=3,
                       label=f"{text}, 95 % bands", linewidth=1.4, elinewidth=1.0, capsize=2.5)  # fmt: skip
         axes.scatter(predicted, observed, 22.0 * size / size.mean(), color=colour, marker=marker, zorder=3)
-    rows = f"{sizes.min():.0f}" if sizes.min() == sizes.max() else f"{sizes.min():.0f} to {sizes.max():.0f}"
+    rows = f"{sizes.min()}" if sizes.min() == sizes.max() else f"{sizes.min()} to {sizes.max()}"
     axes.set(title=f"Reliability: {len(sizes)} bins of {rows} rows (marker area)",
              xlabel="mean risk of the bin (probability)", ylabel="hallucinated in the bin (share)",
              xlim=(-0.01, 1.01), ylim=(-0.01, 1.01))  # fmt: skip
