@@ -71,7 +71,9 @@ class FinalClassifier:
         return risk(signals, self.weight, self.intercept)
 
 
-def choose_c(readouts: Readouts, group: Index, rows: Index, seed: int, options: FitOptions) -> Choice:
+def choose_c(
+    readouts: Readouts, group: Index, rows: Index, seed: int, options: FitOptions, *, must: bool = True
+) -> Choice:
     """Choose C by grouped cross-validation inside ``rows``: the largest out-of-fold AUROC of the depth mean.
 
     At most 8 layers and 8 heads, evenly spaced, take part, so that the search costs no more than a few full fits.  Ties
@@ -108,6 +110,8 @@ def choose_c(readouts: Readouts, group: Index, rows: Index, seed: int, options: 
         if best is None or quality > best[0] + 1e-12:
             best = (quality, c)
     if best is None:
+        if not must:
+            return Choice(max(options.c_grid), table)
         require(results)
         raise AssertionError("unreachable: some fit had no direction")
     return Choice(best[1], table)
@@ -116,14 +120,17 @@ def choose_c(readouts: Readouts, group: Index, rows: Index, seed: int, options: 
 def cross_fit(
     readouts: Readouts, group: Index, rows: Index, c: float, folds: int, seeds: Sequence[int], options: FitOptions
 ) -> OutOfFold:
-    """Out-of-fold logits of ``rows`` [n], in their order, for each seed.  Raises NoDirection, TrainingError."""
+    """Out-of-fold logits of ``rows`` [n], in their order, for each seed; 0 where a fold's layer has no direction.
+
+    Raises TrainingError.
+    """
     pairs = [
         (place, train, test)
         for place, seed in enumerate(seeds)
         for train, test in group_folds(readouts.label, group, rows, folds, seed, what="cross-fit fold")
     ]
     tasks = [Task(train, test, c) for _, train, test in pairs]
-    fits = require(fit_probes(readouts, tasks, balance=options.balance, jobs=options.jobs, relax=True))
+    fits = require(fit_probes(readouts, tasks, balance=options.balance, jobs=options.jobs, relax=True, blank=True))
     where = np.full(len(readouts.label), -1)
     where[rows] = np.arange(len(rows))
     unit = np.full((len(seeds), len(rows), readouts.file.geometry.num_layers), np.nan)
@@ -195,10 +202,15 @@ def scale_shift(out_of_fold: Floats, refit: Floats, label: NDArray[np.integer]) 
     return table
 
 
-def refit(readouts: Readouts, rows: Index, test: Index, c: float, options: FitOptions) -> ProbeFit:
-    """Probes on all of ``rows``, with the logits of ``test``.  Raises NoDirection."""
-    fits = fit_probes(readouts, [Task(rows, test, c)], balance=options.balance, jobs=options.jobs, relax=True)
-    return require(fits)[0]
+def refit(
+    readouts: Readouts, rows: Index, test: Index, c: float, options: FitOptions, *, blank: bool = False
+) -> ProbeFit:
+    """Probes on all of ``rows``, with the logits of ``test``; ``blank`` as in ``fit_probes``.
+
+    Raises NoDirection: a layer has no direction and may not be blank.
+    """
+    task = Task(rows, test, c)
+    return require(fit_probes(readouts, [task], balance=options.balance, jobs=options.jobs, relax=True, blank=blank))[0]
 
 
 def _spaced(count: int, most: int) -> list[int]:

@@ -172,12 +172,15 @@ def fit_probes(
     layers: Sequence[int] | None = None,
     heads: Sequence[int] | None = None,
     relax: bool = False,
+    blank: bool = False,
 ) -> list[ProbeFit | NoDirection]:
     """One ProbeFit per task, over all or the given layers and heads; each layer is read once for all tasks.
 
     Where every probe of a layer is zero, the task's result is a NoDirection: returned, since a search over C may
     continue without it; ``require`` raises it.  With ``relax``, once C was chosen, such a layer is fitted
-    again with the next C of ``RELAXED`` that leaves it a direction.
+    again with the next C of ``RELAXED`` that leaves it a direction.  With ``blank``, for folds, whose probes are never
+    published, a layer that no C gives a direction, as where its readouts are constant on the training rows, gets
+    logits of zero: it tells nothing there.
     """
     geometry, site = readouts.file.geometry, readouts.file.site
     layers = range(geometry.num_layers) if layers is None else layers
@@ -198,6 +201,8 @@ def fit_probes(
             candidates = [pair for pair in pairs if pair is not None]
             if not candidates and relax:
                 candidates = _relaxed(readouts, task, layer, list(map(int, heads)), balance)
+            if not candidates and blank:
+                candidates = [_blank(task, int(heads[0]), geometry.dim(site))]
             if not candidates:
                 results.append(_no_direction(layer, task, len(heads), site))
                 break
@@ -216,6 +221,11 @@ def _relaxed(
         if found is not None:
             return [found]
     return []
+
+
+def _blank(task: Task, head: int, dim: int) -> tuple[HeadProbe, Floats]:
+    """A probe without a direction, which tells nothing, and its test logits."""
+    return HeadProbe(head, np.zeros(dim), bias=0.0, scale=1.0, auroc=0.5), np.zeros(len(task.test))
 
 
 def _stack(layers: Sequence[tuple[HeadProbe, Floats]]) -> ProbeFit:

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy.stats import beta
 
 Floats = NDArray[np.floating]
 Labels = NDArray[np.integer]
@@ -33,6 +34,18 @@ def largest_share(group: NDArray[np.integer]) -> float:
     """Share of the rows that the largest group has: group [n]."""
     size = np.unique(group, return_counts=True)[1]
     return float(size.max() / size.sum())
+
+
+def share_interval(share: float, group: NDArray[np.integer]) -> Interval:
+    """Of a share that was seen among rows of ``group`` [n]: Jeffreys' interval, counting effective groups, not rows.
+
+    Rows of a group are taken as copies of each other, the worst that they can be: the interval is too wide rather than
+    too narrow.  Brown, Cai and DasGupta 2001, Statist. Sci. 16(2), 101-133.
+    """
+    count = effective_groups(group)
+    ends = np.array([(1 - COVERAGE) / 2, (1 + COVERAGE) / 2])
+    low, high = np.asarray(beta.ppf(ends, share * count + 0.5, (1 - share) * count + 0.5))
+    return Interval(0.0 if share == 0 else float(low), 1.0 if share == 1 else float(high))
 
 
 def group_draws(group: NDArray[np.integer], seed: int = 0) -> Iterator[NDArray[np.float64]]:

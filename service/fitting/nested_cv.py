@@ -29,9 +29,11 @@ from service.fitting.fit import Floats, Index, Readouts
 from service.fitting.folds import OuterFold, outer_folds
 from service.fitting.group_statistics import auroc_interval
 from service.fitting.options import DEPTH_MEAN, FIRST_TOKEN, LogitScale
+from service.fitting.recalibration import recalibration
 from service.fitting.scores import (
     ECE_BINS,
     SUMMARY,
+    at_threshold,
     auroc,
     debiased_calibration_error,
     ece,
@@ -120,7 +122,7 @@ def name_of(signals: Sequence[str], scale: LogitScale) -> str:
 
 
 def evaluate(inputs: Inputs, *, folds: int, seeds: Sequence[int], options: FitOptions) -> Evaluation:
-    """Nested cross-validation of every signal in ``NAMES``.  Raises TrainingError and NoDirection."""
+    """Nested cross-validation of every signal in ``NAMES``.  Raises TrainingError."""
     label = inputs.label
     records: list[dict[str, Any]] = []
 
@@ -156,6 +158,8 @@ def evaluate(inputs: Inputs, *, folds: int, seeds: Sequence[int], options: FitOp
             "ece_pooled": "the same over all rows, each with the risk of the fold that tested it; mean over seeds",
             "calibration_debiased": "root of the squared error over the same bins of all rows, less what chance adds "
             "(Kumar et al. 2019); mean over seeds",
+            "calibration_slope": "of the log odds of hallucinated over those of the risk, with calibration_intercept; "
+            "1 and 0 are perfect (Cox 1958); over all rows, mean over seeds; null where risks separate the classes",
             "low_and_high": "95 % percentile interval of the mean, bootstrap over groups, fits held fixed",
             "within_stratum": "AUROC among rows of one stratum, strata weighted by their pairs of rows",
             "best_head": "the head with the best training AUROC (the ITI rule)",
@@ -167,6 +171,7 @@ def evaluate(inputs: Inputs, *, folds: int, seeds: Sequence[int], options: FitOp
                 "ece_pooled": _over([ece(label, risk) for risk in risks[name]]),
                 "calibration_debiased": _over([debiased_calibration_error(label, risk) for risk in risks[name]]),
             }
+            | rounded(recalibration(label, inputs.group, risks[name]))
             for name in NAMES
         },
         "folds": rounded(records),
@@ -181,7 +186,8 @@ def held_out(
 ) -> dict[str, Any]:
     """The final bundle on rows that took no part: trajectory [n, m] already scaled.
 
-    The reference signals are fitted on all training rows (``references``).
+    The reference signals are fitted on all training rows (``references``).  ``at_threshold`` and ``calibration`` are
+    the bundle's.
     """
     label = inputs.label
     fitted = {"bundle": (classifier, signal_matrix(trajectory, inputs.first_token, signals))}
@@ -192,7 +198,14 @@ def held_out(
         risk = model.risk(x)
         scores[name] = summary(label, risk, model.threshold) | _within(label, risk, inputs.strata)
     counts = {"rows": len(label), "factual": int(label.sum()), "hallucinated": int((1 - label).sum())}
-    return counts | {"signals": rounded(scores)}
+    model, x = fitted["bundle"]
+    own = model.risk(x)
+    return {
+        **counts,
+        "signals": rounded(scores),
+        "at_threshold": rounded(at_threshold(label, own, model.threshold)),
+        "calibration": rounded(recalibration(label, inputs.group, own[None])),
+    }
 
 
 def rounded(value: Any) -> Any:
@@ -215,9 +228,9 @@ def probe_columns(
     group [n], first_token [n, 2].
     """
     label = readouts.label
-    c = choose_c(readouts, group, train, seed, options).c
+    c = choose_c(readouts, group, train, seed, options, must=False).c  # the run's own C was chosen before
     inner = cross_fit(readouts, group, train, c, options.inner_folds, (seed,), options)
-    fit = refit(readouts, train, test, c, options)
+    fit = refit(readouts, train, test, c, options, blank=True)
     columns: Columns = []
     for names in ((DEPTH_MEAN,), FUSED):
         for scale in SCALES:

@@ -50,21 +50,26 @@ def brier(label: Labels, risk: Floats) -> float:
     return float(brier_score_loss(1 - np.asarray(label), risk, pos_label=1))
 
 
-def reliability(
-    label: Labels, risk: Floats, bins: int = ECE_BINS
-) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.int64]]:
-    """Mean risk, share hallucinated and size of equal-mass bins, each [b <= bins].
+def equal_mass_bins(risk: Floats, bins: int = ECE_BINS) -> NDArray[np.int64]:
+    """The bin of each row, 0 and up without gaps: risk [n] -> [n].
 
     Rows are sorted by risk and cut into ``bins`` runs of (nearly) equal length; equal risks share the bin of the first
     of them, so the order of rows does not matter.
     """
+    values = np.asarray(risk, np.float64)
+    first = np.searchsorted(np.sort(values), values, side="left")
+    return np.unique(first * bins // len(values), return_inverse=True)[1].astype(np.int64)
+
+
+def reliability(
+    label: Labels, risk: Floats, bins: int = ECE_BINS
+) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.int64]]:
+    """Mean risk, share hallucinated and size of each of ``equal_mass_bins``, [b <= bins]."""
     order = np.argsort(risk, kind="stable")
     ranked = np.asarray(risk, np.float64)[order]
-    truth = 1.0 - np.asarray(label, np.float64)[order]
-    first = np.searchsorted(ranked, ranked, side="left")
-    bin_of = first * bins // len(ranked)
-    _, index = np.unique(bin_of, return_inverse=True)
+    index = equal_mass_bins(ranked, bins)
     size = np.bincount(index)
+    truth = 1.0 - np.asarray(label, np.float64)[order]
     return np.bincount(index, ranked) / size, np.bincount(index, truth) / size, size
 
 

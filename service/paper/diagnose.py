@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from service.errors import DataError
 from service.fitting.scores import auroc
-from service.paper.diagnostics.chen_qin import chen_qin
+from service.paper.diagnostics.chen_qin import MIN_ROWS, chen_qin_by_group, one_row_a_group
 from service.paper.diagnostics.classes import Floats, as_document, middle_layers
 from service.paper.diagnostics.features import trajectory_features
 from service.paper.diagnostics.fisher import Shrinkage, fisher_gap
@@ -31,7 +31,7 @@ from service.paper.diagnostics.variance import variance_components
 
 NAMES = ("trajectory", "label", "group", "readout", "direction")
 ALPHA = 0.05  # of the layer-wise Chen-Qin tests
-MIN_ROWS = 3  # of each class: a pair of rows must leave one over in Chen and Qin's variance
+LIMIT = 1e30  # of a number's size: diagnostics take fourth powers and sum them over rows, in float64
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,7 +40,7 @@ class LabelledSet:
 
     trajectory: Floats  # [N, m]
     label: NDArray[np.int64]  # [N]
-    groups: int | None  # how many different groups, None where the file has none
+    group: NDArray[np.int64] | None  # [N] numbered from 0, None where the file has none
     readout: NDArray[np.floating] | None  # [N, m, d], as stored
     direction: Floats | None  # [m, d]
     ignored: tuple[str, ...] = ()  # arrays of other names
@@ -66,7 +66,7 @@ def read_set(path: Path | str) -> LabelledSet:
     return LabelledSet(
         trajectory=arrays["trajectory"].astype(np.float64),
         label=arrays["label"].astype(np.int64),
-        groups=len(np.unique(arrays["group"])) if "group" in arrays else None,
+        group=np.unique(arrays["group"], return_inverse=True)[1].astype(np.int64) if "group" in arrays else None,
         readout=arrays.get("readout"),
         direction=direction.astype(np.float64) if direction is not None else None,
         ignored=tuple(name for name in arrays if name not in NAMES),
@@ -81,12 +81,13 @@ def diagnose_set(data: LabelledSet, shrinkage: Shrinkage = None) -> dict[str, An
     ``notes`` say why.  TrainingError where the covariance of the layers is singular (see ``fisher_gap``).
     """
     variance = as_document(variance_components(data.trajectory, data.label))
-    if data.groups is not None and data.groups < len(data.label):
-        # Nothing here resamples, so groups change no number; they change what a p-value is worth.
-        variance["groups"] = data.groups
+    groups = int(data.group.max()) + 1 if data.group is not None else len(data.label)
+    if groups < len(data.label):
+        # Nothing here resamples, so groups change no number but the Chen-Qin test's; they change what one is worth.
+        variance["groups"] = groups
         variance["notes"].append(
-            f"{len(data.label)} rows in {data.groups} groups: p-values and unbiased estimates here treat rows as "
-            f"independent, which flatters them where rows of a group are alike"
+            f"{len(data.label)} rows in {groups} groups: p-values and unbiased estimates here, but for the Chen-Qin "
+            f"test's, treat rows as independent, which flatters them where rows of a group are alike"
         )
     document: dict[str, Any] = {
         "fisher": as_document(fisher_gap(data.trajectory, data.label, shrinkage)),
@@ -149,9 +150,15 @@ def _misfits(arrays: Mapping[str, NDArray[Any]]) -> list[str]:
     elif direction is not None and readout is not None and direction.shape != (m, *readout.shape[2:]):
         problems.append(f"direction: shape {list(direction.shape)}, {[m, *readout.shape[2:]]} is needed with readout")
     for name in ("trajectory", "readout", "direction"):
-        bad = int(np.sum(~np.isfinite(arrays[name]))) if name in arrays else 0
-        if bad:
+        array = arrays.get(name, np.zeros(0))
+        if bad := int(np.sum(~np.isfinite(array))):
             problems.append(f"{name}: {bad} numbers are not finite (NaN or infinite); leave their rows out")
+        elif array.size and max(abs(float(array.max())), abs(float(array.min()))) > LIMIT:
+            large = int(np.sum(np.abs(array) > LIMIT))
+            problems.append(
+                f"{name}: {large} numbers are larger than {LIMIT:g} in size, and their powers overflow; divide the "
+                f"whole array by a constant, or leave their rows out"
+            )
     if direction is not None and direction.ndim == 2 and not problems:
         norms = np.linalg.norm(direction.astype(np.float64), axis=1)
         worst = int(np.argmax(np.abs(norms - 1.0)))
@@ -203,7 +210,17 @@ def _increments(readout: NDArray[np.floating], v: Floats) -> tuple[Increments, F
 
 
 def _chen_qin(data: LabelledSet, readout: NDArray[np.floating]) -> dict[str, Any]:
-    tests = [chen_qin(readout[:, layer].astype(np.float64), data.label) for layer in range(readout.shape[1])]
+    group = np.arange(len(data.label)) if data.group is None else data.group
+    tests = [
+        chen_qin_by_group(readout[:, layer].astype(np.float64), data.label, group) for layer in range(readout.shape[1])
+    ]
+    rows = len(one_row_a_group(group))
+    if rows < len(group):
+        notes = [f"one row of each group, {rows} of {len(group)}: the test is for independent rows"]
+    elif data.group is None:
+        notes = ["p-values are of independent rows: where a question has several, give their group"]
+    else:
+        notes = []
     significant = [test.p_value is not None and test.p_value < ALPHA for test in tests]
     middle = middle_layers(len(tests))
     return {
@@ -216,5 +233,5 @@ def _chen_qin(data: LabelledSet, readout: NDArray[np.floating]) -> dict[str, Any
         "middle_significant": sum(significant[layer] for layer in middle),
         "middle_layers": len(middle),
         "alpha": ALPHA,
-        "notes": [f"layer {layer}: {note}" for layer, test in enumerate(tests) for note in test.notes],
+        "notes": notes + [f"layer {layer}: {note}" for layer, test in enumerate(tests) for note in test.notes],
     }

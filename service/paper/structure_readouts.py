@@ -18,7 +18,7 @@ from service.evaluation.splits import Split
 from service.evaluation.tables import Cell, Column
 from service.fitting.fit import Floats, Index
 from service.fitting.scores import auroc
-from service.paper.diagnostics.chen_qin import chen_qin
+from service.paper.diagnostics.chen_qin import chen_qin_by_group
 from service.paper.diagnostics.classes import mean_or_none, middle_layers
 from service.paper.diagnostics.geometry import (
     ReadoutGeometry,
@@ -50,7 +50,12 @@ def _geometry(result: SetResult, notes: list[str]) -> Row:
     cells["r_w"] = drift / whole if drift is not None and whole else None
     middle = middle_layers(len(folds[0].layers))
     tests = [
-        [chen_qin(_selected_readout(result, split, layer), result.label[split.test]) for layer in middle]
+        [
+            chen_qin_by_group(
+                _selected_readout(result, split, layer), result.label[split.test], result.group[split.test]
+            )
+            for layer in middle
+        ]
         for split in result.folds(0)
     ]
     ratios = [test.energy_ratio for of_fold in tests for test in of_fold]
@@ -134,6 +139,8 @@ GEOMETRY: Final = TableSpec(
         "increment, and the distance correlation of W and K.",
         "Neighbouring layers may select different heads: their probes' cosine is taken in head coordinates (the "
         "readout gauge). Tab. isotropy-results fixes the head.",
+        "The Chen-Qin test, which needs independent rows, takes one row of each group, drawn with a fixed seed; other "
+        "p-values and unbiased estimates here treat all rows as independent.",
         "The norm of the mean shift is not corrected for noise, which enlarges it on a small test side.",
     ),
 )  # fmt: skip

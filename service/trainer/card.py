@@ -6,7 +6,7 @@ The same arguments give the same bytes: no time, no path, no version.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from probes_store.manifest import Manifest, TrainingRecord
@@ -69,7 +69,7 @@ def write_card(
         _what(manifest),
         _data(manifest, evaluation["data"], left_out),
         _figures(evaluation, plots),
-        _classifier(manifest, signal_std, (evaluation.get("cross_validation") or {}).get("at_threshold")),
+        _classifier(manifest, signal_std, evaluation),
         _limits(manifest.training),
         _load(manifest),
     )
@@ -137,8 +137,8 @@ def _data(manifest: Manifest, data: Mapping[str, Any], left_out: Mapping[str, in
     if "effective_groups" in data:
         share = data["largest_group_share"]
         groups = f", as many as {data['effective_groups']:.0f} of one size; the largest has {share:.1%} of the rows"
-        if share > LARGE_GROUP:
-            groups += ". **One group is a large part of the data: how well the bundle does elsewhere is hardly known**"
+        if warning := group_warning(data):
+            groups += f". **{warning}**"
     used = training.factual + training.hallucinated
     left = ", ".join(f"{count} {reason}" for reason, count in left_out.items())
     labels = (
@@ -197,8 +197,44 @@ def _figures(evaluation: Mapping[str, Any], plots: Sequence[str]) -> str:
             "largest Youden's J on the training side. A `within` column counts only pairs of rows of one kind "
             "(and template): what is left once the sort of question is known.\n"
         )
+        parts += [_calibration(words, found) for words, found in _lines(evaluation)]
     parts += [f"![{PLOTS[name]}](plots/{name})\n" for name in PLOTS if name in plots]
     return "\n".join(parts)
+
+
+def _lines(evaluation: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Which rows, and the calibration of the bundle's own risks on them."""
+    crossed, test = evaluation.get("cross_validation"), evaluation.get("held_out")
+    if crossed is not None:
+        yield (
+            "the training rows, by folds that never saw the row",
+            crossed["signals"][evaluation["signal_of_the_bundle"]],
+        )
+    if test is not None:
+        yield "the held-out rows", test["calibration"]
+
+
+def _calibration(rows: str, found: Mapping[str, Any]) -> str:
+    """Slope and intercept of the bundle's own risks, and what they mean."""
+    slope, intercept = found["calibration_slope"], found["calibration_intercept"]
+    if slope is None:
+        return (
+            f"Calibration of the bundle's risk on {rows}: no slope can be given, since the risks separate the classes "
+            "or are all alike.\n"
+        )
+    verdict = "slope 1 and intercept 0 lie within their intervals"
+    if "low" not in slope:
+        verdict = "there are too few groups for intervals"
+    elif slope["high"] < 1:
+        verdict = "the risks are too extreme, low ones too low and high ones too high"
+    elif slope["low"] > 1:
+        verdict = "the risks are too cautious, low ones too high and high ones too low"
+    elif not intercept["low"] <= 0 <= intercept["high"]:
+        verdict = f"the risks are too {'low' if intercept['mean'] > 0 else 'high'} where they are near one half"
+    return (
+        f"Calibration of the bundle's risk on {rows}: slope {_cell(slope)}, intercept {_cell(intercept)} of the log "
+        f"odds, where 1 and 0 are perfect: {verdict}.\n"
+    )
 
 
 def _cell(value: Mapping[str, float]) -> str:
@@ -217,7 +253,15 @@ def _table(signals: Mapping[str, Mapping[str, Any]], show: Callable[[Any], str],
     return markdown_table(["signal", *columns.values()], rows) + "\n"
 
 
-def _classifier(manifest: Manifest, signal_std: Sequence[float], gate: Mapping[str, float] | None) -> str:
+def group_warning(data: Mapping[str, Any]) -> str | None:
+    """``data`` of evaluation.json: where one group is a large part of the rows, what that means."""
+    share = data.get("largest_group_share", 0.0)
+    if share <= LARGE_GROUP:
+        return None
+    return f"One group has {share:.0%} of the rows: how well the bundle does elsewhere is hardly known"
+
+
+def _classifier(manifest: Manifest, signal_std: Sequence[float], evaluation: Mapping[str, Any]) -> str:
     classifier = manifest.classifier
     lines = ["## Classifier\n", "| signal | weight | weight x standard deviation |", "| --- | --- | --- |"]
     strength: dict[str, float] = {}
@@ -228,13 +272,18 @@ def _classifier(manifest: Manifest, signal_std: Sequence[float], gate: Mapping[s
         f"\nrisk = 1 - sigmoid(sum of weight x signal {classifier.intercept:+.4f}); flagged at a risk of "
         f"{manifest.threshold:.4f} or more (the largest Youden's J on out-of-fold training risks).\n"
     )
-    if gate is not None:
-        wrong = manifest.training.hallucinated / (manifest.training.factual + manifest.training.hallucinated)
-        text += (
-            f"\nA gate at this threshold, by the risks of folds that never saw the row: {gate['answered']:.0%} of the "
-            f"prompts are answered, {gate['wrong_among_answered']:.0%} of these answers are wrong ({wrong:.0%} without "
-            f"a gate), and {gate['right_withheld']:.0%} of the right answers are withheld.\n"
-        )
+    for key, rows in (
+        ("cross_validation", "by the risks of folds that never saw the row"),
+        ("held_out", "held-out rows"),
+    ):
+        if (found := evaluation.get(key)) is not None:
+            gate, counts = found["at_threshold"], found if key == "held_out" else evaluation["data"]
+            wrong = counts["hallucinated"] / (counts["factual"] + counts["hallucinated"])
+            text += (
+                f"\nA gate at this threshold, {rows}: {gate['answered']:.0%} of the prompts are answered, "
+                f"{gate['wrong_among_answered']:.0%} of these answers are wrong ({wrong:.0%} without a gate), and "
+                f"{gate['right_withheld']:.0%} of the right answers are withheld.\n"
+            )
     if len(strength) > 1:
         carrier = max(strength, key=lambda name: strength[name])
         share = strength[carrier] / (sum(strength.values()) or 1.0)

@@ -18,8 +18,9 @@ from numpy.typing import NDArray
 from PIL import Image
 from sklearn.metrics import precision_recall_curve, roc_curve
 
+from service.fitting.group_statistics import share_interval
 from service.fitting.plotting import BLUE, GREEN, GREY, ORANGE, PURPLE, STYLE, class_bands, layer_ticks, thinned
-from service.fitting.scores import ECE_BINS, auprc, coverage_curve, ece, reliability, risk_auroc
+from service.fitting.scores import auprc, coverage_curve, ece, equal_mass_bins, reliability, risk_auroc
 
 Floats = NDArray[np.float64]
 
@@ -37,12 +38,14 @@ class PlotData:
     """n labelled rows; trajectories are out of fold, stacked over seeds."""
 
     label: NDArray[np.integer]  # [n]
+    group: NDArray[np.integer]  # [n] rows of a group depend on each other
     risk: Mapping[str, Floats]  # shown name -> [n] risk by a fold that never saw the row; empty without an evaluation
     trajectory_mean: Floats  # [2, m] row 0 hallucinated, row 1 factual
     trajectory_std: Floats  # [2, m]
     layer_auroc: Floats  # [seeds, m] of each layer's logit, out of fold
     depth_mean_auroc: Floats  # [seeds]
     logit_unit: str  # of the truth logit: what one step on its axis is
+    own: str  # the name in ``risk`` of what the bundle serves
     ranking_only: Sequence[str] = ()  # names whose risks hardly vary, left out of the reliability plot
 
 
@@ -88,16 +91,29 @@ def _precision_recall(axes: Axes, data: PlotData) -> None:
 
 
 def _reliability(axes: Axes, data: PlotData) -> None:
+    """The bundle's own risk with the band of each bin; the others for comparison, as lines."""
     axes.plot([0, 1], [0, 1], color=GREY, linewidth=0.8, label="perfect calibration")
-    names = (name for name in data.risk if name not in data.ranking_only)
-    for name, (colour, line), marker in zip(names, _LINES, "osD^", strict=False):
-        predicted, observed, _ = reliability(data.label, data.risk[name])
-        text = f"{name} (ECE {ece(data.label, data.risk[name]):.3f})"
-        axes.plot(predicted, observed, line, marker=marker, markersize=4, color=colour, label=text, linewidth=1.2)
-    axes.set(title=f"Reliability, {ECE_BINS} equal-mass bins", xlabel="mean risk of the bin (probability)",
-             ylabel="hallucinated in the bin (share)", xlim=(-0.01, 1.01), ylim=(-0.01, 1.01))  # fmt: skip
+    sizes = np.zeros(1, np.int64)
+    for (name, risk), (colour, line), marker in zip(data.risk.items(), _LINES, "osD^", strict=False):
+        if name in data.ranking_only:
+            continue
+        predicted, observed, size = reliability(data.label, risk)
+        text = f"{name} (ECE {ece(data.label, risk):.3f})"
+        if name != data.own:
+            axes.plot(predicted, observed, line, color=colour, label=text, linewidth=1.2)
+            continue
+        sizes, bins = size, equal_mass_bins(risk)
+        bands = [share_interval(float(share), data.group[bins == place]) for place, share in enumerate(observed)]
+        ends = np.array(bands).T
+        axes.errorbar(predicted, observed, np.abs(ends - observed), linestyle=line, color=colour, zorder=3,
+                      label=f"{text}, 95 % bands", linewidth=1.4, elinewidth=1.0, capsize=2.5)  # fmt: skip
+        axes.scatter(predicted, observed, 22.0 * size / size.mean(), color=colour, marker=marker, zorder=3)
+    rows = f"{sizes.min()}" if sizes.min() == sizes.max() else f"{sizes.min()} to {sizes.max()}"
+    axes.set(title=f"Reliability: {len(sizes)} bins of {rows} rows (marker area)",
+             xlabel="mean risk of the bin (probability)", ylabel="hallucinated in the bin (share)",
+             xlim=(-0.01, 1.01), ylim=(-0.01, 1.01))  # fmt: skip
     axes.set_aspect("equal")
-    axes.legend(loc="upper left")
+    axes.legend(loc="best")
 
 
 def _coverage(axes: Axes, data: PlotData) -> None:

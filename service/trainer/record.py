@@ -91,5 +91,14 @@ def plot_data(
         risks = {text: nested.risk[name][0] for text, name in shown.items()}
     unit = "distance from the probe's plane" if options.logit_scale == "unit_norm" else "within-class std"
     return PlotData(
-        inputs.label, risks, class_mean, class_std, layers, means, logit_unit=unit, ranking_only=("prompt length",)
+        inputs.label,
+        inputs.group,
+        risks,
+        class_mean,
+        class_std,
+        layers,
+        means,
+        logit_unit=unit,
+        own="depth mean" if len(options.signals) == 1 else "depth mean and first token",
+        ranking_only=("prompt length",),
     )

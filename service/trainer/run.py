@@ -35,7 +35,7 @@ from service.fitting.scores import at_threshold
 from service.prompts import default_prompt_format
 from service.readout import Probes
 from service.trainer.calibrate import carry_out, described, plan
-from service.trainer.card import CHANCE, write_card
+from service.trainer.card import CHANCE, group_warning, write_card
 from service.trainer.ledger import Marks
 from service.trainer.options import Console, TrainOptions
 from service.trainer.plots import draw
@@ -68,6 +68,8 @@ def train(options: TrainOptions, engine_factory: Callable[[], Engine], store: St
     with locked(options.run_dir), closing(engine_factory()) as engine:
         bundle = store.publish(_draft(options, dataset, test, engine, console))
         console.print(f"published {bundle.reference} ({bundle.manifest.digest})")
+        if warning := group_warning(bundle.evaluation()["data"]):
+            console.print(warning)
         if options.calibration is not None:
             calibrating = plan(options.calibration.of(bundle.reference, options), store)
             for line in described(calibrating):

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from service.cli.main import main
 from service.errors import DataError, TrainingError
 from service.fitting.scores import auroc
-from service.paper.diagnose import diagnose_set, read_set
+from service.paper.diagnose import LIMIT, diagnose_set, read_set
 from service.paper.diagnostics.fisher import Shrinkage
 
 KEYS = {
@@ -71,7 +71,8 @@ def test_with_readouts_the_geometry_and_the_layer_tests_come(tmp_path: Path) -> 
     test = document["chen_qin"]
     assert KEYS["chen_qin"] <= set(test)
     assert len(test["statistic"]) == len(test["energy_ratio"]) == len(test["p_value"]) == 9
-    assert test["layers_significant"] == sum(p < 0.05 for p in test["p_value"]) >= 8
+    assert test["layers_significant"] == sum(p < 0.05 for p in test["p_value"]) >= 6
+    assert test["notes"] == ["one row of each group, 30 of 120: the test is for independent rows"]
     geometry = document["geometry"]
     assert len(geometry["by_layer"]["adjacent_cos"]) == 8
     assert geometry["kappa"]["transitions"] > 0
@@ -79,6 +80,31 @@ def test_with_readouts_the_geometry_and_the_layer_tests_come(tmp_path: Path) -> 
     assert document["variance"]["groups"] == 30
     assert not any("not direction . readout" in note for note in geometry["notes"])
     json.dumps(document, allow_nan=False)
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_numbers_up_to_the_limit_overflow_nowhere(tmp_path: Path, dtype: type) -> None:
+    """Scale-free numbers are those of the same arrays at an ordinary scale."""
+    data = arrays()
+    ordinary = diagnose(saved(tmp_path))
+    factor = 0.999 * LIMIT / max(np.abs(data[name]).max() for name in ("trajectory", "readout"))
+    large = {name: (data[name].astype(np.float64) * factor).astype(dtype) for name in ("trajectory", "readout")}
+    with np.errstate(over="raise", invalid="raise", divide="raise"):
+        found = diagnose(saved(tmp_path, **large))
+    assert found["features"] == ordinary["features"]
+    assert found["fisher"]["r_fisher"] == pytest.approx(ordinary["fisher"]["r_fisher"], rel=1e-4)
+    assert found["snr"]["rho"] == pytest.approx(ordinary["snr"]["rho"], rel=1e-4)
+    assert found["variance"]["icc_unbiased"] == pytest.approx(ordinary["variance"]["icc_unbiased"], rel=1e-4)
+    assert found["chen_qin"]["p_value"] == pytest.approx(ordinary["chen_qin"]["p_value"], rel=1e-3)
+    for key in ("cohen_d", "r_w", "distance_correlation", "stable_rank"):
+        assert found["geometry"][key] == pytest.approx(ordinary["geometry"][key], rel=1e-3)
+
+
+def test_readouts_without_groups_carry_what_their_p_values_assume(tmp_path: Path) -> None:
+    (note,) = diagnose(saved(tmp_path, group=None))["chen_qin"]["notes"]
+    assert note.startswith("p-values are of independent rows")
+    assert diagnose(saved(tmp_path, group=np.arange(120)))["chen_qin"]["notes"] == []
 
 
 def test_readouts_without_directions_give_the_probe_free_part(tmp_path: Path) -> None:
@@ -125,6 +151,8 @@ FAULTS: list[tuple[dict[str, Any], str]] = [
     ({"readout": None}, "direction: is of use with readout"),
     ({"trajectory": without(arrays()["trajectory"], (3, 4), np.nan)}, "trajectory: 1 numbers are not finite"),
     ({"readout": without(arrays()["readout"], (0, 0), np.inf)}, "readout: 6 numbers are not finite"),
+    ({"trajectory": without(arrays()["trajectory"], (3, 4), -1e200)}, r"trajectory: 1 numbers are larger than 1e\+30"),
+    ({"readout": without(arrays()["readout"], (0, 0, 0), 3e38)}, r"readout: 1 numbers are larger than 1e\+30"),
     ({"trajectory": np.array([["a"]], dtype=object)}, "trajectory: cannot be read without unpickling"),
 ]
 

@@ -21,18 +21,24 @@ from service.fitting.calibration import (
     stacked,
 )
 from service.fitting.fit import Readouts
-from service.fitting.nested_cv import NAMES, Inputs, evaluate
-from service.fitting.scores import ece, risk_auroc, youden_threshold
+from service.fitting.nested_cv import NAMES, Inputs, evaluate, probe_columns
+from service.fitting.scores import auroc, ece, risk_auroc, youden_threshold
 from service.readout import Geometry, Site
 
 GEOMETRY = Geometry(num_layers=3, num_heads=2, head_dim=30, hidden_size=60)
 OPTIONS = FitOptions("weights", 3, None, (0.03, 0.3), 1)
 
 
-def inputs(tmp_path: Path, rows: np.ndarray, label: np.ndarray, group: np.ndarray | None = None) -> Inputs:
+def inputs(
+    tmp_path: Path,
+    rows: np.ndarray,
+    label: np.ndarray,
+    group: np.ndarray | None = None,
+    site: Site = Site.ATTENTION_HEAD,
+) -> Inputs:
     path = tmp_path / "rows.f32"
     np.ascontiguousarray(rows.transpose(1, 0, 2), "<f4").tofile(path)
-    file = RowsFile(path, GEOMETRY, Site.ATTENTION_HEAD, len(rows))
+    file = RowsFile(path, GEOMETRY, site, len(rows))
     rng = np.random.default_rng(5)
     return Inputs(
         Readouts(file, np.arange(len(rows)), label),
@@ -74,20 +80,33 @@ def test_rows_of_a_group_do_not_vouch_for_each_other(tmp_path: Path) -> None:
     assert risk_auroc(copies.label, -split.unit_norm[0].mean(axis=1)) > 0.85
 
 
-def test_out_of_fold_logits_do_not_depend_on_the_rows_own_label(tmp_path: Path) -> None:
+@pytest.mark.parametrize("site", list(Site))
+def test_out_of_fold_logits_do_not_depend_on_the_rows_own_label(tmp_path: Path, site: Site) -> None:
     """Poison: rows of one test side are replaced by huge values; their fold's probes must not notice."""
     rows, label = noise()
     rows[:, :, 3] += label[:, None]
-    given = inputs(tmp_path, rows, label)
+    given = inputs(tmp_path, rows, label, site=site)
     train, test = np.arange(0, 180), np.arange(180, 240)
     before = refit(given.readouts, train, test, 0.3, OPTIONS)
     rows[test] = 1e6
     label = label.copy()
     label[test] = 1 - label[test]
-    after = refit(inputs(tmp_path, rows, label).readouts, train, test, 0.3, OPTIONS)
+    after = refit(inputs(tmp_path, rows, label, site=site).readouts, train, test, 0.3, OPTIONS)
     assert before.direction.tobytes() == after.direction.tobytes()
     assert before.scale.tobytes() == after.scale.tobytes()
     assert before.head.tolist() == after.head.tolist()
+
+
+def test_columns_of_the_nested_classifiers_are_out_of_fold(tmp_path: Path) -> None:
+    """Of probes that memorise noise, columns of rows that they were fitted on would rank these rows well."""
+    rows, label = noise()
+    given, train, test = inputs(tmp_path, rows, label), np.arange(200), np.arange(200, 240)
+    _, columns = probe_columns(
+        given.readouts, given.group, given.first_token, train, test, 0, FitOptions("weights", 3, 1.0, (1.0,), 1)
+    )
+    assert len(columns) == 6
+    for name, (of_train, _) in columns:
+        assert auroc(label[train], of_train[:, 0]) < 0.65, name
 
 
 def test_c_is_chosen_inside_the_training_rows(tmp_path: Path) -> None:
@@ -114,6 +133,8 @@ def test_a_c_without_a_direction_is_out(tmp_path: Path) -> None:
     assert choice.auroc["1e-06"] is None
     with pytest.raises(NoDirection, match="layer 0"):
         choose_c(given.readouts, given.group, everything, 0, FitOptions("weights", 3, None, (1e-7, 1e-6), 1))
+    weak = FitOptions("weights", 3, None, (1e-7, 1e-6), 1)
+    assert choose_c(given.readouts, given.group, everything, 0, weak, must=False).c == 1e-6
     fixed = choose_c(given.readouts, given.group, everything, 0, FitOptions("weights", 3, 0.7, (0.1, 1.0), 1))
     assert (fixed.c, fixed.auroc) == (0.7, {})
 

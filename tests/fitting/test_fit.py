@@ -156,6 +156,10 @@ def test_a_layer_without_a_probe_at_the_chosen_c_takes_a_larger_one_by_itself(tm
     rows[:, 1] = 5.0
     data = readouts(tmp_path, rows, label)
     assert isinstance(fit_probes(data, [task], balance="weights", jobs=1, relax=True)[0], NoDirection)
+    (fit,) = require(fit_probes(data, [task], balance="weights", jobs=1, relax=True, blank=True))
+    assert np.array_equal(fit.trajectory[:, others], plain.trajectory)
+    assert np.all(fit.trajectory[:, 1] == 0)
+    assert (fit.scale[1], fit.auroc[1]) == (1.0, 0.5)
 
 
 def test_zero_fits_are_skipped_and_a_layer_of_them_is_an_error(tmp_path: Path) -> None:

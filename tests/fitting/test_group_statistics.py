@@ -6,7 +6,13 @@ import numpy as np
 import pytest
 
 from service.fitting import group_statistics
-from service.fitting.group_statistics import auroc_interval, effective_groups, largest_share, weighted_auroc
+from service.fitting.group_statistics import (
+    auroc_interval,
+    effective_groups,
+    largest_share,
+    share_interval,
+    weighted_auroc,
+)
 from service.fitting.scores import risk_auroc
 
 
@@ -61,3 +67,15 @@ def test_a_test_side_without_a_class_is_left_out_and_where_all_are_nothing_is_kn
     tests = [(np.arange(4), np.array([0.9, 0.1, 0.8, 0.2])), (np.array([4, 5]), np.array([0.5, 0.6]))]
     assert auroc_interval(label, group, tests) == (1.0, 1.0)
     assert auroc_interval(np.ones(6, int), group, tests) == (0.0, 1.0)
+
+
+def test_the_interval_of_a_share_counts_groups_and_covers() -> None:
+    assert share_interval(0.0, np.arange(10)) == (0.0, pytest.approx(0.2172, abs=1e-4))  # Jeffreys, 0 of 10
+    assert share_interval(0.3, np.repeat(np.arange(10), 7)) == pytest.approx(share_interval(0.3, np.arange(10)))
+    rng = np.random.default_rng(0)
+    group, truth, hits = np.repeat(np.arange(60), 5), 0.2, 0
+    for _ in range(300):
+        one = rng.random(60) < truth
+        low, high = share_interval(float(one[group].mean()), group)
+        hits += low <= truth <= high
+    assert hits / 300 > 0.91

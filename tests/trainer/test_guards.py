@@ -50,3 +50,19 @@ def test_a_fold_s_classifier_and_threshold_come_from_its_training_side(
         assert len(label) + len(test_label) == 240
         assert label.sum() + test_label.sum() == fitted[0][1].sum() + used[0][0].sum()
         assert threshold == classifier.threshold == youden_threshold(label, classifier.risk(signals))
+
+
+def test_the_references_of_a_held_out_file_are_fitted_on_the_training_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fitted: list[int] = []
+    fit = nested_cv.fit_classifier
+
+    def watched(signals: np.ndarray, label: np.ndarray) -> FinalClassifier:
+        fitted.append(len(label))
+        return fit(signals, label)
+
+    monkeypatch.setattr(nested_cv, "fit_classifier", watched)
+    test = write_rows(tmp_path / "test.jsonl", planted_rows(90, seed=3))
+    bundle, _ = run(tmp_path, test=test, evaluate=False, c=0.3, seeds=(0,))
+    assert fitted == [240] * (len(bundle.evaluation()["held_out"]["signals"]) - 1)  # the bundle's own came before

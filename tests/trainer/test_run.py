@@ -20,7 +20,7 @@ from service.data.options import JudgeOptions
 from service.errors import DataError, RunMismatch, TrainingError
 from service.readout import Site
 from service.scoring import Scorer
-from service.trainer.card import NO_SIGNAL
+from service.trainer.card import NO_SIGNAL, group_warning
 from service.trainer.options import TrainOptions, parse_signals
 from service.trainer.run import train
 from tests.fitting.planted import PlantedEngine, Quiet, planted_rows, write_rows
@@ -64,6 +64,15 @@ def test_the_planted_signal_is_found_and_recorded(trained: Bundle) -> None:
     counts = evaluation["data"]
     assert gate["wrong_among_answered"] < 0.5 * counts["hallucinated"] / (counts["factual"] + counts["hallucinated"])
     assert f"{gate['answered']:.0%} of the prompts are answered" in " ".join(trained.card().split())
+    for found, rows in ((evaluation["cross_validation"]["signals"]["fused_unit_norm"], "never saw the row"),
+                        (evaluation["held_out"]["calibration"], "on the held-out rows")):  # fmt: skip
+        slope, intercept = found["calibration_slope"], found["calibration_intercept"]
+        assert slope["low"] < slope["mean"] < slope["high"]
+        assert intercept["low"] < intercept["mean"] < intercept["high"]
+        said = f"{rows}: slope {slope['mean']:.3f} [{slope['low']:.3f}, {slope['high']:.3f}], intercept "
+        assert said + f"{intercept['mean']:.3f} [" in " ".join(trained.card().split())
+    gate = evaluation["held_out"]["at_threshold"]
+    assert f"held-out rows: {gate['answered']:.0%} of the prompts" in " ".join(trained.card().split())
     assert evaluation["data"]["groups"] == pytest.approx(evaluation["data"]["effective_groups"], rel=0.05)
     assert evaluation["data"]["largest_group_share"] < 0.02
     manifest = trained.manifest
@@ -160,6 +169,14 @@ def test_generated_labels_are_judged_and_abstentions_left_out(tmp_path: Path) ->
     again, _ = run(tmp_path, engine, labels="generate", judge=JudgeOptions("regex"), evaluate=False)
     assert engine.extracts == engine.generates == 0  # another judge reads the answers that are there
     assert again.manifest.training.judge == "regex"
+
+
+def test_a_group_with_much_of_the_rows_is_named_at_the_end_and_in_the_card(tmp_path: Path) -> None:
+    rows = [{**row, "group": "one" if number < 70 else row["group"]} for number, row in enumerate(planted_rows(240))]
+    bundle, console = run(tmp_path, rows=rows, evaluate=False)
+    assert console.lines[-1] == "One group has 29% of the rows: how well the bundle does elsewhere is hardly known"
+    assert console.lines[-1] in bundle.card()
+    assert group_warning({"largest_group_share": 0.2}) is None
 
 
 def test_answers_of_one_class_are_reported(tmp_path: Path) -> None:

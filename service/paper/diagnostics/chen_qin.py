@@ -10,29 +10,60 @@ import math
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import ArrayLike
+from numpy.typing import ArrayLike, NDArray
 from scipy.stats import norm
 
 from service.paper.diagnostics.classes import Floats, labelled, pooled_variance
 
+MIN_ROWS = 3  # of each class: a pair of rows must leave one over in the variance
 _BLOCK = 1024
 
 
 @dataclass(frozen=True)
 class ChenQin:
-    """statistic: an unbiased estimate of |mu_F - mu_H|^2, which may be negative; p_value: one-sided, for it > 0."""
+    """statistic: an unbiased estimate of |mu_F - mu_H|^2, which may be negative; p_value: one-sided, for it > 0.
 
-    statistic: float
-    variance: float  # of the statistic where the means are equal
+    All are of independent rows; None where there are too few.
+    """
+
+    statistic: float | None
+    variance: float | None  # of the statistic where the means are equal
     z: float | None
     p_value: float | None  # None where the variance is not estimated as positive
-    trace: float  # Tr(Sigma), pooled within class
+    trace: float | None  # Tr(Sigma), pooled within class
     energy_ratio: float | None  # statistic / trace; None where there is no variance
     notes: tuple[str, ...] = ()
 
 
+def one_row_a_group(group: ArrayLike, seed: int = 0) -> NDArray[np.int64]:
+    """One row of each group, drawn with a seed, in the data's order: group [N] -> [G] rows.
+
+    Rows of a group depend on each other, and a group may have rows of both classes: its means would tie the classes.
+    """
+    names = np.asarray(group)
+    order = np.random.default_rng(seed).permutation(len(names))
+    return np.asarray(np.sort(order[np.unique(names[order], return_index=True)[1]]), np.int64)
+
+
+def chen_qin_by_group(x: ArrayLike, label: ArrayLike, group: ArrayLike) -> ChenQin:
+    """The test of ``one_row_a_group``: x [N, d], label, group [N].
+
+    All rows would call their own likeness within a group a difference of the classes.  Without a number, and with a
+    note, below 3 of these rows of a class.
+    """
+    rows = one_row_a_group(group)
+    kept = np.asarray(label)[rows]
+    least = min(int(np.sum(kept == value)) for value in (0, 1))
+    if least < MIN_ROWS:
+        note = f"one row of each group leaves {least} rows of a class, and {MIN_ROWS} are needed: give more groups"
+        return ChenQin(None, None, None, None, None, None, (note,))
+    return chen_qin(np.asarray(x)[rows], kept)
+
+
 def chen_qin(x: ArrayLike, label: ArrayLike) -> ChenQin:
     """x [N, d], label [N] -> the test of equal class means; TrainingError below 3 rows of a class.
+
+    The rows must be independent: where they are in groups, ``chen_qin_by_group``.
 
     T = mean_{i != j} x_i'x_j within each class, less twice the mean across; its variance under H0 is
     2 tr(S_F^2) / (n_F (n_F - 1)) + 2 tr(S_H^2) / (n_H (n_H - 1)) + 4 tr(S_F S_H) / (n_F n_H), each trace by their
@@ -40,7 +71,7 @@ def chen_qin(x: ArrayLike, label: ArrayLike) -> ChenQin:
     of the order of the squared distance of the mean from the origin.  Here each class is moved by the OTHER class's
     mean before it is taken, which is independent of it: the estimator is otherwise theirs.
     """
-    values, factual = labelled(x, label, "x", minimum=3)
+    values, factual = labelled(x, label, "x", minimum=MIN_ROWS)
     values = values - values.mean(axis=0)  # changes nothing but rounding: everything below is moved again or invariant
     one, two = values[factual], values[~factual]
     n1, n2 = len(one), len(two)

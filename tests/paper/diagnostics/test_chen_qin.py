@@ -6,7 +6,7 @@ from numpy.typing import NDArray
 from scipy.stats import norm
 
 from service.errors import TrainingError
-from service.paper.diagnostics.chen_qin import chen_qin, squared_trace
+from service.paper.diagnostics.chen_qin import chen_qin, chen_qin_by_group, one_row_a_group, squared_trace
 
 Floats = NDArray[np.float64]
 
@@ -132,3 +132,32 @@ def test_two_rows_of_a_class_are_too_few_and_constant_rows_have_no_test() -> Non
     assert found.p_value is None
     assert found.energy_ratio is None
     assert found.notes
+
+
+def test_alike_rows_of_a_group_reject_by_themselves_and_one_row_of_each_does_not() -> None:
+    """Equal class means; groups of five rows share most of their readout."""
+    rng = np.random.default_rng(7)
+    group = np.repeat(np.arange(40), 5)
+    label = (np.arange(40) % 2)[group]
+    naive = by_group = 0
+    for _ in range(200):
+        x = rng.standard_normal((40, 30))[group] + 0.5 * rng.standard_normal((200, 30))
+        flattered, honest = chen_qin(x, label).p_value, chen_qin_by_group(x, label, group).p_value
+        assert flattered is not None
+        assert honest is not None
+        naive += flattered < 0.05
+        by_group += honest < 0.05
+    assert naive > 150
+    assert 2 <= by_group <= 24  # 0.05 within three standard errors, and a little for the normal limit
+
+
+def test_rows_without_company_are_all_taken_and_too_few_groups_have_no_test() -> None:
+    rng = np.random.default_rng(8)
+    x, label = rng.standard_normal((30, 4)), np.arange(30) % 2
+    assert chen_qin_by_group(x, label, np.array([f"g{row}" for row in range(30)])) == chen_qin(x, label)
+    found = chen_qin_by_group(x, label, np.arange(30) // 6)
+    assert (found.statistic, found.p_value, found.energy_ratio) == (None, None, None)
+    assert "one row of each group leaves" in found.notes[0]
+    rows = one_row_a_group(np.arange(30) // 6)
+    assert (rows // 6).tolist() == [0, 1, 2, 3, 4]
+    assert len({tuple((one_row_a_group(np.arange(30) // 6, seed) % 6).tolist()) for seed in range(5)}) > 1
