@@ -117,7 +117,7 @@ def main_table(rows: Sequence[Mapping[str, Any]], notes: Sequence[str]) -> Table
         columns=COLUMNS,
         rows=rows,
         caption="AUROC and AUPRC in percent; mean ± standard deviation over the test sides of all folds and seeds. "
-        f"Class: what a score takes ({', '.join(f'{name} {text}' for name, text in CLASSES.items())}); its cost is in "
+        f"Class: what a score takes ({', '.join(f'{name}: {text}' for name, text in CLASSES.items())}); its cost is in "
         "prefills of the same prompt.",
         notes=notes,
         block="set",
