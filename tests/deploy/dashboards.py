@@ -85,6 +85,7 @@ def ours() -> dict[str, set[str]]:
     """Every metric that the service has, as an expression would name it, with its labels and the scraper's own."""
     metrics = Metrics()
     metrics.bundles([("m", "demo:1", "sha256:ab")])
+    metrics.guarantees([("m", "demo:1", 0.1, 0.05)])
     families = list(text_string_to_metric_families(metrics.render()[0].decode()))
     return {
         family.name + ("_total" if family.type == "counter" else ""): {"job", "instance"}.union(

@@ -284,6 +284,9 @@ def test_every_panel_query_has_finite_values(scene: Scene, query: dashboards.Que
             found = {key: [value] for key, value in scene.prometheus.query(expression, end).items()}
         else:
             found = scene.prometheus.query_range(expression, start, end, 1.0)
+        if "guarantee_info" in query.expression:  # neither of the two bundles has one: a table without rows
+            assert found == {}
+            continue
         assert found, expression
         assert all(math.isfinite(value) for values in found.values() for value in values), expression
         assert any(value > 0 for values in found.values() for value in values) or expects_zero(query), expression
