@@ -7,7 +7,6 @@ afterwards from the same answers.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, get_args
 
@@ -20,7 +19,7 @@ from service.demo import Passage
 from service.demo.passages import with_passages
 from service.demo.questions import questions
 from service.engines.base import Sampling
-from service.fitting.group_statistics import group_draws
+from service.fitting.jackknife import auroc_interval, t_interval
 from service.fitting.markdown import markdown_table
 from service.fitting.scores import risk_auroc
 from service.guard import OBSERVE
@@ -72,19 +71,19 @@ def ask(scorer: Scorer, split: str, count: int, max_tokens: int) -> Answered:
 
 
 def measured(answered: Answered) -> list[dict[str, Any]]:
-    """A row for each passage; intervals are 95 % bootstrap intervals over entities."""
+    """A row for each passage; intervals are 95 %, by jackknife over entities."""
     found = []
     for which in PASSAGES:
         risk, right = answered.risk[which], answered.right[which]
         row: dict[str, Any] = {
             "passage": which,
-            "right": _interval(answered.group, np.mean, right),
-            "risk": _interval(answered.group, np.mean, risk),
+            "right": _mean(answered.group, right),
+            "risk": _mean(answered.group, risk),
             "flagged": float((risk >= answered.threshold).mean()),
-            "auroc": _interval(answered.group, _auroc, right, risk),
+            "auroc": _auroc(answered.group, right, risk),
         }
         if which != "none":
-            row["drop"] = _interval(answered.group, np.mean, answered.risk["none"] - risk)
+            row["drop"] = _mean(answered.group, answered.risk["none"] - risk)
         found.append(row)
     return found
 
@@ -133,7 +132,7 @@ def markdown(found: dict[str, Any]) -> str:
     parts = [
         f"{found['model']} read by {found['bundle']}: {found['questions']:,} questions about {found['entities']:,} "
         f"entities, each asked four times; flagged: risk of {found['threshold']:.3f} and more. Intervals: 95 %, "
-        "bootstrap over entities.",
+        "jackknife over entities.",
         markdown_table(
             ["passage", "answered right", "mean risk", "drop of the risk", "flagged", "AUROC of the risk"],
             [
@@ -161,15 +160,18 @@ def markdown(found: dict[str, Any]) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def _auroc(right: Flags, risk: Floats) -> float:
-    return risk_auroc(right.astype(np.int64), risk) if 0 < right.sum() < len(right) else float("nan")
+def _auroc(group: NDArray[np.int64], right: Flags, risk: Floats) -> dict[str, float] | None:
+    """With its interval; None where all answers are right, or all wrong."""
+    if right.all() or not right.any():
+        return None
+    label = right.astype(np.int64)
+    found = auroc_interval(label, group, [(np.arange(len(label)), risk)])
+    return {"value": risk_auroc(label, risk), **found._asdict()}
 
 
-def _interval(group: NDArray[np.int64], value: Callable[..., Any], *columns: NDArray[Any]) -> dict[str, float]:
-    """``value`` of the columns [n], with a bootstrap interval over groups; undefined draws are left out."""
-    drawn = []
-    for weight in group_draws(group):
-        rows = np.repeat(np.arange(len(group)), weight.astype(np.int64))
-        drawn.append(float(value(*(column[rows] for column in columns))))
-    low, high = np.nanquantile(drawn, [0.025, 0.975])
-    return {"value": float(value(*columns)), "low": float(low), "high": float(high)}
+def _mean(group: NDArray[np.int64], column: NDArray[Any]) -> dict[str, float]:
+    """Of a column [n], with its interval."""
+    member = np.unique(group, return_inverse=True)[1]
+    without = (column.sum() - np.bincount(member, column)) / (len(column) - np.bincount(member))
+    value = float(column.mean())
+    return {"value": value, **t_interval(value, without)._asdict()}

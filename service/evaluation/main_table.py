@@ -17,16 +17,16 @@ from scipy.stats import rankdata
 
 from service.evaluation.cost import CLASSES, Cost
 from service.evaluation.options import OURS
-from service.evaluation.significance import delong, paired_bootstrap
+from service.evaluation.significance import delong
 from service.evaluation.tables import Column, Table
 from service.fitting.fit import Floats, Index
-from service.fitting.nested_cv import FoldScores
+from service.fitting.jackknife import gain
+from service.fitting.nested_cv import FoldScores, test_sides
 from service.fitting.scores import auprc, risk_auroc
 
 MEASURES = ("auroc", "auprc_hallucinated", "auprc_factual")
 # Candidates for the runner-up: the paper's baselines that read the model's states before an answer.
 BASELINES = ("iti", "fact-probe", "iris")
-RESAMPLES = 2_000
 
 
 @dataclass(frozen=True)
@@ -34,10 +34,10 @@ class Comparison:
     """Ours against the best of the ``BASELINES``."""
 
     runner_up: str
-    difference: float  # of AUROC, pooled over folds, first seed
+    difference: float  # of the mean AUROC over all test sides
     low: float
     high: float
-    p_bootstrap: float
+    p_value: float  # over groups
     p_delong: float | None  # median over seeds; None where it is not defined
 
 
@@ -77,10 +77,8 @@ def compare(
     seeds = sorted({split.seed for split in scores[OURS]})
     pairs = [[pooled_ranks(len(label), scores[name], seed) for name in (OURS, other)] for seed in seeds]
     p_values = [p for ours, theirs in pairs if (p := delong(label, ours, theirs).p_value) is not None]
-    drawn = paired_bootstrap(label, pairs[0][0], pairs[0][1], group, RESAMPLES, 0)
-    return Comparison(
-        other, drawn.difference, drawn.low, drawn.high, drawn.p_value, float(np.median(p_values)) if p_values else None
-    )
+    found = gain(label, group, test_sides(scores[OURS]), test_sides(scores[other]))
+    return Comparison(other, *found, float(np.median(p_values)) if p_values else None)
 
 
 COLUMNS = (

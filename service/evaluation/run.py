@@ -317,6 +317,6 @@ def _notes(sets: Sequence[SetResult], titles: dict[str, str]) -> list[str]:
             notes.append(
                 f"{result.title}: HalluTracer over the runner-up ({titles[c.runner_up]}): AUROC "
                 f"{100 * c.difference:+.1f} points [{100 * c.low:+.1f}, {100 * c.high:+.1f}], "
-                f"bootstrap over groups p = {c.p_bootstrap:.2g}{delong}"
+                f"p = {c.p_value:.2g} over groups{delong}"
             )
     return notes

@@ -1,7 +1,7 @@
 """Is one risk's AUROC larger than another's on the same rows?
 
 ``delong`` assumes independent rows; where rows come in groups (several statements of one entity) its p-values are too
-small, and ``paired_bootstrap`` over whole groups is the one to report.  Risks rise with hallucination; label 1 is
+small, and ``fitting.jackknife.gain`` over groups is the one to report.  Risks rise with hallucination; label 1 is
 factual.
 """
 
@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 from scipy.stats import norm, rankdata
 
 from service.errors import TrainingError
-from service.fitting.group_statistics import COVERAGE, weighted_auroc
 
 Floats = NDArray[np.floating]
 Labels = NDArray[np.integer]
@@ -27,16 +26,6 @@ class DeLong(NamedTuple):
     auc_b: float
     z: float | None
     p_value: float | None  # two-sided
-
-
-class Bootstrap(NamedTuple):
-    """AUROC of a minus AUROC of b, over resampled groups."""
-
-    difference: float  # on the data itself
-    low: float  # ends of the 95 % percentile interval
-    high: float
-    p_value: float  # two-sided
-    resamples: int  # that had both classes and were used
 
 
 def delong(label: Labels, risk_a: Floats, risk_b: Floats) -> DeLong:
@@ -60,48 +49,6 @@ def delong(label: Labels, risk_a: Floats, risk_b: Floats) -> DeLong:
     return DeLong(auc_a, auc_b, z, float(2.0 * norm.sf(abs(z))))
 
 
-def paired_bootstrap(
-    label: Labels, risk_a: Floats, risk_b: Floats, group: NDArray[np.integer], resamples: int = 2000, seed: int = 0
-) -> Bootstrap:
-    """Resample whole groups with replacement, both risks on the same draw: label, risks and group [n].
-
-    The p-value is twice the smaller share of resampled differences on either side of zero (zeros count on both), each
-    share as (1 + count) / (1 + resamples), at most 1: the level at which the percentile interval would touch zero.
-    Resamples without both classes are left out, and ``resamples`` in the result says how many were used.
-    Raises TrainingError: as ``delong``; fewer than 2 groups; under half of the resamples had both classes.
-    """
-    hallucinated = _checked(label, risk_a, risk_b)
-    names, member = np.unique(np.asarray(group), return_inverse=True)
-    if len(member) != len(hallucinated):
-        raise TrainingError(f"group has {len(member)} entries for {len(hallucinated)} rows; give one for each row")
-    if len(names) < 2:
-        raise TrainingError("a bootstrap over groups needs 2 or more groups, there is 1: add rows of other groups")
-    if resamples < 1:
-        raise TrainingError(f"resamples is {resamples}; it must be at least 1", param="resamples")
-    level_a, level_b = (np.unique(risk, return_inverse=True)[1] for risk in (risk_a, risk_b))
-    whole = np.ones(len(member))
-    point = _difference(hallucinated, level_a, level_b, whole)
-    assert point is not None  # ``_checked`` has seen both classes
-    rng = np.random.default_rng(seed)
-    differences: list[float] = []
-    for _ in range(resamples):
-        drawn = np.bincount(rng.integers(0, len(names), len(names)), minlength=len(names))
-        weight = drawn[member].astype(np.float64)
-        if (found := _difference(hallucinated, level_a, level_b, weight)) is not None:
-            differences.append(found)
-    if len(differences) < resamples / 2:
-        raise TrainingError(
-            f"only {len(differences)} of {resamples} resamples of {len(names)} groups had both classes: "
-            "add groups of the rarer class"
-        )
-    # Differences of sums in another order: rounding must not turn an exact zero into a sign.
-    values = np.where(np.abs(differences) < 1e-12, 0.0, differences)
-    shares = [(1 + int(np.sum(side))) / (1 + len(values)) for side in (values <= 0, values >= 0)]
-    tail = (1.0 - COVERAGE) / 2
-    low, high = np.quantile(values, [tail, 1.0 - tail])
-    return Bootstrap(float(point), float(low), float(high), min(1.0, 2.0 * min(shares)), len(values))
-
-
 def _components(hallucinated: NDArray[np.bool_], risk: Floats) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Structural components: for each hallucinated row the share of factual ones below it, for each factual row the
     share of hallucinated ones above it; ties count half.  The mean of either is the AUROC."""
@@ -110,14 +57,6 @@ def _components(hallucinated: NDArray[np.bool_], risk: Floats) -> tuple[NDArray[
     of_bad = (together[: len(bad)] - rankdata(bad)) / len(good)
     of_good = 1.0 - (together[len(bad) :] - rankdata(good)) / len(bad)
     return of_bad, of_good
-
-
-def _difference(
-    hallucinated: NDArray[np.bool_], level_a: NDArray[np.intp], level_b: NDArray[np.intp], weight: NDArray[np.float64]
-) -> float | None:
-    """AUROC of a minus AUROC of b; None where a class has no weight."""
-    a, b = (weighted_auroc(hallucinated, level, weight) for level in (level_a, level_b))
-    return None if a is None or b is None else a - b
 
 
 def _checked(label: Labels, risk_a: Floats, risk_b: Floats) -> NDArray[np.bool_]:

@@ -27,7 +27,7 @@ from service.fitting.calibration import (
 )
 from service.fitting.fit import Floats, Index, Readouts
 from service.fitting.folds import OuterFold, outer_folds
-from service.fitting.group_statistics import auroc_interval
+from service.fitting.jackknife import Tests, auroc_interval
 from service.fitting.options import DEPTH_MEAN, FIRST_TOKEN, LogitScale
 from service.fitting.recalibration import recalibration
 from service.fitting.scores import (
@@ -82,6 +82,11 @@ def nested_cv(
     return scores
 
 
+def test_sides(scores: Sequence[FoldScores]) -> Tests:
+    """The rows of each test side with their scores."""
+    return [(fold.test, fold.score) for fold in scores]
+
+
 def by_row(scores: Sequence[FoldScores], rows: int) -> Floats:
     """The scores in the order of the data, [seeds, n]: each row's by the fold that tested it."""
     seeds = list(dict.fromkeys(fold.seed for fold in scores))
@@ -113,7 +118,7 @@ class Evaluation:
 
     document: dict[str, Any]
     risk: dict[str, Floats]  # signal -> [seeds, n], each row's risk by a fold that never saw it
-    tests: dict[str, list[tuple[Index, Floats]]]  # signal -> test sides of all folds: rows and their risks
+    tests: dict[str, Tests]  # signal -> test sides of all folds: rows and their risks
 
 
 def name_of(signals: Sequence[str], scale: LogitScale) -> str:
@@ -144,7 +149,7 @@ def evaluate(inputs: Inputs, *, folds: int, seeds: Sequence[int], options: FitOp
     outer = outer_folds(label, inputs.group, folds=folds, seeds=seeds)
     scores = nested_cv(tqdm(outer, "evaluation", mininterval=1), fit)
     risks = {name: by_row(scores[name], len(label)) for name in NAMES}
-    tests = {name: [(fold.test, fold.score) for fold in scores[name]] for name in NAMES}
+    tests = {name: test_sides(scores[name]) for name in NAMES}
     intervals = {name: auroc_interval(label, inputs.group, tests[name]) for name in NAMES}
     document: dict[str, Any] = {
         "protocol": {
@@ -160,7 +165,8 @@ def evaluate(inputs: Inputs, *, folds: int, seeds: Sequence[int], options: FitOp
             "(Kumar et al. 2019); mean over seeds",
             "calibration_slope": "of the log odds of hallucinated over those of the risk, with calibration_intercept; "
             "1 and 0 are perfect (Cox 1958); over all rows, mean over seeds; null where risks separate the classes",
-            "low_and_high": "95 % percentile interval of the mean, bootstrap over groups, fits held fixed",
+            "low_and_high": "95 % interval of the mean, over training and test rows: jackknife over groups with the "
+            "fits held fixed, its variance times folds / (folds - 1) for what other training rows would change",
             "within_stratum": "AUROC among rows of one stratum, strata weighted by their pairs of rows",
             "best_head": "the head with the best training AUROC (the ITI rule)",
             "best_layer": "the layer whose selected head has the best inner out-of-fold AUROC",
@@ -171,7 +177,7 @@ def evaluate(inputs: Inputs, *, folds: int, seeds: Sequence[int], options: FitOp
                 "ece_pooled": _over([ece(label, risk) for risk in risks[name]]),
                 "calibration_debiased": _over([debiased_calibration_error(label, risk) for risk in risks[name]]),
             }
-            | rounded(recalibration(label, inputs.group, risks[name]))
+            | rounded(recalibration(label, inputs.group, risks[name], folds))
             for name in NAMES
         },
         "folds": rounded(records),

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from scipy.special import expit, logit
 
 from service.fitting.calibration import fit_classifier
-from service.fitting.group_statistics import COVERAGE, RESAMPLES, group_draws
+from service.fitting.jackknife import t_interval
 
 Floats = NDArray[np.floating]
 Labels = NDArray[np.integer]
@@ -39,13 +39,13 @@ def recalibrate(label: Labels, risk: Floats) -> Line | None:
     return Line(-float(classifier.weight[0]), -classifier.intercept)
 
 
-def recalibration(label: Labels, group: NDArray[np.integer], risks: Floats, seed: int = 0) -> dict[str, Any]:
+def recalibration(label: Labels, group: NDArray[np.integer], risks: Floats, folds: int | None = None) -> dict[str, Any]:
     """By ``KEYS``, mean and deviation over seeds, low and high of a 95 % interval of the mean: risks [seeds, n].
 
-    label, group [n].  None where a seed has no line; no low and high where most draws have none.  The interval is by
-    bootstrap over groups with the fits of probes and classifier held fixed.  Of each draw the line is found by one
-    Newton step from the whole data's (the one-step bootstrap of Shao and Tu 1995): it needs only sums over groups, and
-    stays finite where a draw happens to be separable.
+    label, group [n]; ``folds`` of the cross-validation that the risks are from, None for rows that no fit has seen.
+    None where a seed has no line.  The interval is by jackknife over groups (``jackknife``).  Without a group the line
+    is found by one Newton step from the whole data's (Shao and Tu 1995, The Jackknife and Bootstrap): it needs only
+    sums over groups, and stays finite where the rest is separable; no low and high where it has no step.
     """
     lines = [recalibrate(label, risk) for risk in risks]
     if any(line is None for line in lines):
@@ -55,16 +55,15 @@ def recalibration(label: Labels, group: NDArray[np.integer], risks: Floats, seed
         key: {"mean": float(column.mean()), "std": float(column.std())}
         for key, column in zip(KEYS, (found[:, 1], found[:, 0]), strict=True)
     }
-    drawn = _drawn(np.asarray(label) == 0, group, risks, found, seed)
-    if len(drawn) >= RESAMPLES / 2:
-        ends = np.quantile(drawn, [(1 - COVERAGE) / 2, (1 + COVERAGE) / 2], axis=0)
-        for key, (low, high) in zip(KEYS, (ends[:, 1], ends[:, 0]), strict=True):
-            table[key] |= {"low": float(low), "high": float(high)}
+    without = _without(np.asarray(label) == 0, group, risks, found)
+    if without is not None:
+        for key, column in zip(KEYS, (without[:, 1], without[:, 0]), strict=True):
+            table[key] |= t_interval(table[key]["mean"], column, folds)._asdict()
     return table
 
 
-def _drawn(bad: NDArray[np.bool_], group: NDArray[np.integer], risks: Floats, found: Floats, seed: int) -> Floats:
-    """Mean over seeds of (intercept, slope) of each draw that has one, [draws, 2]; found [seeds, 2]."""
+def _without(bad: NDArray[np.bool_], group: NDArray[np.integer], risks: Floats, found: Floats) -> Floats | None:
+    """Mean over seeds of (intercept, slope) without each group, [groups, 2]; None where a step has no finite end."""
     names, member = np.unique(group, return_inverse=True)
     steps = []
     for risk, (intercept, slope) in zip(risks, found, strict=True):
@@ -73,11 +72,11 @@ def _drawn(bad: NDArray[np.bool_], group: NDArray[np.integer], risks: Floats, fo
         rest, spread = bad - p, p * (1 - p)
         steps.append([np.bincount(member, part) for part in (rest, rest * x, spread, spread * x, spread * x * x)])
     sums = np.array(steps).transpose(2, 0, 1).reshape(len(names), -1)  # gradient and Hessian by group: [G, seeds x 5]
-    drawn = np.array([count @ sums for count in group_draws(np.arange(len(names)), seed)]).reshape(-1, len(risks), 5)
-    g0, g1, h00, h01, h11 = np.moveaxis(drawn, 2, 0)
+    left = (sums.sum(axis=0) - sums).reshape(len(names), len(risks), 5)
+    g0, g1, h00, h01, h11 = np.moveaxis(left, 2, 0)
     determinant = h00 * h11 - h01**2
-    usable = (determinant > 1e-9 * h00 * h11).all(axis=1)
-    g0, g1, h00, h01, h11, determinant = (part[usable] for part in (g0, g1, h00, h01, h11, determinant))
+    if len(names) < 2 or not (determinant > 1e-9 * h00 * h11).all():
+        return None
     step = np.stack([h11 * g0 - h01 * g1, h00 * g1 - h01 * g0], axis=-1) / determinant[..., None]
     return np.asarray((found + step).mean(axis=1))
 

@@ -1,7 +1,7 @@
 """Claims that one score's AUROC is above, near or far below another's on the same rows.
 
-All are judged by the 95 % interval of the difference, by bootstrap over groups on the first seed's test sides: a claim
-is supported where the whole interval agrees with it, not supported where the whole interval contradicts it, and mixed
+All are judged by the 95 % interval of the difference of mean AUROCs over test sides (``fitting.jackknife``): a claim is
+supported where the whole interval agrees with it, not supported where the whole interval contradicts it, and mixed
 where the interval has both.
 """
 
@@ -11,12 +11,12 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Final, NamedTuple
 
-from service.evaluation.main_table import RESAMPLES, measured, pooled_ranks
+from service.evaluation.main_table import measured
 from service.evaluation.options import OURS, RESIDUAL
 from service.evaluation.page.report_data import Verdict
 from service.evaluation.set_result import SetResult
-from service.evaluation.significance import paired_bootstrap
-from service.fitting.nested_cv import FoldScores
+from service.fitting.jackknife import gain
+from service.fitting.nested_cv import FoldScores, test_sides
 from service.paper.ablations import FIVE_D, FULL, SHAPE, Features, classifier_scores
 from service.paper.claim_rules import (
     HALF_A_POINT,
@@ -43,14 +43,14 @@ _AHEAD: Final = (
 
 
 class Interval(NamedTuple):
-    """A difference of two AUROCs on pooled ranks, and the ends of its 95 % interval."""
+    """A difference of two mean AUROCs, and the ends of its 95 % interval."""
 
     difference: float
     low: float
     high: float
 
     def __str__(self) -> str:
-        return f"{signed(self.difference)} points on pooled ranks [{signed(self.low)}, {signed(self.high)}]"
+        return f"{signed(self.difference)} points [{signed(self.low)}, {signed(self.high)}]"
 
 
 def above(interval: Interval, bar: float) -> Verdict:
@@ -68,10 +68,9 @@ def within(interval: Interval, margin: float) -> Verdict:
 
 
 def interval_of(result: SetResult, one: Sequence[FoldScores], other: Sequence[FoldScores]) -> Interval:
-    """AUROC of one score minus that of the other; both must have all rows of the first seed."""
-    risks = [pooled_ranks(len(result.label), scores) for scores in (one, other)]
-    drawn = paired_bootstrap(result.label, risks[0], risks[1], result.group, RESAMPLES, 0)
-    return Interval(drawn.difference, drawn.low, drawn.high)
+    """AUROC of one score minus that of the other; both must have the same test sides."""
+    found = gain(result.label, result.group, test_sides(one), test_sides(other))
+    return Interval(found.difference, found.low, found.high)
 
 
 def ahead_of(names: Sequence[str], result: SetResult, _: Rows) -> Finding:

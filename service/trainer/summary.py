@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from service.fitting.group_statistics import gain_interval
+from service.fitting.jackknife import gain
 from service.fitting.markdown import markdown_table
 from service.fitting.nested_cv import NAMES, Evaluation, Inputs
 from service.trainer.card import SIGNALS, WITHIN
@@ -43,11 +43,9 @@ def better_options(inputs: Inputs, nested: Evaluation, own: str) -> Iterator[str
 
     The variants were compared on the rows that would also judge the winner: its own figure is a little too good.
     """
-    signals = nested.document["signals"]
     for name, flags in OPTIONS.items():
         if name == own:
             continue
-        gain = gain_interval(inputs.label, inputs.group, nested.tests[name], nested.tests[own])
-        if gain.low > 0:
-            value = signals[name]["auroc"]["mean"] - signals[own]["auroc"]["mean"]
-            yield f"{flags} gains {value:.3f} [{gain.low:.3f}, {gain.high:.3f}] of AUROC"
+        found = gain(inputs.label, inputs.group, nested.tests[name], nested.tests[own])
+        if found.low > 0:
+            yield f"{flags} gains {found.difference:.3f} [{found.low:.3f}, {found.high:.3f}] of AUROC"

@@ -61,7 +61,7 @@ def test_a_better_method_is_told_from_the_best_baseline() -> None:
     assert found.runner_up == "iris"  # free references are no runner-up
     assert found.low < found.difference < found.high
     assert found.low > 0
-    assert found.p_bootstrap < 0.01
+    assert found.p_value < 0.01
     assert found.p_delong is not None
     assert found.p_delong < 0.01
 
@@ -72,7 +72,7 @@ def test_equal_methods_do_not_differ() -> None:
     found = compare(label, np.arange(len(label)), runs, {OURS: 0.7, "iti": 0.7})
     assert found is not None
     assert found.low < 0 < found.high
-    assert found.p_bootstrap > 0.05
+    assert found.p_value > 0.05
 
 
 def test_without_a_baseline_there_is_nothing_to_compare() -> None:

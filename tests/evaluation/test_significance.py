@@ -1,4 +1,4 @@
-"""DeLong and the grouped bootstrap against brute force, simulation and cases with a known answer."""
+"""DeLong against brute force, simulation and cases with a known answer."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from scipy.stats import kstest
 
 from service.errors import TrainingError
-from service.evaluation.significance import delong, paired_bootstrap
+from service.evaluation.significance import delong
 from service.fitting.scores import risk_auroc
 
 Arrays = tuple[np.ndarray, np.ndarray, np.ndarray]
@@ -51,29 +51,11 @@ def test_delong_equals_its_definition(decimals: int) -> None:
     assert 0 < found.p_value < 1
 
 
-def test_delong_variance_agrees_with_the_bootstrap() -> None:
-    label, risk_a, risk_b = draw(np.random.default_rng(1), 400, 0.4)
-    found = delong(label, risk_a, risk_b)
-    assert found.z is not None
-    deviation = (found.auc_a - found.auc_b) / found.z
-    boot = paired_bootstrap(label, risk_a, risk_b, np.arange(400), 2000, 0)
-    assert boot.difference == pytest.approx(found.auc_a - found.auc_b, abs=1e-12)
-    assert (boot.high - boot.low) / (2 * 1.96) == pytest.approx(deviation, rel=0.1)
-    assert boot.low < boot.difference < boot.high
-
-
 def test_null_p_values_are_uniform() -> None:
     rng = np.random.default_rng(2)
     p_values = [delong(*draw(rng)).p_value for _ in range(600)]
     assert kstest(p_values, "uniform").pvalue > 0.01
     assert 0.025 < np.mean([p is not None and p < 0.05 for p in p_values]) < 0.08
-
-
-def test_null_bootstrap_rejects_at_its_level() -> None:
-    rng = np.random.default_rng(3)
-    p_values = [paired_bootstrap(*draw(rng), np.arange(200), 200, seed).p_value for seed in range(150)]
-    assert 0.005 < np.mean(np.less(p_values, 0.05)) < 0.11
-    assert kstest(p_values, "uniform").pvalue > 0.01
 
 
 def test_a_real_difference_is_found_and_its_sign_kept() -> None:
@@ -84,46 +66,12 @@ def test_a_real_difference_is_found_and_its_sign_kept() -> None:
     assert forward.z > 4
     assert backward.z == pytest.approx(-forward.z)
     assert backward.p_value == pytest.approx(forward.p_value)
-    boot = paired_bootstrap(label, risk_a, risk_b, np.arange(600), 500, 0)
-    assert boot.low > 0
-    assert boot.p_value == pytest.approx(2 / 501)  # no resample on the other side: the smallest it can be
 
 
 def test_equal_rankings_give_one() -> None:
     label, risk, _ = draw(np.random.default_rng(5))
     for other in (risk, np.exp(risk), 3 * risk - 7):
         assert delong(label, risk, other)[2:] == (0.0, 1.0)
-        boot = paired_bootstrap(label, risk, other, np.arange(200), 100, 0)
-        assert (boot.difference, boot.low, boot.high, boot.p_value) == (0.0, 0.0, 0.0, 1.0)
-
-
-def test_copies_of_a_row_are_no_new_evidence_for_the_grouped_bootstrap() -> None:
-    label, risk_a, risk_b = draw(np.random.default_rng(6), 200, 0.5)
-    group = np.arange(200)
-    once = paired_bootstrap(label, risk_a, risk_b, group, 400, 0)
-    copied = paired_bootstrap(*(np.repeat(x, 5) for x in (label, risk_a, risk_b, group)), 400, 0)  # type: ignore[arg-type]
-    assert copied == pytest.approx(once, abs=1e-12)
-    naive, repeated = delong(label, risk_a, risk_b), delong(*(np.repeat(x, 5) for x in (label, risk_a, risk_b)))
-    assert naive.z is not None
-    assert repeated.z == pytest.approx(naive.z * np.sqrt(5), rel=0.02)  # what the module warns of
-
-
-def test_the_bootstrap_repeats_and_follows_its_seed() -> None:
-    label, risk_a, risk_b = draw(np.random.default_rng(7), 100, 0.3)
-    group = np.arange(100) // 2
-    first = paired_bootstrap(label, risk_a, risk_b, group, 200, 1)
-    assert first == paired_bootstrap(label, risk_a, risk_b, group, 200, 1)
-    assert first != paired_bootstrap(label, risk_a, risk_b, group, 200, 2)
-
-
-def test_resamples_without_a_class_are_left_out_and_counted() -> None:
-    label = np.array([0, 1, 1, 1])
-    risk = np.array([0.9, 0.1, 0.2, 0.95])
-    found = paired_bootstrap(label, risk, -risk, np.arange(4), 400, 0)
-    assert 200 < found.resamples < 400  # the hallucinated row is missing from (3/4)^4 = 32 % of the draws
-    rare = np.array([0, *[1] * 5])
-    with pytest.raises(TrainingError, match="resamples of 2 groups had both classes"):
-        paired_bootstrap(rare, np.arange(6.0), np.arange(6.0), (rare == 0).astype(int), 10, 0)
 
 
 def test_no_variance_and_another_auroc_has_no_p_value() -> None:
@@ -154,9 +102,3 @@ def test_refusals_name_what_is_wrong() -> None:
         delong(label, risk[1:], other)
     with pytest.raises(TrainingError, match="nothing else"):
         delong(label + 1, risk, other)
-    with pytest.raises(TrainingError, match="2 or more groups"):
-        paired_bootstrap(label, risk, other, np.zeros(20, int))
-    with pytest.raises(TrainingError, match="group has 3 entries"):
-        paired_bootstrap(label, risk, other, np.arange(3))
-    with pytest.raises(TrainingError, match="resamples is 0"):
-        paired_bootstrap(label, risk, other, np.arange(20), 0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from service.fitting.group_statistics import auroc_interval, gain_interval
+from service.fitting.jackknife import auroc_interval
 from service.fitting.nested_cv import NAMES, Evaluation, Inputs
 from service.fitting.scores import risk_auroc
 from service.trainer.summary import better_options, summary_table
@@ -63,12 +63,3 @@ def test_a_variant_is_recommended_where_its_gain_is_beyond_chance() -> None:
 def test_nothing_is_recommended_among_equals() -> None:
     names = (OWN, FUSED, "depth_mean_standardized", "fused_standardized")
     assert list(better_options(*made(dict.fromkeys(names, 1.5)), OWN)) == []
-
-
-def test_a_gain_over_oneself_is_nothing_and_its_interval_turns_with_the_sides() -> None:
-    inputs, nested = made({OWN: 1.5, FUSED: 0.8})
-    one, other = nested.tests[OWN], nested.tests[FUSED]
-    assert gain_interval(inputs.label, inputs.group, one, one) == (0.0, 0.0)
-    low, high = gain_interval(inputs.label, inputs.group, one, other)
-    turned = gain_interval(inputs.label, inputs.group, other, one)
-    assert (turned.low, turned.high) == pytest.approx((-high, -low))
