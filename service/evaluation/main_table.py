@@ -114,7 +114,8 @@ def main_table(rows: Sequence[Mapping[str, Any]], notes: Sequence[str]) -> Table
         title="Hallucination detection",
         columns=COLUMNS,
         rows=rows,
-        caption="AUROC and AUPRC in percent; mean ± standard deviation over the test sides of all folds and seeds. "
+        caption="AUROC and AUPRC in percent, means over the test sides of all folds and seeds: AUROC with its 95 % "
+        "interval over groups, for other training and test rows of this kind; AUPRC ± standard deviation over sides. "
         f"Class: what a score takes ({', '.join(f'{name}: {text}' for name, text in CLASSES.items())}); its cost is in "
         "prefills of the same prompt.",
         notes=notes,

@@ -50,7 +50,8 @@ from service.evaluation.tables import Table
 from service.evaluation.transfer import transfer_table
 from service.fitting.fit import Floats
 from service.fitting.folds import OuterFold
-from service.fitting.nested_cv import nested_cv
+from service.fitting.jackknife import auroc_interval
+from service.fitting.nested_cv import nested_cv, test_sides
 from service.prompts import PromptFormat, default_prompt_format
 from service.readout import Pooling, Site
 from service.risk import depth_mean
@@ -146,8 +147,11 @@ def _prepare(
 
 
 def _measures(result: SetResult) -> dict[str, dict[str, dict[str, float]]]:
-    """Method -> measure -> mean and standard deviation."""
-    return {method: measured(result.label, scores) for method, scores in result.scores.items()}
+    """Method -> measure -> mean and standard deviation; of the AUROC also the ends of its interval."""
+    found = {method: measured(result.label, scores) for method, scores in result.scores.items()}
+    for method, scores in result.scores.items():
+        found[method]["auroc"] |= auroc_interval(result.label, result.group, test_sides(scores))._asdict()
+    return found
 
 
 def _costs(prepared: PreparedSet, options: EvaluateOptions, weights: Weights | None) -> dict[str, Cost]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 Kind = Literal["text", "integer", "number", "percent", "p_value"]
-Cell = str | int | float | None | Mapping[str, float]  # a mapping is {"mean": x, "std": y}
+Cell = str | int | float | None | Mapping[str, float]  # a mapping: mean, and std or low and high
 
 
 @dataclass(frozen=True)

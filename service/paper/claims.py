@@ -35,9 +35,9 @@ def claims(results: Sequence[SetResult], tables: Sequence[Table]) -> list[Claim]
     judged = []
     for rule in RULES:
         findings = [judge(rule, result) for result in results]
-        evidence = "; ".join(f"{result.title}: {each.text}" for result, each in zip(results, findings, strict=True))
+        evidence = [f"{result.title}: {each.text}" for result, each in zip(results, findings, strict=True)]
         verdict = together([finding.verdict for finding in findings])
-        judged.append(Claim(rule.claim, f"{evidence}. Rule: {rule.rule}", verdict))
+        judged.append(Claim(rule.claim, evidence, verdict, rule.rule))
     return judged
 
 

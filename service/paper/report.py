@@ -54,7 +54,12 @@ def write_report(evaluation: EvaluationResult, command: str) -> list[Path]:
     """Write all files into the run's folder.  Raises TrainingError where a figure cannot be computed."""
     data = report_data(evaluation, command)
     tables = [table for section in data.sections for table in section.tables]
-    verdicts = [f"- **{claim.verdict}**: {claim.claim} {claim.evidence}" for claim in data.claims]
+    verdicts = [
+        "\n".join(
+            [f"- **{claim.verdict}**: {claim.claim} Rule: {claim.rule}.", *(f"  - {line}" for line in claim.evidence)]
+        )
+        for claim in data.claims
+    ]
     intro = f"# {data.title}\n\n" + "\n".join(verdicts)
     document = {
         "facts": data.facts,

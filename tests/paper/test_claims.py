@@ -293,14 +293,15 @@ def test_all_claims_of_a_real_fit_speak_of_its_numbers(result: SetResult, tables
     found = {one.claim: one for one in claims([result], tables)}
     assert len(found) == 21
     for one in found.values():
-        assert one.evidence.startswith("made: ")
-        assert "Rule: " in one.evidence
-        assert ("not testable: " in one.evidence) == (one.verdict == "not testable")
+        (evidence,) = one.evidence
+        assert evidence.startswith("made: ")
+        assert one.rule
+        assert ("not testable: " in evidence) == (one.verdict == "not testable")
     assert found["The depth mean beats the best single head (ITI)."].verdict == "supported"
     assert found["The last prompt token is the best place to read."].verdict == "supported"
     others = found["The depth mean beats the other probes of internal states (Fact-Probe, IRIS)."]
     assert others.verdict == "not testable"
-    assert "did not take part" in others.evidence
+    assert "did not take part" in others.evidence[0]
 
 
 def test_each_set_is_judged_by_its_own_row(result: SetResult, tables: list[Table]) -> None:

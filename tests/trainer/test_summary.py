@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 
 from service.fitting.jackknife import auroc_interval
 from service.fitting.nested_cv import NAMES, Evaluation, Inputs

@@ -66,7 +66,8 @@ def _claims(claims: Sequence[Claim]) -> str:
     count = Counter(claim.verdict for claim in claims)
     counted = ", ".join(f"{count[verdict]} {verdict}" for verdict in _MARKS if count[verdict])
     rows = "\n".join(
-        f'<tr><th scope="row">{_inline_text(claim.claim)}</th><td>{_inline_text(claim.evidence)}</td>'
+        f'<tr><th scope="row">{_inline_text(claim.claim)}<p class="rule">Rule: {_inline_text(claim.rule)}</p></th>'
+        f"<td><ul>{''.join(f'<li>{_inline_text(line)}</li>' for line in claim.evidence)}</ul></td>"
         f'<td class="verdict {claim.verdict.replace(" ", "-")}">{_MARKS[claim.verdict]} {claim.verdict}</td></tr>'
         for claim in claims
     )

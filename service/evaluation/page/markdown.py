@@ -76,7 +76,7 @@ def best_rows(column: Column, rows: Rows) -> set[int]:
 
 
 def mean(cell: Cell) -> float | None:
-    """The number of a cell: itself, or the mean of a mean and standard deviation; None for text and missing cells."""
+    """The number of a cell: itself, or the mean that comes with a spread; None for text and missing cells."""
     if isinstance(cell, Mapping):
         return cell.get("mean")
     return cell if isinstance(cell, int | float) else None
@@ -89,7 +89,7 @@ def header_text(column: Column) -> str:
 
 
 def cell_text(column: Column, cell: Cell) -> str:
-    """A cell as it is written, unescaped: "0.687", "68.7 ± 0.3", "< 0.001", "3,793", "–" where there is none.
+    """A cell as it is written, unescaped: "0.687", "68.7 ± 0.3", "68.7 [67.9, 69.4]", "< 0.001", "3,793", "–" for none.
 
     A percentage has two decimals fewer than the share it stands for: ``digits`` 3 writes 0.6871 as 68.7.
     ValueError names the column where a number is not finite or a text stands in a column of numbers.
@@ -105,9 +105,10 @@ def cell_text(column: Column, cell: Cell) -> str:
     value = mean(cell)
     if value is None:
         return DASH
-    spread = cell.get("std") if isinstance(cell, Mapping) else None
-    text = _number(column, value)
-    return text if spread is None else f"{text} ± {_number(column, spread)}"
+    text, more = _number(column, value), cell if isinstance(cell, Mapping) else {}
+    if "low" in more:
+        return f"{text} [{_number(column, more['low'])}, {_number(column, more['high'])}]"
+    return f"{text} ± {_number(column, more['std'])}" if "std" in more else text
 
 
 def _number(column: Column, value: float) -> str:

@@ -27,11 +27,12 @@ class Figure:
 
 @dataclass(frozen=True)
 class Claim:
-    """One claim of the paper, this run's evidence, and the verdict."""
+    """One claim of the paper, this run's evidence, a line for each set, the verdict, and the rule behind it."""
 
     claim: str
-    evidence: str
+    evidence: Sequence[str]
     verdict: Verdict
+    rule: str
 
 
 @dataclass(frozen=True)

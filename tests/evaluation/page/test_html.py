@@ -43,10 +43,10 @@ REPORT = ReportData(
     f"Report on {HOSTILE}",
     {"model": "demo", "versions": {"torch": "2.13", "numpy": None}, "command": "hallutracer evaluate --out <dir>"},
     [
-        Claim("The mean suffices.", "AUROC `0.90` against 0.91.", "supported"),
-        Claim(HOSTILE, HOSTILE, "not testable"),
-        Claim("Third.", "Third.", "not supported"),
-        Claim("Fourth.", "Fourth.", "not supported"),
+        Claim("The mean suffices.", ["AUROC `0.90` against 0.91."], "supported", "never"),
+        Claim(HOSTILE, [HOSTILE, HOSTILE], "not testable", HOSTILE),
+        Claim("Third.", ["Third."], "not supported", ""),
+        Claim("Fourth.", ["Fourth."], "not supported", ""),
     ],
     [
         Section("Main", "First paragraph.\n\nSecond.", [MAIN, FREE], [TRAJECTORIES]),
@@ -124,8 +124,8 @@ def test_every_link_and_reference_leads_to_something_on_the_page() -> None:
 
 def test_hostile_text_is_shown_as_it_is() -> None:
     assert "<script" not in HTML
-    # The title twice, claim and evidence, cell and note of two tables, a section's text.
-    assert "".join(PAGE.text).count(HOSTILE) == 2 + 2 + 4 + 1
+    # The title twice, claim, rule and two lines of evidence, cell and note of two tables, a section's text.
+    assert "".join(PAGE.text).count(HOSTILE) == 2 + 4 + 4 + 1
     assert unescape(re.search(r"<title>(.*?)</title>", HTML)[1]) == REPORT.title  # type: ignore[index]
 
 
@@ -211,4 +211,4 @@ def test_two_tables_of_one_name_are_refused() -> None:
 
 def test_an_unknown_verdict_is_refused() -> None:
     with pytest.raises(ValueError, match="perhaps"):
-        to_html(ReportData("R", {}, [Claim("c", "e", "perhaps")], []))  # type: ignore[arg-type]
+        to_html(ReportData("R", {}, [Claim("c", ["e"], "perhaps", "")], []))  # type: ignore[arg-type]

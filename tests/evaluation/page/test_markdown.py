@@ -34,6 +34,7 @@ TABLE = Table("main", "Main", METHODS, ROWS, "tab:main-results", "By set.", ["Se
         (Column("x", "X"), None, "–"),
         (Column("x", "X", "percent"), 0.6871, "68.7"),
         (Column("x", "X", "percent", 4), {"mean": 0.6871, "std": 0.003}, "68.71 ± 0.30"),
+        (Column("x", "X", "percent"), {"mean": 0.687, "std": 0.1, "low": 0.679, "high": 0.694}, "68.7 [67.9, 69.4]"),
         (Column("x", "X", "percent", 2), 1, "100"),
         (Column("x", "X", "integer"), 3793, "3,793"),
         (Column("x", "X", "p_value"), 0.00099, "< 0.001"),
