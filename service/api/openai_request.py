@@ -175,7 +175,7 @@ class TextRequest(OpenAIRequest):
     def prompts(self) -> list[str] | list[list[int]]:
         """Texts, or token ids."""
         single = isinstance(self.prompt, str) or (self.prompt and isinstance(self.prompt[0], int))
-        return [self.prompt] if single else self.prompt  # type: ignore[list-item, return-value]
+        return [self.prompt] if single else self.prompt  # type: ignore[return-value]
 
 
 def size(items: list[str] | list[list[int]]) -> int:
