@@ -35,6 +35,7 @@ from service.evaluation.prepare import (
     read_rows,
     within_context,
 )
+from service.evaluation.row_scores import write_row_scores
 from service.evaluation.set_result import SetResult
 from service.evaluation.splits import (
     Split,
@@ -111,6 +112,8 @@ def evaluate(options: EvaluateOptions, engine_factory: Callable[[], Engine], *, 
             replace(_evaluate_set(one_set, options), costs=of_set)
             for one_set, of_set in zip(prepared, costs, strict=True)
         ]
+        for result in sets:
+            write_row_scores(result, options.out / "sets" / result.prepared.rows.name / "scores.csv")
         titles = {**TITLES, **METHODS}
         table_rows = [row for result in sets for row in rows_of(result.title, titles, _measures(result), result.costs)]
         subsets = _subsets(prepared, costs, options, titles) if options.per_subset else None
