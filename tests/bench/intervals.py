@@ -99,7 +99,8 @@ def bootstrapped(rows: Drawn, tests: Tests, rng: np.random.Generator) -> Interva
     for _ in range(RESAMPLES):
         weight = np.bincount(rng.integers(0, count, count), minlength=count)[rows.group]
         sides = [(np.repeat(side, weight[side]), np.repeat(risk, weight[side])) for side, risk in tests]
-        means.append(np.mean([risk_auroc(rows.label[side], risk) for side, risk in sides]))
+        both = [(rows.label[side], risk) for side, risk in sides if 0 < rows.label[side].sum() < len(side)]
+        means.append(np.mean([risk_auroc(label, risk) for label, risk in both]))
     low, high = np.quantile(means, TAILS)
     return Interval(float(low), float(high))
 
