@@ -13,6 +13,7 @@ from service.engines.base import Sampling
 from service.guard import Action, Policy
 
 TOKEN_IDS = "rendering: the prompt came as token ids"
+NO_TEMPLATE = "rendering: this route applies no chat template"
 
 
 @dataclass(frozen=True, slots=True)

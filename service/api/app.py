@@ -11,7 +11,7 @@ from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
 
 from service import __version__
-from service.api import catalogue, error_handlers, health, score
+from service.api import catalogue, error_handlers, health, openai_routes, score
 from service.api.auth import BearerKeys
 from service.api.hosts import KnownHosts
 from service.api.middleware import RequestFrame
@@ -64,7 +64,7 @@ def create_app(state: ServiceState, on_loaded: Callable[[ServiceState], None] | 
         RequestFrame, max_body_bytes=settings.max_body_bytes, body_seconds=settings.deadline_s, metrics=state.metrics
     )
     error_handlers.install(app)
-    for router in (score.router, catalogue.router, health.router):
+    for router in (score.router, openai_routes.router, catalogue.router, health.router):
         app.include_router(router)
     return app
 

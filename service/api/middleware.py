@@ -13,7 +13,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from service.api.error_handlers import respond
 from service.api.request_log import RequestRecord, log
-from service.api.request_schema import ROUTES
+from service.api.request_schema import ENGINE_ROUTES
 from service.errors import BodyTooLarge, BodyTooSlow, ClientGone, HalluTracerError, NotReady
 from service.serving.metrics import Metrics
 
@@ -56,7 +56,7 @@ class RequestFrame:
                 out["x-total-time"] = f"{(time.perf_counter() - started) * 1e3:.3f}"
             await send(message)
 
-        scoring = record.path in ROUTES
+        scoring = record.path in ENGINE_ROUTES
         if scoring:
             self.metrics.request_started()
         try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from service.api.request_log import RequestRecord
 from service.api.request_schema import Include
@@ -37,10 +38,14 @@ class Reply:
     def body(self, reports: list[RiskReport]) -> ScoreResponse:
         """The whole answer, or a stream's first event."""
         scorer, policy = self.handle.scorer, self.handle.policy
-        departures = (*self.departures, *decoding_departures(self.handle.sampling))
         return score_response(
-            scorer, policy, reports, self.include, departures=departures, id=self.id, created=self.created
+            scorer, policy, reports, self.include, departures=self.all_departures, id=self.id, created=self.created
         )
+
+    @property
+    def all_departures(self) -> tuple[str, ...]:
+        """The request's own and those of its decoding."""
+        return (*self.departures, *decoding_departures(self.handle.sampling))
 
     def headers(self, reports: list[RiskReport]) -> dict[str, str]:
         """Times in ms, of the prompt that took longest, and ``risk_headers``."""
@@ -127,6 +132,19 @@ def risk_out(index: int, report: RiskReport, include: Collection[Include] = ()) 
         running_mean=running_means(report.trajectory).tolist() if "running_mean" in include else None,
         completion=_completion(report.completion),
     )
+
+
+def risk_note(
+    scorer: Scorer, policy: Policy, risks: Sequence[RiskOut], departures: tuple[str, ...] = ()
+) -> dict[str, Any]:
+    """``hallutracer`` in the responses of OpenAI's routes, ours and vLLM's: ``risks`` with what applies to them all."""
+    guarantee = guarantee_out(scorer, policy, departures)
+    return {
+        "bundle": bundle_ref(scorer).model_dump(),
+        "policy": policy.name,
+        **({} if guarantee is None else {"guarantee": guarantee.model_dump()}),
+        "data": [risk.model_dump(exclude_none=True) for risk in risks],
+    }
 
 
 def bundle_ref(scorer: Scorer) -> BundleRef:

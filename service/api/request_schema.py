@@ -15,6 +15,8 @@ Batches = Annotated[list[Ids], Field(fail_fast=True)]
 MAX_FIELDS = 32
 TEMPLATE_CHARACTERS = 16  # added to a message by a chat template, roughly
 ROUTES = ("/v1/risk/score", "/score")
+CHAT_ROUTE, TEXT_ROUTE = "/v1/chat/completions", "/v1/completions"
+ENGINE_ROUTES = (*ROUTES, CHAT_ROUTE, TEXT_ROUTE)  # whose requests wait for the engine
 
 
 class Strict(BaseModel):

@@ -25,9 +25,10 @@ SLOW_READER_S = 5.0  # beyond the deadline, for a reader that is slow rather tha
 class EventStream(StreamingResponse):
     """Starts once the risks are known; whatever ends it also ends the work behind it."""
 
-    def __init__(self, reply: Reply, reports: list[RiskReport]) -> None:
+    def __init__(self, reply: Reply, reports: list[RiskReport], content: AsyncIterator[bytes]) -> None:
+        """``content`` begins with the risks, and ends the stream with DONE."""
         headers = {"cache-control": "no-cache", "x-accel-buffering": "no", **reply.headers(reports)}
-        super().__init__(_events(reply, reports), media_type="text/event-stream", headers=headers)
+        super().__init__(content, media_type="text/event-stream", headers=headers)
         self._reply = reply
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -46,7 +47,8 @@ class EventStream(StreamingResponse):
             self._reply.account()
 
 
-async def _events(reply: Reply, reports: list[RiskReport]) -> AsyncIterator[bytes]:
+async def events(reply: Reply, reports: list[RiskReport]) -> AsyncIterator[bytes]:
+    """The stream of a scoring request."""
     yield _event(reply.body(reports))
     if reports[0].decision is Decision.CONTINUE:
         try:
@@ -55,7 +57,7 @@ async def _events(reply: Reply, reports: list[RiskReport]) -> AsyncIterator[byte
                 await asyncio.sleep(0)  # neither a full queue nor a free socket suspends: let other requests run
             answers = await reply.handle.answers()
         except Exception as error:
-            yield _failure(reply, error)
+            yield failure(reply, error)
         else:
             completion = reply.body(answers).data[0].completion
             assert completion is not None
@@ -80,7 +82,7 @@ def _chunk(content: CompletionChunk) -> bytes:
     return b"data: " + content.model_dump_json(exclude=left_out).encode() + b"\n\n"
 
 
-def _failure(reply: Reply, error: Exception) -> bytes:
+def failure(reply: Reply, error: Exception) -> bytes:
     """An error after the status line has been sent; one that is not ours keeps its details to itself."""
     known = error if isinstance(error, HalluTracerError) else HalluTracerError("an internal error under way")
     reply.record.code = known.code

@@ -15,11 +15,13 @@ from fastapi import HTTPException
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 
+from service.api.openai_request import Arguments
 from service.callers import Caller
 from service.engines.vllm.engine import VllmEngine
 from service.engines.vllm.requests import ProbeLease, times
 from service.engines.vllm.wire import KEY
 from service.errors import HalluTracerError, NotReady
+from service.guarantee import NO_TEMPLATE
 from service.guard import Action, Decision, Policy
 from service.scoring import RiskReport, Scorer
 from service.serving.request_handle import Timings
@@ -27,7 +29,7 @@ from service.serving.state import ServiceState
 from service.vllm_plugin.note import CURRENT, NO_PLACE, OURS, Note
 
 Generate = Callable[..., AsyncGenerator[Any, None]]
-XARGS = ("hallutracer_bundle", "hallutracer_policy", "hallutracer_threshold")
+XARGS = tuple(Arguments.model_fields)
 
 
 def judging_generate(generate: Generate, state: ServiceState, engine_of: Callable[[], VllmEngine]) -> Generate:
@@ -61,7 +63,7 @@ def judging_generate(generate: Generate, state: ServiceState, engine_of: Callabl
         note.scorer, note.policy, note.choices = scorer, policy, parameters.n
         note.departures = _departures(parameters)
         if not note.templated and scorer.prompt_format == "chat":
-            note.departures += ("rendering: this route applies no chat template",)
+            note.departures += (NO_TEMPLATE,)
         judged = _JudgedPrompt(state, engine_of(), scorer, policy, note, place, parameters)
         return judged.run(lambda: generate(prompt, parameters, request_id, *args, **kwargs))
 

@@ -15,6 +15,7 @@ from starlette.datastructures import MutableHeaders
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from service.api.openai_response import WITHHELD
 from service.errors import NotReady
 from service.vllm_plugin.note import CURRENT, NO_PLACE, OURS, Note
 
@@ -22,7 +23,6 @@ PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/chat/completions/batch"
 _MARKS = re.compile(rb"use_beam_search|[\\\0]|" + OURS.pattern.encode(), re.IGNORECASE)  # or what may hide them
 STREAMS_FIRST = ("/v1/responses",)  # begins its stream before it generates: a later refusal would cut it off
 RENDERED = ("messages", "tools", "documents", "functions", "chat_template_kwargs")  # what a chat template may write
-WITHHELD = "content_filter"
 RETRY_S = 1
 
 

@@ -10,7 +10,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
-from service.api.reply import bundle_ref, guarantee_out, risk_headers, risk_out
+from service.api.reply import risk_headers, risk_note, risk_out
 from service.guard import Decision, Policy
 from service.scoring import RiskReport, Scorer
 
@@ -58,18 +58,8 @@ class Note:
             return {"error": self.unread}
         if self.scorer is None or self.policy is None or not any(self.reports):
             return None
-        data = [
-            risk_out(index, report).model_dump(exclude_none=True)
-            for index, report in enumerate(self.reports)
-            if report is not None
-        ]
-        guarantee = guarantee_out(self.scorer, self.policy, self.departures)
-        return {
-            "bundle": bundle_ref(self.scorer).model_dump(),
-            "policy": self.policy.name,
-            **({} if guarantee is None else {"guarantee": guarantee.model_dump()}),
-            "data": data,
-        }
+        risks = [risk_out(index, report) for index, report in enumerate(self.reports) if report is not None]
+        return risk_note(self.scorer, self.policy, risks, self.departures)
 
     def headers(self) -> dict[str, str]:
         """As those of ``/v1/risk/score``: where there is one prompt."""

@@ -1,0 +1,128 @@
+"""The way of every request: admission -> token ids -> dispatcher -> reports, given up where the client goes away."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+from fastapi import Request
+
+from service.api.reply import Reply
+from service.api.request_log import record_of
+from service.api.request_schema import Include
+from service.callers import Caller
+from service.engines.base import Sampling
+from service.engines.checks import check_length, check_special_tokens
+from service.errors import ClientGone, EmptyPrompt, RequestError
+from service.guard import Policy
+from service.prompts import Message
+from service.scoring import RiskReport, Scorer
+from service.serving.deadline import Deadline
+from service.serving.state import ServiceState
+from service.settings import ServiceSettings
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a request asks for, whichever route it came by."""
+
+    scorer: Scorer
+    policy: Policy
+    caller: Caller
+    count: int  # prompts
+    field: str  # that they came in, for messages
+    size: int  # characters or token ids of them all, templates included
+    token_ids: Callable[[], list[list[int]]]  # renders and checks them; slow, and run beside the event loop
+    sampling: Sampling | None = None
+    stream: bool = False
+    deadline: Deadline | None = None  # None: the service's own
+    include: Sequence[Include] = ()
+    departures: tuple[str, ...] = ()  # from what a guarantee was calibrated on
+
+
+async def answer(request: Request, state: ServiceState, asked: Asked) -> tuple[Reply, list[RiskReport]]:
+    """The reports with their answers; of a stream the risks, before any answer.
+
+    The caller accounts for the reply where it returns; where this raises, it is accounted for.
+    """
+    check_count(asked, state.settings)
+    # Before any work is spent on what would be refused.
+    handle = state.dispatcher.admit(
+        asked.count,
+        asked.scorer,
+        asked.policy,
+        caller=asked.caller.name,
+        sampling=asked.sampling,
+        deadline=asked.deadline or Deadline(state.settings.deadline_s),
+        streams=asked.stream,
+    )
+    reply = Reply(handle, list(asked.include), record_of(request), state.metrics, asked.departures)
+    try:
+        async with _while_connected(request):
+            async with handle.deadline.enforced():
+                token_ids = await state.tokenizing.run(asked.size, asked.token_ids)
+            handle.start(token_ids)
+            return reply, await (handle.risks() if asked.stream else handle.answers())
+    except BaseException:
+        handle.cancel()
+        reply.account()
+        raise
+
+
+def check_count(asked: Asked, settings: ServiceSettings) -> None:
+    """Raise EmptyPrompt for no prompt, RequestError for too many."""
+    if asked.count == 0:
+        raise EmptyPrompt(f"{asked.field!r} is an empty list: give at least one prompt", param=asked.field)
+    most = min(settings.max_prompts, settings.max_queue)
+    if asked.count > most:
+        raise RequestError(f"{asked.count} prompts in one request; at most {most} are taken", param=asked.field)
+
+
+def rendered_chat(scorer: Scorer, messages: Sequence[Message], settings: ServiceSettings) -> list[list[int]]:
+    """A conversation's token ids, checked, so that nothing a request says can spoil a batch it shares."""
+    contents = [message["content"] for message in messages]
+    check_length(contents, scorer.engine)
+    if settings.refuse_special_tokens:
+        check_special_tokens(contents, scorer.engine)
+    prompts = [scorer.render(messages=messages)]
+    scorer.engine.check(prompts)
+    return prompts
+
+
+def encoded(scorer: Scorer, texts: Sequence[str], encode: Callable[[str], list[int]]) -> list[list[int]]:
+    """Each text's token ids, checked; ``encode`` renders one."""
+    prompts: list[list[int]] = []
+    for text in texts:
+        check_length([text], scorer.engine)
+        prompts.append(encode(text))
+        if len(prompts[-1]) > scorer.engine.identity.max_tokens:
+            break  # refused below: the others are not worth encoding
+    scorer.engine.check(prompts)
+    return prompts
+
+
+@asynccontextmanager
+async def _while_connected(request: Request) -> AsyncIterator[None]:
+    """Raise ClientGone inside the block when the client closes its connection, as a timeout would."""
+    task = asyncio.current_task()
+    assert task is not None
+    gone = False
+
+    async def watch() -> None:
+        nonlocal gone
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+        gone = True
+        task.cancel()
+
+    watcher = asyncio.create_task(watch())
+    try:
+        yield
+    except asyncio.CancelledError:
+        if not gone or task.uncancel() > 0:
+            raise  # the server's own, at its shutdown
+        raise ClientGone("the client closed its connection before its answer was there") from None
+    finally:
+        watcher.cancel()

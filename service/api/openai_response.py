@@ -1,0 +1,117 @@
+"""The responses of OpenAI's /v1/chat/completions and /v1/completions, with the risk as ``hallutracer``.
+
+A withheld answer has no text and the finish reason ``content_filter``, in a chat the policy's message as ``refusal``:
+OpenAI's clients know both.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, Field
+
+from service.api.reply import Reply, risk_note, risk_out, usage
+from service.guard import Decision
+from service.scoring import RiskReport
+
+Kind = Literal["chat", "text"]
+OBJECTS = {"chat": "chat.completion", "text": "text_completion"}
+WITHHELD = "content_filter"
+
+
+class TokenDetails(BaseModel):
+    """Of the prompt's tokens."""
+
+    cached_tokens: int
+
+
+class OpenAIUsage(BaseModel):
+    """Token counts."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: TokenDetails
+
+
+class AnswerMessage(BaseModel):
+    """A chat's answer."""
+
+    role: Literal["assistant"] = "assistant"
+    content: str | None = None
+    refusal: str | None = Field(None, description="the policy's message, where the answer is withheld")
+
+
+class Choice(BaseModel):
+    """The answer to one prompt: ``message`` of a chat, ``text`` of a text completion."""
+
+    index: int
+    message: AnswerMessage | None = None
+    text: str | None = None
+    finish_reason: Literal["stop", "length", "content_filter"]
+    logprobs: None = None
+
+
+class OpenAIResponse(BaseModel):
+    """A whole answer."""
+
+    id: str
+    object: Literal["chat.completion", "text_completion"]
+    created: int
+    model: str
+    choices: list[Choice]
+    usage: OpenAIUsage
+    hallutracer: dict[str, Any] = Field(description="bundle, policy, guarantee and data as /v1/risk/score answers them")
+
+
+def withheld(report: RiskReport) -> bool:
+    """Whether the prompt gets no answer."""
+    return report.decision is not Decision.CONTINUE
+
+
+def response(kind: Kind, reply: Reply, reports: list[RiskReport]) -> dict[str, Any]:
+    """The whole document; keys without a value are those that OpenAI's have, too."""
+    return head(kind, reply) | {
+        "choices": [_choice(kind, index, report) for index, report in enumerate(reports)],
+        "usage": counted(reports),
+        "hallutracer": note(reply, reports),
+    }
+
+
+def head(kind: Kind, reply: Reply, chunk: bool = False) -> dict[str, Any]:
+    """What each event of a stream begins with, too."""
+    return {
+        "id": f"{'chatcmpl' if kind == 'chat' else 'cmpl'}-{reply.record.request_id}",
+        "object": "chat.completion.chunk" if kind == "chat" and chunk else OBJECTS[kind],
+        "created": reply.created,
+        "model": reply.handle.scorer.engine.identity.model,
+    }
+
+
+def note(reply: Reply, reports: list[RiskReport]) -> dict[str, Any]:
+    """The risks, without the answers."""
+    handle = reply.handle
+    risks = [risk_out(index, report).model_copy(update={"completion": None}) for index, report in enumerate(reports)]
+    return risk_note(handle.scorer, handle.policy, risks, reply.all_departures)
+
+
+def counted(reports: list[RiskReport]) -> dict[str, Any]:
+    """The usage."""
+    counts = usage(reports)
+    return {
+        "prompt_tokens": counts.prompt_tokens,
+        "completion_tokens": counts.completion_tokens,
+        "total_tokens": counts.total_tokens,
+        "prompt_tokens_details": {"cached_tokens": counts.cached_tokens},
+    }
+
+
+def _choice(kind: Kind, index: int, report: RiskReport) -> dict[str, Any]:
+    completion = report.completion
+    text = None if completion is None else completion.text
+    reason = WITHHELD if completion is None else "stop" if completion.finish_reason == "stop" else "length"
+    end = {"finish_reason": reason, "logprobs": None}
+    if kind == "text":
+        return {"index": index, "text": text or "", **end}
+    message = {"role": "assistant", "content": text, "refusal": report.verdict.message if text is None else None}
+    return {"index": index, "message": message, **end}

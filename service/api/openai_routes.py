@@ -1,0 +1,145 @@
+"""POST /v1/chat/completions and /v1/completions, for clients of OpenAI's API: the answer, where its risk allows one."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Body, Request, Response
+
+from service.api.answering import Asked, answer, encoded, rendered_chat
+from service.api.body import JsonRoute
+from service.api.dependencies import State, caller_of
+from service.api.openai_request import (
+    OPENAI_TEMPERATURE,
+    Arguments,
+    ChatRequest,
+    OpenAIRequest,
+    TextRequest,
+    size,
+)
+from service.api.openai_response import Kind, OpenAIResponse, response
+from service.api.openai_stream import chunks
+from service.api.request_schema import CHAT_ROUTE, TEXT_ROUTE
+from service.api.response_schema import HEADERS, errors
+from service.api.stream import EventStream
+from service.engines.base import Sampling
+from service.errors import RequestError
+from service.guarantee import NO_TEMPLATE, TOKEN_IDS
+from service.scoring import Scorer
+from service.serving.state import ServiceState
+
+router = APIRouter(tags=["openai"], route_class=JsonRoute)
+_ANSWERED: dict[int | str, dict[str, Any]] = {
+    200: {
+        "model": OpenAIResponse,
+        "description": "the answer, or with 'stream' its chunks; of a withheld answer its refusal",
+        "headers": HEADERS,
+        "content": {"text/event-stream": {"schema": {"type": "string"}}},
+    }
+}
+RESPONSES = _ANSWERED | errors(
+    _400="the body is not JSON",
+    _401="no bearer key, or an unknown one",
+    _403="the request lets more through than its caller may (--callers-may)",
+    _404="no such model, bundle or policy is loaded",
+    _408="the body did not arrive in time",
+    _413="the body or a prompt is too large; prompts are never truncated",
+    _422="a field is wrong, or not supported",
+    _429="the queue is full",
+    _500="the engine failed",
+    _503="not ready: loading, or shutting down",
+    _504="the deadline passed",
+)
+
+
+@router.post(CHAT_ROUTE, responses=RESPONSES)
+async def chat(body: Annotated[ChatRequest, Body()], request: Request, state: State) -> Response:
+    """An answer to a conversation; its risk is known before its first token."""
+    conversation = body.conversation()
+    return await _served(
+        "chat",
+        body,
+        request,
+        state,
+        limit=body.limit(state.settings.max_new_tokens),
+        count=1,
+        length=size([message["content"] for message in conversation]),
+        token_ids=lambda scorer: rendered_chat(scorer, conversation, state.settings),
+    )
+
+
+@router.post(TEXT_ROUTE, responses=RESPONSES)
+async def text(body: Annotated[TextRequest, Body()], request: Request, state: State) -> Response:
+    """A continuation of each prompt, which goes through no chat template."""
+    prompts = body.prompts()
+    as_ids = bool(prompts) and not isinstance(prompts[0], str)
+
+    def token_ids(scorer: Scorer) -> list[list[int]]:
+        if not as_ids:
+            return encoded(scorer, prompts, scorer.engine.tokenize)  # type: ignore[arg-type]
+        scorer.engine.check(prompts)  # type: ignore[arg-type]
+        return prompts  # type: ignore[return-value]
+
+    return await _served(
+        "text",
+        body,
+        request,
+        state,
+        limit=body.limit(state.settings.max_new_tokens),
+        count=len(prompts),
+        length=size(prompts),
+        token_ids=token_ids,
+        departure=TOKEN_IDS if as_ids else NO_TEMPLATE,
+    )
+
+
+async def _served(
+    kind: Kind,
+    body: OpenAIRequest,
+    request: Request,
+    state: ServiceState,
+    *,
+    limit: int,
+    count: int,
+    length: int,
+    token_ids: Callable[[Scorer], list[list[int]]],
+    departure: str | None = None,
+) -> Response:
+    caller, chosen = caller_of(request, state), body.vllm_xargs or Arguments()
+    scorer, policy = state.choose(
+        caller,
+        bundle=chosen.hallutracer_bundle,
+        model=body.model,
+        policy=chosen.hallutracer_policy,
+        threshold=chosen.hallutracer_threshold,
+    )
+    if body.stream and count != 1:
+        raise RequestError("'stream' takes exactly one prompt; send one request per prompt", param="prompt")
+    departs = departure is not None and (departure != NO_TEMPLATE or scorer.prompt_format == "chat")
+    asked = Asked(
+        scorer,
+        policy,
+        caller,
+        count=count,
+        field="messages" if kind == "chat" else "prompt",
+        size=length,
+        token_ids=lambda: token_ids(scorer),
+        sampling=_sampling(body, limit, state.settings.max_new_tokens),
+        stream=bool(body.stream),
+        departures=(departure,) if departs and departure is not None else (),
+    )
+    reply, reports = await answer(request, state, asked)
+    if body.stream:
+        return EventStream(reply, reports, chunks(kind, reply, reports, body.with_usage))
+    reply.account()
+    content = json.dumps(response(kind, reply, reports), ensure_ascii=False)
+    return Response(content, media_type="application/json", headers=reply.headers(reports))
+
+
+def _sampling(body: OpenAIRequest, limit: int, most: int) -> Sampling:
+    if limit > most:
+        raise RequestError(f"at most {most} answer tokens here, not {limit}", param="max_tokens")
+    temperature = OPENAI_TEMPERATURE if body.temperature is None else body.temperature
+    return Sampling(limit, temperature, 1.0 if body.top_p is None else body.top_p, body.seed, body.stops())

@@ -1,0 +1,51 @@
+"""OpenAI's server-sent events: the risk with the first chunk, then the answer as it is decoded, then [DONE]."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+from service.api.openai_response import WITHHELD, Kind, counted, head, note, withheld
+from service.api.reply import Reply
+from service.api.stream import DONE, failure
+from service.scoring import RiskReport
+
+
+async def chunks(kind: Kind, reply: Reply, reports: list[RiskReport], with_usage: bool) -> AsyncIterator[bytes]:
+    """The stream of one prompt."""
+    same = head(kind, reply, chunk=True) | ({"usage": None} if with_usage else {})
+    report = reports[0]
+    first: dict[str, Any] = {"role": "assistant", "content": ""}
+    end = None
+    if withheld(report):
+        first, end = {"role": "assistant", "content": None, "refusal": report.verdict.message}, WITHHELD
+    yield _event(same | {"choices": [_delta(kind, first, end)], "hallutracer": note(reply, reports)})
+    if end is None:
+        try:
+            async for pieces in reply.handle.pieces():
+                for piece in pieces:
+                    yield _event(same | {"choices": [_delta(kind, {"content": piece})]})
+                await asyncio.sleep(0)  # neither a full queue nor a free socket suspends: let other requests run
+            reports = await reply.handle.answers()
+        except Exception as error:
+            yield failure(reply, error)
+            yield DONE
+            return
+        completion = reports[0].completion
+        assert completion is not None
+        reason = "stop" if completion.finish_reason == "stop" else "length"
+        yield _event(same | {"choices": [_delta(kind, {}, reason)]})
+    if with_usage:
+        yield _event(same | {"choices": [], "usage": counted(reports)})
+    yield DONE
+
+
+def _delta(kind: Kind, delta: dict[str, Any], finish_reason: str | None = None) -> dict[str, Any]:
+    end = {"index": 0, "finish_reason": finish_reason, "logprobs": None}
+    return end | ({"delta": delta} if kind == "chat" else {"text": delta.get("content") or ""})
+
+
+def _event(content: dict[str, Any]) -> bytes:
+    return b"data: " + json.dumps(content, ensure_ascii=False).encode() + b"\n\n"
