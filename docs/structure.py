@@ -27,6 +27,7 @@ ROLES = {
     "service.prompts": ("text to token ids", REQUEST),
     "service.policies": ("named policies", REQUEST),
     "service.guarantee": ("does a guarantee hold", REQUEST),
+    "service.uncertainty": ("how sure is a risk", REQUEST),
     "service.guard": ("the decision on a risk", REQUEST),
     "service.engines": ("run the model: transformers, vLLM", REQUEST),
     "service.risk": ("the method: truth logits, depth mean, risk", REQUEST),

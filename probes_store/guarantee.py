@@ -1,6 +1,6 @@
 """The guarantee of a bundle's threshold: what was tested, on which rows, and the words that say for whom it holds.
 
-Bundles of format version 2 have one, those of version 1 have none.
+Bundles of format version 2 have one, those of version 1 have none, those of version 3 may.
 """
 
 from __future__ import annotations

@@ -16,10 +16,11 @@ from typing import Any, Final, Literal
 from probes_store.errors import BadValue, DigestMismatch, MissingField, Truncated, UnknownField, WrongShape
 from probes_store.guarantee import Guarantee, check_guarantee
 from probes_store.strict import canonical_json, parse_json, read_record, readable_json
+from probes_store.uncertainty import Uncertainty, check_uncertainty
 
 FORMAT: Final = "hallutracer-bundle"
-FORMAT_VERSION: Final = 1
-WITH_GUARANTEE: Final = 2  # the format version of a bundle that has a guarantee, and of no other
+FORMAT_VERSION: Final = 1  # of a bundle with none of these
+OPTIONAL: Final = {"guarantee": 2, "uncertainty": 3}  # field -> the format version that brought it
 UNSET_TIME = "1970-01-01T00:00:00Z"
 MAX_FILE = 64 * 1024 * 1024  # bytes of any file: a file is read whole
 MANIFEST = "bundle.json"
@@ -114,7 +115,7 @@ class Manifest:
     """bundle.json.  Fields with a default are set on publishing; a file must have every field."""
 
     format: Literal["hallutracer-bundle"] = FORMAT
-    format_version: Literal[1, 2] = FORMAT_VERSION  # 2 exactly where there is a guarantee
+    format_version: Literal[1, 2, 3] = FORMAT_VERSION  # ``version_of``; set on publishing
     name: str
     version: int = 1
     created: str = UNSET_TIME  # ISO 8601, UTC, whole seconds: 2026-01-31T12:00:00Z
@@ -130,7 +131,8 @@ class Manifest:
     signals: tuple[Signal, ...]  # depth_mean first
     classifier: Classifier
     threshold: float  # Youden's J on out-of-fold training risks; with a guarantee, the one that it is about
-    guarantee: Guarantee | None = None  # not in the file where it is None, so that version 1 keeps its bytes
+    guarantee: Guarantee | None = None  # these: ``OPTIONAL``
+    uncertainty: Uncertainty | None = None
     training: TrainingRecord
     files: dict[str, FileRecord] = dataclasses.field(default_factory=dict)  # relative name -> size and hash
 
@@ -160,10 +162,16 @@ def manifest_bytes(manifest: Manifest) -> bytes:
     return readable_json(document_of(manifest))
 
 
+def version_of(manifest: Manifest) -> int:
+    """The format version that the manifest's content needs: the highest that brought one of its optional fields."""
+    there = [version for field, version in OPTIONAL.items() if getattr(manifest, field) is not None]
+    return max(there, default=FORMAT_VERSION)
+
+
 def document_of(manifest: Manifest) -> dict[str, Any]:
-    """The manifest as JSON has it."""
-    left_out = () if manifest.format_version == WITH_GUARANTEE else ("guarantee",)
-    return {key: value for key, value in dataclasses.asdict(manifest).items() if key not in left_out}
+    """The manifest as JSON has it, without fields of later format versions: older files keep their bytes."""
+    later = {field for field, version in OPTIONAL.items() if version > manifest.format_version}
+    return {key: value for key, value in dataclasses.asdict(manifest).items() if key not in later}
 
 
 def content_digest(manifest: Manifest) -> str:
@@ -186,7 +194,8 @@ def _sha256(manifest: Manifest, left_out: tuple[str, ...]) -> str:
 
 
 def sealed(manifest: Manifest, *, version: int, created: str) -> Manifest:
-    """The same content under a version and a time, with digest and seal filled in."""
+    """The same content under a version and a time, with format version, digest and seal filled in."""
+    manifest = dataclasses.replace(manifest, format_version=version_of(manifest))  # type: ignore[arg-type]
     dated = dataclasses.replace(manifest, version=version, created=created, digest=content_digest(manifest), seal="")
     return dataclasses.replace(dated, seal=manifest_seal(dated))
 
@@ -199,7 +208,7 @@ def read_manifest(data: bytes, file: str = MANIFEST) -> Manifest:
     """
     document = parse_json(data, file)
     _check_format(document, file)
-    manifest = read_record(Manifest, _with_guarantee(document, file), file)
+    manifest = read_record(Manifest, _with_later_fields(document, file), file)
     check_fields(manifest, file)
     for field, expected in (("digest", content_digest(manifest)), ("seal", manifest_seal(manifest))):
         found = getattr(manifest, field)
@@ -222,25 +231,29 @@ def read_manifest(data: bytes, file: str = MANIFEST) -> Manifest:
 def _check_format(document: Any, file: str) -> None:
     """Check the version first: a newer format is reported as such and not by its first unknown field."""
     if isinstance(document, dict) and document.get("format") == FORMAT:
-        found = document.get("format_version")
-        if type(found) is int and found > WITH_GUARANTEE:
+        found, newest = document.get("format_version"), max(OPTIONAL.values())
+        if type(found) is int and found > newest:
             raise BadValue(
                 "written by a newer version",
                 file=file,
                 field="format_version",
-                expected=f"at most {WITH_GUARANTEE}",
+                expected=f"at most {newest}",
                 found=found,
                 cure="Upgrade hallutracer",
             )
 
 
-def _with_guarantee(document: Any, file: str) -> Any:
-    """``read_record`` wants every field: version 1 has no guarantee, and may not have the field either."""
-    if not isinstance(document, dict) or document.get("format_version") == WITH_GUARANTEE:
+def _with_later_fields(document: Any, file: str) -> Any:
+    """``read_record`` wants every field: those of later versions are None, and may not be in the file."""
+    if not isinstance(document, dict):
         return document
-    if "guarantee" in document:
-        raise UnknownField("version 1 of this format has no such field", file=file, field="guarantee")
-    return document | {"guarantee": None}
+    found = document.get("format_version")
+    own = found if type(found) is int else FORMAT_VERSION  # what is wrong with it, ``read_record`` says
+    later = {field: None for field, version in OPTIONAL.items() if version > own}
+    for field in later:
+        if field in document:
+            raise UnknownField(f"version {own} of this format has no such field", file=file, field=field)
+    return document | later
 
 
 def check_fields(manifest: Manifest, file: str = MANIFEST) -> None:
@@ -281,15 +294,16 @@ def check_fields(manifest: Manifest, file: str = MANIFEST) -> None:
             expected=f"[{len(signals)}]",
             found=f"[{len(manifest.classifier.weight)}]",
         )
-    guarantee, version = manifest.guarantee, manifest.format_version
-    require(
-        (guarantee is None) == (version != WITH_GUARANTEE), "guarantee", f"one in version {WITH_GUARANTEE}", guarantee
-    )
+    version, guarantee = manifest.format_version, manifest.guarantee
+    own = " or ".join(field for field, brought in OPTIONAL.items() if brought == version)
+    require(version == version_of(manifest), own, f"one, in version {version}", None)
     if guarantee is None:
         require(0.0 < manifest.threshold < 1.0, "threshold", "a number between 0 and 1", manifest.threshold)
     else:  # it may let nothing or everything through
         require(0.0 <= manifest.threshold <= 1.0, "threshold", "a number from 0 to 1", manifest.threshold)
         check_guarantee(guarantee, manifest.threshold, require)
+    if manifest.uncertainty is not None:
+        check_uncertainty(manifest.uncertainty, require)
     _check_training(training, require)
     _check_files(manifest, file, require)
 

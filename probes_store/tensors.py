@@ -21,7 +21,7 @@ from probes_store.strict import parse_json
 TensorLayout = dict[str, tuple[str, tuple[int | None, ...]]]  # tensor -> element type, shape; None: any length
 _NUMPY: dict[str, np.dtype[Any]] = {"I32": np.dtype("<i4"), "F32": np.dtype("<f4"), "F64": np.dtype("<f8")}
 UNIT_NORM_TOLERANCE = 1e-4
-MAX_HEADER = 64 * 1024  # bytes; there are at most six tensors
+MAX_HEADER = 64 * 1024  # bytes; there are at most eight tensors
 ALIGNMENT = 8  # of the header, in bytes
 
 
@@ -35,6 +35,8 @@ class ProbeTensors:
     scale: NDArray[np.float32]  # [m] divides the logit; all ones under unit_norm
     trajectory_mean: NDArray[np.float32]  # [2, m] out-of-fold; row 0 hallucinated, row 1 factual
     trajectory_std: NDArray[np.float32]  # [2, m]
+    reference_mean: NDArray[np.float32] | None = None  # [m] of training trajectories; with an uncertainty record
+    reference_whitening: NDArray[np.float32] | None = None  # [m, m] distance = |whitening (L - mean)|, cutoff 1
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,7 +75,9 @@ class Golden:
 def pack(tensors: ProbeTensors | Golden, file: str) -> bytes:
     """Tensors -> safetensors bytes.  Raises WrongShape where an element type would lose something (int64 ids, say)."""
     layout = (
-        probe_layout(1, 1) if isinstance(tensors, ProbeTensors) else golden_layout(1, tensors.first_token is not None)
+        probe_layout(1, 1, tensors.reference_mean is not None)
+        if isinstance(tensors, ProbeTensors)
+        else golden_layout(1, tensors.first_token is not None)
     )
     arrays = {}
     for name, (code, _) in layout.items():
@@ -90,9 +94,9 @@ def pack(tensors: ProbeTensors | Golden, file: str) -> bytes:
     return save(arrays)
 
 
-def probe_layout(layers: int, dim: int) -> TensorLayout:
-    """Tensors of probes.safetensors for m layers and directions of length d."""
-    return {
+def probe_layout(layers: int, dim: int, reference: bool) -> TensorLayout:
+    """Tensors of probes.safetensors for m layers and directions of length d; ``reference``: with uncertainty."""
+    layout: TensorLayout = {
         "head": ("I32", (layers,)),
         "direction": ("F32", (layers, dim)),
         "bias": ("F32", (layers,)),
@@ -100,6 +104,11 @@ def probe_layout(layers: int, dim: int) -> TensorLayout:
         "trajectory_mean": ("F32", (2, layers)),
         "trajectory_std": ("F32", (2, layers)),
     }
+    further: TensorLayout = {
+        "reference_mean": ("F32", (layers,)),
+        "reference_whitening": ("F32", (layers, layers)),
+    }
+    return layout | further if reference else layout
 
 
 def golden_layout(layers: int, first_token: bool) -> TensorLayout:
@@ -114,8 +123,9 @@ def golden_layout(layers: int, first_token: bool) -> TensorLayout:
 
 
 def read_probes(data: bytes, manifest: Manifest, file: str = PROBES) -> ProbeTensors:
-    """Bytes -> ProbeTensors of the manifest's geometry.  Raises a subclass of BundleDamaged."""
-    arrays = _unpack(data, probe_layout(manifest.model.num_layers, manifest.probe_dim), file)
+    """Bytes -> ProbeTensors of the manifest's geometry and records.  Raises a subclass of BundleDamaged."""
+    reference = manifest.uncertainty is not None
+    arrays = _unpack(data, probe_layout(manifest.model.num_layers, manifest.probe_dim, reference), file)
     heads = manifest.probe_heads
     head, scale, std = arrays["head"], arrays["scale"], arrays["trajectory_std"]
     norm = np.linalg.norm(arrays["direction"].astype(np.float64), axis=1)

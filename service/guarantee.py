@@ -38,6 +38,8 @@ def standing(manifest: Manifest, policy: Policy, dtype: str, departures: tuple[s
     void = []
     if policy.action is Action.OBSERVE:
         void.append(f"policy: {policy.name!r} withholds nothing")
+    if policy.withhold_outside:
+        void.append(f"policy: {policy.name!r} also withholds prompts outside training, the calibration did not")
     if policy.threshold is not None and policy.threshold != guarantee.threshold:
         void.append(f"threshold: {policy.threshold:g} applies, {guarantee.threshold:g} is guaranteed")
     if dtype != guarantee.dtype:

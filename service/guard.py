@@ -30,12 +30,16 @@ DECISIONS = {Action.OBSERVE: Decision.CONTINUE, Action.ABSTAIN: Decision.ABSTAIN
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """A named rule.  ``threshold`` None: the bundle's; ``message`` is shown instead of the answer on abstain."""
+    """A named rule.  ``threshold`` None: the bundle's; ``message`` is shown instead of the answer on abstain.
+
+    ``withhold_outside``: prompts outside what training saw are treated as flagged ones are, whatever their risk.
+    """
 
     name: str
     action: Action
     threshold: float | None = None
     message: str | None = None
+    withhold_outside: bool = False
 
     def __post_init__(self) -> None:
         """Raises RequestError for a threshold outside [0, 1]."""
@@ -69,12 +73,14 @@ def check_threshold(threshold: float) -> float:
     return threshold
 
 
-def judge(risk: float, policy: Policy, default_threshold: float) -> Verdict:
+def judge(risk: float, policy: Policy, default_threshold: float, outside: bool | None = None) -> Verdict:
     """Flag risks >= threshold: threshold 0 flags every prompt, and a risk of 1 is flagged at every threshold.
 
-    ``default_threshold``, the bundle's, applies if the policy has none.
+    ``default_threshold``, the bundle's, applies if the policy has none.  ``outside``: whether the prompt lies outside
+    what training saw; None, unknown, is as good as outside where the policy asks.
     """
     threshold = check_threshold(default_threshold if policy.threshold is None else policy.threshold)
     flagged = risk >= threshold
-    decision = DECISIONS[policy.action] if flagged else Decision.CONTINUE
+    stopped = flagged or (policy.withhold_outside and outside is not False)
+    decision = DECISIONS[policy.action] if stopped else Decision.CONTINUE
     return Verdict(decision, flagged, threshold, policy.message if decision is Decision.ABSTAIN else None)

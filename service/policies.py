@@ -4,6 +4,7 @@
 action = "abstain"              # observe | abstain | block
 threshold = 0.4                 # optional: else the service's, else the bundle's
 message = "Let me ask a colleague."   # optional, with abstain: returned instead of an answer
+withhold_outside = true         # optional, with abstain and block: also stop what lies outside training
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from service.guard import BLOCK, GATE, OBSERVE, Action, Policy
 from service.settings import DEFAULT_MESSAGE
 
 NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
-KEYS = {"action", "threshold", "message"}
+KEYS = {"action", "threshold", "message", "withhold_outside"}
 
 
 def built_in(message: str = DEFAULT_MESSAGE) -> dict[str, Policy]:
@@ -71,7 +72,10 @@ def _policy(path: Path, name: str, table: Any, message: str) -> Policy:
         raise HalluTracerError(f"{where}: message must be a non-empty string")
     if own_message is not None and action is not Action.ABSTAIN:
         raise HalluTracerError(f"{where}: only action 'abstain' has a message; remove it or change the action")
+    outside = table.get("withhold_outside", False)
+    if not isinstance(outside, bool) or (outside and action is Action.OBSERVE):
+        raise HalluTracerError(f"{where}: withhold_outside must be true or false, and false with action 'observe'")
     try:
-        return Policy(name, action, threshold, (own_message or message) if action is Action.ABSTAIN else None)
+        return Policy(name, action, threshold, (own_message or message) if action is Action.ABSTAIN else None, outside)
     except RequestError as error:
         raise HalluTracerError(f"{where}: {error}") from None

@@ -38,6 +38,7 @@ from service.guard import DECISIONS, GATE, Decision, Policy, Verdict, judge
 from service.prompts import Message, as_prompt_format, render
 from service.readout import Probes, Site
 from service.risk import depth_mean, risk
+from service.uncertainty import Uncertain, uncertain
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,7 @@ class RiskReport:
     trajectory: NDArray[np.float64]
     verdict: Verdict
     prompt_tokens: int
+    uncertain: Uncertain | None = None  # if the bundle has an uncertainty record
     completion: Completion | None = None
     cached_tokens: int = 0  # of the prompt, found in the engine's prefix cache
     judge_s: float = 0.0  # from truth logits to the verdict
@@ -178,11 +180,14 @@ class Scorer:
         value = float(risk(vector, self._weight, self.bundle.manifest.classifier.intercept))
         if not np.isfinite(value):
             raise NonFiniteReadout("the forward pass gave a NaN or an infinity at the answer onset; no risk is served")
+        known = uncertain(self.bundle, trajectory, vector)
+        outside = None if known is None else known.outside
         return RiskReport(
             risk=value,
             depth_mean=mean,
             trajectory=trajectory,
-            verdict=judge(value, policy, self.bundle.manifest.threshold),
+            verdict=judge(value, policy, self.bundle.manifest.threshold, outside),
+            uncertain=known,
             prompt_tokens=result.prompt_tokens,
             cached_tokens=cached_tokens,
             judge_s=time.perf_counter() - started,

@@ -39,13 +39,28 @@ def test_only_an_abstaining_verdict_carries_the_message() -> None:
     assert judge(0.7, Policy("b", Action.BLOCK, message="x"), 0.5).message is None
 
 
+@pytest.mark.parametrize("action", [Action.ABSTAIN, Action.BLOCK])
+def test_a_policy_that_withholds_what_lies_outside(action: Action) -> None:
+    policy, plain = Policy("careful", action, withhold_outside=True), Policy("plain", action)
+    for outside in (True, None):  # not known is not let through
+        verdict = judge(0.3, policy, 0.5, outside)
+        assert (verdict.decision.value, verdict.flagged) == (action.value, False)
+        assert judge(0.3, plain, 0.5, outside).decision is Decision.CONTINUE
+    assert judge(0.3, policy, 0.5, False).decision is Decision.CONTINUE
+    assert judge(0.7, policy, 0.5, False).decision.value == action.value
+
+
 def test_a_file_adds_to_the_built_in_policies(tmp_path: Path) -> None:
     path = tmp_path / "policies.toml"
-    path.write_text('[gate]\naction = "abstain"\nthreshold = 0\n[strict]\naction = "block"\nthreshold = 0.2\n')
+    path.write_text(
+        '[gate]\naction = "abstain"\nthreshold = 0\n[strict]\naction = "block"\nthreshold = 0.2\n'
+        '[careful]\naction = "block"\nwithhold_outside = true\n'
+    )
     policies = read_policies(path, "No.")
-    assert set(policies) == {"observe", "gate", "block", "strict"}
+    assert set(policies) == {"observe", "gate", "block", "strict", "careful"}
     assert policies["gate"] == Policy("gate", Action.ABSTAIN, 0, "No.")
     assert policies["strict"] == Policy("strict", Action.BLOCK, 0.2, None)
+    assert policies["careful"] == Policy("careful", Action.BLOCK, None, None, withhold_outside=True)
 
 
 @pytest.mark.parametrize(
@@ -57,6 +72,8 @@ def test_a_file_adds_to_the_built_in_policies(tmp_path: Path) -> None:
         ("[a]\n", "action must be one of observe, abstain, block, not None"),
         ('[a]\naction = "stop"', "not 'stop'"),
         ('[a]\naction = "block"\ntreshold = 1', "unknown key 'treshold'"),
+        ('[a]\naction = "block"\nwithhold_outside = 1', "withhold_outside must be true or false"),
+        ('[a]\naction = "observe"\nwithhold_outside = true', "false with action 'observe'"),
         ('[a]\naction = "block"\nthreshold = 2', "must lie in [0, 1]"),
         ('[a]\naction = "block"\nthreshold = nan', "must lie in [0, 1]"),
         ('[a]\naction = "block"\nthreshold = true', "must be a number"),

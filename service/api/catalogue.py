@@ -7,7 +7,15 @@ from dataclasses import asdict
 from fastapi import APIRouter
 
 from service.api.dependencies import State
-from service.api.response_schema import BundleCard, BundleGuarantee, BundleList, ModelCard, ModelList, errors
+from service.api.response_schema import (
+    BundleCard,
+    BundleGuarantee,
+    BundleList,
+    BundleUncertainty,
+    ModelCard,
+    ModelList,
+    errors,
+)
 
 router = APIRouter(tags=["catalogue"])
 RESPONSES = errors(_401="no bearer key, or an unknown one", _503="not ready: loading, or shutting down")
@@ -51,6 +59,7 @@ async def bundles(state: State) -> BundleList:
                 prompt_format=manifest.prompt_format,
                 threshold=manifest.threshold,
                 guarantee=None if manifest.guarantee is None else BundleGuarantee(**asdict(manifest.guarantee)),
+                uncertainty=None if manifest.uncertainty is None else BundleUncertainty(**asdict(manifest.uncertainty)),
                 default=number == 0,
             )
         )

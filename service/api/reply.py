@@ -119,7 +119,7 @@ def usage(reports: Sequence[RiskReport]) -> Usage:
 
 def risk_out(index: int, report: RiskReport, include: Collection[Include] = ()) -> RiskOut:
     """One prompt's place in ``data``."""
-    verdict = report.verdict
+    verdict, known = report.verdict, report.uncertain
     return RiskOut(
         index=index,
         risk=report.risk,
@@ -127,6 +127,9 @@ def risk_out(index: int, report: RiskReport, include: Collection[Include] = ()) 
         decision=verdict.decision.value,
         flagged=verdict.flagged,
         threshold=verdict.threshold,
+        interval=list(known.interval) if known and known.interval else None,
+        outside_training=known.outside if known else None,
+        distance=known.distance if known else None,
         message=verdict.message,
         trajectory=report.trajectory.tolist() if "trajectory" in include else None,
         running_mean=running_means(report.trajectory).tolist() if "running_mean" in include else None,

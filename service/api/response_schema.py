@@ -43,6 +43,14 @@ class RiskOut(Strict):
     decision: Literal["continue", "abstain", "block"]
     flagged: bool = Field(description="the risk reached the threshold, whatever the policy")
     threshold: float
+    interval: list[Risk] | None = Field(
+        None,
+        min_length=2,
+        max_length=2,
+        description="where 95 % of refits on other training rows would put the risk; not where the truth lies",
+    )
+    outside_training: bool | None = Field(None, description="the trajectory lies outside what training saw")
+    distance: float | None = Field(None, description="of the trajectory to training's; outside from 1 on")
     message: str | None = Field(None, description="what to show instead of an answer, if the decision is abstain")
     trajectory: list[float] | None = Field(None, description="truth logit of each layer")
     running_mean: list[float] | None = Field(None, description="mean of the truth logits up to each layer")
@@ -131,6 +139,26 @@ class BundleGuarantee(Strict):
     statement: str
 
 
+class BundleInterval(Strict):
+    """How wide an interval of the risk is: see the bundle format."""
+
+    level: float
+    fits: int
+    centre: float
+    base: float
+    by_log_odds: float
+    by_distance: float
+
+
+class BundleUncertainty(Strict):
+    """What a bundle knows of its risks' uncertainty; the statement says what it means."""
+
+    outside_share: float
+    outside_rows: int
+    interval: BundleInterval | None
+    statement: str
+
+
 class BundleCard(Strict):
     """A loaded bundle."""
 
@@ -147,6 +175,7 @@ class BundleCard(Strict):
     prompt_format: str
     threshold: float
     guarantee: BundleGuarantee | None = None
+    uncertainty: BundleUncertainty | None = None
     default: bool
 
 

@@ -15,6 +15,7 @@ from service.risk import running_means
 if TYPE_CHECKING:
     from probes_store.bundle import Bundle
     from service.scoring import RiskReport
+    from service.uncertainty import Uncertain
 
 ROWS = 11
 COLUMN = 5  # characters a layer takes, where the terminal is wide enough
@@ -31,11 +32,21 @@ def draw_report(bundle: Bundle, report: RiskReport, console: Console | None = No
         f"  depth mean {report.depth_mean:+.3f}  {bundle.reference}",
     )
     console.print(verdict)
+    if report.uncertain is not None:
+        console.print(_uncertainty(report.uncertain))
     if report.completion is not None:
         console.print(Text.assemble(("answer ", "bold"), report.completion.text.strip()))
     means = np.asarray(bundle.probes.trajectory_mean, np.float64)
     for line in plot_lines(report.trajectory, means, width=console.width):
         console.print(line)
+
+
+def _uncertainty(known: Uncertain) -> str:
+    parts = [f"{'outside' if known.outside else 'inside'} what training saw (distance {known.distance:.2f})"]
+    if known.interval is not None:
+        low, high = known.interval
+        parts.insert(0, f"other training rows would give {low:.3f} to {high:.3f}")
+    return "  ".join(parts)
 
 
 def plot_lines(trajectory: NDArray[np.float64], class_means: NDArray[np.float64], width: int = 80) -> list[Text]:

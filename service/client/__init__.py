@@ -23,6 +23,7 @@ from service.client.results import (
     Bundle,
     BundleGuarantee,
     BundleList,
+    BundleUncertainty,
     Completion,
     Guarantee,
     LoadedBundle,
@@ -37,8 +38,8 @@ from service.client.results import (
 from service.client.synchronous import Answer, Client
 
 __all__ = [
-    "APIError", "Answer", "AsyncAnswer", "AsyncClient", "Bundle", "BundleGuarantee", "BundleList", "Client",
-    "ClientError", "Completion", "DeadlineExceeded", "Generate", "Guarantee", "LoadedBundle", "LoadedModel",
+    "APIError", "Answer", "AsyncAnswer", "AsyncClient", "Bundle", "BundleGuarantee", "BundleList", "BundleUncertainty",
+    "Client", "ClientError", "Completion", "DeadlineExceeded", "Generate", "Guarantee", "LoadedBundle", "LoadedModel",
     "ModelList", "NotFound", "NotReady", "Overloaded", "Readiness", "RequestRefused", "Risk", "ScoreOptions",
     "ScoreResult", "ServerError", "TimedOut", "TransportError", "Unauthorized", "UnexpectedAnswer", "Usage", "Withheld",
 ]  # fmt: skip

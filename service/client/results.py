@@ -64,6 +64,15 @@ class BundleGuarantee(Checked):
 
 
 @dataclass(frozen=True)
+class BundleUncertainty(Checked):
+    """What a loaded bundle knows of its risks' uncertainty; ``statement`` says what it means."""
+
+    outside_share: Share
+    outside_rows: Count
+    statement: str
+
+
+@dataclass(frozen=True)
 class Completion(Checked):
     """The answer, decoded from the same prefill as the risk.  ``finish_reason`` is ``stop`` or ``length``."""
 
@@ -92,6 +101,9 @@ class Risk(Checked):
     decision: str  # continue, abstain or block; an unknown decision is gated too
     flagged: bool  # risk >= threshold, whatever the policy
     threshold: Share
+    interval: tuple[Share, Share] | None = None  # where 95 % of refits on other training rows would put the risk
+    outside_training: bool | None = None  # the prompt is unlike what training saw; None: the bundle cannot tell
+    distance: float | None = None  # to what training saw; outside from 1 on
     message: str | None = None  # the policy's text to show instead of an answer, if it has one
     trajectory: tuple[float, ...] | None = None
     running_mean: tuple[float, ...] | None = None
@@ -195,6 +207,7 @@ class LoadedBundle(Bundle):
     threshold: Share
     default: bool
     guarantee: BundleGuarantee | None = None
+    uncertainty: BundleUncertainty | None = None
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from service.callers import Caller
-from service.errors import NotAllowed
+from service.errors import NotAllowed, RequestError
 from service.guard import Action, Policy
 from service.scoring import Scorer
 
@@ -12,7 +12,14 @@ def check_choice(scorer: Scorer, policy: Policy, own_scorer: Scorer, own: Policy
     """Raise NotAllowed where a choice could let an answer through that the operator's own rule withholds.
 
     ``scorer`` and ``policy`` apply to the request, ``own_scorer`` and ``own`` where it chooses nothing.
+    Raises RequestError where the policy asks what the bundle cannot tell.
     """
+    if policy.withhold_outside and scorer.bundle.manifest.uncertainty is None:
+        raise RequestError(
+            f"policy {policy.name!r} withholds prompts outside training, and {scorer.bundle.reference} has no "
+            "reference to tell them by: take another policy, or train the bundle again",
+            param="policy",
+        )
     if own.action is Action.OBSERVE:
         return
     if scorer is not own_scorer and "bundle" not in caller.may:
@@ -26,6 +33,8 @@ def check_choice(scorer: Scorer, policy: Policy, own_scorer: Scorer, own: Policy
                 f"policy {policy.name!r} lets through what this service's own, {own.name!r}, withholds", param="policy"
             )
         return
+    if own.withhold_outside and not policy.withhold_outside and "policy" not in caller.may:
+        raise NotAllowed(f"policy {policy.name!r} lets prompts outside training through", param="policy")
     highest, wanted = scorer.threshold(own), scorer.threshold(policy)
     if wanted > highest and "threshold" not in caller.may:
         raise NotAllowed(f"the threshold may be at most {highest:g} here, not {wanted:g}", param="threshold")

@@ -80,6 +80,8 @@ class Metrics:
 
         self._prompts = counter("prompts_total", "Prompts scored, by decision.", (*BUNDLE, "decision"))
         self._flagged = counter("flagged_total", "Prompts whose risk reached the threshold.", BUNDLE)
+        text = "Prompts outside what training saw; stays 0 where the bundle cannot tell."
+        self._outside = counter("outside_training_total", text, BUNDLE)
         self._prompt_tokens = counter("prompt_tokens_total", "Prompt tokens of scored prompts.", BUNDLE)
         self._completion_tokens = counter("completion_tokens_total", "Answer tokens decoded.", BUNDLE)
         self._errors = counter("errors_total", "Requests that ended in an error, by wire code.", ("code",))
@@ -132,6 +134,8 @@ class Metrics:
         own.prompts[report.decision.value].inc()
         if report.verdict.flagged:
             own.flagged.inc()
+        if report.uncertain is not None and report.uncertain.outside:
+            own.outside.inc()
         own.risk.observe(report.risk)
         own.prompt_tokens.inc(report.prompt_tokens)
         own.completion_tokens.inc(answer_tokens)
@@ -205,6 +209,7 @@ class _PerBundle:
 
     def __init__(self, metrics: Metrics, model_name: str, bundle: str) -> None:
         self.flagged = metrics._flagged.labels(model_name, bundle)
+        self.outside = metrics._outside.labels(model_name, bundle)
         self.risk = metrics._risk.labels(model_name, bundle)
         self.prompt_tokens = metrics._prompt_tokens.labels(model_name, bundle)
         self.completion_tokens = metrics._completion_tokens.labels(model_name, bundle)

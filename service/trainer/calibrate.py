@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from probes_store.bundle import Bundle, BundleDraft
 from probes_store.durable import atomic_write
 from probes_store.guarantee import CLOSED, Guarantee
-from probes_store.manifest import WITH_GUARANTEE, DType
+from probes_store.manifest import DType
 from probes_store.store import Store
 from service.data.labels import check_answers
 from service.data.run_folder import locked
@@ -312,7 +312,6 @@ def _draft(made: Plan, guarantee: Guarantee, record: dict[str, Any]) -> BundleDr
     manifest = replace(
         bundle.manifest,
         name=made.options.name or bundle.manifest.name,
-        format_version=WITH_GUARANTEE,
         threshold=guarantee.threshold,
         guarantee=guarantee,
     )

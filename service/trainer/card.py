@@ -11,6 +11,7 @@ from typing import Any
 
 from probes_store.manifest import Manifest, TrainingRecord
 from service.fitting.markdown import markdown_table
+from service.trainer.uncertainty import uncertainty_section
 
 METRICS = {
     "auroc": "AUROC",
@@ -70,6 +71,7 @@ def write_card(
         _data(manifest, evaluation["data"], left_out),
         _figures(evaluation, plots),
         _classifier(manifest, signal_std, evaluation),
+        *filter(None, [uncertainty_section(manifest)]),
         _limits(manifest.training),
         _load(manifest),
     )

@@ -133,6 +133,7 @@ class TrainOptions:
     class_balance: ClassBalance = "weights"  # probe fit only: class weights, or drop rows of the larger class
     batch_rows: int = 32  # prompts in one call of the engine; part of the run's identity, since padding rounds
     evaluate: bool = True  # the nested evaluation; without it the card reports no performance
+    uncertainty: bool = True  # an interval for each risk, and a flag for prompts outside training
     allow_no_signal: bool = False  # publish although the interval of the nested AUROC reaches chance
     jobs: int = 0  # processes for the probe fits; 0: all cores
     calibration: PromiseOptions | None = None  # a guarantee for the threshold, as the last step

@@ -20,11 +20,13 @@ from probes_store.manifest import (
     TrainingRecord,
 )
 from probes_store.tensors import Golden, ProbeTensors
+from probes_store.uncertainty import Uncertainty
 from service.engines.base import Engine, ModelIdentity
 from service.errors import EngineError
 from service.fitting.calibration import FinalClassifier, signal_matrix
 from service.fitting.fit import Floats, Index, ProbeFit, Readouts
 from service.fitting.options import LogitScale
+from service.fitting.uncertainty import Reference
 from service.prompts import PromptFormat
 from service.readout import Probes
 from service.risk import truth_logits
@@ -33,7 +35,9 @@ from service.trainer.options import TrainOptions
 GOLDEN_PROMPTS = 8
 
 
-def probe_tensors(fit: ProbeFit, scale: LogitScale, class_mean: Floats, class_std: Floats) -> ProbeTensors:
+def probe_tensors(
+    fit: ProbeFit, scale: LogitScale, class_mean: Floats, class_std: Floats, reference: Reference | None = None
+) -> ProbeTensors:
     """A fit in the element types that are stored and served; class_mean, class_std [2, m] out of fold."""
     divisor = fit.scale if scale == "standardized" else np.ones_like(fit.scale)
     return ProbeTensors(
@@ -43,6 +47,8 @@ def probe_tensors(fit: ProbeFit, scale: LogitScale, class_mean: Floats, class_st
         scale=divisor.astype(np.float32),
         trajectory_mean=class_mean.astype(np.float32),
         trajectory_std=class_std.astype(np.float32),
+        reference_mean=None if reference is None else reference.mean.astype(np.float32),
+        reference_whitening=None if reference is None else reference.whitening.astype(np.float32),
     )
 
 
@@ -117,6 +123,7 @@ def manifest_of(
     prompt_format: PromptFormat,
     classifier: FinalClassifier,
     training: TrainingRecord,
+    uncertainty: Uncertainty | None = None,
 ) -> Manifest:
     """The manifest, without what publishing adds: version, time, digests and files."""
     return Manifest(
@@ -131,5 +138,6 @@ def manifest_of(
         signals=options.signals,
         classifier=Classifier(tuple(classifier.weight.tolist()), classifier.intercept),
         threshold=classifier.threshold,
+        uncertainty=uncertainty,
         training=training,
     )

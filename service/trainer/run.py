@@ -32,6 +32,7 @@ from service.fitting.folds import group_folds, outer_folds
 from service.fitting.nested_cv import evaluate, held_out, name_of, rounded
 from service.fitting.promise import profile
 from service.fitting.scores import at_threshold
+from service.fitting.uncertainty import fit_interval, fit_reference
 from service.prompts import default_prompt_format
 from service.readout import Probes
 from service.trainer.calibrate import carry_out, described, plan
@@ -43,6 +44,7 @@ from service.trainer.prepare import prepare
 from service.trainer.publish import golden_rows, manifest_of, probe_tensors, record_golden, trajectories
 from service.trainer.record import evaluation_document, plot_data, training_record
 from service.trainer.summary import better_options, summary_table
+from service.trainer.uncertainty import uncertainty_record
 
 
 def train(options: TrainOptions, engine_factory: Callable[[], Engine], store: Store, *, console: Console) -> Bundle:
@@ -97,14 +99,17 @@ def _draft(
     final = refit(inputs.readouts, rows, rows, choice.c, fit)
     out_of_fold, refitted = crossed.trajectory(options.logit_scale), final.scaled(options.logit_scale)
     class_mean, class_std = class_statistics(out_of_fold, inputs.label)
-    tensors = probe_tensors(final, options.logit_scale, class_mean, class_std)
+    reference = None
+    if options.uncertainty:
+        reference = fit_reference(out_of_fold, inputs.label, inputs.group, options.folds, options.seeds)
+    tensors = probe_tensors(final, options.logit_scale, class_mean, class_std, reference)
     probes = Probes.of(options.readout, tensors)
 
     # Calibrate: the classifier sees out-of-fold signals only.
     signals, label = stacked(signal_matrix(out_of_fold, inputs.first_token, options.signals), inputs.label)
     classifier = fit_classifier(signals, label)
 
-    # Evaluate.  Nothing below changes the bundle's numbers.
+    # Evaluate.  Of the bundle's numbers only the width of its intervals comes from here.
     nested = evaluate(inputs, folds=options.folds, seeds=options.seeds, options=fit) if options.evaluate else None
     own = name_of(options.signals, options.logit_scale)
     if nested is not None:
@@ -114,6 +119,10 @@ def _draft(
         console.print(summary_table(nested.document["signals"], own))
         for line in better_options(inputs, nested, own):
             console.print(line)
+    uncertainty = None
+    if reference is not None:
+        interval = None if nested is None else fit_interval(nested.risk[own], reference, options.folds)
+        uncertainty = uncertainty_record(reference, interval)
     answering = profile(inputs.label, classifier.risk(signals[: len(rows)]), inputs.group)  # of the first seed
     document = evaluation_document(options, data, out_of_fold, refitted, choice.auroc, nested, answering)
     if held is not None:
@@ -132,7 +141,7 @@ def _draft(
     collected = trajectories(inputs.readouts.subset(chosen), probes)
     golden = record_golden(engine, prompts, probes, classifier, options.signals, collected)
     training = training_record(options, data, choice.c)
-    manifest = manifest_of(options, engine.identity, prompt_format, classifier, training)
+    manifest = manifest_of(options, engine.identity, prompt_format, classifier, training, uncertainty)
     card = write_card(
         manifest,
         document,

@@ -26,7 +26,7 @@ from tests.scripted_engine import ScriptedEngine
 def guaranteed(engine: ScriptedEngine, folder: Path, **changes: Any) -> Bundle:
     draft = matching_draft(engine, "sure", 0, threshold=GUARANTEE.threshold)
     promise = dataclasses.replace(GUARANTEE, **changes)
-    draft.manifest = dataclasses.replace(draft.manifest, format_version=2, guarantee=promise)
+    draft.manifest = dataclasses.replace(draft.manifest, guarantee=promise)
     return write_bundle(draft, folder / "sure")
 
 

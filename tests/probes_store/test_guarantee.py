@@ -40,7 +40,7 @@ GUARANTEE = Guarantee(
 def draft(**changes: Any) -> BundleDraft:
     given = dataclasses.replace(GUARANTEE, **changes)
     made = make_draft(threshold=given.threshold)
-    return dataclasses.replace(made, manifest=dataclasses.replace(made.manifest, format_version=2, guarantee=given))
+    return dataclasses.replace(made, manifest=dataclasses.replace(made.manifest, guarantee=given))
 
 
 def test_it_is_written_and_read_back(tmp_path: Path) -> None:

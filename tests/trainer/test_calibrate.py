@@ -11,7 +11,6 @@ import pytest
 
 from probes_store.bundle import Bundle
 from probes_store.errors import BundleRefused
-from probes_store.manifest import FORMAT_VERSION, WITH_GUARANTEE
 from probes_store.store import Store
 from service.errors import DataError, NoThreshold, RunMismatch, TrainingError
 from service.scoring import Scorer
@@ -65,11 +64,11 @@ class Never(PlantedEngine):
 
 
 def test_the_promise_is_published_and_served(tmp_path: Path, store: Store, trained: Bundle) -> None:
-    assert trained.manifest.format_version == FORMAT_VERSION
+    assert trained.manifest.guarantee is None
     bundle = published(tmp_path, store)
     manifest, guarantee = bundle.manifest, bundle.manifest.guarantee
     assert guarantee is not None
-    assert (bundle.reference, manifest.format_version) == ("planted:2", WITH_GUARANTEE)
+    assert (bundle.reference, manifest.format_version) == ("planted:2", 3)
     assert (guarantee.alpha, guarantee.delta, guarantee.rows, guarantee.all_groups) == (0.2, 0.05, 400, 200)
     assert guarantee.threshold == manifest.threshold != trained.manifest.threshold
     assert guarantee.p_value <= 0.05

@@ -1,0 +1,116 @@
+"""How far a risk moves with other training rows, and where the trajectories of training lie.
+
+Both come from fits that the run has made anyway.  The *reference* is the mean and the shrunk covariance of out-of-fold
+trajectories; the cutoff of its distance is a quantile of distances of rows that took part neither in the probes that
+read them nor in the reference they are compared with.
+
+The *interval* is a delete-a-group jackknife.  Each seed of the nested cross-validation gives every row a risk by a
+whole fit (C, heads, classifier) on the other folds' rows.  Two such fits each lack a random share 1 / K of the groups,
+so the variance between them is 1 / (K - 1) of that between fits on other training rows of the full number (Shao and
+Wu 1989, Ann. Statist. 17(3), 1176-1197).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import combinations
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.optimize import nnls
+from sklearn.covariance import ledoit_wolf
+
+from probes_store.uncertainty import RefitInterval
+from service.fitting.fit import Floats, Index
+from service.fitting.folds import group_folds
+from service.uncertainty import distance
+
+OUTSIDE_SHARE = 0.01  # of fresh prompts like the training rows
+LEVEL = 0.95
+_ROUNDS = 5  # of reweighting
+_TINY = 1e-12  # a risk's distance from 0 and 1
+
+
+@dataclass(frozen=True, eq=False)
+class Reference:
+    """Where the trajectories of training lie; the distance is 1 at the cutoff."""
+
+    mean: Floats  # [m]
+    whitening: Floats  # [m, m]
+    distance: Floats  # [seeds, n] of the training rows, each by folds that never saw it
+
+    @property
+    def rows(self) -> int:
+        """Rows whose distances gave the cutoff."""
+        return int(self.distance.shape[1])
+
+    @property
+    def share(self) -> float:
+        """Of fresh prompts like the training rows, that are expected beyond the cutoff."""
+        return max(OUTSIDE_SHARE, 1 / (self.rows + 1))  # few rows cannot place a small quantile
+
+
+def fit_reference(
+    trajectory: Floats, label: NDArray[np.integer], group: Index, folds: int, seeds: Sequence[int]
+) -> Reference:
+    """From out-of-fold trajectories [seeds, n, m], with the folds that they came from: label [n], group [n]."""
+    away = np.empty(trajectory.shape[:2])
+    for place, seed in enumerate(seeds):
+        rows = trajectory[place]
+        for train, test in group_folds(label, group, np.arange(len(label)), folds, seed, what="cross-fit fold"):
+            away[place, test] = distance(rows[test], *_whitened(rows[train]))
+    cutoff = _cutoff(away)
+    mean, whitening = _whitened(trajectory[0])
+    return Reference(mean, whitening / cutoff, away / cutoff)
+
+
+def _whitened(rows: Floats) -> tuple[Floats, Floats]:
+    """Mean [m] and whitening [m, m] of trajectories [n, m].
+
+    Layers are standardised first, because the shrinkage pulls all variances to one.  A layer that never varies tells
+    nothing and is left out.
+    """
+    mean, std = rows.mean(axis=0), rows.std(axis=0)
+    varies = std > _TINY
+    inverse = np.where(varies, 1.0 / np.where(varies, std, 1.0), 0.0)
+    covariance, _ = ledoit_wolf((rows - mean) * inverse)
+    precision = np.linalg.inv(covariance + np.diag((~varies).astype(np.float64)))
+    return mean, np.linalg.cholesky(precision).T * inverse
+
+
+def _cutoff(away: Floats) -> float:
+    """The distance that a share ``OUTSIDE_SHARE`` of fresh rows exceeds, as split conformal prediction counts."""
+    seeds, rows = away.shape
+    rank = min(rows, int(np.ceil((rows + 1) * (1 - OUTSIDE_SHARE))))
+    return float(np.sort(away.ravel())[seeds * rank - 1])
+
+
+def fit_interval(risk: Floats, reference: Reference, folds: int) -> RefitInterval | None:
+    """From the risks [seeds, n] of the nested folds' fits; None for a single seed, which has one fit for each row."""
+    seeds = len(risk)
+    if seeds < 2:
+        return None
+    log_odds = -np.log(np.clip(risk, _TINY, 1 - _TINY) / np.clip(1 - risk, _TINY, 1 - _TINY))
+    shape = log_odds.mean(axis=0)
+    centre = float(shape.mean())
+    columns = np.stack([np.ones(len(shape)), (shape - centre) ** 2, reference.distance.mean(axis=0) ** 2], axis=1)
+    variance = (folds - 1) * log_odds.var(axis=0, ddof=1)
+    weight = _nonnegative(columns, variance)
+    wide = np.sqrt(np.maximum(columns @ weight, _TINY))
+    between = np.concatenate([np.abs(log_odds[a] - log_odds[b]) / wide for a, b in combinations(range(seeds), 2)])
+    stretch = (folds - 1) * float(np.quantile(between, LEVEL)) ** 2
+    base, by_log_odds, by_distance = (stretch * weight).tolist()
+    return RefitInterval(LEVEL, seeds * folds, centre, base, by_log_odds, by_distance)
+
+
+def _nonnegative(columns: Floats, variance: Floats) -> Floats:
+    """Nonnegative coefficients [k] of the row's expected variance: columns [n, k], variance [n].
+
+    A sample variance has a deviation in proportion to its mean: the rows are weighted by their fitted values.
+    """
+    fitted = np.full(len(variance), max(float(variance.mean()), _TINY))
+    for _ in range(_ROUNDS):
+        coefficients, _ = nnls(columns / fitted[:, None], variance / fitted)
+        fitted = np.maximum(columns @ coefficients, _TINY + 1e-3 * float(variance.mean()))
+    return np.asarray(coefficients)

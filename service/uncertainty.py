@@ -1,0 +1,50 @@
+"""What a bundle tells of one risk's uncertainty: does training know such prompts, and where would refits put the risk?
+
+After the trajectory and numpy only, so that every engine gives the same.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from probes_store.bundle import Bundle
+from probes_store.uncertainty import OUTSIDE
+from service.risk import Floats, risk
+
+
+def distance(trajectory: Floats, mean: Floats, whitening: Floats) -> NDArray[np.float64]:
+    """|whitening (L - mean)|, a Mahalanobis distance: trajectory [..., m], mean [m], whitening [m, m] -> [...]."""
+    away = np.asarray(trajectory, np.float64) - mean
+    return np.asarray(np.linalg.norm(away @ np.asarray(whitening, np.float64).T, axis=-1))
+
+
+@dataclass(frozen=True, slots=True)
+class Uncertain:
+    """The uncertainty of one prompt's risk."""
+
+    distance: float  # of the trajectory to those of training, in units of the cutoff
+    interval: tuple[float, float] | None  # risks that hold those of refits; None where the bundle has no model of them
+
+    @property
+    def outside(self) -> bool:
+        """Whether the trajectory lies outside what training saw."""
+        return self.distance >= OUTSIDE
+
+
+def uncertain(bundle: Bundle, trajectory: Floats, signals: Floats) -> Uncertain | None:
+    """Of a trajectory [m] and the classifier's input [k]; None where the bundle has no uncertainty record."""
+    record, probes, classifier = bundle.manifest.uncertainty, bundle.probes, bundle.manifest.classifier
+    if record is None:
+        return None
+    assert probes.reference_mean is not None, "its reader wants the tensors with the record"
+    assert probes.reference_whitening is not None, "its reader wants the tensors with the record"
+    away = float(distance(trajectory, probes.reference_mean, probes.reference_whitening))
+    if record.interval is None:
+        return Uncertain(away, None)
+    weight = np.array(classifier.weight, np.float64)
+    half = record.interval.half_width(float(signals @ weight) + classifier.intercept, away)
+    low, high = (float(risk(signals, weight, classifier.intercept + side)) for side in (half, -half))
+    return Uncertain(away, (low, high))

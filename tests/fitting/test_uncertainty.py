@@ -1,0 +1,114 @@
+"""The reference and the interval hold what they say, on rows that they never saw."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from service.fitting.folds import group_folds
+from service.fitting.uncertainty import OUTSIDE_SHARE, Reference, fit_interval, fit_reference
+from service.uncertainty import distance
+
+LAYERS = 20
+
+
+def trajectories(rng: np.random.Generator, count: int, shift: float = 0.0) -> np.ndarray:
+    """Correlated layers of growing scale, [n, m]."""
+    walk = np.cumsum(rng.normal(size=(count, LAYERS)) + shift, axis=1) + rng.normal(size=(count, LAYERS))
+    return walk * np.exp(np.linspace(0, 3, LAYERS))
+
+
+def reference(rows: np.ndarray, seed: int, folds: int = 5) -> Reference:
+    label = np.arange(len(rows)) % 2
+    return fit_reference(rows[None], label, np.arange(len(rows)), folds, (seed,))
+
+
+@pytest.mark.parametrize("count", [120, 1000])
+def test_one_fresh_row_in_a_hundred_lies_outside(count: int) -> None:
+    """A cutoff from distances to a reference that the rows are part of would flag several times as many at 120 rows."""
+    rng = np.random.default_rng(count)
+    fresh, other = trajectories(rng, 5000), trajectories(rng, 500, shift=2.0)
+    found, elsewhere = [], []
+    for seed in range(20):
+        made = reference(trajectories(rng, count), seed)
+        found.append(np.mean(distance(fresh, made.mean, made.whitening) >= 1))
+        elsewhere.append(np.mean(distance(other, made.mean, made.whitening) >= 1))
+    assert 0.6 * OUTSIDE_SHARE < np.mean(found) < 1.4 * OUTSIDE_SHARE
+    assert np.mean(elsewhere) > 0.5
+
+
+def test_a_change_of_the_pattern_alone_lies_outside() -> None:
+    """The same depth mean, and each layer within its range: only the covariance tells."""
+    rng = np.random.default_rng(1)
+    made = reference(trajectories(rng, 1000), 0)
+    rows = trajectories(rng, 500)
+    shuffled = np.stack([rng.permutation(column) for column in rows.T], axis=1)
+    assert np.mean(distance(rows, made.mean, made.whitening) >= 1) < 0.03
+    assert np.mean(distance(shuffled, made.mean, made.whitening) >= 1) > 0.5
+
+
+def test_the_rows_distances_are_by_folds_that_lack_them() -> None:
+    rng = np.random.default_rng(2)
+    rows = trajectories(rng, 100)
+    rows[7] += 1e4
+    made = reference(rows, 0)
+    label, group = np.arange(100) % 2, np.arange(100)
+    ((train, _),) = [pair for pair in group_folds(label, group, np.arange(100), 5, 0) if 7 in pair[1]]
+    assert 7 not in train
+    assert made.distance[0, 7] > 50 * np.median(made.distance)
+
+
+def test_a_layer_that_never_varies_is_left_out() -> None:
+    rng = np.random.default_rng(3)
+    rows = trajectories(rng, 300)
+    rows[:, 4] = 0.25
+    made = reference(rows, 0)
+    moved = rows[:5].copy()
+    moved[:, 4] += 9.0
+    assert distance(moved, made.mean, made.whitening) == pytest.approx(
+        distance(rows[:5], made.mean, made.whitening), rel=1e-9
+    )
+
+
+def test_few_rows_place_no_small_quantile() -> None:
+    made = reference(trajectories(np.random.default_rng(4), 40), 0)
+    assert made.share == pytest.approx(1 / 41)
+    assert made.distance.max() == 1
+
+
+def spread(rng: np.random.Generator, deviation: np.ndarray, folds: int, seeds: int) -> np.ndarray:
+    """Risks [seeds, n] of fits that lack one fold each, where fits on other rows have ``deviation`` [n] in log odds."""
+    z = np.linspace(-3, 3, len(deviation))
+    return 1 / (1 + np.exp(z + rng.normal(size=(seeds, len(z))) * deviation / np.sqrt(folds - 1)))
+
+
+def test_the_half_width_is_that_of_another_training() -> None:
+    """Two trainings differ by a deviation of sqrt(2) times their own."""
+    rng = np.random.default_rng(5)
+    away = np.repeat(np.linspace(0.2, 0.9, 20), 300)
+    rng.shuffle(away)
+    made = Reference(np.zeros(1), np.eye(1), away[None])
+    z = np.linspace(-3, 3, 6000)
+    deviation = np.sqrt(0.01 + 0.04 * z**2 + 0.25 * away**2)
+    found = fit_interval(spread(rng, deviation, 5, 3), made, 5)
+    assert found is not None
+    assert found.fits == 15
+    half = np.array([found.half_width(*pair) for pair in zip(z, away, strict=True)])
+    assert half / (1.96 * np.sqrt(2) * deviation) == pytest.approx(1, rel=0.15)
+    other = z + rng.normal(size=6000) * deviation
+    own = z + rng.normal(size=6000) * deviation
+    half = np.array([found.half_width(*pair) for pair in zip(own, away, strict=True)])
+    assert np.mean(np.abs(own - other) <= half) == pytest.approx(0.95, abs=0.015)
+
+
+def test_one_seed_has_no_interval() -> None:
+    made = Reference(np.zeros(1), np.eye(1), np.full((1, 50), 0.5))
+    assert fit_interval(np.full((1, 50), 0.3), made, 5) is None
+
+
+def test_fits_that_agree_and_risks_at_the_ends_give_finite_widths() -> None:
+    made = Reference(np.zeros(1), np.eye(1), np.full((1, 50), 0.5))
+    for risks in (np.full((2, 50), 0.3), np.tile([0.0, 1.0], (2, 25))):
+        found = fit_interval(risks, made, 5)
+        assert found is not None
+        assert np.isfinite(found.half_width(0.0, 1.0))
