@@ -15,12 +15,13 @@ from typing import Any, Final, Literal
 
 from probes_store.errors import BadValue, DigestMismatch, MissingField, Truncated, UnknownField, WrongShape
 from probes_store.guarantee import Guarantee, check_guarantee
+from probes_store.recalibration import Recalibration, check_recalibration
 from probes_store.strict import canonical_json, parse_json, read_record, readable_json
 from probes_store.uncertainty import Uncertainty, check_uncertainty
 
 FORMAT: Final = "hallutracer-bundle"
 FORMAT_VERSION: Final = 1  # of a bundle with none of these
-OPTIONAL: Final = {"guarantee": 2, "uncertainty": 3}  # field -> the format version that brought it
+OPTIONAL: Final = {"guarantee": 2, "uncertainty": 3, "recalibration": 3}  # field -> the format version that brought it
 UNSET_TIME = "1970-01-01T00:00:00Z"
 MAX_FILE = 64 * 1024 * 1024  # bytes of any file: a file is read whole
 MANIFEST = "bundle.json"
@@ -133,6 +134,7 @@ class Manifest:
     threshold: float  # Youden's J on out-of-fold training risks; with a guarantee, the one that it is about
     guarantee: Guarantee | None = None  # these: ``OPTIONAL``
     uncertainty: Uncertainty | None = None
+    recalibration: Recalibration | None = None
     training: TrainingRecord
     files: dict[str, FileRecord] = dataclasses.field(default_factory=dict)  # relative name -> size and hash
 
@@ -304,6 +306,8 @@ def check_fields(manifest: Manifest, file: str = MANIFEST) -> None:
         check_guarantee(guarantee, manifest.threshold, require)
     if manifest.uncertainty is not None:
         check_uncertainty(manifest.uncertainty, require)
+    if manifest.recalibration is not None:
+        check_recalibration(manifest.recalibration, require)
     _check_training(training, require)
     _check_files(manifest, file, require)
 

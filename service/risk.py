@@ -12,6 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from probes_store.manifest import Manifest
+
 Floats = NDArray[np.floating]
 
 
@@ -60,3 +62,12 @@ def risk(signals: Floats, weight: Floats, intercept: float) -> NDArray[np.float6
     z = np.asarray(signals, np.float64) @ np.asarray(weight, np.float64) + intercept
     tail = np.exp(-np.abs(z))
     return np.asarray(np.where(z > 0, tail, 1.0) / (1.0 + tail))
+
+
+def served_risk(signals: Floats, manifest: Manifest, moved: float = 0.0) -> NDArray[np.float64]:
+    """The risk that a bundle serves, its classifier's or what recalibration makes of it: signals [..., k] -> [...].
+
+    ``moved`` is added to z = w . x + c: an end of the risk's interval.
+    """
+    value = risk(signals, np.array(manifest.classifier.weight), manifest.classifier.intercept + moved)
+    return value if manifest.recalibration is None else manifest.recalibration(value)

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from probes_store.bundle import Bundle
 from probes_store.golden import check_golden
 from probes_store.identity import check_identity
+from probes_store.recalibration import least_reaching
 from service.engines.base import (
     FIRST_COME,
     Completion,
@@ -37,8 +38,10 @@ from service.errors import NonFiniteReadout
 from service.guard import DECISIONS, GATE, Decision, Policy, Verdict, judge
 from service.prompts import Message, as_prompt_format, render
 from service.readout import Probes, Site
-from service.risk import depth_mean, risk
+from service.risk import depth_mean, served_risk
 from service.uncertainty import Uncertain, uncertain
+
+_ROUNDING = 1e-9  # of a recalibrated risk, relative
 
 
 @dataclass(frozen=True)
@@ -80,7 +83,6 @@ class Scorer:
         self.prompt_format = as_prompt_format(bundle.manifest.prompt_format)
         self.probes = Probes.of(Site(bundle.manifest.readout.site), bundle.probes)
         self._signals = bundle.manifest.signals
-        self._weight = np.array(bundle.manifest.classifier.weight, np.float64)
         self.needs_first_token = bundle.manifest.needs_first_token
         reports = self.score(bundle.golden.prompts())
         trajectories = np.stack([report.trajectory for report in reports])
@@ -161,12 +163,14 @@ class Scorer:
         It only saves work: the decision is ``judge``'s.  At threshold 1 there is nothing to save, since only a risk
         that was rounded to 1 reaches it.
         """
-        threshold = self.threshold(policy)
+        manifest, threshold = self.bundle.manifest, self.threshold(policy)
+        if manifest.recalibration is not None:  # the engine compares the classifier's own risk; rather too late
+            threshold = least_reaching(manifest.recalibration, threshold) * (1 + _ROUNDING)
         if DECISIONS[policy.action] is Decision.CONTINUE or threshold >= 1.0:
             return None
-        weight = dict(zip(self._signals, self._weight.tolist(), strict=True))
+        weight = dict(zip(self._signals, manifest.classifier.weight, strict=True))
         depth, probability, entropy = (weight.get(name, 0.0) for name in ("depth_mean", "log_max_prob", "entropy"))
-        return Gate((depth, probability, entropy), self.bundle.manifest.classifier.intercept, threshold)
+        return Gate((depth, probability, entropy), manifest.classifier.intercept, threshold)
 
     def judge(self, result: PrefillResult, policy: Policy, *, cached_tokens: int = 0) -> RiskReport:
         """The one place where a risk becomes a decision.  This bundle's trajectory is the result's first.
@@ -177,7 +181,7 @@ class Scorer:
         trajectory = result.trajectories[0]
         mean = float(depth_mean(trajectory))
         vector = signal_vector(mean, result.first_token, self._signals)
-        value = float(risk(vector, self._weight, self.bundle.manifest.classifier.intercept))
+        value = float(served_risk(vector, self.bundle.manifest))
         if not np.isfinite(value):
             raise NonFiniteReadout("the forward pass gave a NaN or an infinity at the answer onset; no risk is served")
         known = uncertain(self.bundle, trajectory, vector)

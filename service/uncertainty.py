@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from probes_store.bundle import Bundle
 from probes_store.uncertainty import OUTSIDE
-from service.risk import Floats, risk
+from service.risk import Floats, served_risk
 
 
 def distance(trajectory: Floats, mean: Floats, whitening: Floats) -> NDArray[np.float64]:
@@ -46,5 +46,5 @@ def uncertain(bundle: Bundle, trajectory: Floats, signals: Floats) -> Uncertain 
         return Uncertain(away, None)
     weight = np.array(classifier.weight, np.float64)
     half = record.interval.half_width(float(signals @ weight) + classifier.intercept, away)
-    low, high = (float(risk(signals, weight, classifier.intercept + side)) for side in (half, -half))
+    low, high = (float(served_risk(signals, bundle.manifest, side)) for side in (half, -half))
     return Uncertain(away, (low, high))

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from probes_store.bundle import Bundle
 from probes_store.errors import GoldenMismatch, WrongModel
 from probes_store.manifest import Classifier
+from probes_store.recalibration import Recalibration
 from probes_store.tensors import Golden
 from service.engines.base import Gate, Sampling
 from service.engines.scheduler import Scheduled
@@ -20,7 +23,8 @@ from service.readout import Probes, Site
 from service.risk import depth_mean, risk, truth_logits
 from service.scoring import Scorer
 from tests.engine_kinds import KINDS, engine_of
-from tests.matching import GOLDEN, INTERCEPT, WEIGHT, matching_bundle
+from tests.matching import GOLDEN, INTERCEPT, WEIGHT, matching_bundle, matching_draft
+from tests.probes_store.factory import write_bundle
 from tests.scripted_engine import ScriptedEngine
 
 
@@ -174,3 +178,60 @@ def test_weights_go_to_their_signals(tmp_path: Path, script: ScriptedEngine) -> 
     reports = scorer.score_or_continue(ids, Sampling(), GATE.at(middle))
     assert sum(report.completion is None for report in reports) == 10
     engine.close()
+
+
+RECALIBRATIONS = (
+    Recalibration("platt", 0.5, 0.5, -1.0),
+    Recalibration("beta", 0.2, 3.0, 0.5),
+    Recalibration("isotonic", knots=(0.0, 0.3, 0.6, 1.0), values=(0.05, 0.1, 0.7, 0.9)),
+)
+
+
+def recalibrated_bundle(script: ScriptedEngine, folder: Path, recalibration: Recalibration) -> Bundle:
+    draft = matching_draft(script, "tiny", 0)
+    draft.manifest = replace(draft.manifest, recalibration=recalibration)
+    draft.golden = replace(draft.golden, risk=recalibration(draft.golden.risk))
+    return write_bundle(draft, folder / "mapped")
+
+
+@pytest.mark.parametrize("recalibration", RECALIBRATIONS, ids=lambda one: str(one.method))
+def test_a_recalibrated_risk_is_served_gated_and_replayed(
+    tmp_path: Path, script: ScriptedEngine, recalibration: Recalibration
+) -> None:
+    plain = Scorer(Scheduled(script), matching_bundle(script, tmp_path))
+    scorer = Scorer(Scheduled(script), recalibrated_bundle(script, tmp_path, recalibration))
+    ids = [scorer.render(prompt=f"prompt {n}") for n in range(20)]
+    raw, served = plain.score(ids), scorer.score(ids)
+    expected = [float(recalibration(report.risk)) for report in raw]
+    assert [report.risk for report in served] == pytest.approx(expected, rel=1e-12)
+    assert [report.depth_mean for report in served] == [report.depth_mean for report in raw]
+    middle = sorted(report.risk for report in served)[10]
+    answered = scorer.score_or_continue(ids, Sampling(), GATE.at(middle))
+    assert [report.completion is None for report in answered] == [report.risk >= middle for report in served]
+    wrong = replace(scorer.bundle, manifest=replace(scorer.bundle.manifest, recalibration=None))
+    with pytest.raises(GoldenMismatch):
+        Scorer(Scheduled(script), wrong)
+
+
+@pytest.mark.parametrize("recalibration", RECALIBRATIONS, ids=lambda one: str(one.method))
+def test_the_engines_gate_is_on_the_classifiers_own_scale(
+    tmp_path: Path, script: ScriptedEngine, recalibration: Recalibration
+) -> None:
+    """It closes where the recalibrated risk reaches the threshold, and never before."""
+    scorer = Scorer(Scheduled(script), recalibrated_bundle(script, tmp_path, recalibration))
+    for threshold in (0.12, 0.5, 0.66):
+        gate = scorer.gate(GATE.at(threshold))
+        assert gate is not None
+        assert float(recalibration(gate.threshold)) == pytest.approx(threshold, rel=1e-6)
+        assert recalibration(gate.threshold) >= threshold
+    never = scorer.gate(GATE.at(0.95))
+    assert never is None if recalibration.knots else never is not None
+
+
+def test_nan_is_no_risk_of_a_recalibrated_bundle_either(tmp_path: Path, script: ScriptedEngine) -> None:
+    for recalibration in RECALIBRATIONS:
+        scorer = Scorer(Scheduled(script), recalibrated_bundle(script, tmp_path / recalibration.method, recalibration))
+        script.nan_layer = 1
+        with pytest.raises(NonFiniteReadout):
+            scorer.score([[256, 65]])
+        script.nan_layer = None

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from probes_store.bundle import Bundle
+from probes_store.recalibration import Recalibration
 from service.risk import risk
 from service.uncertainty import distance, uncertain
 from tests.probes_store.factory import make_draft, write_bundle
@@ -61,3 +62,15 @@ def test_without_refits_there_is_a_distance_and_no_interval(tmp_path: Path) -> N
 
 def test_a_bundle_without_a_record_tells_nothing(tmp_path: Path) -> None:
     assert uncertain(write_bundle(make_draft(), tmp_path / "b"), np.zeros(3), np.zeros(1)) is None
+
+
+def test_the_ends_of_the_interval_are_recalibrated_as_the_risk_is(tmp_path: Path, bundle: Bundle) -> None:
+    recalibration = Recalibration("beta", 0.5, 2.0, -0.4)
+    mapped = write_bundle(draft(recalibration=recalibration), tmp_path / "mapped")
+    for mean in (-1.0, 0.3):
+        plain, found = (uncertain(one, np.full(3, 0.6), np.array([mean])) for one in (bundle, mapped))
+        assert plain is not None
+        assert plain.interval is not None
+        assert found is not None
+        assert found.interval == pytest.approx([float(recalibration(end)) for end in plain.interval])
+        assert found.distance == plain.distance

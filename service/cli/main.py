@@ -13,7 +13,7 @@ from cyclopts import App, CycloptsError
 
 from probes_store.errors import BundleError
 from service import __version__
-from service.cli import bundle, calibrate, data, demo, diagnose, evaluate, score, serve, train
+from service.cli import bundle, calibrate, data, demo, diagnose, evaluate, recalibrate, score, serve, train
 from service.cli.options import UsageError
 from service.cli.output import print_line
 from service.errors import HalluTracerError
@@ -31,6 +31,7 @@ COMMANDS: dict[str, Any] = {  # name -> function, or for a group its help and co
     "score": score.score,
     "train": train.train,
     "calibrate": calibrate.calibrate,
+    "recalibrate": recalibrate.recalibrate,
     "evaluate": evaluate.evaluate,
     "diagnose": diagnose.diagnose,
     "bundle": bundle.COMMANDS,

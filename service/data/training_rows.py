@@ -97,7 +97,7 @@ def read_dataset(path: Path, labels: Labels, *, folds: int | None) -> Dataset:
                 label=value["label"] if labels == "given" else None,
                 answers=tuple(value.get("answers", ())) if labels == "generate" else (),
                 strata={key: str(value[key]) for key in STRATA if value.get(key) is not None},
-                prompt_digest=_prompt_digest(value),
+                prompt_digest=prompt_digest(value),
             )
         )
     problems += _across(rows)
@@ -195,7 +195,8 @@ def _across(rows: list[Row]) -> Iterator[str]:
             )
 
 
-def _prompt_digest(value: dict[str, Any]) -> bytes:
+def prompt_digest(value: dict[str, Any]) -> bytes:
+    """Of an object's ``prompt`` or ``messages``."""
     # A prompt and a conversation of one user turn with the same words are the same prompt.
     turns = value["messages"] if "messages" in value else [{"role": "user", "content": value["prompt"]}]
     canonical = json.dumps(turns, sort_keys=True)

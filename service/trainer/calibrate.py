@@ -22,23 +22,19 @@ from probes_store.durable import atomic_write
 from probes_store.guarantee import CLOSED, Guarantee
 from probes_store.manifest import DType
 from probes_store.store import Store
-from service.data.labels import check_answers
 from service.data.run_folder import locked
-from service.data.training_rows import Dataset, read_dataset
+from service.data.training_rows import Dataset
 from service.engines.base import Engine
 from service.errors import NoThreshold, RunMismatch, TrainingError
-from service.fitting.calibration import signal_matrix
 from service.fitting.nested_cv import rounded
 from service.fitting.promise import Profile, Promise, least_groups, profile, risk_control, sequence_of
 from service.fitting.promise import calibrate as test_sequence
 from service.prompts import as_prompt_format
-from service.readout import Probes, Site
-from service.risk import risk
 from service.scoring import Scorer
-from service.trainer.ledger import Marks, calibrations, check_unspent, seen_by
+from service.trainer.ledger import Marks, check_unspent, seen_by, spent_sets
+from service.trainer.new_rows import QUESTION, NewRows, draft_of, read_new_rows, risks_of
 from service.trainer.options import CalibrateOptions, Console
-from service.trainer.prepare import Preparation, PreparedData, prepare
-from service.trainer.publish import trajectories
+from service.trainer.prepare import PreparedData, prepare
 from service.trainer.statement import guaranteed_card, statement
 
 PILOT_SHARE = 4  # one of so many groups chooses the thresholds of a bundle that records none
@@ -49,16 +45,24 @@ class Plan:
     """What is going to be tested, on rows that were found to be new.  Made without a look at a label."""
 
     options: CalibrateOptions
-    bundle: Bundle
-    dataset: Dataset
-    preparation: Preparation
+    rows: NewRows
     gates: Profile | None  # by training's out-of-fold risks; None: a part of the calibration rows has to do
     done: Bundle | None = None  # the version that this very calibration has published already
 
     @property
+    def bundle(self) -> Bundle:
+        """That is calibrated."""
+        return self.rows.bundle
+
+    @property
+    def dataset(self) -> Dataset:
+        """The calibration rows."""
+        return self.rows.dataset
+
+    @property
     def question(self) -> dict[str, Any]:
         """What is asked of the rows: asked again, it has the same answer."""
-        options, preparation = self.options, self.preparation
+        options, preparation = self.options, self.rows.preparation
         judge = preparation.judge.described() if preparation.labels == "generate" else None
         return {
             "alphas": list(options.alphas), "delta": options.delta, "seed": options.seed,
@@ -83,26 +87,15 @@ def plan(options: CalibrateOptions, store: Store) -> Plan:
 
     Raises DataError, TrainingError (too few groups; the bundle's rows are not known), and what the store raises.
     """
-    bundle = store.load(options.bundle)
-    name, training = options.name or bundle.manifest.name, bundle.manifest.training
-    if name == bundle.manifest.name and bundle.path.parent.parent.resolve() != store.root.resolve():
-        raise TrainingError(
-            f"{bundle.reference} is not in {store.root.name}, and a version there would hide it: publish under another "
-            "name (--new-name)",
-            param="name",
-        )
-    evaluation = bundle.evaluation()
-    preparation = options.preparation(training.labels, training.judge, Site(bundle.manifest.readout.site))
-    dataset = read_dataset(options.data, preparation.labels, folds=None)
-    if preparation.labels == "generate":
-        check_answers(dataset, preparation.judge)
+    rows = read_new_rows(options, options.data, store)
+    bundle, evaluation, dataset = rows.bundle, rows.evaluation, rows.dataset
     gates = evaluation["out_of_fold"].get("gates") if "out_of_fold" in evaluation else None
-    made = Plan(options, bundle, dataset, preparation, None if gates is None else Profile(**_tuples(gates)))
+    made = Plan(options, rows, None if gates is None else Profile(**_tuples(gates)))
     seen = list(seen_by(bundle, evaluation, options.trained_on))
-    for version, record in calibrations(store, bundle):
-        if record["data"]["digest"] == dataset.digest and record["question"] == made.question:
+    for what, version, record in spent_sets(store, bundle):
+        if record["data"]["digest"] == dataset.digest and record.get("question") == made.question:
             return replace(made, done=version)
-        seen.append((f"the rows that the calibration of {version.reference} has spent", Marks.read(record["spent"])))
+        seen.append((f"the rows that the {what} of {version.reference} has spent", Marks.read(record["spent"])))
     check_unspent(dataset, seen)
     least = least_groups(max(options.alphas), made.each_delta)
     if made.groups < least:
@@ -158,10 +151,9 @@ def carry_out(made: Plan, engine: Engine, store: Store, console: Console) -> Bun
     """Score, test, publish.  Raises as ``calibrate`` does."""
     Scorer(engine, made.bundle)  # this model's bundle, and it reads what it should
     prompt_format = as_prompt_format(made.bundle.manifest.prompt_format)
-    folder = f"calibration-{made.dataset.digest.removeprefix('sha256:')[:12]}"
-    data = prepare(engine, made.dataset, made.preparation, prompt_format, folder, folds=None)
-    _note_question(made, made.preparation.run_dir / folder)
-    value, label, group = _risks(made.bundle, data), data.inputs.label, data.inputs.group
+    data = prepare(engine, made.dataset, made.rows.preparation, prompt_format, made.rows.folder, folds=None)
+    _note_question(made, made.options.run_dir / made.rows.folder)
+    value, label, group = risks_of(made.bundle, data), data.inputs.label, data.inputs.group
     gates, tested = made.gates, np.arange(len(label))
     if gates is None:
         pilot = _pilot(group, made.options.seed)
@@ -215,14 +207,6 @@ def _missing(promise: Promise, rows: int) -> str:
     )
 
 
-def _risks(bundle: Bundle, data: PreparedData) -> NDArray[np.float64]:
-    """The bundle's risk of each labelled row, as it would be served: [n]."""
-    manifest, inputs = bundle.manifest, data.inputs
-    logits = trajectories(inputs.readouts, Probes.of(Site(manifest.readout.site), bundle.probes))
-    signals = signal_matrix(logits, inputs.first_token, manifest.signals)
-    return risk(signals, np.array(manifest.classifier.weight), manifest.classifier.intercept)
-
-
 def _pilot(group: NDArray[np.integer], seed: int) -> NDArray[np.bool_]:
     """Rows of the groups that choose the thresholds: [n]."""
     names = np.random.default_rng([seed, 1]).permutation(np.unique(group))
@@ -231,7 +215,7 @@ def _pilot(group: NDArray[np.integer], seed: int) -> NDArray[np.bool_]:
 
 def _note_question(made: Plan, folder: Path) -> None:
     """Keep what is asked beside the rows, before it is answered.  Raises RunMismatch: it was something else before."""
-    path = folder / "question.json"
+    path = folder / QUESTION
     if path.exists() and (before := json.loads(path.read_text(encoding="utf-8"))) != made.question:
         changed = ", ".join(f"{key} = {before.get(key)!r}" for key in before if before[key] != made.question.get(key))
         raise RunMismatch(
@@ -271,7 +255,7 @@ def _guarantee(
         seed=made.options.seed,
         statement="",
     )
-    text = statement(guarantee, made.bundle.manifest, made.preparation.max_new_tokens)
+    text = statement(guarantee, made.bundle.manifest, made.rows.preparation.max_new_tokens)
     return replace(guarantee, statement=text)
 
 
@@ -317,10 +301,7 @@ def _draft(made: Plan, guarantee: Guarantee, record: dict[str, Any]) -> BundleDr
     )
     evaluation = bundle.evaluation()
     evaluation["calibrations"] = [*evaluation.get("calibrations", []), record]
-    plots = {name.removeprefix("plots/"): (bundle.path / name).read_bytes() for name in manifest.files if "/" in name}
-    return BundleDraft(
-        manifest, bundle.probes, bundle.golden, evaluation, guaranteed_card(bundle.card(), manifest), plots
-    )
+    return draft_of(bundle, manifest, evaluation, guaranteed_card(bundle.card(), manifest))
 
 
 def _tuples(document: dict[str, Any]) -> dict[str, Any]:

@@ -307,7 +307,7 @@ def _limits(training: TrainingRecord) -> str:
     return (
         "## Limits\n\n"
         f"- The risk is calibrated for prompts like the training rows, of which {share:.1%} are hallucinated. Where "
-        "the share or the kind of prompt differs, rank by it, and calibrate again before reading it as a probability.\n"
+        "the share or the kind of prompt differs, rank by it; `hallutracer recalibrate` makes it a probability again.\n"
         "- It speaks of the model's state before the answer, not of the answer: a model can state a falsehood that it "
         "represents as true.\n"
         "- A signal may follow the sort of question and not the model's knowledge: compare the `within` columns.\n"

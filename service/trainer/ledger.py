@@ -1,4 +1,4 @@
-"""Which rows a bundle has seen: those it was fitted and tested on, and the calibration sets that it has spent.
+"""Which rows a bundle has seen: those it was fitted and tested on, and the sets that (re)calibrations have spent.
 
 A promise rests on rows that took part in nothing else, so evaluation.json keeps marks of all of them: digests of the
 prompts and of the groups' names, no text.  A mark is 64 bits; that two of a million rows share one by chance has a
@@ -73,22 +73,24 @@ def seen_by(bundle: Bundle, evaluation: Mapping[str, Any], trained_on: Sequence[
     for what, digest in wanted.items():
         if digest not in {dataset.digest for dataset in files}:
             raise TrainingError(
-                f"{bundle.reference} does not record which rows it has seen, so nobody could tell whether the "
-                f"calibration rows are new: name its {what} file ({digest}) with --trained-on",
+                f"{bundle.reference} does not record which rows it has seen, so nobody could tell whether these "
+                f"rows are new: name its {what} file ({digest}) with --trained-on",
                 param="trained_on",
             )
 
 
-def calibrations(store: Store, bundle: Bundle) -> list[tuple[Bundle, dict[str, Any]]]:
-    """Every calibration of these probes in the store, by the first version that records it."""
+def spent_sets(store: Store, bundle: Bundle) -> list[tuple[str, Bundle, dict[str, Any]]]:
+    """Every calibration and recalibration of these probes: which, the first version with it, its record."""
     probes = bundle.manifest.files[PROBES].sha256
-    found: dict[str, tuple[Bundle, dict[str, Any]]] = {}
+    found: dict[tuple[str, str], tuple[str, Bundle, dict[str, Any]]] = {}
     for summary in store.list():
         if summary.manifest is None or summary.manifest.files[PROBES].sha256 != probes:
             continue
         version = store.load(summary.reference)
-        for record in version.evaluation().get("calibrations", []):
-            found.setdefault(record["data"]["digest"], (version, record))
+        evaluation = version.evaluation()
+        for what in ("calibration", "recalibration"):
+            for record in evaluation.get(f"{what}s", []):
+                found.setdefault((what, record["data"]["digest"]), (what, version, record))
     return list(found.values())
 
 

@@ -18,6 +18,8 @@ from service.fitting.options import C_GRID, DEPTH_MEAN, FIRST_TOKEN, ClassBalanc
 from service.readout import Site
 from service.trainer.prepare import Preparation
 
+ThresholdRule = Literal["map", "keep", "youden"]
+
 
 def parse_signals(text: str) -> tuple[Signal, ...]:
     """``depth_mean`` or ``depth_mean,first_token`` from the command line -> the manifest's names."""
@@ -71,8 +73,8 @@ class PromiseOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CalibrateOptions(PromiseOptions):
-    """One calibration of a published bundle."""
+class NewRowsOptions:
+    """Rows that a published bundle has never seen, and what is published from them."""
 
     bundle: str  # its reference
     run_dir: Path  # readouts and answers; resumes from here
@@ -83,7 +85,7 @@ class CalibrateOptions(PromiseOptions):
     abstain_pattern: str = ABSTAIN
     max_new_tokens: int = 48
     batch_rows: int = 32
-    dry_run: bool = False  # say what would be tested, and test nothing
+    dry_run: bool = False  # say what would be done, and look at no label
 
     def preparation(self, labels: Labels, judged_by: str | None, site: Site) -> Preparation:
         """How the rows become readouts and labels; the arguments are what the bundle records of its training.
@@ -106,6 +108,22 @@ class CalibrateOptions(PromiseOptions):
             max_new_tokens=self.max_new_tokens,
             batch_rows=self.batch_rows,
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class CalibrateOptions(PromiseOptions, NewRowsOptions):
+    """One calibration of a published bundle."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecalibrateOptions(NewRowsOptions):
+    """One recalibration of a published bundle for another base rate."""
+
+    data: Path  # labelled JSONL rows, drawn at random from the traffic
+    traffic: Path | None = None  # unlabelled: risks, or rows to be scored
+    threshold: ThresholdRule = "map"  # the same decisions; the same number; or chosen anew on the labelled rows
+    allow_other_shift: bool = False  # use the traffic although prior shift alone does not explain it
+    seed: int = 0  # of folds and draws
 
 
 @dataclass(frozen=True)

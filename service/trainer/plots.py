@@ -8,6 +8,7 @@ from __future__ import annotations
 import io
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 from matplotlib import rc_context
@@ -23,6 +24,7 @@ from service.fitting.plotting import BLUE, GREEN, GREY, ORANGE, PURPLE, STYLE, c
 from service.fitting.scores import auprc, coverage_curve, ece, equal_mass_bins, reliability, risk_auroc
 
 Floats = NDArray[np.float64]
+Numbers = TypeVar("Numbers")  # what a figure is drawn from
 
 _LINES = ((BLUE, "-"), (ORANGE, "--"), (GREEN, "-."), (PURPLE, ":"))
 _STYLE = STYLE | {
@@ -51,15 +53,15 @@ class PlotData:
 
 def draw(data: PlotData) -> dict[str, bytes]:
     """Every figure the data allow, file name -> PNG bytes."""
-    pages = {"layers.png": _png(_layers, data, wide=True)}
+    pages = {"layers.png": png(_layers, data, wide=True)}
     if data.risk:
         pages |= {
-            "coverage.png": _png(_coverage, data),
-            "precision_recall.png": _png(_precision_recall, data),
-            "reliability.png": _png(_reliability, data),
-            "roc.png": _png(_roc, data),
+            "coverage.png": png(_coverage, data),
+            "precision_recall.png": png(_precision_recall, data),
+            "reliability.png": png(_reliability, data),
+            "roc.png": png(_roc, data),
         }
-    return pages | {"trajectories.png": _png(_trajectories, data, wide=True)}
+    return pages | {"trajectories.png": png(_trajectories, data, wide=True)}
 
 
 def _roc(axes: Axes, data: PlotData) -> None:
@@ -153,7 +155,7 @@ def _layers(axes: Axes, data: PlotData) -> None:
     axes.legend(loc="upper left", ncols=3)
 
 
-def _png(plot: Callable[[Axes, PlotData], None], data: PlotData, *, wide: bool = False) -> bytes:
+def png(plot: Callable[[Axes, Numbers], None], data: Numbers, *, wide: bool = False) -> bytes:
     """Draw, then reduce to a palette: line drawings need few colours, and the file is a third of the size."""
     buffer, reduced = io.BytesIO(), io.BytesIO()
     with rc_context(_STYLE):

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 import service
 from probes_store.manifest import TrainingRecord
 from service.fitting.calibration import scale_shift
 from service.fitting.fit import Floats
 from service.fitting.group_statistics import effective_groups, largest_share
+from service.fitting.label_shift import Source
 from service.fitting.nested_cv import Evaluation, Inputs, layer_aurocs, name_of, rounded
 from service.fitting.promise import Profile
 from service.trainer.ledger import Marks
@@ -42,10 +47,12 @@ def evaluation_document(
     search: dict[str, float | None],
     nested: Evaluation | None,
     gates: Profile,
+    risks: Floats,
 ) -> dict[str, Any]:
     """evaluation.json: out_of_fold [seeds, n, m] and refitted [n, m] trajectories of the training rows.
 
-    ``search`` is the out-of-fold AUROC by value of C; ``gates`` is what thresholds would answer, by out-of-fold risks.
+    ``search`` is the out-of-fold AUROC by value of C; ``gates`` is what thresholds would answer, by the
+    out-of-fold ``risks`` [n].
     """
     layers, means = layer_aurocs(data.inputs.label, out_of_fold)
     shift = scale_shift(out_of_fold.mean(axis=-1), refitted.mean(axis=-1), data.inputs.label)
@@ -63,6 +70,7 @@ def evaluation_document(
             "depth_mean_auroc": rounded(float(means.mean())),
             "depth_mean_cross_fitted_and_refitted": rounded(shift),
             "gates": asdict(gates),
+            "risks": risks_document(risks, data.inputs.label, data.inputs.group),
         },
         "rows_seen": {"training": Marks.of(data.dataset).document()},
         "signal_of_the_bundle": name_of(options.signals, options.logit_scale),
@@ -70,6 +78,25 @@ def evaluation_document(
     if nested is not None:
         document["cross_validation"] = nested.document
     return document
+
+
+def risks_document(risk: Floats, label: NDArray[np.integer], group: NDArray[np.integer]) -> dict[str, str]:
+    """Risk, class and group of each row [n]: texts, since lists would take a line for each number."""
+    numbers = np.unique(group, return_inverse=True)[1]
+    return {
+        "risk": " ".join(f"{value:.6f}" for value in risk),
+        "hallucinated": " ".join(str(1 - int(value)) for value in label),
+        "group": " ".join(map(str, numbers.tolist())),
+    }
+
+
+def read_risks(document: Mapping[str, str]) -> Source:
+    """What ``risks_document`` wrote."""
+    return Source(
+        np.array(document["risk"].split(), np.float64),
+        1 - np.array(document["hallucinated"].split(), np.int64),
+        np.array(document["group"].split(), np.int64),
+    )
 
 
 def plot_data(

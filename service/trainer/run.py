@@ -123,8 +123,9 @@ def _draft(
     if reference is not None:
         interval = None if nested is None else fit_interval(nested.risk[own], reference, options.folds)
         uncertainty = uncertainty_record(reference, interval)
-    answering = profile(inputs.label, classifier.risk(signals[: len(rows)]), inputs.group)  # of the first seed
-    document = evaluation_document(options, data, out_of_fold, refitted, choice.auroc, nested, answering)
+    risks = classifier.risk(signals[: len(rows)])  # of the first seed
+    answering = profile(inputs.label, risks, inputs.group)
+    document = evaluation_document(options, data, out_of_fold, refitted, choice.auroc, nested, answering, risks)
     if held is not None:
         document["rows_seen"]["held-out"] = Marks.of(held.dataset).document()
         logits = trajectories(held.inputs.readouts, probes)

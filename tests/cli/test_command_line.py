@@ -30,7 +30,7 @@ def test_the_commands_are_those_of_the_readme() -> None:
     assert {
         "serve", "score", "train", "bundle list", "bundle show", "bundle compare", "bundle verify", "bundle alias",
         "demo info", "demo questions", "demo retrieval", "demo build", "data convert", "data list", "data mix",
-        "data audit", "evaluate", "diagnose", "calibrate",
+        "data audit", "evaluate", "diagnose", "calibrate", "recalibrate",
     } == COMMANDS  # fmt: skip
 
 
@@ -40,7 +40,7 @@ def test_help_prints(capsys: pytest.CaptureFixture[str], path: str, flag: str) -
     assert run(*path.split(), flag) == 0
     printed = capsys.readouterr().out
     assert "Usage" in printed
-    if path in ("score", "train", "calibrate", "evaluate", "diagnose", "serve"):
+    if path in ("score", "train", "calibrate", "recalibrate", "evaluate", "diagnose", "serve"):
         assert f"  hallutracer {path} " in printed  # an example
         for word in ("HALLUTRACER_CONFIG", "[default: ") if path != "diagnose" else ():
             assert word in " ".join(printed.split())
@@ -69,6 +69,8 @@ def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["calibrate", "--bundle", "demo"], "--data"),
         (["calibrate", "--data", "x.jsonl"], "--bundle"),
         (["calibrate", "--data", "x.jsonl", "--bundle", "demo", "--alpha", ".1,2"], "--alpha"),
+        (["recalibrate", "--bundle", "demo"], "--data"),
+        (["recalibrate", "--data", "x.jsonl"], "--bundle"),
         (["score"], "--input"),
         (["score", "a", "--model", "somewhere"], "hallutracer train"),
         (["score", "a", "--engine-arg", "x"], "NAME=VALUE"),

@@ -1,0 +1,85 @@
+"""Rows that a published bundle has never seen: reading them, scoring them, and publishing the bundle anew."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from probes_store.bundle import Bundle, BundleDraft
+from probes_store.manifest import Manifest
+from probes_store.store import Store
+from probes_store.tensors import Golden
+from service.data.labels import check_answers
+from service.data.training_rows import Dataset, read_dataset
+from service.errors import TrainingError
+from service.fitting.calibration import signal_matrix
+from service.readout import Probes, Site
+from service.risk import served_risk
+from service.trainer.options import NewRowsOptions
+from service.trainer.prepare import Preparation, PreparedData
+from service.trainer.publish import trajectories
+
+QUESTION = "question.json"  # in the folder of the rows: what they were asked, once a label was looked at
+
+
+@dataclass(frozen=True, eq=False)
+class NewRows:
+    """A bundle and a file of rows for it; whether they are new to it is not checked yet."""
+
+    bundle: Bundle
+    evaluation: dict[str, Any]
+    dataset: Dataset
+    preparation: Preparation
+
+    @property
+    def folder(self) -> str:
+        """Of the rows, in the run folder: calibration and recalibration share it, so that neither hides the other."""
+        return f"calibration-{self.dataset.digest.removeprefix('sha256:')[:12]}"
+
+
+def read_new_rows(options: NewRowsOptions, data: Path, store: Store, *, folds: int | None = None) -> NewRows:
+    """Check everything that needs no model; ``folds`` as in ``read_dataset``.
+
+    Raises DataError, TrainingError, and what the store raises.
+    """
+    bundle = store.load(options.bundle)
+    name, training = options.name or bundle.manifest.name, bundle.manifest.training
+    if name == bundle.manifest.name and bundle.path.parent.parent.resolve() != store.root.resolve():
+        raise TrainingError(
+            f"{bundle.reference} is not in {store.root.name}, and a version there would hide it: publish under another "
+            "name (--new-name)",
+            param="name",
+        )
+    preparation = options.preparation(training.labels, training.judge, Site(bundle.manifest.readout.site))
+    dataset = read_dataset(data, preparation.labels, folds=folds)
+    if preparation.labels == "generate":
+        check_answers(dataset, preparation.judge)
+    return NewRows(bundle, bundle.evaluation(), dataset, preparation)
+
+
+def risks_of(bundle: Bundle, data: PreparedData) -> NDArray[np.float64]:
+    """The bundle's risk of each labelled row, as it would be served: [n]."""
+    manifest, inputs = bundle.manifest, data.inputs
+    logits = trajectories(inputs.readouts, Probes.of(Site(manifest.readout.site), bundle.probes))
+    return served_risk(signal_matrix(logits, inputs.first_token, manifest.signals), manifest)
+
+
+def draft_of(
+    bundle: Bundle,
+    manifest: Manifest,
+    evaluation: dict[str, Any],
+    card: str,
+    *,
+    golden: Golden | None = None,
+    plots: Mapping[str, bytes] | None = None,
+) -> BundleDraft:
+    """The bundle's probes and plots with another manifest, evaluation and card; ``plots`` are further ones."""
+    own = {
+        name.removeprefix("plots/"): (bundle.path / name).read_bytes() for name in bundle.manifest.files if "/" in name
+    }
+    return BundleDraft(manifest, bundle.probes, golden or bundle.golden, evaluation, card, own | dict(plots or {}))

@@ -1,0 +1,262 @@
+"""Recalibration for another base rate: labelled rows, and unlabelled traffic -> a map of the risk -> the next version.
+
+Nothing is changed silently: every candidate is judged on labelled rows that it was not fitted on, the table is printed,
+and where the risk as it is does as well nothing is published.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from probes_store.bundle import Bundle, BundleDraft
+from probes_store.durable import atomic_write
+from probes_store.recalibration import Recalibration
+from probes_store.store import Store
+from service.data.run_folder import locked
+from service.data.traffic import TrafficFile, read_traffic
+from service.data.training_rows import Dataset, read_dataset
+from service.engines.base import Engine
+from service.errors import TrainingError
+from service.fitting.group_statistics import share_interval
+from service.fitting.label_shift import Source
+from service.fitting.map_choice import FOLDS, Choice, choose_map
+from service.fitting.nested_cv import rounded
+from service.fitting.scores import at_threshold, youden_threshold
+from service.prompts import as_prompt_format
+from service.scoring import Scorer
+from service.trainer.ledger import Marks, check_unspent, seen_by
+from service.trainer.new_rows import QUESTION, NewRows, draft_of, read_new_rows, risks_of
+from service.trainer.options import Console, RecalibrateOptions
+from service.trainer.prepare import PreparedData, prepare
+from service.trainer.recalibration_card import draw_before_after, recalibrated_card, table
+from service.trainer.record import read_risks
+from service.trainer.traffic import PriorShift, prior_shift, score_traffic, tested
+
+Floats = NDArray[np.floating]
+_OPEN = 1e-9  # a threshold without a guarantee lies strictly between 0 and 1
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """What is going to be done, on rows that were found to be new."""
+
+    options: RecalibrateOptions
+    rows: NewRows
+    traffic: TrafficFile | None
+    source: Source | Dataset | None  # labelled risks of training's kind; or held-out rows that are still to be read
+
+    @property
+    def prior(self) -> float:
+        """The share of hallucinated rows at which the bundle's risk holds."""
+        training = self.rows.bundle.manifest.training
+        return training.hallucinated / (training.factual + training.hallucinated)
+
+
+def plan(options: RecalibrateOptions, store: Store) -> Plan:
+    """Check everything that needs no model.  Raises DataError, TrainingError, and what the store raises."""
+    rows = read_new_rows(options, options.data, store, folds=FOLDS)
+    bundle = rows.bundle
+    if bundle.manifest.recalibration is not None:
+        raise TrainingError(
+            f"{bundle.reference} is recalibrated already: recalibrate the version that it came from, "
+            f"{rows.evaluation['recalibrations'][-1]['from']}",
+            param="bundle",
+        )
+    traffic = None if options.traffic is None else read_traffic(options.traffic, bundle.manifest.digest)
+    check_unspent(rows.dataset, list(seen_by(bundle, rows.evaluation, options.trained_on)))
+    made = Plan(options, rows, traffic, None if traffic is None else _source(rows, options))
+    if traffic is not None and made.source is None and not options.allow_other_shift:
+        raise TrainingError(
+            f"{bundle.reference} records no risks of its training rows by class, so nobody could tell whether prior "
+            "shift alone explains the traffic: name its held-out file with --trained-on, leave --traffic out, or "
+            "insist with --allow-other-shift",
+            param="traffic",
+        )
+    return made
+
+
+def recalibrate(
+    options: RecalibrateOptions, engine_factory: Callable[[], Engine], store: Store, *, console: Console
+) -> Bundle | None:
+    """Publish a version of a bundle whose risk is recalibrated; None for a dry run, and where no map does better.
+
+    Raises:
+        DataError: rows are at fault, or not new to the bundle, by line number.
+        TrainingError: see ``plan``; prior shift alone does not explain the traffic.
+        probes_store.errors.BundleError: the bundle is not the model's, or the store cannot be written.
+    """
+    made = plan(options, store)
+    for line in described(made):
+        console.print(line)
+    if options.dry_run:
+        return None
+    store.check_writable()
+    with locked(options.run_dir), closing(engine_factory()) as engine:
+        return _carry_out(made, engine, store, console)
+
+
+def described(made: Plan) -> list[str]:
+    """What is going to be done, in lines."""
+    dataset, bundle = made.rows.dataset, made.rows.bundle
+    groups = len(np.unique(dataset.groups))
+    lines = [f"{len(dataset)} labelled rows in {groups} groups, new to {bundle.reference}"]
+    lines.append(f"{bundle.reference} was fitted on rows of which {made.prior:.1%} are hallucinated")
+    if made.traffic is not None:
+        lines.append(f"{len(made.traffic.rows)} rows of traffic" + ("" if made.traffic.scored else ", to be scored"))
+        if made.source is None:
+            lines.append("whether prior shift alone explains the traffic cannot be tested: you insisted")
+    if bundle.manifest.guarantee is not None:
+        lines.append(
+            f"the guarantee of {bundle.reference} will not be carried over: run 'hallutracer calibrate' on the new "
+            "version, with other rows"
+        )
+    return lines
+
+
+def _source(rows: NewRows, options: RecalibrateOptions) -> Source | Dataset | None:
+    """Training's risks by class: recorded, or those of the held-out file where it is named."""
+    recorded = rows.evaluation.get("out_of_fold", {}).get("risks")
+    if recorded is not None:
+        return read_risks(recorded)
+    held_out = rows.evaluation.get("held_out") or {}
+    for path in options.trained_on:
+        dataset = read_dataset(path, rows.bundle.manifest.training.labels, folds=None)
+        if dataset.digest == held_out.get("digest"):
+            return dataset
+    return None
+
+
+def _carry_out(made: Plan, engine: Engine, store: Store, console: Console) -> Bundle | None:
+    """Score, estimate, choose, publish.  Raises as ``recalibrate`` does."""
+    rows, options = made.rows, made.options
+    bundle = rows.bundle
+    scorer = Scorer(engine, bundle)  # this model's bundle, and it reads what it should
+    unlabelled, test = None, None
+    if made.traffic is not None:  # before a label is looked at
+        unlabelled = score_traffic(made.traffic, scorer, options.batch_rows)
+        source = _source_risks(made, engine)
+        test = None if source is None else tested(source, unlabelled, options, console)
+    data = prepare(engine, rows.dataset, rows.preparation, scorer.prompt_format, rows.folder, folds=FOLDS)
+    _note_spent(made)
+    risk, label, group = risks_of(bundle, data), data.inputs.label, data.inputs.group
+    share = float(np.mean(label == 0))
+    low, high = share_interval(share, group)
+    console.print(f"labelled rows: {share:.1%} [{low:.1%}, {high:.1%}] of {len(label)} hallucinated")
+    shift = None if unlabelled is None else prior_shift(unlabelled, test, made.prior, data, options.seed)
+    if shift is not None:
+        for line in shift.described():
+            console.print(line)
+    choice = choose_map(label, risk, group, None if shift is None else shift.fit, options.seed)
+    console.print(table(choice))
+    if choice.chosen.map is None:
+        console.print(
+            "nothing was published: no recalibration is better than the risk as it is beyond chance. The labels of "
+            "these rows were looked at: do not use them for 'hallutracer calibrate'"
+        )
+        return None
+    published = store.publish(_draft(made, choice, shift, risk, data))
+    console.print(f"published {published.reference} ({published.manifest.digest})")
+    if bundle.manifest.guarantee is not None:
+        console.print(f"{published.reference} has no guarantee: that of {bundle.reference} was not carried over")
+    return published
+
+
+def _source_risks(made: Plan, engine: Engine) -> Source | None:
+    """Training's risks by class; a held-out file is read now."""
+    if not isinstance(made.source, Dataset):
+        return made.source
+    manifest, rows = made.rows.bundle.manifest, made.rows
+    preparation = made.options.preparation(manifest.training.labels, manifest.training.judge, rows.preparation.readout)
+    preparation = replace(preparation, labels=manifest.training.labels)
+    name = f"held-out-{made.source.digest.removeprefix('sha256:')[:12]}"
+    data = prepare(engine, made.source, preparation, as_prompt_format(manifest.prompt_format), name, folds=None)
+    return Source(risks_of(rows.bundle, data), data.inputs.label, data.inputs.group)
+
+
+def _note_spent(made: Plan) -> None:
+    """Say beside the rows that their labels were looked at, so that no calibration takes them."""
+    path = made.options.run_dir / made.rows.folder / QUESTION
+    if not path.exists():  # of a calibration: it says so already
+        atomic_write(path, (json.dumps({"recalibrated": made.rows.bundle.reference}) + "\n").encode())
+
+
+def _draft(made: Plan, choice: Choice, shift: PriorShift | None, risk: Floats, data: PreparedData) -> BundleDraft:
+    """The bundle with the chosen map, its threshold carried along, and a longer ledger."""
+    bundle, recalibration = made.rows.bundle, choice.chosen.map
+    assert recalibration is not None
+    label, group = data.inputs.label, data.inputs.group
+    old, new = bundle.manifest.threshold, _threshold(made, recalibration, label, risk)
+    manifest = replace(
+        bundle.manifest,
+        name=made.options.name or bundle.manifest.name,
+        threshold=new,
+        guarantee=None,
+        recalibration=recalibration,
+    )
+    evaluation = made.rows.evaluation
+    record = _record(made, choice, shift, data) | {
+        "thresholds": {"rule": made.options.threshold, "before": old, "after": new},
+        "at_threshold": rounded({"before": at_threshold(label, risk, old),
+                                 "after": at_threshold(label, recalibration(risk), new)}),
+    }  # fmt: skip
+    evaluation["recalibrations"] = [*evaluation.get("recalibrations", []), record]
+    if "gates" in evaluation.get("out_of_fold", {}):  # where a calibration of the new version begins
+        gates = evaluation["out_of_fold"]["gates"]
+        gates["thresholds"] = _mapped(recalibration, gates["thresholds"])
+    golden = replace(bundle.golden, risk=recalibration(bundle.golden.risk))
+    plot = draw_before_after(label, group, choice.before.held_out[0], choice.chosen.held_out[0])
+    card = recalibrated_card(bundle.card(), manifest, record, table(choice))
+    return draft_of(bundle, manifest, evaluation, card, golden=golden, plots={"recalibration.png": plot})
+
+
+def _threshold(made: Plan, recalibration: Recalibration, label: NDArray[np.integer], risk: Floats) -> float:
+    """Of the new version, by the rule that was asked for."""
+    old, rule = made.rows.bundle.manifest.threshold, made.options.threshold
+    if rule == "youden":
+        return youden_threshold(label, recalibration(risk))
+    return float(np.clip(recalibration(old) if rule == "map" else old, _OPEN, 1 - _OPEN))
+
+
+def _mapped(recalibration: Recalibration, thresholds: Sequence[float]) -> list[float]:
+    """Thresholds on the new scale; 1, which everything lies below, stays."""
+    return [1.0 if level >= 1.0 else float(recalibration(level)) for level in thresholds]
+
+
+def _record(made: Plan, choice: Choice, shift: PriorShift | None, data: PreparedData) -> dict[str, Any]:
+    """The ledger's entry in evaluation.json."""
+    rows = made.rows
+    judge = rows.preparation.judge.described() if rows.preparation.labels == "generate" else None
+    found: dict[str, Any] = {
+        "from": rows.bundle.reference,
+        "from_digest": rows.bundle.manifest.digest,
+        "had_guarantee": rows.bundle.manifest.guarantee is not None,
+        "data": {"file": rows.dataset.path.name, "digest": rows.dataset.digest} | data.counts,
+        "labels": rows.preparation.labels,
+        "judge": judge,
+        "prior": made.prior,
+        "seed": made.options.seed,
+        "chosen": choice.chosen.name,
+        "best": choice.best.name,
+        "left_out": list(choice.left_out),
+        "candidates": {
+            one.name: rounded(
+                {
+                    "log_loss": {"mean": one.log_loss} | one.log_loss_interval._asdict(),
+                    "gain": {"mean": one.gain} | one.gain_interval._asdict(),
+                    "calibration_debiased": {"mean": one.error} | one.error_interval._asdict(),
+                }
+            )
+            for one in choice.candidates
+        },
+        "spent": Marks.of(rows.dataset).document(),
+    }
+    if shift is not None:
+        found["traffic"] = shift.document()
+    return found

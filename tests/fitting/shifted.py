@@ -1,0 +1,29 @@
+"""Rows whose true risks are known, in groups, at any share of hallucinations or under another shift."""
+
+from __future__ import annotations
+
+import numpy as np
+from scipy.special import expit, logit
+
+Rows = tuple[np.ndarray, np.ndarray, np.ndarray]  # risk at training's share, label (1 factual), group
+
+PRIOR, APART = 0.3, 1.6  # training's share of hallucinated rows; distance of the classes in standard deviations
+
+
+def rows(rng: np.random.Generator, groups: int, share: float, *, size: int = 1) -> Rows:
+    """Rows whose class-conditional distributions are training's: x ~ N(+-APART / 2, 1), risk = P(hallucinated | x).
+
+    Rows of one group are of one class, and their x have a correlation of one half.
+    """
+    group = np.repeat(np.arange(groups), size)
+    bad = (rng.random(groups) < share)[group]
+    noise = (rng.standard_normal(groups)[group] + rng.standard_normal(len(group))) / np.sqrt(2)
+    x = np.where(bad, APART / 2, -APART / 2) + noise
+    return expit(APART * x + logit(PRIOR)), (~bad).astype(int), group
+
+
+def other_questions(rng: np.random.Generator, count: int) -> Rows:
+    """Covariate shift: x is distributed otherwise, around the middle, and P(hallucinated | x) stays."""
+    x = 0.5 + 0.5 * rng.standard_normal(count)
+    risk = expit(APART * x + logit(PRIOR))
+    return risk, (rng.random(count) >= risk).astype(int), np.arange(count)
