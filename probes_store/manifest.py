@@ -22,6 +22,7 @@ from probes_store.uncertainty import Uncertainty, check_uncertainty
 FORMAT: Final = "hallutracer-bundle"
 FORMAT_VERSION: Final = 1  # of a bundle with none of these
 OPTIONAL: Final = {"guarantee": 2, "uncertainty": 3, "recalibration": 3}  # field -> the format version that brought it
+LATER_SCALES: Final = {"weighted": 3}  # logit scale -> the format version that brought it
 UNSET_TIME = "1970-01-01T00:00:00Z"
 MAX_FILE = 64 * 1024 * 1024  # bytes of any file: a file is read whole
 MANIFEST = "bundle.json"
@@ -36,6 +37,7 @@ _NOT_CONTENT = ("version", "created", "digest", "seal")
 Signal = Literal["depth_mean", "log_max_prob", "entropy"]
 DType = Literal["float32", "bfloat16", "float16"]
 SiteName = Literal["attention_head", "residual_stream"]
+LogitScale = Literal["unit_norm", "standardized", "weighted"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +130,7 @@ class Manifest:
     prompt_format: Literal["chat", "text"]  # how a bare prompt string is rendered
     dtype: DType  # of the training extraction
     readout: ReadoutRecord
-    logit_scale: Literal["unit_norm", "standardized"]
+    logit_scale: LogitScale
     signals: tuple[Signal, ...]  # depth_mean first
     classifier: Classifier
     threshold: float  # Youden's J on out-of-fold training risks; with a guarantee, the one that it is about
@@ -165,9 +167,9 @@ def manifest_bytes(manifest: Manifest) -> bytes:
 
 
 def version_of(manifest: Manifest) -> int:
-    """The format version that the manifest's content needs: the highest that brought one of its optional fields."""
+    """The format version that the manifest's content needs: the highest that brought a part of it."""
     there = [version for field, version in OPTIONAL.items() if getattr(manifest, field) is not None]
-    return max(there, default=FORMAT_VERSION)
+    return max([*there, LATER_SCALES.get(manifest.logit_scale, FORMAT_VERSION)])
 
 
 def document_of(manifest: Manifest) -> dict[str, Any]:
@@ -297,6 +299,8 @@ def check_fields(manifest: Manifest, file: str = MANIFEST) -> None:
             found=f"[{len(manifest.classifier.weight)}]",
         )
     version, guarantee = manifest.format_version, manifest.guarantee
+    least = LATER_SCALES.get(manifest.logit_scale, FORMAT_VERSION)
+    require(version >= least, "logit_scale", f"a value that version {version} has", manifest.logit_scale)
     own = " or ".join(field for field, brought in OPTIONAL.items() if brought == version)
     require(version == version_of(manifest), own, f"one, in version {version}", None)
     if guarantee is None:

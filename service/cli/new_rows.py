@@ -49,6 +49,8 @@ class NewRowsChoices:
         """The fields of ``trainer.options.NewRowsOptions``, with data and seed.  Raises UsageError."""
         from service.data.options import JudgeOptions
 
+        if self.labels == "sample":
+            raise UsageError("--labels", "calibration is about greedy answers: given or generate")
         if labels.prompt_format != "auto":
             raise UsageError("--prompt-format", "prompts are rendered as the bundle's training rows were")
         if labels.judge == "openai" and not (judge.judge_url and judge.judge_model):

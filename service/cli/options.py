@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import Parameter
 
-from service.data.options import JudgeName, Labels
+from service.data.options import JudgeName, TrainingLabels
 from service.errors import HalluTracerError
 from service.settings import AT_LEAST_1, DEFAULT_STORE, BundleNames, Range, StoreFolder, option, section
 
@@ -39,9 +39,16 @@ RunDir = Annotated[
     Path | None, option("Activations and progress; an interrupted run resumes from here.  Default: runs/NAME.")
 ]
 GeneratedLabels = Annotated[
-    Labels | None,
+    TrainingLabels | None,
     option("given: each row's 'label' (1 factual, 0 hallucinated).  generate: the model answers greedily and a judge "
-           "compares with 'answers'.  Default of calibrate: as the bundle's own rows were labelled."),
+           "compares with 'answers'.  sample (train only): it also answers --samples times at --temperature, and the "
+           "share of right answers is what the probes are fitted on.  Default of calibrate: as the bundle's own rows "
+           "were labelled."),
+]  # fmt: skip
+Samples = Annotated[
+    int,
+    option("Answers sampled for each prompt; train: with --labels sample, evaluate: for methods that compare them.",
+           limits=Range(2)),
 ]  # fmt: skip
 Reference = Annotated[str, Parameter(help="name, name@alias or name:version", show_env_var=False)]
 

@@ -16,13 +16,14 @@ from service.cli.options import (
     LabelChoices,
     PromiseChoices,
     RunDir,
+    Samples,
     StoreOptions,
     UsageError,
 )
 from service.cli.output import print_line
 from service.fitting.options import ClassBalance, LogitScale
 from service.options import Common
-from service.settings import option, section
+from service.settings import Range, option, section
 
 
 @section("Training", 5)
@@ -35,12 +36,19 @@ class TrainChoices:
         None
     )
     labels: GeneratedLabels = "given"
+    samples: Samples = 8
+    temperature: Annotated[
+        float, option("With --labels sample: of the sampled answers.", limits=Range(positive=True))
+    ] = 1.0
     readout: Annotated[
         Literal["attention_head", "residual_stream"], option("attention_head is the paper's default.")
     ] = "attention_head"
     logit_scale: Annotated[
         LogitScale,
-        option("unit_norm is the paper's rule; standardized divides each layer's logit by its within-class deviation."),
+        option(
+            "unit_norm is the paper's rule; standardized divides each layer's logit by its within-class deviation; "
+            "weighted gives each layer a weight, fitted on out-of-fold logits."
+        ),
     ] = "unit_norm"
     signals: Annotated[str, option("depth_mean, or depth_mean,first_token.")] = "depth_mean"
     class_balance: Annotated[ClassBalance, option("In the probe fit only.")] = "weights"
@@ -106,6 +114,8 @@ def train(
         logit_scale=options.logit_scale,
         signals=parse_signals(options.signals),
         labels=options.labels or "given",
+        samples=options.samples,
+        temperature=options.temperature,
         judge=JudgeOptions(
             labels.judge or "contains",
             judge.judge_url,

@@ -119,8 +119,8 @@ def collect(
             raise RunMismatch(f"{journal.path} is not the journal of one run: delete {folder} and start again")
         _extract(engine, prompts, plan, files, pooled, first_token, journal)
     if max_new_tokens is not None:
-        calls = batches(prompts.lengths, ANSWERED_TOGETHER)
-        _generate(engine, dataset, prompts, calls, folder / "answers.jsonl", max_new_tokens)
+        greedy = Sampling(max_tokens=max_new_tokens, temperature=0.0)
+        write_answers(engine, dataset, prompts, folder / "answers.jsonl", [greedy])
     return Collection(folder, prompts, files, np.fromfile(first_token, "<f8").reshape(-1, 2), pooled)
 
 
@@ -217,23 +217,24 @@ def _extract(
             os.close(descriptor)
 
 
-def _generate(
-    engine: Engine,
-    dataset: Dataset,
-    prompts: Prompts,
-    plan: Sequence[NDArray[np.int64]],
-    path: Path,
-    max_new_tokens: int,
+def write_answers(
+    engine: Engine, dataset: Dataset, prompts: Prompts, path: Path, samplings: Sequence[Sampling]
 ) -> None:
+    """One line for each of ``samplings`` and row, in this order: its number and the answer.
+
+    What the file has already is kept: a run that was killed goes on, and with further samplings adds theirs.
+    """
+    plan = batches(prompts.lengths, ANSWERED_TOGETHER)
+    calls = [(number, batch) for number in range(len(samplings)) for batch in plan]
     with closing(AppendLog(path)) as answers:
-        ends = np.cumsum([len(batch) for batch in plan])
+        ends = np.cumsum([len(batch) for _, batch in calls])
         done = int(np.searchsorted(ends, answers.count, side="right"))
-        answers.keep(int(ends[done - 1]) if done else 0)
-        with _bar("answers", prompts, plan, done) as bar:
-            for batch in plan[done:]:
-                completions = engine.generate(
-                    [prompts.of(int(row)) for row in batch], Sampling(max_tokens=max_new_tokens, temperature=0.0)
-                )
+        if done < len(calls):  # an unfinished call is made again as a whole
+            answers.keep(int(ends[done - 1]) if done else 0)
+        with _bar("answers", prompts, [batch for _, batch in calls], done) as bar:
+            for number, batch in calls[done:]:
+                sampling = samplings[number]
+                completions = engine.generate([prompts.of(int(row)) for row in batch], sampling)
                 answers.append(
                     [
                         {
@@ -242,6 +243,7 @@ def _generate(
                             "answer": completion.text,
                             "finish": completion.finish_reason,
                         }
+                        | ({"sample": number, "tokens": completion.token_ids} if sampling.temperature > 0 else {})
                         for row, completion in zip(batch.tolist(), completions, strict=True)
                     ]
                 )
@@ -250,8 +252,8 @@ def _generate(
 
 def _bar(name: str, prompts: Prompts, plan: Sequence[NDArray[np.int64]], done: int) -> tqdm[Any]:
     """A progress bar over prompt tokens, which estimate the time left better than rows; sparse without a terminal."""
-    finished = sum(int(prompts.lengths[batch].sum()) for batch in plan[:done])
+    sizes = [int(prompts.lengths[batch].sum()) for batch in plan]
     interval = 0.2 if sys.stderr.isatty() else 30.0
     return tqdm(
-        desc=name, total=int(prompts.lengths.sum()), initial=finished, unit="tok", unit_scale=True, mininterval=interval
+        desc=name, total=sum(sizes), initial=sum(sizes[:done]), unit="tok", unit_scale=True, mininterval=interval
     )

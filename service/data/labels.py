@@ -9,6 +9,7 @@ import hashlib
 import json
 import re
 from collections import Counter
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,8 +21,12 @@ from tqdm import tqdm
 from service.data.judges import answer_problems, make_judge
 from service.data.options import JudgeOptions
 from service.data.run_folder import AppendLog
+from service.data.sampled_answers import SampleOptions, read_samples
 from service.data.training_rows import Dataset
 from service.errors import DataError, RunMismatch
+
+CLASSES = {"hallucinated": 0, "factual": 1}
+"""Verdicts that are labels; the others belong to neither class."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,6 +36,7 @@ class Labelled:
     index: NDArray[np.int64]  # [n] data rows
     label: NDArray[np.int64]  # [n] 1 factual, 0 hallucinated
     left_out: dict[str, int]  # why the other rows do not take part, counted
+    share: NDArray[np.float64] | None = None  # [n] right ones among the sampled answers, where answers were sampled
 
 
 def given_labels(dataset: Dataset) -> Labelled:
@@ -55,17 +61,51 @@ def judged_labels(dataset: Dataset, folder: Path, options: JudgeOptions, abstain
     """
     with (folder / "answers.jsonl").open(encoding="utf-8") as file:
         answers = {record["row"]: record["answer"] for record in map(json.loads, file)}
+    path = folder / f"labels-{_key(options, abstain_pattern)}.jsonl"
+    verdicts = _verdicts(dataset, sorted(answers.items()), path, options, abstain_pattern)
+    used = [place for place, verdict in enumerate(verdicts) if verdict in CLASSES]
+    label = [CLASSES[verdicts[place]] for place in used]
+    left_out = Counter(verdict for verdict in verdicts if verdict not in CLASSES)
+    return Labelled(np.array(used, np.int64), np.array(label, np.int64), dict(sorted(left_out.items())))
+
+
+def sampled_labels(
+    dataset: Dataset, folder: Path, options: JudgeOptions, abstain_pattern: str, sampled: SampleOptions
+) -> Labelled:
+    """Judge the greedy answer and K sampled ones of each row; ``share`` is how many of these are right.
+
+    A row takes part where its greedy answer belongs to a class and at least one sampled answer does.
+    """
+    greedy = judged_labels(dataset, folder, options, abstain_pattern)
+    answers = [(answer.row, answer.text) for answer in read_samples(folder, sampled)]
+    path = folder / f"sample-labels-t{sampled.temperature:g}-{_key(options, abstain_pattern)}.jsonl"
+    verdicts = _verdicts(dataset, answers, path, options, abstain_pattern)
+    right, judged = np.zeros(len(dataset)), np.zeros(len(dataset))
+    for (row, _), verdict in zip(answers, verdicts, strict=True):
+        if verdict in CLASSES:
+            right[row] += CLASSES[verdict]
+            judged[row] += 1
+    kept = judged[greedy.index] > 0
+    index = greedy.index[kept]
+    without = {"without a sampled answer of a class": int((~kept).sum())} if not kept.all() else {}
+    return Labelled(index, greedy.label[kept], greedy.left_out | without, right[index] / judged[index])
+
+
+def _verdicts(
+    dataset: Dataset, answers: Sequence[tuple[int, str]], path: Path, options: JudgeOptions, abstain_pattern: str
+) -> list[str]:
+    """A verdict for each (data row, answer): "factual", "hallucinated", "abstained" or "empty"; kept in ``path``."""
     abstains = re.compile(abstain_pattern)
     judge = make_judge(options)
     # An endpoint's verdict costs money and is saved at once; the others are cheap, and one flush each would be slow.
     saved_together = 1 if options.name == "openai" else 500
     pending: list[dict[str, str]] = []
-    with closing(AppendLog(folder / f"labels-{_key(options, abstain_pattern)}.jsonl")) as log:
+    with closing(AppendLog(path)) as log:
         known = log.count
-        for place, row in enumerate(tqdm(dataset.rows, "labels", mininterval=5)):
+        for place, (number, text) in enumerate(tqdm(answers, "labels", mininterval=5)):
             if place < known:
                 continue
-            text = answers[place]
+            row = dataset.rows[number]
             if not text.strip():
                 verdict = "empty"
             elif abstains.search(text.replace("\u2019", "'")):
@@ -77,14 +117,10 @@ def judged_labels(dataset: Dataset, folder: Path, options: JudgeOptions, abstain
                 log.append(pending)
                 pending = []
         log.append(pending)
-        records = list(log.read())
-        if [record["id"] for record in records] != [row.id for row in dataset.rows]:
-            raise RunMismatch(f"{log.path} does not hold one verdict for each row, in order: delete it and run again")
-        verdicts = [record["verdict"] for record in records]
-    used = [place for place, verdict in enumerate(verdicts) if verdict in ("factual", "hallucinated")]
-    label = [int(verdicts[place] == "factual") for place in used]
-    left_out = Counter(verdict for verdict in verdicts if verdict in ("empty", "abstained"))
-    return Labelled(np.array(used, np.int64), np.array(label, np.int64), dict(sorted(left_out.items())))
+        records = list(log.read())[: len(answers)]
+        if [record["id"] for record in records] != [dataset.rows[number].id for number, _ in answers]:
+            raise RunMismatch(f"{path} does not hold one verdict for each answer, in order: delete it and run again")
+        return [record["verdict"] for record in records]
 
 
 def _key(options: JudgeOptions, abstain_pattern: str) -> str:

@@ -13,6 +13,7 @@ ABSTAIN = (
 )
 
 Labels = Literal["given", "generate"]
+TrainingLabels = Literal["given", "generate", "sample"]  # sample: K sampled answers beside the greedy one
 JudgeName = Literal["exact", "contains", "regex", "openai", "similarity", "calls"]
 
 

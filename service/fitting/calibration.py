@@ -19,8 +19,9 @@ from threadpoolctl import threadpool_limits
 from service.errors import NoDirection
 from service.fitting.fit import Floats, Index, ProbeFit, Readouts, Task, fit_probes, require
 from service.fitting.folds import group_folds
-from service.fitting.options import ClassBalance, LogitScale
-from service.fitting.scores import auroc, youden_threshold
+from service.fitting.options import SEVERAL, ClassBalance
+from service.fitting.scores import youden_threshold
+from service.fitting.soft_labels import copies_of
 from service.risk import depth_mean, risk
 
 _SEARCH_LAYERS = _SEARCH_HEADS = 8
@@ -44,10 +45,7 @@ class OutOfFold:
     unit_norm: Floats  # [seeds, n, m]
     standardized: Floats  # [seeds, n, m] each logit over its own fold's within-class training deviation
     best_head: Floats  # [seeds, n] the logit of the fold's single best head
-
-    def trajectory(self, scale: LogitScale) -> Floats:
-        """The trajectories under one rule, [seeds, n, m]."""
-        return self.unit_norm if scale == "unit_norm" else self.standardized
+    several: Floats  # [seeds, len(SEVERAL), n] depth means of several heads a layer, where these were kept
 
 
 @dataclass(frozen=True)
@@ -105,7 +103,7 @@ def choose_c(
         score = np.empty(len(readouts.label))
         for (_, test), fit in zip(pairs, require(fits), strict=True):
             score[test] = depth_mean(fit.trajectory)
-        quality = auroc(readouts.label[rows], score[rows])
+        quality = readouts.auroc(rows, score[rows])
         table[f"{c:g}"] = quality
         if best is None or quality > best[0] + 1e-12:
             best = (quality, c)
@@ -118,9 +116,19 @@ def choose_c(
 
 
 def cross_fit(
-    readouts: Readouts, group: Index, rows: Index, c: float, folds: int, seeds: Sequence[int], options: FitOptions
+    readouts: Readouts,
+    group: Index,
+    rows: Index,
+    c: float,
+    folds: int,
+    seeds: Sequence[int],
+    options: FitOptions,
+    *,
+    several: bool = False,
 ) -> OutOfFold:
     """Out-of-fold logits of ``rows`` [n], in their order, for each seed; 0 where a fold's layer has no direction.
+
+    ``several`` as in ``fit_probes``.
 
     Raises TrainingError.
     """
@@ -130,29 +138,37 @@ def cross_fit(
         for train, test in group_folds(readouts.label, group, rows, folds, seed, what="cross-fit fold")
     ]
     tasks = [Task(train, test, c) for _, train, test in pairs]
-    fits = require(fit_probes(readouts, tasks, balance=options.balance, jobs=options.jobs, relax=True, blank=True))
+    found = fit_probes(
+        readouts, tasks, balance=options.balance, jobs=options.jobs, relax=True, blank=True, several=several
+    )
+    fits = require(found)
     where = np.full(len(readouts.label), -1)
     where[rows] = np.arange(len(rows))
     unit = np.full((len(seeds), len(rows), readouts.file.geometry.num_layers), np.nan)
     standardized, best_head = unit.copy(), unit[:, :, 0].copy()
+    means = np.full((len(seeds), len(SEVERAL), len(rows)), np.nan)
     for (place, _, test), fit in zip(pairs, fits, strict=True):
         unit[place, where[test]] = fit.trajectory
-        standardized[place, where[test]] = fit.trajectory / fit.scale
+        standardized[place, where[test]] = fit.standardized
         best_head[place, where[test]] = fit.trajectory[:, fit.best_layer]
-    return OutOfFold(unit, standardized, best_head)
+        means[place][:, where[test]] = fit.several
+    return OutOfFold(unit, standardized, best_head, means)
 
 
-def fit_classifier(signals: Floats, label: NDArray[np.integer]) -> FinalClassifier:
+def fit_classifier(signals: Floats, label: NDArray[np.integer], share: Floats | None = None) -> FinalClassifier:
     """Practically unregularised logistic regression: signals [n, k], label [n] (1 factual).
 
     Signals are standardised for the solver, and the standardisation is folded into weight and intercept.  C = 1e4 only
     matters where the classes are separable and the weights would be infinite.  No class weights: the risk is a
-    probability at the training data's share of hallucinations.
+    probability at the training data's share of hallucinations.  ``share`` [n]: soft labels to fit on; the threshold
+    remains one for ``label``.
     """
     mean, std = signals.mean(axis=0), signals.std(axis=0)
     std = np.where(std > 0, std, 1.0)
+    copies = copies_of(label, share)
     with threadpool_limits(1):  # one order of summation, whatever the number of cores
-        model = LogisticRegression(C=1e4, tol=1e-8, max_iter=5000).fit((signals - mean) / std, label)
+        model = LogisticRegression(C=1e4, tol=1e-8, max_iter=5000)
+        model.fit(((signals - mean) / std)[copies.row], copies.label, sample_weight=copies.weight)
     weight = model.coef_[0] / std
     intercept = float(model.intercept_[0] - weight @ mean)
     return FinalClassifier(weight, intercept, youden_threshold(label, risk(signals, weight, intercept)))
@@ -203,14 +219,24 @@ def scale_shift(out_of_fold: Floats, refit: Floats, label: NDArray[np.integer]) 
 
 
 def refit(
-    readouts: Readouts, rows: Index, test: Index, c: float, options: FitOptions, *, blank: bool = False
+    readouts: Readouts,
+    rows: Index,
+    test: Index,
+    c: float,
+    options: FitOptions,
+    *,
+    blank: bool = False,
+    several: bool = False,
 ) -> ProbeFit:
-    """Probes on all of ``rows``, with the logits of ``test``; ``blank`` as in ``fit_probes``.
+    """Probes on all of ``rows``, with the logits of ``test``; ``blank`` and ``several`` as in ``fit_probes``.
 
     Raises NoDirection: a layer has no direction and may not be blank.
     """
-    task = Task(rows, test, c)
-    return require(fit_probes(readouts, [task], balance=options.balance, jobs=options.jobs, relax=True, blank=blank))[0]
+    balance, jobs = options.balance, options.jobs
+    found = fit_probes(
+        readouts, [Task(rows, test, c)], balance=balance, jobs=jobs, relax=True, blank=blank, several=several
+    )
+    return require(found)[0]
 
 
 def _spaced(count: int, most: int) -> list[int]:

@@ -20,8 +20,8 @@ from threadpoolctl import threadpool_limits
 
 from service.data.run_folder import RowsFile
 from service.errors import NoDirection
-from service.fitting.options import ClassBalance, LogitScale
-from service.fitting.scores import auroc
+from service.fitting.options import SEVERAL, ClassBalance
+from service.fitting.soft_labels import Copies, check_shares, copies_of, soft_auroc
 from service.fitting.solver import CONSTANT, one_torch_thread, solve
 from service.readout import Site
 
@@ -40,10 +40,19 @@ class Readouts:
     file: RowsFile
     index: Index  # [n]
     label: NDArray[np.int64]  # [n] 1 factual, 0 hallucinated
+    share: Floats | None = None  # [n] soft labels to fit on: the share of sampled answers that is right
 
     def subset(self, rows: NDArray[np.integer]) -> Readouts:
         """The same file, restricted to these rows."""
-        return Readouts(self.file, self.index[rows], self.label[rows])
+        return Readouts(self.file, self.index[rows], self.label[rows], self.share_of(rows))
+
+    def share_of(self, rows: NDArray[np.integer]) -> Floats | None:
+        """The soft labels of these rows, where there are any."""
+        return None if self.share is None else self.share[rows]
+
+    def auroc(self, rows: NDArray[np.integer], score: Floats) -> float:
+        """AUROC of the truth scores [r] of ``rows`` [r], by the labels that are fitted on."""
+        return soft_auroc(self.label[rows], self.share_of(rows), score)
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,6 +75,10 @@ class HeadProbe:
     auroc: float  # on the training rows; selects the head
 
 
+Candidates = list[tuple[HeadProbe, Floats]]
+"""Probes of one layer, each with its test logits."""
+
+
 @dataclass(frozen=True, eq=False)
 class ProbeFit:
     """The selected probes of all m layers for one partition, and the logits of its test rows."""
@@ -76,10 +89,12 @@ class ProbeFit:
     scale: Floats  # [m] within-class standard deviations of the training logits
     auroc: Floats  # [m] on the training rows
     trajectory: Floats  # [n_test, m] unit-norm logits
+    several: Floats  # [len(SEVERAL), n_test] depth means where a layer's logit is the mean over its 2, 4, 8 best heads
 
-    def scaled(self, scale: LogitScale) -> Floats:
-        """The trajectories under one rule, [n_test, m]."""
-        return self.trajectory if scale == "unit_norm" else self.trajectory / self.scale
+    @property
+    def standardized(self) -> Floats:
+        """The trajectories, each logit over its within-class deviation, [n_test, m]."""
+        return self.trajectory / self.scale
 
     @property
     def best_layer(self) -> int:
@@ -88,26 +103,39 @@ class ProbeFit:
 
 
 def fit_head(
-    x: NDArray[np.floating], label: NDArray[np.integer], tasks: Sequence[Task], site: Site, balance: ClassBalance
+    x: NDArray[np.floating],
+    label: NDArray[np.integer],
+    tasks: Sequence[Task],
+    site: Site,
+    balance: ClassBalance,
+    share: Floats | None = None,
 ) -> list[tuple[Floats, float] | None]:
     """Each task's raw-space weight [d] and bias of one head's probe, not yet divided by its norm: x [n, d], label [n].
 
     Eq. standardize, standardized-probe and raw-space-probe.  L1 at the attention site, all tasks at once (``solver``);
-    L2 through lbfgs, whose intercept is free, at the residual stream.  None where every weight is zero.
+    L2 through lbfgs, whose intercept is free, at the residual stream.  None where every weight is zero.  ``share`` [n]:
+    soft labels; rows of which both classes have a part count twice in the attention site's standardisation.
     """
     if site is Site.RESIDUAL_STREAM:
-        return [_ridge(x[task.train], label[task.train], task.c, balance) for task in tasks]
+        return [
+            _ridge(x[task.train], copies_of(label[task.train], None if share is None else share[task.train]),
+                   task.c, balance)
+            for task in tasks
+        ]  # fmt: skip
+    copies = copies_of(label, share)
     names = [task.train.tobytes() for task in tasks]
     first = {name: place for place, name in reversed(list(enumerate(names)))}  # partitions by their first task
     number = {name: place for place, name in enumerate(first)}
-    weight = np.zeros((len(first), len(x)))
+    weight = np.zeros((len(first), len(copies.row)))
     for name, place in first.items():
-        train = tasks[place].train
-        weight[number[name], train] = row_weights(label[train], balance)
+        inside = np.zeros(len(x), bool)
+        inside[tasks[place].train] = True
+        kept = inside[copies.row]
+        weight[number[name], kept] = row_weights(copies.label[kept], balance, copies.weight[kept])
     partition = np.array([number[name] for name in names])
     c = np.array([task.c for task in tasks])
-    rows = np.ascontiguousarray(x, np.float32)[None]
-    solution = solve(rows, label, weight, partition, c)
+    rows = np.ascontiguousarray(x if share is None else x[copies.row], np.float32)[None]
+    solution = solve(rows, copies.label, weight, partition, c)
     return [
         (direction, float(bias)) if np.any(direction) else None
         for direction, bias in zip(solution.weight[0], solution.intercept[0], strict=True)
@@ -136,29 +164,32 @@ def penalty(kind: Literal["l1", "l2"]) -> dict[str, Any]:
     return {"penalty": kind} if _HAS_PENALTY else {"l1_ratio": 1.0 if kind == "l1" else 0.0}
 
 
-def row_weights(label: NDArray[np.integer], balance: ClassBalance) -> Floats:
-    """Weights of the training rows, [n], that balance the classes; ``downsample`` zeroes rows of the larger one."""
+def row_weights(label: NDArray[np.integer], balance: ClassBalance, weight: Floats | None = None) -> Floats:
+    """Weights of the training rows, [n], that balance the classes; ``downsample`` zeroes rows of the larger one.
+
+    ``weight`` [n]: how much a row counts before it is balanced; 1 where it is not given.
+    """
     if balance == "downsample":
         kept = np.zeros(len(label))
         kept[_downsample(label)] = 1.0
         return kept
-    sizes = np.bincount(label, minlength=2)
-    return np.where(label == 1, len(label) / (2.0 * sizes[1]), len(label) / (2.0 * sizes[0]))
+    counts = np.ones(len(label)) if weight is None else weight
+    sizes = np.bincount(label, counts, minlength=2)
+    balanced: Floats = counts * np.where(label == 1, counts.sum() / (2.0 * sizes[1]), counts.sum() / (2.0 * sizes[0]))
+    return balanced
 
 
-def _ridge(
-    x: NDArray[np.floating], label: NDArray[np.integer], c: float, balance: ClassBalance
-) -> tuple[Floats, float] | None:
+def _ridge(x: NDArray[np.floating], copies: Copies, c: float, balance: ClassBalance) -> tuple[Floats, float] | None:
     """The residual stream's L2 probe of one partition, not yet divided by its norm."""
-    if balance == "downsample":
-        kept = _downsample(label)
-        x, label = x[kept], label[kept]
+    if balance == "downsample":  # never with soft labels
+        kept = _downsample(copies.label)
+        x, copies = x[kept], copies_of(copies.label[kept], None)
     z, mean, std = standardise(x)
-    weight = row_weights(label, "weights")
-    weights = {value: float(weight[label == value][0]) for value in (0, 1)} if balance == "weights" else None
+    weight = row_weights(copies.label, "weights", copies.weight)
     # Rows were checked on collection; checking them again costs as much as a small fit.
     with config_context(assume_finite=True, skip_parameter_validation=True):
-        model = LogisticRegression(C=c, class_weight=weights, max_iter=5000, **penalty("l2")).fit(z, label)
+        model = LogisticRegression(C=c, max_iter=5000, **penalty("l2"))
+        model.fit(z[copies.row], copies.label, sample_weight=weight)
     raw = model.coef_[0] / std
     return (raw, float(model.intercept_[0] - raw @ mean)) if np.any(raw) else None
 
@@ -173,6 +204,7 @@ def fit_probes(
     heads: Sequence[int] | None = None,
     relax: bool = False,
     blank: bool = False,
+    several: bool = False,
 ) -> list[ProbeFit | NoDirection]:
     """One ProbeFit per task, over all or the given layers and heads; each layer is read once for all tasks.
 
@@ -180,47 +212,57 @@ def fit_probes(
     continue without it; ``require`` raises it.  With ``relax``, once C was chosen, such a layer is fitted
     again with the next C of ``RELAXED`` that leaves it a direction.  With ``blank``, for folds, whose probes are never
     published, a layer that no C gives a direction, as where its readouts are constant on the training rows, gets
-    logits of zero: it tells nothing there.
+    logits of zero: it tells nothing there.  Without ``several`` only the best head of a layer is kept.
     """
+    for task in tasks:
+        if (share := readouts.share_of(task.train)) is not None:
+            check_shares(share)
     geometry, site = readouts.file.geometry, readouts.file.site
     layers = range(geometry.num_layers) if layers is None else layers
     heads = range(geometry.heads(site)) if heads is None else heads
     pieces = max(1, min(len(heads), -(-2 * jobs // len(layers))))  # fewer layers than processes: split the heads
     chunks = [[int(head) for head in chunk] for chunk in np.array_split(np.asarray(heads), pieces)]
     items = [(layer, chunk) for layer in layers for chunk in chunks]
+    keep = max(SEVERAL) if several else 1
     if jobs == 1 or len(items) == 1:
-        best = [_fit_layer(readouts, tasks, layer, chunk, balance) for layer, chunk in items]
+        best = [_fit_layer(readouts, tasks, layer, chunk, balance, keep) for layer, chunk in items]
     else:
         with parallel_config(backend="loky", n_jobs=jobs, inner_max_num_threads=1):
-            best = Parallel()(delayed(_fit_layer)(readouts, tasks, layer, chunk, balance) for layer, chunk in items)
+            best = Parallel()(
+                delayed(_fit_layer)(readouts, tasks, layer, chunk, balance, keep) for layer, chunk in items
+            )
     results: list[ProbeFit | NoDirection] = []
     for number, task in enumerate(tasks):
         chosen = []
         for place, layer in enumerate(layers):
-            pairs = (best[place * pieces + piece][number] for piece in range(pieces))
-            candidates = [pair for pair in pairs if pair is not None]
+            candidates = [pair for piece in range(pieces) for pair in best[place * pieces + piece][number]]
             if not candidates and relax:
-                candidates = _relaxed(readouts, task, layer, list(map(int, heads)), balance)
+                candidates = _relaxed(readouts, task, layer, list(map(int, heads)), balance, keep)
             if not candidates and blank:
                 candidates = [_blank(task, int(heads[0]), geometry.dim(site))]
             if not candidates:
                 results.append(_no_direction(layer, task, len(heads), site))
                 break
-            chosen.append(max(candidates, key=lambda pair: pair[0].auroc))  # ties stay with the lower head
+            chosen.append(_best(candidates, keep))
         else:
             results.append(_stack(chosen))
     return results
 
 
 def _relaxed(
-    readouts: Readouts, task: Task, layer: int, heads: list[int], balance: ClassBalance
-) -> list[tuple[HeadProbe, Floats]]:
-    """The layer's best probe at the first larger C that has one; empty where none has."""
+    readouts: Readouts, task: Task, layer: int, heads: list[int], balance: ClassBalance, keep: int
+) -> Candidates:
+    """The layer's best probes at the first larger C that has one; empty where none has."""
     for factor in RELAXED:
-        (found,) = _fit_layer(readouts, [replace(task, c=task.c * factor)], layer, heads, balance)
-        if found is not None:
-            return [found]
+        (found,) = _fit_layer(readouts, [replace(task, c=task.c * factor)], layer, heads, balance, keep)
+        if found:
+            return found
     return []
+
+
+def _best(candidates: Candidates, keep: int) -> Candidates:
+    """The best by training AUROC, best first; ties stay with the lower head."""
+    return sorted(candidates, key=lambda pair: -pair[0].auroc)[:keep]
 
 
 def _blank(task: Task, head: int, dim: int) -> tuple[HeadProbe, Floats]:
@@ -228,16 +270,18 @@ def _blank(task: Task, head: int, dim: int) -> tuple[HeadProbe, Floats]:
     return HeadProbe(head, np.zeros(dim), bias=0.0, scale=1.0, auroc=0.5), np.zeros(len(task.test))
 
 
-def _stack(layers: Sequence[tuple[HeadProbe, Floats]]) -> ProbeFit:
-    """The selected probes, with their test logits, as arrays over layers."""
-    probes = [probe for probe, _ in layers]
+def _stack(layers: Sequence[Candidates]) -> ProbeFit:
+    """The best probes of each layer, with their test logits, as arrays over layers."""
+    probes = [candidates[0][0] for candidates in layers]
+    means = [[np.mean([logits for _, logits in candidates[:k]], axis=0) for candidates in layers] for k in SEVERAL]
     return ProbeFit(
         np.array([probe.head for probe in probes], np.int32),
         np.stack([probe.direction for probe in probes]),
         np.array([probe.bias for probe in probes]),
         np.array([probe.scale for probe in probes]),
         np.array([probe.auroc for probe in probes]),
-        np.stack([logits for _, logits in layers], axis=1),
+        np.stack([candidates[0][1] for candidates in layers], axis=1),
+        np.mean(means, axis=1),
     )
 
 
@@ -252,33 +296,42 @@ def require(results: Sequence[ProbeFit | NoDirection]) -> list[ProbeFit]:
 
 
 def _fit_layer(
-    readouts: Readouts, tasks: Sequence[Task], layer: int, heads: Sequence[int], balance: ClassBalance
-) -> list[tuple[HeadProbe, Floats] | None]:
-    """The best of ``heads`` at one layer for each task, with its test logits; None where all are zero."""
-    best: list[tuple[HeadProbe, Floats] | None] = [None] * len(tasks)
+    readouts: Readouts, tasks: Sequence[Task], layer: int, heads: Sequence[int], balance: ClassBalance, keep: int
+) -> list[Candidates]:
+    """The best of ``heads`` at one layer for each task, with their test logits, best first; none where all are zero."""
+    best: list[Candidates] = [[] for _ in tasks]
     with threadpool_limits(1), one_torch_thread():  # one order of summation, whatever the number of cores
         for head in heads:
             x = readouts.file.head(layer, head)[readouts.index]
-            fitted = fit_head(x, readouts.label, tasks, readouts.file.site, balance)
+            fitted = fit_head(x, readouts.label, tasks, readouts.file.site, balance, readouts.share)
             for number, (task, raw) in enumerate(zip(tasks, fitted, strict=True)):
                 if raw is None:
                     continue
-                probe = unit_probe(x, readouts.label, task, head, raw)
+                probe = unit_probe(x, readouts.label, task, head, raw, readouts.share)
                 current = best[number]
-                if current is None or probe.auroc > current[0].auroc:  # ties stay with the lower head
-                    best[number] = (probe, project(x, task.test, probe.direction, probe.bias))
+                if len(current) < keep or probe.auroc > current[-1][0].auroc:
+                    logits = project(x, task.test, probe.direction, probe.bias)
+                    best[number] = _best([*current, (probe, logits)], keep)
     return best
 
 
 def unit_probe(
-    x: NDArray[np.float32], label: NDArray[np.integer], task: Task, head: int, raw: tuple[Floats, float]
+    x: NDArray[np.float32],
+    label: NDArray[np.integer],
+    task: Task,
+    head: int,
+    raw: tuple[Floats, float],
+    share: Floats | None = None,
 ) -> HeadProbe:
     """Divide ``fit_head``'s weight and bias by the norm (Eq. raw-space-normalized-probe) and rate the probe on the
-    training rows: x [n, d], label [n]."""
+    training rows: x [n, d], label [n], share [n]."""
     norm = float(np.linalg.norm(raw[0]))
     direction, bias = raw[0] / norm, raw[1] / norm
-    inside, logits = label[task.train], project(x, task.train, direction, bias)
-    return HeadProbe(head, direction, bias, within_class_std(inside, logits), auroc(inside, logits))
+    inside, soft = label[task.train], None if share is None else share[task.train]
+    logits = project(x, task.train, direction, bias)
+    copies = copies_of(inside, soft)
+    scale = within_class_std(copies.label, logits[copies.row], copies.weight)
+    return HeadProbe(head, direction, bias, scale, soft_auroc(inside, soft, logits))
 
 
 def project(x: NDArray[np.float32], rows: Index, direction: Floats, bias: float) -> Floats:
@@ -290,12 +343,14 @@ def project(x: NDArray[np.float32], rows: Index, direction: Floats, bias: float)
     return logits
 
 
-def within_class_std(label: NDArray[np.integer], values: Floats) -> float:
-    """Pooled standard deviation around the class means: label [n], values [n]; 1 where it is zero."""
+def within_class_std(label: NDArray[np.integer], values: Floats, weight: Floats | None = None) -> float:
+    """Pooled standard deviation around the class means: label [n], values [n], weight [n]; 1 where it is zero."""
     rest = values.astype(np.float64)
+    counts = np.ones(len(rest)) if weight is None else weight
     for value in (0, 1):
-        rest[label == value] -= rest[label == value].mean()
-    return float(np.sqrt(np.mean(rest**2))) or 1.0
+        inside = label == value
+        rest[inside] -= np.average(rest[inside], weights=counts[inside])
+    return float(np.sqrt(np.average(rest**2, weights=counts))) or 1.0
 
 
 def _downsample(label: NDArray[np.integer]) -> Index:

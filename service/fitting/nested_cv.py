@@ -28,13 +28,13 @@ from service.fitting.calibration import (
 from service.fitting.fit import Floats, Index, Readouts
 from service.fitting.folds import OuterFold, outer_folds
 from service.fitting.jackknife import Tests, auroc_interval
-from service.fitting.options import DEPTH_MEAN, FIRST_TOKEN, LogitScale
+from service.fitting.layer_weights import fit_layer_weights
+from service.fitting.options import DEPTH_MEAN, FIRST_TOKEN, SEVERAL, LogitScale
 from service.fitting.recalibration import recalibration
 from service.fitting.scores import (
     ECE_BINS,
     SUMMARY,
     at_threshold,
-    auroc,
     debiased_calibration_error,
     ece,
     risk_auroc,
@@ -43,12 +43,14 @@ from service.fitting.scores import (
 )
 
 FUSED = (DEPTH_MEAN, *FIRST_TOKEN)
-SCALES: tuple[LogitScale, LogitScale] = ("unit_norm", "standardized")
 NAMES = (
     "depth_mean_unit_norm",
     "depth_mean_standardized",
+    "depth_mean_weighted",
     "fused_unit_norm",
     "fused_standardized",
+    "fused_weighted",
+    *(f"depth_mean_{heads}_heads" for heads in SEVERAL),
     "best_head",
     "best_layer",
     "first_token_max_prob",
@@ -138,7 +140,7 @@ def evaluate(inputs: Inputs, *, folds: int, seeds: Sequence[int], options: FitOp
         risks = {}
         strata = [inputs.strata[int(row)] for row in test]
         for name, (of_train, of_test) in signals:
-            classifier = fit_classifier(of_train, label[train])
+            classifier = fit_classifier(of_train, label[train], inputs.readouts.share_of(train))
             risks[name] = risk = classifier.risk(of_test)
             record["signals"][name] = summary(label[test], risk, classifier.threshold) | _within(
                 label[test], risk, strata
@@ -168,6 +170,8 @@ def evaluate(inputs: Inputs, *, folds: int, seeds: Sequence[int], options: FitOp
             "low_and_high": "95 % interval of the mean, over training and test rows: jackknife over groups with the "
             "fits held fixed, its variance times folds / (folds - 1) for what other training rows would change",
             "within_stratum": "AUROC among rows of one stratum, strata weighted by their pairs of rows",
+            "weighted": "weights over layers, fitted on the training side's out-of-fold trajectories",
+            "heads": "a layer's logit is the mean over so many heads, the best by training AUROC, or all it has",
             "best_head": "the head with the best training AUROC (the ITI rule)",
             "best_layer": "the layer whose selected head has the best inner out-of-fold AUROC",
         },
@@ -198,7 +202,7 @@ def held_out(
     label = inputs.label
     fitted = {"bundle": (classifier, signal_matrix(trajectory, inputs.first_token, signals))}
     for (name, of_train), (_, of_test) in zip(_references(references), _references(inputs), strict=True):
-        fitted[name] = (fit_classifier(of_train, references.label), of_test)
+        fitted[name] = (fit_classifier(of_train, references.label, references.readouts.share), of_test)
     scores: dict[str, Any] = {}
     for name, (model, x) in fitted.items():
         risk = model.risk(x)
@@ -235,16 +239,29 @@ def probe_columns(
     """
     label = readouts.label
     c = choose_c(readouts, group, train, seed, options, must=False).c  # the run's own C was chosen before
-    inner = cross_fit(readouts, group, train, c, options.inner_folds, (seed,), options)
-    fit = refit(readouts, train, test, c, options, blank=True)
+    inner = cross_fit(readouts, group, train, c, options.inner_folds, (seed,), options, several=True)
+    fit = refit(readouts, train, test, c, options, blank=True, several=True)
+    weights = fit_layer_weights(
+        inner.unit_norm[0], label[train], group[train],
+        folds=options.inner_folds, seed=seed, share=readouts.share_of(train),
+    )  # fmt: skip
+    trajectories: dict[LogitScale, tuple[Floats, Floats]] = {
+        "unit_norm": (inner.unit_norm[0], fit.trajectory),
+        "standardized": (inner.standardized[0], fit.standardized),
+        "weighted": (weights.out_of_fold, fit.trajectory * weights.weight),
+    }
     columns: Columns = []
     for names in ((DEPTH_MEAN,), FUSED):
-        for scale in SCALES:
-            of_train = signal_matrix(inner.trajectory(scale)[0], first_token[train], names)
-            of_test = signal_matrix(fit.scaled(scale), first_token[test], names)
+        for scale, sides in trajectories.items():
+            of_train, of_test = (
+                signal_matrix(side, first_token[rows], names) for side, rows in zip(sides, (train, test), strict=True)
+            )
             columns.append((name_of(names, scale), (of_train, of_test)))
+    for place, heads in enumerate(SEVERAL):
+        sides = (inner.several[0, place][:, None], fit.several[place][:, None])
+        columns.append((f"depth_mean_{heads}_heads", sides))
     columns.append(("best_head", (inner.best_head[0][:, None], fit.trajectory[:, [fit.best_layer]])))
-    layer = int(np.argmax([auroc(label[train], column) for column in inner.unit_norm[0].T]))
+    layer = int(np.argmax([readouts.auroc(train, column) for column in inner.unit_norm[0].T]))
     columns.append(("best_layer", (inner.unit_norm[0][:, [layer]], fit.trajectory[:, [layer]])))
     return c, columns
 

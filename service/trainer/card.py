@@ -27,8 +27,13 @@ SIGNALS = {
     "bundle": "this bundle",
     "depth_mean_unit_norm": "depth mean, unit norm (the paper's rule)",
     "depth_mean_standardized": "depth mean, standardised logits",
+    "depth_mean_weighted": "depth mean, weighted layers",
     "fused_unit_norm": "fused: depth mean (unit norm) and first token",
     "fused_standardized": "fused: depth mean (standardised) and first token",
+    "fused_weighted": "fused: depth mean (weighted) and first token",
+    "depth_mean_2_heads": "depth mean, unit norm, 2 heads a layer",
+    "depth_mean_4_heads": "depth mean, unit norm, 4 heads a layer",
+    "depth_mean_8_heads": "depth mean, unit norm, 8 heads a layer",
     "best_head": "best single head",
     "best_layer": "best single layer",
     "first_token_max_prob": "first-token maximum probability",
@@ -114,11 +119,11 @@ def _what(manifest: Manifest) -> str:
         if manifest.readout.site == "attention_head"
         else f"the residual stream after each of the {model.num_layers} blocks ({model.hidden_size} numbers)"
     )
-    scale = (
-        "the plain mean of unit-norm logits, the paper's rule"
-        if manifest.logit_scale == "unit_norm"
-        else "the mean of logits that were each divided by their within-class standard deviation"
-    )
+    scale = {
+        "unit_norm": "the plain mean of unit-norm logits, the paper's rule",
+        "standardized": "the mean of logits that were each divided by their within-class standard deviation",
+        "weighted": "a mean of unit-norm logits in which each layer has a weight, fitted on out-of-fold logits",
+    }[manifest.logit_scale]
     extra = (
         ", together with the first answer token's log maximum probability and entropy,"
         if len(manifest.signals) > 1
@@ -161,10 +166,23 @@ def _data(manifest: Manifest, data: Mapping[str, Any], left_out: Mapping[str, in
         f"| left out | {training.left_out}{f' ({left})' if left else ''} |\n"
         f"| groups kept together in folds | {training.groups}{groups} |\n"
         f"| labels | {labels} |\n"
+        f"{_soft(data)}"
         f"| prompts | rendered as `{manifest.prompt_format}`, activations in {manifest.dtype} |\n"
         f"| probes | {penalty} logistic regression, {c}; class balance: {training.class_balance} |\n"
         f"| classifier | fitted on out-of-fold signals, {training.folds} folds, seeds "
         f"{', '.join(map(str, training.seeds))} |\n"
+    )
+
+
+def _soft(data: Mapping[str, Any]) -> str:
+    """What probes and classifier were fitted on, where that is not the labels themselves."""
+    if (soft := data.get("soft_labels")) is None:
+        return ""
+    return (
+        f"| fitted on | the share of right ones among {soft['samples']} answers sampled at temperature "
+        f"{soft['temperature']:g}: {soft['right']:.1%} of them, rows with right and wrong ones "
+        f"{soft['rows_with_right_and_wrong_answers']:.1%}. So the risk is that of such an answer. All figures below, "
+        f"and the threshold, are by the greedy answers' labels |\n"
     )
 
 

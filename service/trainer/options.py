@@ -6,12 +6,13 @@ import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol, cast
+from typing import Any, Literal, Protocol, cast, get_args
 
 from joblib import cpu_count
 
 from probes_store.manifest import Signal
-from service.data.options import ABSTAIN, JudgeName, JudgeOptions, Labels
+from service.data.options import ABSTAIN, JudgeName, JudgeOptions, Labels, TrainingLabels
+from service.data.sampled_answers import SampleOptions
 from service.errors import TrainingError
 from service.fitting.calibration import FitOptions
 from service.fitting.options import C_GRID, DEPTH_MEAN, FIRST_TOKEN, ClassBalance, LogitScale
@@ -64,7 +65,7 @@ class PromiseOptions:
             **vars(self),
             bundle=reference,
             run_dir=training.run_dir,
-            labels=training.labels,
+            labels=training.answers,
             judge=training.judge,
             abstain_pattern=training.abstain_pattern,
             max_new_tokens=training.max_new_tokens,
@@ -138,10 +139,12 @@ class TrainOptions:
     sites: tuple[Site, ...] = ()  # further sites to collect in the same pass, for diagnostics
     logit_scale: LogitScale = "unit_norm"  # the paper's rule, or each L_l over its within-class training std
     signals: tuple[Signal, ...] = (DEPTH_MEAN,)  # what the classifier reads; or (depth_mean, log_max_prob, entropy)
-    labels: Labels = "given"  # the rows' own, or the model's answers judged against the rows' `answers`
-    judge: JudgeOptions = JudgeOptions()  # only with labels="generate"
-    abstain_pattern: str = ABSTAIN  # only with labels="generate": such answers belong to neither class
-    max_new_tokens: int = 48  # only with labels="generate": length of an answer; decoding is greedy
+    labels: TrainingLabels = "given"  # the rows' own, or the model's answers judged against the rows' `answers`
+    samples: int = 8  # only with labels="sample": answers of each prompt
+    temperature: float = 1.0  # only with labels="sample": of these answers
+    judge: JudgeOptions = JudgeOptions()  # not with labels="given"
+    abstain_pattern: str = ABSTAIN  # not with labels="given": such answers belong to neither class
+    max_new_tokens: int = 48  # not with labels="given": length of an answer
     prompt_format: Literal["auto", "chat", "text"] = "auto"  # how a bare `prompt` is rendered; auto: chat if it can
     folds: int = 5  # outer folds of the evaluation, and of the cross-fit behind the final classifier
     inner_folds: int = 3  # folds inside a training partition: choice of C, and the classifier's cross-fit
@@ -165,9 +168,13 @@ class TrainOptions:
 
         require(self.signals in ((DEPTH_MEAN,), (DEPTH_MEAN, *FIRST_TOKEN)), "signals",
                 f"{(DEPTH_MEAN,)} or {(DEPTH_MEAN, *FIRST_TOKEN)}")  # fmt: skip
-        require(self.logit_scale in ("unit_norm", "standardized"), "logit_scale", "'unit_norm' or 'standardized'")
-        require(self.labels in ("given", "generate"), "labels", "'given' or 'generate'")
+        require(self.logit_scale in get_args(LogitScale), "logit_scale", "'unit_norm', 'standardized' or 'weighted'")
+        require(self.labels in get_args(TrainingLabels), "labels", "'given', 'generate' or 'sample'")
+        require(self.samples >= 2, "samples", "2 or more")
+        require(0 < self.temperature < math.inf, "temperature", "a positive number")
         require(self.class_balance in ("weights", "downsample"), "class_balance", "'weights' or 'downsample'")
+        require(self.labels != "sample" or self.class_balance == "weights", "class_balance",
+                "'weights' with sampled labels, whose rows have a part in both classes")  # fmt: skip
         require(self.prompt_format in ("auto", "chat", "text"), "prompt_format", "'auto', 'chat' or 'text'")
         require(self.folds >= 2, "folds", "2 or more")
         require(self.inner_folds >= 2, "inner_folds", "2 or more")
@@ -191,8 +198,22 @@ class TrainOptions:
                 raise TrainingError(
                     f"answer_pattern has no group: put (...) around the answer in {pattern!r}", param=field
                 )
-        if self.labels == "generate" and self.judge.name == "openai" and not (self.judge.base_url and self.judge.model):
+        if (
+            self.answers == "generate"
+            and self.judge.name == "openai"
+            and not (self.judge.base_url and self.judge.model)
+        ):
             raise TrainingError("the openai judge needs a base url (up to /v1) and a model", param="judge")
+
+    @property
+    def answers(self) -> Labels:
+        """Where the labels that everything is measured by come from: the rows, or the model's greedy answers."""
+        return "given" if self.labels == "given" else "generate"
+
+    @property
+    def sampled(self) -> SampleOptions | None:
+        """The sampled answers that soft labels come from, if any do."""
+        return SampleOptions(self.samples, self.temperature) if self.labels == "sample" else None
 
     @property
     def collected_sites(self) -> tuple[Site, ...]:
@@ -206,11 +227,12 @@ class TrainOptions:
             run_dir=self.run_dir,
             readout=self.readout,
             sites=self.collected_sites,
-            labels=self.labels,
+            labels=self.answers,
             judge=self.judge,
             abstain_pattern=self.abstain_pattern,
             max_new_tokens=self.max_new_tokens,
             batch_rows=self.batch_rows,
+            sampled=self.sampled,
         )
 
     @property

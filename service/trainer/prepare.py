@@ -8,8 +8,9 @@ from pathlib import Path
 import numpy as np
 
 from service.data.collection import Collection, collect
-from service.data.labels import Labelled, given_labels, judged_labels
+from service.data.labels import Labelled, given_labels, judged_labels, sampled_labels
 from service.data.options import ABSTAIN, JudgeOptions, Labels
+from service.data.sampled_answers import SampleOptions, sample_answers
 from service.data.training_rows import Dataset, class_problems
 from service.engines.base import Engine
 from service.errors import TrainingError
@@ -31,6 +32,7 @@ class Preparation:
     abstain_pattern: str = ABSTAIN
     max_new_tokens: int = 48
     batch_rows: int = 32
+    sampled: SampleOptions | None = None  # soft labels from sampled answers, too
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,14 +84,18 @@ def prepare(
     if options.labels == "given":
         labelled = given_labels(dataset)
     else:
-        labelled = judged_labels(dataset, folder, options.judge, options.abstain_pattern)
+        if options.sampled is None:
+            labelled = judged_labels(dataset, folder, options.judge, options.abstain_pattern)
+        else:
+            sample_answers(engine, dataset, collection.prompts, folder, options.sampled, options.max_new_tokens)
+            labelled = sampled_labels(dataset, folder, options.judge, options.abstain_pattern, options.sampled)
         groups = dataset.groups[labelled.index]
         problems = [] if folds is None else class_problems(labelled.label, groups, folds)
         if problems:
             raise TrainingError(f"{dataset.path}, labelled by its answers: {'; '.join(problems)}", param="labels")
     index = labelled.index
     inputs = Inputs(
-        readouts=Readouts(collection.rows[options.readout], index, labelled.label),
+        readouts=Readouts(collection.rows[options.readout], index, labelled.label, labelled.share),
         group=dataset.groups[index],
         first_token=collection.first_token[index],
         prompt_tokens=collection.prompts.lengths[index],

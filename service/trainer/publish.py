@@ -25,7 +25,6 @@ from service.engines.base import Engine, ModelIdentity
 from service.errors import EngineError
 from service.fitting.calibration import FinalClassifier, signal_matrix
 from service.fitting.fit import Floats, Index, ProbeFit, Readouts
-from service.fitting.options import LogitScale
 from service.fitting.uncertainty import Reference
 from service.prompts import PromptFormat
 from service.readout import Probes
@@ -36,15 +35,14 @@ GOLDEN_PROMPTS = 8
 
 
 def probe_tensors(
-    fit: ProbeFit, scale: LogitScale, class_mean: Floats, class_std: Floats, reference: Reference | None = None
+    fit: ProbeFit, scale: Floats, class_mean: Floats, class_std: Floats, reference: Reference | None = None
 ) -> ProbeTensors:
-    """A fit in the element types that are stored and served; class_mean, class_std [2, m] out of fold."""
-    divisor = fit.scale if scale == "standardized" else np.ones_like(fit.scale)
+    """A fit in the element types that are stored and served: scale [m]; class_mean, class_std [2, m] out of fold."""
     return ProbeTensors(
         head=fit.head,
         direction=fit.direction.astype(np.float32),
         bias=fit.bias.astype(np.float32),
-        scale=divisor.astype(np.float32),
+        scale=scale.astype(np.float32),
         trajectory_mean=class_mean.astype(np.float32),
         trajectory_std=class_std.astype(np.float32),
         reference_mean=None if reference is None else reference.mean.astype(np.float32),

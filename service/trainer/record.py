@@ -27,8 +27,8 @@ def training_record(options: TrainOptions, data: PreparedData, c: float) -> Trai
     """The manifest's record of the training run."""
     return TrainingRecord(
         data_digest=data.dataset.digest,
-        labels=options.labels,
-        judge=options.judge.described() if options.labels == "generate" else None,
+        labels=options.answers,
+        judge=options.judge.described() if options.answers == "generate" else None,
         seeds=options.seeds,
         folds=options.folds,
         c=c,
@@ -63,7 +63,8 @@ def evaluation_document(
             "effective_groups": rounded(effective_groups(data.inputs.group)),
             "largest_group_share": rounded(largest_share(data.inputs.group)),
         }
-        | data.counts,
+        | data.counts
+        | _soft_labels(options, data),
         "c_search": rounded(search),
         "out_of_fold": {
             "layer_auroc": rounded(layers.mean(axis=0).tolist()),
@@ -99,6 +100,23 @@ def read_risks(document: Mapping[str, str]) -> Source:
     )
 
 
+def _soft_labels(options: TrainOptions, data: PreparedData) -> dict[str, Any]:
+    """What the probes were fitted on, where that is not the labels that they are measured by."""
+    share = data.inputs.readouts.share
+    if share is None:
+        return {}
+    mixed = float(np.mean((share > 0) & (share < 1)))
+    return {
+        "soft_labels": {
+            "samples": options.samples,
+            "temperature": options.temperature,
+            "right": rounded(float(share.mean())),
+            "rows_with_right_and_wrong_answers": rounded(mixed),
+            "right_where_the_greedy_answer_is": rounded(float(share[data.inputs.label == 1].mean())),
+        }
+    }
+
+
 def plot_data(
     options: TrainOptions,
     inputs: Inputs,
@@ -116,7 +134,8 @@ def plot_data(
         shown |= {"depth mean and first token": own} if len(options.signals) > 1 else {}
         shown |= {"first-token probability": "first_token_max_prob", "prompt length": "prompt_length"}
         risks = {text: nested.risk[name][0] for text, name in shown.items()}
-    unit = "distance from the probe's plane" if options.logit_scale == "unit_norm" else "within-class std"
+    units = {"unit_norm": "distance from the probe's plane", "standardized": "within-class std", "weighted": "weighted"}
+    unit = units[options.logit_scale]
     return PlotData(
         inputs.label,
         inputs.group,

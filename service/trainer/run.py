@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import closing
+from dataclasses import replace
 
 import numpy as np
 
@@ -43,6 +44,7 @@ from service.trainer.plots import draw
 from service.trainer.prepare import prepare
 from service.trainer.publish import golden_rows, manifest_of, probe_tensors, record_golden, trajectories
 from service.trainer.record import evaluation_document, plot_data, training_record
+from service.trainer.scaling import scale_logits
 from service.trainer.summary import better_options, summary_table
 from service.trainer.uncertainty import uncertainty_record
 
@@ -87,7 +89,8 @@ def _draft(
     # Collect and label.
     prompt_format = default_prompt_format(engine) if options.prompt_format == "auto" else options.prompt_format
     data = prepare(engine, dataset, options.preparation, prompt_format, "train", folds=options.folds)
-    held = prepare(engine, test, options.preparation, prompt_format, "test", folds=0) if test else None
+    greedy = replace(options.preparation, sampled=None)  # rows that are only measured on need no soft label
+    held = prepare(engine, test, greedy, prompt_format, "test", folds=0) if test else None
     counts = data.counts
     console.print(f"{counts['factual']} factual, {counts['hallucinated']} hallucinated, {counts['left_out']} left out")
     inputs, rows, fit = data.inputs, np.arange(len(data.inputs.label)), options.fit
@@ -97,17 +100,19 @@ def _draft(
     console.print(f"C = {choice.c:g}; cross-fitting {options.folds} folds x {len(options.seeds)} seeds")
     crossed = cross_fit(inputs.readouts, inputs.group, rows, choice.c, options.folds, options.seeds, fit)
     final = refit(inputs.readouts, rows, rows, choice.c, fit)
-    out_of_fold, refitted = crossed.trajectory(options.logit_scale), final.scaled(options.logit_scale)
+    scaled = scale_logits(inputs, crossed, final, options)
+    out_of_fold, refitted = scaled.out_of_fold, final.trajectory / scaled.scale
     class_mean, class_std = class_statistics(out_of_fold, inputs.label)
     reference = None
     if options.uncertainty:
         reference = fit_reference(out_of_fold, inputs.label, inputs.group, options.folds, options.seeds)
-    tensors = probe_tensors(final, options.logit_scale, class_mean, class_std, reference)
+    tensors = probe_tensors(final, scaled.scale, class_mean, class_std, reference)
     probes = Probes.of(options.readout, tensors)
 
     # Calibrate: the classifier sees out-of-fold signals only.
     signals, label = stacked(signal_matrix(out_of_fold, inputs.first_token, options.signals), inputs.label)
-    classifier = fit_classifier(signals, label)
+    share = inputs.readouts.share
+    classifier = fit_classifier(signals, label, None if share is None else np.tile(share, len(options.seeds)))
 
     # Evaluate.  Of the bundle's numbers only the width of its intervals comes from here.
     nested = evaluate(inputs, folds=options.folds, seeds=options.seeds, options=fit) if options.evaluate else None
@@ -126,6 +131,7 @@ def _draft(
     risks = classifier.risk(signals[: len(rows)])  # of the first seed
     answering = profile(inputs.label, risks, inputs.group)
     document = evaluation_document(options, data, out_of_fold, refitted, choice.auroc, nested, answering, risks)
+    document |= scaled.document
     if held is not None:
         document["rows_seen"]["held-out"] = Marks.of(held.dataset).document()
         logits = trajectories(held.inputs.readouts, probes)
@@ -166,15 +172,15 @@ def _check_signal(auroc: dict[str, float], options: TrainOptions) -> None:
 
 def _read(options: TrainOptions) -> tuple[Dataset, Dataset | None]:
     """Both data files, checked."""
-    dataset = read_dataset(options.data, options.labels, folds=options.folds)
-    test = read_dataset(options.test, options.labels, folds=0) if options.test is not None else None
-    if options.labels == "generate":
+    dataset = read_dataset(options.data, options.answers, folds=options.folds)
+    test = read_dataset(options.test, options.answers, folds=0) if options.test is not None else None
+    if options.answers == "generate":
         for data in (dataset, test) if test is not None else (dataset,):
             check_answers(data, options.judge)
     if test is not None:
         check_disjoint(dataset, test)
     if options.calibration is not None:  # ``plan`` says so too, but only once there is a bundle
-        calibration = read_dataset(options.calibration.data, options.labels, folds=None)
+        calibration = read_dataset(options.calibration.data, options.answers, folds=None)
         for seen in (dataset, test) if test is not None else (dataset,):
             check_disjoint(seen, calibration)
     if options.labels == "given":

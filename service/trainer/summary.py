@@ -13,8 +13,10 @@ from service.trainer.card import SIGNALS, WITHIN
 OPTIONS = {
     "depth_mean_unit_norm": "--logit-scale unit_norm --signals depth_mean",
     "depth_mean_standardized": "--logit-scale standardized --signals depth_mean",
+    "depth_mean_weighted": "--logit-scale weighted --signals depth_mean",
     "fused_unit_norm": "--logit-scale unit_norm --signals depth_mean,first_token",
     "fused_standardized": "--logit-scale standardized --signals depth_mean,first_token",
+    "fused_weighted": "--logit-scale weighted --signals depth_mean,first_token",
 }
 """Signal -> the options of ``hallutracer train`` that publish it."""
 

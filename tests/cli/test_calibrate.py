@@ -47,6 +47,7 @@ def test_a_dry_run_loads_no_model_and_writes_nothing(
         ([], "name its training file (sha256:dfdf"),
         (["--judge", "openai"], "--judge-url"),
         (["--prompt-format", "text"], "rendered as the bundle's"),
+        (["--labels", "sample"], "about greedy answers"),
     ],
 )
 def test_what_is_refused(

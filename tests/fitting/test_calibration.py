@@ -104,7 +104,7 @@ def test_columns_of_the_nested_classifiers_are_out_of_fold(tmp_path: Path) -> No
     _, columns = probe_columns(
         given.readouts, given.group, given.first_token, train, test, 0, FitOptions("weights", 3, 1.0, (1.0,), 1)
     )
-    assert len(columns) == 6
+    assert len(columns) == 11
     for name, (of_train, _) in columns:
         assert auroc(label[train], of_train[:, 0]) < 0.65, name
 

@@ -34,8 +34,8 @@ def test_a_fold_s_classifier_and_threshold_come_from_its_training_side(
     used: list[tuple[np.ndarray, float]] = []
     fit, summarise = nested_cv.fit_classifier, nested_cv.summary
 
-    def watched(signals: np.ndarray, label: np.ndarray) -> FinalClassifier:
-        fitted.append((signals, label, fit(signals, label)))
+    def watched(signals: np.ndarray, label: np.ndarray, share: np.ndarray | None) -> FinalClassifier:
+        fitted.append((signals, label, fit(signals, label, share)))
         return fitted[-1][-1]
 
     def summary(label: np.ndarray, risk: np.ndarray, threshold: float) -> Any:
@@ -58,9 +58,9 @@ def test_the_references_of_a_held_out_file_are_fitted_on_the_training_rows(
     fitted: list[int] = []
     fit = nested_cv.fit_classifier
 
-    def watched(signals: np.ndarray, label: np.ndarray) -> FinalClassifier:
+    def watched(signals: np.ndarray, label: np.ndarray, share: np.ndarray | None) -> FinalClassifier:
         fitted.append(len(label))
-        return fit(signals, label)
+        return fit(signals, label, share)
 
     monkeypatch.setattr(nested_cv, "fit_classifier", watched)
     test = write_rows(tmp_path / "test.jsonl", planted_rows(90, seed=3))

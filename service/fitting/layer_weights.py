@@ -1,0 +1,112 @@
+"""Weights over layers: a mean over depth to which layers contribute unequally.
+
+    sum_l w_l L_l / m,  w_l > 0, mean of w = 1
+
+is the mean of logits with scale_l = 1 / w_l, so a server computes it as it computes the paper's rule (all w_l = 1).
+The weights are those of a logistic regression on out-of-fold truth logits, none of them negative, which a penalty
+pulls towards the paper's rule: with sigma_l the deviation of L_l, v_l = w_l sigma_l and p = sigma / |sigma|
+
+    minimise   mean_i log(1 + exp(-y_i (v . L_i / sigma + b))) + lambda / 2 |v - (p . v) p|^2,   v >= 0
+
+The level of the weights is free.  Group-disjoint folds choose lambda by AUROC.  The paper's rule, lambda = infinity, is
+left only where the gain over it has an interval above zero: where layers differ little, the best of several lambdas
+loses more to chance than its weights gain.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.optimize import minimize
+from threadpoolctl import threadpool_limits
+
+from service.fitting.folds import group_folds
+from service.fitting.jackknife import gain
+from service.fitting.soft_labels import copies_of
+
+Floats = NDArray[np.float64]
+
+STRENGTHS = (math.inf, 3.0, 1.0, 0.3, 0.1, 0.03, 0.01, 0.003)  # lambda, strong to weak
+FLOOR = 0.01  # of the mean weight: a layer of weight zero would have an infinite scale
+
+
+@dataclass(frozen=True, eq=False)
+class LayerWeights:
+    """The weights of n rows' trajectories."""
+
+    weight: Floats  # [m] mean 1
+    strength: float  # lambda; infinity where nothing was surely better than the paper's rule
+    out_of_fold: Floats  # [n, m] w_l L_l, with weights that were fitted without the row's fold
+
+
+def fit_layer_weights(
+    trajectory: Floats,
+    label: NDArray[np.integer],
+    group: NDArray[np.integer],
+    *,
+    folds: int,
+    seed: int,
+    share: Floats | None = None,
+) -> LayerWeights:
+    """trajectory [n, m] of unit-norm probes, each row's fitted without it; label, group [n].
+
+    ``share`` [n]: soft labels to fit on; the strength is chosen by ``label`` all the same.
+
+    Raises TrainingError where a fold lacks a class.
+    """
+    pairs = group_folds(label, group, np.arange(len(label)), folds, seed, what="layer-weight fold")
+
+    def fit(rows: NDArray[np.integer], strengths: Sequence[float]) -> list[Floats]:
+        return _path(trajectory[rows], label[rows], None if share is None else share[rows], strengths)
+
+    with threadpool_limits(1):  # sums in one order, whatever the number of cores
+        paths = [fit(train, STRENGTHS) for train, _ in pairs]
+        sides = [[(held, -trajectory[held] @ path[place]) for path, (_, held) in zip(paths, pairs, strict=True)]
+                 for place in range(len(STRENGTHS))]  # fmt: skip
+        paper = [(held, -trajectory[held].sum(axis=1)) for _, held in pairs]
+        gains = [gain(label, group, tests, paper) for tests in sides]
+        best = int(np.argmax([found.difference if found.low > 0 else 0.0 for found in gains]))  # ties: the strongest
+        out_of_fold = np.empty_like(trajectory)
+        for path, (_, held) in zip(paths, pairs, strict=True):
+            out_of_fold[held] = trajectory[held] * path[best]
+        (weight,) = fit(np.arange(len(label)), [STRENGTHS[best]])
+    return LayerWeights(weight, STRENGTHS[best], out_of_fold)
+
+
+def _path(
+    trajectory: Floats, label: NDArray[np.integer], share: Floats | None, strengths: Sequence[float]
+) -> list[Floats]:
+    """The weights [m] at each strength, each begun where the last one ended."""
+    copies = copies_of(label, share)
+    sigma = trajectory.std(axis=0)
+    sigma = np.where(sigma > 0, sigma, 1.0)  # a layer that tells nothing is left alone by the data
+    rows = (trajectory / sigma)[copies.row]
+    sign = np.where(copies.label == 1, 1.0, -1.0)
+    count = copies.weight / copies.weight.sum()
+    centre = count @ rows
+    rows = rows - centre
+    paper = sigma / np.linalg.norm(sigma)
+
+    def loss(point: Floats, strength: float) -> tuple[float, Floats]:
+        margin = sign * (rows @ point[:-1] + point[-1])
+        away = point[:-1] - (paper @ point[:-1]) * paper
+        value = count @ np.logaddexp(0.0, -margin) + strength / 2 * (away @ away)
+        slope = -count * sign * np.exp(-np.logaddexp(0.0, margin))
+        return float(value), np.append(rows.T @ slope + strength * away, slope.sum())
+
+    found = []
+    point = np.append(paper * 1e-3, 0.0)
+    for strength in strengths:
+        if math.isinf(strength):
+            found.append(np.ones(len(sigma)))
+            continue
+        bounds = [(0.0, None)] * len(sigma) + [(None, None)]
+        point = minimize(loss, point, (strength,), "L-BFGS-B", jac=True, bounds=bounds, options={"maxiter": 500}).x
+        weight = point[:-1] / sigma
+        weight = np.maximum(weight, FLOOR * weight.mean()) if weight.any() else np.ones(len(sigma))
+        found.append(weight / weight.mean())
+    return found

@@ -1,0 +1,97 @@
+"""Weights over layers: found where layers differ, the paper's rule where not, and never fitted on their own rows."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from service.fitting import layer_weights
+from service.fitting.layer_weights import FLOOR, fit_layer_weights
+from service.fitting.scores import auroc
+
+GROUP = np.arange(900) // 3
+
+
+def made(signal: list[float], spread: list[float], seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    """Trajectories [900, m]: each layer's separation of the classes, in its own deviations, and its deviation."""
+    rng = np.random.default_rng(seed)
+    label = (rng.random(900) < 0.4).astype(np.int64)
+    rows = rng.standard_normal((900, len(signal))) + np.array(signal) * (2 * label[:, None] - 1) / 2
+    return rows * np.array(spread), label
+
+
+def test_a_layer_that_knows_outweighs_louder_ones_that_do_not() -> None:
+    trajectory, label = made([1.5, 0, 0, 0, 0, 0], [1, 4, 4, 4, 4, 4])
+    found = fit_layer_weights(trajectory, label, GROUP, folds=3, seed=0)
+    assert math.isfinite(found.strength)
+    assert found.weight.argmax() == 0
+    assert found.weight.mean() == pytest.approx(1)
+    assert found.weight.min() >= FLOOR * 0.9
+    assert auroc(label, found.out_of_fold.mean(axis=1)) > auroc(label, trajectory.mean(axis=1)) + 0.15
+
+
+def test_layers_that_mislead_get_no_negative_weight() -> None:
+    trajectory, label = made([1, 1, -1], [1, 1, 1])
+    found = fit_layer_weights(trajectory, label, GROUP, folds=3, seed=0)
+    assert 0 < found.weight[2] < 0.05
+    assert np.all(found.weight > 0)
+
+
+def test_equal_layers_are_left_equal() -> None:
+    """The best of seven strengths looks better than none by chance more often than not."""
+    strengths = []
+    for seed in range(6):
+        trajectory, label = made([0.5] * 12, [1] * 12, seed)
+        found = fit_layer_weights(trajectory, label, GROUP, folds=3, seed=seed)
+        loss = auroc(label, trajectory.mean(axis=1)) - auroc(label, found.out_of_fold.mean(axis=1))
+        assert loss < 0.01
+        strengths.append(found.strength)
+        if math.isinf(found.strength):
+            assert found.weight.tolist() == [1.0] * 12
+    assert sum(map(math.isinf, strengths)) >= 5
+
+
+def test_rows_have_weights_that_were_fitted_without_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layer_weights, "STRENGTHS", (0.01,))
+    trajectory, label = made([1, 0, 0.5], [1, 1, 1])
+    first = fit_layer_weights(trajectory, label, GROUP, folds=3, seed=0)
+    ratio = first.out_of_fold / trajectory
+    folds = np.unique(ratio.round(9), axis=0, return_inverse=True)[1]
+    assert len(np.unique(folds)) == 3
+    mine = folds == folds[0]
+    changed = np.where(mine[:, None], trajectory[:, ::-1] * 7, trajectory)
+    again = fit_layer_weights(changed, label, GROUP, folds=3, seed=0)
+    np.testing.assert_allclose((again.out_of_fold / changed)[mine], ratio[mine])
+    assert np.abs((again.out_of_fold / changed)[~mine] - ratio[~mine]).max() > 0.05
+
+
+@pytest.mark.parametrize("third", [0, -1.5])
+def test_no_admissible_step_lowers_the_objective(third: float) -> None:
+    trajectory, label = made([1, 0.5, third, 0.2], [1, 2, 3, 1])
+    trajectory[:, 0] += 0.6 * trajectory[:, 2]  # what the third layer's negative weight would take away
+    sigma = trajectory.std(axis=0)
+    paper = sigma / np.linalg.norm(sigma)
+    rows, sign, strength = trajectory / sigma, 2 * label - 1, 0.1
+
+    def objective(weight: np.ndarray) -> float:
+        """The least over the level of the weights and the intercept."""
+        best = math.inf
+        for level in np.geomspace(0.05, 5, 60):
+            v = level * weight * sigma
+            away = v - (paper @ v) * paper
+            base = rows @ v
+            for intercept in np.linspace(-2, 1, 40) - base.mean():
+                loss = np.logaddexp(0, -sign * (base + intercept)).mean()
+                best = min(best, loss + strength / 2 * away @ away)
+        return best
+
+    [weight] = layer_weights._path(trajectory, label, None, [strength])
+    found = objective(weight)
+    for layer in range(4):
+        for factor in (0.6, 1.7):
+            other = weight.copy()
+            other[layer] = max(other[layer] * factor, 0.05)
+            assert objective(other / other.mean()) > found - 1e-4
+    assert objective(np.ones(4)) > found + 1e-3
