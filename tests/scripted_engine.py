@@ -22,8 +22,9 @@ from service.engines.base import (
     PrefillResult,
     Sampling,
     TokenIds,
+    TracedAnswer,
 )
-from service.engines.checks import check_onset_only, check_prompts
+from service.engines.checks import check_onset_only, check_prompts, refuse_tracing
 from service.errors import EngineError, RequestError
 from service.readout import Geometry, Pooling, Probes, Site
 from service.risk import truth_logits
@@ -150,6 +151,16 @@ class ScriptedEngine:
             assert continuation.completion is not None
             completions.append(continuation.completion)
         return completions
+
+    def sample(
+        self, prompts: Sequence[TokenIds], sampling: Sampling, seeds: Sequence[Sequence[int]]
+    ) -> list[list[TracedAnswer]]:
+        """Raises EngineError."""
+        refuse_tracing("scripted")
+
+    def next_token(self, prompts: Sequence[TokenIds], candidates: Sequence[int]) -> NDArray[np.float64]:
+        """Raises EngineError."""
+        refuse_tracing("scripted")
 
     def close(self) -> None:
         """Later calls raise EngineError."""

@@ -11,7 +11,7 @@ from cyclopts import Parameter
 
 from service.cli.default_model import SHIPPED
 from service.cli.loading import load_engine
-from service.cli.options import Data, EngineChoice, FitChoices, LabelChoices, Out, UsageError
+from service.cli.options import Data, EngineChoice, FitChoices, LabelChoices, Out, Samples, UsageError
 from service.cli.output import print_line
 from service.options import Common
 from service.settings import Range, option, section
@@ -36,10 +36,12 @@ class EvaluateChoices:
     methods: Annotated[
         str | None,
         option("Comma-separated: hallutracer, residual-depth-mean, trajectory-ridge, iti, fact-probe, iris, p-ik, "
-               "saplma, mass-mean, halluguard, first-token-max-prob, first-token-entropy, prompt-length, text-ngrams, "
-               "kind-prior, shuffled-labels.  Default: all but halluguard, which decodes and differentiates every "
-               "answer."),
+               "saplma, mass-mean, sep, halluguard, perplexity, p-true, mind, semantic-entropy, "
+               "semantic-entropy-discrete, eigenscore, first-token-max-prob, first-token-entropy, prompt-length, "
+               "text-ngrams, kind-prior, shuffled-labels; or a class by its cost: none, A, B, C, D; or default, all.  "
+               "Default: those that decode nothing."),
     ] = None  # fmt: skip
+    samples: Samples = 10
     inner_folds: Annotated[int, option("Folds inside a training side.", limits=Range(2))] = 3
     per_subset: Annotated[bool, option("Also train and test inside each sub-dataset.")] = True
     skip_long: Annotated[
@@ -72,18 +74,18 @@ def evaluate(
     """
     from rich.console import Console
 
-    from service.evaluation.options import DEFAULT_METHODS, EvaluateOptions
+    from service.evaluation.options import EvaluateOptions, method_names
     from service.evaluation.page.markdown import table_markdown
     from service.evaluation.run import evaluate as run
     from service.paper.report import command_line, write_report
     from service.readout import Site
 
-    methods = tuple(name.strip() for name in (options.methods or "").split(",") if name.strip())
     evaluation = EvaluateOptions(
         sources=limited(tuple(map(source, options.data)) if options.data else (_demo(engine.model),), options.limit),
         out=options.out or Path("evaluation"),
         suite=options.suite,
-        methods=methods or DEFAULT_METHODS,
+        methods=method_names(options.methods),
+        samples=options.samples,
         seeds=fit.seeds,
         folds=fit.folds,
         inner_folds=options.inner_folds,

@@ -96,6 +96,16 @@ class Completion:
     finish_reason: str  # "stop" | "length" | "cancelled"
 
 
+@dataclass(frozen=True, eq=False)
+class TracedAnswer:
+    """An answer of T tokens, the end token included, and what the model computed while it wrote them."""
+
+    completion: Completion
+    log_prob: NDArray[np.float64]  # [T] each token's under the model itself, whatever the temperature, nats
+    last: NDArray[np.float32]  # [m, hidden_size] residual stream of the token before the T-th; of t* where T is 1
+    mean: NDArray[np.float32]  # [m, hidden_size] the same, mean over the first T - 1 tokens
+
+
 @dataclass
 class Counters:
     """Work done since the engine started."""
@@ -217,6 +227,20 @@ class LoadedModel(Protocol):
 
     def generate(self, prompts: Sequence[TokenIds], sampling: Sampling) -> list[Completion]:
         """Batched decoding, for labelling."""
+
+    def sample(
+        self, prompts: Sequence[TokenIds], sampling: Sampling, seeds: Sequence[Sequence[int]]
+    ) -> list[list[TracedAnswer]]:
+        """Several answers of each prompt from one prefill: one for each of its ``seeds``, which replace the sampling's.
+
+        Raises EngineError if the engine cannot trace answers, whatever the prompts.
+        """
+
+    def next_token(self, prompts: Sequence[TokenIds], candidates: Sequence[int]) -> NDArray[np.float64]:
+        """Log-probability (nats) of each candidate as the first answer token, [n, candidates].
+
+        Raises EngineError if the engine cannot tell, whatever the prompts.
+        """
 
     def close(self) -> None:
         """Free the model.  Later calls raise EngineError."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NoReturn
 
 import numpy as np
 
@@ -90,6 +91,15 @@ def check_sampling(sampling: Sampling) -> None:
             raise RequestError(f"{name} is {getattr(sampling, name)}; it must {expected}", param=name)
     if any(not stop for stop in sampling.stop):
         raise RequestError("stop holds an empty string, which would end every answer at once; remove it", param="stop")
+
+
+def refuse_tracing(engine: str) -> NoReturn:
+    """Raise EngineError: an engine that decodes, but keeps neither log-probabilities nor states of its answers."""
+    raise EngineError(
+        f"the {engine} engine keeps neither log-probabilities nor states of its answers: load the model with the "
+        "transformers engine for methods that read answers, or leave them out",
+        param="methods",
+    )
 
 
 def beyond_onset(poolings: Sequence[Pooling]) -> list[Pooling]:

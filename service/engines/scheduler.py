@@ -20,6 +20,9 @@ from concurrent.futures import Future
 from contextlib import aclosing
 from typing import TypeVar
 
+import numpy as np
+from numpy.typing import NDArray
+
 from service.engines.base import (
     FIRST_COME,
     BatchEngine,
@@ -33,6 +36,7 @@ from service.engines.base import (
     Sampling,
     TokenIds,
     TorchModel,
+    TracedAnswer,
     Turn,
     Update,
 )
@@ -103,6 +107,16 @@ class Scheduled:
     def generate(self, prompts: Sequence[TokenIds], sampling: Sampling) -> list[Completion]:
         """Batched decoding; runs between turns while prompts are being served."""
         return self._call(lambda: self.batch.generate(prompts, sampling))
+
+    def sample(
+        self, prompts: Sequence[TokenIds], sampling: Sampling, seeds: Sequence[Sequence[int]]
+    ) -> list[list[TracedAnswer]]:
+        """Several answers of each prompt; runs between turns while prompts are being served."""
+        return self._call(lambda: self.batch.sample(prompts, sampling, seeds))
+
+    def next_token(self, prompts: Sequence[TokenIds], candidates: Sequence[int]) -> NDArray[np.float64]:
+        """Log-probabilities of candidates; runs between turns while prompts are being served."""
+        return self._call(lambda: self.batch.next_token(prompts, candidates))
 
     async def answer(
         self,

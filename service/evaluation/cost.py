@@ -9,10 +9,14 @@ the answer's tokens:
     A       prefill only                  1
     B       and one lm_head               1 + H / (n N)
     C       and one greedy answer         1 + T (N + H) / (n N)
+    D       and K sampled answers         1 + K T (N + H) / (n N), from one prefill
+
+P(True) is C and a second prompt, of question and answer, of q tokens: (q N + H) / (n N) more.  What a method needs to
+learn is not counted: a semantic-entropy probe samples for its training rows only.
 
 Left out are attention between tokens and embeddings (small for prompts of common length), the probes themselves (a few
-thousand multiply-adds), and HalluGuard's gradients.  n is the mean over the set's rows, and T the longest answer
-allowed, so that C is a cost that answers stay below.  All experts of a mixture count as weights.
+thousand multiply-adds), and HalluGuard's gradients.  n and q are means over the set's rows, and T the longest
+answer allowed, so that C and D are costs that answers stay below.  All experts of a mixture count as weights.
 """
 
 from __future__ import annotations
@@ -24,10 +28,10 @@ from typing import Literal
 
 from service.engines.base import LoadedModel
 
-CostClass = Literal["none", "A", "B", "C"]
+CostClass = Literal["none", "A", "B", "C", "D"]
 
 CLASSES: Mapping[CostClass, str] = MappingProxyType(
-    {"none": "no model", "A": "prefill only", "B": "one lm_head", "C": "one answer"}
+    {"none": "no model", "A": "prefill only", "B": "one lm_head", "C": "one answer", "D": "sampled answers"}
 )
 """Class -> what it takes, cheapest first."""
 
@@ -39,6 +43,12 @@ _NOT_A: Mapping[str, CostClass] = MappingProxyType(
         "first-token-max-prob": "B",
         "first-token-entropy": "B",
         "halluguard": "C",
+        "perplexity": "C",
+        "p-true": "C",
+        "mind": "C",
+        "semantic-entropy": "D",
+        "semantic-entropy-discrete": "D",
+        "eigenscore": "D",
     }
 )
 
@@ -73,8 +83,18 @@ def count_weights(engine: LoadedModel) -> Weights | None:
     return Weights(blocks, sum(weight.numel() for weight in modules.head.parameters()))
 
 
-def cost(method: str, weights: Weights | None, prompt_tokens: float, answer_tokens: int) -> Cost:
-    """The method's cost on prompts of ``prompt_tokens`` tokens in the mean and answers of ``answer_tokens``."""
+@dataclass(frozen=True)
+class Lengths:
+    """Of one set, in tokens."""
+
+    prompt: float  # mean
+    answer: int  # longest
+    samples: int = 0  # answers of class D
+    asked: float = 0.0  # mean of the prompts that ask for P(True)
+
+
+def cost(method: str, weights: Weights | None, lengths: Lengths) -> Cost:
+    """The method's cost on prompts and answers of these lengths."""
     cls = cost_class(method)
     if cls == "none":
         return Cost(cls, 0.0)
@@ -82,6 +102,8 @@ def cost(method: str, weights: Weights | None, prompt_tokens: float, answer_toke
         return Cost(cls, 1.0)
     if weights is None:
         return Cost(cls, None)
-    prefill = prompt_tokens * weights.blocks
-    more = weights.head if cls == "B" else answer_tokens * (weights.blocks + weights.head)
-    return Cost(cls, 1.0 + more / prefill)
+    answer = lengths.answer * (weights.blocks + weights.head)
+    more: float = {"B": weights.head, "C": answer, "D": lengths.samples * answer}[cls]
+    if method == "p-true":
+        more += lengths.asked * weights.blocks + weights.head
+    return Cost(cls, 1.0 + more / (lengths.prompt * weights.blocks))

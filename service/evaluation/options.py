@@ -9,14 +9,18 @@ from typing import Any, Literal
 
 from service.data.options import JudgeName
 from service.errors import TrainingError
+from service.evaluation.cost import CLASSES, cost_class
 from service.evaluation.methods import METHODS
 from service.fitting.options import C_GRID
 
 OURS, RESIDUAL, SHUFFLED = "hallutracer", "residual-depth-mean", "shuffled-labels"
 TRAJECTORY = "trajectory-ridge"
 NAMES = (OURS, RESIDUAL, TRAJECTORY, *METHODS, SHUFFLED)
-# HalluGuard decodes and differentiates every answer: minutes where the others take seconds.
-DEFAULT_METHODS = tuple(name for name in NAMES if name != "halluguard")
+SAMPLED = ("sep", *(name for name in NAMES if cost_class(name) == "D"))
+OF_OWN_ANSWERS = (*SAMPLED, "perplexity", "p-true", "mind")
+"""Methods that read the model's own answers, which a set with labels of its own is not about."""
+# Answers take minutes where a prefill takes seconds.
+DEFAULT_METHODS = tuple(name for name in NAMES if cost_class(name) not in ("C", "D") and name not in SAMPLED)
 Suite = Literal["main", "paper"]
 
 
@@ -47,6 +51,7 @@ class EvaluateOptions:
     c_grid: tuple[float, ...] = C_GRID
     judge: JudgeName | None = None  # None: the set's own, or "contains"
     max_new_tokens: int | None = None  # length of a judged answer; None: the set's own, or 48
+    samples: int = 10  # answers to each prompt, for methods that sample
     prompt_format: Literal["auto", "chat", "text"] = "auto"
     per_subset: bool = True  # also the main table inside each sub-dataset, and its mean
     skip_long: bool = False  # leave out, and count, rows that the model's context cannot hold
@@ -62,7 +67,14 @@ class EvaluateOptions:
             raise TrainingError(f"{OURS} must be among the methods: the others are compared with it", param="methods")
         if len({source.name for source in self.sources}) != len(self.sources) or not self.sources:
             raise TrainingError("name each data set once, and at least one", param="data")
-        for field, least in (("seeds", 1), ("folds", 2), ("inner_folds", 2), ("batch_rows", 1), ("jobs", 0)):
+        for field, least in (
+            ("seeds", 1),
+            ("folds", 2),
+            ("inner_folds", 2),
+            ("batch_rows", 1),
+            ("jobs", 0),
+            ("samples", 2),
+        ):
             if getattr(self, field) < least:
                 raise TrainingError(f"{field} must be at least {least}, not {getattr(self, field)}", param=field)
         if self.judge == "openai":
@@ -72,3 +84,16 @@ class EvaluateOptions:
             )
         if self.c is not None and not self.c > 0:
             raise TrainingError(f"c must be positive, not {self.c}", param="c")
+
+
+def method_names(text: str | None) -> tuple[str, ...]:
+    """The methods that a comma-separated list names, each once: names, classes of cost, "default", "all".
+
+    Unknown names are returned as they are; ``EvaluateOptions`` refuses them.
+    """
+    groups = {cls: tuple(name for name in NAMES if cost_class(name) == cls) for cls in CLASSES}
+    known: dict[str, tuple[str, ...]] = {str(cls): names for cls, names in groups.items()}
+    known |= {"default": DEFAULT_METHODS, "all": NAMES}
+    words = [word.strip() for word in (text or "default").split(",")]
+    chosen = dict.fromkeys(name for word in words if word for name in known.get(word, (word,)))
+    return tuple(sorted(chosen, key=lambda name: NAMES.index(name) if name in NAMES else len(NAMES)))

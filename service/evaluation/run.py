@@ -21,7 +21,8 @@ from service.data.run_folder import claim, locked
 from service.engines.base import Engine, ModelIdentity
 from service.engines.checks import beyond_onset
 from service.errors import EngineError, NoDirection, TrainingError
-from service.evaluation.cost import Cost, Weights, cost, count_weights
+from service.evaluation import answers
+from service.evaluation.cost import Cost, Lengths, Weights, cost, count_weights
 from service.evaluation.main_table import MEASURES, compare, main_table, measured, rows_of
 from service.evaluation.methods import METHODS, fit_method
 from service.evaluation.methods.base import MethodInputs
@@ -98,6 +99,7 @@ def evaluate(options: EvaluateOptions, engine_factory: Callable[[], Engine], *, 
             prompt_format: PromptFormat = (
                 default_prompt_format(engine) if options.prompt_format == "auto" else options.prompt_format
             )
+            answers.check(engine, options.methods)
             poolings = _poolings(engine, options, console)
             if options.skip_long:
                 rows = [
@@ -107,6 +109,7 @@ def evaluate(options: EvaluateOptions, engine_factory: Callable[[], Engine], *, 
             prepared, left_out = _prepare(engine, rows, options, prompt_format, poolings, console)
             identity, weights = engine.identity, count_weights(engine)
             prepared = [_with_halluguard(engine, one_set, options) for one_set in prepared]
+            prepared = [answers.with_answers(engine, one_set, options, prompt_format) for one_set in prepared]
         costs = [_costs(one_set, options, weights) for one_set in prepared]
         sets = [
             replace(_evaluate_set(one_set, options), costs=of_set)
@@ -119,7 +122,7 @@ def evaluate(options: EvaluateOptions, engine_factory: Callable[[], Engine], *, 
         subsets = _subsets(prepared, costs, options, titles) if options.per_subset else None
         by_set = {one_set.rows.name: one_set.inputs for one_set in prepared}
         transfer = transfer_table(by_set, options, options.out / "transfer")
-    main = main_table(table_rows, [*_notes(sets, titles), *left_out])
+    main = main_table(table_rows, [*_notes(sets, titles, options), *left_out])
     return EvaluationResult(options, identity, tuple(sets), main, subsets, transfer, titles, time.monotonic() - begun)
 
 
@@ -159,8 +162,14 @@ def _measures(result: SetResult) -> dict[str, dict[str, dict[str, float]]]:
 
 def _costs(prepared: PreparedSet, options: EvaluateOptions, weights: Weights | None) -> dict[str, Cost]:
     """What each method costs on this set's prompts."""
-    tokens = float(prepared.inputs.prompt_tokens.mean())
-    return {method: cost(method, weights, tokens, prepared.rows.max_new_tokens) for method in options.methods}
+    asked = prepared.inputs.answers.asked
+    lengths = Lengths(
+        prompt=float(prepared.inputs.prompt_tokens.mean()),
+        answer=prepared.rows.max_new_tokens,
+        samples=options.samples,
+        asked=0.0 if asked is None else float(asked.mean()),
+    )
+    return {method: cost(method, weights, lengths) for method in answers.methods_of(prepared.rows, options)}
 
 
 def _poolings(engine: Engine, options: EvaluateOptions, console: Console) -> tuple[Pooling, ...]:
@@ -200,7 +209,8 @@ def _evaluate_set(prepared: PreparedSet, options: EvaluateOptions, *, subset: st
     paper = options.suite == "paper" and not subset
     site = Site.ATTENTION_HEAD
     poolings = [pooling for where, pooling in prepared.pooled if where is site] if paper else []
-    steps = len(outer) * len(options.methods) + (len(poolings) * options.folds if paper else 0)
+    methods = answers.methods_of(prepared.rows, options)
+    steps = len(outer) * len(methods) + (len(poolings) * options.folds if paper else 0)
     splits: list[Split] = []
     pooled: dict[tuple[Site, Pooling], list[Floats]] = {(site, pooling): [] for pooling in poolings}
 
@@ -208,7 +218,7 @@ def _evaluate_set(prepared: PreparedSet, options: EvaluateOptions, *, subset: st
         split = kept_split(folder / OURS, inputs, *fold, options)
         splits.append(split)
         of_fold = {}
-        for method in options.methods:
+        for method in methods:
             bar.set_postfix_str(f"seed {fold.seed} fold {fold.fold} {method}", refresh=False)
             of_fold[method] = _score(folder, method, inputs, split, options)
             bar.update()
@@ -293,7 +303,7 @@ def _subsets(
                            for part in ("mean", "std")}
                     for name in MEASURES
                 }
-                for method in options.methods
+                for method in answers.methods_of(prepared.rows, options)
             }  # fmt: skip
             table_rows += rows_of(f"{prepared.rows.name}, mean of {len(measures)} sub-datasets", titles, mean, of_set)
     if not table_rows:
@@ -308,7 +318,7 @@ def _subsets(
     )
 
 
-def _notes(sets: Sequence[SetResult], titles: dict[str, str]) -> list[str]:
+def _notes(sets: Sequence[SetResult], titles: dict[str, str], options: EvaluateOptions) -> list[str]:
     notes = []
     for result in sets:
         label, rows = result.label, result.prepared.rows
@@ -317,7 +327,7 @@ def _notes(sets: Sequence[SetResult], titles: dict[str, str]) -> list[str]:
             f"{result.title}: {rows.title}; {len(label)} rows, {int((1 - label).sum())} hallucinated, "
             f"{len(np.unique(result.group))} groups" + (f"; left out: {left}" if left else "")
         )
-        notes += [f"{result.title}: {note}" for note in rows.notes]
+        notes += [f"{result.title}: {note}" for note in (*rows.notes, answers.left_out(rows, options)) if note]
         if result.comparison is not None:
             c = result.comparison
             delong = "" if c.p_delong is None else f", DeLong p = {c.p_delong:.2g} (median over seeds)"

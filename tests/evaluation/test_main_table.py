@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from service.evaluation.cost import cost
+from service.evaluation.cost import Lengths, cost
 from service.evaluation.main_table import compare, measured, pooled_ranks, rows_of
 from service.evaluation.options import OURS
 from service.fitting.nested_cv import FoldScores
@@ -82,9 +82,11 @@ def test_without_a_baseline_there_is_nothing_to_compare() -> None:
 
 
 def test_rows_stand_by_cost_class_and_else_in_the_order_asked_for() -> None:
-    names = ("text-ngrams", OURS, "halluguard", "first-token-entropy", "iti")
+    names = ("text-ngrams", OURS, "eigenscore", "halluguard", "first-token-entropy", "iti")
     measures = {name: {"auroc": {"mean": 0.6, "std": 0.1}} for name in names}
-    rows = rows_of("set", {name: name for name in names}, measures, {name: cost(name, None, 9.0, 5) for name in names})
-    assert [row["method"] for row in rows] == [OURS, "iti", "first-token-entropy", "halluguard", "text-ngrams"]
-    assert [row["class"] for row in rows] == ["A", "A", "B", "C", "none"]
-    assert [row["cost"] for row in rows] == [1.0, 1.0, None, None, 0.0]
+    costs = {name: cost(name, None, Lengths(9.0, 5)) for name in names}
+    rows = rows_of("set", {name: name for name in names}, measures, costs)
+    expected = [OURS, "iti", "first-token-entropy", "halluguard", "eigenscore", "text-ngrams"]
+    assert [row["method"] for row in rows] == expected
+    assert [row["class"] for row in rows] == ["A", "A", "B", "C", "D", "none"]
+    assert [row["cost"] for row in rows] == [1.0, 1.0, None, None, None, 0.0]

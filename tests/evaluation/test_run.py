@@ -188,3 +188,28 @@ def test_rows_of_a_file_with_given_labels(tmp_path: Path) -> None:
     assert "First-token entropy" in done.stdout
     document = json.loads((tmp_path / "out" / "results.json").read_text())
     assert "subsets" in document["tables"] or "sub-datasets" in json.dumps(document)
+
+
+def test_rivals_read_the_model_s_own_answers_where_the_labels_are_about_them(tmp_path: Path) -> None:
+    from service.demo.questions import questions
+
+    asked = questions("dev")[:200]
+    statements = [{"id": row["id"], "prompt": row["prompt"], "label": number % 2, "group": f"g{number // 2}"}
+                  for number, row in enumerate(asked[:120])]  # fmt: skip
+    for name, rows in (("own", asked), ("given", statements)):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = ["--data", str(tmp_path / "own.jsonl"), "--data", str(tmp_path / "given.jsonl"), "--no-per-subset"]
+    done = run(tmp_path / "out", *data, "--methods", "hallutracer,sep,perplexity,p-true,mind,D", "--samples", "4")
+    assert "given: left out: sep, perplexity, p-true, mind, semantic-entropy" in done.stdout
+    table = results(tmp_path / "out")["tables"]["main"]["rows"]  # type: ignore[index]
+    found = {row["method"]: row for row in table if row["set"] == "own"}
+    assert {row["method"] for row in table if row["set"] == "given"} == {"HalluTracer (depth mean)"}
+    assert "".join(row["class"] for row in found.values()) == "AACCCDDD"
+    costs = {name: row["cost"] for name, row in found.items()}
+    assert costs["Semantic-entropy probe"] == 1.0
+    assert costs["EigenScore"] - 1 == pytest.approx(4 * (costs["Perplexity of the answer"] - 1))
+    assert costs["P(True)"] > costs["Perplexity of the answer"] + 1
+    assert found["Perplexity of the answer"]["auroc"]["mean"] > 0.55
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.npz")}
+    run(tmp_path / "out", *data, "--methods", "hallutracer,sep,D,perplexity,p-true,mind", "--samples", "4")
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.npz")} == before

@@ -31,10 +31,12 @@ def pick(logits: torch.Tensor, sampling: Sampling, generator: torch.Generator | 
     # The largest is subtracted first, so that a tiny temperature cannot overflow.
     probabilities = torch.softmax((logits - logits.max()) / sampling.temperature, dim=-1)
     if sampling.top_p < 1.0:
-        ordered, order = probabilities.sort(descending=True)
+        # All smaller ones together are less than 1 - top_p: sorting the rest, a tenth of a large vocabulary, suffices.
+        likely = (probabilities >= (1.0 - sampling.top_p) / 2 / len(probabilities)).nonzero()[:, 0]
+        ordered, order = probabilities[likely].sort(descending=True)
         outside = ordered.cumsum(dim=-1) - ordered >= sampling.top_p  # the token that crosses top_p is kept
         outside[0] = False  # also if top_p is zero in float32
-        probabilities = probabilities.scatter(0, order, ordered.masked_fill(outside, 0.0))
+        probabilities = torch.zeros_like(probabilities).scatter(0, likely[order], ordered.masked_fill(outside, 0.0))
     return int(torch.multinomial(probabilities, 1, generator=generator))
 
 

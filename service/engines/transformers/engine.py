@@ -30,6 +30,7 @@ from service.engines.base import (
     Sampling,
     TokenIds,
     TorchModel,
+    TracedAnswer,
 )
 from service.engines.checks import beyond_onset, check_prompts, check_sampling
 from service.engines.families import ModelModules, locate
@@ -64,6 +65,7 @@ from service.engines.transformers.results import (
     summarise,
 )
 from service.engines.transformers.together import next_logits
+from service.engines.transformers.tracing import Tracer
 from service.errors import EngineError
 from service.readout import Pooling, Probes, Site
 
@@ -218,6 +220,40 @@ class TransformersEngine:
                 answers |= zip(group, decode_batch(self, self._model, begun, sampling), strict=True)
             return [answers[index] for index in sorted(answers)]
 
+    def sample(
+        self, prompts: Sequence[TokenIds], sampling: Sampling, seeds: Sequence[Sequence[int]]
+    ) -> list[list[TracedAnswer]]:
+        """As ``base.LoadedModel.sample``.  Raises EngineError unless each prompt has as many seeds as the others."""
+        check_sampling(sampling)
+        times = {len(of_prompt) for of_prompt in seeds}
+        if len(seeds) != len(prompts) or len(times) > 1 or 0 in times:
+            raise EngineError(f"{len(prompts)} prompts need as many lists of seeds, none empty and all of one length")
+        with self._running(prompts):
+            answers: dict[int, list[TracedAnswer]] = {}
+            budgets = [len(prompt) + min(sampling.max_tokens, self.max_tokens) for prompt in prompts]
+            most = self.max_decode_tokens // max(times, default=1)
+            for group in micro_batches(budgets, most, equal_lengths=self._equal_lengths):
+                onset: list[Tensor] = []
+                begun = self._begin_together([prompts[index] for index in group], onset)
+                count = len(seeds[group[0]])
+                tracer = Tracer(self._modules, self._head, onset[0].repeat_interleave(count, dim=1))
+                own = [seed for index in group for seed in seeds[index]]
+                done = decode_batch(self, self._model, begun.repeated(count), sampling, own, tracer)
+                traced = tracer.answers(done)
+                answers |= {index: traced[place * count : (place + 1) * count] for place, index in enumerate(group)}
+            return [answers[index] for index in sorted(answers)]
+
+    def next_token(self, prompts: Sequence[TokenIds], candidates: Sequence[int]) -> NDArray[np.float64]:
+        """As ``base.LoadedModel.next_token``."""
+        check_prompts([[*candidates]], vocabulary=self._vocabulary, max_tokens=self._vocabulary)
+        found = np.empty((len(prompts), len(candidates)))
+        with self._running(prompts):
+            for batch in self._batches(prompts):
+                logits = self._first_logits(batch, None).double()
+                chosen = logits[:, list(candidates)] - logits.logsumexp(dim=-1, keepdim=True)
+                found[list(batch.index)] = chosen.cpu().numpy()
+        return found
+
     def step_together(self, continuations: Sequence[KvContinuation]) -> None:
         """Run the last tokens of all that wait for it in one forward pass."""
         waiting = [continuation for continuation in continuations if continuation.waits]
@@ -265,23 +301,34 @@ class TransformersEngine:
                 index = [rows[place] for place in group]
                 yield pad(prompts, index, self._options.padding_side, self._filler(), self._device, prefix)
 
-    def _begin_together(self, prompts: Sequence[TokenIds]) -> Begun:
-        """Prefill prompts for ``decode_batch``, in micro-batches where their caches can be joined afterwards."""
+    def _begin_together(self, prompts: Sequence[TokenIds], onset: list[Tensor] | None = None) -> Begun:
+        """Prefill prompts for ``decode_batch``, in micro-batches where their caches can be joined afterwards.
+
+        ``onset`` gets the residual stream at t*, [m, prompts, hidden_size].
+        """
+        states: list[Tensor] | None = None if onset is None else []
         if self._windows:
             batch = pad(prompts, range(len(prompts)), "left", self._filler(), self._device)
             cache = DynamicCache(config=self._model.config)
-            return Begun(batch.lengths, cache, self._first_logits(batch, cache), batch.attention_mask)
-        parts = [(self._new_cache(batch), batch) for batch in self._batches(prompts)]
-        logits = torch.cat([self._first_logits(batch, cache) for cache, batch in parts])
-        order = torch.tensor([index for _, batch in parts for index in batch.index], device=self._device)
-        return joined(parts, logits[order.argsort()])
+            begun = Begun(batch.lengths, cache, self._first_logits(batch, cache, states), batch.attention_mask)
+            order = torch.arange(len(prompts), device=self._device)
+        else:
+            parts = [(self._new_cache(batch), batch) for batch in self._batches(prompts)]
+            logits = torch.cat([self._first_logits(batch, cache, states) for cache, batch in parts])
+            order = torch.tensor([index for _, batch in parts for index in batch.index], device=self._device).argsort()
+            begun = joined(parts, logits[order])
+        if onset is not None and states is not None:
+            onset.append(torch.cat(states, dim=1)[:, order])
+        return begun
 
-    def _first_logits(self, batch: Batch, cache: Any) -> Tensor:
-        """Float32 logits at t* [batch, vocab]; ``cache`` then holds the prompts."""
-        logits = self._prefill(
-            batch, TruthLogits(self._stack(()), len(batch.index), self._device), full=True, cache=cache
-        )
+    def _first_logits(self, batch: Batch, cache: Any, states: list[Tensor] | None = None) -> Tensor:
+        """Float32 logits at t* [batch, vocab]; ``cache`` then holds the prompts, ``states`` those at t*."""
+        sites = [] if states is None else [Site.RESIDUAL_STREAM]
+        sink = ActivationBuffer(sites, self._modules.geometry, len(batch.index), self._device)
+        logits = self._prefill(batch, sink, full=True, cache=cache)
         assert logits is not None
+        if states is not None:
+            states.append(sink.buffers[Site.RESIDUAL_STREAM])
         return logits
 
     def _new_cache(self, batch: Batch) -> Any:

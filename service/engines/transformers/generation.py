@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from service.engines.transformers.batching import Batch
 from service.engines.transformers.decoding import TextStream, generator_for, pick
 from service.engines.transformers.kv import Decoder
 from service.engines.transformers.results import refuse_nan
+from service.engines.transformers.tracing import Tracer
 
 Tensor = torch.Tensor
 
@@ -55,6 +57,13 @@ class Begun:
     logits: Tensor  # [prompts, vocab] at t*
     mask: Tensor | None  # [prompts, longest], 1 at tokens; None where nothing is padded
 
+    def repeated(self, times: int) -> Begun:
+        """Every prompt so many times in a row; this one's cache is used up."""
+        rows = torch.arange(len(self.lengths), device=self.logits.device).repeat_interleave(times)
+        self.cache.batch_select_indices(rows)
+        lengths = tuple(length for length in self.lengths for _ in range(times))
+        return Begun(lengths, self.cache, self.logits[rows], None if self.mask is None else self.mask[rows])
+
 
 def joined(parts: Sequence[tuple[Any, Batch]], logits: Tensor) -> Begun:
     """The caches of batches as one; row i is the prompt that has index i in its batch.  No layer may have a window."""
@@ -81,12 +90,18 @@ def joined(parts: Sequence[tuple[Any, Batch]], logits: Tensor) -> Begun:
     return Begun(ordered, cache, logits, mask)
 
 
-def decode_batch(decoder: Decoder, model: Any, begun: Begun, sampling: Sampling) -> list[Completion]:
+def decode_batch(
+    decoder: Decoder,
+    model: Any,
+    begun: Begun,
+    sampling: Sampling,
+    seeds: Sequence[int | None] | None = None,
+    tracer: Tracer | None = None,
+) -> list[Completion]:
     """Decode prompts together; each answer equals the one that its prompt gets alone.
 
-    Every row has its own generator with the same seed, so sampled answers do not depend on the rest of the batch
-    either; for several samples, repeat the call with other seeds.  Finished rows are removed once they are half of the
-    batch.
+    Every row has its own generator, so sampled answers do not depend on the rest of the batch either.  Its seed is that
+    of ``sampling``, or its own of ``seeds``.  Finished rows are removed once they are half of the batch.
     """
     device = begun.logits.device
     answers = [
@@ -94,14 +109,16 @@ def decode_batch(decoder: Decoder, model: Any, begun: Begun, sampling: Sampling)
             length=length,
             budget=min(sampling.max_tokens, decoder.max_tokens - length),
             stream=TextStream(decoder.detokenize, sampling.stop),
-            generator=generator_for(sampling, device),
+            generator=generator_for(replace(sampling, seed=seed), device),
         )
-        for length in begun.lengths
+        for length, seed in zip(begun.lengths, seeds or [sampling.seed] * len(begun.lengths), strict=True)
     ]
     cache, logits, mask = begun.cache, begun.logits, begun.mask
     rows = list(range(len(answers)))  # which answer each row of the cache belongs to
     while True:
-        _take_step(refuse_nan(logits), rows, answers, sampling, decoder.end_tokens)
+        taken = _take_step(refuse_nan(logits), rows, answers, sampling, decoder.end_tokens)
+        if tracer is not None:
+            tracer.take(logits, taken)
         running = [row for row, index in enumerate(rows) if not answers[index].finish and answers[index].budget > 0]
         if not running:
             return [answer.completion() for answer in answers]
@@ -114,14 +131,17 @@ def decode_batch(decoder: Decoder, model: Any, begun: Begun, sampling: Sampling)
         if mask is not None:
             mask = torch.cat([mask, mask.new_ones(len(rows), 1)], dim=1)
             inputs["attention_mask"] = mask
-        logits = model(**inputs, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1].float()
+        with tracer.reading(len(rows)) if tracer is not None else nullcontext():
+            logits = model(**inputs, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1].float()
         decoder.counters.forward_tokens += len(running)
         decoder.counters.decode_steps += len(running)
 
 
 def _take_step(
     logits: Tensor, rows: Sequence[int], answers: Sequence[_BatchAnswer], sampling: Sampling, end: frozenset[int]
-) -> None:
+) -> list[tuple[int, int, int]]:
+    """Choose a token for each answer that goes on: (row, answer, token) of each."""
+    taken = []
     greedy = logits.argmax(dim=-1).tolist() if sampling.temperature == 0.0 else None
     for row, index in enumerate(rows):
         answer = answers[index]
@@ -129,6 +149,8 @@ def _take_step(
             continue
         token = greedy[row] if greedy is not None else pick(logits[row], sampling, answer.generator)
         answer.add_token(token, end)
+        taken.append((row, index, token))
+    return taken
 
 
 def _next_inputs(rows: Sequence[int], answers: Sequence[_BatchAnswer], device: torch.device) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from service.engines import loading
 from service.engines.base import (
@@ -26,12 +27,13 @@ from service.engines.base import (
     PrefillResult,
     Sampling,
     TokenIds,
+    TracedAnswer,
     Turn,
     Update,
     prefill_of,
 )
 from service.engines.bridge import Outboxes, gather_all, relay, run_on
-from service.engines.checks import check_onset_only, check_prompts, check_sampling
+from service.engines.checks import check_onset_only, check_prompts, check_sampling, refuse_tracing
 from service.engines.families import text_config
 from service.engines.identity import changed_at_load, folder_fingerprint, revision_of
 from service.engines.tokens import Tokens
@@ -202,6 +204,16 @@ class VllmEngine:
             return answer.completion()
 
         return self._run_all([complete(prompt) for prompt in prompts])
+
+    def sample(
+        self, prompts: Sequence[TokenIds], sampling: Sampling, seeds: Sequence[Sequence[int]]
+    ) -> list[list[TracedAnswer]]:
+        """Raises EngineError: vLLM has no states of decoded tokens to give."""
+        refuse_tracing("vllm")
+
+    def next_token(self, prompts: Sequence[TokenIds], candidates: Sequence[int]) -> NDArray[np.float64]:
+        """Raises EngineError: vLLM gives the most probable tokens only."""
+        refuse_tracing("vllm")
 
     async def answer(
         self,

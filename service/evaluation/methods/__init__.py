@@ -1,4 +1,4 @@
-"""The paper's baselines (App. baseline-impl), rivals that cost as much, and free references, by name.
+"""The paper's baselines (App. baseline-impl), rivals by what they cost, and free references, by name.
 
 A method is fitted on the ``train`` rows and scores the ``test`` rows.  Everything it learns comes from the training
 side: standardisation, selection, hyperparameters, stopping, the sign.  Scores rise with hallucination and are not
@@ -22,7 +22,14 @@ METHODS: Mapping[str, str] = MappingProxyType(
         "p-ik": "p(IK): logistic regression on the last token",
         "saplma": "SAPLMA",
         "mass-mean": "Mass-mean probe (LDA)",
+        "sep": "Semantic-entropy probe",
         "halluguard": "HalluGuard (post-generation)",
+        "perplexity": "Perplexity of the answer",
+        "p-true": "P(True)",
+        "mind": "MIND's network, supervised",
+        "semantic-entropy": "Semantic entropy, by likelihood",
+        "semantic-entropy-discrete": "Semantic entropy, by counts",
+        "eigenscore": "EigenScore",
         "first-token-max-prob": "First-token max probability",
         "first-token-entropy": "First-token entropy",
         "prompt-length": "Prompt length",
@@ -45,9 +52,11 @@ def fit_method(
     from service.evaluation.methods.iris import Iris
     from service.evaluation.methods.iti import Iti
     from service.evaluation.methods.mass_mean import mass_mean
+    from service.evaluation.methods.mind import mind
     from service.evaluation.methods.p_ik import p_ik
     from service.evaluation.methods.references import reference
     from service.evaluation.methods.saplma import saplma
+    from service.evaluation.methods.sep import sep
     from service.evaluation.methods.text_alone import kind_prior, text_ngrams
 
     match name:
@@ -63,6 +72,10 @@ def fit_method(
             return saplma(inputs, train, test, seed, jobs)
         case "mass-mean":
             return mass_mean(inputs, train, test, seed, jobs)
+        case "sep":
+            return sep(inputs, train, test, seed, jobs)
+        case "mind":
+            return mind(inputs, train, test, seed)
         case "text-ngrams":
             return text_ngrams(inputs, train, test, seed)
         case "kind-prior":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import TypeVar
 
 import numpy as np
@@ -19,6 +19,24 @@ Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, eq=False)
+class AnswerReadings:
+    """What was read of the model's own answers to the n rows; None where no method asked for it."""
+
+    log_prob: Floats | None = None  # [n] of the greedy answer's tokens, mean, nats
+    states: NDArray[np.float32] | None = None  # [n, 2 hidden_size] ``mind.features`` of the greedy answer
+    true: Floats | None = None  # [n] log-odds that the model gives its greedy answer of being true
+    asked: Floats | None = None  # [n] tokens of the prompt that asks for it
+    entropy: Floats | None = None  # [n] discrete semantic entropy of the sampled answers, nats
+    entropy_weighted: Floats | None = None  # [n] the same, by their likelihoods
+    eigenscore: Floats | None = None  # [n]
+
+    def subset(self, rows: Index) -> AnswerReadings:
+        """Only these of the n rows."""
+        held = {field.name: getattr(self, field.name) for field in fields(self)}
+        return AnswerReadings(**{name: None if value is None else value[rows] for name, value in held.items()})
+
+
+@dataclass(frozen=True, eq=False)
 class MethodInputs:
     """The n labelled rows, read in one extraction pass."""
 
@@ -31,6 +49,7 @@ class MethodInputs:
     text: tuple[str, ...] = ()  # [n] the prompts
     kind: NDArray[np.str_] = field(default_factory=lambda: np.array([], np.str_))  # [n] sub-dataset, "" for none
     halluguard: Floats | None = None  # [n] ``halluguard_scores``; None where they were not requested
+    answers: AnswerReadings = AnswerReadings()
 
     def subset(self, rows: Index) -> MethodInputs:
         """Only these of the n rows."""
@@ -44,6 +63,7 @@ class MethodInputs:
             text=tuple(self.text[row] for row in rows.tolist()),
             kind=self.kind[rows],
             halluguard=None if self.halluguard is None else self.halluguard[rows],
+            answers=self.answers.subset(rows),
         )
 
 

@@ -156,8 +156,9 @@ def cost(methods: Mapping[str, tuple[Cost, ArrayLike]]) -> Figure:
     for cls, text in CLASSES.items():
         inside = [name for name, (price, _) in methods.items() if price.cls == cls]
         if inside:
-            amount = methods[inside[0]][0].prefills
-            words = "" if amount is None else f"\n{amount:.4g} prefill{'' if amount == 1 else 's'}"
+            amounts = sorted({f"{x:.4g}" for name in inside if (x := methods[name][0].prefills) is not None}, key=float)
+            ends = " to ".join(dict.fromkeys((amounts[0], amounts[-1]))) if amounts else ""
+            words = f"\n{ends} prefill{'' if ends == '1' else 's'}" if ends else ""
             heading = f"{text}{words}" if cls == "none" else f"{cls}: {text}{words}"
             bands.append((heading, sorted(inside, key=lambda name: float(auroc[name].mean()))))
     with rc_context(_STYLE):

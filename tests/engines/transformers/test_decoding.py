@@ -84,6 +84,20 @@ def test_top_p_keeps_the_token_that_crosses_it_and_nothing_beyond():
     assert drawn == {0, 1}
 
 
+@pytest.mark.parametrize("top_p", [1e-9, 0.3, 0.9, 0.999])
+@pytest.mark.parametrize("spread", [0.0, 1.0, 4.0])
+def test_the_nucleus_is_that_of_the_whole_vocabulary_sorted(top_p: float, spread: float):
+    logits = spread * torch.randn(3000, generator=torch.Generator().manual_seed(1))
+    ordered, order = torch.softmax(logits, -1).sort(descending=True)
+    count = int((ordered.cumsum(-1) - ordered < top_p).sum())
+    kept = torch.zeros(3000).scatter(0, order[:count], ordered[:count])
+    sampling = Sampling(temperature=1.0, top_p=top_p, seed=0)
+    for seed in range(20):
+        drawn = int(torch.multinomial(kept, 1, generator=torch.Generator().manual_seed(seed)))
+        found = pick(logits, sampling, torch.Generator().manual_seed(seed))
+        assert found == drawn or spread == 0.0  # of equal probabilities it does not matter which are kept
+
+
 def test_sampling_follows_the_probabilities():
     probabilities = torch.tensor([0.7, 0.2, 0.1])
     sampling = Sampling(temperature=1.0, seed=3)

@@ -11,6 +11,7 @@ from service.engines.transformers.prefix import Prefix, chat_prefix
 from service.readout import Pooling, Site
 from tests.engines import tiny
 from tests.engines.transformers.test_continuation import read, reference
+from tests.engines.transformers.test_tracing import check_trace
 
 TEMPLATE = (
     "<s>system: be brief and say so\n{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}<|assistant|>"
@@ -82,3 +83,13 @@ def test_without_a_fixed_beginning_nothing_is_kept(template: str | None) -> None
     made = TransformersEngine(tiny.model("llama"), tiny.tokenizer(template=template))
     assert made._prefix.tokens == ()
     assert chat_prefix(made.render_chat) == ()
+
+
+@pytest.mark.parametrize("tokens", [1, 4])
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+def test_traces_of_chats_and_texts_together_are_each_its_own(family: str, tokens: int) -> None:
+    made = engine(family)
+    prompts = [*prompts_of(made), made.tokenize("no chat, and longer than the shorter ones of the chats")]
+    traced = made.sample(prompts, Sampling(max_tokens=tokens), [[0]] * len(prompts))
+    for prompt, (answer,) in zip(prompts, traced, strict=True):
+        check_trace(made, prompt, answer)

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from service.data.run_folder import RowsFile
-from service.evaluation.methods.base import MethodInputs
+from service.evaluation.methods.base import AnswerReadings, MethodInputs
 from service.fitting.fit import Readouts
 from service.readout import Geometry, Site
 
@@ -59,6 +59,21 @@ def made_inputs(folder: Path, count: int = 240, seed: int = 0, strength: float =
         text=tuple(_text(words, bool(one)) for one in label),
         kind=np.where(words.random(count) < 0.2, 1 - label, label).astype(np.str_),
         halluguard=rng.standard_normal(count) + label,
+        answers=made_answers(np.random.default_rng(seed + 2), label, residual),
+    )
+
+
+def made_answers(rng: np.random.Generator, label: np.ndarray, residual: np.ndarray) -> AnswerReadings:
+    """Each number knows a little of the label; the entropies follow one column of the residual stream, too."""
+    signs = {"log_prob": 1, "true": 1, "entropy_weighted": -1, "eigenscore": -1}
+    known = {name: rng.standard_normal(len(label)) + sign * 1.2 * label for name, sign in signs.items()}
+    states = rng.standard_normal((len(label), 2 * GEOMETRY.hidden_size)).astype(np.float32) * 3 + 5
+    states[:, 4] += 6 * label
+    return AnswerReadings(
+        states=states,
+        asked=np.full(len(label), 30.0),
+        entropy=np.round(-sum(residual[:, layer, layer] / residual[:, layer, layer].std() for layer in WIDE), 1),
+        **known,
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import numpy as np
@@ -12,11 +12,13 @@ import pytest
 
 from service.errors import TrainingError
 from service.evaluation.methods import METHODS, fit_method
-from service.evaluation.methods.base import MethodInputs, in_processes
+from service.evaluation.methods.base import AnswerReadings, MethodInputs, in_processes
+from service.evaluation.options import OF_OWN_ANSWERS
 from service.fitting.scores import risk_auroc
 from tests.evaluation.methods.made import made_inputs, split
 
-NAMES = ["iti", "fact-probe", "iris", "p-ik", "saplma", "mass-mean", "halluguard", "first-token-max-prob",
+NAMES = ["iti", "fact-probe", "iris", "p-ik", "saplma", "mass-mean", "sep", "halluguard", "perplexity", "p-true",
+         "mind", "semantic-entropy", "semantic-entropy-discrete", "eigenscore", "first-token-max-prob",
          "first-token-entropy", "prompt-length", "text-ngrams", "kind-prior"]  # fmt: skip
 
 
@@ -56,9 +58,29 @@ def test_a_row_s_score_does_not_depend_on_the_rows_beside_it(data: MethodInputs,
     np.testing.assert_allclose(some, whole[5:9], rtol=1e-4, atol=1e-5)  # float32 products of other shapes
 
 
-def test_halluguard_needs_its_scores(data: MethodInputs) -> None:
-    with pytest.raises(TrainingError, match="none were computed"):
-        fit_method("halluguard", replace(data, halluguard=None), *split(data), 0)
+@pytest.mark.parametrize("name", ["halluguard", *OF_OWN_ANSWERS])
+def test_methods_that_read_answers_need_them(data: MethodInputs, name: str) -> None:
+    without = replace(data, halluguard=None, answers=AnswerReadings())
+    with pytest.raises(TrainingError, match=rf"{name}.*(none were|there are none).*leave") as caught:
+        fit_method(name, without, *split(data), 0)
+    assert caught.value.param == "methods"
+
+
+@pytest.mark.parametrize("name", ["halluguard", "perplexity", "p-true", "semantic-entropy", "eigenscore"])
+def test_scores_of_answers_keep_the_sign_of_their_papers(data: MethodInputs, name: str) -> None:
+    """Whatever the labels say: on labels that are turned round they do worse than chance."""
+    train, test = split(data)
+    turned = relabelled(data, 1 - data.label)
+    assert fit_method(name, turned, train, test, 0).tobytes() == fit_method(name, data, train, test, 0).tobytes()
+
+
+def test_a_subset_has_the_readings_of_its_own_rows(data: MethodInputs) -> None:
+    rows = np.array([5, 3, 11])
+    some = data.subset(rows).answers
+    for field in fields(AnswerReadings):
+        whole = getattr(data.answers, field.name)
+        np.testing.assert_array_equal(getattr(some, field.name), whole[rows])
+    assert AnswerReadings().subset(rows).entropy is None
 
 
 def test_processes_keep_the_order() -> None:
@@ -67,7 +89,7 @@ def test_processes_keep_the_order() -> None:
 
 
 def test_fitting_processes_load_no_transformers() -> None:
-    modules = "iti, fact_probe, iris, p_ik, saplma, mass_mean, trajectory_ridge, references"
+    modules = "iti, fact_probe, iris, p_ik, saplma, mass_mean, sep, mind, trajectory_ridge, references"
     code = f"import sys; from service.evaluation.methods import {modules}; print('transformers' in sys.modules)"
     root = Path(__file__).parents[3]
     out = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True)
