@@ -115,7 +115,9 @@ def trained(
     crossed = cross_fit(train, group, rows, c, FOLDS, SEEDS, options).unit_norm
     classifier = fit_classifier(*stacked(signal_matrix(crossed, blank, ["depth_mean"]), label))
     final = refit(train, rows, rows, c, options)
-    probes = Probes.of(Site.ATTENTION_HEAD, probe_tensors(final, "unit_norm", *class_statistics(crossed, label)))
+    probes = Probes.of(
+        Site.ATTENTION_HEAD, probe_tensors(final, np.ones(len(final.head)), *class_statistics(crossed, label))
+    )
     reference = fit_reference(crossed, label, group, FOLDS, SEEDS)
     interval = fit_interval(by_row(scores["own"], len(label)), reference, FOLDS)
     assert interval is not None
