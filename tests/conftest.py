@@ -8,9 +8,13 @@ import ssl
 from typing import Any
 
 import pytest
+from hypothesis import settings
 
 # One thread for each worker and each process that a test starts, since two workers share two cores.  Before torch.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# A busy machine must not fail a test: no example has a time limit.
+settings.register_profile("untimed", deadline=None)
+settings.load_profile("untimed")
 # Tests are about the embedded model, also where another is installed; those of another one say so.
 os.environ.setdefault("HALLUTRACER_MODEL", "demo")
 # httpx reads all certificates for every client, which takes longer than most requests of these tests.
