@@ -69,6 +69,13 @@ def withheld(report: RiskReport) -> bool:
     return report.decision is not Decision.CONTINUE
 
 
+def finish_reason(report: RiskReport) -> str:
+    """Of a whole answer: why it ends where it does."""
+    if report.completion is None:
+        return WITHHELD
+    return "stop" if report.completion.finish_reason == "stop" else "length"
+
+
 def response(kind: Kind, reply: Reply, reports: list[RiskReport]) -> dict[str, Any]:
     """The whole document; keys without a value are those that OpenAI's have, too."""
     return head(kind, reply) | {
@@ -109,8 +116,7 @@ def counted(reports: list[RiskReport]) -> dict[str, Any]:
 def _choice(kind: Kind, index: int, report: RiskReport) -> dict[str, Any]:
     completion = report.completion
     text = None if completion is None else completion.text
-    reason = WITHHELD if completion is None else "stop" if completion.finish_reason == "stop" else "length"
-    end = {"finish_reason": reason, "logprobs": None}
+    end = {"finish_reason": finish_reason(report), "logprobs": None}
     if kind == "text":
         return {"index": index, "text": text or "", **end}
     message = {"role": "assistant", "content": text, "refusal": report.verdict.message if text is None else None}

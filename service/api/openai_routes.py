@@ -22,7 +22,7 @@ from service.api.openai_request import (
 from service.api.openai_response import Kind, OpenAIResponse, response
 from service.api.openai_stream import chunks
 from service.api.request_schema import CHAT_ROUTE, TEXT_ROUTE
-from service.api.response_schema import HEADERS, errors
+from service.api.response_schema import FAILURES, HEADERS
 from service.api.stream import EventStream
 from service.engines.base import Sampling
 from service.errors import RequestError
@@ -39,19 +39,7 @@ _ANSWERED: dict[int | str, dict[str, Any]] = {
         "content": {"text/event-stream": {"schema": {"type": "string"}}},
     }
 }
-RESPONSES = _ANSWERED | errors(
-    _400="the body is not JSON",
-    _401="no bearer key, or an unknown one",
-    _403="the request lets more through than its caller may (--callers-may)",
-    _404="no such model, bundle or policy is loaded",
-    _408="the body did not arrive in time",
-    _413="the body or a prompt is too large; prompts are never truncated",
-    _422="a field is wrong, or not supported",
-    _429="the queue is full",
-    _500="the engine failed",
-    _503="not ready: loading, or shutting down",
-    _504="the deadline passed",
-)
+RESPONSES = _ANSWERED | FAILURES
 
 
 @router.post(CHAT_ROUTE, responses=RESPONSES)

@@ -7,7 +7,7 @@ import json
 from collections.abc import AsyncIterator
 from typing import Any
 
-from service.api.openai_response import WITHHELD, Kind, counted, head, note, withheld
+from service.api.openai_response import WITHHELD, Kind, counted, finish_reason, head, note, withheld
 from service.api.reply import Reply
 from service.api.stream import DONE, failure
 from service.scoring import RiskReport
@@ -33,10 +33,7 @@ async def chunks(kind: Kind, reply: Reply, reports: list[RiskReport], with_usage
             yield failure(reply, error)
             yield DONE
             return
-        completion = reports[0].completion
-        assert completion is not None
-        reason = "stop" if completion.finish_reason == "stop" else "length"
-        yield _event(same | {"choices": [_delta(kind, {}, reason)]})
+        yield _event(same | {"choices": [_delta(kind, {}, finish_reason(reports[0]))]})
     if with_usage:
         yield _event(same | {"choices": [], "usage": counted(reports)})
     yield DONE

@@ -274,6 +274,21 @@ def errors(**descriptions: str) -> dict[int | str, dict[str, Any]]:
     }
 
 
+FAILURES = errors(
+    _400="the body is not JSON",
+    _401="no bearer key, or an unknown one",
+    _403="the request lets more through than its caller may (--callers-may)",
+    _404="no such model, bundle or policy is loaded",
+    _408="the body did not arrive in time",
+    _413="the body or a prompt is too large; prompts are never truncated",
+    _422="a field is wrong, or not supported",
+    _429="the queue is full",
+    _500="the engine failed",
+    _503="not ready: loading, or shutting down",
+    _504="the deadline passed",
+)
+"""Of every route that reads a prompt."""
+
 _SCORED: dict[int | str, dict[str, Any]] = {
     200: {
         "model": ScoreResponse,
@@ -285,16 +300,4 @@ _SCORED: dict[int | str, dict[str, Any]] = {
         },
     }
 }
-SCORE_RESPONSES = _SCORED | errors(
-    _400="the body is not JSON",
-    _401="no bearer key, or an unknown one",
-    _403="the request lets more through than its caller may (--callers-may)",
-    _404="no such model, bundle or policy is loaded",
-    _408="the body did not arrive in time",
-    _413="the body or a prompt is too large; prompts are never truncated",
-    _422="a field is wrong",
-    _429="the queue is full",
-    _500="the engine failed",
-    _503="not ready: loading, or shutting down",
-    _504="the deadline passed",
-)
+SCORE_RESPONSES = _SCORED | FAILURES

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from service.cli.loading import load_engine, open_store
-from service.cli.new_rows import NewRowsChoices
-from service.cli.options import BundleOptions, EngineChoice, JudgeChoices, LabelChoices, PromiseChoices, UsageError
+from service.cli.new_rows import NewRowsChoices, run_on
+from service.cli.options import BundleOptions, EngineChoice, JudgeChoices, LabelChoices, PromiseChoices
 from service.cli.output import print_line
 from service.options import Common
 
@@ -27,32 +26,17 @@ def calibrate(
 
       hallutracer calibrate --bundle my-probe --data new.jsonl --alpha 0.1 --delta 0.05 --model ./my-model
     """
-    if len(options.data) != 1:
-        raise UsageError("--data", "name one JSONL file")
-    if len(bundles.bundle) != 1:
-        raise UsageError("--bundle", "name the bundle to calibrate")
+    store, bundle = options.bundle_of(bundles, "calibrate")
     alphas = promise.alphas
-    from rich.console import Console
-
-    from service.readout import Site
     from service.trainer.calibrate import calibrate as run
     from service.trainer.options import CalibrateOptions
 
-    store = open_store(bundles)
-    bundle = store.load(bundles.bundle[0])
-    calibration = CalibrateOptions(
+    wanted = CalibrateOptions(
         alphas=alphas,
         delta=promise.delta,
         publish_closed=promise.publish_closed,
         **options.of(bundle, labels, judge),
     )
-    engine.options_for([bundle.manifest.name])  # a wrong option is reported before rows are read
-    console = Console(stderr=True, highlight=False, soft_wrap=True)
-    site = Site(bundle.manifest.readout.site)
-    try:
-        found = run(calibration, lambda: load_engine(engine, bundles=[bundle], rows=[site]), store, console=console)
-    except KeyboardInterrupt:
-        console.print(f"the same command resumes from {calibration.run_dir}")
-        raise
+    found = run_on(engine, store, bundle, run, wanted)
     if found is not None and found.manifest.guarantee is not None:
         print_line(f"{found.reference}  {found.manifest.digest}\n{found.path}\n{found.manifest.guarantee.statement}")

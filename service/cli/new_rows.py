@@ -1,16 +1,20 @@
-"""Options of the commands that take new rows to a published bundle: calibrate and recalibrate."""
+"""What the commands that take new rows to a published bundle share: calibrate and recalibrate."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 from cyclopts import Parameter
 
+from service.cli.loading import load_engine, open_store
 from service.cli.options import (
     BatchRows,
+    BundleOptions,
     Data,
+    EngineChoice,
     GeneratedLabels,
     JudgeChoices,
     LabelChoices,
@@ -22,6 +26,10 @@ from service.settings import option, section
 
 if TYPE_CHECKING:
     from probes_store.bundle import Bundle
+    from probes_store.store import Store
+    from service.trainer.options import NewRowsOptions
+
+    Options = TypeVar("Options", bound=NewRowsOptions)
 
 
 @section("New rows", 5)
@@ -44,6 +52,15 @@ class NewRowsChoices:
     dry_run: Annotated[bool, option("Print what would be done.  Loads no model and spends nothing.")] = False
     batch_rows: BatchRows = 32
     run_dir: RunDir = None
+
+    def bundle_of(self, bundles: BundleOptions, doing: str) -> tuple[Store, Bundle]:
+        """The one bundle that is named, for one data file.  Raises UsageError, and what the store raises."""
+        if len(self.data) != 1:
+            raise UsageError("--data", "name one JSONL file")
+        if len(bundles.bundle) != 1:
+            raise UsageError("--bundle", f"name the bundle to {doing}")
+        store = open_store(bundles)
+        return store, store.load(bundles.bundle[0])
 
     def of(self, bundle: Bundle, labels: LabelChoices, judge: JudgeChoices) -> dict[str, Any]:
         """The fields of ``trainer.options.NewRowsOptions``, with data and seed.  Raises UsageError."""
@@ -74,3 +91,21 @@ class NewRowsChoices:
             "dry_run": self.dry_run,
             **{field: value for field, value in optional.items() if value is not None},
         }
+
+
+def run_on(
+    engine: EngineChoice, store: Store, bundle: Bundle, run: Callable[..., Bundle | None], wanted: Options
+) -> Bundle | None:
+    """``run`` of the trainer, with an engine that is loaded when it is asked for; what was published, if anything."""
+    from rich.console import Console
+
+    from service.readout import Site
+
+    engine.options_for([bundle.manifest.name])  # a wrong option is reported before rows are read
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    site = Site(bundle.manifest.readout.site)
+    try:
+        return run(wanted, lambda: load_engine(engine, bundles=[bundle], rows=[site]), store, console=console)
+    except KeyboardInterrupt:
+        console.print(f"the same command resumes from {wanted.run_dir}")
+        raise

@@ -6,9 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
-from service.cli.loading import load_engine, open_store
-from service.cli.new_rows import NewRowsChoices
-from service.cli.options import BundleOptions, EngineChoice, JudgeChoices, LabelChoices, UsageError
+from service.cli.new_rows import NewRowsChoices, run_on
+from service.cli.options import BundleOptions, EngineChoice, JudgeChoices, LabelChoices
 from service.cli.output import print_line
 from service.options import Common
 from service.settings import option, section
@@ -53,31 +52,16 @@ def recalibrate(
 
       hallutracer recalibrate --bundle my-probe --data labelled.jsonl --traffic risks.jsonl --model ./my-model
     """
-    if len(options.data) != 1:
-        raise UsageError("--data", "name one JSONL file")
-    if len(bundles.bundle) != 1:
-        raise UsageError("--bundle", "name the bundle to recalibrate")
-    from rich.console import Console
-
-    from service.readout import Site
+    store, bundle = options.bundle_of(bundles, "recalibrate")
     from service.trainer.options import RecalibrateOptions
     from service.trainer.recalibrate import recalibrate as run
 
-    store = open_store(bundles)
-    bundle = store.load(bundles.bundle[0])
     wanted = RecalibrateOptions(
         traffic=shift.traffic,
         threshold=shift.threshold_rule,
         allow_other_shift=shift.allow_other_shift,
         **options.of(bundle, labels, judge),
     )
-    engine.options_for([bundle.manifest.name])  # a wrong option is reported before rows are read
-    console = Console(stderr=True, highlight=False, soft_wrap=True)
-    site = Site(bundle.manifest.readout.site)
-    try:
-        found = run(wanted, lambda: load_engine(engine, bundles=[bundle], rows=[site]), store, console=console)
-    except KeyboardInterrupt:
-        console.print(f"the same command resumes from {wanted.run_dir}")
-        raise
+    found = run_on(engine, store, bundle, run, wanted)
     if found is not None:
         print_line(f"{found.reference}  {found.manifest.digest}\n{found.path}")

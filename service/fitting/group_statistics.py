@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.stats import beta
 
-from service.fitting.jackknife import TAILS, Interval
+from service.fitting.jackknife import Interval, jeffreys
 
 
 def effective_groups(group: NDArray[np.integer]) -> float:
@@ -25,8 +24,6 @@ def share_interval(share: float, group: NDArray[np.integer]) -> Interval:
     """Of a share that was seen among rows of ``group`` [n]: Jeffreys' interval, counting effective groups, not rows.
 
     Rows of a group are taken as copies of each other, the worst that they can be: the interval is too wide rather than
-    too narrow.  Brown, Cai and DasGupta 2001, Statist. Sci. 16(2), 101-133.
+    too narrow.
     """
-    count = effective_groups(group)
-    low, high = np.asarray(beta.ppf(TAILS, share * count + 0.5, (1 - share) * count + 0.5))
-    return Interval(0.0 if share == 0 else float(low), 1.0 if share == 1 else float(high))
+    return jeffreys(share, effective_groups(group))

@@ -44,6 +44,12 @@ class Gain(NamedTuple):
     p_value: float  # two-sided, of "there is no difference"
 
 
+def jeffreys(share: float, trials: float) -> Interval:
+    """Of a share that was seen in so many trials.  Brown, Cai and DasGupta 2001, Statist. Sci. 16(2), 101-133."""
+    low, high = np.asarray(beta.ppf(TAILS, share * trials + 0.5, (1 - share) * trials + 0.5))
+    return Interval(0.0 if share == 0 else float(low), 1.0 if share == 1 else float(high))
+
+
 def auroc_interval(label: Index, group: Index, tests: Tests) -> Interval:
     """Of the mean AUROC over test sides: label, group [n].
 
@@ -52,13 +58,8 @@ def auroc_interval(label: Index, group: Index, tests: Tests) -> Interval:
     value, without = _mean_auroc(label, group, tests)
     if not np.isfinite(without).all() or len(without) < 2:
         return Interval(0.0, 1.0)  # nothing is known
-    if value in (
-        0.0,
-        1.0,
-    ):  # no group's absence changes it: Jeffreys' interval of as many trials as groups have the rarer class
-        trials = min(len(np.unique(group[label == wanted])) for wanted in (0, 1))
-        low, high = np.asarray(beta.ppf(TAILS, value * trials + 0.5, (1 - value) * trials + 0.5))
-        return Interval(float(low) if value else 0.0, 1.0 if value else float(high))
+    if value in (0.0, 1.0):  # no group's absence changes it: as many trials as groups have the rarer class
+        return jeffreys(value, min(len(np.unique(group[label == wanted])) for wanted in (0, 1)))
     error = standard_error(without) * np.sqrt(_refitting(tests)) / (value * (1 - value))
     low, high = expit(logit(value) + t.ppf(TAILS, len(without) - 1) * error)
     return Interval(float(low), float(high))

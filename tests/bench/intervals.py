@@ -16,12 +16,11 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.stats import beta
 from sklearn.discriminant_analysis import LinearDiscriminantAnalysis
 from tqdm import tqdm
 
 from service.fitting.folds import group_folds
-from service.fitting.jackknife import TAILS, Interval, Tests, auroc_interval, gain
+from service.fitting.jackknife import TAILS, Interval, Tests, auroc_interval, gain, jeffreys
 from service.fitting.markdown import markdown_table
 from service.fitting.scores import risk_auroc
 
@@ -135,7 +134,7 @@ def described(design: Design) -> str:
 
 def share(count: int, draws: int) -> str:
     """With its 95 % interval (Jeffreys)."""
-    low, high = np.asarray(beta.ppf([0.025, 0.975], [count + 0.5] * 2, [draws - count + 0.5] * 2)).tolist()
+    low, high = jeffreys(count / draws, draws)
     return f"{count / draws:.3f} [{low:.3f}, {high:.3f}]"
 
 

@@ -23,9 +23,10 @@ from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.stats import beta, norm
+from scipy.stats import norm
 from tqdm import tqdm
 
+from service.fitting.jackknife import jeffreys
 from service.fitting.markdown import markdown_table
 from service.fitting.promise import calibrate, risk_control, sequence
 
@@ -149,7 +150,7 @@ def tabulate(title: str, draws: int, draw: Callable[[], tuple[Rows, Rows]], trut
 
     def violated(name: str) -> str:
         count = sum(error > alpha for error in errors[name])
-        low, high = np.asarray(beta.ppf([0.025, 0.975], [count + 0.5] * 2, [draws - count + 0.5] * 2)).tolist()
+        low, high = jeffreys(count / draws, draws)
         return f"{count / draws:.3f} [{low:.3f}, {high:.3f}]"
 
     def mean(name: str) -> str:

@@ -4,40 +4,33 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from probes_store.store import Store
-from service.demo.questions import questions
 from service.trainer.statement import guaranteed_card
+from tests.cli.new_rows import arguments, dry_run, own, question_files
 from tests.cli.test_command_line import run
-from tests.fitting.planted import write_rows
 from tests.probes_store.test_guarantee import draft
 
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    folder = tmp_path_factory.mktemp("questions")
-    return {split: str(write_rows(folder / f"{split}.jsonl", questions(split))) for split in ("train", "dev", "test")}
+    return question_files(tmp_path_factory)
 
 
-def command(files: dict[str, str], folder: Path, *more: str) -> list[str]:
-    return ["calibrate", "--bundle", "demo", "--new-name", "sure", "--data", files["dev"], "--model", "demo",
-            "--store", str(folder / "store"), "--run-dir", str(folder / "run"), *more]  # fmt: skip
+command = partial(arguments, "calibrate", "sure")
 
 
 def test_a_dry_run_loads_no_model_and_writes_nothing(
     tmp_path: Path, files: dict[str, str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("service.cli.calibrate.load_engine", lambda *_, **__: pytest.fail("a model was loaded"))
-    own = ["--trained-on", files["train"], "--trained-on", files["test"]]
-    assert run(*command(files, tmp_path, *own, "--alpha", "0.1,0.2", "--dry-run")) == 0
-    said = capsys.readouterr()
-    assert said.out == ""
-    assert "1713 rows in 576 groups for the test, new to demo:1" in said.err
-    assert "alpha 0.2, delta 0.025: at least 17 answering groups" in said.err
+    said = dry_run(command(files, tmp_path, *own(files), "--alpha", "0.1,0.2"), capsys, monkeypatch)
+    assert "1713 rows in 576 groups for the test, new to demo:1" in said
+    assert "alpha 0.2, delta 0.025: at least 17 answering groups" in said
     assert not any(tmp_path.iterdir())
 
 

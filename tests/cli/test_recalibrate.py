@@ -3,39 +3,31 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from probes_store.store import Store
 from service.demo.questions import questions
+from tests.cli.new_rows import arguments, dry_run, own, question_files
 from tests.cli.test_command_line import run
 from tests.fitting.planted import write_rows
 
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    folder = tmp_path_factory.mktemp("questions")
-    return {split: str(write_rows(folder / f"{split}.jsonl", questions(split))) for split in ("train", "dev", "test")}
+    return question_files(tmp_path_factory)
 
 
-def command(files: dict[str, str], folder: Path, *more: str) -> list[str]:
-    return ["recalibrate", "--bundle", "demo", "--new-name", "mine", "--data", files["dev"], "--model", "demo",
-            "--store", str(folder / "store"), "--run-dir", str(folder / "run"), *more]  # fmt: skip
-
-
-def own(files: dict[str, str]) -> list[str]:
-    return ["--trained-on", files["train"], "--trained-on", files["test"]]
+command = partial(arguments, "recalibrate", "mine")
 
 
 def test_a_dry_run_loads_no_model_and_writes_nothing(
     tmp_path: Path, files: dict[str, str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("service.cli.recalibrate.load_engine", lambda *_, **__: pytest.fail("a model was loaded"))
-    assert run(*command(files, tmp_path, *own(files), "--dry-run")) == 0
-    said = capsys.readouterr()
-    assert said.out == ""
-    assert "1713 labelled rows in 767 groups, new to demo:1" in said.err
+    said = dry_run(command(files, tmp_path, *own(files)), capsys, monkeypatch)
+    assert "1713 labelled rows in 767 groups, new to demo:1" in said
     assert not any(tmp_path.iterdir())
 
 
