@@ -8,18 +8,23 @@ from service.guard import Action, Policy
 from service.scoring import Scorer
 
 
-def check_choice(scorer: Scorer, policy: Policy, own_scorer: Scorer, own: Policy, caller: Caller) -> None:
-    """Raise NotAllowed where a choice could let an answer through that the operator's own rule withholds.
-
-    ``scorer`` and ``policy`` apply to the request, ``own_scorer`` and ``own`` where it chooses nothing.
-    Raises RequestError where the policy asks what the bundle cannot tell.
-    """
+def check_tells(scorer: Scorer, policy: Policy) -> None:
+    """Raise RequestError where the policy asks what the bundle cannot tell."""
     if policy.withhold_outside and scorer.bundle.manifest.uncertainty is None:
         raise RequestError(
             f"policy {policy.name!r} withholds prompts outside training, and {scorer.bundle.reference} has no "
             "reference to tell them by: take another policy, or train the bundle again",
             param="policy",
         )
+
+
+def check_choice(scorer: Scorer, policy: Policy, own_scorer: Scorer, own: Policy, caller: Caller) -> None:
+    """Raise NotAllowed where a choice could let an answer through that the operator's own rule withholds.
+
+    ``scorer`` and ``policy`` apply to the request, ``own_scorer`` and ``own`` where it chooses nothing.
+    Raises RequestError where the policy asks what the bundle cannot tell.
+    """
+    check_tells(scorer, policy)
     if own.action is Action.OBSERVE:
         return
     if scorer is not own_scorer and "bundle" not in caller.may:

@@ -18,7 +18,7 @@ from service.errors import NotFound, NotReady
 from service.guard import Policy
 from service.policies import built_in
 from service.scoring import Scorer
-from service.serving.choice import check_choice
+from service.serving.choice import check_choice, check_tells
 from service.serving.dispatcher import Dispatcher
 from service.serving.metrics import Metrics
 from service.serving.tokenizing import Tokenizing
@@ -81,6 +81,7 @@ class ServiceState:
         """The scorers and the aliases of their bundles; where those cannot be read, the ones that were known."""
         loaded = load()
         scorers = list(loaded.values())
+        check_tells(scorers[0], self.policy(None, None))  # else each request would be refused
         aliases: dict[str, str] = {}
         for name in {scorer.bundle.manifest.name for scorer in scorers}:
             try:

@@ -20,7 +20,7 @@ from tests.matching import matching_draft
 from tests.probes_store.factory import write_bundle
 from tests.probes_store.test_guarantee import GUARANTEE
 from tests.probes_store.test_uncertainty import UNCERTAINTY
-from tests.running import App
+from tests.running import App, until
 from tests.scripted_engine import ScriptedEngine
 
 CAREFUL = Policy("careful", Action.ABSTAIN, threshold=1.0, message="Never heard of it.", withhold_outside=True)
@@ -157,3 +157,10 @@ def test_vllms_note_has_it(service: App) -> None:
     assert body is not None
     assert body["data"][0]["outside_training"] is True
     assert len(body["data"][0]["interval"]) == 2
+
+
+def test_a_service_whose_own_policy_asks_what_its_bundle_cannot_tell_does_not_start(tmp_path: Path) -> None:
+    app = App(tmp_path, policies={"careful": CAREFUL}, policy="careful")
+    with app.client:
+        until(lambda: app.state.failure is not None)
+        assert "one:1 has no reference" in app.client.get("/health/ready").json()["error"]["message"]
