@@ -29,6 +29,7 @@ ROLES = {
     "service.guarantee": ("does a guarantee hold", REQUEST),
     "service.uncertainty": ("how sure is a risk", REQUEST),
     "service.guard": ("the decision on a risk", REQUEST),
+    "service.upstreams": ("who answers instead", REQUEST),
     "service.engines": ("run the model: transformers, vLLM", REQUEST),
     "service.risk": ("the method: truth logits, depth mean, risk", REQUEST),
     "service.readout": ("sites, positions, shapes", REQUEST),
@@ -37,6 +38,7 @@ ROLES = {
     "service.errors": ("every error", GROUND),
     "service.settings": ("settings", GROUND),
     "service.callers": ("who asks, and what it may choose", GROUND),
+    "service.routes": ("the routes that read a prompt", GROUND),
     "service.client": ("the Python client", GROUND),
 }
 WIDTH, ROW, GAP, LEFT = 760, 44, 8, 40

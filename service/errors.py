@@ -119,6 +119,12 @@ class NotReady(HalluTracerError):
     retry_after_s = 1
 
 
+class UpstreamFailed(HalluTracerError):
+    """The server that a policy falls back on gave no answer; this service is well."""
+
+    status, code = 502, "upstream_failed"
+
+
 class DeadlineExceeded(HalluTracerError):
     """The request's deadline passed before the answer."""
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from probes_store.manifest import Manifest
 from service.engines.base import Sampling
-from service.guard import Action, Policy
+from service.guard import Policy
 
 TOKEN_IDS = "rendering: the prompt came as token ids"
 NO_TEMPLATE = "rendering: this route applies no chat template"
@@ -36,7 +36,7 @@ def standing(manifest: Manifest, policy: Policy, dtype: str, departures: tuple[s
     if guarantee is None:
         return None
     void = []
-    if policy.action is Action.OBSERVE:
+    if not policy.action.withholds:
         void.append(f"policy: {policy.name!r} withholds nothing")
     if policy.withhold_outside:
         void.append(f"policy: {policy.name!r} also withholds prompts outside training, the calibration did not")

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from service.errors import RequestError
+from service.upstreams import Upstream
 
 
 class Decision(StrEnum):
@@ -15,22 +16,59 @@ class Decision(StrEnum):
     CONTINUE = "continue"
     ABSTAIN = "abstain"  # show the policy's message instead of an answer
     BLOCK = "block"  # no answer and no message
+    RETRIEVE = "retrieve"  # fetch a passage and ask again
+    FALLBACK = "fallback"  # another server answers
 
 
 class Action(StrEnum):
     """What a policy does with a flagged prompt."""
 
-    OBSERVE = "observe"
+    OBSERVE = "observe"  # nothing
+    ANNOTATE = "annotate"  # answers, and says that the answer may be wrong
     ABSTAIN = "abstain"
     BLOCK = "block"
+    RETRIEVE = "retrieve"
+    FALLBACK = "fallback"
+
+    @property
+    def withholds(self) -> bool:
+        """Whether the model's own answer is withheld."""
+        return DECISIONS[self] is not Decision.CONTINUE
+
+    @property
+    def says(self) -> bool:
+        """Whether it comes with a message."""
+        return self in (Action.ANNOTATE, Action.ABSTAIN, Action.RETRIEVE)
+
+    @property
+    def strictness(self) -> int:
+        """A higher number lets less through, or less without a warning."""
+        return STRICTNESS[self]
 
 
-DECISIONS = {Action.OBSERVE: Decision.CONTINUE, Action.ABSTAIN: Decision.ABSTAIN, Action.BLOCK: Decision.BLOCK}
+DECISIONS = {
+    Action.OBSERVE: Decision.CONTINUE,
+    Action.ANNOTATE: Decision.CONTINUE,
+    Action.ABSTAIN: Decision.ABSTAIN,
+    Action.BLOCK: Decision.BLOCK,
+    Action.RETRIEVE: Decision.RETRIEVE,
+    Action.FALLBACK: Decision.FALLBACK,
+}
+STRICTNESS = {
+    Action.OBSERVE: 0,
+    Action.ANNOTATE: 1,
+    Action.FALLBACK: 2,  # an answer is given, from elsewhere
+    Action.RETRIEVE: 3,
+    Action.ABSTAIN: 3,
+    Action.BLOCK: 3,
+}
 
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """A named rule.  ``threshold`` None: the bundle's; ``message`` is shown instead of the answer on abstain.
+    """A named rule.  ``threshold`` None: the bundle's.
+
+    ``message`` is shown instead of the answer, or before an annotated one; ``{risk}`` in it becomes the risk.
 
     ``withhold_outside``: prompts outside what training saw are treated as flagged ones are, whatever their risk.
     """
@@ -40,6 +78,7 @@ class Policy:
     threshold: float | None = None
     message: str | None = None
     withhold_outside: bool = False
+    upstream: Upstream | None = None  # of a fallback
 
     def __post_init__(self) -> None:
         """Raises RequestError for a threshold outside [0, 1]."""
@@ -58,7 +97,10 @@ BLOCK = Policy("block", Action.BLOCK)
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The decision on one prompt.  ``flagged``: the risk reached the threshold, whatever the policy."""
+    """The decision on one prompt.  ``flagged``: the risk reached the threshold, whatever the policy.
+
+    ``message`` stands in for the answer, or where the decision is to continue before it.
+    """
 
     decision: Decision
     flagged: bool
@@ -83,4 +125,5 @@ def judge(risk: float, policy: Policy, default_threshold: float, outside: bool |
     flagged = risk >= threshold
     stopped = flagged or (policy.withhold_outside and outside is not False)
     decision = DECISIONS[policy.action] if stopped else Decision.CONTINUE
-    return Verdict(decision, flagged, threshold, policy.message if decision is Decision.ABSTAIN else None)
+    says = policy.message if stopped and policy.action.says else None
+    return Verdict(decision, flagged, threshold, None if says is None else says.replace("{risk}", f"{risk:.2f}"))

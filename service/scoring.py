@@ -35,7 +35,7 @@ from service.engines.base import (
 from service.engines.bridge import gather_all, wait_for
 from service.engines.checks import check_sampling
 from service.errors import NonFiniteReadout
-from service.guard import DECISIONS, GATE, Decision, Policy, Verdict, judge
+from service.guard import GATE, Decision, Policy, Verdict, judge
 from service.prompts import Message, as_prompt_format, render
 from service.readout import Probes, Site
 from service.risk import depth_mean, served_risk
@@ -166,7 +166,7 @@ class Scorer:
         manifest, threshold = self.bundle.manifest, self.threshold(policy)
         if manifest.recalibration is not None:  # the engine compares the classifier's own risk; rather too late
             threshold = least_reaching(manifest.recalibration, threshold) * (1 + _ROUNDING)
-        if DECISIONS[policy.action] is Decision.CONTINUE or threshold >= 1.0:
+        if not policy.action.withholds or threshold >= 1.0:
             return None
         weight = dict(zip(self._signals, manifest.classifier.weight, strict=True))
         depth, probability, entropy = (weight.get(name, 0.0) for name in ("depth_mean", "log_max_prob", "entropy"))

@@ -24,13 +24,14 @@ LAYERS = [
     ["service.scoring"],
     ["service.prompts", "service.policies", "service.guarantee", "service.uncertainty"],
     ["service.guard"],
+    ["service.upstreams"],
     ["service.engines"],
     ["service.risk"],
     ["service.readout"],
     ["probes_store"],
     ["service.options"],
     ["service.settings"],
-    ["service.errors", "service.callers", "service.client"],
+    ["service.errors", "service.callers", "service.client", "service.routes"],
 ]
 RANK = {name: rank for rank, layer in enumerate(LAYERS) for name in layer}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fastapi import Request
 
@@ -16,7 +16,7 @@ from service.callers import Caller
 from service.engines.base import Sampling
 from service.engines.checks import check_length, check_special_tokens
 from service.errors import ClientGone, EmptyPrompt, RequestError
-from service.guard import Policy
+from service.guard import Action, Decision, Policy
 from service.prompts import Message
 from service.scoring import RiskReport, Scorer
 from service.serving.deadline import Deadline
@@ -40,6 +40,7 @@ class Asked:
     deadline: Deadline | None = None  # None: the service's own
     include: Sequence[Include] = ()
     departures: tuple[str, ...] = ()  # from what a guarantee was calibrated on
+    retrieval_of: str | None = None  # id of an earlier answer
 
 
 async def answer(request: Request, state: ServiceState, asked: Asked) -> tuple[Reply, list[RiskReport]]:
@@ -48,6 +49,7 @@ async def answer(request: Request, state: ServiceState, asked: Asked) -> tuple[R
     The caller accounts for the reply where it returns; where this raises, it is accounted for.
     """
     check_count(asked, state.settings)
+    asked = _asked_again(asked, state)
     # Before any work is spent on what would be refused.
     handle = state.dispatcher.admit(
         asked.count,
@@ -58,13 +60,19 @@ async def answer(request: Request, state: ServiceState, asked: Asked) -> tuple[R
         deadline=asked.deadline or Deadline(state.settings.deadline_s),
         streams=asked.stream,
     )
-    reply = Reply(handle, list(asked.include), record_of(request), state.metrics, asked.departures)
+    named = asked.retrieval_of
+    retrieval = None if named is None else state.retrievals.recall(asked.caller.name, named)
+    reply = Reply(handle, list(asked.include), record_of(request), state.metrics, asked.departures, retrieval)
     try:
-        async with _while_connected(request):
+        async with while_connected(request):
             async with handle.deadline.enforced():
                 token_ids = await state.tokenizing.run(asked.size, asked.token_ids)
             handle.start(token_ids)
-            return reply, await (handle.risks() if asked.stream else handle.answers())
+            reports = await (handle.risks() if asked.stream else handle.answers())
+            if asked.count == 1 and reports[0].decision is Decision.RETRIEVE:
+                digest = asked.scorer.bundle.manifest.digest
+                state.retrievals.remember(asked.caller.name, reply.record.request_id, reports[0].risk, digest)
+            return reply, reports
     except BaseException:
         handle.cancel()
         reply.account()
@@ -78,6 +86,18 @@ def check_count(asked: Asked, settings: ServiceSettings) -> None:
     most = min(settings.max_prompts, settings.max_queue)
     if asked.count > most:
         raise RequestError(f"{asked.count} prompts in one request; at most {most} are taken", param=asked.field)
+
+
+def _asked_again(asked: Asked, state: ServiceState) -> Asked:
+    """With a passage that did not help, the policy abstains: nobody is sent to fetch one for ever."""
+    if asked.retrieval_of is None:
+        return asked
+    if asked.count != 1:
+        raise RequestError("'retrieval_of' takes exactly one prompt", param="retrieval_of")
+    if asked.policy.action is not Action.RETRIEVE:
+        return asked
+    policy = replace(asked.policy, action=Action.ABSTAIN, message=state.abstain_message)
+    return replace(asked, policy=policy)
 
 
 def rendered_chat(scorer: Scorer, messages: Sequence[Message], settings: ServiceSettings) -> list[list[int]]:
@@ -104,7 +124,7 @@ def encoded(scorer: Scorer, texts: Sequence[str], encode: Callable[[str], list[i
 
 
 @asynccontextmanager
-async def _while_connected(request: Request) -> AsyncIterator[None]:
+async def while_connected(request: Request) -> AsyncIterator[None]:
     """Raise ClientGone inside the block when the client closes its connection, as a timeout would."""
     task = asyncio.current_task()
     assert task is not None

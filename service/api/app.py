@@ -13,6 +13,7 @@ from starlette.middleware.cors import CORSMiddleware
 from service import __version__
 from service.api import catalogue, error_handlers, health, openai_routes, score
 from service.api.auth import BearerKeys
+from service.api.forwarding import Forwarder
 from service.api.hosts import KnownHosts
 from service.api.middleware import RequestFrame
 from service.api.shedding import LoadShedder
@@ -35,6 +36,7 @@ def create_app(state: ServiceState, on_loaded: Callable[[ServiceState], None] | 
         loading = asyncio.create_task(load())
         yield
         loading.cancel()
+        await app.state.forwarder.close()
         await asyncio.to_thread(state.stop)
 
     app = FastAPI(
@@ -44,6 +46,7 @@ def create_app(state: ServiceState, on_loaded: Callable[[ServiceState], None] | 
         lifespan=lifespan,
     )
     app.state.service = state
+    app.state.forwarder = Forwarder(state.metrics)
     settings = state.settings
     app.add_middleware(LoadShedder, state=state)
     # Middleware added last is outermost: a 401 still has a request id, a log line and CORS headers.

@@ -13,8 +13,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from service.api.error_handlers import respond
 from service.api.request_log import RequestRecord, log
-from service.api.request_schema import ENGINE_ROUTES
 from service.errors import BodyTooLarge, BodyTooSlow, ClientGone, HalluTracerError, NotReady
+from service.routes import PROMPT_ROUTES
 from service.serving.metrics import Metrics
 
 _ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
@@ -56,7 +56,7 @@ class RequestFrame:
                 out["x-total-time"] = f"{(time.perf_counter() - started) * 1e3:.3f}"
             await send(message)
 
-        scoring = record.path in ENGINE_ROUTES
+        scoring = record.path in PROMPT_ROUTES
         if scoring:
             self.metrics.request_started()
         try:

@@ -89,6 +89,7 @@ class Arguments(RequestModel):
     hallutracer_bundle: StrictStr | None = None
     hallutracer_policy: StrictStr | None = None
     hallutracer_threshold: Annotated[Risk, Field(strict=True)] | None = None
+    hallutracer_retrieval_of: Annotated[StrictStr, Field(max_length=256)] | None = None
 
 
 class StreamOptions(RequestModel):

@@ -69,6 +69,12 @@ def withheld(report: RiskReport) -> bool:
     return report.decision is not Decision.CONTINUE
 
 
+def annotation(report: RiskReport) -> str:
+    """What stands before an answer that is given with a warning."""
+    message = report.verdict.message
+    return "" if message is None or withheld(report) else f"{message}\n\n"
+
+
 def finish_reason(report: RiskReport) -> str:
     """Of a whole answer: why it ends where it does."""
     if report.completion is None:
@@ -99,7 +105,9 @@ def note(reply: Reply, reports: list[RiskReport]) -> dict[str, Any]:
     """The risks, without the answers."""
     handle = reply.handle
     risks = [risk_out(index, report).model_copy(update={"completion": None}) for index, report in enumerate(reports)]
-    return risk_note(handle.scorer, handle.policy, risks, reply.all_departures)
+    found = risk_note(handle.scorer, handle.policy, risks, reply.all_departures)
+    retrieved = reply.retrieved(reports)
+    return found if retrieved is None else found | {"retrieval": retrieved.model_dump(exclude_none=True)}
 
 
 def counted(reports: list[RiskReport]) -> dict[str, Any]:
@@ -115,7 +123,7 @@ def counted(reports: list[RiskReport]) -> dict[str, Any]:
 
 def _choice(kind: Kind, index: int, report: RiskReport) -> dict[str, Any]:
     completion = report.completion
-    text = None if completion is None else completion.text
+    text = None if completion is None else annotation(report) + completion.text
     end = {"finish_reason": finish_reason(report), "logprobs": None}
     if kind == "text":
         return {"index": index, "text": text or "", **end}

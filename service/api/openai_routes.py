@@ -8,9 +8,10 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Body, Request, Response
 
-from service.api.answering import Asked, answer, encoded, rendered_chat
+from service.api.answering import Asked, answer, encoded, rendered_chat, while_connected
 from service.api.body import JsonRoute
 from service.api.dependencies import State, caller_of
+from service.api.forwarding import Forwarder
 from service.api.openai_request import (
     OPENAI_TEMPERATURE,
     Arguments,
@@ -21,12 +22,13 @@ from service.api.openai_request import (
 )
 from service.api.openai_response import Kind, OpenAIResponse, response
 from service.api.openai_stream import chunks
-from service.api.request_schema import CHAT_ROUTE, TEXT_ROUTE
 from service.api.response_schema import FAILURES, HEADERS
 from service.api.stream import EventStream
 from service.engines.base import Sampling
 from service.errors import RequestError
 from service.guarantee import NO_TEMPLATE, TOKEN_IDS
+from service.guard import Action, Decision
+from service.routes import CHAT_ROUTE, TEXT_ROUTE
 from service.scoring import Scorer
 from service.serving.state import ServiceState
 
@@ -98,6 +100,7 @@ async def _served(
     caller, chosen = caller_of(request, state), body.vllm_xargs or Arguments()
     scorer, policy = state.choose(
         caller,
+        route := CHAT_ROUTE if kind == "chat" else TEXT_ROUTE,
         bundle=chosen.hallutracer_bundle,
         model=body.model,
         policy=chosen.hallutracer_policy,
@@ -105,6 +108,8 @@ async def _served(
     )
     if body.stream and count != 1:
         raise RequestError("'stream' takes exactly one prompt; send one request per prompt", param="prompt")
+    if policy.action is Action.FALLBACK and (count != 1 or departure == TOKEN_IDS):
+        raise RequestError(f"policy {policy.name!r} may send a prompt on: give exactly one, as text", param="prompt")
     departs = departure is not None and (departure != NO_TEMPLATE or scorer.prompt_format == "chat")
     asked = Asked(
         scorer,
@@ -117,13 +122,24 @@ async def _served(
         sampling=_sampling(body, limit, state.settings.max_new_tokens),
         stream=bool(body.stream),
         departures=(departure,) if departs and departure is not None else (),
+        retrieval_of=chosen.hallutracer_retrieval_of,
     )
     reply, reports = await answer(request, state, asked)
+    forwarder: Forwarder = request.app.state.forwarder
+    upstream = policy.upstream if reports[0].decision is Decision.FALLBACK else None
+    sent_on = body.model_dump(mode="json", exclude_none=True, exclude={"vllm_xargs"})
     if body.stream:
-        return EventStream(reply, reports, chunks(kind, reply, reports, body.with_usage))
-    reply.account()
-    content = json.dumps(response(kind, reply, reports), ensure_ascii=False)
-    return Response(content, media_type="application/json", headers=reply.headers(reports))
+        foreign = None if upstream is None else forwarder.stream(upstream, route, sent_on)
+        return EventStream(reply, reports, chunks(kind, reply, reports, body.with_usage, foreign))
+    try:
+        content = response(kind, reply, reports)
+        if upstream is not None:
+            async with while_connected(request), reply.handle.deadline.enforced():
+                content |= await forwarder.whole(upstream, route, sent_on)
+    finally:
+        reply.account()
+    text = json.dumps(content, ensure_ascii=False)
+    return Response(text, media_type="application/json", headers=reply.headers(reports))
 
 
 def _sampling(body: OpenAIRequest, limit: int, most: int) -> Sampling:

@@ -4,24 +4,40 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing
 from typing import Any
 
-from service.api.openai_response import WITHHELD, Kind, counted, finish_reason, head, note, withheld
+from service.api.openai_response import WITHHELD, Kind, annotation, counted, finish_reason, head, note, withheld
 from service.api.reply import Reply
 from service.api.stream import DONE, failure
 from service.scoring import RiskReport
 
 
-async def chunks(kind: Kind, reply: Reply, reports: list[RiskReport], with_usage: bool) -> AsyncIterator[bytes]:
-    """The stream of one prompt."""
+async def chunks(
+    kind: Kind,
+    reply: Reply,
+    reports: list[RiskReport],
+    with_usage: bool,
+    foreign: AsyncGenerator[dict[str, Any], None] | None = None,
+) -> AsyncIterator[bytes]:
+    """The stream of one prompt; ``foreign`` are the chunks of the server that answers instead."""
     same = head(kind, reply, chunk=True) | ({"usage": None} if with_usage else {})
     report = reports[0]
-    first: dict[str, Any] = {"role": "assistant", "content": ""}
+    first: dict[str, Any] = {"role": "assistant", "content": annotation(report)}
     end = None
-    if withheld(report):
+    if foreign is None and withheld(report):
         first, end = {"role": "assistant", "content": None, "refusal": report.verdict.message}, WITHHELD
     yield _event(same | {"choices": [_delta(kind, first, end)], "hallutracer": note(reply, reports)})
+    if foreign is not None:
+        try:
+            async with aclosing(foreign), aclosing(_in_time(reply, foreign)) as timely:
+                async for chunk in timely:
+                    yield _event(same | chunk)
+        except Exception as error:
+            yield failure(reply, error)
+        yield DONE
+        return
     if end is None:
         try:
             async for pieces in reply.handle.pieces():
@@ -37,6 +53,17 @@ async def chunks(kind: Kind, reply: Reply, reports: list[RiskReport], with_usage
     if with_usage:
         yield _event(same | {"choices": [], "usage": counted(reports)})
     yield DONE
+
+
+async def _in_time(reply: Reply, foreign: AsyncGenerator[dict[str, Any], None]) -> AsyncGenerator[dict[str, Any], None]:
+    """Each chunk before the request's deadline.  Raises DeadlineExceeded."""
+    while True:
+        try:
+            async with reply.handle.deadline.enforced():
+                chunk = await anext(foreign)
+        except StopAsyncIteration:
+            return
+        yield chunk
 
 
 def _delta(kind: Kind, delta: dict[str, Any], finish_reason: str | None = None) -> dict[str, Any]:

@@ -9,7 +9,15 @@ from typing import Any
 
 from service.api.request_log import RequestRecord
 from service.api.request_schema import Include
-from service.api.response_schema import BundleRef, CompletionOut, GuaranteeOut, RiskOut, ScoreResponse, Usage
+from service.api.response_schema import (
+    BundleRef,
+    CompletionOut,
+    GuaranteeOut,
+    RetrievalOut,
+    RiskOut,
+    ScoreResponse,
+    Usage,
+)
 from service.engines.base import Completion
 from service.guarantee import decoding_departures, standing
 from service.guard import Policy
@@ -17,6 +25,7 @@ from service.risk import running_means
 from service.scoring import RiskReport, Scorer
 from service.serving.metrics import Metrics
 from service.serving.request_handle import RequestHandle
+from service.serving.retrievals import Retrieval
 
 
 @dataclass
@@ -28,6 +37,7 @@ class Reply:
     record: RequestRecord
     metrics: Metrics
     departures: tuple[str, ...] = ()  # of the request from what a guarantee was calibrated on
+    retrieval: Retrieval | None = None  # where the request names an earlier one
     created: int = field(default_factory=lambda: int(time.time()))
 
     @property
@@ -39,8 +49,25 @@ class Reply:
         """The whole answer, or a stream's first event."""
         scorer, policy = self.handle.scorer, self.handle.policy
         return score_response(
-            scorer, policy, reports, self.include, departures=self.all_departures, id=self.id, created=self.created
+            scorer,
+            policy,
+            reports,
+            self.include,
+            departures=self.all_departures,
+            retrieval=self.retrieved(reports),
+            id=self.id,
+            created=self.created,
         )
+
+    def retrieved(self, reports: Sequence[RiskReport]) -> RetrievalOut | None:
+        """What the passage changed; None where the request names no earlier one."""
+        if self.retrieval is None:
+            return None
+        first = self.retrieval.first
+        if first is None or first.digest != self.handle.scorer.bundle.manifest.digest:
+            return RetrievalOut(of=self.retrieval.of, known=False, drop=None)
+        drop = first.risk - reports[0].risk
+        return RetrievalOut(of=self.retrieval.of, known=True, risk_before=first.risk, drop=drop)
 
     @property
     def all_departures(self) -> tuple[str, ...]:
@@ -90,6 +117,7 @@ def score_response(
     include: Collection[Include] = (),
     *,
     departures: tuple[str, ...] = (),
+    retrieval: RetrievalOut | None = None,
     id: str,
     created: int,
 ) -> ScoreResponse:
@@ -104,6 +132,7 @@ def score_response(
         policy=policy.name,
         bundle=bundle_ref(scorer),
         guarantee=guarantee_out(scorer, policy, departures),
+        retrieval=retrieval,
         data=[risk_out(index, report, include) for index, report in enumerate(reports)],
         usage=usage(reports),
     )

@@ -14,9 +14,6 @@ Ids = Annotated[list[StrictInt], Field(fail_fast=True)]
 Batches = Annotated[list[Ids], Field(fail_fast=True)]
 MAX_FIELDS = 32
 TEMPLATE_CHARACTERS = 16  # added to a message by a chat template, roughly
-ROUTES = ("/v1/risk/score", "/score")
-CHAT_ROUTE, TEXT_ROUTE = "/v1/chat/completions", "/v1/completions"
-ENGINE_ROUTES = (*ROUTES, CHAT_ROUTE, TEXT_ROUTE)  # whose requests wait for the engine
 
 
 class Strict(BaseModel):
@@ -96,6 +93,11 @@ class ScoreRequest(RequestModel):
         None,
         description="observe, gate, block or a policy of this service; default: the service's own.  Where that "
         "withholds, observe needs --callers-may policy",
+    )
+    retrieval_of: StrictStr | None = Field(
+        None,
+        max_length=256,
+        description="id of the answer whose decision was retrieve: this is the same question with a passage",
     )
     include: list[Include] = Field(default_factory=list, max_length=2)
     generate: Generate | None = Field(None, description="also decode the answer, if the decision is continue")

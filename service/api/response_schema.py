@@ -40,7 +40,7 @@ class RiskOut(Strict):
     index: int
     risk: Risk
     depth_mean: float
-    decision: Literal["continue", "abstain", "block"]
+    decision: Literal["continue", "abstain", "block", "retrieve", "fallback"]
     flagged: bool = Field(description="the risk reached the threshold, whatever the policy")
     threshold: float
     interval: list[Risk] | None = Field(
@@ -51,7 +51,7 @@ class RiskOut(Strict):
     )
     outside_training: bool | None = Field(None, description="the trajectory lies outside what training saw")
     distance: float | None = Field(None, description="of the trajectory to training's; outside from 1 on")
-    message: str | None = Field(None, description="what to show instead of an answer, if the decision is abstain")
+    message: str | None = Field(None, description="to show instead of an answer; before it, if that is given")
     trajectory: list[float] | None = Field(None, description="truth logit of each layer")
     running_mean: list[float] | None = Field(None, description="mean of the truth logits up to each layer")
     completion: CompletionOut | None = None
@@ -66,6 +66,15 @@ class Usage(Strict):
     total_tokens: int
 
 
+class RetrievalOut(Strict):
+    """What fetching a passage changed."""
+
+    of: str = Field(description="id of the earlier answer")
+    known: bool = Field(description="this service remembers its risk, and the same bundle says both")
+    risk_before: Risk | None = None
+    drop: float | None = Field(None, description="risk_before minus the risk now")
+
+
 class ScoreResponse(Strict):
     """A list of risks, in the order of the prompts."""
 
@@ -76,6 +85,7 @@ class ScoreResponse(Strict):
     policy: str
     bundle: BundleRef
     guarantee: GuaranteeOut | None = Field(None, description="if the bundle has one")
+    retrieval: RetrievalOut | None = Field(None, description="if the request names an earlier one")
     data: list[RiskOut]
     usage: Usage
 
@@ -284,6 +294,7 @@ FAILURES = errors(
     _422="a field is wrong, or not supported",
     _429="the queue is full",
     _500="the engine failed",
+    _502="the server that the policy falls back on failed",
     _503="not ready: loading, or shutting down",
     _504="the deadline passed",
 )

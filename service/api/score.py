@@ -9,12 +9,13 @@ from fastapi import APIRouter, Body, Request, Response
 from service.api.answering import Asked, answer, encoded, rendered_chat
 from service.api.body import JsonRoute
 from service.api.dependencies import State, caller_of
-from service.api.request_schema import REQUEST_EXAMPLES, ROUTES, ScoreRequest
+from service.api.request_schema import REQUEST_EXAMPLES, ScoreRequest
 from service.api.response_schema import SCORE_RESPONSES
 from service.api.stream import EventStream, events
 from service.engines.base import Sampling
 from service.errors import RequestError
 from service.guarantee import TOKEN_IDS
+from service.routes import SCORE_ROUTES
 from service.scoring import Scorer
 from service.serving.deadline import Deadline
 from service.settings import ServiceSettings
@@ -22,8 +23,8 @@ from service.settings import ServiceSettings
 router = APIRouter(tags=["risk"], route_class=JsonRoute)
 
 
-@router.post(ROUTES[0], responses=SCORE_RESPONSES)
-@router.post(ROUTES[1], responses=SCORE_RESPONSES)
+@router.post(SCORE_ROUTES[0], responses=SCORE_RESPONSES)
+@router.post(SCORE_ROUTES[1], responses=SCORE_RESPONSES)
 async def score(
     body: Annotated[ScoreRequest, Body(openapi_examples=REQUEST_EXAMPLES)],
     request: Request,
@@ -33,7 +34,12 @@ async def score(
     settings = state.settings
     caller = caller_of(request, state)
     scorer, policy = state.choose(
-        caller, bundle=body.bundle, model=body.model, policy=body.policy, threshold=body.threshold
+        caller,
+        SCORE_ROUTES[0],
+        bundle=body.bundle,
+        model=body.model,
+        policy=body.policy,
+        threshold=body.threshold,
     )
     asked = Asked(
         scorer,
@@ -48,6 +54,7 @@ async def score(
         deadline=_deadline(body, settings),
         include=body.include,
         departures=(TOKEN_IDS,) if body.input_ids is not None else (),
+        retrieval_of=body.retrieval_of,
     )
     reply, reports = await answer(request, state, asked)
     if body.stream:

@@ -7,8 +7,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from service.api.dependencies import caller_of
 from service.api.error_handlers import respond
-from service.api.request_schema import ENGINE_ROUTES
 from service.errors import Overloaded
+from service.routes import PROMPT_ROUTES
 from service.serving.state import ServiceState
 
 
@@ -21,7 +21,7 @@ class LoadShedder:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve or refuse one request."""
-        if scope["type"] == "http" and scope["path"] in ENGINE_ROUTES:
+        if scope["type"] == "http" and scope["path"] in PROMPT_ROUTES:
             try:
                 self._state.check_not_full(caller_of(HTTPConnection(scope), self._state))
             except Overloaded as full:

@@ -87,6 +87,8 @@ def serve(
     if settings.protect_metrics and not settings.api_keys:
         raise UsageError("--protect-metrics", "needs --api-key or --api-key-file")
     policies = load_policies(access.policies, access.abstain_message, settings.policy)
+    for rule in policies.rules:
+        rule.check_key({key.name for key in keys})
     loading = engine.engine_options
     listener = listen(settings.host, settings.port)
     address = f"http://{in_url(settings.host)}:{listener.getsockname()[1]}"
@@ -109,7 +111,8 @@ def serve(
         ),
         store.aliases,
         settings,
-        policies,
+        policies.named,
+        policies.rules,
     )
 
     def loaded(state: ServiceState) -> None:

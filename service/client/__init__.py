@@ -30,6 +30,7 @@ from service.client.results import (
     LoadedModel,
     ModelList,
     Readiness,
+    Retrieval,
     Risk,
     ScoreResult,
     Usage,
@@ -40,6 +41,7 @@ from service.client.synchronous import Answer, Client
 __all__ = [
     "APIError", "Answer", "AsyncAnswer", "AsyncClient", "Bundle", "BundleGuarantee", "BundleList", "BundleUncertainty",
     "Client", "ClientError", "Completion", "DeadlineExceeded", "Generate", "Guarantee", "LoadedBundle", "LoadedModel",
-    "ModelList", "NotFound", "NotReady", "Overloaded", "Readiness", "RequestRefused", "Risk", "ScoreOptions",
+    "ModelList", "NotFound", "NotReady", "Overloaded", "Readiness",
+    "Retrieval", "RequestRefused", "Risk", "ScoreOptions",
     "ScoreResult", "ServerError", "TimedOut", "TransportError", "Unauthorized", "UnexpectedAnswer", "Usage", "Withheld",
 ]  # fmt: skip

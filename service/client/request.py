@@ -42,6 +42,7 @@ class ScoreOptions(TypedDict, total=False):
     threshold: float | None  # flag at or above this risk
     include: Sequence[str]  # "trajectory", "running_mean"
     generate: Generate | None  # decode the answer too
+    retrieval_of: str | None  # id of the answer whose decision was retrieve: the same question, with a passage
     deadline_ms: int | None  # at most the server's own deadline
 
 

@@ -98,13 +98,13 @@ class Risk(Checked):
     index: Count
     risk: Share
     depth_mean: float
-    decision: str  # continue, abstain or block; an unknown decision is gated too
+    decision: str  # continue, abstain, block, retrieve or fallback; an unknown decision is gated too
     flagged: bool  # risk >= threshold, whatever the policy
     threshold: Share
     interval: tuple[Share, Share] | None = None  # where 95 % of refits on other training rows would put the risk
     outside_training: bool | None = None  # the prompt is unlike what training saw; None: the bundle cannot tell
     distance: float | None = None  # to what training saw; outside from 1 on
-    message: str | None = None  # the policy's text to show instead of an answer, if it has one
+    message: str | None = None  # the policy's text to show instead of an answer, or before it
     trajectory: tuple[float, ...] | None = None
     running_mean: tuple[float, ...] | None = None
     completion: Completion | None = None
@@ -127,6 +127,16 @@ class Withheld(ClientError):
 
 
 @dataclass(frozen=True)
+class Retrieval(Checked):
+    """What fetching a passage changed.  ``drop`` is ``risk_before`` minus the risk now; None where it is not known."""
+
+    of: str
+    known: bool
+    risk_before: Share | None = None
+    drop: float | None = None
+
+
+@dataclass(frozen=True)
 class ScoreResult(Checked):
     """The service's answer to one request; ``data`` has one ``Risk`` per prompt, in order."""
 
@@ -139,6 +149,7 @@ class ScoreResult(Checked):
     data: Annotated[tuple[Risk, ...], Field(min_length=1)]
     usage: Usage
     guarantee: Guarantee | None = None
+    retrieval: Retrieval | None = None
 
     @property
     def request_id(self) -> str:

@@ -27,16 +27,18 @@ def check_choice(scorer: Scorer, policy: Policy, own_scorer: Scorer, own: Policy
     check_tells(scorer, policy)
     if own.action is Action.OBSERVE:
         return
+    looser = policy.action.strictness < own.action.strictness
+    if looser and "policy" not in caller.may:
+        raise NotAllowed(
+            f"policy {policy.name!r} lets through what this service's own, {own.name!r}, withholds or warns of",
+            param="policy",
+        )
     if scorer is not own_scorer and "bundle" not in caller.may:
         raise NotAllowed(
             f"requests here are judged by {own_scorer.bundle.reference}, and another bundle may let more through",
             param="bundle",
         )
-    if policy.action is Action.OBSERVE:
-        if "policy" not in caller.may:
-            raise NotAllowed(
-                f"policy {policy.name!r} lets through what this service's own, {own.name!r}, withholds", param="policy"
-            )
+    if looser:
         return
     if own.withhold_outside and not policy.withhold_outside and "policy" not in caller.may:
         raise NotAllowed(f"policy {policy.name!r} lets prompts outside training through", param="policy")

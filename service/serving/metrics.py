@@ -1,8 +1,8 @@
 """Prometheus metrics.
 
-Labels are ``model_name``, ``bundle`` ("name:version"), ``decision``, ``status`` and ``code``; no label holds user
-input, so the number of series is bounded.  Series known in advance exist as 0 from the first scrape, because a rate
-over a missing series is an empty panel and an alert that cannot fire.
+Labels are ``model_name``, ``bundle`` ("name:version"), ``decision``, ``status``, ``code`` and ``outcome``; no label
+holds user input, so the number of series is bounded.  Series known in advance exist as 0 from the first scrape, because
+a rate over a missing series is an empty panel and an alert that cannot fire.
 
 For several processes on one machine, set ``PROMETHEUS_MULTIPROC_DIR`` to an empty folder before they start: each writes
 its values there, and each serves the sum.  The variable belongs to ``prometheus_client``, which reads it on import.
@@ -14,6 +14,7 @@ import os
 import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Literal, get_args
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest, values
 from prometheus_client.metrics_core import Metric
@@ -25,6 +26,7 @@ from service.guard import Decision
 from service.scoring import RiskReport
 from service.serving.request_handle import Timings
 
+Outcome = Literal["answered", "failed", "given_up"]
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 FOLDER_VARIABLE = "PROMETHEUS_MULTIPROC_DIR"
 SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
@@ -32,7 +34,7 @@ TENTHS = tuple(n / 10 for n in range(1, 11))
 BATCH_SIZES = tuple(2**n for n in range(11))  # 1 .. 1,024
 TOKENS = tuple(2**n for n in range(18))  # 1 .. 131,072
 BUNDLE = ("model_name", "bundle")
-TIMED = {200, 500, 504}  # statuses in request_seconds: fast refusals would hide slow answers
+TIMED = {200, 500, 502, 504}  # statuses in request_seconds: fast refusals would hide slow answers
 
 
 def _subclasses(root: type[HalluTracerError]) -> Iterator[type[HalluTracerError]]:
@@ -86,6 +88,10 @@ class Metrics:
         self._completion_tokens = counter("completion_tokens_total", "Answer tokens decoded.", BUNDLE)
         self._errors = counter("errors_total", "Requests that ended in an error, by wire code.", ("code",))
         self._requests = counter("http_requests_total", "Scoring requests, by HTTP status.", ("status",))
+
+        text = "Withheld answers sent to a policy's upstream: answered, failed, or given up by us."
+        self._upstream = counter("upstream_requests_total", text, ("outcome",))
+        self._by_outcome: dict[Outcome, Counter] = {name: self._upstream.labels(name) for name in get_args(Outcome)}
 
         self._risk = histogram("risk", "Risk of each scored prompt.", TENTHS, BUNDLE)
         text = "A whole scoring request that was worked on: answered, failed or late, not refused."
@@ -145,6 +151,10 @@ class Metrics:
         self._probe_s.observe(timings.probe)
         if timings.decode is not None:
             self._decode_s.observe(timings.decode)
+
+    def upstream(self, outcome: Outcome) -> None:
+        """A prompt that was sent to a policy's upstream is done."""
+        self._by_outcome[outcome].inc()
 
     def request_started(self) -> None:
         """A scoring request arrived; ``request_ended`` must follow in every case."""

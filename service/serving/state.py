@@ -6,7 +6,7 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -16,13 +16,14 @@ from service.callers import Caller
 from service.engines.base import Engine
 from service.errors import NotFound, NotReady
 from service.guard import Policy
-from service.policies import built_in
+from service.policies import Rule, built_in
 from service.scoring import Scorer
 from service.serving.choice import check_choice, check_tells
 from service.serving.dispatcher import Dispatcher
 from service.serving.metrics import Metrics
+from service.serving.retrievals import Retrievals
 from service.serving.tokenizing import Tokenizing
-from service.settings import ServiceSettings
+from service.settings import DEFAULT_MESSAGE, ServiceSettings
 
 log = logging.getLogger("hallutracer")
 T = TypeVar("T")
@@ -38,12 +39,14 @@ class ServiceState:
     aliases_of: Callable[[str], Mapping[str, int]] = lambda name: {}  # a bundle's alias -> version; read when it loads
     settings: ServiceSettings = field(default_factory=ServiceSettings)
     policies: Mapping[str, Policy] = field(default_factory=built_in)
+    rules: Sequence[Rule] = ()  # the first that fits chooses where a request names no policy
     metrics: Metrics = field(default_factory=Metrics)
     scorers: list[Scorer] = field(default_factory=list)
     error: BaseException | None = None  # why loading ended without scorers, or what broke the engine
     on_broken: Callable[[], None] = lambda: None  # the engine broke: only a new process helps
     stopping: bool = False
     created: int = field(default_factory=lambda: int(time.time()))
+    retrievals: Retrievals = field(default_factory=Retrievals)
     _dispatcher: Dispatcher | None = None
     _aliases: dict[str, str] = field(default_factory=dict)  # name@alias -> name:version, as they were when loaded
     tokenizing: Tokenizing = field(init=False)
@@ -81,7 +84,12 @@ class ServiceState:
         """The scorers and the aliases of their bundles; where those cannot be read, the ones that were known."""
         loaded = load()
         scorers = list(loaded.values())
-        check_tells(scorers[0], self.policy(None, None))  # else each request would be refused
+        for name in (None, *(rule.policy for rule in self.rules)):
+            check_tells(scorers[0], self.policy(name, None))  # else each request would be refused
+        served = scorers[0].engine.identity.model
+        for rule in self.rules:
+            if rule.model not in (None, served):
+                log.warning("a rule for policy %r never fits: it names another model than %s", rule.policy, served)
         aliases: dict[str, str] = {}
         for name in {scorer.bundle.manifest.name for scorer in scorers}:
             try:
@@ -181,13 +189,27 @@ class ServiceState:
         raise NotFound(f"bundle {bundle!r} is not loaded; loaded: {loaded}", param="bundle")
 
     def choose(
-        self, caller: Caller, *, bundle: str | None, model: str | None, policy: str | None, threshold: float | None
+        self,
+        caller: Caller,
+        route: str,
+        *,
+        bundle: str | None,
+        model: str | None,
+        policy: str | None,
+        threshold: float | None,
     ) -> tuple[Scorer, Policy]:
         """The scorer and the policy of a request.  Raises NotReady, NotFound and NotAllowed."""
         scorer = self.scorer(bundle, model)
-        wanted = self.policy(policy, threshold)
-        check_choice(scorer, wanted, self.scorers[0], self.policy(None, None), caller)
+        served = scorer.engine.identity.model
+        ruled = next((rule.policy for rule in self.rules if rule.fits(route, served, caller.name)), None)
+        wanted = self.policy(ruled if policy is None else policy, threshold)
+        check_choice(scorer, wanted, self.scorers[0], self.policy(ruled, None), caller)
         return scorer, wanted
+
+    @property
+    def abstain_message(self) -> str:
+        """What is said where no policy of the operator's says anything else."""
+        return self.policies["gate"].message or DEFAULT_MESSAGE
 
     def policy(self, name: str | None, threshold: float | None) -> Policy:
         """The policy a request names, or the service's; thresholds: the request's, the policy's, the service's.

@@ -29,7 +29,7 @@ from service.serving.state import ServiceState
 from service.vllm_plugin.note import CURRENT, NO_PLACE, OURS, Note
 
 Generate = Callable[..., AsyncGenerator[Any, None]]
-XARGS = tuple(Arguments.model_fields)
+XARGS = tuple(name for name in Arguments.model_fields if not name.endswith("retrieval_of"))  # our own service's alone
 
 
 def judging_generate(generate: Generate, state: ServiceState, engine_of: Callable[[], VllmEngine]) -> Generate:
@@ -171,6 +171,7 @@ def _resolve(state: ServiceState, xargs: dict[str, Any]) -> tuple[Scorer, Policy
     try:
         return state.choose(
             Caller(may=frozenset(state.settings.callers_may)),
+            "",
             bundle=None if bundle is None else str(bundle),
             model=None,
             policy=None if policy is None else str(policy),

@@ -13,9 +13,9 @@ from typing import Annotated
 from probes_store.bundle import Bundle
 from probes_store.store import SHIPPED, Store
 from service.errors import HalluTracerError
-from service.guard import Policy
+from service.guard import Action, Policy
 from service.options import parse
-from service.policies import load_policies
+from service.policies import Policies, load_policies
 from service.settings import (
     DEFAULT_MESSAGE,
     DEFAULT_STORE,
@@ -78,7 +78,7 @@ def read_options(environment: Mapping[str, str] | None = None) -> PluginOptions:
     if not variables.bundle:
         raise HalluTracerError(f"set {env('bundle')} to the bundle that reads this model, such as my-probe@production")
     store = Store(variables.store.expanduser(), fallbacks=[SHIPPED])
-    policies = load_policies(variables.policies, variables.abstain_message, variables.policy)
+    policies = _policies(load_policies(variables.policies, variables.abstain_message, variables.policy))
     settings = ServiceSettings(
         policy=variables.policy,
         threshold=variables.threshold,
@@ -88,3 +88,14 @@ def read_options(environment: Mapping[str, str] | None = None) -> PluginOptions:
     )
     bundles = {name: store.load(name) for name in variables.bundle}
     return PluginOptions(store, bundles, policies, settings, variables.message_in_content)
+
+
+def _policies(found: Policies) -> Mapping[str, Policy]:
+    """Raises HalluTracerError for what only our own service can do."""
+    own = "needs HalluTracer's own service (hallutracer serve --engine vllm)"
+    if found.rules:
+        raise HalluTracerError(f"[[rule]] in the policies file {own}")
+    for policy in found.named.values():
+        if policy.action in (Action.ANNOTATE, Action.RETRIEVE, Action.FALLBACK):
+            raise HalluTracerError(f"policy {policy.name!r}: action {policy.action.value!r} {own}")
+    return found.named

@@ -13,8 +13,8 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from service.api.app import create_app
-from service.api.request_schema import ROUTES
 from service.engines.vllm.engine import VllmEngine
+from service.routes import SCORE_ROUTES
 from service.scoring import Scorer
 from service.serving.state import ServiceState
 from service.vllm_plugin.generation import judging_generate, observes
@@ -22,7 +22,7 @@ from service.vllm_plugin.middleware import RiskNotes
 from service.vllm_plugin.options import read_options
 
 log = logging.getLogger("hallutracer")
-OWN_PATHS = (ROUTES[0], "/v1/bundles", "/health/ready", "/health/live")
+OWN_PATHS = (SCORE_ROUTES[0], "/v1/bundles", "/health/ready", "/health/live")
 
 
 class _Endpoint:

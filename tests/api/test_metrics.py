@@ -164,7 +164,7 @@ def test_names_end_in_their_unit_and_nothing_is_said_twice() -> None:
     assert len(names) == len(set(names))
     assert not [name for name in names if name.endswith("_created")]
     labels = {label for family in families for sample in family.samples for label in sample.labels}
-    assert labels == {"model_name", "bundle", "decision", "status", "code", "le", "version"}
+    assert labels == {"model_name", "bundle", "decision", "status", "code", "outcome", "le", "version"}
 
 
 # --- several processes, one folder ---

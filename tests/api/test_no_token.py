@@ -18,11 +18,11 @@ from fastapi.testclient import TestClient
 
 from probes_store.store import SHIPPED, Store
 from service.api.app import create_app
-from service.api.request_schema import ENGINE_ROUTES, ROUTES
 from service.demo import MODEL_DIR
 from service.engines.base import Counters, EngineOptions
 from service.engines.scheduler import Scheduled
 from service.engines.transformers.engine import TransformersEngine
+from service.routes import PROMPT_ROUTES, SCORE_ROUTES
 from service.scoring import Scorer
 from service.serving.state import ServiceState
 from service.settings import ServiceSettings
@@ -59,10 +59,10 @@ OPENAI_VALUES: dict[str, list[Any]] = {
 def request(number: int, model: str) -> tuple[str, bytes]:
     """A path and a body; the same for the same number."""
     draw = Random(number)
-    path = draw.choice(ENGINE_ROUTES)
+    path = draw.choice(PROMPT_ROUTES)
     body: dict[str, Any] = draw.choice([{"prompt": "Who was Ada?"}, {"messages": VALUES["messages"][0]}, {}])
-    values = VALUES if path in ROUTES else OPENAI_VALUES
-    body = body | ({"generate": {"max_tokens": 4}} if path in ROUTES else {"model": model})
+    values = VALUES if path in SCORE_ROUTES else OPENAI_VALUES
+    body = body | ({"generate": {"max_tokens": 4}} if path in SCORE_ROUTES else {"model": model})
     for name in draw.sample(sorted(values), draw.choice([0, 1, 1, 2, 3])):
         body[name] = draw.choice(values[name])
     text = json.dumps(body)

@@ -259,3 +259,15 @@ def test_a_picture_that_cannot_be_drawn_is_said_before_the_model_is_loaded(
 ) -> None:
     assert run("score", *arguments) == 2
     assert said in capsys.readouterr().err
+
+
+def test_a_rule_for_a_key_that_is_not_there_keeps_the_service_from_starting(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    policies, keys = tmp_path / "policies.toml", tmp_path / "keys"
+    policies.write_text('[[rule]]\nkey = "rga"\npolicy = "observe"')
+    assert run("serve", "--model", "demo", "--policies", str(policies)) != 0
+    assert "there are no keys" in capsys.readouterr().err
+    keys.write_text("0123456789abcdef name=rag\n")
+    assert run("serve", "--model", "demo", "--policies", str(policies), "--api-key-file", str(keys)) != 0
+    assert "names the key 'rga'; keys are named" in capsys.readouterr().err

@@ -22,7 +22,13 @@ from tests.client.conftest import MakeClient
 GOOD: list[dict[str, Any]] = [
     {"prompt": "a"},
     {"prompt": ("a", "b"), "include": ("trajectory", "running_mean"), "threshold": 0.0},
-    {"messages": [{"role": "user", "content": "é 北京"}], "bundle": "demo@canary", "policy": "block", "deadline_ms": 9},
+    {
+        "messages": [{"role": "user", "content": "é 北京"}],
+        "bundle": "demo@canary",
+        "policy": "block",
+        "deadline_ms": 9,
+        "retrieval_of": "risk-1",
+    },
     {"input_ids": np.array([[1, 2], [3, 4]]), "model": "m"},
     {"input_ids": [np.int64(3), 4], "generate": Generate(16, 0.5, 0.9, 7, ("\n",))},
     {"input_ids": [], "generate": Generate()},

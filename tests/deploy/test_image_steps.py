@@ -222,5 +222,5 @@ def test_the_rag_app_is_started_alike_and_reads_what_it_is_given() -> None:
 
 
 def test_the_shipped_policies_are_policies() -> None:
-    policies = read_policies(p.ROOT / "deploy/kubernetes/base/policies.toml")
+    policies = read_policies(p.ROOT / "deploy/kubernetes/base/policies.toml").named
     assert {"support", "strict"} <= set(policies)

@@ -53,7 +53,7 @@ def test_the_policies_file_is_read(tmp_path: Path) -> None:
     (example,) = [block for block in blocks(ROOT / "docs" / "serving.md") if block.language == "toml"]
     path = tmp_path / "policies.toml"
     path.write_text(example.text)
-    assert read_policies(path)["support"].threshold == 0.4
+    assert read_policies(path).named["support"].threshold == 0.4
 
 
 def cells(value: Any) -> str:

@@ -1,0 +1,10 @@
+"""The routes that read a prompt."""
+
+SCORE_ROUTES = ("/v1/risk/score", "/score")  # the second is an alias
+CHAT_ROUTE, TEXT_ROUTE = "/v1/chat/completions", "/v1/completions"
+PROMPT_ROUTES = (*SCORE_ROUTES, CHAT_ROUTE, TEXT_ROUTE)
+
+
+def canonical(route: str) -> str:
+    """An alias's own route."""
+    return SCORE_ROUTES[0] if route in SCORE_ROUTES else route
