@@ -43,6 +43,7 @@ NAVIGATION = {
     "Start": {"Install": "docs/install"},
     "Use": {
         "Serving": "docs/serving",
+        "Gateways": "docs/gateways",
         "Python client": "docs/client",
         "vLLM": "docs/vllm",
         "Deployment": "deploy/README",

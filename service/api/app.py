@@ -11,7 +11,7 @@ from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
 
 from service import __version__
-from service.api import catalogue, error_handlers, health, openai_routes, score
+from service.api import catalogue, error_handlers, guardrail_routes, health, openai_routes, score
 from service.api.auth import BearerKeys
 from service.api.forwarding import Forwarder
 from service.api.hosts import KnownHosts
@@ -60,14 +60,14 @@ def create_app(state: ServiceState, on_loaded: Callable[[ServiceState], None] | 
             CORSMiddleware,
             allow_origins=settings.cors_origins,
             allow_methods=["GET", "POST"],
-            allow_headers=["authorization", "content-type", "x-request-id"],
+            allow_headers=["authorization", "x-api-key", "content-type", "x-request-id"],
             expose_headers=EXPOSED_HEADERS,
         )
     app.add_middleware(
         RequestFrame, max_body_bytes=settings.max_body_bytes, body_seconds=settings.deadline_s, metrics=state.metrics
     )
     error_handlers.install(app)
-    for router in (score.router, openai_routes.router, catalogue.router, health.router):
+    for router in (score.router, openai_routes.router, guardrail_routes.router, catalogue.router, health.router):
         app.include_router(router)
     return app
 

@@ -21,7 +21,7 @@ METRICS = "/metrics"
 
 
 class BearerKeys:
-    """Answers 401 unless ``Authorization: Bearer KEY`` holds one of ``keys``."""
+    """Answers 401 unless ``Authorization: Bearer KEY``, or without that header ``X-Api-Key``, holds one of ``keys``."""
 
     def __init__(self, app: ASGIApp, keys: Sequence[ApiKey], protect_metrics: bool) -> None:
         self.app = app
@@ -45,7 +45,7 @@ class BearerKeys:
         await respond(Unauthorized("send a key of this service as 'Authorization: Bearer KEY'"), scope, receive, send)
 
     def _key(self, headers: Headers) -> ApiKey | None:
-        scheme, _, secret = headers.get("authorization", "").partition(" ")
+        scheme, _, secret = headers.get("authorization", f"Bearer {headers.get('x-api-key', '')}").partition(" ")
         given = _digest(secret.strip())
         matches = [key for digest, key in self._keys if hmac.compare_digest(given, digest)]
         return matches[0] if matches and scheme.lower() == "bearer" else None

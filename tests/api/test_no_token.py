@@ -22,7 +22,7 @@ from service.demo import MODEL_DIR
 from service.engines.base import Counters, EngineOptions
 from service.engines.scheduler import Scheduled
 from service.engines.transformers.engine import TransformersEngine
-from service.routes import PROMPT_ROUTES, SCORE_ROUTES
+from service.routes import ANSWER_ROUTES, SCORE_ROUTES
 from service.scoring import Scorer
 from service.serving.state import ServiceState
 from service.settings import ServiceSettings
@@ -59,7 +59,7 @@ OPENAI_VALUES: dict[str, list[Any]] = {
 def request(number: int, model: str) -> tuple[str, bytes]:
     """A path and a body; the same for the same number."""
     draw = Random(number)
-    path = draw.choice(PROMPT_ROUTES)
+    path = draw.choice(ANSWER_ROUTES)
     body: dict[str, Any] = draw.choice([{"prompt": "Who was Ada?"}, {"messages": VALUES["messages"][0]}, {}])
     values = VALUES if path in SCORE_ROUTES else OPENAI_VALUES
     body = body | ({"generate": {"max_tokens": 4}} if path in SCORE_ROUTES else {"model": model})

@@ -1,0 +1,132 @@
+"""Guardrail routes for products that have a protocol of their own: LiteLLM's proxy, and whatever calls a classifier.
+
+LiteLLM asks before it calls the model and is told NONE or BLOCKED.  A classifier's caller, such as vLLM's semantic
+router (``http_classify``), gets the risk as the probability of a label and decides itself.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Body, Request, Response
+from pydantic import ValidationError
+
+from service.api.answering import Asked, answer, encoded, rendered_chat
+from service.api.body import JsonRoute
+from service.api.dependencies import State, caller_of
+from service.api.guardrail_schema import (
+    ClassifyRequest,
+    GuardrailParams,
+    GuardrailRequest,
+    GuardrailResponse,
+    LabelScore,
+)
+from service.api.openai_request import ChatMessage, size
+from service.api.openai_response import note, withheld
+from service.api.response_schema import FAILURES
+from service.errors import EmptyPrompt, RequestError
+from service.guard import Action
+from service.prompts import Message
+from service.routes import CLASSIFY_ROUTE, LITELLM_ROUTE
+from service.scoring import RiskReport
+
+router = APIRouter(tags=["guardrail"], route_class=JsonRoute)
+
+
+@router.post(LITELLM_ROUTE, response_model=GuardrailResponse, responses=FAILURES)
+async def litellm(body: Annotated[GuardrailRequest, Body()], request: Request, state: State) -> Response:
+    """LiteLLM's generic guardrail API, mode pre_call: BLOCKED where the policy withholds the answer."""
+    if body.input_type != "request":
+        raise RequestError("a risk is of a prompt: give this guardrail the mode pre_call", param="input_type")
+    chosen = body.additional_provider_specific_params or GuardrailParams()
+    caller = caller_of(request, state)
+    scorer, policy = state.choose(
+        caller, LITELLM_ROUTE, bundle=chosen.bundle, model=None, policy=chosen.policy, threshold=chosen.threshold
+    )
+    if policy.action is Action.ANNOTATE:
+        raise RequestError(f"policy {policy.name!r} annotates answers, and this route sees none", param="policy")
+    try:
+        conversation = _conversation(body)
+    except _CannotRead as error:
+        found: dict[str, Any] = {"hallutracer": {"error": str(error)}}
+        if policy.action.withholds:
+            return _json({"action": "BLOCKED", "blocked_reason": str(error)} | found)
+        return _json({"action": "NONE"} | found)
+    texts = body.texts or []
+    asked = Asked(
+        scorer,
+        policy,
+        caller,
+        count=len(texts) if conversation is None else 1,
+        field="texts",
+        size=size(texts if conversation is None else [message["content"] for message in conversation]),
+        token_ids=lambda: (
+            encoded(scorer, texts, lambda text: scorer.render(prompt=text))
+            if conversation is None
+            else rendered_chat(scorer, conversation, state.settings)
+        ),
+    )
+    reply, reports = await answer(request, state, asked)
+    reply.account()
+    found = {"hallutracer": note(reply, reports)}
+    stopped = [report for report in reports if withheld(report)]
+    if not stopped:
+        return _json({"action": "NONE"} | found, reply.headers(reports))
+    return _json({"action": "BLOCKED", "blocked_reason": _reason(stopped[0])} | found, reply.headers(reports))
+
+
+@router.post(CLASSIFY_ROUTE, response_model=list[LabelScore] | list[list[LabelScore]], responses=FAILURES)
+async def classify(body: Annotated[ClassifyRequest, Body()], request: Request, state: State) -> Response:
+    """The risk of each text as the probability of a label, after text-embeddings-inference; the caller decides."""
+    caller = caller_of(request, state)
+    scorer, policy = state.choose(caller, CLASSIFY_ROUTE, bundle=None, model=None, policy=None, threshold=None)
+    texts = [body.inputs] if isinstance(body.inputs, str) else body.inputs
+    asked = Asked(
+        scorer,
+        policy,
+        caller,
+        count=len(texts),
+        field="inputs",
+        size=size(texts),
+        token_ids=lambda: encoded(scorer, texts, lambda text: scorer.render(prompt=text)),
+    )
+    reply, reports = await answer(request, state, asked)
+    reply.account()
+    found = [
+        [{"label": "hallucinated", "score": report.risk}, {"label": "factual", "score": 1.0 - report.risk}]
+        for report in reports
+    ]
+    return _json(found[0] if isinstance(body.inputs, str) else found, reply.headers(reports))
+
+
+class _CannotRead(Exception):
+    """The call holds what no risk can be read from."""
+
+
+def _conversation(body: GuardrailRequest) -> list[Message] | None:
+    """The messages of a chat; None where there are only texts.  Raises _CannotRead, and EmptyPrompt for nothing."""
+    for name in ("images", "tools", "tool_calls"):
+        if getattr(body, name):
+            raise _CannotRead(f"the call has {name}, from which no risk can be read")
+    if body.structured_messages is None:
+        if not body.texts:
+            raise EmptyPrompt("give 'texts' or 'structured_messages'", param="texts")
+        return None
+    try:
+        messages = [ChatMessage.model_validate(message) for message in body.structured_messages]
+    except ValidationError as error:
+        where = ".".join(map(str, error.errors()[0]["loc"]))
+        raise _CannotRead(f"a message cannot be read, at {where or 'its role or content'}") from None
+    if not messages:
+        raise EmptyPrompt("'structured_messages' is empty", param="structured_messages")
+    return [message.rendered() for message in messages]
+
+
+def _reason(report: RiskReport) -> str:
+    said = report.verdict.message
+    return said or f"withheld: risk {report.risk:.2f}, threshold {report.verdict.threshold:.2f}"
+
+
+def _json(content: Any, headers: dict[str, str] | None = None) -> Response:
+    return Response(json.dumps(content, ensure_ascii=False), media_type="application/json", headers=headers)
