@@ -1,0 +1,166 @@
+"""Thousands of mixed requests through OpenAI's routes, on both engines and the demo model.
+
+Chats and texts, whole and streamed, under policies that gate and that observe, some given up midway.  No token of a
+withheld answer is sent; a greedy answer is the same byte for byte whatever the policy, and the same as the model's own
+without us.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from random import Random
+from typing import Any
+
+import httpx
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from service.demo import MODEL_DIR
+from service.demo.questions import questions
+from tests.engines.vllm.installed import vllm_or_skip
+from tests.serve_process import MAY_CHOOSE, serve
+
+REQUESTS = 5_000  # to each engine
+CLIENTS = 16
+MOST = 12  # answer tokens
+VLLM = ("--engine", "vllm", "--engine-arg", "enforce_eager=true")
+ASKED = [row["prompt"] for row in questions("dev")[:400]]
+pytestmark = pytest.mark.long
+
+
+@dataclass(frozen=True)
+class Mixed:
+    """One request."""
+
+    chat: bool
+    question: str
+    tokens: int
+    greedy: bool
+    policy: str
+    stream: bool
+    leaves: bool  # after the first event
+
+    @property
+    def path(self) -> str:
+        return "/v1/chat/completions" if self.chat else "/v1/completions"
+
+    def body(self, model: str) -> dict[str, Any]:
+        asked = {"messages": [{"role": "user", "content": self.question}]} if self.chat else {"prompt": self.question}
+        sampling = {"temperature": 0} if self.greedy else {"temperature": 0.8, "seed": 1}
+        xargs = {"vllm_xargs": {"hallutracer_policy": self.policy}}
+        return {"model": model, "max_tokens": self.tokens, "stream": self.stream} | asked | sampling | xargs
+
+
+def mixed(number: int) -> Mixed:
+    draw = Random(number)
+    stream = draw.random() < 0.5
+    return Mixed(
+        chat=draw.random() < 0.6,
+        question=draw.choice(ASKED),
+        tokens=draw.randint(1, MOST),
+        greedy=draw.random() < 0.8,
+        policy=draw.choice(["gate", "gate", "block", "observe"]),
+        stream=stream,
+        leaves=stream and draw.random() < 0.2,
+    )
+
+
+@pytest.fixture(scope="module")
+def alone() -> dict[tuple[bool, str], list[str]]:
+    """The model's own greedy answers, by transformers: each question's text after 1, 2 .. ``MOST`` tokens."""
+    tokenizer = AutoTokenizer.from_pretrained(MODEL_DIR)
+    model = AutoModelForCausalLM.from_pretrained(MODEL_DIR, dtype=torch.float32)
+    found = {}
+    for chat in (True, False):
+        for question in ASKED:
+            if chat:
+                messages = [{"role": "user", "content": question}]
+                ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+            else:
+                ids = tokenizer(question)["input_ids"]
+            prompt = torch.tensor([ids])
+            with torch.inference_mode():
+                made = model.generate(
+                    prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=MOST, do_sample=False
+                )
+            answer = made[0, prompt.shape[1] :]
+            texts = [tokenizer.decode(answer[:count], skip_special_tokens=True) for count in range(1, MOST + 1)]
+            found[chat, question] = texts
+    return found
+
+
+@pytest.fixture(params=["transformers", "vllm"])
+def url(request: pytest.FixtureRequest) -> Iterator[str]:
+    if request.param == "vllm":
+        vllm_or_skip()
+    with serve(*(VLLM if request.param == "vllm" else ()), "--max-queue", "4096", **MAY_CHOOSE) as served:
+        yield served.url
+
+
+def test_no_token_of_a_withheld_answer_and_every_byte_of_the_others(
+    url: str, alone: dict[tuple[bool, str], list[str]]
+) -> None:
+    model = httpx.get(f"{url}/v1/models").json()["data"][0]["id"]
+    outcomes: Counter[str] = Counter()
+
+    def send(number: int) -> str:
+        one = mixed(number)
+        text, reason, note, message = ask(client, url + one.path, one, model)
+        (row,) = note["data"]
+        withheld = row["decision"] != "continue"
+        assert withheld == (one.policy != "observe" and row["flagged"]), (one, row)
+        if withheld:
+            assert text == "", (one, text)
+            assert reason == "content_filter", (one, reason)
+            assert not one.chat or message == ("I am not sure." if one.policy == "gate" else None), (one, message)
+            return "withheld"
+        if one.leaves:
+            assert alone[one.chat, one.question][-1].startswith(text) or not one.greedy, (one, text)
+            return "left"
+        if one.greedy:
+            assert text == alone[one.chat, one.question][one.tokens - 1], (one, text)
+            return f"equal, {one.policy}"
+        return "sampled"
+
+    with httpx.Client(timeout=120, limits=httpx.Limits(max_connections=CLIENTS)) as client:
+        with ThreadPoolExecutor(CLIENTS) as pool:
+            outcomes.update(pool.map(send, range(REQUESTS)))
+        print(dict(outcomes))
+        assert min(outcomes[name] for name in ("withheld", "left", "sampled", "equal, gate", "equal, observe")) > 100
+        decoding = [line for line in httpx.get(f"{url}/metrics").text.splitlines() if "running_decodes " in line]
+        assert [float(line.split()[-1]) for line in decoding if not line.startswith("#")] == [0.0]
+
+
+def ask(
+    client: httpx.Client, address: str, one: Mixed, model: str
+) -> tuple[str, str | None, dict[str, Any], str | None]:
+    """Text, finish reason, note and refusal."""
+    if not one.stream:
+        answer = client.post(address, json=one.body(model))
+        assert answer.status_code == 200, answer.text
+        content = answer.json()
+        choice = content["choices"][0]
+        said = choice["message"] if one.chat else {"content": choice["text"]}
+        return said["content"] or "", choice["finish_reason"], content["hallutracer"], said.get("refusal")
+    text, reason, note, message = "", None, {}, None
+    with client.stream("POST", address, json=one.body(model)) as answer:
+        assert answer.status_code == 200, answer.read()
+        for line in answer.iter_lines():
+            data = line.removeprefix("data: ")
+            if not data or data == "[DONE]":
+                continue
+            content = json.loads(data)
+            note = note or content["hallutracer"]
+            for choice in content["choices"]:
+                said = choice["delta"] if one.chat else {"content": choice["text"]}
+                text += said.get("content") or ""
+                message = said.get("refusal", message)
+                reason = choice["finish_reason"] or reason
+            if one.leaves and note["data"][0]["decision"] == "continue":
+                break
+    return text, reason, note, message
