@@ -65,7 +65,7 @@ test-long: install vllm $(VENV)/.smollm2   ## all model families on vLLM, thousa
 docs: install    ## the documentation as a site, build/docs/index.html; a warning is an error
 	$(BIN)/python -m sphinx -W --keep-going -n -q -c docs . build/docs
 
-tools:           ## the real Prometheus and nginx that some tests ask for: Debian's packages, unpacked into .tools/
+tools:           ## the real Prometheus, nginx and Chromium that some tests ask for: Debian's packages, unpacked into .tools/
 	deploy/tools.sh
 
 bench: install   ## the readout's cost, side by side with the bare forward

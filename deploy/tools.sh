@@ -1,13 +1,14 @@
 #!/usr/bin/env bash
-# Gets prometheus, promtool and nginx for tests/deploy into .tools/bin, except those already on PATH.
-# Needs no root: Debian's or Ubuntu's packages are downloaded and unpacked, not installed.
+# Gets prometheus, promtool and nginx for tests/deploy and a headless Chromium for tests/browser into .tools/bin, except
+# those already on PATH.  Needs no root: Debian's or Ubuntu's packages are downloaded and unpacked, not installed.
 set -euo pipefail
 tools="$(cd "$(dirname "$0")/.." && pwd)/.tools"
 
 fail() {
     printf 'deploy/tools.sh: %s\n' "$1" >&2
-    echo "Install them another way, so that prometheus, promtool and nginx are on PATH or in $tools/bin:" >&2
+    echo "Install them another way, so that prometheus, promtool, nginx and chromium are on PATH or in $tools/bin:" >&2
     echo "  macOS: brew install prometheus nginx      elsewhere: https://prometheus.io/download/ https://nginx.org/" >&2
+    echo "  Chrome does as well as Chromium, where google-chrome is on PATH" >&2
     exit 1
 }
 
@@ -47,6 +48,43 @@ fetch() {
     done
 }
 
+# fetch_chromium: Debian's headless shell with those of its libraries that the system has not, behind a script that names
+# them.  apt works out which those are; it only downloads.
+fetch_chromium() {
+    local package=chromium-headless-shell home="$tools/chromium" deb
+    local own=(-qq -y --no-install-recommends --download-only -o Debug::NoLocking=1 -o "Dir::Cache=$work/debs"
+        -o "APT::Sandbox::User=$(id -un)")
+    for deb in apt-get dpkg-deb; do
+        command -v "$deb" >/dev/null || fail "$deb is missing, so the Debian package $package cannot be fetched"
+    done
+    mkdir -p "$work/debs/archives/partial"
+    if ! apt-get "${own[@]}" install "$package" >"$work/log" 2>&1; then
+        own+=(-o "Dir::State::Lists=$work/lists")
+        mkdir -p "$work/lists/partial"
+        { apt-get "${own[@]}" update && apt-get "${own[@]}" install "$package"; } >"$work/log" 2>&1 ||
+            { cat "$work/log" >&2; fail "apt-get could not download the package $package"; }
+    fi
+    rm -rf "$home.new"
+    for deb in "$work"/debs/archives/*.deb; do
+        dpkg-deb -x "$deb" "$home.new"
+    done
+    mkdir -p "$tools/bin"
+    echo '*' >"$tools/.gitignore"
+    cat >"$work/chromium" <<'END'
+#!/bin/sh
+home="$(dirname "$(dirname "$(readlink -f "$0")")")/chromium"
+libraries="$(find "$home/usr/lib" "$home/lib" -name '*.so*' -exec dirname {} + 2>/dev/null | sort -u | tr '\n' ':')"
+export LD_LIBRARY_PATH="$libraries${LD_LIBRARY_PATH:-}"
+exec "$home/usr/lib/chromium/chromium-headless-shell" "$@"
+END
+    chmod +x "$work/chromium"
+    rm -rf "$home"
+    mv "$home.new" "$home"
+    cp "$work/chromium" "$tools/bin/chromium.new"
+    mv "$tools/bin/chromium.new" "$tools/bin/chromium"
+    "$tools/bin/chromium" --version >/dev/null 2>&1 || fail "the package's chromium does not run on this machine"
+}
+
 work="$(mktemp -d)"
 trap 'rm -rf "$work"' EXIT
 cd "$work"
@@ -56,8 +94,13 @@ fi
 if ! available nginx -v; then
     fetch nginx -v nginx
 fi
-if (command -v prometheus && command -v promtool && command -v nginx) >/dev/null; then
-    echo "prometheus, promtool and nginx are on PATH"
+chromium=""
+for program in chromium chromium-headless-shell chromium-browser google-chrome; do
+    available "$program" --version && chromium="$program" && break
+done
+[ -n "$chromium" ] || fetch_chromium
+if [ "$chromium" ] && (command -v prometheus && command -v promtool && command -v nginx && command -v "$chromium") >/dev/null; then
+    echo "prometheus, promtool, nginx and $chromium are on PATH"
 else
-    echo "prometheus, promtool and nginx are on PATH or in $tools/bin"
+    echo "prometheus, promtool, nginx and chromium are on PATH or in $tools/bin"
 fi

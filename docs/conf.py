@@ -44,6 +44,7 @@ NAVIGATION = {
     "Use": {
         "Serving": "docs/serving",
         "Gateways": "docs/gateways",
+        "Playground": "docs/playground",
         "Python client": "docs/client",
         "vLLM": "docs/vllm",
         "Deployment": "deploy/README",

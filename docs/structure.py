@@ -28,6 +28,7 @@ ROLES = {
     "service.policies": ("named policies", REQUEST),
     "service.guarantee": ("does a guarantee hold", REQUEST),
     "service.uncertainty": ("how sure is a risk", REQUEST),
+    "service.coverage": ("what thresholds answer", REQUEST),
     "service.guard": ("the decision on a risk", REQUEST),
     "service.upstreams": ("who answers instead", REQUEST),
     "service.engines": ("run the model: transformers, vLLM", REQUEST),

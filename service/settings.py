@@ -159,6 +159,9 @@ class ServiceSettings:
     threshold: Threshold = None  # for policies that name none; None: each bundle's own
     policy: PolicyName = "gate"  # for requests that name none
     protect_metrics: Annotated[bool, option("Require a key on /metrics too.")] = False
+    playground: Annotated[
+        bool, option("Serve the playground at /, a page to ask questions and look at their risks; else / is a 404.")
+    ] = True
     cors_origins: Annotated[
         tuple[str, ...], option("Origin whose pages may call the service, repeatable.  Default: none.", "cors-origin")
     ] = ()  # none: no cross-origin page may read an answer

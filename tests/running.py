@@ -15,6 +15,7 @@ import httpx
 import uvicorn
 from fastapi.testclient import TestClient
 
+from probes_store.bundle import Bundle
 from service.api.app import create_app
 from service.callers import ApiKey, Right
 from service.guard import Policy
@@ -28,7 +29,7 @@ from tests.scripted_engine import ScriptedEngine
 
 
 class App:
-    """The app on a scripted engine; ``kind`` is one of ``KINDS``, ``names`` those of its bundles."""
+    """The app on a scripted engine; ``kind`` is one of ``KINDS``, ``names`` its bundles, ``add`` makes further ones."""
 
     def __init__(
         self,
@@ -38,6 +39,7 @@ class App:
         names: Sequence[str] = ("one", "two"),
         policies: Mapping[str, Policy] = MappingProxyType({}),
         aliases_of: Callable[[str], Mapping[str, int]] = lambda name: {},
+        add: Sequence[Callable[[ScriptedEngine, Path], Bundle]] = (),
         max_kv_tokens: int = 16_384,
         api_keys: Sequence[str | ApiKey] = (),
         callers_may: Sequence[Right] = get_args(Right),
@@ -49,6 +51,7 @@ class App:
         self.engine = ScriptedEngine()
         self.served = engine_of(self.engine, kind, max_kv_tokens=max_kv_tokens)
         self.bundles = [matching_bundle(self.engine, tmp_path, name, seed) for seed, name in enumerate(names)]
+        self.bundles += [make(self.engine, tmp_path) for make in add]
         self.state = ServiceState(
             lambda: {bundle.reference: Scorer(self.served, bundle) for bundle in self.bundles},
             aliases_of,

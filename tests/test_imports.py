@@ -22,7 +22,7 @@ LAYERS = [
     ["service.fitting", "service.picture"],
     ["service.data"],
     ["service.scoring"],
-    ["service.prompts", "service.policies", "service.guarantee", "service.uncertainty"],
+    ["service.prompts", "service.policies", "service.guarantee", "service.uncertainty", "service.coverage"],
     ["service.guard"],
     ["service.upstreams"],
     ["service.engines"],

@@ -16,6 +16,7 @@ from service.api.auth import BearerKeys
 from service.api.forwarding import Forwarder
 from service.api.hosts import KnownHosts
 from service.api.middleware import RequestFrame
+from service.api.pages import pages, routes
 from service.api.shedding import LoadShedder
 from service.serving.state import ServiceState
 
@@ -44,6 +45,8 @@ def create_app(state: ServiceState, on_loaded: Callable[[ServiceState], None] | 
         version=__version__,
         summary="The risk that an answer is a hallucination, before its first token.",
         lifespan=lifespan,
+        docs_url=None,  # FastAPI's own pages load scripts from the internet
+        redoc_url=None,
     )
     app.state.service = state
     app.state.forwarder = Forwarder(state.metrics)
@@ -51,7 +54,12 @@ def create_app(state: ServiceState, on_loaded: Callable[[ServiceState], None] | 
     app.add_middleware(LoadShedder, state=state)
     # Middleware added last is outermost: a 401 still has a request id, a log line and CORS headers.
     if settings.api_keys:
-        app.add_middleware(BearerKeys, keys=settings.api_keys, protect_metrics=settings.protect_metrics)
+        app.add_middleware(
+            BearerKeys,
+            keys=settings.api_keys,
+            protect_metrics=settings.protect_metrics,
+            pages=[page.path for page in pages(settings.playground)],
+        )
         _declare_keys(app, settings.protect_metrics)
     if settings.allowed_hosts and "*" not in settings.allowed_hosts:
         app.add_middleware(KnownHosts, hosts=settings.allowed_hosts)
@@ -69,6 +77,7 @@ def create_app(state: ServiceState, on_loaded: Callable[[ServiceState], None] | 
     error_handlers.install(app)
     for router in (score.router, openai_routes.router, guardrail_routes.router, catalogue.router, health.router):
         app.include_router(router)
+    app.router.routes += routes(settings.playground)
     return app
 
 

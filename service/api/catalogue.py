@@ -1,21 +1,29 @@
-"""GET /v1/models and /v1/bundles: the loaded model and bundles."""
+"""GET /v1/models, /v1/bundles and one bundle: what is loaded."""
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import asdict
+from functools import lru_cache
 
 from fastapi import APIRouter
 
+from probes_store.bundle import Bundle
 from service.api.dependencies import State
 from service.api.response_schema import (
     BundleCard,
+    BundleDetail,
     BundleGuarantee,
     BundleList,
     BundleUncertainty,
+    ClassTrajectories,
+    CoverageOut,
     ModelCard,
     ModelList,
     errors,
 )
+from service.coverage import coverage
+from service.scoring import Scorer
 
 router = APIRouter(tags=["catalogue"])
 RESPONSES = errors(_401="no bearer key, or an unknown one", _503="not ready: loading, or shutting down")
@@ -42,26 +50,48 @@ async def models(state: State) -> ModelList:
 async def bundles(state: State) -> BundleList:
     """The loaded bundles and the available policies."""
     state.check_ready()
-    cards = []
-    for number, scorer in enumerate(state.scorers):
-        manifest = scorer.bundle.manifest
-        cards.append(
-            BundleCard(
-                id=manifest.reference,
-                name=manifest.name,
-                version=manifest.version,
-                digest=manifest.digest,
-                created=manifest.created,
-                model=manifest.model.name,
-                site=manifest.readout.site,
-                logit_scale=manifest.logit_scale,
-                signals=list(manifest.signals),
-                prompt_format=manifest.prompt_format,
-                threshold=manifest.threshold,
-                guarantee=None if manifest.guarantee is None else BundleGuarantee(**asdict(manifest.guarantee)),
-                uncertainty=None if manifest.uncertainty is None else BundleUncertainty(**asdict(manifest.uncertainty)),
-                default=number == 0,
-            )
-        )
+    cards = [_card(scorer, default=number == 0) for number, scorer in enumerate(state.scorers)]
     default = state.settings.policy
     return BundleList(data=cards, policies=[default, *sorted(set(state.policies) - {default})])
+
+
+@router.get("/v1/bundles/{bundle}", responses=RESPONSES | errors(_404="no such bundle is loaded"))
+async def one_bundle(bundle: str, state: State) -> BundleDetail:
+    """One loaded bundle, as name, name:version or name@alias: where its classes lie, what its thresholds would do."""
+    scorer = state.scorer(bundle, None)
+    card = _card(scorer, default=scorer is state.scorers[0])
+    probes = scorer.bundle.probes
+    hallucinated, factual = probes.trajectory_mean.tolist()
+    hallucinated_std, factual_std = probes.trajectory_std.tolist()
+    return BundleDetail(
+        **dict(card),
+        trajectories=ClassTrajectories(
+            factual=factual, hallucinated=hallucinated, factual_std=factual_std, hallucinated_std=hallucinated_std
+        ),
+        coverage=await asyncio.to_thread(_coverage, scorer.bundle),  # reads a file
+    )
+
+
+@lru_cache(maxsize=32)  # a bundle never changes
+def _coverage(bundle: Bundle) -> CoverageOut:
+    return CoverageOut.model_validate(asdict(coverage(bundle)))
+
+
+def _card(scorer: Scorer, *, default: bool) -> BundleCard:
+    manifest = scorer.bundle.manifest
+    return BundleCard(
+        id=manifest.reference,
+        name=manifest.name,
+        version=manifest.version,
+        digest=manifest.digest,
+        created=manifest.created,
+        model=manifest.model.name,
+        site=manifest.readout.site,
+        logit_scale=manifest.logit_scale,
+        signals=list(manifest.signals),
+        prompt_format=manifest.prompt_format,
+        threshold=manifest.threshold,
+        guarantee=None if manifest.guarantee is None else BundleGuarantee(**asdict(manifest.guarantee)),
+        uncertainty=None if manifest.uncertainty is None else BundleUncertainty(**asdict(manifest.uncertainty)),
+        default=default,
+    )

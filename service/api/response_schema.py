@@ -189,6 +189,44 @@ class BundleCard(Strict):
     default: bool
 
 
+class ClassTrajectories(Strict):
+    """Where the truth logits of the training rows lie, out of fold, layer by layer."""
+
+    factual: list[float] = Field(description="mean over the rows that the model answered right, one for each layer")
+    hallucinated: list[float] = Field(description="the same over the rows that it answered wrong")
+    factual_std: list[float]
+    hallucinated_std: list[float]
+
+
+class GateOut(Strict):
+    """What answering below one threshold does, as shares of the training rows."""
+
+    threshold: Risk
+    answered: Risk
+    wrong_among_answered: Risk | None = Field(description="null where nothing is answered")
+    right_withheld: Risk = Field(description="of the rows that the model answers right")
+
+
+class CoverageOut(Strict):
+    """What a bundle would answer and get wrong over thresholds, on questions like its training rows."""
+
+    source: Literal["out_of_fold_risks", "normal_model", "own_threshold"] = Field(
+        description="counted from the out-of-fold risks of the training rows; modelled by a normal distribution of "
+        "each class's depth mean, an approximation; or nothing but the bundle's own threshold is known"
+    )
+    rows: int
+    hallucinated: Risk = Field(description="share of the rows: what is wrong where everything is answered")
+    gates: list[GateOut] = Field(description="at the thresholds 0, 0.01 ... 1; may be empty")
+    own: GateOut | None = Field(description="measured at the bundle's own threshold, by cross-validation")
+
+
+class BundleDetail(BundleCard):
+    """GET /v1/bundles/{bundle}: the card, and what a picture of a risk needs."""
+
+    trajectories: ClassTrajectories
+    coverage: CoverageOut
+
+
 class BundleList(Strict):
     """GET /v1/bundles."""
 

@@ -125,7 +125,9 @@ def serve(
         identity = state.scorers[0].engine.identity
         print_line(f"ready: {identity.model} ({identity.dtype}) read by {references}\n\nTry it:\n")
         print_line(f"  curl -s {address}/score -H 'Content-Type: application/json' -d {shlex.quote(EXAMPLE)}\n")
-        print_line(f"API reference: {address}/openapi.json    Stop: Ctrl-C")
+        if settings.playground:
+            print_line(f"Playground: {address}/")
+        print_line(f"API reference: {address}/docs    Stop: Ctrl-C")
 
         reload = on_hangup(state, lambda engine: load_scorers(engine, load_bundles(store, names), log.info))
         if hangups:  # while it loaded

@@ -16,6 +16,7 @@ Labels = NDArray[np.integer]
 Floats = NDArray[np.floating]
 
 ECE_BINS = 15
+ROWS_A_BIN = 20  # at least, where bins are shown: a share of fewer rows says little
 SUMMARY = ("auroc", "auprc_hallucinated", "auprc_factual", "brier", "ece", "accuracy")
 
 
@@ -71,6 +72,11 @@ def reliability(
     size = np.bincount(index)
     truth = 1.0 - np.asarray(label, np.float64)[order]
     return np.bincount(index, ranked) / size, np.bincount(index, truth) / size, size
+
+
+def shown_bins(count: int) -> int:
+    """How many bins a plot of ``count`` rows has: as ECE where each has ``ROWS_A_BIN``, else fewer, at least one."""
+    return max(1, min(ECE_BINS, count // ROWS_A_BIN))
 
 
 def ece(label: Labels, risk: Floats, bins: int = ECE_BINS) -> float:

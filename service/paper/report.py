@@ -30,6 +30,7 @@ from service.paper.ablations import MEAN, depth_curve
 from service.paper.ablations_readout import READOUT
 from service.paper.claims import claims
 from service.paper.diagnostics.classes import as_document
+from service.paper.introduction import introduction
 from service.paper.published import PUBLISHED
 from service.paper.structure import TRAJECTORY
 from service.paper.structure_readouts import READOUTS, geometry_by_layer
@@ -111,6 +112,7 @@ def report_data(evaluation: EvaluationResult, command: str) -> ReportData:
         claims=judged,
         sections=sections,
         published=PUBLISHED,
+        introduction=introduction(identity.model, [(result.title, len(result.label)) for result in results], options),
     )  # fmt: skip
 
 
@@ -131,7 +133,7 @@ def _detection(result: SetResult, titles: Mapping[str, str]) -> list[Figure]:
     return [
         _named(figures.cost(aurocs), result),
         _named(figures.roc_pr(label, ranks), result),
-        _named(figures.reliability(label, {titles[OURS]: calibrated}), result),
+        _named(figures.reliability(label, {titles[OURS]: calibrated}, result.group), result),
     ]
 
 

@@ -21,7 +21,7 @@ from sklearn.metrics import precision_recall_curve, roc_curve
 
 from service.fitting.group_statistics import share_interval
 from service.fitting.plotting import BLUE, GREEN, GREY, ORANGE, PURPLE, STYLE, class_bands, layer_ticks, thinned
-from service.fitting.scores import auprc, coverage_curve, ece, equal_mass_bins, reliability, risk_auroc
+from service.fitting.scores import auprc, coverage_curve, ece, equal_mass_bins, reliability, risk_auroc, shown_bins
 
 Floats = NDArray[np.float64]
 Numbers = TypeVar("Numbers")  # what a figure is drawn from
@@ -95,16 +95,16 @@ def _precision_recall(axes: Axes, data: PlotData) -> None:
 def _reliability(axes: Axes, data: PlotData) -> None:
     """The bundle's own risk with the band of each bin; the others for comparison, as lines."""
     axes.plot([0, 1], [0, 1], color=GREY, linewidth=0.8, label="perfect calibration")
-    sizes = np.zeros(1, np.int64)
+    sizes, count = np.zeros(1, np.int64), shown_bins(len(data.label))
     for (name, risk), (colour, line), marker in zip(data.risk.items(), _LINES, "osD^", strict=False):
         if name in data.ranking_only:
             continue
-        predicted, observed, size = reliability(data.label, risk)
+        predicted, observed, size = reliability(data.label, risk, count)
         text = f"{name} (ECE {ece(data.label, risk):.3f})"
         if name != data.own:
             axes.plot(predicted, observed, line, color=colour, label=text, linewidth=1.2)
             continue
-        sizes, bins = size, equal_mass_bins(risk)
+        sizes, bins = size, equal_mass_bins(risk, count)
         bands = [share_interval(float(share), data.group[bins == place]) for place, share in enumerate(observed)]
         ends = np.array(bands).T
         axes.errorbar(predicted, observed, np.abs(ends - observed), linestyle=line, color=colour, zorder=3,

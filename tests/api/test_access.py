@@ -15,6 +15,7 @@ from fastapi.routing import APIRoute
 from fastapi.testclient import TestClient
 
 from service.api.auth import HEALTH, METRICS
+from service.api.pages import pages
 from service.api.request_log import JsonLines
 from service.guard import Action, Policy
 from tests.running import App
@@ -41,15 +42,16 @@ def paths(opened: TestClient) -> list[tuple[str, str]]:
 
 
 @pytest.mark.parametrize("protect_metrics", [False, True])
-def test_every_route_but_health_and_metrics_asks_for_a_key(tmp_path: Path, protect_metrics: bool) -> None:
+def test_every_route_but_health_metrics_and_the_pages_asks_for_a_key(tmp_path: Path, protect_metrics: bool) -> None:
     with client(tmp_path, api_keys=("other", "sesame"), protect_metrics=protect_metrics) as opened:
-        walked = paths(opened)
+        walked, files = paths(opened), {page.path for page in pages(playground=True)}
         assert {"/score", "/v1/risk/score", "/v1/models", "/v1/bundles", "/openapi.json", "/docs", METRICS} <= {
             path for _, path in walked
         }
         for method, path in [*walked, ("GET", "/nothing"), ("POST", "/health/%2e%2e/score"), ("POST", "//score")]:
             refused = opened.request(method, path, json={"prompt": "a"}, follow_redirects=False)
             is_open = path in HEALTH or (path == METRICS and not protect_metrics)
+            is_open = is_open or (path in files and method in ("GET", "HEAD"))
             assert (refused.status_code == 401) is not is_open, (method, path, refused.status_code)
             if not is_open and method != "HEAD":
                 assert refused.json()["error"]["code"] == "unauthorized"

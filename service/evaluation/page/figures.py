@@ -23,8 +23,9 @@ from sklearn.metrics import precision_recall_curve, roc_curve
 
 from service.evaluation.cost import CLASSES, Cost
 from service.evaluation.page.report_data import Figure
+from service.fitting.group_statistics import share_interval
 from service.fitting.plotting import BLUE, GREEN, GREY, ORANGE, PURPLE, STYLE, class_bands, layer_ticks, thinned
-from service.fitting.scores import ECE_BINS, auprc, ece, risk_auroc
+from service.fitting.scores import ECE_BINS, auprc, ece, equal_mass_bins, risk_auroc, shown_bins
 from service.fitting.scores import reliability as reliability_bins
 
 Floats = NDArray[np.float64]
@@ -137,7 +138,8 @@ def roc_pr(label: ArrayLike, risks: Mapping[str, ArrayLike]) -> Figure:
         _legend(figure, left)
         return Figure(
             "roc_pr",
-            "ROC and precision-recall curves; hallucinated is the positive class. In brackets: AUROC and AUPRC."
+            f"ROC and precision-recall curves of {len(classes):,} rows, {int(np.sum(classes == 0)):,} of them "
+            "hallucinated, which is the positive class. In brackets: AUROC and AUPRC."
             f" Grey: chance (the share of hallucinated rows, {share:.2f}, on the right).",
             f"Two panels of curves. AUROC and AUPRC of each method: {'; '.join(shown)}.",
             _svg(figure),
@@ -189,29 +191,40 @@ def cost(methods: Mapping[str, tuple[Cost, ArrayLike]]) -> Figure:
         )
 
 
-def reliability(label: ArrayLike, risks: Mapping[str, ArrayLike]) -> Figure:
-    """Share hallucinated against mean risk in equal-mass bins: label [n], name -> calibrated risk [n] in [0, 1]."""
+def reliability(label: ArrayLike, risks: Mapping[str, ArrayLike], group: ArrayLike | None = None) -> Figure:
+    """Share hallucinated against mean risk in bins of equal counts, fewer where rows are few.
+
+    label [n], name -> calibrated risk [n] in [0, 1]; group [n] of rows that depend on each other, for the bands.
+    """
     classes = np.asarray(label)
+    groups, bins = np.arange(len(classes)) if group is None else np.asarray(group), shown_bins(len(classes))
     with rc_context(_STYLE):
         figure, (axes,) = _figure(1, width=4.8, height=4.4)
         axes.plot([0, 1], [0, 1], color=GREY, linewidth=0.8)
-        shown = []
+        shown, sizes = [], np.zeros(1, np.int64)
         for (name, risk), (colour, line), marker in zip(risks.items(), _looks(), "osD^vP*" * 4, strict=False):
             score = _array(risk, name)
             if score.min() < 0 or score.max() > 1:
                 raise ValueError(f"the risk of {name!r} leaves [0, 1], so it is no probability to check")
-            predicted, observed, _ = reliability_bins(classes, score)
+            predicted, observed, sizes = reliability_bins(classes, score, bins)
+            member = equal_mass_bins(score, bins)
+            ends = np.array([share_interval(y, groups[member == place]) for place, y in enumerate(observed)]).T
             error = ece(classes, score)
-            axes.plot(predicted, observed, line, marker=marker, markersize=4, color=colour, linewidth=1.2,
-                      label=f"{name} (ECE {error:.3f})")  # fmt: skip
-            shown.append(f"{name}, ECE {error:.3f}")
+            axes.errorbar(predicted, observed, np.abs(ends - observed), linestyle=line, marker=marker, markersize=4,
+                          color=colour, linewidth=1.2, elinewidth=0.8, capsize=2,
+                          label=f"{name} (ECE {error:.3f})")  # fmt: skip
+            bars = ", ".join(f"{y:.2f} of {n} at {x:.2f}" for x, y, n in zip(predicted, observed, sizes, strict=True))
+            shown.append(f"{name}, ECE {error:.3f}: {bars}")
         axes.set(xlabel="mean risk of the bin (probability)", ylabel="hallucinated in the bin (share)",
                  xlim=(-0.01, 1.01), ylim=(-0.01, 1.01))  # fmt: skip
         axes.set_aspect("equal")
         _legend(figure, axes, columns=1)
+        rows = f"{sizes.min():,}" if sizes.min() == sizes.max() else f"{sizes.min():,} to {sizes.max():,}"
+        few = "" if bins == ECE_BINS else f" So few rows give {len(sizes)} bins here and {ECE_BINS} in ECE."
         return Figure(
             "reliability",
-            f"Reliability in {ECE_BINS} equal-mass bins; grey: perfect calibration. ECE is the mean distance from it.",
+            f"Reliability: {len(classes):,} rows in {len(sizes)} bins of {rows}; bars are 95 % intervals of a bin's "
+            f"share, grey is perfect calibration. ECE is the mean distance from it over {ECE_BINS} bins.{few}",
             f"Share of hallucinated rows against mean risk. {'; '.join(shown)}.",
             _svg(figure),
         )

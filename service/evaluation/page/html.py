@@ -45,6 +45,7 @@ def to_html(report: ReportData) -> str:
             "<body>",
             f"<header><h1>{escape(report.title)}</h1></header>",
             "<main>",
+            f'<section id="introduction">{_prose(report.introduction)}</section>' if report.introduction else "",
             _claims(report.claims),
             _contents(report),
             *sections,
@@ -65,18 +66,16 @@ def _claims(claims: Sequence[Claim]) -> str:
         return ""
     count = Counter(claim.verdict for claim in claims)
     counted = ", ".join(f"{count[verdict]} {verdict}" for verdict in _MARKS if count[verdict])
-    rows = "\n".join(
-        f'<tr><th scope="row">{_inline_text(claim.claim)}<p class="rule">Rule: {_inline_text(claim.rule)}</p></th>'
-        f"<td><ul>{''.join(f'<li>{_inline_text(line)}</li>' for line in claim.evidence)}</ul></td>"
-        f'<td class="verdict {claim.verdict.replace(" ", "-")}">{_MARKS[claim.verdict]} {claim.verdict}</td></tr>'
+    items = "\n".join(
+        f'<li><div><p class="claim">{_inline_text(claim.claim)}</p><p class="rule">Rule: {_inline_text(claim.rule)}</p>'
+        f'</div><p class="verdict {claim.verdict.replace(" ", "-")}">{_MARKS[claim.verdict]} {claim.verdict}</p>'
+        f"<ul>{''.join(f'<li>{_inline_text(line)}</li>' for line in claim.evidence)}</ul></li>"
         for claim in claims
     )
     return (
         '<section id="claims"><h2>What this run supports of the paper’s claims</h2>'
-        f"<p>Of {len(claims)} claims: {counted}.</p>"
-        '<div class="wide" tabindex="0" role="region" aria-label="Claims"><table class="claims">'
-        '<thead><tr><th scope="col">Claim</th><th scope="col">Evidence in this run</th>'
-        f'<th scope="col">Verdict</th></tr></thead>\n<tbody>\n{rows}\n</tbody></table></div></section>'
+        f"<p>Of {len(claims)} claims: {counted}.</p>\n"
+        f'<ol class="claims">\n{items}\n</ol></section>'
     )
 
 
@@ -96,7 +95,8 @@ def _section(section: Section, number: int, published: Mapping[str, Table], fold
         parts += [_table(table), _published(published.get(table.label), folded)]
     for index, figure in enumerate(section.figures, start=1):
         drawing, caption = _drawing(figure, f"f{number}-{index}-"), _inline_text(figure.caption)
-        parts.append(f"<figure>{drawing}<figcaption>{caption}</figcaption></figure>")
+        name = f'tabindex="0" role="region" aria-label="Drawing {number}.{index}: {escape(figure.name)}"'
+        parts.append(f'<figure><div class="wide" {name}>{drawing}</div><figcaption>{caption}</figcaption></figure>')
     return "\n".join(part for part in [*parts, "</section>"] if part)
 
 

@@ -49,6 +49,7 @@ class Section:
 class ReportData:
     """A whole report.
 
+    introduction: paragraphs for someone who sees such a report for the first time.
     facts: the run's provenance: model identity, versions, settings, "command" (shown as code); a mapping among the
     values is a group of facts under its key.
     published: the paper's tables by label, folded under the first table of that label.
@@ -59,3 +60,4 @@ class ReportData:
     claims: Sequence[Claim]
     sections: Sequence[Section]
     published: Mapping[str, Table] = field(default_factory=dict)
+    introduction: str = ""

@@ -128,6 +128,31 @@ def test_chance_lines_of_geometry_are_the_formulas() -> None:
     assert "0.075 against 0.071" in figure.alt
 
 
+@pytest.mark.parametrize(("rows", "bins"), [(15, 1), (45, 2), (140, 7), (300, 15), (2000, 15)])
+def test_few_rows_have_few_bins(rows: int, bins: int) -> None:
+    """Each holds twenty or more; their number, sizes and shares are told."""
+    label, risk = np.resize([0, 1, 1], rows), np.linspace(0.1, 0.9, rows)
+    figure = reliability(label, {"ours": risk})
+    sizes = np.bincount(np.arange(rows) * bins // rows)
+    assert sizes.min() >= min(20, rows)
+    told = f"{sizes.min()}" if sizes.min() == sizes.max() else f"{sizes.min()} to {sizes.max()}"
+    assert f"{rows:,} rows in {bins} bins of {told};" in figure.caption
+    assert ("So few rows give" in figure.caption) is (bins < 15)
+    shares = [float(np.mean(part == 0)) for part in np.split(label, np.cumsum(sizes)[:-1])]
+    told = re.findall(r"([\d.]+) of (\d+) at", figure.alt)
+    assert [(float(share), int(size)) for share, size in told] == [
+        (round(share, 2), size) for share, size in zip(shares, sizes, strict=True)
+    ]
+
+
+def test_bands_are_wider_where_rows_depend_on_each_other() -> None:
+    def bands(group: np.ndarray | None) -> str:
+        return reliability(LABEL, {"ours": RISK}, group).svg.decode()
+
+    assert bands(None) == bands(np.arange(400))
+    assert bands(None) != bands(np.arange(400) // 8)
+
+
 def test_names_are_escaped() -> None:
     assert "a <b> & c" in texts(DRAWINGS["depth_subsampling"]())
 

@@ -133,7 +133,7 @@ def test_the_summary_comes_first_and_counts_verdicts() -> None:
     assert HTML.index("What this run supports") < HTML.index("Contents") < HTML.index('id="section-1"')
     assert HTML.index('id="section-2"') < HTML.index('id="provenance"')
     assert "Of 4 claims: 1 supported, 2 not supported, 1 not testable." in HTML
-    assert '<td class="verdict not-supported">✗ not supported</td>' in HTML
+    assert '<p class="verdict not-supported">✗ not supported</p>' in HTML
     assert "<code>0.90</code>" in HTML
 
 
@@ -168,6 +168,14 @@ def test_facts_stand_at_the_end() -> None:
 
 def test_the_same_report_is_the_same_page() -> None:
     assert to_html(REPORT) == HTML
+
+
+def test_the_introduction_comes_first_and_is_text() -> None:
+    page = to_html(dataclasses.replace(REPORT, introduction=f"What it is.\n\n{HOSTILE}"))
+    assert "<p>What it is.</p>" in page
+    assert page.index('id="introduction"') < page.index('id="claims"')
+    assert "<script>alert" not in page
+    assert 'id="introduction"' not in HTML
 
 
 def test_a_report_without_claims_has_no_summary() -> None:

@@ -1,0 +1,132 @@
+// One bundle's reading of a prompt: the risk, the decision, the answer or its withholding, the trajectory.
+import { scale } from "./axes.js";
+import { drawn, el, fixed, svg } from "./dom.js";
+import { trajectoryPlot } from "./trajectory.js";
+
+export class Reading {
+  #text = "";
+
+  // answered: whether an answer was asked for, or the risk alone
+  constructor(host, detail, { answered, title }) {
+    this.detail = detail;
+    this.answered = answered;
+    this.left = el("div", {}, el("p", { class: "note" }, "Reading the prompt"));
+    this.right = el("div", {});
+    this.node = el("article", { class: "reading", "data-bundle": detail.id });
+    if (title) this.node.append(el("h3", {}, detail.id));
+    this.node.append(this.left, this.right);
+    host.append(this.node);
+  }
+
+  // document: what POST /score answers, or a stream's first event
+  begin(document) {
+    const risk = document.data[0];
+    this.risk = risk;
+    this.policy = document.policy;
+    this.answer = el("div", { class: "answer", "aria-busy": "true" });
+    this.count = el("p", { class: "facts" });
+    const number = el("p", { class: "risk", "data-risk": risk.risk }, el("small", {}, "risk"), fixed(risk.risk));
+    const decision = el("p", { class: `decision ${risk.decision}` }, this.decision());
+    this.left.replaceChildren(el("div", { class: "figures" }, number, decision), riskBar(risk), ...this.#facts(document));
+    if (risk.decision === "continue") {
+      if (this.answered) this.left.append(this.answer, this.count);
+    } else {
+      this.answer.classList.add("withheld");
+      this.answer.removeAttribute("aria-busy");
+      this.answer.textContent = risk.message ?? "No answer.";
+      this.count.textContent = "No answer token was decoded.";
+      this.left.append(this.answer, this.count);
+    }
+    if (risk.trajectory) this.#draw(risk);
+  }
+
+  decision() {
+    const { decision, flagged, outside_training: outside } = this.risk;
+    const would = this.answered ? ["Answered", "Withheld", "Blocked"] : ["Would be answered", "Would be withheld", "Would be blocked"];
+    if (decision === "continue") return flagged ? `${would[0]} although flagged: the policy ${this.policy} only watches` : would[0];
+    const what = decision === "abstain" ? would[1] : would[2];
+    return `${what} before the first token${outside && !flagged ? ": unlike the training prompts" : ""}`;
+  }
+
+  add(piece) {
+    this.#text += piece;
+    this.answer.textContent = this.#text.trimStart();
+  }
+
+  get text() {
+    return this.#text.trim();
+  }
+
+  end(chunk) {
+    this.answer?.removeAttribute("aria-busy");
+    if (!chunk?.usage) return;
+    const tokens = chunk.usage.completion_tokens;
+    const cut = chunk.finish_reason === "length" ? ", cut off at the limit" : "";
+    this.count.textContent = `${tokens} answer token${tokens === 1 ? "" : "s"} after ${chunk.usage.prompt_tokens} of the prompt${cut}.`;
+    if (!this.text) this.answer.textContent = "(an empty answer)";
+  }
+
+  fail(message) {
+    this.answer?.removeAttribute("aria-busy");
+    const told = el("p", { class: "problem", role: "alert" }, message);
+    if (this.risk) this.left.append(told);
+    else this.left.replaceChildren(told);
+  }
+
+  #facts(document) {
+    const { interval, outside_training: outside, distance, threshold } = this.risk;
+    const lines = [el("p", { class: "facts" }, `Threshold ${fixed(threshold, 3)}, policy ${document.policy}. ` + (interval
+      ? `Trainings on other rows would put the risk between ${fixed(interval[0])} and ${fixed(interval[1])} (95 %).`
+      : "This bundle records no interval for its risks."))];
+    if (outside) lines.push(el("p", { class: "facts warn" }, `Unlike all that training saw (distance ${fixed(distance, 1)}, its cutoff is 1): the risk is a guess here.`));
+    if (document.guarantee) {
+      const { alpha, delta, holds, void: reasons } = document.guarantee;
+      lines.push(el("p", { class: "facts" }, holds
+        ? `Promise: at most ${fixed(alpha * 100, 1)} % of what is answered is wrong, with confidence ${fixed((1 - delta) * 100, 1)} %.`
+        : `The bundle's promise does not hold for this request: ${reasons.join("; ")}.`));
+    }
+    return lines;
+  }
+
+  #draw(risk) {
+    const plot = el("div", { class: "plot" });
+    const rows = risk.trajectory.map((value, layer) => el("tr", {}, el("th", { scope: "row" }, String(layer)),
+      ...[value, risk.running_mean[layer], this.detail.trajectories.factual[layer], this.detail.trajectories.hallucinated[layer]]
+        .map((number) => el("td", {}, fixed(number, 3)))));
+    const head = ["layer", "this prompt", "running mean", "factual rows", "hallucinated rows"];
+    this.right.append(
+      el("figure", {}, plot, el("figcaption", { class: "legend" },
+        key("own", "this prompt"), key("running", "its running mean, whose last value becomes the risk"),
+        key("factual", "factual training rows, ± 1 std"), key("hallucinated", "hallucinated ones"))),
+      el("details", {}, el("summary", {}, "The numbers"),
+        el("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": `Truth logits by layer, ${this.detail.id}` }, el("table", {},
+          el("thead", {}, el("tr", {}, ...head.map((name) => el("th", { scope: "col" }, name)))), el("tbody", {}, ...rows)))));
+    trajectoryPlot(plot, this.detail.trajectories, risk);
+  }
+}
+
+const key = (name, text) => el("span", {}, el("i", { class: `swatch ${name}` }), text);
+
+// 0 to 1: the risk, its interval where there is one, the threshold.
+function riskBar(risk) {
+  const host = el("div", { class: "plot" });
+  drawn(host, (width) => {
+    const x = scale(0, 1, 6, width - 6), at = x(risk.threshold);
+    const interval = risk.interval ? `, interval ${fixed(risk.interval[0])} to ${fixed(risk.interval[1])}` : "";
+    const side = risk.threshold > 0.5 ? "end" : "start";
+    const bar = svg("svg", { viewBox: `0 0 ${width} 46`, height: 46, role: "img",
+      "aria-label": `Risk ${fixed(risk.risk)}${interval}, threshold ${fixed(risk.threshold, 3)}` });
+    bar.append(svg("rect", { class: "track", x: x(0), y: 20, width: x(1) - x(0), height: 6, rx: 3 }));
+    if (risk.interval) {
+      const [low, high] = risk.interval.map(x);
+      bar.append(svg("rect", { class: "interval", x: low, y: 17, width: Math.max(2, high - low), height: 12, rx: 3 }));
+    }
+    bar.append(
+      svg("line", { class: "cut", x1: at, x2: at, y1: 12, y2: 33 }),
+      svg("text", { x: at + (side === "end" ? 4 : -4), y: 10, "text-anchor": side }, "threshold"),
+      svg("circle", { class: "here", cx: x(risk.risk), cy: 23, r: 7 }),
+      svg("text", { x: 0, y: 45 }, "0"), svg("text", { x: width, y: 45, "text-anchor": "end" }, "1"));
+    return bar;
+  });
+  return host;
+}

@@ -1,0 +1,113 @@
+// The threshold slider: what a gate there would answer and get wrong, by what the bundle keeps of its training.
+import { gridLine, path, scale } from "./axes.js";
+import { byId, drawn, el, fixed, percent, show, svg } from "./dom.js";
+
+const MARGIN = { left: 44, right: 10, top: 10, bottom: 34 };
+const SOURCES = {
+  out_of_fold_risks: ({ rows }) => `Counted on the bundle's ${rows.toLocaleString("en")} training rows, each with the risk of probes that never saw it. It holds for questions like those.`,
+  normal_model: ({ rows }) => `An approximation: this bundle keeps no risks of its ${rows.toLocaleString("en")} training rows, only mean and spread of the depth mean of each class, read here as two normal distributions. It holds for questions like those rows.`,
+  own_threshold: () => "This bundle keeps too little for other thresholds than its own. One that is trained anew keeps it all.",
+};
+
+export class Threshold {
+  #detail = null;
+  #moved = false;
+  #risk = null;
+  #redraw;
+
+  constructor() {
+    this.slider = byId("threshold");
+    this.slider.addEventListener("input", () => { this.#moved = true; byId("threshold-send").checked = true; this.#update(); });
+    byId("threshold-reset").addEventListener("click", () => { this.#reset(); this.slider.focus(); });
+    this.#redraw = drawn(byId("gate-plot"), (width) => this.#picture(width));
+  }
+
+  // The threshold to ask with; undefined: the service's own choice.
+  get chosen() {
+    return this.#moved && byId("threshold-send").checked ? Number(this.slider.value) : undefined;
+  }
+
+  get value() {
+    return this.#moved ? Number(this.slider.value) : this.#detail.threshold;
+  }
+
+  use(detail) {
+    this.#detail = detail;
+    this.#risk = null;
+    const { gates, source } = detail.coverage;
+    show(byId("gate-waiting"), false);
+    show(byId("gate-body"), true);
+    show(byId("gate-figure"), gates.length > 0);
+    const own = detail.coverage.own && source === "normal_model" ? this.#gate(detail.threshold) : null;
+    byId("gate-source").textContent = SOURCES[source](detail.coverage) + (own
+      ? ` At the bundle's own threshold it says ${percent(own.answered)} answered and ${percent(own.wrong_among_answered)} of them wrong.` : "");
+    this.#reset();
+  }
+
+  // The last reading's risk, to say what would happen to it here.
+  mark(risk) {
+    this.#risk = risk;
+    this.#update();
+  }
+
+  #reset() {
+    this.#moved = false;
+    byId("threshold-send").checked = false;
+    this.slider.value = this.#detail.threshold;
+    this.#update();
+  }
+
+  #update() {
+    const at = this.value, { own, source } = this.#detail.coverage;
+    byId("threshold-value").textContent = this.#moved ? fixed(at) : `${fixed(at, 3)} (the bundle's own)`;
+    byId("threshold-reset").disabled = byId("threshold-send").disabled = !this.#moved;
+    const lines = [];
+    const gate = this.#gate(at), modelled = source === "normal_model";
+    if (own && (!this.#moved || !gate)) {
+      lines.push(el("p", { id: "gate-own" }, `Measured at the bundle's own threshold, ${fixed(own.threshold, 3)}: ${words(own)}`));
+    } else if (gate) {
+      lines.push(el("p", { id: "gate-at" }, `${modelled ? "Approximately: " : ""}${words(gate)}`));
+    }
+    if (this.#risk !== null) {
+      const passes = this.#risk < at;
+      lines.push(el("p", { id: "gate-here" }, `The last question, risk ${fixed(this.#risk)}, would be ${passes ? "answered" : "withheld"}.`));
+    }
+    byId("gate-text").replaceChildren(...lines);
+    this.slider.setAttribute("aria-valuetext", fixed(at));
+    this.#redraw();
+  }
+
+  // The nearest of the thresholds that the service tells of: they are a hundredth apart, as the slider's steps are.
+  #gate(at) {
+    const { gates } = this.#detail.coverage;
+    return gates.length ? gates.reduce((best, gate) => Math.abs(gate.threshold - at) < Math.abs(best.threshold - at) ? gate : best) : null;
+  }
+
+  #picture(width) {
+    const height = Math.round(Math.min(230, Math.max(170, width * 0.45)));
+    const { gates } = this.#detail?.coverage ?? { gates: [] };
+    const x = scale(0, 1, MARGIN.left, width - MARGIN.right), y = scale(0, 1, height - MARGIN.bottom, MARGIN.top);
+    const drawing = svg("svg", { viewBox: `0 0 ${width} ${height}`, height, role: "img",
+      "aria-label": "Share answered, and share wrong among the answered, over the threshold; the numbers are in the text above." });
+    for (const share of [0, 0.25, 0.5, 0.75, 1]) drawing.append(gridLine(y(share), MARGIN.left, width - MARGIN.right, `${share * 100} %`));
+    for (const value of [0, 0.2, 0.4, 0.6, 0.8, 1]) {
+      drawing.append(svg("text", { x: x(value), y: height - MARGIN.bottom + 16, "text-anchor": value === 1 ? "end" : "middle" }, value));
+    }
+    drawing.append(svg("text", { x: (MARGIN.left + width) / 2, y: height - 3, "text-anchor": "middle" }, "threshold"));
+    const wrong = gates.filter((gate) => gate.wrong_among_answered !== null && gate.answered >= 0.005);
+    drawing.append(
+      svg("path", { class: "line wrong", d: path(wrong.map((gate) => [x(gate.threshold), y(gate.wrong_among_answered)])) }),
+      svg("path", { class: "line answered", d: path(gates.map((gate) => [x(gate.threshold), y(gate.answered)])) }));
+    if (this.#detail) {
+      const at = x(this.value);
+      drawing.append(svg("line", { class: "cut", x1: at, x2: at, y1: MARGIN.top, y2: height - MARGIN.bottom }));
+    }
+    return drawing;
+  }
+}
+
+function words(gate) {
+  if (gate.wrong_among_answered === null) return "Nothing is answered.";
+  return `${percent(gate.answered)} of the questions are answered, ${percent(gate.wrong_among_answered)} of these answers are wrong; ` +
+    `${percent(gate.right_withheld)} of the right answers are withheld.`;
+}

@@ -1,0 +1,476 @@
+"""The playground in a real browser: ask, gate, stream, fail, compare, by keyboard, on a phone, in the dark."""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from playwright.sync_api import Browser, Page, expect
+
+from probes_store.bundle import Bundle
+from service.errors import EngineError
+from tests.api.test_uncertainty import known
+from tests.browser.chromium import WAIT_MS, Tab, chromium, faults, sideways, tab
+from tests.matching import matching_draft
+from tests.probes_store.factory import write_bundle
+from tests.running import Running, running, until
+from tests.scripted_engine import ScriptedEngine
+
+expect.set_options(timeout=WAIT_MS)
+QUESTION = "Is it so?"
+RISKS, WRONG = [0.1, 0.2, 0.35, 0.4, 0.6, 0.7, 0.8, 0.9], [0, 0, 1, 0, 1, 0, 1, 1]
+Open = Callable[..., AbstractContextManager[Tab]]
+
+
+def counted(engine: ScriptedEngine, folder: Path) -> Bundle:
+    """A bundle that keeps its training rows' risks."""
+    draft = matching_draft(engine, "counted", 7)
+    rows = {"risk": " ".join(f"{risk:.6f}" for risk in RISKS), "hallucinated": " ".join(map(str, WRONG)), "group": "0"}
+    draft.evaluation = {"out_of_fold": {"risks": rows}}
+    return write_bundle(draft, folder / "counted")
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with chromium() as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def shared(browser: Browser, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    """A service that lets a request choose, with bundles of every kind: one, two, known, counted."""
+    service = running(tmp_path_factory.mktemp("bundles"), add=[known, counted], policy="observe")
+    with service as started:
+        yield started
+
+
+@pytest.fixture
+def service(shared: Running) -> Iterator[Running]:
+    """The same, its engine as it was."""
+    yield shared
+    engine = shared.engine
+    engine.answer, engine.fail, engine.sleep_s = "It is so.", None, 0.0
+    engine.__dict__.pop("wait", None)
+    until(lambda: engine.counters.open_continuations == 0)
+
+
+@pytest.fixture
+def opened(browser: Browser, service: Running) -> Open:
+    def open_(path: str = "/", url: str | None = None, **options: Any) -> AbstractContextManager[Tab]:
+        return tab(browser, url or service.url, **options)
+
+    return open_
+
+
+def ready(tab: Tab) -> Page:
+    page = tab.open()
+    expect(page.locator("#ask")).to_be_enabled()
+    expect(page.locator("#gate-body")).to_be_visible()
+    return page
+
+
+def ask(page: Page, question: str = QUESTION) -> None:
+    page.fill("#question", question)
+    page.click("#ask")
+
+
+def finished(page: Page) -> None:
+    expect(page.locator("#readings .reading").first).to_be_visible()
+    expect(page.locator("#result")).to_have_attribute("aria-busy", "false")
+
+
+def reply(service: Running, **body: Any) -> dict[str, Any]:
+    (row,) = service.post(prompt=QUESTION, include=["trajectory", "running_mean"], **body).json()["data"]
+    return dict(row)
+
+
+def test_an_answer_that_may_continue(service: Running, opened: Open) -> None:
+    wanted = reply(service)
+    with opened() as tab:
+        page = ready(tab)
+        ask(page)
+        finished(page)
+        assert float(page.get_attribute(".risk", "data-risk") or "") == pytest.approx(wanted["risk"])
+        expect(page.locator(".risk")).to_contain_text(f"{wanted['risk']:.2f}")
+        expect(page.locator(".answer")).to_have_text("It is so.")
+        assert "It is so." in page.inner_text("#announce")
+        expect(page.locator(".facts").last).to_contain_text("9 answer tokens")
+        dots = page.locator(".reading svg .dot title")
+        assert dots.all_text_contents() == [
+            f"layer {layer}: {value:.3f}" for layer, value in enumerate(wanted["trajectory"])
+        ]
+        heights = [float(dot.get_attribute("cy") or "") for dot in page.locator(".reading svg .dot").all()]
+        assert np.corrcoef(heights, wanted["trajectory"])[0, 1] == pytest.approx(-1)  # up is more
+        running = re.findall(r"[\d.]+ ([\d.]+)", page.get_attribute(".reading svg .line.running", "d") or "")
+        assert np.corrcoef(np.array(running, float), wanted["running_mean"])[0, 1] == pytest.approx(-1, abs=1e-3)
+        assert f"depth mean is {wanted['running_mean'][-1]:.3f}" in (
+            page.get_attribute(".reading figure svg", "aria-label") or ""
+        )
+
+
+def test_the_trajectory_stands_against_the_bundles_classes(service: Running, opened: Open) -> None:
+    means = service.bundles[0].probes.trajectory_mean
+    with opened() as tab:
+        page = ready(tab)
+        ask(page)
+        finished(page)
+        page.click(".reading summary")
+        cells = [row.split("\t") for row in page.inner_text(".reading tbody").splitlines()]
+        assert np.array(cells, float)[:, 3:] == pytest.approx(means[::-1].T, abs=6e-4)  # factual, hallucinated
+        for part in (".line.factual", ".line.hallucinated", ".band.factual", ".band.hallucinated"):
+            box = page.locator(f".reading figure svg {part}").bounding_box()
+            assert box is not None, part
+            assert box["width"] > 100, part
+            assert ".line" in part or box["height"] > 20, part
+
+
+def test_a_withheld_answer_shows_the_message_and_decodes_nothing(service: Running, opened: Open) -> None:
+    steps = service.engine.counters.decode_steps
+    with opened() as tab:
+        page = ready(tab)
+        page.select_option("#policy", "gate")
+        page.locator("#threshold").press("Home")  # 0: everything is withheld
+        ask(page)
+        finished(page)
+        expect(page.locator(".decision")).to_have_text("Withheld before the first token")
+        expect(page.locator(".answer")).to_have_text("I am not sure.")
+        expect(page.locator(".facts").last).to_have_text("No answer token was decoded.")
+        expect(page.locator("#history li")).to_contain_text("withheld (abstain)")
+    assert service.engine.counters.decode_steps == steps
+
+
+def test_a_policy_that_only_watches_says_so(service: Running, opened: Open) -> None:
+    with opened() as tab:
+        page = ready(tab)
+        page.locator("#threshold").press("Home")
+        ask(page)
+        finished(page)
+        expect(page.locator(".decision")).to_contain_text("although flagged: the policy observe only watches")
+        expect(page.locator(".answer")).to_have_text("It is so.")
+
+
+def test_the_interval_and_what_lies_outside_training(service: Running, opened: Open) -> None:
+    wanted = reply(service, bundle="known")
+    with opened() as tab:
+        page = ready(tab)
+        ask(page)
+        finished(page)
+        expect(page.locator(".reading")).to_contain_text("records no interval")
+        page.select_option("#bundle", "known:1")
+        ask(page)
+        expect(page.locator(".reading")).to_have_attribute("data-bundle", "known:1")
+        finished(page)
+        low, high = wanted["interval"]
+        expect(page.locator(".facts").first).to_contain_text(f"between {low:.2f} and {high:.2f} (95 %)")
+        expect(page.locator(".reading svg rect.interval")).to_have_count(1)
+        outside = page.locator(".facts.warn")
+        expect(outside).to_have_count(int(wanted["outside_training"]))
+
+
+class Slow:
+    """The engine's ``wait`` that stands still before each letter until it is let go on, or fails then."""
+
+    def __init__(self, after: int, error: Exception | None = None) -> None:
+        self.after, self.error, self.seen, self.go_on = after, error, 0, threading.Event()
+
+    def __call__(self) -> None:
+        self.seen += 1
+        if self.seen > self.after:
+            assert self.go_on.wait(30)
+            if self.error is not None:
+                raise self.error
+
+
+def test_a_slow_answer_comes_piece_by_piece(service: Running, opened: Open) -> None:
+    slow = Slow(after=4)
+    service.engine.wait = slow  # type: ignore[method-assign]
+    with opened() as tab:
+        page = ready(tab)
+        ask(page)
+        expect(page.locator(".answer")).to_have_text("It i")
+        expect(page.locator(".answer")).to_have_attribute("aria-busy", "true")
+        expect(page.locator("#ask")).to_be_disabled()
+        expect(page.locator(".risk")).to_be_visible()  # long before the answer ends
+        assert faults(page) == []
+        slow.go_on.set()
+        finished(page)
+        expect(page.locator(".answer")).to_have_text("It is so.")
+        assert page.get_attribute(".answer", "aria-busy") is None
+        expect(page.locator("#ask")).to_be_enabled()
+
+
+def test_stop_ends_the_work(service: Running, opened: Open) -> None:
+    slow = Slow(after=4)
+    service.engine.wait = slow  # type: ignore[method-assign]
+    with opened() as tab:
+        page = ready(tab)
+        ask(page)
+        expect(page.locator(".answer")).to_have_text("It i")
+        page.click("#stop")
+        expect(page.locator(".reading .problem")).to_have_text("Stopped.")
+        expect(page.locator("#stop")).to_be_hidden()
+        slow.go_on.set()
+        until(lambda: service.engine.counters.open_continuations == 0)
+        expect(page.locator(".answer")).to_have_text("It i")
+
+
+def test_a_failure_under_way_keeps_what_was_said(service: Running, opened: Open) -> None:
+    slow = Slow(after=4, error=EngineError("the device is gone"))
+    service.engine.wait = slow  # type: ignore[method-assign]
+    with opened() as tab:
+        page = ready(tab)
+        ask(page)
+        expect(page.locator(".answer")).to_have_text("It i")
+        slow.go_on.set()
+        expect(page.locator(".reading .problem")).to_contain_text("the device is gone")
+        expect(page.locator(".answer")).to_have_text("It i")
+        finished(page)
+
+
+def test_a_service_that_stopped(browser: Browser, tmp_path: Path) -> None:
+    with running(tmp_path) as service, tab(browser, service.url, allowed=("ERR_CONNECTION_REFUSED",)) as opened:
+        page = ready(opened)
+        page.fill("#question", QUESTION)
+        service.server.should_exit = True
+        until(lambda: closed(service))
+        page.click("#ask")
+        expect(page.locator(".problem:visible")).to_have_text("The service did not answer. Is it still running?")
+        expect(page.locator("#ask")).to_be_enabled()
+        assert faults(page) == []
+
+
+def closed(service: Running) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", service.port)) != 0
+
+
+def test_a_service_that_is_loading_is_asked_again(opened: Open) -> None:
+    with opened(allowed=("503",)) as tab:
+        error = {
+            "error": {"message": "the model is loading", "type": "server_error", "param": None, "code": "not_ready"}
+        }
+        tab.page.route(
+            "**/v1/bundles",
+            lambda route: route.fulfill(status=503, headers={"retry-after": "1"}, body=json.dumps(error)),
+            times=1,
+        )
+        page = tab.open()
+        expect(page.locator("#state")).to_have_text("Not ready yet: the model is loading")
+        expect(page.locator("#ask")).to_be_disabled()
+        expect(page.locator("#ask")).to_be_enabled()
+        expect(page.locator("#state")).to_contain_text("scripted")
+
+
+def test_a_choice_that_is_not_allowed_names_the_cure(browser: Browser, tmp_path: Path) -> None:
+    with running(tmp_path, callers_may=()) as service, tab(browser, service.url, allowed=("403",)) as opened:
+        page = ready(opened)
+        page.select_option("#policy", "observe")
+        ask(page)
+        expect(page.locator(".reading .problem")).to_contain_text("--callers-may policy")
+        expect(page.locator("#history li")).to_have_count(0)
+
+
+def test_keys(browser: Browser, tmp_path: Path) -> None:
+    key = "a-key-of-sixteen-letters"
+    with running(tmp_path, api_keys=(key,)) as service, tab(browser, service.url, allowed=("401",)) as opened:
+        page = opened.open()
+        expect(page.locator("#key")).to_be_focused()
+        expect(page.locator("#ask")).to_be_disabled()
+        expect(page.locator("#key-problem")).to_be_hidden()
+        assert faults(page) == []
+        page.keyboard.type("another-key-of-mine")
+        page.keyboard.press("Enter")
+        expect(page.locator("#key-problem")).to_have_text("The service does not know this key.")
+        page.fill("#key", key)
+        page.keyboard.press("Enter")
+        expect(page.locator("#ask")).to_be_enabled()
+        expect(page.locator("#access")).to_be_hidden()
+        ask(page)
+        finished(page)
+        expect(page.locator(".risk")).to_be_visible()
+        kept = "JSON.stringify([localStorage, document.cookie, location.href, document.body.innerHTML])"
+        assert key not in page.evaluate(kept)
+        page.reload()
+        expect(page.locator("#ask")).to_be_enabled()
+        page.click("#forget")
+        expect(page.locator("#key")).to_be_focused()
+        assert page.evaluate("sessionStorage.getItem('hallutracer.key')") is None
+
+
+def test_the_slider_tells_what_the_bundle_counted(service: Running, opened: Open) -> None:
+    with opened() as tab:
+        page = ready(tab)
+        page.select_option("#bundle", "counted:1")
+        expect(page.locator("#gate-source")).to_contain_text("Counted on")
+        expect(page.locator("#threshold-value")).to_have_text("0.500 (the bundle's own)")
+        expect(page.locator("#gate-at")).to_contain_text(
+            "50 % of the questions are answered, 25 % of these answers are wrong"
+        )
+        slider = page.locator("#threshold")
+        slider.focus()
+        for _ in range(13):
+            page.keyboard.press("ArrowLeft")
+        expect(page.locator("#threshold-value")).to_have_text("0.37")
+        below = [wrong for risk, wrong in zip(RISKS, WRONG, strict=True) if risk < 0.37]
+        text = (
+            f"{round(100 * len(below) / 8)} % of the questions are answered, {round(100 * sum(below) / len(below))} %"
+        )
+        expect(page.locator("#gate-at")).to_contain_text(text)
+        expect(page.locator("#gate-at")).to_contain_text("50 % of the right answers are withheld")
+        assert slider.get_attribute("aria-valuetext") == "0.37"
+        assert page.is_checked("#threshold-send")
+        with page.expect_request("**/score") as sent:
+            ask(page)
+        assert sent.value.post_data_json["threshold"] == 0.37
+        finished(page)
+        expect(page.locator(".facts").first).to_contain_text("Threshold 0.370")
+        answers = reply(service, bundle="counted")["risk"] < 0.37
+        expect(page.locator("#gate-here")).to_contain_text("would be answered" if answers else "would be withheld")
+        page.click("#threshold-reset")
+        expect(page.locator("#threshold-value")).to_contain_text("the bundle's own")
+        with page.expect_request("**/score") as sent:
+            ask(page)
+        assert "threshold" not in sent.value.post_data_json
+
+
+def test_a_bundle_that_keeps_little_says_so(service: Running, opened: Open) -> None:
+    with opened() as tab:
+        page = ready(tab)
+        expect(page.locator("#gate-source")).to_contain_text("keeps too little")
+        expect(page.locator("#gate-figure")).to_be_hidden()
+
+
+def test_two_bundles_on_one_prompt(service: Running, opened: Open) -> None:
+    with opened() as tab:
+        page = ready(tab)
+        page.select_option("#compare", "two:1")
+        ask(page)
+        finished(page)
+        found = {
+            reading.get_attribute("data-bundle"): float(reading.locator(".risk").get_attribute("data-risk") or "")
+            for reading in page.locator(".reading").all()
+        }
+        wanted = {name: reply(service, bundle=name)["risk"] for name in ("one:1", "two:1")}
+        assert wanted["one:1"] != wanted["two:1"]
+        assert found == pytest.approx(wanted)
+        expect(page.locator(".reading .plot[data-drawn]")).to_have_count(2)
+        expect(page.locator(".answer")).to_have_count(1)  # the first bundle's; of the other the risk was asked
+        page.select_option("#bundle", "two:1")
+        assert page.locator("#compare option").all_text_contents() == ["nothing", "one:1", "known:1", "counted:1"]
+
+
+def test_a_passage_stands_before_the_question(service: Running, opened: Open) -> None:
+    with opened() as tab:
+        page = ready(tab)
+        page.click("text=Avarua, with a passage")
+        expect(page.locator("#passage")).to_have_value(
+            "Avarua is the capital of the Cook Islands. Suva is the capital of Fiji. Apia is the capital of Samoa."
+        )
+        with page.expect_request("**/score") as sent:
+            page.keyboard.press("Enter")  # the example moved the focus to the button
+        prompt = sent.value.post_data_json["prompt"]
+        assert prompt.split("\n\n") == [page.input_value("#passage"), "Avarua is the capital of which country?"]
+        finished(page)
+        page.click("#examples button >> nth=0")
+        expect(page.locator("#passage")).to_have_value("")
+
+
+def test_what_was_asked_stays_in_the_tab(opened: Open) -> None:
+    with opened() as tab:
+        page = ready(tab)
+        ask(page, "First?")
+        finished(page)
+        ask(page, "Second?")
+        expect(page.locator("#history li")).to_have_count(2)
+        page.reload()
+        expect(page.locator("#ask")).to_be_enabled()
+        assert "First?" in page.locator("#history li").nth(1).inner_text()
+        page.locator("#history button").nth(1).click()
+        expect(page.locator("#question")).to_have_value("First?")
+        page.click("#clear")
+        expect(page.locator("#history li")).to_have_count(0)
+        page.reload()
+        expect(page.locator("#past-empty")).to_be_visible()
+
+
+def test_what_the_model_says_is_text(service: Running, opened: Open) -> None:
+    markup = "<img src=x onerror=alert(1)>"
+    service.engine.answer = markup
+    with opened() as tab:
+        page = ready(tab)
+        ask(page, markup)
+        finished(page)
+        expect(page.locator(".answer")).to_have_text(markup)
+        expect(page.locator("#history li")).to_contain_text(markup)
+        assert page.locator("main img").count() == 0
+
+
+def test_the_policy_of_the_page_refuses_scripts_inside_it(opened: Open) -> None:
+    with opened(allowed=("Content Security Policy", "Refused")) as tab:
+        page = ready(tab)
+        page.evaluate("""() => {
+            const script = document.createElement("script");
+            script.textContent = "document.title = 'taken over'";
+            document.body.append(script);
+        }""")
+        with pytest.raises(Exception, match="fetch"):
+            page.evaluate("fetch('http://127.0.0.1:9/')")
+        assert page.title() == "HalluTracer playground"
+        tab.elsewhere.clear()  # refused before it left
+
+
+def test_by_keyboard_alone(opened: Open) -> None:
+    with opened() as tab:
+        page = ready(tab)
+        page.keyboard.press("Tab")
+        expect(page.locator(".skip")).to_be_focused()
+        page.keyboard.press("Enter")
+        page.keyboard.press("Tab")
+        seen = [page.evaluate("document.activeElement.id")]
+        if seen != ["question"]:  # the link moved the focus there already
+            page.keyboard.press("Shift+Tab")
+        expect(page.locator("#question")).to_be_focused()
+        page.keyboard.type("Is it")
+        page.keyboard.press("Shift+Enter")
+        page.keyboard.type("so?")
+        expect(page.locator("#question")).to_have_value("Is it\nso?")
+        page.keyboard.press("Enter")
+        finished(page)
+        expect(page.locator(".answer")).to_have_text("It is so.")
+        reached = set()
+        for _ in range(40):
+            page.keyboard.press("Tab")
+            reached.add(page.evaluate("(document.activeElement.id || document.activeElement.tagName).toLowerCase()"))
+        wanted = {"bundle", "compare", "policy", "tokens", "ask", "threshold", "summary", "clear", "question"}
+        assert wanted <= reached, wanted - reached
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [360, 1280])
+def test_every_width_and_light(service: Running, opened: Open, width: int, scheme: str) -> None:
+    with opened(width=width, scheme=scheme) as tab:
+        page = ready(tab)
+        assert sideways(page) == 0
+        dark = page.evaluate("getComputedStyle(document.body).backgroundColor") != "rgb(244, 245, 247)"
+        assert dark is (scheme == "dark")
+        assert faults(page) == []
+        page.click("#passage-details summary")
+        page.select_option("#compare", "known:1")
+        page.select_option("#policy", "gate")
+        ask(page, "o" * 300)
+        finished(page)
+        expect(page.locator(".risk")).to_have_count(2)
+        for summary in page.locator(".reading summary").all():
+            summary.click()
+        assert sideways(page) == 0
+        assert faults(page) == []
+        if width == 360:
+            assert page.evaluate("document.getElementById('result').getBoundingClientRect().top < innerHeight")
