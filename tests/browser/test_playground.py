@@ -17,6 +17,7 @@ from playwright.sync_api import Browser, Page, expect
 
 from probes_store.bundle import Bundle
 from service.errors import EngineError
+from service.guard import Action, Policy
 from tests.api.test_uncertainty import known
 from tests.browser.chromium import WAIT_MS, Tab, chromium, faults, sideways, tab
 from tests.matching import matching_draft
@@ -474,3 +475,38 @@ def test_every_width_and_light(service: Running, opened: Open, width: int, schem
         assert faults(page) == []
         if width == 360:
             assert page.evaluate("document.getElementById('result').getBoundingClientRect().top < innerHeight")
+
+
+def test_what_else_a_policy_does(shared: Running, opened: Open) -> None:
+    policies = {
+        "fetch": Policy("fetch", Action.RETRIEVE, 0.0, "Fetch a passage."),
+        "warn": Policy("warn", Action.ANNOTATE, 0.0, "Take care."),
+        "send": Policy("send", Action.FALLBACK, 0.0),
+    }
+    before, shared.state.policies = shared.state.policies, dict(shared.state.policies) | policies
+    try:
+        with opened() as tab:
+            page = ready(tab)
+            page.select_option("#policy", "warn")
+            ask(page)
+            finished(page)
+            expect(page.locator(".facts.warn").first).to_have_text("Take care.")
+            expect(page.locator(".decision")).to_have_text("Answered although flagged: the policy warn warns")
+            expect(page.locator(".answer")).to_have_text("It is so.")
+            page.select_option("#policy", "send")
+            ask(page)
+            finished(page)
+            expect(page.locator(".decision")).to_have_text("Left to another server before the first token")
+            page.select_option("#policy", "fetch")
+            ask(page)
+            finished(page)
+            expect(page.locator(".decision")).to_have_text("Sent to fetch a passage before the first token")
+            expect(page.locator(".answer")).to_have_text("Fetch a passage.")
+            page.click("summary:has-text('Passage')")
+            page.fill("#passage", "It is so, says the book.")
+            ask(page)
+            finished(page)
+            expect(page.locator(".decision")).to_have_text("Withheld before the first token")
+            expect(page.locator(".facts", has_text="Without the passage the risk was")).to_be_visible()
+    finally:
+        shared.state.policies = before

@@ -19,6 +19,7 @@ const details = new Map(); // bundle -> what GET /v1/bundles/{bundle} told
 const threshold = new Threshold();
 const history = new History((entry) => fill(entry));
 let asking = null; // the AbortController of the request under way
+let fetching; // the question that was sent to fetch a passage, and the id of that answer
 
 async function connect() {
   try {
@@ -101,9 +102,11 @@ async function ask() {
     const readings = found.map((one, place) => new Reading(byId("readings"), one, { answered: place === 0, title: chosen.length > 1 }));
     const body = { prompt: promptOf(question, passage), include: ["trajectory", "running_mean"], policy: byId("policy").value };
     if (threshold.chosen !== undefined) body.threshold = threshold.chosen;
+    if (passage && fetching?.question === question) body.retrieval_of = fetching.id;
     const work = readings.map((reading, place) => (place === 0 ? answered : compared)(reading, { ...body, bundle: reading.detail.id }));
     await Promise.all(work.map((one, place) => one.catch((error) => failed(error, readings[place]))));
-    const [{ risk, text }] = readings;
+    const [{ id, risk, text }] = readings;
+    fetching = risk?.decision === "retrieve" ? { question, id } : undefined;
     if (risk) history.add({ question, passage, bundle: chosen[0], risk: risk.risk, decision: risk.decision, answer: text });
   } catch (error) {
     failed(error, null);

@@ -3,6 +3,8 @@ import { scale } from "./axes.js";
 import { drawn, el, fixed, svg } from "./dom.js";
 import { trajectoryPlot } from "./trajectory.js";
 
+const WITHHELD = { abstain: "withheld", block: "blocked", retrieve: "sent to fetch a passage", fallback: "left to another server" };
+
 export class Reading {
   #text = "";
 
@@ -23,12 +25,14 @@ export class Reading {
     const risk = document.data[0];
     this.risk = risk;
     this.policy = document.policy;
+    this.id = document.id;
     this.answer = el("div", { class: "answer", "aria-busy": "true" });
     this.count = el("p", { class: "facts" });
     const number = el("p", { class: "risk", "data-risk": risk.risk }, el("small", {}, "risk"), fixed(risk.risk));
     const decision = el("p", { class: `decision ${risk.decision}` }, this.decision());
     this.left.replaceChildren(el("div", { class: "figures" }, number, decision), riskBar(risk), ...this.#facts(document));
     if (risk.decision === "continue") {
+      if (risk.message) this.left.append(el("p", { class: "facts warn" }, risk.message));
       if (this.answered) this.left.append(this.answer, this.count);
     } else {
       this.answer.classList.add("withheld");
@@ -42,10 +46,10 @@ export class Reading {
 
   decision() {
     const { decision, flagged, outside_training: outside } = this.risk;
-    const would = this.answered ? ["Answered", "Withheld", "Blocked"] : ["Would be answered", "Would be withheld", "Would be blocked"];
-    if (decision === "continue") return flagged ? `${would[0]} although flagged: the policy ${this.policy} only watches` : would[0];
-    const what = decision === "abstain" ? would[1] : would[2];
-    return `${what} before the first token${outside && !flagged ? ": unlike the training prompts" : ""}`;
+    const be = this.answered ? (done) => done[0].toUpperCase() + done.slice(1) : (done) => `Would be ${done}`;
+    const does = this.risk.message ? "warns" : "only watches";
+    if (decision === "continue") return flagged ? `${be("answered")} although flagged: the policy ${this.policy} ${does}` : be("answered");
+    return `${be(WITHHELD[decision] ?? "withheld")} before the first token${outside && !flagged ? ": unlike the training prompts" : ""}`;
   }
 
   add(piece) {
@@ -84,6 +88,11 @@ export class Reading {
       lines.push(el("p", { class: "facts" }, holds
         ? `Promise: at most ${fixed(alpha * 100, 1)} % of what is answered is wrong, with confidence ${fixed((1 - delta) * 100, 1)} %.`
         : `The bundle's promise does not hold for this request: ${reasons.join("; ")}.`));
+    }
+    if (document.retrieval?.known) {
+      const { risk_before: before, drop } = document.retrieval;
+      const moved = drop >= 0 ? `${fixed(drop)} less` : `${fixed(-drop)} more`;
+      lines.push(el("p", { class: "facts" }, `Without the passage the risk was ${fixed(before)}: ${moved} now.`));
     }
     return lines;
   }
