@@ -57,6 +57,7 @@ FROM venv AS app
 RUN --mount=type=cache,target=/root/.cache/pip \
     pip install setuptools==78.1.1
 COPY pyproject.toml README.md LICENSE ./
+COPY hallutracer ./hallutracer
 COPY service ./service
 COPY probes_store ./probes_store
 RUN pip wheel --no-cache-dir --no-build-isolation --no-deps --wheel-dir /wheels . \

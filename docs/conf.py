@@ -45,6 +45,7 @@ NAVIGATION = {
         "Serving": "docs/serving",
         "Gateways": "docs/gateways",
         "Playground": "docs/playground",
+        "Python": "docs/python",
         "Python client": "docs/client",
         "vLLM": "docs/vllm",
         "Deployment": "deploy/README",

@@ -13,6 +13,8 @@ TARGET = ROOT / "docs" / "structure.svg"
 OUTSIDE, OFFLINE, REQUEST, GROUND = "#dbe9f6", "#fde8d2", "#dff0df", "#ececec"
 ROLES = {
     "service.cli": ("the commands", OUTSIDE),
+    "hallutracer": ("what is public, for Python", OUTSIDE),
+    "service.library": ("load, train, evaluate: for Python and the commands", OUTSIDE),
     "service.vllm_plugin": ("risks in vLLM's own server", OUTSIDE),
     "service.demo": ("the demo model: facts, training, questions, report", OFFLINE),
     "service.api": ("HTTP: routes, schemas, errors", OUTSIDE),
@@ -40,6 +42,7 @@ ROLES = {
     "service.settings": ("settings", GROUND),
     "service.callers": ("who asks, and what it may choose", GROUND),
     "service.routes": ("the routes that read a prompt", GROUND),
+    "service.progress": ("lines about long steps", GROUND),
     "service.client": ("the Python client", GROUND),
 }
 WIDTH, ROW, GAP, LEFT = 760, 44, 8, 40

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 
@@ -177,20 +178,31 @@ class DataError(TrainingError):
         grouped = _grouped(problems)
         head = "\n".join(f"  {problem}" for problem in grouped[:shown])
         more = f"\n  ... and {len(grouped) - shown} more kinds" if len(grouped) > shown else ""
-        super().__init__(f"{source}: {len(problems)} problem(s); nothing was done\n{head}{more}")
+        count = "1 problem" if len(problems) == 1 else f"{len(problems):,} problems"
+        super().__init__(f"{source}: {count}; nothing was done\n{head}{more}")
         self.problems = list(problems)
 
 
+_VARIES = re.compile(r"'[^']*'|\"[^\"]*\"|\d+")
+
+
 def _grouped(problems: Sequence[str]) -> list[str]:
-    """Each problem once, with its first line and how many more: ``line 3 and 597 more: 'id' is missing``."""
-    places: dict[str, list[str]] = {}
+    """Each kind of problem once: its first line, and on how many more lines it is.
+
+    Problems are of one kind where they differ in numbers and quoted words at most: ``line 3 and 597 more lines: 'label'
+    must be the number 1 or 0, found "yes" (the others are like it)``.
+    """
+    kinds: dict[str, list[tuple[str, str]]] = {}
     for problem in problems:
         place, _, what = problem.partition(": ") if problem.startswith("line ") else ("", "", problem)
-        places.setdefault(what, []).append(place)
+        kinds.setdefault(_VARIES.sub("", what) if place else what, []).append((place, what))
     grouped = []
-    for what, lines in places.items():
-        more = f" and {len(lines) - 1} more" if len(lines) > 1 else ""
-        grouped.append(f"{lines[0]}{more}: {what}" if lines[0] else what)
+    for found in kinds.values():
+        place, what = found[0]
+        lines = len({place for place, _ in found}) - 1
+        more = f" and {lines} more line{'' if lines == 1 else 's'}" if lines else ""
+        like = " (the others are like it)" if lines and any(other != what for _, other in found) else ""
+        grouped.append(f"{place}{more}: {what}{like}" if place else what)
     return grouped
 
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from service.cli.default_model import SHIPPED, SMOLLM2
 from service.engines.packaged import PACKAGED
+from service.library.default_model import SHIPPED, SMOLLM2
 from tests.command_line import hallutracer
 from tests.serve_process import MAY_CHOOSE, ServeProcess, serve
 

@@ -74,6 +74,16 @@ def test_the_readmes_request(service: str) -> None:
     assert "completion" not in unknown
 
 
+def test_its_start_was_told_step_by_step(started: Service) -> None:
+    log = started.served.log()
+    places = [
+        log.find(f"with vllm: {step}") for step in ("starting its", "loading the weights", "compiling", "testing")
+    ]
+    told = [place for place in places if place >= 0]  # a step that is over within 0.3 s may go untold
+    assert told == sorted(told)
+    assert len(told) >= 2
+
+
 def test_the_other_bundle_reads_the_same_forward_pass(service: str) -> None:
     answer = post(service, prompt=UNKNOWN, bundle="demo-fused", include=["trajectory", "running_mean"]).json()
     (row,) = answer["data"]

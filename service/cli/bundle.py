@@ -68,9 +68,23 @@ def _promise(guarantee: Guarantee) -> str:
 def show(
     reference: Reference, /, *, store: StoreOptions = StoreOptions(), as_json: Json = False, common: Common = Common()
 ) -> None:
-    """Print a bundle's model card, or its manifest with --json."""
+    """Print a bundle's model card, or its manifest with --json.
+
+    In a terminal the card is laid out to be read; elsewhere it is the Markdown file as it is.
+    """
     bundle = open_store(store).load(reference)
-    print_line((bundle.path / "bundle.json").read_text(encoding="utf-8") if as_json else bundle.card())
+    if as_json:
+        print_line((bundle.path / "bundle.json").read_text(encoding="utf-8"))
+        return
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        print_line(bundle.card())
+        return
+    from service.cli.card import print_card
+
+    print_card(bundle.card(), bundle.path, console)
 
 
 def compare(

@@ -8,11 +8,11 @@ from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
-from service.cli.default_model import DEMO, SHIPPED
 from service.cli.loading import bundle_names, load_bundles, load_engine, load_scorers, open_store
 from service.cli.options import BundleOptions, EngineChoice, Json, Out, StoreOptions, Threads
 from service.cli.output import print_json, print_line
 from service.demo import Passage
+from service.library.default_model import DEMO, SHIPPED
 from service.options import Common
 from service.settings import Range, option
 

@@ -4,19 +4,34 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
-from service.cli.options import Output, UsageError
+from service.cli.loading import load_engine, open_store
+from service.cli.new_rows import NewRowsChoices
+from service.cli.options import (
+    BatchRows,
+    BundleOptions,
+    Data,
+    EngineChoice,
+    GeneratedLabels,
+    JudgeChoices,
+    LabelChoices,
+    Output,
+    RunDir,
+    UsageError,
+)
 from service.cli.output import note
 from service.options import Common
-from service.settings import option
+from service.settings import option, section
 
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from service.paper.diagnose import LabelledSet
     from service.paper.diagnostics.fisher import Shrinkage
 
 
@@ -80,22 +95,38 @@ ISOTROPY: Sequence[Row] = (
 )
 
 
-def diagnose(
-    file: Annotated[
-        Path,
-        Parameter(
-            help="An .npz with trajectory [N, m] and label [N]; optional group [N], readout [N, m, d] and direction "
-            "[m, d].",
-            show_env_var=False,
-        ),
-    ],
-    /,
-    *,
-    output: Annotated[Output, Parameter(name=("--output", "--json"))] = None,
+@section("Diagnosis", 5)
+@dataclass(frozen=True, kw_only=True)
+class DiagnoseChoices:
+    """What is diagnosed: with a bundle, the trajectories of these rows."""
+
+    data: Data = ()
+    labels: GeneratedLabels = None
+    run_dir: RunDir = None
+    batch_rows: BatchRows = 32
+    output: Annotated[Output, Parameter(name=("--output", "--json"))] = None
     shrinkage: Annotated[
         str | None,
         option("For few rows or copied layers: ledoit_wolf, or a share between 0 and 1, of the layers' covariance."),
+    ] = None
+
+
+def diagnose(
+    file: Annotated[
+        Path | None,
+        Parameter(
+            help="An .npz with trajectory [N, m] and label [N]; optional group [N], readout [N, m, d] and direction "
+            "[m, d].  Leave it out with --bundle and --data.",
+            show_env_var=False,
+        ),
     ] = None,
+    /,
+    *,
+    options: DiagnoseChoices = DiagnoseChoices(),
+    bundles: BundleOptions = BundleOptions(),
+    labels: LabelChoices = LabelChoices(),
+    judge: JudgeChoices = JudgeChoices(),
+    engine: EngineChoice = EngineChoice(),
     common: Common = Common(),
 ) -> None:
     """Check the paper's claims on your own labelled trajectories: is the depth mean enough, and why.
@@ -103,7 +134,11 @@ def diagnose(
     Fisher gap, slope against mean, variance components, the AUROC of each trajectory feature; with readouts and probe
     directions also the probe geometry and the Chen-Qin test.  label is 1 for factual and 0 for hallucinated.
 
-    To make the file, with one trajectory per prompt:
+    With a bundle and rows that it was not trained on, the trajectories are made here:
+
+      hallutracer diagnose --bundle my-probe --data held-out.jsonl --model ./my-model
+
+    Or from a file of arrays, with one trajectory per prompt:
 
       import numpy as np
       np.savez("mine.npz", trajectory=trajectory, label=label)
@@ -111,25 +146,61 @@ def diagnose(
 
       hallutracer diagnose mine.npz --output mine.json
     """
-    if not file.is_file():
+    if (file is None) == (not options.data):
+        raise UsageError("FILE", "give an .npz file, or --bundle NAME with --data ROWS.jsonl")
+    if file is not None and not file.is_file():
         raise UsageError("FILE", f"{file} is not a file")
-    rule = _rule(shrinkage)
+    rule = _rule(options.shrinkage)
     from rich.console import Console
 
     from service.paper.diagnose import diagnose_set, read_set
 
-    data = read_set(file)
-    if data.ignored:
-        note(f"ignored arrays: {', '.join(data.ignored)}")
+    if file is not None:
+        data = read_set(file)
+        if data.ignored:
+            note(f"ignored arrays: {', '.join(data.ignored)}")
+    else:
+        data = _own(options, bundles, labels, judge, engine)
     document = diagnose_set(data, rule)
     console = Console(highlight=False)
     rows, layers = data.trajectory.shape
     factual = int(data.label.sum())
     console.print(f"{rows} trajectories of {layers} layers: {factual} factual, {rows - factual} hallucinated")
     _print(document, console)
-    if output is not None:
-        output.write_text(json.dumps(document, indent=2, allow_nan=False) + "\n", encoding="utf-8")
-        note(f"written to {output}")
+    if options.output is not None:
+        options.output.write_text(json.dumps(document, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+        note(f"written to {options.output}")
+
+
+def _own(
+    options: DiagnoseChoices, bundles: BundleOptions, labels: LabelChoices, judge: JudgeChoices, engine: EngineChoice
+) -> LabelledSet:
+    """The trajectories of the bundle's probes on the rows."""
+    if len(bundles.bundle) != 1:
+        raise UsageError("--bundle", "name the bundle whose probes read the rows")
+    from service.paper.own_trajectories import own_trajectories
+    from service.readout import Site
+    from service.trainer.options import NewRowsOptions
+
+    bundle = open_store(bundles).load(bundles.bundle[0])
+    choices = NewRowsChoices(
+        data=options.data, labels=options.labels, batch_rows=options.batch_rows, run_dir=options.run_dir
+    )
+    fields = choices.of(bundle, labels, judge)
+    data = fields.pop("data")
+    del fields["seed"]
+    engine.options_for([bundle.manifest.name])  # a wrong option is reported before rows are read
+    site = Site(bundle.manifest.readout.site)
+    try:
+        found = own_trajectories(
+            bundle, data, NewRowsOptions(**fields), lambda: load_engine(engine, bundles=[bundle], rows=[site])
+        )
+    except KeyboardInterrupt:
+        note(f"the same command resumes from {fields['run_dir']}")
+        raise
+    for remark in found.remarks:
+        note(remark)
+    return found.labelled
 
 
 def _rule(text: str | None) -> Shrinkage:
@@ -175,8 +246,8 @@ def _print(document: dict[str, Any], console: Console) -> None:
             f"({test['middle_significant']} of the {test['middle_layers']} middle ones)"
         )
     inner = {key: geometry[key] for key in ("kappa", "isotropy") if key in geometry}
-    for key, section in {**document, **inner}.items():
-        for remark in section.get("notes", ()):
+    for key, part in {**document, **inner}.items():
+        for remark in part.get("notes", ()):
             console.print(f"{key}: {remark}", style="dim", markup=False)
 
 

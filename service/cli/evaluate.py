@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import Parameter
 
-from service.cli.default_model import SHIPPED
-from service.cli.loading import load_engine
 from service.cli.options import Data, EngineChoice, FitChoices, LabelChoices, Out, Samples, UsageError
 from service.cli.output import print_line
 from service.options import Common
@@ -19,7 +17,7 @@ from service.settings import Range, option, section
 if TYPE_CHECKING:
     from service.evaluation.options import Source
 
-FEWEST_ROWS = 50
+FEWEST_ROWS = 50  # of a --limit
 
 
 @section("Evaluation", 5)
@@ -76,12 +74,11 @@ def evaluate(
 
     from service.evaluation.options import EvaluateOptions, method_names
     from service.evaluation.page.markdown import table_markdown
-    from service.evaluation.run import evaluate as run
-    from service.paper.report import command_line, write_report
-    from service.readout import Site
+    from service.library.evaluating import run_evaluation
+    from service.paper.report import command_line
 
     evaluation = EvaluateOptions(
-        sources=limited(tuple(map(source, options.data)) if options.data else (_demo(engine.model),), options.limit),
+        sources=limited(_sources(options.data, engine.model), options.limit),
         out=options.out or Path("evaluation"),
         suite=options.suite,
         methods=method_names(options.methods),
@@ -98,31 +95,25 @@ def evaluate(
         batch_rows=fit.batch_rows,
         jobs=fit.jobs,
     )
-    engine.engine_options  # noqa: B018  a wrong option is reported before rows are read
+    chosen = engine.engine_options  # a wrong option is reported before rows are read
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     try:
-        result = run(evaluation, lambda: load_engine(engine, rows=list(Site)), console=console)
-        files = write_report(result, command_line())
+        found = run_evaluation(evaluation, chosen, threads=engine.threads, console=console, command=command_line())
     except KeyboardInterrupt:
         console.print(f"the same command resumes from {evaluation.out}")
         raise
-    print_line(table_markdown(result.main))
-    print_line("\n".join(str(path) for path in files))
+    print_line(table_markdown(found.result.main))
+    print_line("\n".join(str(path) for path in found.files))
 
 
-def source(text: str) -> Source:
-    """``NAME=FOLDER`` of a known set, or a JSONL file.  Raises UsageError."""
-    from service.data.sets.registry import SETS
-    from service.evaluation.options import Source
+def _sources(data: Sequence[str], model: str | None) -> tuple[Source, ...]:
+    """The named data; without any, the demo's questions.  Raises UsageError."""
+    from service.library.evaluating import BadSource, demo_source, source
 
-    name, equals, folder = text.partition("=")
-    if equals and name in SETS:
-        return Source(name, Path(folder).expanduser(), name)
-    path = Path(text).expanduser()
-    if path.is_file():
-        return Source(path.stem, path)
-    known = ", ".join(SETS)
-    raise UsageError("--data", f"{text!r} is neither a JSONL file nor NAME=FOLDER with NAME one of {known}")
+    try:
+        return tuple(map(source, data)) or (demo_source(model),)
+    except BadSource as error:
+        raise UsageError("--data", str(error)) from None
 
 
 def limited(sources: Sequence[Source], limits: Sequence[str]) -> tuple[Source, ...]:
@@ -139,13 +130,3 @@ def limited(sources: Sequence[Source], limits: Sequence[str]) -> tuple[Source, .
             raise UsageError("--limit", f"{name or 'ROWS'} is given twice")
         rows[key] = int(count)
     return tuple(replace(source, limit=rows.get(source.name, rows.get(None))) for source in sources)
-
-
-def _demo(model: str | None) -> Source:
-    if model is not None and model not in SHIPPED:
-        raise UsageError("--data", "name the data to evaluate this model on")
-    from service.demo.questions import questions
-    from service.evaluation.options import Source
-
-    title = "questions about real facts (the training split), answered by the model itself"
-    return Source("demo-questions", None, rows=lambda: questions("train"), title=title)

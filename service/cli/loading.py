@@ -6,9 +6,10 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
-from service.cli.default_model import SHIPPED, default_model
-from service.cli.options import BundleOptions, EngineChoice, StoreOptions, UsageError
-from service.cli.output import Report, note, progress
+from service.cli.options import BundleOptions, EngineChoice, StoreOptions, UsageError, check_place
+from service.library import engine as library
+from service.library.default_model import NoDefaultBundle, default_bundles
+from service.progress import Report, note, progress
 from service.settings import KV_TOKENS
 
 if TYPE_CHECKING:
@@ -31,14 +32,13 @@ def open_store(options: StoreOptions) -> Store:
 
 def bundle_names(model: str | None, options: BundleOptions) -> tuple[str, ...]:
     """Which bundles to load; shipped models have their own, any other model must name one.  Raises UsageError."""
+    check_place(model)
     if options.bundle:
         return options.bundle
-    if (model or default_model()) in SHIPPED:
-        return SHIPPED[model or default_model()]
-    raise UsageError(
-        "--bundle",
-        f"which bundle reads {model}?  Name one (see 'hallutracer bundle list'), or make one with 'hallutracer train'",
-    )
+    try:
+        return default_bundles(model)
+    except NoDefaultBundle as error:
+        raise UsageError("--bundle", error.message) from None
 
 
 def load_engine(
@@ -50,36 +50,16 @@ def load_engine(
     max_wait_s: float = 0.002,
     report: Report = note,
 ) -> Engine:
-    """Load the model: to be read by ``bundles``, or to give whole activations at the sites ``rows``, for training.
-
-    The transformers engine can do either at any time; vLLM compiles in what it reads, so it must be known before.
-    ``max_kv_tokens`` and ``max_wait_s`` (the batching delay) are for engines that do not schedule by themselves;
-    ``report`` takes lines about what takes long.
-    """
-    options = choice.options_for([bundle.manifest.name for bundle in bundles])
-    if options.engine == "vllm":
-        from service.engines.vllm.engine import SLOTS, VllmEngine
-        from service.readout import Site
-
-        sites = {Site(bundle.manifest.readout.site) for bundle in bundles} | set(rows)
-        with progress(
-            f"loading {options.model} with vllm; it compiles and tests itself, which takes minutes at first", report
-        ):
-            return VllmEngine.load(
-                options, sites=sorted(sites), slots=max(SLOTS, len(bundles)), rows=bool(rows), threads=choice.threads
-            )
-    with progress(f"loading {options.model}", report):
-        import torch
-        from transformers.utils import logging as transformers_logging
-
-        from service.engines.scheduler import Scheduled
-        from service.engines.transformers.engine import TransformersEngine
-
-        transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-        if choice.threads is not None:
-            torch.set_num_threads(choice.threads)
-        batch = TransformersEngine.load(options)
-        return Scheduled(batch, max_kv_tokens=max_kv_tokens, max_wait_s=max_wait_s)
+    """The chosen model, as ``service.library.engine.load_engine`` loads it; none named: that of shipped bundles."""
+    return library.load_engine(
+        choice.options_for([bundle.manifest.name for bundle in bundles]),
+        bundles=bundles,
+        rows=rows,
+        threads=choice.threads,
+        max_kv_tokens=max_kv_tokens,
+        max_wait_s=max_wait_s,
+        report=report,
+    )
 
 
 def load_bundles(store: Store, names: Sequence[str], *, leave_out: bool = False) -> dict[str, Bundle]:

@@ -66,8 +66,10 @@ class NewRowsChoices:
         """The fields of ``trainer.options.NewRowsOptions``, with data and seed.  Raises UsageError."""
         from service.data.options import JudgeOptions
 
+        if len(self.data) != 1:
+            raise UsageError("--data", "name one JSONL file")
         if self.labels == "sample":
-            raise UsageError("--labels", "calibration is about greedy answers: given or generate")
+            raise UsageError("--labels", "this is about greedy answers: given or generate")
         if labels.prompt_format != "auto":
             raise UsageError("--prompt-format", "prompts are rendered as the bundle's training rows were")
         if labels.judge == "openai" and not (judge.judge_url and judge.judge_model):

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from cyclopts import Parameter
 
 from service.data.options import JudgeName, TrainingLabels
-from service.errors import HalluTracerError
+from service.errors import HalluTracerError, ModelLoadError
+from service.library.default_model import SHIPPED, default_model, model_folder
 from service.settings import AT_LEAST_1, DEFAULT_STORE, BundleNames, Range, StoreFolder, option, section
 
 if TYPE_CHECKING:
@@ -23,8 +24,8 @@ Output = Annotated[Path | None, option("File that the results are written to, as
 Json = Annotated[bool, option("Print JSON, for programs.", "json"), Parameter(negative="")]
 Data = Annotated[
     tuple[str, ...],
-    option("JSONL rows: id, prompt or messages, label or answers, group.  evaluate: also NAME=FOLDER for a public set "
-           "you downloaded ('hallutracer data list'), and repeatable."),
+    option("JSONL rows: prompt or messages, label or answers; id and group if any.  evaluate: also NAME=FOLDER for a "
+           "public set you downloaded ('hallutracer data list'), and repeatable."),
     Parameter(metavar="FILE"),
 ]  # fmt: skip
 Out = Annotated[
@@ -58,6 +59,19 @@ class UsageError(HalluTracerError):
 
     def __init__(self, flag: str, message: str) -> None:
         super().__init__(f"{flag}: {message}", param=flag)
+
+
+def check_place(model: str | None) -> None:
+    """Raise UsageError for a path where nothing is."""
+    from service.engines.places import place_of
+
+    if model in (None, *SHIPPED):
+        return
+    assert model is not None
+    try:
+        place_of(model)
+    except ModelLoadError as error:
+        raise UsageError("--model", error.message) from None
 
 
 @section("Model and engine", 10)
@@ -103,10 +117,9 @@ class EngineChoice:
 
     def options_for(self, bundles: Sequence[str]) -> EngineOptions:
         """What the engine takes; without a model, the one that these shipped bundles belong to."""
-        from service.cli.default_model import DEMO, default_model
-        from service.demo import MODEL_DIR
         from service.engines.base import EngineOptions
 
+        check_place(self.model)
         extra: dict[str, str] = {}
         for argument in self.engine_arg:
             name, equals, value = argument.partition("=")
@@ -120,7 +133,7 @@ class EngineChoice:
                 extra[name] = str(size)
         model = self.model if self.model is not None else default_model(bundles)
         return EngineOptions(
-            model=str(MODEL_DIR) if model == DEMO else model,
+            model=model_folder(model),
             revision=self.revision,
             dtype=self.dtype,
             device=self.device,

@@ -82,6 +82,8 @@ def score(
     """
     if bool(prompts) == (options.input is not None):
         raise UsageError("PROMPT", "give a question, or --input FILE, and not both")
+    if file := next((prompt for prompt in prompts if prompt.endswith(".jsonl") and Path(prompt).is_file()), None):
+        raise UsageError("PROMPT", f"{file} is a file; to score its rows: --input {file}")
     if options.plot is not None and len(prompts) not in range(1, MAX_PLOTTED + 1):
         raise UsageError("--plot", f"a picture has room for 1 to {MAX_PLOTTED} prompts, given on the command line")
     if options.plot is not None and not options.plot.parent.is_dir():

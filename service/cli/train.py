@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import shlex
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from service.cli.loading import load_engine, open_store
+from service.cli.loading import open_store
 from service.cli.options import (
     Data,
     EngineChoice,
@@ -20,10 +22,13 @@ from service.cli.options import (
     StoreOptions,
     UsageError,
 )
-from service.cli.output import print_line
+from service.cli.output import note, print_line
 from service.fitting.options import ClassBalance, LogitScale
 from service.options import Common
-from service.settings import Range, option, section
+from service.settings import DEFAULT_STORE, Range, option, section
+
+if TYPE_CHECKING:
+    from service.library.training import Trained
 
 
 @section("Training", 5)
@@ -98,9 +103,9 @@ def train(
     from rich.console import Console
 
     from service.data.options import JudgeOptions
+    from service.library.training import run_training
     from service.readout import Site
     from service.trainer.options import PromiseOptions, TrainOptions, parse_signals
-    from service.trainer.run import train as run
 
     optional: dict[str, Any] = {
         "abstain_pattern": judge.abstain_pattern, "c": fit.c, "max_new_tokens": labels.max_new_tokens,
@@ -137,11 +142,27 @@ def train(
         else PromiseOptions(options.calibration, alphas, promise.delta, publish_closed=promise.publish_closed),
         **{field: value for field, value in optional.items() if value is not None},
     )
-    engine.engine_options  # noqa: B018  a wrong option is reported before rows are read
+    chosen = engine.engine_options  # a wrong option is reported before rows are read
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     try:
-        bundle = run(training, lambda: load_engine(engine, rows=[training.readout]), open_store(store), console=console)
+        trained = run_training(training, chosen, open_store(store), threads=engine.threads, console=console)
     except KeyboardInterrupt:
         console.print(f"the same command resumes from {training.run_dir}")
         raise
-    print_line(f"{bundle.reference}  {bundle.manifest.digest}\n{bundle.path}")
+    print_line(f"{trained.reference}  {trained.bundle.manifest.digest}\n{trained.folder}")
+    for line in _next(trained, engine, store):
+        note(line)
+
+
+def _next(trained: Trained, engine: EngineChoice, store: StoreOptions) -> Iterator[str]:
+    """What to do with a new bundle: commands that can be copied."""
+    where = [] if store.store == DEFAULT_STORE else ["--store", str(store.store)]
+    model = [] if engine.model is None else ["--model", engine.model]
+    name = trained.bundle.manifest.name
+    yield "next:"
+    for command in (
+        ["score", "What is the capital of France?", *model, "--bundle", name, *where],
+        ["bundle", "show", name, *where],
+        ["serve", "--policy", "observe", *model, "--bundle", name, *where],
+    ):
+        yield f"  {shlex.join(['hallutracer', *command])}"

@@ -11,7 +11,7 @@ from typing import Any
 
 from scipy.cluster.hierarchy import DisjointSet
 
-from service.data.rows import check_prompt, check_text, objects
+from service.data.rows import check_id, check_prompt, check_text, id_of, id_problem, objects
 from service.data.sets.questions import words_of
 from service.errors import DataError
 
@@ -104,14 +104,12 @@ def _read(source: Source) -> list[Row]:
     problems: list[str] = []
     rows: list[Row] = []
     seen: dict[str, int] = {}
+    numbered: set[int] = set()
     for line, row in objects(source.path, problems):
-        found = [*check_text(row, "id", required=True), *check_text(row, "group", required=False), *check_prompt(row)]
-        if not found and row["id"] in seen:
-            found.append(f"id {row['id']!r} is already that of line {seen[row['id']]}")
+        found = [*check_id(row), *check_text(row, "group", required=False), *check_prompt(row)]
+        found = found or list(id_problem(row, line, seen, numbered))
         problems += [f"line {line}: {problem}" for problem in found]
-        if not found:
-            seen[row["id"]] = line
-            rows.append(row)
+        rows.append(row | {"id": id_of(row, line)})
     if not rows and not problems:
         problems.append("the file has no rows")
     if problems:

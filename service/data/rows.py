@@ -43,6 +43,34 @@ def objects(path: Path, problems: list[str]) -> Iterator[tuple[int, dict[str, An
                     problems.append(f"line {line}: a JSON object is expected, found {_kind(value)}")
 
 
+def id_of(value: dict[str, Any], line: int) -> str:
+    """A row's ``id`` as text; the number of its line where it has none."""
+    return str(value.get("id", line))
+
+
+def check_id(value: dict[str, Any]) -> Iterator[str]:
+    """Problems of an object's ``id``, which may be missing, a text or a whole number."""
+    if type(value.get("id")) is not int:
+        yield from check_text(value, "id", required=False)
+
+
+def id_problem(value: dict[str, Any], line: int, first: dict[str, int], numbered: set[int]) -> Iterator[str]:
+    """A problem if another line has this row's id already; ``first``: its line by id; ``numbered``: lines without."""
+    name = id_of(value, line)
+    if (other := first.setdefault(name, line)) != line:
+        own, theirs = "id" in value, other not in numbered
+        if own and theirs:
+            yield f"id {name!r} is already that of line {other}"
+        else:
+            without, with_id = (line, other) if theirs else (other, line)
+            yield (
+                f"id {name!r} of line {with_id} is also the number of line {without}, which has no 'id' and is called "
+                "by its number: give every row an 'id', or none"
+            )
+    if "id" not in value:
+        numbered.add(line)
+
+
 def check_text(value: dict[str, Any], key: str, *, required: bool) -> Iterator[str]:
     """Problems of an object's text field ``key``."""
     if key not in value:

@@ -1,8 +1,9 @@
 """JSONL training rows, parsed once; every problem is reported by line number before a model is loaded.
 
-A row: ``id``; ``prompt`` or ``messages``; ``label`` (1 factual, 0 hallucinated) or ``answers`` (accepted answers, for
-labels that are generated and judged); ``group`` (rows that folds keep together; rows with the same prompt always are).
-Other keys are metadata; ``kind`` and ``template`` name strata of the evaluation.
+A row: ``id``, else it is called by the number of its line; ``prompt`` or ``messages``; ``label`` (1 factual,
+0 hallucinated) or ``answers`` (accepted answers, for labels that are generated and judged); ``group`` (rows that folds
+keep together; rows with the same prompt always are).  Other keys are metadata; ``kind`` and ``template`` name strata of
+the evaluation.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from numpy.typing import NDArray
 from scipy.cluster.hierarchy import DisjointSet
 
 from service.data.options import Labels
-from service.data.rows import check_prompt, check_text, objects
+from service.data.rows import check_id, check_prompt, check_text, id_of, id_problem, objects
 from service.errors import DataError
 
 Message = dict[str, str]
@@ -80,17 +81,20 @@ def read_dataset(path: Path, labels: Labels, *, folds: int | None) -> Dataset:
     rows: list[Row] = []
     digest = hashlib.sha256()
     own_groups = False
+    first: dict[str, int] = {}
+    numbered: set[int] = set()
     for line, value in objects(path, problems):
         of_line = [f"line {line}: {problem}" for problem in _check(value, labels)]
         problems += of_line
         if of_line:
             continue
+        problems += [f"line {line}: {problem}" for problem in id_problem(value, line, first, numbered)]
         digest.update(json.dumps(value, sort_keys=True, separators=(",", ":")).encode() + b"\n")
         own_groups |= "group" in value
         rows.append(
             Row(
                 line=line,
-                id=value["id"],
+                id=id_of(value, line),
                 prompt=value.get("prompt"),
                 messages=value.get("messages"),
                 group=value.get("group", ""),
@@ -152,7 +156,7 @@ def _merged(rows: Sequence[Row]) -> NDArray[np.int64]:
 
 def _check(value: dict[str, Any], labels: Labels) -> Iterator[str]:
     """Problems of one object."""
-    yield from check_text(value, "id", required=True)
+    yield from check_id(value)
     yield from check_text(value, "group", required=False)
     yield from check_prompt(value)
     yield from _check_label(value) if labels == "given" else _check_answers(value)
@@ -160,7 +164,7 @@ def _check(value: dict[str, Any], labels: Labels) -> Iterator[str]:
 
 def _check_label(value: dict[str, Any]) -> Iterator[str]:
     if "label" not in value:
-        cure = " (there are 'answers': generate the labels)" if "answers" in value else ""
+        cure = " (there are 'answers': generate the labels, --labels generate)" if "answers" in value else ""
         yield f"'label' is missing{cure}"
     elif type(value["label"]) is not int or value["label"] not in (0, 1):
         yield f"'label' must be the number 1 (factual) or 0 (hallucinated), found {json.dumps(value['label'])[:60]}"
@@ -169,7 +173,7 @@ def _check_label(value: dict[str, Any]) -> Iterator[str]:
 def _check_answers(value: dict[str, Any]) -> Iterator[str]:
     answers = value.get("answers")
     if "answers" not in value:
-        cure = " (there is a 'label': use the given labels)" if "label" in value else ""
+        cure = " (there is a 'label': use the given labels, --labels given)" if "label" in value else ""
         yield f"'answers' is missing{cure}"
     elif not isinstance(answers, list) or not answers:
         yield "'answers' must be a non-empty list of strings"
@@ -180,13 +184,9 @@ def _check_answers(value: dict[str, Any]) -> Iterator[str]:
 
 
 def _across(rows: list[Row]) -> Iterator[str]:
-    """Problems between rows: a repeated id; the same prompt and group with both labels."""
-    first: dict[str, int] = {}
+    """Problems between rows: the same prompt and group with both labels."""
     seen: dict[tuple[bytes, str], Row] = {}
     for row in rows:
-        if row.id in first:
-            yield f"line {row.line}: id {row.id!r} is already that of line {first[row.id]}"
-        first.setdefault(row.id, row.line)
         other = seen.setdefault((row.prompt_digest, row.group), row)
         if other.label != row.label:
             yield (

@@ -10,11 +10,11 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.hub import cached_file
 
-from service.engines import gguf
+from service.engines import gguf, hub
 from service.engines.base import EngineOptions
 from service.engines.families import family_of, text_config
 from service.engines.identity import folder_fingerprint, weight_files
-from service.engines.packaged import PACKAGED
+from service.engines.places import place_of
 from service.errors import ModelLoadError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -47,36 +47,32 @@ def find_model_files(options: EngineOptions) -> ModelFiles:
 
     Raises ModelLoadError or UnknownFamily.
     """
-    local = Path(options.model).expanduser()
-    if options.model in PACKAGED and not local.exists():
-        local = PACKAGED[options.model].path
-    if local.exists() and options.revision is not None:
-        raise ModelLoadError(f"{local} is on disk, without revisions; leave it out", param="revision")
-    if gguf.is_gguf(local):
-        local = gguf.folder_of(local)
-    if local.is_dir():
-        check_folder(local)
-        loader_arguments: dict[str, Any] = {"pretrained_model_name_or_path": str(local), "local_files_only": True}
-    elif looks_like_path(options.model):
-        raise ModelLoadError(
-            f"there is no folder or GGUF file {local}; give a folder with config.json, a .gguf file or a hub name",
-            param="model",
-        )
+    local = place_of(options.model)
+    if local is None:
+        # Where the hub cannot be reached, what was downloaded before is read without asking for news of it.
+        offline = not hub.reachable(options.model, options.revision)
+        loader_arguments: dict[str, Any] = {
+            "pretrained_model_name_or_path": options.model,
+            "revision": options.revision,
+            "local_files_only": offline,
+        }
     else:
-        loader_arguments = {"pretrained_model_name_or_path": options.model, "revision": options.revision}
+        if options.revision is not None:
+            raise ModelLoadError(f"{local} is on disk, without revisions; leave it out", param="revision")
+        if gguf.is_gguf(local):
+            local = gguf.folder_of(local)
+        check_folder(local)
+        loader_arguments = {"pretrained_model_name_or_path": str(local), "local_files_only": True}
     loader_arguments["trust_remote_code"] = options.trust_remote_code
 
     config = _attempt("configuration", options, lambda: AutoConfig.from_pretrained(**loader_arguments))
     family_of(config)
     tokenizer = _attempt("tokenizer", options, lambda: AutoTokenizer.from_pretrained(**loader_arguments))
-    folder = (
-        local
-        if local.is_dir()
-        else Path(str(cached_file(options.model, "config.json", revision=options.revision))).parent
-    )
-    # The folder's name without its path, because the name is sent to clients.
-    name = local.resolve().name if local.is_dir() else options.model
-    return ModelFiles(loader_arguments, config, tokenizer, name, folder)
+    if local is not None:
+        # The folder's name without its path, because the name is sent to clients.
+        return ModelFiles(loader_arguments, config, tokenizer, local.resolve().name, local)
+    cached = cached_file(options.model, "config.json", revision=options.revision, local_files_only=offline)
+    return ModelFiles(loader_arguments, config, tokenizer, options.model, Path(str(cached)).parent)
 
 
 def load(options: EngineOptions) -> LoadedWeights:
@@ -136,7 +132,9 @@ def check_options(options: EngineOptions) -> None:
 
 
 def check_folder(folder: Path) -> None:
-    """Raise ModelLoadError for a folder without a config or without weights."""
+    """Raise ModelLoadError for a file, or a folder without a config or without weights."""
+    if not folder.is_dir():
+        raise ModelLoadError(f"{folder} is neither a folder nor a GGUF file", param="model")
     if not (folder / "config.json").is_file():
         raise ModelLoadError(f"{folder} has no config.json; it is not a transformers model folder", param="model")
     if not weight_files(folder):
@@ -176,11 +174,6 @@ def choose_dtype(dtype: str, config: Any, device: torch.device) -> torch.dtype:
     if own not in DTYPES.values():
         raise ModelLoadError(f"the checkpoint's dtype {own} is not supported; set dtype to bfloat16", param="dtype")
     return own
-
-
-def looks_like_path(model: str) -> bool:
-    """Whether ``model`` is a path; a hub name is ``name`` or ``owner/name``."""
-    return model.startswith((".", "/", "~")) or model.count("/") > 1 or "\\" in model or not model
 
 
 def _attempt(what: str, options: EngineOptions, action: Any) -> Any:

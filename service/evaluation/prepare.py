@@ -19,7 +19,7 @@ from probes_store.durable import atomic_write
 from service.data.collection import Collection, collect
 from service.data.labels import check_answers, given_labels, judged_labels
 from service.data.options import ABSTAIN, JudgeName, JudgeOptions, Labels
-from service.data.rows import objects
+from service.data.rows import id_of, objects
 from service.data.sets.registry import SETS, SetInfo, read_set
 from service.data.training_rows import Dataset, class_problems, read_dataset
 from service.engines.base import Engine
@@ -84,7 +84,8 @@ def read_rows(source: Source, options: EvaluateOptions) -> SetRows:
         title = info.title
         notes += [info.caveat, "rows: " + ", ".join(f"{key} {value}" for key, value in counts.items())]
     else:
-        rows, title = [value for _, value in objects(source.path, [])], source.path.name
+        read = objects(source.path, [])
+        rows, title = [value | {"id": id_of(value, line)} for line, value in read], source.path.name
     labels: Labels = info.labels if info else ("given" if any("label" in row for row in rows) else "generate")
     folds = options.folds if labels == "given" else 0
     path = folder / "rows.jsonl"
@@ -124,7 +125,8 @@ def within_context(engine: Engine, rows: SetRows, folder: Path, folds: int, prom
     }
     if not long:
         return rows
-    kept = [value for line, value in objects(rows.dataset.path, []) if line not in long]
+    read = objects(rows.dataset.path, [])
+    kept = [value | {"id": id_of(value, line)} for line, value in read if line not in long]
     path = folder / "rows-that-fit.jsonl"
     _write_rows(path, kept)
     dataset = read_dataset(path, rows.labels, folds=folds if rows.labels == "given" else 0)
@@ -187,7 +189,7 @@ def answers_path(options: EvaluateOptions, name: str) -> Path:
 
 def _sample_groups(rows: list[dict[str, Any]], limit: int) -> list[dict[str, Any]]:
     """About ``limit`` rows in whole groups, evenly spaced over the file so that every sub-dataset is sampled."""
-    names = [str(row.get("group", row["id"])) for row in rows]
+    names = [str(row.get("group", row.get("id", place))) for place, row in enumerate(rows)]
     order = list(dict.fromkeys(names))
     count = min(len(order), max(1, round(limit * len(order) / len(rows))))
     chosen = {order[number * len(order) // count] for number in range(count)}

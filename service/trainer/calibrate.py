@@ -173,7 +173,7 @@ def carry_out(made: Plan, engine: Engine, store: Store, console: Console) -> Bun
     guarantee = _guarantee(made, served or promises[0], label, value, group, cast(DType, engine.identity.dtype))
     controls = [_control(label, value, group, promise.alpha) for promise in promises]
     bundle = store.publish(_draft(made, guarantee, _record(made, data, promises, controls)))
-    console.print(f"published {bundle.reference} ({bundle.manifest.digest})")
+    console.print(f"published {bundle.reference}")
     return bundle
 
 

@@ -162,7 +162,7 @@ def _carry_out(made: Plan, engine: Engine, store: Store, console: Console) -> Bu
         )
         return None
     published = store.publish(_draft(made, choice, shift, risk, data))
-    console.print(f"published {published.reference} ({published.manifest.digest})")
+    console.print(f"published {published.reference}")
     if bundle.manifest.guarantee is not None:
         console.print(f"{published.reference} has no guarantee: that of {bundle.reference} was not carried over")
     return published

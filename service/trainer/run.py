@@ -37,7 +37,7 @@ from service.fitting.uncertainty import fit_interval, fit_reference
 from service.prompts import default_prompt_format
 from service.readout import Probes
 from service.trainer.calibrate import carry_out, described, plan
-from service.trainer.card import CHANCE, group_warning, write_card
+from service.trainer.card import CHANCE, write_card
 from service.trainer.ledger import Marks
 from service.trainer.options import Console, TrainOptions
 from service.trainer.plots import draw
@@ -45,7 +45,8 @@ from service.trainer.prepare import prepare
 from service.trainer.publish import golden_rows, manifest_of, probe_tensors, record_golden, trajectories
 from service.trainer.record import evaluation_document, plot_data, training_record
 from service.trainer.scaling import scale_logits
-from service.trainer.summary import better_options, summary_table
+from service.trainer.summary import better_options
+from service.trainer.summary import closing as closing_lines
 from service.trainer.uncertainty import uncertainty_record
 
 
@@ -70,10 +71,11 @@ def train(options: TrainOptions, engine_factory: Callable[[], Engine], store: St
     console.print(f"{len(dataset)} rows in {options.data.name}" + (f", {len(test)} held out" if test else ""))
 
     with locked(options.run_dir), closing(engine_factory()) as engine:
-        bundle = store.publish(_draft(options, dataset, test, engine, console))
-        console.print(f"published {bundle.reference} ({bundle.manifest.digest})")
-        if warning := group_warning(bundle.evaluation()["data"]):
-            console.print(warning)
+        draft, better = _draft(options, dataset, test, engine, console)
+        bundle = store.publish(draft)
+        console.print(f"published {bundle.reference}")
+        for line in (*closing_lines(bundle.evaluation()), *better):
+            console.print(line)
         if options.calibration is not None:
             calibrating = plan(options.calibration.of(bundle.reference, options), store)
             for line in described(calibrating):
@@ -84,8 +86,8 @@ def train(options: TrainOptions, engine_factory: Callable[[], Engine], store: St
 
 def _draft(
     options: TrainOptions, dataset: Dataset, test: Dataset | None, engine: Engine, console: Console
-) -> BundleDraft:
-    """Everything between the data and the store."""
+) -> tuple[BundleDraft, list[str]]:
+    """Everything between the data and the store; and options that would have done better."""
     # Collect and label.
     prompt_format = default_prompt_format(engine) if options.prompt_format == "auto" else options.prompt_format
     data = prepare(engine, dataset, options.preparation, prompt_format, "train", folds=options.folds)
@@ -121,9 +123,6 @@ def _draft(
         gates = [at_threshold(inputs.label, of_seed, classifier.threshold) for of_seed in nested.risk[own]]
         nested.document["at_threshold"] = rounded({key: np.mean([gate[key] for gate in gates]) for key in gates[0]})
         _check_signal(nested.document["signals"][own]["auroc"], options)
-        console.print(summary_table(nested.document["signals"], own))
-        for line in better_options(inputs, nested, own):
-            console.print(line)
     uncertainty = None
     if reference is not None:
         interval = None if nested is None else fit_interval(nested.risk[own], reference, options.folds)
@@ -156,7 +155,8 @@ def _draft(
         left_out=data.labelled.left_out,
         plots=sorted(plots),
     )
-    return BundleDraft(manifest, tensors, golden, document, card, plots)
+    better = [] if nested is None else list(better_options(inputs, nested, own))
+    return BundleDraft(manifest, tensors, golden, document, card, plots), better
 
 
 def _check_signal(auroc: dict[str, float], options: TrainOptions) -> None:

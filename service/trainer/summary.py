@@ -6,9 +6,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from service.fitting.jackknife import gain
-from service.fitting.markdown import markdown_table
+from service.fitting.markdown import aligned_table
 from service.fitting.nested_cv import NAMES, Evaluation, Inputs
-from service.trainer.card import SIGNALS, WITHIN
+from service.trainer.card import SIGNALS, WITHIN, group_warning
 
 OPTIONS = {
     "depth_mean_unit_norm": "--logit-scale unit_norm --signals depth_mean",
@@ -21,10 +21,25 @@ OPTIONS = {
 """Signal -> the options of ``hallutracer train`` that publish it."""
 
 
+def closing(evaluation: Mapping[str, Any]) -> Iterator[str]:
+    """What a run says once its bundle is published, from the bundle's evaluation: how well it works, and warnings."""
+    crossed, held = evaluation.get("cross_validation"), evaluation.get("held_out")
+    if crossed is not None:
+        yield "Nested cross-validation, on rows that no fit saw:"
+        yield summary_table(crossed["signals"], evaluation["signal_of_the_bundle"])
+    if held is not None:
+        row = held["signals"]["bundle"]
+        yield f"Held-out rows: AUROC {row['auroc']:.3f}, ECE {row['ece']:.3f}, {held['rows']} rows"
+    if crossed is None and held is None:
+        yield "Not evaluated: how well this bundle works is not known"
+    if warning := group_warning(evaluation["data"]):
+        yield warning
+
+
 def summary_table(signals: Mapping[str, Any], own: str) -> str:
     """AUROC with its interval, AUROC within a kind where the rows have kinds, and calibration; ours is marked."""
     within = [key for key in WITHIN if any(signals[name].get(key) for name in NAMES)]
-    header = ["", "AUROC", *(WITHIN[key] for key in within), "calibration error, debiased"]
+    header = ["", "AUROC [95 %]", *(WITHIN[key] for key in within), "ECE", "debiased"]
     lines = []
     for name in NAMES:
         row = signals[name]
@@ -34,10 +49,11 @@ def summary_table(signals: Mapping[str, Any], own: str) -> str:
                 ("> " if name == own else "") + SIGNALS[name],
                 f"{auroc['mean']:.3f} [{auroc['low']:.3f}, {auroc['high']:.3f}]",
                 *(f"{row[key]['mean']:.3f}" if row.get(key) else "-" for key in within),
+                f"{row['ece']['mean']:.3f}",
                 f"{row['calibration_debiased']['mean']:.3f}",
             ]
         )
-    return markdown_table(header, lines)
+    return aligned_table(header, lines)
 
 
 def better_options(inputs: Inputs, nested: Evaluation, own: str) -> Iterator[str]:

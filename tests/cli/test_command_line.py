@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from service import __version__
+from service import __version__, progress
 from service.api.response_schema import BundleRef, RiskOut, ScoreResponse
-from service.cli import output
 from service.cli.main import main, make_app
 from service.options import Sources, commands_of
 
@@ -160,7 +159,7 @@ def test_train_reports_bad_data_before_a_model_is_loaded(
         "--name",
         "x",
         "--model",
-        "/nowhere",
+        "owner/nowhere",
         "--run-dir",
         str(tmp_path / "r"),
     )
@@ -182,21 +181,21 @@ def test_repeated_problems_are_reported_once(capsys: pytest.CaptureFixture[str],
     assert run("score", "--input", str(path)) == 1
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 3
-    assert "line 1 and 599 more: " in lines[1]
+    assert "line 1 and 599 more lines: " in lines[1]
     assert "line 601: " in lines[2]
 
 
 def test_progress_is_reported_by_the_clock(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(output, "FIRST_S", 0.01)
-    monkeypatch.setattr(output, "EVERY_S", 0.01)
-    with output.progress("loading x"):
+    monkeypatch.setattr(progress, "FIRST_S", 0.01)
+    monkeypatch.setattr(progress, "EVERY_S", 0.01)
+    with progress.progress("loading x"):
         time.sleep(0.1)
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) >= 3
     assert lines[0].startswith("loading x (")
     assert lines[-1].startswith("loading x: done in ")
-    monkeypatch.setattr(output, "FIRST_S", 60.0)
-    with output.progress("a short step"):
+    monkeypatch.setattr(progress, "FIRST_S", 60.0)
+    with progress.progress("a short step"):
         pass
     assert capsys.readouterr().err == ""
 

@@ -10,11 +10,14 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+import hallutracer as ht
 from service.cli.main import main
+from service.demo.questions import questions
 from service.errors import DataError, TrainingError
 from service.fitting.scores import auroc
 from service.paper.diagnose import LIMIT, diagnose_set, read_set
 from service.paper.diagnostics.fisher import Shrinkage
+from tests.command_line import hallutracer
 
 KEYS = {
     "fisher": {"theta", "chi", "t", "r_fisher", "r_fisher_direct"},
@@ -199,3 +202,64 @@ def test_the_command_prints_tables_and_writes_json(tmp_path: Path, capsys: pytes
     assert "120 trajectories of 9 layers: 40 factual, 80 hallucinated" in captured.out
     assert "ignored arrays: extra" in captured.err
     assert "Chen-Qin" in captured.out
+
+
+def demo_rows(folder: Path, split: str, count: int) -> Path:
+    path = folder / f"{split}.jsonl"
+    rows = [
+        {"prompt": row["prompt"], "label": int(row["exposures"] > 4), "group": row["group"]}
+        for row in questions(split)[:count]
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_a_bundle_and_rows_are_enough(tmp_path: Path) -> None:
+    """The same numbers as from arrays that were scored by hand."""
+    rows = demo_rows(tmp_path, "dev", 120)
+    out = tmp_path / "found.json"
+    arguments = ("--labels", "given", "--run-dir", str(tmp_path / "run"), "--output", str(out))
+    done = hallutracer("diagnose", "--bundle", "demo", "--data", str(rows), *arguments)
+    assert done.returncode == 0, done.stderr
+    assert "120 trajectories of 8 layers" in done.stdout
+    assert "demo:1 does not record its training rows" in done.stderr
+    read = [json.loads(line) for line in rows.read_text().splitlines()]
+    with ht.load("demo", report=lambda line: None) as detector:
+        risks = detector.score([row["prompt"] for row in read])
+        direction = detector.bundle.probes.direction
+    np.savez(tmp_path / "by-hand.npz", trajectory=risks.trajectory, label=[row["label"] for row in read],
+             group=[row["group"] for row in read])  # fmt: skip
+    by_hand, found = diagnose(tmp_path / "by-hand.npz"), json.loads(out.read_text())
+    assert found["features"] == pytest.approx(by_hand["features"], abs=1e-3)
+    assert found["fisher"]["r_fisher"] == pytest.approx(by_hand["fisher"]["r_fisher"], rel=1e-2)
+    assert found["geometry"]["isotropy"]["dim"] == direction.shape[1]
+    assert not any("not direction . readout" in note for note in found["geometry"]["notes"])
+
+
+def test_rows_that_the_bundle_was_fitted_on_are_told(tmp_path: Path) -> None:
+    rows, fresh = demo_rows(tmp_path, "train", 400), demo_rows(tmp_path, "dev", 120)
+    store, quiet = tmp_path / "store", {"report": lambda line: None}
+    options: dict[str, Any] = {"evaluate": False, "seeds": (0,), "folds": 2, "c": 0.1, "jobs": 1}
+    ht.train(rows, "mine", "demo", store=store, run_dir=tmp_path / "run", **options, **quiet)
+    said = [
+        hallutracer("diagnose", "--bundle", "mine", "--data", str(file), "--store", str(store), "--run-dir",
+                    str(tmp_path / "run")).stderr
+        for file in (rows, fresh)
+    ]  # fmt: skip
+    assert "mine:1 was fitted on 400 of the 400 rows: everything here is too good" in said[0]
+    assert "fitted on" not in said[1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ((), "give an .npz file, or --bundle NAME with --data"),
+        (("x.npz", "--data", "y.jsonl"), "give an .npz file, or"),
+        (("--data", "y.jsonl"), "--bundle: name the bundle"),
+        (("--data", "y.jsonl", "--bundle", "demo", "--model", "./nope"), "there is no folder or GGUF file ./nope"),
+    ],
+)
+def test_what_is_missing_is_named(arguments: tuple[str, ...], said: str) -> None:
+    done = hallutracer("diagnose", *arguments)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert said in done.stderr

@@ -11,13 +11,13 @@ import pytest
 from probes_store.errors import BundleError
 from probes_store.manifest import MANIFEST
 from probes_store.store import SHIPPED, Store
-from service.cli.default_model import DEMO, SMOLLM2, default_model
-from service.cli.default_model import SHIPPED as OWN
 from service.cli.loading import bundle_names, load_bundles, load_scorers
 from service.cli.options import BundleOptions, EngineChoice, UsageError
 from service.demo import MODEL_DIR
 from service.engines.packaged import PACKAGED, PackagedModel
 from service.engines.scheduler import Scheduled
+from service.library.default_model import DEMO, SMOLLM2, default_model
+from service.library.default_model import SHIPPED as OWN
 from service.readout import Geometry
 from tests.matching import matching_bundle
 from tests.scripted_engine import ScriptedEngine

@@ -87,12 +87,18 @@ def test_what_is_wrong_is_said(trivia: Path, tmp_path: Path) -> None:
     folder.mkdir()
     with pytest.raises(DataError, match="two files are called 'trivia'"):
         mix([Source(trivia), Source(write(folder / "trivia.jsonl", [{"id": "0", "prompt": "a"}]))])
-    bad = write(tmp_path / "bad.jsonl", [{"id": "0", "prompt": "a"}, {"prompt": "a"}, {"id": "0", "prompt": "b"}])
-    with pytest.raises(DataError, match="line 2: 'id' is missing(.|\n)*line 3: id '0' is already that of line 1"):
+    bad = write(tmp_path / "bad.jsonl", [{"id": "0", "prompt": "a"}, {"id": 0.5}, {"id": "0", "prompt": "b"}])
+    with pytest.raises(DataError, match="line 2: 'id' must be a string(.|\n)*line 3: id '0' is already that of line 1"):
         mix([Source(bad)])
     empty = write(tmp_path / "empty.jsonl", [])
     with pytest.raises(DataError, match="the file has no rows"):
         mix([Source(empty)])
+
+
+def test_rows_without_an_id_get_the_number_of_their_line(tmp_path: Path) -> None:
+    rows = write(tmp_path / "plain.jsonl", [{"prompt": "Who painted Guernica?"}, {"prompt": "Who wrote Emma?"}])
+    assert {row["id"] for row in mix([Source(rows)]).rows} == {"plain/1", "plain/2"}
+    assert mix([Source(rows)]).groups == 2
 
 
 def test_the_command_prints_rows_that_the_trainer_takes(trivia: Path, tmp_path: Path) -> None:

@@ -38,8 +38,9 @@ def problems_of(tmp_path: Path, lines: list[Any], labels: Any = "given", folds: 
         (b'"a string"', "a JSON object is expected, found a string"),
         (b"[1]", "a JSON object is expected, found a list"),
         (b'{"id": "\xff"}', "not UTF-8 at byte 9"),
-        ({"prompt": "x", "label": 1}, "'id' is missing"),
-        ({"id": 3, "prompt": "x", "label": 1}, "'id' must be a string, found a number"),
+        ({"id": None, "prompt": "x", "label": 1}, "'id' must be a string, found null"),
+        ({"id": 3.5, "prompt": "x", "label": 1}, "'id' must be a string, found a number"),
+        ({"id": True, "prompt": "x", "label": 1}, "'id' must be a string, found a boolean"),
         ({"id": " ", "prompt": "x", "label": 1}, "'id' is empty"),
         ({"id": "a", "label": 1}, "'prompt' (or 'messages') is missing"),
         ({"id": "a", "prompt": "x", "messages": [], "label": 1}, "both 'prompt' and 'messages'"),
@@ -96,6 +97,42 @@ def test_all_problems_at_once_in_the_order_of_lines(tmp_path: Path) -> None:
 def test_an_id_twice_names_both_lines(tmp_path: Path) -> None:
     found = problems_of(tmp_path, [*enough(), {**GOOD, "id": "ok2"}])
     assert found == ["line 7: id 'ok2' is already that of line 3"]
+
+
+def test_rows_without_an_id_are_called_by_their_line(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    rows = [{"prompt": "a", "label": 1}, {"id": 9, "prompt": "b", "label": 0}, {"id": "x", "prompt": "c", "label": 1}]
+    path.write_text("\n" + "".join(json.dumps(row) + "\n" for row in rows))
+    assert [row.id for row in read_dataset(path, "given", folds=0).rows] == ["2", "9", "x"]
+
+
+@pytest.mark.parametrize(
+    ("ids", "line", "said"),
+    [
+        (["2", None], 2, "id '2' of line 1 is also the number of line 2, which has no 'id'"),
+        ([None, 1], 2, "id '1' of line 2 is also the number of line 1, which has no 'id'"),
+        ([5, "5"], 2, "id '5' is already that of line 1"),
+    ],
+)
+def test_an_id_that_is_another_rows_number_is_told(tmp_path: Path, ids: list[Any], line: int, said: str) -> None:
+    lines = [{"prompt": f"q{n}", "label": 1} | ({} if name is None else {"id": name}) for n, name in enumerate(ids)]
+    [found] = problems_of(tmp_path, [*lines, {"id": "z", "prompt": "z", "label": 0}], folds=0)
+    assert found.startswith(f"line {line}: {said}")
+
+
+def test_problems_of_one_kind_are_told_once_with_a_count(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    rows = [{"prompt": f"q{n}", "label": "yes" if n % 2 else f"no {n}"} for n in range(412)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in [{"label": 1}, *rows]))
+    with pytest.raises(DataError) as caught:
+        read_dataset(path, "given", folds=None)
+    head, missing, labels = caught.value.message.splitlines()
+    assert head.endswith("413 problems; nothing was done")
+    assert missing == "  line 1: 'prompt' (or 'messages') is missing"
+    assert labels == (
+        "  line 2 and 411 more lines: 'label' must be the number 1 (factual) or 0 (hallucinated), found \"no 0\" (the "
+        "others are like it)"
+    )
 
 
 def test_contradictory_duplicates_name_both_lines(tmp_path: Path) -> None:

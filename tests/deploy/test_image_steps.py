@@ -71,7 +71,7 @@ def test_the_install_steps_give_a_working_command(tmp_path: Path) -> None:
     package = install(tmp_path)
     assert data_files(package) == data_files(p.ROOT)
     assert {"service/py.typed", "probes_store/py.typed"} <= data_files(package)
-    assert {path.name for path in package.iterdir()} >= {"service", "probes_store", "bin"}
+    assert {path.name for path in package.iterdir()} >= {"hallutracer", "service", "probes_store", "bin"}
     assert not (package / "tests").exists()
     command = package / "bin" / "hallutracer"
     assert command.read_text().startswith(f"#!{tmp_path}/opt/venv/bin/python")

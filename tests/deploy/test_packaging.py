@@ -55,7 +55,7 @@ def copy_of(tmp_path: Path) -> Path:
     for part in p.PARTS:
         source = p.ROOT / part
         (shutil.copytree if source.is_dir() else shutil.copy)(source, tmp_path / part)
-    for package in ("service", "probes_store"):
+    for package in ("hallutracer", "service", "probes_store"):
         (tmp_path / package).symlink_to(p.ROOT / package)
     return tmp_path
 

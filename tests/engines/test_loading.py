@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from service.engines import loading
+from service.engines import loading, places
 from service.engines.base import BatchEngine, EngineOptions
 from service.engines.identity import folder_fingerprint, memory_fingerprint
 from service.engines.transformers.engine import TransformersEngine
@@ -120,8 +120,8 @@ def test_no_such_folder():
         if name:
             with pytest.raises(ModelLoadError, match="there is no folder"):
                 load(Path(name) if name != "./nothing-here" else name)  # type: ignore[arg-type]
-    assert loading.looks_like_path("")
-    assert not loading.looks_like_path("owner/model")
+    assert places.looks_like_path("")
+    assert not places.looks_like_path("owner/model")
 
 
 def without(*patterns: str) -> Callable[[Path], None]:

@@ -37,7 +37,11 @@ def made(noise: dict[str, float]) -> tuple[Inputs, Evaluation]:
         tests[name] = [(side, risk[side]) for side in sides]
         low, high = auroc_interval(label, group, tests[name])
         mean = float(np.mean([risk_auroc(label[side], risk[side]) for side in sides]))
-        signals[name] = {"auroc": {"mean": mean, "low": low, "high": high}, "calibration_debiased": {"mean": 0.01}}
+        signals[name] = {
+            "auroc": {"mean": mean, "low": low, "high": high},
+            "ece": {"mean": 0.02},
+            "calibration_debiased": {"mean": 0.01},
+        }
     signals[OWN]["auroc_within_kind"] = {"mean": 0.678}
     return MadeInputs(label, group), Evaluation({"signals": signals}, {}, tests)
 

@@ -42,6 +42,7 @@ from service.engines.vllm.client import Client
 from service.engines.vllm.requests import AnswerBuilder, ProbeLease, answering, payload_of, score_only, times
 from service.engines.vllm.self_test import self_test
 from service.engines.vllm.slots import Slots
+from service.engines.vllm.stages import say
 from service.engines.vllm.wire import Directive, Payload, Plan
 from service.errors import EngineError
 from service.readout import Geometry, Pooling, Probes, Site
@@ -92,6 +93,7 @@ class VllmEngine:
             geometry=self._plan.geometry,
             max_tokens=int(config.model_config.max_model_len),
         )
+        say("testing what is read")
         # Embedding rows beyond the tokenizer's vocabulary are often padding and identical.
         self_test(self, self._plan, min(self._vocabulary, len(files.tokenizer)))
 
@@ -128,6 +130,7 @@ class VllmEngine:
         launch.check_installed()
         loading.check_options(replace(options, extra={}))
         files = loading.find_model_files(options)
+        say("starting its processes")
         client = Client(launch.start(options, files, sites, slots, rows=rows, threads=threads))
         try:
             return cls(client, files)

@@ -92,10 +92,11 @@ def start(
     if options.max_batch_tokens is not None:
         arguments["max_num_batched_tokens"] = options.max_batch_tokens
     try:
+        here = bool(files.loader_arguments["local_files_only"])  # then vLLM need not ask the hub either
         config = AsyncEngineArgs(
-            model=files.loader_arguments["pretrained_model_name_or_path"],
-            revision=options.revision,
-            tokenizer_revision=options.revision,
+            model=str(files.folder) if here else options.model,
+            revision=None if here else options.revision,
+            tokenizer_revision=None if here else options.revision,
             dtype=str(loading.choose_dtype(options.dtype, files.config, device)).removeprefix("torch."),
             worker_cls=WORKER,
             trust_remote_code=options.trust_remote_code,

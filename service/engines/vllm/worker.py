@@ -22,6 +22,7 @@ from vllm.platforms import current_platform
 from service.engines import families
 from service.engines.vllm import attach, runners, sites
 from service.engines.vllm.reader import Reader
+from service.engines.vllm.stages import say
 from service.engines.vllm.wire import KEY, Plan, probe_digest
 from service.errors import EngineError
 from service.readout import Probes, Site
@@ -51,6 +52,7 @@ class Worker(VllmWorker):  # type: ignore[misc]
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         """Load the model, then add the readout to it and to its runner."""
+        say("loading the weights")
         super().load_model(*args, **kwargs)
         config = self.vllm_config.model_config
         group = get_tp_group()
@@ -63,6 +65,16 @@ class Worker(VllmWorker):  # type: ignore[misc]
         )
         self.hallutracer_reader = Reader(self.hallutracer_plan, installed, runners.link(), self.device)
         runners.adopt(self.model_runner, self.hallutracer_reader)
+
+    def determine_available_memory(self) -> Any:
+        """As vLLM does it; this is where the model is compiled."""
+        say("compiling the model, which later starts take from vLLM's cache")
+        return super().determine_available_memory()
+
+    def compile_or_warm_up_model(self) -> Any:
+        """As vLLM does it."""
+        say("warming up")
+        return super().compile_or_warm_up_model()
 
     def hallutracer_describe(self) -> dict[str, Any]:
         """This rank's readout; called through vLLM's ``collective_rpc``."""

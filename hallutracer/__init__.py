@@ -1,0 +1,56 @@
+"""HalluTracer from Python: the risk that an LLM's answer is a hallucination, before its first answer token.
+
+    import hallutracer as ht
+
+    detector = ht.load("demo")
+    detector.score(["What is the capital of Italy?", "What is the capital of Palau?"]).plot()
+
+Importing it loads neither torch nor vLLM.  For a service that runs elsewhere there is a client of its own
+(docs/client.md).
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from service import __version__
+
+if TYPE_CHECKING:
+    from probes_store.errors import BundleError
+    from service.errors import HalluTracerError
+    from service.library.detector import Detector, Engine, load
+    from service.library.evaluating import Evaluated, MethodFigures, evaluate
+    from service.library.results import Risk, Risks
+    from service.library.training import SignalFigures, Trained, train
+
+_HOMES = {
+    "BundleError": "probes_store.errors",
+    "Detector": "service.library.detector",
+    "Engine": "service.library.detector",
+    "Evaluated": "service.library.evaluating",
+    "HalluTracerError": "service.errors",
+    "MethodFigures": "service.library.evaluating",
+    "Risk": "service.library.results",
+    "Risks": "service.library.results",
+    "SignalFigures": "service.library.training",
+    "Trained": "service.library.training",
+    "evaluate": "service.library.evaluating",
+    "load": "service.library.detector",
+    "train": "service.library.training",
+}
+
+__all__ = [
+    "BundleError", "Detector", "Engine", "Evaluated", "HalluTracerError", "MethodFigures", "Risk", "Risks",
+    "SignalFigures", "Trained", "__version__", "evaluate", "load", "train",
+]  # fmt: skip
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"hallutracer has no {name!r}; it has {', '.join(__all__)}")
+    return getattr(importlib.import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

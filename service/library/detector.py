@@ -1,0 +1,216 @@
+"""``load``: a model and a bundle that reads it, ready to score prompts in this process."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, Self
+
+from service.engines.places import place_of
+from service.errors import RequestError
+from service.library.default_model import SHIPPED, default_bundles, default_model, model_folder
+from service.library.engine import load_engine
+from service.library.results import Risks, risk_of
+from service.progress import Report, note
+from service.settings import DEFAULT_STORE
+
+if TYPE_CHECKING:
+    from probes_store.bundle import Bundle
+    from probes_store.store import Store
+    from service.engines.base import EngineOptions
+    from service.prompts import Message
+    from service.scoring import Scorer
+
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+Device = Literal["auto", "cpu", "cuda"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Engine:
+    """How a model is loaded; the fields are the options of the command line (``hallutracer score --help``)."""
+
+    revision: str | None = None
+    dtype: Dtype = "auto"
+    device: Device = "auto"
+    threads: int | None = None
+    engine: Literal["transformers", "vllm"] = "transformers"
+    max_batch_tokens: int | None = None
+    extra: Mapping[str, str] = field(default_factory=dict)  # other arguments of the engine, by name
+
+    def options(self, model: str | None, bundles: Sequence[str] = ()) -> EngineOptions:
+        """For a model, or the default one of these bundles."""
+        from service.engines.base import EngineOptions
+
+        return EngineOptions(
+            model=model_folder(model if model is not None else default_model(bundles)),
+            revision=self.revision,
+            dtype=self.dtype,
+            device=self.device,
+            max_batch_tokens=self.max_batch_tokens,
+            engine=self.engine,
+            extra=dict(self.extra),
+        )
+
+
+class Detector:
+    """A loaded model and a bundle that reads it.  ``close`` frees the model; ``with`` does so at its end.
+
+    Made by ``load``.
+    """
+
+    def __init__(self, scorer: Scorer) -> None:
+        self._scorer = scorer
+
+    def __repr__(self) -> str:
+        return f"<Detector: {self.model} read by {self.bundle.reference}>"
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def bundle(self) -> Bundle:
+        """The bundle: its manifest, probes, ``card()`` and ``evaluation()``."""
+        return self._scorer.bundle
+
+    @property
+    def model(self) -> str:
+        """Name of the loaded model."""
+        return self._scorer.engine.identity.model
+
+    @property
+    def threshold(self) -> float:
+        """The bundle's: a risk of so much is flagged."""
+        return self.bundle.manifest.threshold
+
+    def score(
+        self,
+        prompts: str | Sequence[str | Sequence[Message]] | Sequence[Message],
+        *,
+        threshold: float | None = None,
+        generate: int = 0,
+    ) -> Risks:
+        """The risk of each prompt, before its first answer token.
+
+        Args:
+            prompts: One prompt or several.  Each is a text, or a conversation: a list of messages with ``role`` and
+                ``content``.
+            threshold: Flag a risk at or above this one; None: the bundle's own.
+            generate: Also answer with up to so many tokens, greedily, where the risk is below the threshold.
+
+        Raises:
+            RequestError: A prompt is empty, too long for the model, or no prompt at all.
+
+        >>> import hallutracer as ht
+        >>> detector = ht.load("demo")
+        >>> risks = detector.score(["What is the capital of Italy?", "What is the capital of Palau?"], generate=8)
+        >>> [(round(risk.risk, 1), risk.decision, risk.answer) for risk in risks]
+        [(0.0, 'continue', 'It is Rome.'), (0.6, 'abstain', None)]
+        >>> risks.trajectory.shape  # prompts, layers
+        (2, 8)
+        >>> detector.score([{"role": "user", "content": "What is the capital of Italy?"}])[0].flagged
+        False
+        """
+        from service.engines.base import Sampling
+        from service.guard import GATE
+
+        given = as_prompts(prompts)
+        ids = [
+            self._scorer.render(prompt=prompt) if isinstance(prompt, str) else self._scorer.render(messages=prompt)
+            for prompt in given
+        ]
+        policy = GATE.at(threshold)
+        if generate < 0:
+            raise RequestError(f"generate must be 0 or more tokens, not {generate}", param="generate")
+        reports = (
+            self._scorer.score_or_continue(ids, Sampling(max_tokens=generate), policy)
+            if generate
+            else self._scorer.score(ids, policy)
+        )
+        return Risks(tuple(map(risk_of, given, reports)), self.bundle)
+
+    def close(self) -> None:
+        """Free the model; later calls raise EngineError."""
+        self._scorer.engine.close()
+
+
+def load(
+    model: str | Path | None = None,
+    bundle: str | None = None,
+    *,
+    store: str | Path = DEFAULT_STORE,
+    engine: Engine | None = None,
+    report: Report = note,
+) -> Detector:
+    """Load a model and a bundle that reads it.
+
+    Args:
+        model: Model folder, GGUF file, hub name, "smollm2" or "demo".  None: the model of a shipped bundle, else
+            smollm2 where its package is installed, else demo.
+        bundle: NAME, NAME@ALIAS or NAME:VERSION.  None: the shipped bundle of the model.
+        store: Folder of published bundles; those shipped with the package are found as well.
+        engine: How the model is loaded: dtype, device, threads, vLLM.
+        report: Takes lines about what takes long; the default writes them to standard error.
+
+    Raises:
+        ModelLoadError: The model is not there, or cannot be loaded.
+        NoDefaultBundle: The model comes without bundles, and none is named.
+        probes_store.errors.BundleError: There is no such bundle, it is damaged, or it is for another model.
+
+    >>> import hallutracer as ht
+    >>> with ht.load("demo") as detector:
+    ...     print(detector, round(detector.threshold, 2))
+    <Detector: hallutracer-demo read by demo:1> 0.31
+    """
+    from service.scoring import Scorer
+
+    name = None if model is None else str(model)
+    if bundle is None and name not in (None, *SHIPPED):
+        place_of(str(name))  # a path where nothing is, rather than the question which bundle reads it
+    found = open_store(store).load(bundle or default_bundles(name)[0])
+    chosen = engine or Engine()
+    loaded = load_engine(
+        chosen.options(name, [found.manifest.name]), bundles=[found], threads=chosen.threads, report=report
+    )
+    try:
+        return Detector(Scorer(loaded, found))
+    except BaseException:
+        loaded.close()
+        raise
+
+
+def open_store(folder: str | Path) -> Store:
+    """A user's store, with the shipped bundles behind it."""
+    from probes_store.store import SHIPPED, Store
+
+    return Store(Path(folder).expanduser(), fallbacks=[SHIPPED])
+
+
+def as_prompts(
+    prompts: str | Sequence[str | Sequence[Message]] | Sequence[Message],
+) -> list[str | list[Message]]:
+    """One prompt or several as a list; a list of messages is one.  Raises RequestError."""
+    if isinstance(prompts, str):
+        return [prompts]
+    given = list(prompts)
+    if given and all(isinstance(one, Mapping) for one in given):
+        return [[_message(one) for one in given]]
+    return [prompt if isinstance(prompt, str) else _conversation(prompt, place) for place, prompt in enumerate(given)]
+
+
+def _conversation(prompt: object, place: int) -> list[Message]:
+    if isinstance(prompt, Sequence) and not isinstance(prompt, bytes) and all(isinstance(m, Mapping) for m in prompt):
+        return [_message(message) for message in prompt]
+    raise RequestError(
+        f"prompts[{place}] is {type(prompt).__name__}: a text or a list of messages is expected", param="prompts"
+    )
+
+
+def _message(message: object) -> Message:
+    assert isinstance(message, Mapping)
+    if set(message) != {"role", "content"} or not all(isinstance(text, str) for text in message.values()):
+        raise RequestError("a message has exactly a text 'role' and a text 'content'", param="prompts")
+    return {"role": message["role"], "content": message["content"]}

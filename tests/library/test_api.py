@@ -1,0 +1,184 @@
+"""The Python API on the demo model: results, errors, and the same bundle as from the command line."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import hallutracer as ht
+from probes_store.store import Store
+from service.demo.questions import questions
+from service.errors import DataError, EngineError, ModelLoadError, RequestError
+from service.library.evaluating import BadSource
+from tests.command_line import hallutracer
+
+ITALY, SOLOMON = "What is the capital of Italy?", "What is the capital of the Solomon Islands?"
+QUIET: dict[str, Any] = {"report": lambda line: None}
+
+
+@pytest.fixture(scope="module")
+def detector() -> Iterator[ht.Detector]:
+    with ht.load("demo", **QUIET) as loaded:
+        yield loaded
+
+
+def test_results_are_those_of_the_command_line(detector: ht.Detector) -> None:
+    done = hallutracer("score", ITALY, SOLOMON, "--json", "--generate", "8", "--trajectory")
+    for risk, told in zip(detector.score([ITALY, SOLOMON], generate=8), json.loads(done.stdout)["data"], strict=True):
+        assert risk.risk == pytest.approx(told["risk"], abs=1e-6)
+        assert risk.trajectory == pytest.approx(told["trajectory"], abs=1e-4)
+        assert (risk.decision, risk.flagged) == (told["decision"], told["flagged"])
+        assert risk.answer == (told["completion"]["text"].strip() if "completion" in told else None)
+        assert risk.running_mean[-1] == pytest.approx(risk.depth_mean)
+
+
+def test_results_are_frozen_and_a_slice_is_a_result(detector: ht.Detector) -> None:
+    risks = detector.score([ITALY, SOLOMON, ITALY])
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        risks[0].risk = 0.0  # type: ignore[misc]
+    with pytest.raises(ValueError, match="read-only"):
+        risks[0].trajectory[0] = 0.0
+    part = risks[1:]
+    assert isinstance(part, ht.Risks)
+    assert [risk.text for risk in part] == [SOLOMON, ITALY]
+    assert part.trajectory.shape == (2, 8)
+    assert np.array_equal(part.risk, [risks[1].risk, risks[2].risk])
+    assert detector.score([]).trajectory.shape == (0, 8)
+
+
+def test_messages_and_texts(detector: ht.Detector) -> None:
+    turn = [{"role": "user", "content": ITALY}]
+    one, both = detector.score(turn), detector.score([turn, ITALY])
+    assert (len(one), len(both)) == (1, 2)
+    assert one[0].risk == pytest.approx(both[1].risk, abs=1e-5)
+    assert one[0].prompt == tuple(turn)
+    assert one[0].text == ITALY
+
+
+@pytest.mark.parametrize(
+    ("prompts", "said"),
+    [
+        ([3], r"prompts\[0\] is int"),
+        ("", "the prompt is empty"),
+        ([ITALY, [{"role": "user"}]], "exactly a text 'role' and a text 'content'"),
+        ([[]], "messages"),
+    ],
+)
+def test_what_is_no_prompt_is_refused(detector: ht.Detector, prompts: Any, said: str) -> None:
+    with pytest.raises(RequestError, match=said):
+        detector.score(prompts)
+
+
+def test_a_threshold_of_the_call(detector: ht.Detector) -> None:
+    assert [risk.flagged for risk in detector.score([ITALY, SOLOMON])] == [False, True]
+    strict = detector.score([ITALY, SOLOMON], threshold=0.0, generate=4)
+    assert [(risk.flagged, risk.answer) for risk in strict] == [(True, None)] * 2
+    with pytest.raises(RequestError, match="generate must be 0 or more"):
+        detector.score(ITALY, generate=-1)
+    with pytest.raises(RequestError, match="threshold"):
+        detector.score(ITALY, threshold=2.0)
+
+
+def test_a_frame_and_a_picture(detector: ht.Detector) -> None:
+    risks = detector.score([ITALY, SOLOMON])
+    frame = risks.to_frame(trajectory=True)
+    assert list(frame.risk) == [risk.risk for risk in risks]
+    assert np.array_equal(frame[[f"layer_{layer}" for layer in range(8)]].to_numpy(), risks.trajectory)
+    assert "layer_0" not in risks.to_frame()
+    axes = risks.plot()
+    assert [line.get_ydata().tolist() for line in axes.lines if line.get_marker() == "o"] == risks.trajectory.tolist()
+    assert risks.plot(axes) is axes
+    with pytest.raises(ValueError, match=r"these are 7: take some, as in risks\[:6\].plot"):
+        ht.Risks(risks.rows * 3 + risks.rows[:1], detector.bundle).plot()
+
+
+def test_without_pandas_the_cure_is_named(detector: ht.Detector, monkeypatch: pytest.MonkeyPatch) -> None:
+    risks = detector.score(ITALY)
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    with pytest.raises(ImportError, match="pip install pandas"):
+        risks.to_frame()
+
+
+def test_a_closed_detector_and_models_that_are_not_there() -> None:
+    with ht.load("demo", **QUIET) as detector:
+        pass
+    with pytest.raises(EngineError, match="closed"):
+        detector.score(ITALY)
+    with pytest.raises(
+        ModelLoadError, match=r"there is no folder or GGUF file ./nope.*bundle demo:1 is for hallutracer"
+    ):
+        ht.load("./nope", "demo")
+    with pytest.raises(ModelLoadError, match=r"there is no folder or GGUF file ./nope"):
+        ht.load("./nope")
+    with pytest.raises(ht.HalluTracerError, match="which bundle reads some-model"):
+        ht.load("some-model")
+    with pytest.raises(ht.BundleError, match="no bundle mine"):
+        ht.load("demo", "mine")
+
+
+def test_training_is_that_of_the_command_line(tmp_path: Path) -> None:
+    """The same bundle to the byte; and the command ends with a table, the next commands, and one digest."""
+    rows = [
+        {"prompt": row["prompt"], "label": int(row["exposures"] > 4), "group": row["group"]}
+        for row in questions("train")[::15]
+    ]
+    options: dict[str, Any] = {"seeds": (0,), "folds": 3, "c": 0.1, "jobs": 1}
+    trained = ht.train(rows, "mine", "demo", store=tmp_path / "a", run_dir=tmp_path / "run", **options, **QUIET)
+    arguments = ("--seeds", "1", "--folds", "3", "--c", "0.1", "--jobs", "1", "--store", str(tmp_path / "b"))
+    done = hallutracer("train", "--data", str(tmp_path / "run" / "rows.jsonl"), "--name", "mine", "--model", "demo",
+                       "--run-dir", str(tmp_path / "run-b"), *arguments)  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    bundle = Store(tmp_path / "b").load("mine")
+    assert bundle.manifest.digest == trained.bundle.manifest.digest
+    assert (done.stdout + done.stderr).count(bundle.manifest.digest) == 1
+    own = trained.own
+    assert own is not None
+    assert f"> {own.title}" in done.stderr
+    assert f"{own.auroc:.3f} [{own.low:.3f}, {own.high:.3f}] | {own.ece:.3f} |" in done.stderr
+    assert "| best single head " in done.stderr
+    after = done.stderr.partition("published mine:1")[2]
+    assert f"hallutracer bundle show mine --store {tmp_path / 'b'}" in after.partition("next:")[2]
+    assert (
+        repr(trained) == f"<Trained: mine:1, AUROC {own.auroc:.3f} [{own.low:.3f}, {own.high:.3f}]; {trained.folder}>"
+    )
+    assert trained.card.startswith("---\nlibrary_name")
+    assert set(trained.to_frame().title) >= {"best single head", "first-token entropy"}
+
+
+def test_what_is_wrong_with_training_is_said_before_a_model_is_loaded(tmp_path: Path) -> None:
+    folders: dict[str, Any] = {"store": tmp_path, "run_dir": tmp_path / "run", **QUIET}
+    with pytest.raises(DataError, match="line 1 and 1 more line: 'label' is missing"):
+        ht.train([{"prompt": "a"}, {"prompt": "b"}], "mine", "./nope", **folders)
+    with pytest.raises(TypeError, match="no_such_option"):
+        ht.train([{"prompt": "a", "label": 1}], "mine", "demo", no_such_option=1, **folders)
+    with pytest.raises(ht.HalluTracerError, match="folds must be 2 or more"):
+        ht.train([{"prompt": "a", "label": 1}], "mine", "demo", folds=1, **folders)
+
+
+def test_rows_of_a_frame_are_written_as_json(tmp_path: Path) -> None:
+    from service.library.training import rows_file
+
+    row = {"prompt": "é", "label": np.int64(1), "answers": np.array(["a", "b"]), "group": float("nan"), "id": None}
+    written = json.loads(rows_file([row], tmp_path / "run").read_text(encoding="utf-8"))
+    assert written == {"prompt": "é", "label": 1, "answers": ["a", "b"]}
+    with pytest.raises(TypeError, match="a row holds object"):
+        rows_file([{"prompt": object()}], tmp_path / "run")
+
+
+@pytest.mark.parametrize("data", ["nowhere.jsonl", {"no-such-set": "."}])
+def test_data_that_is_not_there(data: Any) -> None:
+    with pytest.raises(BadSource, match="is neither a JSONL file nor"):
+        ht.evaluate(data, "demo")
+
+
+def test_only_what_is_public_is_there() -> None:
+    assert dir(ht) == sorted(ht.__all__)
+    with pytest.raises(AttributeError, match="has no 'predict'; it has"):
+        ht.predict  # noqa: B018
