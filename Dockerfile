@@ -56,11 +56,13 @@ RUN --mount=type=cache,target=/root/.cache/pip \
 FROM venv AS app
 RUN --mount=type=cache,target=/root/.cache/pip \
     pip install setuptools==78.1.1
-COPY pyproject.toml README.md LICENSE ./
+COPY pyproject.toml README.md LICENSE hallutracer_start.py ./
 COPY hallutracer ./hallutracer
 COPY service ./service
 COPY probes_store ./probes_store
-RUN pip wheel --no-cache-dir --no-build-isolation --no-deps --wheel-dir /wheels . \
+# For the apps that run from this image beside a guard (deploy/sidecar); the service itself does without it.
+COPY clients/python ./clients/python
+RUN pip wheel --no-cache-dir --no-build-isolation --no-deps --wheel-dir /wheels . ./clients/python \
     && pip --python /opt/venv install --no-cache-dir --no-index --no-deps --target /opt/app /wheels/*.whl
 
 # --- What both images share.  Nothing here builds anything, and the image's own pip goes too.

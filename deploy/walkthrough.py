@@ -29,7 +29,7 @@ import httpx
 import matplotlib
 import numpy as np
 
-from service.client import Client, Generate
+from hallutracer_client import Client, Generate
 from service.demo.questions import questions
 
 matplotlib.use("Agg")

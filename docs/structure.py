@@ -43,7 +43,6 @@ ROLES = {
     "service.callers": ("who asks, and what it may choose", GROUND),
     "service.routes": ("the routes that read a prompt", GROUND),
     "service.progress": ("lines about long steps", GROUND),
-    "service.client": ("the Python client", GROUND),
 }
 WIDTH, ROW, GAP, LEFT = 760, 44, 8, 40
 

@@ -117,6 +117,9 @@ PoliciesFile = Annotated[
     option("TOML file of named policies: [name] action = observe|abstain|block, threshold, message."),
 ]
 AbstainMessage = Annotated[str, option("What an abstaining policy says instead of an answer.")]
+MessageInContent = Annotated[
+    bool, option("Say the abstain message as the answer's text, too, for clients that show nothing else.")
+]
 
 
 @section("Service", 30)
@@ -162,6 +165,11 @@ class ServiceSettings:
     playground: Annotated[
         bool, option("Serve the playground at /, a page to ask questions and look at their risks; else / is a 404.")
     ] = True
+    model_names: Annotated[
+        tuple[str, ...],
+        option("Name that requests may give the model beside its own, repeatable; *: any.", "served-model-name"),
+    ] = ()
+    message_in_content: MessageInContent = False
     cors_origins: Annotated[
         tuple[str, ...], option("Origin whose pages may call the service, repeatable.  Default: none.", "cors-origin")
     ] = ()  # none: no cross-origin page may read an answer

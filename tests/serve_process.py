@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Self
 
 ROOT = Path(__file__).parent.parent
+CLIENT = ROOT / "clients" / "python"
+PATHS = f"{ROOT}{os.pathsep}{CLIENT}"  # PYTHONPATH of a process that is to see this checkout
 MAY_CHOOSE = {"HALLUTRACER_CALLERS_MAY": "policy threshold bundle"}  # for tests that choose what a caller may not
 
 
@@ -40,7 +42,7 @@ class ServeProcess:
         self.process = subprocess.Popen(
             [sys.executable, "-m", "service.cli", "serve", "--port", "0", *arguments], cwd=ROOT, text=True,
             stdout=subprocess.PIPE, stderr=self._stderr, start_new_session=True,
-            env=inherited() | {"PYTHONUNBUFFERED": "1", "PYTHONPATH": str(ROOT)} | variables,
+            env=inherited() | {"PYTHONUNBUFFERED": "1", "PYTHONPATH": PATHS} | variables,
         )  # fmt: skip
         self.url = ""
 

@@ -32,7 +32,7 @@ LAYERS = [
     ["probes_store"],
     ["service.options"],
     ["service.settings"],
-    ["service.errors", "service.callers", "service.client", "service.routes", "service.progress"],
+    ["service.errors", "service.callers", "service.routes", "service.progress"],
 ]
 RANK = {name: rank for rank, layer in enumerate(LAYERS) for name in layer}
 

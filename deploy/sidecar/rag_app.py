@@ -30,7 +30,7 @@ from rich.console import Console
 from rich.table import Table
 from sklearn.feature_extraction.text import TfidfVectorizer
 
-from service.client import AsyncClient, ClientError, Generate, RequestRefused, Risk
+from hallutracer_client import AsyncClient, ClientError, Generate, RequestRefused, Risk
 from service.demo.passages import sentence
 from service.demo.world import Fact, build_world
 

@@ -17,7 +17,7 @@ import cyclopts
 from cyclopts import Parameter, validators
 from rag_app import Retriever, client_from_environment, demo_passages, with_passages
 
-from service.client import AsyncClient, Generate, Risk
+from hallutracer_client import AsyncClient, Generate, Risk
 from service.data.judges import contains
 from service.demo.questions import questions
 

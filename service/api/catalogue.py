@@ -24,17 +24,35 @@ from service.api.response_schema import (
 )
 from service.coverage import coverage
 from service.scoring import Scorer
+from service.serving.state import ServiceState
 
 router = APIRouter(tags=["catalogue"])
 RESPONSES = errors(_401="no bearer key, or an unknown one", _503="not ready: loading, or shutting down")
 
 
+NAMED = RESPONSES | errors(_404="no such model is loaded")
+
+
 @router.get("/v1/models", responses=RESPONSES)
 async def models(state: State) -> ModelList:
-    """The loaded model."""
+    """The loaded model, then the other names that requests may give it."""
+    card = loaded(state)
+    names = [name for name in state.settings.model_names if name not in ("*", card.id)]
+    return ModelList(data=[card, *(card.model_copy(update={"id": name}) for name in names)])
+
+
+@router.get("/v1/models/{name:path}", responses=NAMED)
+async def model(name: str, state: State) -> ModelCard:
+    """The loaded model, by one of its names."""
+    state.scorer(None, name)
+    return loaded(state).model_copy(update={"id": name})
+
+
+def loaded(state: ServiceState) -> ModelCard:
+    """The loaded model under its own name.  Raises NotReady."""
     state.check_ready()
     identity = state.scorers[0].engine.identity
-    card = ModelCard(
+    return ModelCard(
         id=identity.model,
         created=state.created,
         architecture=identity.architecture,
@@ -42,8 +60,8 @@ async def models(state: State) -> ModelList:
         dtype=identity.dtype,
         max_model_len=identity.max_tokens,
         bundles=[scorer.bundle.reference for scorer in state.scorers],
+        root=identity.model,
     )
-    return ModelList(data=[card])
 
 
 @router.get("/v1/bundles", responses=RESPONSES)

@@ -21,6 +21,10 @@ CODES = {
     405: "method_not_allowed",
     **{error.status: error.code for error in (BodyTooSlow, BodyTooLarge)},
 }
+NO_ROUTE = (
+    "no such route; this service has /v1/risk/score, and of OpenAI's API /v1/chat/completions, /v1/completions and "
+    "/v1/models: the base URL of OpenAI's clients ends in /v1"
+)
 MAX_ERRORS = 100  # of a body's validation errors that are looked at
 
 
@@ -81,7 +85,8 @@ async def _http_error(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, HTTPException)
     code = CODES.get(error.status_code, "http_error")
     headers = dict(error.headers) if error.headers else None
-    return _answer(request, error.status_code, str(error.detail), code, headers=headers)
+    message = NO_ROUTE if error.status_code == 404 else str(error.detail)
+    return _answer(request, error.status_code, message, code, headers=headers)
 
 
 def install(app: FastAPI) -> None:

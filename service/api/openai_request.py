@@ -65,10 +65,17 @@ class ChatMessage(RequestModel):
     @model_validator(mode="before")
     @classmethod
     def _without_nothing(cls, data: Any) -> Any:
-        """An answer of ours that comes back in a conversation has all of OpenAI's keys, most of them null."""
-        return (
-            {key: value for key, value in data.items() if value not in (None, [])} if isinstance(data, dict) else data
-        )
+        """An answer of ours that comes back in a conversation has all of OpenAI's keys, most of them null.
+
+        LiteLLM puts what it does not know of an answer, its refusal too, under ``provider_specific_fields``.
+        """
+        if not isinstance(data, dict):
+            return data
+        moved = data.get("provider_specific_fields") if data.get("role") == "assistant" else None
+        if isinstance(moved, dict):
+            data = {"refusal": moved.get("refusal")} | data
+            del data["provider_specific_fields"]
+        return {key: value for key, value in data.items() if value not in (None, [])}
 
     @model_validator(mode="after")
     def _says_something(self) -> ChatMessage:

@@ -82,10 +82,16 @@ def finish_reason(report: RiskReport) -> str:
     return "stop" if report.completion.finish_reason == "stop" else "length"
 
 
-def response(kind: Kind, reply: Reply, reports: list[RiskReport]) -> dict[str, Any]:
+def refusal(report: RiskReport, message_in_content: bool) -> dict[str, Any]:
+    """What the message of a withheld answer holds; many clients show its ``content`` and drop its ``refusal``."""
+    message = report.verdict.message
+    return {"content": message if message_in_content else None, "refusal": message}
+
+
+def response(kind: Kind, reply: Reply, reports: list[RiskReport], message_in_content: bool) -> dict[str, Any]:
     """The whole document; keys without a value are those that OpenAI's have, too."""
     return head(kind, reply) | {
-        "choices": [_choice(kind, index, report) for index, report in enumerate(reports)],
+        "choices": [_choice(kind, index, report, message_in_content) for index, report in enumerate(reports)],
         "usage": counted(reports),
         "hallutracer": note(reply, reports),
     }
@@ -121,11 +127,13 @@ def counted(reports: list[RiskReport]) -> dict[str, Any]:
     }
 
 
-def _choice(kind: Kind, index: int, report: RiskReport) -> dict[str, Any]:
+def _choice(kind: Kind, index: int, report: RiskReport, message_in_content: bool) -> dict[str, Any]:
     completion = report.completion
-    text = None if completion is None else annotation(report) + completion.text
+    if completion is None:
+        said = refusal(report, message_in_content)
+    else:
+        said = {"content": annotation(report) + completion.text, "refusal": None}
     end = {"finish_reason": finish_reason(report), "logprobs": None}
     if kind == "text":
-        return {"index": index, "text": text or "", **end}
-    message = {"role": "assistant", "content": text, "refusal": report.verdict.message if text is None else None}
-    return {"index": index, "message": message, **end}
+        return {"index": index, "text": said["content"] or "", **end}
+    return {"index": index, "message": {"role": "assistant", **said}, **end}

@@ -8,7 +8,17 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 from typing import Any
 
-from service.api.openai_response import WITHHELD, Kind, annotation, counted, finish_reason, head, note, withheld
+from service.api.openai_response import (
+    WITHHELD,
+    Kind,
+    annotation,
+    counted,
+    finish_reason,
+    head,
+    note,
+    refusal,
+    withheld,
+)
 from service.api.reply import Reply
 from service.api.stream import DONE, failure
 from service.scoring import RiskReport
@@ -19,6 +29,7 @@ async def chunks(
     reply: Reply,
     reports: list[RiskReport],
     with_usage: bool,
+    message_in_content: bool,
     foreign: AsyncGenerator[dict[str, Any], None] | None = None,
 ) -> AsyncIterator[bytes]:
     """The stream of one prompt; ``foreign`` are the chunks of the server that answers instead."""
@@ -27,7 +38,7 @@ async def chunks(
     first: dict[str, Any] = {"role": "assistant", "content": annotation(report)}
     end = None
     if foreign is None and withheld(report):
-        first, end = {"role": "assistant", "content": None, "refusal": report.verdict.message}, WITHHELD
+        first, end = {"role": "assistant", **refusal(report, message_in_content)}, WITHHELD
     yield _event(same | {"choices": [_delta(kind, first, end)], "hallutracer": note(reply, reports)})
     if foreign is not None:
         try:

@@ -119,6 +119,7 @@ class ModelCard(Strict):
     dtype: str
     max_model_len: int
     bundles: list[str] = Field(description="references of the loaded bundles, the default first")
+    root: str = Field(description="the model's own name; `id` may be one of --served-model-name")
 
 
 class ModelList(Strict):

@@ -177,8 +177,11 @@ class ServiceState:
         """
         self.check_ready()
         identity = self.scorers[0].engine.identity
-        if model is not None and model != identity.model:
-            raise NotFound(f"model {model!r} is not loaded; this service runs {identity.model!r}", param="model")
+        if model is not None and not {model, "*"} & {identity.model, *self.settings.model_names}:
+            names = ", ".join(map(repr, (identity.model, *self.settings.model_names)))
+            raise NotFound(
+                f"model {model!r} is not loaded; ask for {names} (--served-model-name adds names)", param="model"
+            )
         if bundle is None:
             return self.scorers[0]
         wanted = self._aliases.get(bundle, bundle)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated
 
 from probes_store.bundle import Bundle
 from probes_store.store import SHIPPED, Store
@@ -24,22 +23,17 @@ from service.settings import (
     CallersMay,
     DeadlineS,
     MaxQueue,
+    MessageInContent,
     PoliciesFile,
     PolicyName,
     ServiceSettings,
     StoreFolder,
     Threshold,
     env,
-    option,
     section,
 )
 
 log = logging.getLogger("hallutracer")
-
-
-MessageInContent = Annotated[
-    bool, option("Say the abstain message as the answer's text, too, for clients that show nothing else.")
-]
 
 
 @section("vLLM plugin", 10)
@@ -67,7 +61,6 @@ class PluginOptions:
     bundles: Mapping[str, Bundle]  # by the reference that was given
     policies: Mapping[str, Policy]
     settings: ServiceSettings
-    message_in_content: bool
 
 
 def read_options(environment: Mapping[str, str] | None = None) -> PluginOptions:
@@ -85,9 +78,10 @@ def read_options(environment: Mapping[str, str] | None = None) -> PluginOptions:
         callers_may=variables.callers_may,
         deadline_s=variables.deadline_s,
         max_queue=variables.max_queue,
+        message_in_content=variables.message_in_content,
     )
     bundles = {name: store.load(name) for name in variables.bundle}
-    return PluginOptions(store, bundles, policies, settings, variables.message_in_content)
+    return PluginOptions(store, bundles, policies, settings)
 
 
 def _policies(found: Policies) -> Mapping[str, Policy]:

@@ -71,7 +71,7 @@ class HalluTracerPlugin:
             RiskNotes,
             refuses=lambda: not observes(self.state, {}),
             special_tokens=lambda: self._engine.special_tokens if self.state.is_ready else (),
-            message_in_content=self._options.message_in_content,
+            message_in_content=self._options.settings.message_in_content,
         )
         REGISTRY.register(self.state.metrics.collector)
 

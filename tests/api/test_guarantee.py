@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from hallutracer_client.results import BundleList, ScoreResult, parse
 from probes_store.bundle import Bundle
-from service.client.results import BundleList, ScoreResult, parse
 from service.engines.base import Sampling
 from service.guarantee import TOKEN_IDS, decoding_departures, standing
 from service.guard import GATE, OBSERVE

@@ -129,6 +129,9 @@ def test_an_answer_that_comes_back_in_a_conversation_is_read(service: Running) -
             {"role": "developer", "content": [{"type": "text", "text": "Be "}, {"type": "text", "text": "brief."}]},
         ]
         found = ask(service, messages=turns).model_extra["hallutracer"]["data"]
+        litellms = {"role": "assistant", "content": message.content, "tool_calls": None,
+                    "provider_specific_fields": {"refusal": message.refusal}}  # fmt: skip
+        assert found == ask(service, messages=[turns[0], litellms, turns[2]]).model_extra["hallutracer"]["data"]
         spelt = [*ASKED, {"role": "assistant", "content": said}, {"role": "system", "content": "Be brief."}]
         assert found == service.post(messages=spelt, threshold=1.0).json()["data"]
 
@@ -145,6 +148,9 @@ def test_an_answer_that_comes_back_in_a_conversation_is_read(service: Running) -
         ({"messages": [{"role": "tool", "content": "x", "tool_call_id": "1"}]}, "messages"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "messages"),
         ({"messages": [{"role": "user", "content": None}]}, "content"),
+        ({"messages": [{"role": "user", "content": "x", "provider_specific_fields": {}}]}, "provider_specific_fields"),
+        ({"messages": [{"role": "assistant", "provider_specific_fields": {"refusal": 4}}]}, "refusal"),
+        ({"messages": [{"role": "assistant", "provider_specific_fields": {}}]}, "content"),
         ({"messages": []}, "messages"),
         ({"stream_options": {"include_usage": True}}, "stream_options"),
         ({"extra_body": {"hallutracer_policy": "observe"}}, "hallutracer_policy"),
@@ -176,6 +182,12 @@ def test_what_changes_nothing_is_taken(service: Running) -> None:
 def test_errors_are_those_that_the_client_knows(service: Running) -> None:
     with pytest.raises(openai.NotFoundError, match="is not loaded"):
         ask(service, model="other")
+    for base in (service.url, f"{service.url}/v1/v1"):
+        client = openai.OpenAI(base_url=base, api_key="none", max_retries=0)
+        with pytest.raises(openai.NotFoundError, match="base URL of OpenAI's clients ends in /v1"):
+            client.chat.completions.create(model="scripted", messages=ASKED)  # type: ignore[arg-type]
+    with pytest.raises(openai.NotFoundError, match="/v1/chat/completions"):
+        client_of(service).responses.create(model="scripted", input="Why?")
     with pytest.raises(openai.NotFoundError, match="bundle"):
         ask(service, {"hallutracer_bundle": "nope"})
 
@@ -193,3 +205,44 @@ def test_keys_rights_and_a_gate_that_a_request_cannot_open(tmp_path: Path) -> No
                 whole = client.post(f"/{route}", body={"model": "scripted", "stream": stream, **body}, cast_to=object)
                 assert "It is" not in json.dumps(whole, default=str)
         assert service.engine.counters.decode_steps == 0
+
+
+@pytest.mark.parametrize("policy", ["gate", "block"])
+def test_the_message_as_text_for_clients_that_show_nothing_else(tmp_path: Path, policy: str) -> None:
+    said = "I am not sure." if policy == "gate" else None
+    xargs = EVERYTHING | {"hallutracer_policy": policy}
+    with running(tmp_path, policies={"gate": SAY_NO}, message_in_content=True) as service:
+        (choice,) = ask(service, xargs).choices
+        assert (choice.message.content, choice.message.refusal, choice.finish_reason) == (said, said, "content_filter")
+        first, *rest = ask(service, xargs, stream=True)
+        assert (first.choices[0].delta.content, first.choices[0].delta.refusal) == (said, said)
+        assert (first.choices[0].finish_reason, rest) == ("content_filter", [])
+        complete = client_of(service).completions.create
+        for stream in (False, True):
+            found = complete(
+                model="scripted", prompt="a", temperature=0, stream=stream, extra_body={"vllm_xargs": xargs}
+            )  # type: ignore[call-overload]
+            (choice,) = (next(iter(found)) if stream else found).choices
+            assert (choice.text, choice.finish_reason) == (said or "", "content_filter")
+        assert service.engine.counters.decode_steps == 0
+        assert ask(service).choices[0].message.content == "It is so."
+        turns = [*ASKED, ask(service, EVERYTHING).choices[0].message, *ASKED]
+        assert ask(service, messages=turns).choices[0].message.content == "It is so."
+
+
+@pytest.mark.parametrize("names", [(), ("gpt-4o", "org/model"), ("*",)])
+def test_a_model_answers_to_the_names_that_it_is_given(tmp_path: Path, names: tuple[str, ...]) -> None:
+    with running(tmp_path, model_names=names) as service:
+        client = client_of(service)
+        for name in ("gpt-4o", "org/model", "other"):
+            if name in names or "*" in names:
+                assert ask(service, model=name).model == "scripted"
+                assert service.post(prompt="a", model=name).status_code == 200
+                assert (client.models.retrieve(name).id, client.models.retrieve(name).root) == (name, "scripted")  # type: ignore[attr-defined]
+            else:
+                with pytest.raises(openai.NotFoundError, match="--served-model-name"):
+                    ask(service, model=name)
+                with pytest.raises(openai.NotFoundError, match="is not loaded; ask for 'scripted'"):
+                    client.models.retrieve(name)
+        assert client.models.retrieve("scripted").id == "scripted"
+        assert [model.id for model in client.models.list()] == ["scripted", *(name for name in names if name != "*")]

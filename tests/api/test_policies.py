@@ -17,8 +17,8 @@ import httpx
 import openai
 import pytest
 
+from hallutracer_client.results import ScoreResult, parse
 from service.callers import ApiKey
-from service.client.results import ScoreResult, parse
 from service.guard import Action, Policy
 from service.policies import Rule
 from service.upstreams import Upstream

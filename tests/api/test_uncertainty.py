@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from hallutracer_client.results import BundleList, ScoreResult, parse
 from probes_store.bundle import Bundle
-from service.client.results import BundleList, ScoreResult, parse
 from service.guarantee import standing
 from service.guard import GATE, Action, Policy
 from service.vllm_plugin.note import Note

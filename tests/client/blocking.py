@@ -8,8 +8,8 @@ from typing import Any
 
 import httpx
 
-from service.client import AsyncClient, Client
-from service.client.stream import BaseAnswer
+from hallutracer_client import AsyncClient, Client
+from hallutracer_client.stream import BaseAnswer
 
 Handler = Callable[[httpx.Request], httpx.Response]
 

@@ -12,9 +12,9 @@ import httpx
 import numpy as np
 import pytest
 
+from hallutracer_client import AsyncClient, Client, Generate, ScoreOptions
+from hallutracer_client.request import request_body
 from service.api.request_schema import ScoreRequest
-from service.client import AsyncClient, Client, Generate, ScoreOptions
-from service.client.request import request_body
 from tests.client import bodies
 from tests.client.blocking import Handler
 from tests.client.conftest import MakeClient
@@ -138,6 +138,6 @@ def test_both_clients_have_the_same_methods() -> None:
 
 def test_importing_it_stays_light() -> None:
     heavy = "('torch', 'transformers', 'fastapi', 'starlette', 'sklearn', 'numpy', 'service.errors', 'service.api')"
-    code = f"import sys, service.client; print([m for m in {heavy} if m in sys.modules])"
+    code = f"import sys, hallutracer_client; print([m for m in {heavy} if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from service.client import (
+from hallutracer_client import (
     APIError,
     ClientError,
     DeadlineExceeded,
@@ -27,7 +27,7 @@ from service.client import (
     UnexpectedAnswer,
     Withheld,
 )
-from service.client.results import InvalidBody, parse
+from hallutracer_client.results import InvalidBody, parse
 from tests.client import bodies
 from tests.client.conftest import MakeClient
 

@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
-from service.client import (
+from hallutracer_client import (
     APIError,
     ClientError,
     NotReady,
@@ -18,7 +18,7 @@ from service.client import (
     TransportError,
     UnexpectedAnswer,
 )
-from service.client.retry import Attempts, RetryPolicy, retry_after_s
+from hallutracer_client.retry import Attempts, RetryPolicy, retry_after_s
 from tests.client import bodies
 from tests.client.conftest import MakeClient
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from service.client import (
+from hallutracer_client import (
     Client,
     Completion,
     DeadlineExceeded,
@@ -25,7 +25,7 @@ from service.client import (
     Unauthorized,
     Withheld,
 )
-from service.client.stream import BaseAnswer
+from hallutracer_client.stream import BaseAnswer
 from tests.client.blocking import BlockingClient
 from tests.client.conftest import MakeClient
 from tests.matching import Held

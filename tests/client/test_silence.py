@@ -9,7 +9,7 @@ from http.server import BaseHTTPRequestHandler
 
 import pytest
 
-from service.client import TimedOut
+from hallutracer_client import TimedOut
 from tests.client import bodies
 from tests.client.blocking import Time
 from tests.client.conftest import MakeClient

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from service.client import (
+from hallutracer_client import (
     Completion,
     DeadlineExceeded,
     RequestRefused,
@@ -20,7 +20,7 @@ from service.client import (
     UnexpectedAnswer,
     Withheld,
 )
-from service.client.stream import BaseAnswer
+from hallutracer_client.stream import BaseAnswer
 from tests.client import bodies
 from tests.client.blocking import BlockingClient
 from tests.client.conftest import MakeClient

@@ -24,6 +24,7 @@ from service.options import Sources
 from service.policies import read_policies
 from tests.deploy import packaging as p
 from tests.local_server import answer, listening
+from tests.serve_process import PATHS
 
 HEALTH = json.loads(next(s.text for s in p.dockerfile(p.ROOT) if s.verb == "HEALTHCHECK").split("CMD ", 1)[1])
 RAG = p.compose(p.ROOT)["services"]["rag"]
@@ -69,9 +70,12 @@ def data_files(root: Path) -> set[str]:
 
 def test_the_install_steps_give_a_working_command(tmp_path: Path) -> None:
     package = install(tmp_path)
-    assert data_files(package) == data_files(p.ROOT)
+    assert data_files(package) == data_files(p.ROOT) | {"hallutracer_client/py.typed"}
     assert {"service/py.typed", "probes_store/py.typed"} <= data_files(package)
-    assert {path.name for path in package.iterdir()} >= {"hallutracer", "service", "probes_store", "bin"}
+    installed = {path.name for path in package.iterdir()}
+    assert installed >= {
+        "hallutracer", "service", "probes_store", "hallutracer_start.py", "hallutracer_client", "bin"
+    }  # fmt: skip
     assert not (package / "tests").exists()
     command = package / "bin" / "hallutracer"
     assert command.read_text().startswith(f"#!{tmp_path}/opt/venv/bin/python")
@@ -213,7 +217,7 @@ def test_the_rag_app_is_started_alike_and_reads_what_it_is_given() -> None:
     assert given == {name for name in given if f'environ.get("{name}"' in source}
     imported = subprocess.run(
         [sys.executable, "-c", "import sys, uvicorn; uvicorn.Config(sys.argv[1]).load()", RAG["entrypoint"][1]],
-        cwd=p.ROOT / "deploy/sidecar", env=os.environ | {"PYTHONPATH": f"{p.ROOT}:."}, capture_output=True, text=True,
+        cwd=p.ROOT / "deploy/sidecar", env=os.environ | {"PYTHONPATH": f"{PATHS}:."}, capture_output=True, text=True,
     )  # fmt: skip
     assert imported.returncode == 0, imported.stderr
     routes = re.findall(r'@app\.get\("([^"]+)"\)', source)

@@ -17,10 +17,10 @@ import httpx
 import pytest
 from fastapi.testclient import TestClient
 
-from service.client import AsyncClient
+from hallutracer_client import AsyncClient
 from service.demo.picture import KNOWN, UNKNOWN
 from tests.client import bodies
-from tests.serve_process import ROOT, inherited, serve
+from tests.serve_process import PATHS, ROOT, inherited, serve
 
 FOLDER = ROOT / "deploy" / "sidecar"
 
@@ -59,7 +59,7 @@ def example(monkeypatch: pytest.MonkeyPatch) -> Any:
 def cli(*questions: str, script: str = "rag_app.py", **more: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, str(FOLDER / script), *questions], capture_output=True, text=True, timeout=120, check=False,
-        env=inherited() | {"PYTHONPATH": str(ROOT), "COLUMNS": "160"} | more,
+        env=inherited() | {"PYTHONPATH": PATHS, "COLUMNS": "160"} | more,
     )  # fmt: skip
 
 

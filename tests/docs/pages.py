@@ -12,6 +12,7 @@ ROOT = Path(__file__).parent.parent.parent
 PAGES = [
     ROOT / "README.md",
     *sorted((ROOT / "docs").glob("*.md")),
+    ROOT / "clients" / "python" / "README.md",
     ROOT / "deploy" / "README.md",
     ROOT / "deploy" / "sidecar" / "README.md",
     ROOT / "probes_store" / "FORMAT.md",

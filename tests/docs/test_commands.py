@@ -16,7 +16,7 @@ import pytest
 from service.engines.gguf import cache_folder
 from service.engines.packaged import PACKAGED
 from tests.docs.pages import PAGES, ROOT, RUNNABLE, SPELLINGS, Block, blocks
-from tests.serve_process import inherited, serve
+from tests.serve_process import PATHS, inherited, serve
 
 ALL = {page: blocks(page) for page in PAGES}
 ADDRESS = "http://127.0.0.1:8765"  # of the service in the pages; the tests take a free port
@@ -50,7 +50,8 @@ class Sandbox:
         self.folder, self.request = folder, request
         work = folder / "work"
         work.mkdir()
-        for entry in ("deploy", "service", "probes_store", "tests", "docs", "pyproject.toml", "constraints.txt"):
+        folders = ("clients", "deploy", "docs", "probes_store", "service", "tests")
+        for entry in (*folders, "pyproject.toml", "constraints.txt"):
             (work / entry).symlink_to(ROOT / entry)
         programs = folder / "bin"
         programs.mkdir()
@@ -59,7 +60,7 @@ class Sandbox:
             (programs / name).chmod(0o755)
         self.environment = inherited() | {
             "PATH": f"{programs}:{os.environ['PATH']}",
-            "PYTHONPATH": str(ROOT),
+            "PYTHONPATH": PATHS,
             "HOME": str(folder),
             "HALLUTRACER_THREADS": "1",
             "HALLUTRACER_CACHE": str(cache_folder()),

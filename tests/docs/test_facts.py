@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from packaging.requirements import Requirement
 
 from service.demo.report import METHODS
 from service.engines.families import FAMILIES
@@ -82,7 +83,7 @@ def test_the_model_families_are_all_named() -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_named_files_exist(page: Path) -> None:
-    for path in re.findall(r"`((?:service|probes_store|tests|deploy|docs)/[\w./-]*[\w/])`", page.read_text()):
+    for path in re.findall(r"`((?:service|probes_store|tests|deploy|docs|clients)/[\w./-]*[\w/])`", page.read_text()):
         assert (ROOT / path).exists(), f"{page.name}: {path}"
 
 
@@ -106,3 +107,21 @@ def test_the_picture_of_the_layers_is_up_to_date() -> None:
 def test_the_command_line_reference_is_up_to_date() -> None:
     script = runpy.run_path(str(ROOT / "docs" / "cli_reference.py"))
     assert script["document"]() == text_of("docs/cli.md"), "run: python docs/cli_reference.py"
+
+
+def test_the_clients_page_names_every_script_and_the_pinned_versions() -> None:
+    text = text_of("docs/clients.md")
+    for script in (ROOT / "clients" / "quickstarts").glob("*.py"):
+        assert f"`{script.name}`" in text
+    pins = dict(re.findall(r"^([\w-]+)==(\S+)$", text_of("clients/requirements.txt"), re.MULTILINE))
+    tested = re.findall(r"(?!and)\b([a-z-]+) (\d[\d.]*\d)", text.partition("## Tested with")[2])
+    wanted = re.findall(r"^([a-z-]+)", text_of("clients/requirements.in"), re.MULTILINE)
+    assert {name for name, _ in tested} == set(wanted) - {"pytest"}
+    for name, version in tested:
+        assert pins[name] == version
+    newest = re.search(r"^openai==(\S+)$", text_of("constraints.txt"), re.MULTILINE)
+    assert newest
+    assert f" and {newest[1]}" in text
+    extras = tomllib.loads(text_of("clients/python/pyproject.toml"))["project"]["optional-dependencies"]
+    for (requirement,) in extras.values():
+        assert Requirement(requirement).specifier.contains(pins[Requirement(requirement).name])

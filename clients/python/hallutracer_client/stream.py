@@ -9,8 +9,8 @@ from typing import TypeVar
 
 import httpx
 
-from service.client.errors import TransportError
-from service.client.results import (
+from hallutracer_client.errors import TransportError
+from hallutracer_client.results import (
     Chunk,
     Completion,
     ErrorEnvelope,
@@ -21,10 +21,10 @@ from service.client.results import (
     Withheld,
     parse,
 )
-from service.client.wire import api_error, unexpected
+from hallutracer_client.wire import api_error, unexpected
 
 T = TypeVar("T")
-DONE = "[DONE]"
+DONE = b"[DONE]"
 
 
 class BaseAnswer:
@@ -86,7 +86,7 @@ class BaseAnswer:
         """Token counts; those of the answer are known at its end."""
         return self._usage or self.score.usage
 
-    def _begin(self, data: str | None) -> None:
+    def _begin(self, data: bytes | None) -> None:
         """Take the first event; None if the stream ended without one."""
         if data is None:
             raise self._broken()
@@ -102,7 +102,7 @@ class BaseAnswer:
         if self._closed and not self._ended:
             raise RuntimeError("the stream was closed before its end: read it inside its 'with'")
 
-    def _accept(self, data: str | None) -> str | None:
+    def _accept(self, data: bytes | None) -> str | None:
         """The next event's text, perhaps empty; None at the end of the stream."""
         if data is None:
             raise self._broken()
@@ -117,7 +117,7 @@ class BaseAnswer:
         self._usage = chunk.usage or self._usage
         return chunk.delta.text
 
-    def _read(self, shape: type[T], data: str) -> T:
+    def _read(self, shape: type[T], data: bytes) -> T:
         try:
             return parse(shape, data)
         except InvalidBody as error:

@@ -11,7 +11,7 @@ from typing import Annotated, ClassVar, Literal, TypeVar
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
-from service.client.errors import ClientError
+from hallutracer_client.errors import ClientError
 
 T = TypeVar("T")
 Share = Annotated[float, Field(ge=0.0, le=1.0)]

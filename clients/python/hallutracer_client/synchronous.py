@@ -6,17 +6,20 @@ import random
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Self, Unpack
+from typing import TYPE_CHECKING
 
 import httpx
-from httpx_sse import EventSource
 
-from service.client import wire
-from service.client.errors import ClientError, NotReady
-from service.client.request import ScoreOptions, request_body
-from service.client.results import BundleList, ModelList, Readiness, ReadyBody, ScoreResult
-from service.client.retry import Attempts
-from service.client.stream import BaseAnswer
+from hallutracer_client import wire
+from hallutracer_client.errors import ClientError, NotReady
+from hallutracer_client.events import EventReader
+from hallutracer_client.request import ScoreOptions, request_body
+from hallutracer_client.results import BundleList, ModelList, Readiness, ReadyBody, ScoreResult
+from hallutracer_client.retry import Attempts
+from hallutracer_client.stream import BaseAnswer
+
+if TYPE_CHECKING:
+    from typing_extensions import Self, Unpack  # comes with pydantic; typing has them from 3.11 on
 
 
 class Answer(BaseAnswer):
@@ -24,7 +27,7 @@ class Answer(BaseAnswer):
 
     def __init__(self, response: httpx.Response, timeout_message: str) -> None:
         super().__init__(response, timeout_message)
-        self._events = EventSource(response).iter_sse()
+        self._events = _events(response)
 
     def __iter__(self) -> Iterator[str]:
         """Non-empty pieces of text.  Raises Withheld, APIError, TransportError, UnexpectedAnswer."""
@@ -34,9 +37,15 @@ class Answer(BaseAnswer):
                 yield piece
                 self._require_open()
 
-    def _next(self) -> str | None:
+    def _next(self) -> bytes | None:
         with wire.transport_errors(self._response.url, self._timeout_message):
-            return next((event.data for event in self._events if event.data), None)
+            return next(self._events, None)
+
+
+def _events(response: httpx.Response) -> Iterator[bytes]:
+    reader = EventReader()
+    for piece in response.iter_bytes():
+        yield from reader.feed(piece)
 
 
 class Client(wire.BaseClient):

@@ -7,17 +7,20 @@ import random
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from typing import Self, Unpack
+from typing import TYPE_CHECKING
 
 import httpx
-from httpx_sse import EventSource
 
-from service.client import wire
-from service.client.errors import ClientError, NotReady
-from service.client.request import ScoreOptions, request_body
-from service.client.results import BundleList, ModelList, Readiness, ReadyBody, ScoreResult
-from service.client.retry import Attempts
-from service.client.stream import BaseAnswer
+from hallutracer_client import wire
+from hallutracer_client.errors import ClientError, NotReady
+from hallutracer_client.events import EventReader
+from hallutracer_client.request import ScoreOptions, request_body
+from hallutracer_client.results import BundleList, ModelList, Readiness, ReadyBody, ScoreResult
+from hallutracer_client.retry import Attempts
+from hallutracer_client.stream import BaseAnswer
+
+if TYPE_CHECKING:
+    from typing_extensions import Self, Unpack  # comes with pydantic; typing has them from 3.11 on
 
 
 class AsyncAnswer(BaseAnswer):
@@ -25,7 +28,7 @@ class AsyncAnswer(BaseAnswer):
 
     def __init__(self, response: httpx.Response, timeout_message: str) -> None:
         super().__init__(response, timeout_message)
-        self._events = EventSource(response).aiter_sse()
+        self._events = _events(response)
 
     async def __aiter__(self) -> AsyncIterator[str]:
         """Non-empty pieces of text.  Raises Withheld, APIError, TransportError, UnexpectedAnswer."""
@@ -35,12 +38,16 @@ class AsyncAnswer(BaseAnswer):
                 yield piece
                 self._require_open()
 
-    async def _next(self) -> str | None:
+    async def _next(self) -> bytes | None:
         with wire.transport_errors(self._response.url, self._timeout_message):
-            async for event in self._events:
-                if event.data:
-                    return event.data
-        return None
+            return await anext(self._events, None)
+
+
+async def _events(response: httpx.Response) -> AsyncIterator[bytes]:
+    reader = EventReader()
+    async for piece in response.aiter_bytes():
+        for data in reader.feed(piece):
+            yield data
 
 
 class AsyncClient(wire.BaseClient):

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from service.client.errors import APIError, ClientError, TimedOut, TransportError, UnexpectedAnswer
+from hallutracer_client.errors import APIError, ClientError, TimedOut, TransportError, UnexpectedAnswer
 
 RETRIED = (429, 503)
 

@@ -1,10 +1,11 @@
 """The Python client of a HalluTracer service: ``Client`` and ``AsyncClient``.
 
-Depends on httpx, httpx-sse and pydantic only.
+Depends on httpx and pydantic only.  ``hallutracer_client.langchain``, ``.llamaindex`` and ``.haystack`` put the same
+guard into those frameworks; each needs the extra of its name.
 """
 
-from service.client.asynchronous import AsyncAnswer, AsyncClient
-from service.client.errors import (
+from hallutracer_client.asynchronous import AsyncAnswer, AsyncClient
+from hallutracer_client.errors import (
     APIError,
     ClientError,
     DeadlineExceeded,
@@ -18,8 +19,8 @@ from service.client.errors import (
     Unauthorized,
     UnexpectedAnswer,
 )
-from service.client.request import Generate, ScoreOptions
-from service.client.results import (
+from hallutracer_client.request import Generate, ScoreOptions
+from hallutracer_client.results import (
     Bundle,
     BundleGuarantee,
     BundleList,
@@ -36,7 +37,8 @@ from service.client.results import (
     Usage,
     Withheld,
 )
-from service.client.synchronous import Answer, Client
+from hallutracer_client.synchronous import Answer, Client
+from hallutracer_client.version import VERSION as __version__
 
 __all__ = [
     "APIError", "Answer", "AsyncAnswer", "AsyncClient", "Bundle", "BundleGuarantee", "BundleList", "BundleUncertainty",
@@ -44,4 +46,5 @@ __all__ = [
     "ModelList", "NotFound", "NotReady", "Overloaded", "Readiness",
     "Retrieval", "RequestRefused", "Risk", "ScoreOptions",
     "ScoreResult", "ServerError", "TimedOut", "TransportError", "Unauthorized", "UnexpectedAnswer", "Usage", "Withheld",
+    "__version__",
 ]  # fmt: skip

@@ -12,9 +12,9 @@ from typing import TypeVar
 
 import httpx
 
-from service.client.errors import APIError, ClientError, TimedOut, TransportError, UnexpectedAnswer, error_class
-from service.client.results import ErrorBody, ErrorEnvelope, InvalidBody, parse
-from service.client.retry import Attempts, RetryPolicy, retry_after_s
+from hallutracer_client.errors import APIError, ClientError, TimedOut, TransportError, UnexpectedAnswer, error_class
+from hallutracer_client.results import ErrorBody, ErrorEnvelope, InvalidBody, parse
+from hallutracer_client.retry import Attempts, RetryPolicy, retry_after_s
 
 T = TypeVar("T")
 

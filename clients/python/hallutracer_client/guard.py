@@ -1,0 +1,60 @@
+"""What the adapters share: one question to the service before a model may answer.
+
+A risk is that of the service's model.  Before another model it only tells how hard the question is for the first.
+An adapter never lets through what it cannot have scored: every error of the client is raised.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hallutracer_client.results import Risk, Withheld
+from hallutracer_client.synchronous import Client
+
+WITHHELD = "content_filter"  # the finish reason of a withheld answer, as OpenAI's clients know it
+
+
+@dataclass(frozen=True)
+class Guard:
+    """Asks ``client`` under a policy, threshold and bundle; None: the service's own."""
+
+    client: Client
+    policy: str | None = None
+    threshold: float | None = None
+    bundle: str | None = None
+
+    def risk(self, *, messages: Sequence[Mapping[str, str]] | None = None, prompt: str | None = None) -> Risk:
+        """The risk of the answer to a conversation, or to one question.
+
+        Raises ValueError, APIError, TransportError, UnexpectedAnswer.
+        """
+        result = self.client.score(
+            messages=messages, prompt=prompt, policy=self.policy, threshold=self.threshold, bundle=self.bundle
+        )
+        return result.only
+
+    def check(self, *, messages: Sequence[Mapping[str, str]] | None = None, prompt: str | None = None) -> Risk:
+        """As ``risk``; raises Withheld where the decision is not ``continue``."""
+        risk = self.risk(messages=messages, prompt=prompt)
+        if risk.gated:
+            raise Withheld(risk)
+        return risk
+
+
+def turn(role: str, content: object, roles: Mapping[str, str]) -> dict[str, str]:
+    """A message as the service reads it; ``roles`` maps a framework's to the service's.
+
+    Raises ValueError: the adapter cannot have it scored, so it does not pass.
+    """
+    if role not in roles:
+        raise ValueError(f"a message of the role {role!r} cannot be scored; only {', '.join(sorted(roles))} can")
+    if not isinstance(content, str):
+        raise ValueError(f"a {role} message without plain text cannot be scored: images, files and tool calls cannot")
+    return {"role": roles[role], "content": content}
+
+
+def facts(risk: Risk) -> dict[str, Any]:
+    """What goes with a withheld answer, as plain JSON."""
+    return {"risk": risk.risk, "decision": risk.decision, "threshold": risk.threshold}

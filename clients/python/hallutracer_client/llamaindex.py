@@ -1,0 +1,149 @@
+"""LlamaIndex: ``GuardedLLM`` wraps any LLM, so that what a query or chat engine asks it is scored first.
+
+Needs ``hallutracer-client[llamaindex]``.  The prompt is scored as the engine wrote it, retrieved passages included.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+from hallutracer_client.guard import WITHHELD, Guard, facts, turn
+from hallutracer_client.results import Risk, Withheld
+from hallutracer_client.synchronous import Client
+
+try:
+    from llama_index.core.base.llms.types import (
+        ChatMessage,
+        ChatResponse,
+        ChatResponseAsyncGen,
+        ChatResponseGen,
+        CompletionResponse,
+        CompletionResponseAsyncGen,
+        CompletionResponseGen,
+        LLMMetadata,
+        TextBlock,
+    )
+    from llama_index.core.bridge.pydantic import PrivateAttr
+    from llama_index.core.llms import LLM
+except ImportError as error:
+    raise ImportError(f"{error}; pip install 'hallutracer-client[llamaindex]'", name=error.name) from error
+
+ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
+
+
+class GuardedLLM(LLM):
+    """``llm`` where the risk allows an answer, else a response with the policy's message, or ``Withheld``.
+
+    ``policy``, ``threshold`` and ``bundle`` are those of a request; None: the service's own.  ``raises``: raise
+    ``Withheld`` instead of answering with the message.  A prompt without messages is one question of a user.
+    """
+
+    _llm: LLM = PrivateAttr()
+    _guard: Guard = PrivateAttr()
+    _raises: bool = PrivateAttr()
+
+    def __init__(
+        self,
+        llm: LLM,
+        client: Client,
+        *,
+        policy: str | None = None,
+        threshold: float | None = None,
+        bundle: str | None = None,
+        raises: bool = False,
+    ) -> None:
+        super().__init__(callback_manager=llm.callback_manager, system_prompt=llm.system_prompt)
+        self._llm, self._guard, self._raises = llm, Guard(client, policy, threshold, bundle), raises
+
+    @classmethod
+    def class_name(cls) -> str:
+        """The name in LlamaIndex's events."""
+        return "GuardedLLM"
+
+    @property
+    def metadata(self) -> LLMMetadata:
+        """That of the wrapped LLM, but for calls of tools, which cannot be scored."""
+        return self._llm.metadata.model_copy(update={"is_function_calling_model": False})
+
+    def _withheld(
+        self, messages: Sequence[ChatMessage] | None = None, prompt: str | None = None
+    ) -> ChatResponse | None:
+        """The response that stands for a withheld answer; None where the model may answer."""
+        turns = None if messages is None else [turn(one.role.value, _text(one), ROLES) for one in messages]
+        risk = self._guard.risk(messages=turns, prompt=prompt)
+        if not risk.gated:
+            return None
+        if self._raises:
+            raise Withheld(risk)
+        return refused(risk)
+
+    def chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
+        """The answer to a conversation."""
+        return self._withheld(messages) or self._llm.chat(messages, **kwargs)
+
+    def stream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseGen:
+        """Its pieces; the risk is known before the first."""
+        if (instead := self._withheld(messages)) is not None:
+            return (one for one in (instead,))
+        return self._llm.stream_chat(messages, **kwargs)
+
+    def complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponse:
+        """The answer to a prompt."""
+        if (instead := self._withheld(prompt=prompt)) is not None:
+            return _completion(instead)
+        return self._llm.complete(prompt, formatted=formatted, **kwargs)
+
+    def stream_complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponseGen:
+        """Its pieces."""
+        if (instead := self._withheld(prompt=prompt)) is not None:
+            return (one for one in (_completion(instead),))
+        return self._llm.stream_complete(prompt, formatted=formatted, **kwargs)
+
+    async def achat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
+        """As ``chat``."""
+        return await asyncio.to_thread(self._withheld, messages) or await self._llm.achat(messages, **kwargs)
+
+    async def astream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseAsyncGen:
+        """As ``stream_chat``."""
+        if (instead := await asyncio.to_thread(self._withheld, messages)) is not None:
+            return _one(instead)
+        return await self._llm.astream_chat(messages, **kwargs)
+
+    async def acomplete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponse:
+        """As ``complete``."""
+        if (instead := await asyncio.to_thread(self._withheld, None, prompt)) is not None:
+            return _completion(instead)
+        return await self._llm.acomplete(prompt, formatted=formatted, **kwargs)
+
+    async def astream_complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponseAsyncGen:
+        """As ``stream_complete``."""
+        if (instead := await asyncio.to_thread(self._withheld, None, prompt)) is not None:
+            return _one(_completion(instead))
+        return await self._llm.astream_complete(prompt, formatted=formatted, **kwargs)
+
+
+def refused(risk: Risk) -> ChatResponse:
+    """The response that stands for a withheld answer: its text is the policy's message."""
+    text = risk.message or ""
+    details = {"refusal": risk.message, "finish_reason": WITHHELD, "hallutracer": facts(risk)}
+    message = ChatMessage(role="assistant", content=text, additional_kwargs=details)
+    return ChatResponse(message=message, delta=text, additional_kwargs=details)
+
+
+def _completion(response: ChatResponse) -> CompletionResponse:
+    text = response.message.content or ""
+    return CompletionResponse(text=text, delta=text, additional_kwargs=response.additional_kwargs)
+
+
+async def _one(response: Any) -> Any:
+    yield response
+
+
+def _text(message: ChatMessage) -> str | None:
+    """Plain text; None where a block is none, and where tools are called."""
+    blocks = message.blocks
+    if message.additional_kwargs.get("tool_calls") or not all(isinstance(block, TextBlock) for block in blocks):
+        return None
+    return message.content or message.additional_kwargs.get("refusal") or ""

@@ -1,0 +1,114 @@
+"""Client libraries of others against a real service: their quick starts, and our adapters for them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.client import libraries
+from tests.running import running
+from tests.serve_process import CLIENT, MAY_CHOOSE, ROOT, inherited, serve
+
+QUICKSTARTS = ROOT / "clients" / "quickstarts"
+SCRIPTS = sorted(path.name for path in QUICKSTARTS.glob("*.py"))
+UNKNOWN = "What is the capital of the Solomon Islands?"
+# What a withheld answer looks like in each, as the service writes it by default, and with --message-in-content.
+REFUSED = "refused: I am not sure. (content_filter)"
+PLAIN = {
+    "haystack_chat.py": "refused: no text (content_filter)",
+    "llamaindex_openai_like.py": f"{REFUSED}, shown as: no text",
+}
+AS_TEXT = {"llamaindex_openai_like.py": f"{REFUSED}, shown as: I am not sure."}
+
+
+@pytest.fixture(scope="module")
+def urls(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    """``plain``: the demo model.  ``text``: a scripted one that is refused everything, with --message-in-content.
+
+    Both take any model name, as one that has a quick start's requests needs.
+    """
+    libraries.needed()
+    shut = {"model_names": ("*",), "message_in_content": True, "threshold": 0.0}
+    folder = tmp_path_factory.mktemp("bundles")
+    with serve("--served-model-name", "*", **MAY_CHOOSE) as plain, running(folder, **shut) as text:
+        yield {"plain": plain.url, "text": text.url}
+
+
+RUN = ROOT / "tests" / "client" / "run_scripts.py"
+
+
+@pytest.fixture(scope="module")
+def found(urls: dict[str, str]) -> dict[str, Any]:
+    """Service -> {script: [what it prints, its error]}; "tests": what the adapters' print, exit status."""
+    done = libraries.run(RUN, QUICKSTARTS, CLIENT / "tests", *urls.values())
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    return {name: found[url] for name, url in urls.items()} | {"tests": found["tests"]}
+
+
+@pytest.mark.parametrize("service", ["plain", "text"])
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_quick_start_runs_and_shows_a_refusal(found: dict[str, Any], script: str, service: str) -> None:
+    out, error = found[service][script]
+    assert not error, error
+    lines = out.splitlines()
+    (known,) = [line for line in lines if line.startswith("What is the capital of Italy?")]
+    if service == "plain":
+        # LangChain takes the temperature out of requests to a model of the quick start's name: its answers vary.
+        assert "? answered: " in known
+        assert known.endswith("It is Rome.") or script == "langchain_chat.py"
+    (unknown,) = [line for line in lines if line.startswith(UNKNOWN)]
+    assert unknown == f"{UNKNOWN} {(PLAIN if service == 'plain' else AS_TEXT).get(script, REFUSED)}"
+    if script == "langchain_chat.py":
+        said = "no text" if service == "plain" else "I am not sure."
+        assert lines[-1] == f"streamed: {said} (content_filter)"
+
+
+def test_the_adapters(found: dict[str, Any]) -> None:
+    out, status = found["tests"]
+    assert status == 0, out[-8000:]
+    for framework in ("langchain", "llamaindex", "haystack"):
+        assert f"hallutracer-client[{framework}]" in (CLIENT / "README.md").read_text()
+
+
+def test_the_newest_openai_client_too(urls: dict[str, str]) -> None:
+    """The frameworks hold OpenAI's client back by a major version; this environment has the newest."""
+    done = subprocess.run([sys.executable, RUN, QUICKSTARTS, "", urls["plain"]], env=inherited(), capture_output=True)
+    assert done.returncode == 0, done.stderr
+    for script in ("openai_async.py", "openai_streaming.py", "openai_sync.py"):
+        out, error = json.loads(done.stdout)[urls["plain"]][script]
+        assert not error, error
+        assert f"{UNKNOWN} {REFUSED}" in out
+        assert "Italy? answered:  It is Rome." in out
+
+
+def test_a_quick_start_names_what_it_changed() -> None:
+    for script in SCRIPTS:
+        assert "Changed: " in (QUICKSTARTS / script).read_text().splitlines()[0], script
+
+
+def test_a_script_that_fails_is_seen(tmp_path: Path) -> None:
+    (tmp_path / "bad.py").write_text("print('began')\nraise SystemExit('no')\n")
+    (tmp_path / "test_bad.py").write_text("def test_bad():\n    assert not 'so'\n")
+    command = [sys.executable, RUN, tmp_path, tmp_path, "http://nowhere"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    found = json.loads(done.stdout)
+    out, error = found["http://nowhere"]["bad.py"]
+    assert out == "began\n"
+    assert "SystemExit: no" in error
+    assert found["tests"][1] == 1
+    assert "assert not 'so'" in found["tests"][0]
+
+
+@pytest.mark.parametrize("framework", ["langchain", "llamaindex", "haystack"])
+def test_an_adapter_without_its_library_says_which_extra(framework: str) -> None:
+    """This environment has none of the three."""
+    code = f"import hallutracer_client.{framework}"
+    done = subprocess.run([sys.executable, "-c", code], cwd=CLIENT, capture_output=True, text=True)
+    assert f"pip install 'hallutracer-client[{framework}]'" in done.stderr.splitlines()[-1]
