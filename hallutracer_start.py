@@ -69,6 +69,12 @@ def ours_first() -> None:
         )
 
 
+def check_import() -> None:
+    """For ``import hallutracer`` in a process of others.  Raises ImportError."""
+    if (found := stranger()) is not None:
+        raise ImportError(_taken(found))
+
+
 def stranger() -> str | None:
     """Where ``import service`` leads to if that is not the package beside this file."""
     loaded = sys.modules.get("service")

@@ -14,7 +14,11 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from service import __version__
+import hallutracer_start
+
+hallutracer_start.check_import()
+
+from service import __version__  # noqa: E402
 
 if TYPE_CHECKING:
     from probes_store.errors import BundleError

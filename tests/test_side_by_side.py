@@ -46,7 +46,7 @@ class Side:
         source.mkdir()
         for name in ("pyproject.toml", "README.md", "LICENSE", "hallutracer_start.py"):
             shutil.copy(ROOT / name, source)
-        for name in ("service", "probes_store"):
+        for name in ("hallutracer", "service", "probes_store"):
             shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
         subprocess.run([sys.executable, "-m", "venv", "--without-pip", self.venv], check=True)
         (self.packages / "dependencies.pth").write_text(f"{DEPENDENCIES}\n")
@@ -115,6 +115,16 @@ def test_what_vllm_loads_leaves_an_app_alone_and_never_fails_open(side: Side) ->
         assert "ends: hallutracer:" in said
         assert f"leads to {side.app / 'service'}" in said
         assert "environment of its own" in said
+
+
+def test_the_python_api_names_it(side: Side) -> None:
+    done = side.run(side.python, "-c", "import hallutracer")
+    assert f"ImportError: 'import service' leads to {side.app / 'service'}" in done.stderr
+    there = side.run(side.python, "-c", "import hallutracer; print(hallutracer.__version__)", PYTHONPATH=str(side.home))
+    assert done.returncode == 1
+    assert there.returncode == 1  # the folder that Python was started in still comes first
+    elsewhere = side.run(side.python, "-P", "-c", "import hallutracer; print(hallutracer.__version__)")
+    assert (elsewhere.returncode, bool(elsewhere.stdout.strip())) == (0, True), elsewhere.stderr
 
 
 def test_another_one_that_is_imported_already_is_named(side: Side) -> None:
