@@ -56,6 +56,7 @@ NAVIGATION = {
     },
     "Train and evaluate": {
         "Training": "docs/training",
+        "Bundles on the hub": "docs/publishing",
         "Evaluation": "docs/evaluation",
         "SmolLM2": "docs/smollm2",
         "Demo model": "docs/demo-model",

@@ -36,6 +36,7 @@ from probes_store.manifest import (
     check_fields,
     manifest_bytes,
     read_manifest,
+    record_of,
     sealed,
 )
 from probes_store.strict import parse_json, plain, read_record, readable_json
@@ -102,10 +103,15 @@ def load_bundle(path: Path) -> Bundle:
         known = name in (*manifest.files, MANIFEST, SIGNATURE, "plots") or name.rsplit("/", 1)[-1].startswith(".")
         if not known:
             raise UnknownFile("the manifest does not list this file", file=_shown(path, name))
-    files = {name: _read_listed(path, name, record) for name, record in manifest.files.items()}
+    files = read_files(path, manifest)
     probes = read_probes(files[PROBES], manifest, _shown(path, PROBES))
     golden = read_golden(files[GOLDEN], manifest, _shown(path, GOLDEN))
     return Bundle(manifest, probes, golden, path)
+
+
+def read_files(path: Path, manifest: Manifest) -> dict[str, bytes]:
+    """Every file that the manifest lists, after checking its size and hash.  Raises a subclass of BundleDamaged."""
+    return {name: _read_listed(path, name, record) for name, record in manifest.files.items()}
 
 
 def render(draft: BundleDraft) -> tuple[Manifest, dict[str, bytes]]:
@@ -123,7 +129,7 @@ def render(draft: BundleDraft) -> tuple[Manifest, dict[str, bytes]]:
         CARD: draft.card.encode(),
         **{f"plots/{name}": data for name, data in draft.plots.items()},
     }
-    records = {name: FileRecord(len(data), hashlib.sha256(data).hexdigest()) for name, data in files.items()}
+    records = {name: record_of(data) for name, data in files.items()}
     document = dataclasses.asdict(dataclasses.replace(draft.manifest, files=records))
     manifest = read_record(Manifest, plain(document, MANIFEST), MANIFEST)
     manifest = sealed(manifest, version=1, created=UNSET_TIME)

@@ -20,6 +20,10 @@
     |   |-- WrongTokenizer          503 bundle_wrong_tokenizer
     |   |-- WrongChatTemplate       503 bundle_wrong_chat_template
     |   `-- GoldenMismatch          503 bundle_golden_mismatch
+    |-- BundleConflict              409 bundle_conflict            another bundle has that place
+    |-- HubError                    502 hub_error                  the Hugging Face hub refused, or failed
+    |   |-- HubMissing              404 hub_missing                no such repository, or a private one
+    |   `-- HubUnreachable          503 hub_unreachable            offline, or the hub is down
     `-- StoreNotWritable            500 store_not_writable
 
 ``status`` and ``code`` are what the API sends: HTTP status and machine-readable code.
@@ -177,6 +181,30 @@ class GoldenMismatch(BundleRefused):
 
     status, code = 503, "bundle_golden_mismatch"
     default_cure = "Check dtype, engine and model; until the golden prompts match, no risk can be trusted"
+
+
+class BundleConflict(BundleError):
+    """Another bundle has that version, that tag or that name already."""
+
+    status, code = 409, "bundle_conflict"
+
+
+class HubError(BundleError):
+    """The Hugging Face hub refused a request, or what it holds is not what was sent."""
+
+    status, code = 502, "hub_error"
+
+
+class HubMissing(HubError):
+    """No such repository on the hub, or one that this token may not see."""
+
+    status, code = 404, "hub_missing"
+
+
+class HubUnreachable(HubError):
+    """No answer from the hub, and nothing in the cache that could stand for it."""
+
+    status, code = 503, "hub_unreachable"
 
 
 class StoreNotWritable(BundleError):

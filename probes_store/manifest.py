@@ -113,6 +113,11 @@ class FileRecord:
     sha256: str  # 64 hex digits
 
 
+def record_of(data: bytes) -> FileRecord:
+    """The record of a file with these bytes."""
+    return FileRecord(len(data), hashlib.sha256(data).hexdigest())
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
     """bundle.json.  Fields with a default are set on publishing; a file must have every field."""
@@ -260,6 +265,11 @@ def _with_later_fields(document: Any, file: str) -> Any:
     return document | later
 
 
+def is_digest(text: str) -> bool:
+    """Whether it is sha256: and 64 hex digits."""
+    return text.startswith("sha256:") and bool(_HEX.fullmatch(text[7:]))
+
+
 def check_fields(manifest: Manifest, file: str = MANIFEST) -> None:
     """Check ranges and the relations between fields; ``read_record`` has checked the types.
 
@@ -276,7 +286,7 @@ def check_fields(manifest: Manifest, file: str = MANIFEST) -> None:
     require(_is_time(manifest.created), "created", "UTC time like 2026-01-31T12:00:00Z", manifest.created)
     for field in ("digest", "seal"):
         text = getattr(manifest, field)
-        require(text.startswith("sha256:") and bool(_HEX.fullmatch(text[7:])), field, "sha256: and 64 hex digits", text)
+        require(is_digest(text), field, "sha256: and 64 hex digits", text)
     for field in ("name", "revision", "fingerprint", "architecture", "model_type"):
         require(getattr(model, field) != "", f"model.{field}", "a non-empty string", "")
     for field in ("num_layers", "num_heads", "head_dim", "hidden_size"):

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from probes_store.errors import InvalidReference
 from probes_store.manifest import NAME
 
+HUB = "hf://"  # what an address on the Hugging Face hub begins with
 VERSION = re.compile(r"[1-9][0-9]{0,8}")
 
 
@@ -22,6 +23,13 @@ class Reference:
 
 def parse_reference(text: str) -> Reference:
     """Parse a reference; no part of the result can lead out of a store.  Raises InvalidReference."""
+    if text.startswith(HUB):
+        raise InvalidReference(
+            "a bundle on the hub, which is not in the store yet",
+            expected="NAME, NAME@ALIAS or NAME:VERSION",
+            found=ascii(text),
+            cure="Run 'hallutracer bundle pull' with that address first, and name the bundle as it prints it",
+        )
     name, mark, rest = text, "", ""
     for separator in "@:":
         if separator in text:

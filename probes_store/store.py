@@ -8,19 +8,20 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from probes_store.bundle import Bundle, BundleDraft, load_bundle, render, timestamp, write_files, write_manifest
 from probes_store.durable import atomic_write, clean_aside, folder_aside, locked, sync_folder, writing
-from probes_store.errors import BadValue, BundleDamaged, BundleError, BundleNotFound, InvalidReference
+from probes_store.errors import BadValue, BundleConflict, BundleDamaged, BundleError, BundleNotFound, InvalidReference
 from probes_store.manifest import MANIFEST, NAME, Manifest, read_manifest, sealed
 from probes_store.reference import VERSION, check_name, parse_reference
 from probes_store.strict import parse_json, readable_json
 
 SHIPPED = Path(__file__).parent / "shipped"  # bundles that come with the package, used as a fallback
 ALIASES = "aliases.json"
+ORIGIN = ".origin.json"  # in a bundle's folder: where it was pulled from; a hidden file is no part of a bundle
 PRODUCTION = "production"  # the alias that a bare name resolves to, where it is set
 
 
@@ -96,6 +97,93 @@ class Store:
             sync_folder(folder)
             sync_folder(self.root)
             return self._load_version(folder.name, target)
+
+    def held(self, manifest: Manifest) -> Bundle | None:
+        """The version of this name and number, which has the same content; None where there is none yet.
+
+        Raises BundleConflict where it has another content, and what ``load`` raises where it is damaged.
+        """
+        for base in (self.root, *self.fallbacks):
+            path = base / manifest.name / str(manifest.version)
+            if manifest.version not in _versions(path.parent):
+                continue
+            found = self._load_version(manifest.name, _inside(base, path))
+            if found.manifest.digest == manifest.digest:
+                return found
+            if base == self.root:
+                raise BundleConflict(
+                    "another bundle has this version already",
+                    file=manifest.reference,
+                    expected=found.manifest.digest,
+                    found=manifest.digest,
+                    cure="Take it into another store with --store, or remove the version that is here",
+                )
+        return None
+
+    def check_addition(self, manifest: Manifest, origin: Mapping[str, str], take_over: bool = False) -> None:
+        """Refuse an addition after which a bare name would mean another bundle, not from the same place.
+
+        Whoever can publish a bundle chooses its name and its number: without this one could take the place of a
+        bundle that a service loads by name.  Raises BundleConflict and what ``resolve`` raises.
+        """
+        try:
+            before = self.resolve(manifest.name)
+        except BundleNotFound:
+            return
+        moves = before.parent.parent.resolve() != self.root.resolve() or (
+            PRODUCTION not in _read_aliases(self.root, manifest.name) and manifest.version > int(before.name)
+        )
+        if moves and not take_over and read_origin(before) != dict(origin):
+            own = before.parent.parent.resolve() == self.root.resolve()
+            pin = f"Pin it with 'hallutracer bundle alias {manifest.name} production {before.name}', t" if own else "T"
+            raise BundleConflict(
+                f"'{manifest.name}' would from now on mean this bundle; so far it means version {before.name}, "
+                "which is not from there",
+                file=manifest.reference,
+                cure=f"{pin}ake the new one into another store with --store, or agree with --take-over",
+            )
+
+    def add(self, files: Mapping[str, bytes], origin: Mapping[str, str], *, take_over: bool = False) -> Bundle:
+        """Add a version that was published elsewhere, under its own number, in one rename.
+
+        files: the manifest's bytes and those of each file that it lists; origin: kept beside them.  Everything is
+        read as ``verify`` reads it before the store is touched.  Raises what ``load_bundle``, ``held`` and
+        ``check_addition`` raise, and StoreNotWritable.
+        """
+        with tempfile.TemporaryDirectory() as outside:
+            manifest = read_manifest(files[MANIFEST])
+            check_name(manifest.name, "a bundle")
+            if not VERSION.fullmatch(str(manifest.version)):
+                raise BadValue(
+                    "no version of a store", field="version", expected="1 to 999999999", found=manifest.version
+                )
+            draft = Path(outside, manifest.name, str(manifest.version))
+            write_files(draft, files)
+            Store(Path(outside)).verify(manifest.reference)
+        folder = self.root / manifest.name
+        existing = self.held(manifest)
+        if existing is not None:
+            return existing
+        self.check_addition(manifest, origin, take_over)
+        with writing(self.root):
+            folder.mkdir(parents=True, exist_ok=True)
+            _inside(self.root, folder)
+            clean_aside(folder)
+            with folder_aside(folder) as aside:
+                write_files(aside, {ORIGIN: readable_json(dict(origin)), **files})
+                target = folder / str(manifest.version)
+                try:
+                    os.rename(aside, target)
+                except OSError:
+                    if not target.exists():
+                        raise
+                    existing = self.held(manifest)  # somebody else was faster: the same, or a conflict
+                    if existing is None:
+                        raise
+                    return existing
+                sync_folder(folder)
+                sync_folder(self.root)
+        return self._load_version(manifest.name, target)
 
     def _same_content(self, folder: Path, digest: str) -> Bundle | None:
         for version in sorted(_versions(folder)):
@@ -219,6 +307,15 @@ class Store:
                     cure="Move the folder back to its place, or publish the bundle anew",
                 )
         return bundle
+
+
+def read_origin(path: Path) -> dict[str, str] | None:
+    """Where the bundle in a folder was pulled from; None where it was published here, or nobody can tell."""
+    try:
+        origin = parse_json((path / ORIGIN).read_bytes(), ORIGIN)
+    except (OSError, BundleDamaged):
+        return None
+    return origin if isinstance(origin, dict) else None
 
 
 def _versions(folder: Path) -> set[int]:

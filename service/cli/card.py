@@ -16,11 +16,12 @@ FRONT_MATTER = re.compile(r"\A---\n.*?\n---\n", re.DOTALL)
 IMAGE = re.compile(r"!\[(?P<title>[^\]]*)\]\((?P<path>[^)]*)\)")
 NAMES = 30  # characters of a wide table's first column, which every part of it repeats, where it has so many
 PADDING = 2
+CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # a card may be a stranger's: nothing in it moves the cursor
 
 
 def render_card(card: str, folder: Path, width: int) -> Iterator[RenderableType]:
     """The card without the hub's front matter; ``folder`` is where its plots are."""
-    lines = FRONT_MATTER.sub("", card).splitlines()
+    lines = CONTROLS.sub("", FRONT_MATTER.sub("", card)).splitlines()
     for kind, part in groupby(lines, key=_kind):
         block = list(part)
         if kind == "table":

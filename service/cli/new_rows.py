@@ -14,6 +14,7 @@ from service.cli.options import (
     BatchRows,
     BundleOptions,
     Data,
+    DryRun,
     EngineChoice,
     GeneratedLabels,
     JudgeChoices,
@@ -49,7 +50,7 @@ class NewRowsChoices:
         Parameter(metavar="FILE"),
     ] = ()  # fmt: skip
     seed: Seed = 0
-    dry_run: Annotated[bool, option("Print what would be done.  Loads no model and spends nothing.")] = False
+    dry_run: DryRun = False
     batch_rows: BatchRows = 32
     run_dir: RunDir = None
 

@@ -51,6 +51,9 @@ Samples = Annotated[
     option("Answers sampled for each prompt; train: with --labels sample, evaluate: for methods that compare them.",
            limits=Range(2)),
 ]  # fmt: skip
+DryRun = Annotated[
+    bool, option("Print what would be done.  Loads no model and spends nothing.  push: asks the hub, changes nothing.")
+]
 Reference = Annotated[str, Parameter(help="name, name@alias or name:version", show_env_var=False)]
 
 

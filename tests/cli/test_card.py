@@ -46,3 +46,10 @@ def test_a_terminal_gets_the_layout(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "library_name" not in printed
     assert "| --- |" not in printed
     assert str(Path("plots", "roc.png")) in printed
+
+
+def test_a_strangers_card_moves_no_cursor() -> None:
+    out = io.StringIO()
+    print_card("# A\x1b[2J\n\n| a |\n| --- |\n| b\x9b2J\x07 |\n", Path("x"), Console(file=out, width=80, no_color=True))
+    assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", out.getvalue())
+    assert "A[2J" in out.getvalue()

@@ -30,6 +30,7 @@ OPTIONS = [
 REQUIRED = {
     "train": ["--name", "n"], "demo questions": ["--split", "dev"], "diagnose": ["x.npz"], "score": ["why?"],
     "bundle show": ["demo"], "bundle verify": ["demo"], "bundle alias": ["a", "b", "1"], "data convert": ["helm", "."],
+    "bundle push": ["a", "hf://b/c"], "bundle pull": ["hf://b/c"],
     "data audit": ["x.csv"],
 }  # fmt: skip
 
