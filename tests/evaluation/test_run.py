@@ -128,7 +128,8 @@ def test_wrong_input_is_said_before_a_model_is_loaded(
 @pytest.mark.parametrize("limit", [[], ["--limit", "60"]])
 @pytest.mark.parametrize(
     ("text", "words"),
-    [("", "the file has no rows"), ("hello\n", "line 1"), ('{"prompt": "x", "label": 1}\n', "'id' is missing"),
+    [("", "the file has no rows"), ("hello\n", "line 1"), ('{"id": "a", "label": 1}\n', "'prompt'"),
+     ('{"prompt": "x", "label": 1}\n', "no row is hallucinated"),
      ('{"id": "a", "prompt": "x", "label": 1}\n', "no row is hallucinated")],
 )  # fmt: skip
 def test_problems_of_a_file_are_told_by_its_lines(tmp_path: Path, text: str, words: str, limit: list[str]) -> None:

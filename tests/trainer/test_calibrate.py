@@ -207,7 +207,7 @@ def test_an_older_bundle_needs_its_own_rows_and_gives_up_a_part_of_the_new_ones(
         calibrated(tmp_path, store, engine=Never, bundle="older", trained_on=(test,))
     with pytest.raises(TrainingError, match="held-out file.*--trained-on"):
         calibrated(tmp_path, store, engine=Never, bundle="older", trained_on=(train,))
-    with pytest.raises(DataError, match=r"line 1 and 239 more: its prompt is among .*a\.jsonl"):
+    with pytest.raises(DataError, match=r"line 1 and 239 more lines: its prompt is among .*a\.jsonl"):
         calibrated(tmp_path, store, planted_rows(400), Never, bundle="older", trained_on=(train, test))
     rows = planted_rows(400, seed=5)
     bundle = published(tmp_path, store, rows, bundle="older", trained_on=(train, test))
