@@ -76,7 +76,7 @@ test-long: install vllm clients $(VENV)/.smollm2   ## all model families on vLLM
 docs: install    ## the documentation as a site, build/docs/index.html; a warning is an error
 	$(BIN)/python -m sphinx -W --keep-going -n -q -c docs . build/docs
 
-tools:           ## the real Prometheus, nginx and Chromium that some tests ask for: Debian's packages, unpacked into .tools/
+tools:           ## the real Prometheus, nginx, PostgreSQL and Chromium that tests ask for: Debian's packages, unpacked into .tools/
 	deploy/tools.sh
 
 bench: install   ## the readout's cost, side by side with the bare forward

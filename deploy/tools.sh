@@ -1,13 +1,15 @@
 #!/usr/bin/env bash
-# Gets prometheus, promtool and nginx for tests/deploy and a headless Chromium for tests/browser into .tools/bin, except
-# those already on PATH.  Needs no root: Debian's or Ubuntu's packages are downloaded and unpacked, not installed.
+# Gets prometheus, promtool and nginx for tests/deploy, PostgreSQL for tests/feedback and a headless Chromium for
+# tests/browser into .tools, except what is already on PATH.  Needs no root: Debian's or Ubuntu's packages are
+# downloaded and unpacked, not installed.
 set -euo pipefail
 tools="$(cd "$(dirname "$0")/.." && pwd)/.tools"
 
 fail() {
     printf 'deploy/tools.sh: %s\n' "$1" >&2
-    echo "Install them another way, so that prometheus, promtool, nginx and chromium are on PATH or in $tools/bin:" >&2
-    echo "  macOS: brew install prometheus nginx      elsewhere: https://prometheus.io/download/ https://nginx.org/" >&2
+    echo "Install them another way, so that prometheus, promtool, nginx, initdb, postgres and chromium are on PATH or in $tools/bin:" >&2
+    echo "  macOS: brew install prometheus nginx postgresql" >&2
+    echo "  elsewhere: https://prometheus.io/download/ https://nginx.org/ https://www.postgresql.org/download/" >&2
     echo "  Chrome does as well as Chromium, where google-chrome is on PATH" >&2
     exit 1
 }
@@ -85,6 +87,52 @@ END
     "$tools/bin/chromium" --version >/dev/null 2>&1 || fail "the package's chromium does not run on this machine"
 }
 
+# libraries_of FILE.deb: the shared libraries that it depends on, each with a space behind it; those of C and C++ are
+# everywhere, and LLVM is for compiled queries only
+libraries_of() {
+    dpkg-deb -f "$1" Depends | tr ',|' '\n\n' | sed -n 's/^ *\(lib[a-z0-9.+-]*\).*/\1/p' |
+        { grep -vE '^lib(c6|gcc|stdc|llvm)' || true; } | tr '\n' ' '
+}
+
+# PostgreSQL finds its files beside its programs, so the package's tree stays whole; .tools/bin has scripts that start
+# them with the libraries that the machine lacks.
+fetch_postgres() {
+    local server library libraries program
+    server="$(apt-cache depends postgresql 2>/dev/null | sed -n 's/^ *Depends: *\(postgresql-[0-9]*\)$/\1/p' | head -n 1)"
+    if [ -z "$server" ]; then # the system's lists are empty: download's own
+        download postgresql
+        server="$(dpkg-deb -f ./postgresql_*.deb Depends | sed -n 's/.*\(postgresql-[0-9][0-9]*\).*/\1/p')"
+    fi
+    [ -n "$server" ] || fail "the package postgresql names no server"
+    download "$server"
+    dpkg-deb -x "./$server"_*.deb "$work/postgresql"
+    libraries="$(libraries_of ./"$server"_*.deb)"
+    while [ -n "$libraries" ]; do
+        library="${libraries%% *}"
+        libraries="${libraries#* }"
+        if ! dpkg -s "$library" >/dev/null 2>&1 && ! ls ./"$library"_*.deb >/dev/null 2>&1; then
+            download "$library"
+            dpkg-deb -x ./"$library"_*.deb "$work/postgresql"
+            libraries+="$(libraries_of ./"$library"_*.deb)"
+        fi
+    done
+    rm -rf "$tools/postgresql"
+    mkdir -p "$tools/bin"
+    echo '*' >"$tools/.gitignore"
+    cp -r "$work/postgresql" "$tools/postgresql"
+    for program in initdb postgres; do
+        path="$(find "$tools/postgresql/usr/lib/postgresql" -path "*/bin/$program")"
+        [ -n "$path" ] || fail "the package $server has no $program"
+        {
+            echo '#!/bin/sh'
+            echo "LD_LIBRARY_PATH=\"$tools/postgresql/usr/lib/$(uname -m)-linux-gnu\${LD_LIBRARY_PATH:+:\$LD_LIBRARY_PATH}\" exec \"$path\" \"\$@\""
+        } >"$tools/bin/$program.new"
+        chmod 755 "$tools/bin/$program.new"
+        mv "$tools/bin/$program.new" "$tools/bin/$program"
+        "$tools/bin/$program" --version >/dev/null 2>&1 || fail "the package's $program does not run on this machine"
+    done
+}
+
 work="$(mktemp -d)"
 trap 'rm -rf "$work"' EXIT
 cd "$work"
@@ -94,13 +142,20 @@ fi
 if ! available nginx -v; then
     fetch nginx -v nginx
 fi
+if ! { available initdb --version && available postgres --version; }; then
+    fetch_postgres
+fi
 chromium=""
 for program in chromium chromium-headless-shell chromium-browser google-chrome; do
     available "$program" --version && chromium="$program" && break
 done
 [ -n "$chromium" ] || fetch_chromium
-if [ "$chromium" ] && (command -v prometheus && command -v promtool && command -v nginx && command -v "$chromium") >/dev/null; then
-    echo "prometheus, promtool, nginx and $chromium are on PATH"
+missing=""
+for program in prometheus promtool nginx initdb postgres "${chromium:-chromium}"; do
+    command -v "$program" >/dev/null || missing="$program"
+done
+if [ -z "$missing" ]; then
+    echo "prometheus, promtool, nginx, initdb, postgres and $chromium are on PATH"
 else
-    echo "prometheus, promtool, nginx and chromium are on PATH or in $tools/bin"
+    echo "prometheus, promtool, nginx, initdb, postgres and chromium are on PATH or in $tools/bin"
 fi

@@ -44,6 +44,7 @@ NAVIGATION = {
     "Start": {"Install": "docs/install"},
     "Use": {
         "Serving": "docs/serving",
+        "Feedback": "docs/feedback",
         "Gateways": "docs/gateways",
         "Playground": "docs/playground",
         "Python": "docs/python",

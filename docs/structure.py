@@ -33,6 +33,7 @@ ROLES = {
     "service.coverage": ("what thresholds answer", REQUEST),
     "service.guard": ("the decision on a risk", REQUEST),
     "service.upstreams": ("who answers instead", REQUEST),
+    "service.feedback": ("answers and labels, in a database", REQUEST),
     "service.engines": ("run the model: transformers, vLLM", REQUEST),
     "service.risk": ("the method: truth logits, depth mean, risk", REQUEST),
     "service.readout": ("sites, positions, shapes", REQUEST),

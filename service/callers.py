@@ -1,11 +1,12 @@
-"""Who sends a request, and what it may choose that lets more through than the operator's own policy."""
+"""Who sends a request, what it may choose that lets more through than the operator's own policy, and whose answers it
+may label."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import Literal
 
-Right = Literal["policy", "threshold", "bundle"]
+Right = Literal["policy", "threshold", "bundle", "feedback"]
 
 
 @dataclass(frozen=True, slots=True)

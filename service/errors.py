@@ -120,6 +120,13 @@ class NotReady(HalluTracerError):
     retry_after_s = 1
 
 
+class FeedbackUnavailable(HalluTracerError):
+    """The database of feedback cannot be read or written; answers do not depend on it."""
+
+    status, code = 503, "feedback_unavailable"
+    retry_after_s = 5
+
+
 class UpstreamFailed(HalluTracerError):
     """The server that a policy falls back on gave no answer; this service is well."""
 

@@ -32,7 +32,7 @@ from cyclopts.argument import Argument, ArgumentCollection
 from cyclopts.config import Env
 
 from service.errors import HalluTracerError
-from service.settings import NEVER_EMPTY, NO_OPTIONS, PREFIX, SECRET, env, option, section
+from service.settings import DATABASE, NEVER_EMPTY, NO_OPTIONS, PREFIX, SECRET, env, option, section
 
 T = TypeVar("T")
 COMMON = ("--config", "--print-config")  # said on the command line or, the first, by a variable; never in the file
@@ -136,7 +136,7 @@ class Sources(Env):
             if token:
                 source = "command line" if token.source == "cli" else f"{token.keyword} in {token.source}"
             text, commented = _toml(value), value is None
-            if value and argument.parameter.metavar == SECRET:
+            if value and argument.parameter.metavar in (SECRET, DATABASE):
                 text, commented = '"***"', True
             lines.append(f"{'# ' if commented else ''}{key_of(argument)} = {text}  # {source}")
         return "\n".join(lines)
@@ -212,7 +212,7 @@ def _check(
             hint = f"did you mean {close[0]}?" if close else f"known: {', '.join(sorted({*known, *tables}))}."
             raise CycloptsError(msg=f"{path}: unknown {what} {place}; {hint}")
         elif not _fits(value, known[key].hint):
-            got = "" if known[key].parameter.metavar == SECRET else f", not {value!r}"
+            got = "" if known[key].parameter.metavar in (SECRET, DATABASE) else f", not {value!r}"
             raise CycloptsError(msg=f"{path}: {place} must be {_expected(known[key].hint)}{got}.")
 
 

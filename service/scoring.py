@@ -53,6 +53,7 @@ class RiskReport:
     trajectory: NDArray[np.float64]
     verdict: Verdict
     prompt_tokens: int
+    signals: tuple[float, ...] = ()  # what the classifier read, in the manifest's order
     uncertain: Uncertain | None = None  # if the bundle has an uncertainty record
     completion: Completion | None = None
     cached_tokens: int = 0  # of the prompt, found in the engine's prefix cache
@@ -191,6 +192,7 @@ class Scorer:
             depth_mean=mean,
             trajectory=trajectory,
             verdict=judge(value, policy, self.bundle.manifest.threshold, outside),
+            signals=tuple(vector.tolist()),
             uncertain=known,
             prompt_tokens=result.prompt_tokens,
             cached_tokens=cached_tokens,

@@ -29,6 +29,7 @@ KV_TOKENS = 16_384
 """Default for the prompt and answer tokens of all answers being decoded: each holds its keys and values."""
 
 SECRET = "KEY"  # the metavar of values that are never printed
+DATABASE = "FILE|URL"  # and of addresses, which are not printed either: they may hold a password
 
 
 def env(flag: str) -> str:
@@ -66,7 +67,9 @@ class Range:
         return f"{self.least:g} to {self.most:g}"
 
 
-def option(help: str, *names: str, limits: Range | None = None, secret: bool = False) -> Parameter:
+def option(
+    help: str, *names: str, limits: Range | None = None, secret: bool = False, metavar: str | None = None
+) -> Parameter:
     """An option: its help, its name where the field's own will not do (then older names), and its limits.
 
     A secret is masked wherever options are printed, and an empty variable for one is an error.
@@ -75,7 +78,7 @@ def option(help: str, *names: str, limits: Range | None = None, secret: bool = F
         name=tuple(f"--{name}" for name in names) or None,
         help=f"{help} [{limits}]" if limits else help,
         validator=limits,
-        metavar=SECRET if secret else None,
+        metavar=SECRET if secret else metavar,
         show_default=_shown,
     )
 
@@ -103,7 +106,8 @@ PolicyName = Annotated[str, option("What happens to a flagged prompt where a req
 CallersMay = Annotated[
     tuple[Right, ...],
     option("What a request may choose although it lets more through than a service that withholds would, repeatable: "
-           "an observing policy, a higher threshold, another bundle.  Default: none; stricter is always taken."),
+           "an observing policy, a higher threshold, another bundle.  feedback: it may label other callers' answers.  "
+           "Default: none; stricter is always taken."),
 ]  # fmt: skip
 
 BundleNames = Annotated[

@@ -25,7 +25,7 @@ LAYERS = [
     ["service.scoring"],
     ["service.prompts", "service.policies", "service.guarantee", "service.uncertainty", "service.coverage"],
     ["service.guard"],
-    ["service.upstreams"],
+    ["service.upstreams", "service.feedback"],
     ["service.engines"],
     ["service.risk"],
     ["service.readout"],

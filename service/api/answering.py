@@ -18,8 +18,10 @@ from service.engines.checks import check_length, check_special_tokens
 from service.errors import ClientGone, EmptyPrompt, RequestError
 from service.guard import Action, Decision, Policy
 from service.prompts import Message
+from service.routes import canonical
 from service.scoring import RiskReport, Scorer
 from service.serving.deadline import Deadline
+from service.serving.feedback import Content, Feedback, Kept
 from service.serving.state import ServiceState
 from service.settings import ServiceSettings
 
@@ -35,6 +37,7 @@ class Asked:
     field: str  # that they came in, for messages
     size: int  # characters or token ids of them all, templates included
     token_ids: Callable[[], list[list[int]]]  # renders and checks them; slow, and run beside the event loop
+    contents: Callable[[], list[Content]]  # each prompt as the caller gave it, for feedback
     sampling: Sampling | None = None
     stream: bool = False
     deadline: Deadline | None = None  # None: the service's own
@@ -66,9 +69,14 @@ async def answer(request: Request, state: ServiceState, asked: Asked) -> tuple[R
     try:
         async with while_connected(request):
             async with handle.deadline.enforced():
-                token_ids = await state.tokenizing.run(asked.size, asked.token_ids)
+                token_ids, kept = await state.tokenizing.run(asked.size, lambda: _read(asked, state.feedback))
             handle.start(token_ids)
             reports = await (handle.risks() if asked.stream else handle.answers())
+            if state.feedback is not None:  # before anybody can know the id
+                route = canonical(reply.record.path)
+                state.feedback.remember(
+                    asked.caller, reply.record.request_id, route, asked.scorer, asked.policy, reports, kept
+                )
             if asked.count == 1 and reports[0].decision is Decision.RETRIEVE:
                 digest = asked.scorer.bundle.manifest.digest
                 state.retrievals.remember(asked.caller.name, reply.record.request_id, reports[0].risk, digest)
@@ -77,6 +85,12 @@ async def answer(request: Request, state: ServiceState, asked: Asked) -> tuple[R
         handle.cancel()
         reply.account()
         raise
+
+
+def _read(asked: Asked, feedback: Feedback | None) -> tuple[list[list[int]], list[Kept]]:
+    """Token ids, and what feedback keeps of the prompts that have some."""
+    token_ids = asked.token_ids()
+    return token_ids, [] if feedback is None else feedback.kept(asked.contents())
 
 
 def check_count(asked: Asked, settings: ServiceSettings) -> None:

@@ -66,6 +66,7 @@ async def litellm(body: Annotated[GuardrailRequest, Body()], request: Request, s
             if conversation is None
             else rendered_chat(scorer, conversation, state.settings)
         ),
+        contents=lambda: [{"prompt": text} for text in texts] if conversation is None else [{"messages": conversation}],
     )
     reply, reports = await answer(request, state, asked)
     reply.account()
@@ -90,6 +91,7 @@ async def classify(body: Annotated[ClassifyRequest, Body()], request: Request, s
         field="inputs",
         size=size(texts),
         token_ids=lambda: encoded(scorer, texts, lambda text: scorer.render(prompt=text)),
+        contents=lambda: [{"prompt": text} for text in texts],
     )
     reply, reports = await answer(request, state, asked)
     reply.account()

@@ -30,6 +30,7 @@ from service.guarantee import NO_TEMPLATE, TOKEN_IDS
 from service.guard import Action, Decision
 from service.routes import CHAT_ROUTE, TEXT_ROUTE
 from service.scoring import Scorer
+from service.serving.feedback import Content
 from service.serving.state import ServiceState
 
 router = APIRouter(tags=["openai"], route_class=JsonRoute)
@@ -57,6 +58,7 @@ async def chat(body: Annotated[ChatRequest, Body()], request: Request, state: St
         count=1,
         length=size([message["content"] for message in conversation]),
         token_ids=lambda scorer: rendered_chat(scorer, conversation, state.settings),
+        contents=[{"messages": conversation}],
     )
 
 
@@ -81,6 +83,7 @@ async def text(body: Annotated[TextRequest, Body()], request: Request, state: St
         count=len(prompts),
         length=size(prompts),
         token_ids=token_ids,
+        contents=[{"input_ids" if as_ids else "text": prompt} for prompt in prompts],
         departure=TOKEN_IDS if as_ids else NO_TEMPLATE,
     )
 
@@ -95,6 +98,7 @@ async def _served(
     count: int,
     length: int,
     token_ids: Callable[[Scorer], list[list[int]]],
+    contents: list[Content],
     departure: str | None = None,
 ) -> Response:
     caller, chosen = caller_of(request, state), body.vllm_xargs or Arguments()
@@ -123,6 +127,7 @@ async def _served(
         stream=bool(body.stream),
         departures=(departure,) if departs and departure is not None else (),
         retrieval_of=chosen.hallutracer_retrieval_of,
+        contents=lambda: [_as_trained(one, scorer) for one in contents],
     )
     reply, reports = await answer(request, state, asked)
     forwarder: Forwarder = request.app.state.forwarder
@@ -141,6 +146,11 @@ async def _served(
         reply.account()
     text = json.dumps(content, ensure_ascii=False)
     return Response(text, media_type="application/json", headers=reply.headers(reports))
+
+
+def _as_trained(content: Content, scorer: Scorer) -> Content:
+    """A text that goes through no template is a prompt where the bundle's own rows went through none."""
+    return {"prompt": content["text"]} if "text" in content and scorer.prompt_format == "text" else content
 
 
 def _sampling(body: OpenAIRequest, limit: int, most: int) -> Sampling:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, StrictStr, model_validator
@@ -127,6 +128,15 @@ class ScoreRequest(RequestModel):
         if self.input_ids and isinstance(self.input_ids[0], list):
             return len(self.input_ids)
         return 0 if self.input_ids == [] else 1
+
+    def contents(self) -> list[Mapping[str, Any]]:
+        """Each prompt as it was given."""
+        if self.messages is not None:
+            return [{"messages": [message.model_dump() for message in self.messages]}]
+        if self.prompt is not None:
+            return [{"prompt": text} for text in ([self.prompt] if isinstance(self.prompt, str) else self.prompt)]
+        ids = self.input_ids or []
+        return [{"input_ids": one} for one in (ids if ids and isinstance(ids[0], list) else [ids])]
 
     def size(self) -> int:
         """Total length in characters or token ids, templates included, to separate short requests from long ones."""

@@ -55,6 +55,7 @@ async def score(
         include=body.include,
         departures=(TOKEN_IDS,) if body.input_ids is not None else (),
         retrieval_of=body.retrieval_of,
+        contents=body.contents,
     )
     reply, reports = await answer(request, state, asked)
     if body.stream:

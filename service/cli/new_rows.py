@@ -58,6 +58,10 @@ class NewRowsChoices:
         """The one bundle that is named, for one data file.  Raises UsageError, and what the store raises."""
         if len(self.data) != 1:
             raise UsageError("--data", "name one JSONL file")
+        return self.one_bundle(bundles, doing)
+
+    def one_bundle(self, bundles: BundleOptions, doing: str) -> tuple[Store, Bundle]:
+        """The one bundle that is named.  Raises UsageError, and what the store raises."""
         if len(bundles.bundle) != 1:
             raise UsageError("--bundle", f"name the bundle to {doing}")
         store = open_store(bundles)

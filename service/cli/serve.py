@@ -18,9 +18,21 @@ from service.cli.output import print_line
 from service.cli.reload import on_hangup
 from service.options import Common
 from service.policies import load_policies
-from service.settings import DEFAULT_MESSAGE, AbstainMessage, PoliciesFile, ServiceSettings, option, section
+from service.settings import (
+    DATABASE,
+    DEFAULT_MESSAGE,
+    AbstainMessage,
+    PoliciesFile,
+    Range,
+    ServiceSettings,
+    option,
+    section,
+)
 
 if TYPE_CHECKING:
+    from service.feedback.databases import Location
+    from service.serving.feedback import Feedback
+    from service.serving.metrics import Metrics
     from service.serving.state import ServiceState
 
 log = logging.getLogger("hallutracer")
@@ -47,13 +59,53 @@ class AccessOptions:
     api_key_file: Annotated[
         Path | None,
         option(
-            "File of bearer keys, one per line: KEY [name=NAME] [may=policy,threshold,bundle].  The name stands in "
-            "the log; may: see --callers-may."
+            "File of bearer keys, one per line: KEY [name=NAME] [may=policy,threshold,bundle,feedback].  The name "
+            "stands in the log; may: see --callers-may."
         ),
     ] = None
     allow_anonymous: Annotated[
         bool, option("Listen beyond loopback without keys: whoever reaches the port may use the service.")
     ] = False
+
+
+@section("Feedback", 37)
+@dataclass(frozen=True, kw_only=True)
+class FeedbackOptions:
+    """Whether answers and what users say of them are kept, and where."""
+
+    feedback_db: Annotated[
+        str,
+        option(
+            "Keep each prompt's risk and the labels that POST /v1/feedback takes: a file (SQLite) or "
+            "postgresql://USER@HOST/DATABASE.  Default: nothing is kept.",
+            metavar=DATABASE,
+        ),
+    ] = ""
+    feedback_prompts: Annotated[bool, option("Keep the prompts too; needs --feedback-days.")] = False
+    feedback_days: Annotated[
+        float | None,
+        option("Delete an answer's row, prompt and labels after so many days.  Default: never.",
+               limits=Range(positive=True)),
+    ] = None  # fmt: skip
+
+    def location(self) -> Location | None:
+        """Where feedback is kept; None: nowhere.  Raises UsageError."""
+        if not self.feedback_db:
+            for flag, given in (("--feedback-prompts", self.feedback_prompts), ("--feedback-days", self.feedback_days)):
+                if given:
+                    raise UsageError(flag, "needs --feedback-db")
+            return None
+        if self.feedback_prompts and self.feedback_days is None:
+            raise UsageError("--feedback-prompts", "needs --feedback-days: prompts are kept for a time, not for ever")
+        from service.feedback.databases import location
+
+        return location(self.feedback_db)
+
+    def opened(self, where: Location, metrics: Metrics) -> Feedback:
+        """The database, ready.  Raises FeedbackUnavailable."""
+        from service.serving.feedback import Feedback
+
+        return Feedback(where, metrics, prompts=self.feedback_prompts, days=self.feedback_days)
 
 
 def serve(
@@ -62,6 +114,7 @@ def serve(
     bundles: BundleOptions = BundleOptions(),
     settings: ServiceSettings = ServiceSettings(),
     access: AccessOptions = AccessOptions(),
+    feedback: FeedbackOptions = FeedbackOptions(),
     common: Common = Common(),
 ) -> None:
     """Serve POST /score: a risk for each prompt before its first answer token.
@@ -89,6 +142,7 @@ def serve(
     policies = load_policies(access.policies, access.abstain_message, settings.policy)
     for rule in policies.rules:
         rule.check_key({key.name for key in keys})
+    kept = feedback.location()
     loading = engine.engine_options
     listener = listen(settings.host, settings.port)
     address = f"http://{in_url(settings.host)}:{listener.getsockname()[1]}"
@@ -114,6 +168,9 @@ def serve(
         policies.named,
         policies.rules,
     )
+
+    if kept is not None:
+        state.feedback = feedback.opened(kept, state.metrics)
 
     def loaded(state: ServiceState) -> None:
         if state.failure is not None:

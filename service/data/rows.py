@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import codecs
+import hashlib
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 from service.errors import DataError
 
+MARK_DIGITS = 16  # hexadecimal
 ROLES = ("system", "user", "assistant")  # as the service takes them; many templates drop any other silently
 
 
@@ -127,3 +129,23 @@ def _kind(value: Any) -> str:
         return "null"
     names = {bool: "a boolean", int: "a number", float: "a number", str: "a string", list: "a list"}
     return names.get(type(value), "an object")
+
+
+def prompt_digest(value: Mapping[str, Any]) -> bytes:
+    """Of an object's ``prompt`` or ``messages``."""
+    # A prompt and a conversation of one user turn with the same words are the same prompt.
+    return _digest(value["messages"] if "messages" in value else [{"role": "user", "content": value["prompt"]}])
+
+
+def prompt_mark(digest: bytes) -> str:
+    """Of a row's ``prompt_digest``: 64 bits of it."""
+    return digest.hex()[:MARK_DIGITS]
+
+
+def mark_of(value: Mapping[str, Any]) -> str:
+    """The mark of an object with ``prompt`` or ``messages``; any other is told from all of those."""
+    return prompt_mark(prompt_digest(value) if "messages" in value or "prompt" in value else _digest(dict(value)))
+
+
+def _digest(value: object) -> bytes:
+    return hashlib.blake2b(json.dumps(value, sort_keys=True).encode(), digest_size=16).digest()

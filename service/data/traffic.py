@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from service.data.rows import check_prompt, check_text, objects
-from service.data.training_rows import Message, prompt_digest
+from service.data.rows import check_prompt, check_text, objects, prompt_digest
+from service.data.training_rows import Message
 from service.errors import DataError
 
 

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from scipy.cluster.hierarchy import DisjointSet
 
 from service.data.options import Labels
-from service.data.rows import check_id, check_prompt, check_text, id_of, id_problem, objects
+from service.data.rows import check_id, check_prompt, check_text, id_of, id_problem, objects, prompt_digest
 from service.errors import DataError
 
 Message = dict[str, str]
@@ -193,14 +193,6 @@ def _across(rows: list[Row]) -> Iterator[str]:
                 f"line {row.line}: same prompt and group as line {other.line}, but label {row.label} and not "
                 f"{other.label}: remove one, or both"
             )
-
-
-def prompt_digest(value: dict[str, Any]) -> bytes:
-    """Of an object's ``prompt`` or ``messages``."""
-    # A prompt and a conversation of one user turn with the same words are the same prompt.
-    turns = value["messages"] if "messages" in value else [{"role": "user", "content": value["prompt"]}]
-    canonical = json.dumps(turns, sort_keys=True)
-    return hashlib.blake2b(canonical.encode(), digest_size=16).digest()
 
 
 def _line_of(problem: str) -> int:

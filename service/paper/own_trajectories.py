@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from probes_store.bundle import Bundle
 from service.data.labels import check_answers
+from service.data.rows import prompt_mark
 from service.data.run_folder import locked
 from service.data.training_rows import Dataset, read_dataset
 from service.engines.base import Engine
@@ -22,7 +23,7 @@ from service.paper.diagnostics.chen_qin import MIN_ROWS
 from service.prompts import as_prompt_format
 from service.readout import Probes, Site
 from service.scoring import Scorer
-from service.trainer.ledger import Marks, group_mark, prompt_mark
+from service.trainer.ledger import Marks, group_mark
 from service.trainer.options import NewRowsOptions
 from service.trainer.prepare import PreparedData, prepare
 from service.trainer.publish import trajectories

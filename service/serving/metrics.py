@@ -1,8 +1,9 @@
 """Prometheus metrics.
 
-Labels are ``model_name``, ``bundle`` ("name:version"), ``decision``, ``status``, ``code`` and ``outcome``; no label
-holds user input, so the number of series is bounded.  Series known in advance exist as 0 from the first scrape, because
-a rate over a missing series is an empty panel and an alert that cannot fire.
+Labels are ``model_name``, ``bundle`` ("name:version"), ``decision``, ``status``, ``code``, ``outcome``, and of feedback
+``label``, ``flagged`` and ``fate``; no label holds user input, so the number of series is bounded.  Series known in
+advance exist as 0 from the first scrape, because a rate over a missing series is an empty panel and an alert that
+cannot fire.
 
 For several processes on one machine, set ``PROMETHEUS_MULTIPROC_DIR`` to an empty folder before they start: each writes
 its values there, and each serves the sum.  The variable belongs to ``prometheus_client``, which reads it on import.
@@ -22,6 +23,8 @@ from prometheus_client.multiprocess import MultiProcessCollector, mark_process_d
 
 from service import __version__
 from service.errors import HalluTracerError
+from service.feedback.rows import LABELS, Label
+from service.feedback.writer import Fate
 from service.guard import Decision
 from service.scoring import RiskReport
 from service.serving.request_handle import Timings
@@ -34,6 +37,7 @@ TENTHS = tuple(n / 10 for n in range(1, 11))
 BATCH_SIZES = tuple(2**n for n in range(11))  # 1 .. 1,024
 TOKENS = tuple(2**n for n in range(18))  # 1 .. 131,072
 BUNDLE = ("model_name", "bundle")
+JUDGED: tuple[Label, ...] = ("factual", "hallucinated")
 TIMED = {200, 500, 502, 504}  # statuses in request_seconds: fast refusals would hide slow answers
 
 
@@ -92,6 +96,14 @@ class Metrics:
         text = "Withheld answers sent to a policy's upstream: answered, failed, or given up by us."
         self._upstream = counter("upstream_requests_total", text, ("outcome",))
         self._by_outcome: dict[Outcome, Counter] = {name: self._upstream.labels(name) for name in get_args(Outcome)}
+
+        text = "Labels of answers that callers gave, repeats and changes included, by label."
+        self._labels = counter("feedback_labels_total", text, (*BUNDLE, "label"))
+        text = "First labels, factual or hallucinated, of answers that were given: was the prompt flagged?"
+        self._agreement = counter("feedback_agreement_total", text, (*BUNDLE, "flagged", "label"))
+        text = "Scored prompts kept for feedback: stored, or dropped because the database did not keep up."
+        answers = counter("feedback_answers_total", text, ("fate",))
+        self._by_fate: dict[Fate, Counter] = {name: answers.labels(name) for name in get_args(Fate)}
 
         self._risk = histogram("risk", "Risk of each scored prompt.", TENTHS, BUNDLE)
         text = "A whole scoring request that was worked on: answered, failed or late, not refused."
@@ -155,6 +167,16 @@ class Metrics:
     def upstream(self, outcome: Outcome) -> None:
         """A prompt that was sent to a policy's upstream is done."""
         self._by_outcome[outcome].inc()
+
+    def feedback_answers(self, fate: Fate, count: int) -> None:
+        """So many scored prompts were kept for feedback, or were not."""
+        self._by_fate[fate].inc(count)
+
+    def feedback(self, model_name: str, bundle: str, label: Label, flagged: bool | None) -> None:
+        """A label is on disk; ``flagged`` where it is the first of its caller, and about an answer that was given."""
+        self._labels.labels(model_name, bundle, label).inc()
+        if flagged is not None and label in JUDGED:
+            self._agreement.labels(model_name, bundle, _yes(flagged), label).inc()
 
     def request_started(self) -> None:
         """A scoring request arrived; ``request_ended`` must follow in every case."""
@@ -223,7 +245,16 @@ class _PerBundle:
         self.risk = metrics._risk.labels(model_name, bundle)
         self.prompt_tokens = metrics._prompt_tokens.labels(model_name, bundle)
         self.completion_tokens = metrics._completion_tokens.labels(model_name, bundle)
+        for label in LABELS:
+            metrics._labels.labels(model_name, bundle, label)
+        for flagged in (True, False):
+            for label in JUDGED:
+                metrics._agreement.labels(model_name, bundle, _yes(flagged), label)
         self.prompts = {str(d): metrics._prompts.labels(model_name, bundle, str(d)) for d in Decision}
+
+
+def _yes(value: bool) -> str:
+    return "yes" if value else "no"
 
 
 def _shared_folder() -> Path | None:

@@ -20,6 +20,7 @@ from service.policies import Rule, built_in
 from service.scoring import Scorer
 from service.serving.choice import check_choice, check_tells
 from service.serving.dispatcher import Dispatcher
+from service.serving.feedback import Feedback
 from service.serving.metrics import Metrics
 from service.serving.retrievals import Retrievals
 from service.serving.tokenizing import Tokenizing
@@ -47,6 +48,7 @@ class ServiceState:
     stopping: bool = False
     created: int = field(default_factory=lambda: int(time.time()))
     retrievals: Retrievals = field(default_factory=Retrievals)
+    feedback: Feedback | None = None  # None: nothing is kept, and no label taken
     _dispatcher: Dispatcher | None = None
     _aliases: dict[str, str] = field(default_factory=dict)  # name@alias -> name:version, as they were when loaded
     tokenizing: Tokenizing = field(init=False)
@@ -137,6 +139,8 @@ class ServiceState:
         if self.scorers:
             self.scorers[0].engine.close()
         self.scorers = []
+        if self.feedback is not None:
+            self.feedback.close()
         self.metrics.close()
 
     def check_alive(self) -> None:

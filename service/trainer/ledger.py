@@ -16,10 +16,9 @@ from typing import Any
 from probes_store.bundle import Bundle
 from probes_store.manifest import PROBES
 from probes_store.store import Store
+from service.data.rows import MARK_DIGITS, prompt_mark
 from service.data.training_rows import Dataset, read_dataset
 from service.errors import DataError, TrainingError
-
-DIGITS = 16  # hexadecimal
 
 
 @dataclass(frozen=True)
@@ -45,14 +44,9 @@ class Marks:
         return {"prompts": " ".join(sorted(self.prompts)), "groups": " ".join(sorted(self.groups))}
 
 
-def prompt_mark(digest: bytes) -> str:
-    """Of a row's ``prompt_digest``."""
-    return digest.hex()[:DIGITS]
-
-
 def group_mark(name: str) -> str:
     """Of a group's name."""
-    return hashlib.blake2b(name.encode(), digest_size=DIGITS // 2).hexdigest()
+    return hashlib.blake2b(name.encode(), digest_size=MARK_DIGITS // 2).hexdigest()
 
 
 def seen_by(bundle: Bundle, evaluation: Mapping[str, Any], trained_on: Sequence[Path]) -> Iterator[tuple[str, Marks]]:

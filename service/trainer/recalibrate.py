@@ -7,17 +7,15 @@ and where the risk as it is does as well nothing is published.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from probes_store.bundle import Bundle, BundleDraft
+from probes_store.bundle import Bundle
 from probes_store.durable import atomic_write
-from probes_store.recalibration import Recalibration
 from probes_store.store import Store
 from service.data.run_folder import locked
 from service.data.traffic import TrafficFile, read_traffic
@@ -27,20 +25,18 @@ from service.errors import TrainingError
 from service.fitting.group_statistics import share_interval
 from service.fitting.label_shift import Source
 from service.fitting.map_choice import FOLDS, Choice, choose_map
-from service.fitting.nested_cv import rounded
-from service.fitting.scores import at_threshold, youden_threshold
 from service.prompts import as_prompt_format
 from service.scoring import Scorer
 from service.trainer.ledger import Marks, check_unspent, seen_by
-from service.trainer.new_rows import QUESTION, NewRows, draft_of, read_new_rows, risks_of
+from service.trainer.new_rows import QUESTION, NewRows, read_new_rows, risks_of
 from service.trainer.options import Console, RecalibrateOptions
 from service.trainer.prepare import PreparedData, prepare
-from service.trainer.recalibration_card import draw_before_after, recalibrated_card, table
+from service.trainer.recalibrated import Learnt, check_not_recalibrated, prior_of, recalibrated
+from service.trainer.recalibration_card import table
 from service.trainer.record import read_risks
 from service.trainer.traffic import PriorShift, prior_shift, score_traffic, tested
 
 Floats = NDArray[np.floating]
-_OPEN = 1e-9  # a threshold without a guarantee lies strictly between 0 and 1
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,20 +51,14 @@ class Plan:
     @property
     def prior(self) -> float:
         """The share of hallucinated rows at which the bundle's risk holds."""
-        training = self.rows.bundle.manifest.training
-        return training.hallucinated / (training.factual + training.hallucinated)
+        return prior_of(self.rows.bundle)
 
 
 def plan(options: RecalibrateOptions, store: Store) -> Plan:
     """Check everything that needs no model.  Raises DataError, TrainingError, and what the store raises."""
     rows = read_new_rows(options, options.data, store, folds=FOLDS)
     bundle = rows.bundle
-    if bundle.manifest.recalibration is not None:
-        raise TrainingError(
-            f"{bundle.reference} is recalibrated already: recalibrate the version that it came from, "
-            f"{rows.evaluation['recalibrations'][-1]['from']}",
-            param="bundle",
-        )
+    check_not_recalibrated(bundle, rows.evaluation)
     traffic = None if options.traffic is None else read_traffic(options.traffic, bundle.manifest.digest)
     check_unspent(rows.dataset, list(seen_by(bundle, rows.evaluation, options.trained_on)))
     made = Plan(options, rows, traffic, None if traffic is None else _source(rows, options))
@@ -161,7 +151,7 @@ def _carry_out(made: Plan, engine: Engine, store: Store, console: Console) -> Bu
             "these rows were looked at: do not use them for 'hallutracer calibrate'"
         )
         return None
-    published = store.publish(_draft(made, choice, shift, risk, data))
+    published = store.publish(recalibrated(_learnt(made, choice, shift, risk, data)))
     console.print(f"published {published.reference}")
     if bundle.manifest.guarantee is not None:
         console.print(f"{published.reference} has no guarantee: that of {bundle.reference} was not carried over")
@@ -187,76 +177,22 @@ def _note_spent(made: Plan) -> None:
         atomic_write(path, (json.dumps({"recalibrated": made.rows.bundle.reference}) + "\n").encode())
 
 
-def _draft(made: Plan, choice: Choice, shift: PriorShift | None, risk: Floats, data: PreparedData) -> BundleDraft:
-    """The bundle with the chosen map, its threshold carried along, and a longer ledger."""
-    bundle, recalibration = made.rows.bundle, choice.chosen.map
-    assert recalibration is not None
-    label, group = data.inputs.label, data.inputs.group
-    old, new = bundle.manifest.threshold, _threshold(made, recalibration, label, risk)
-    manifest = replace(
-        bundle.manifest,
-        name=made.options.name or bundle.manifest.name,
-        threshold=new,
-        guarantee=None,
-        recalibration=recalibration,
+def _learnt(made: Plan, choice: Choice, shift: PriorShift | None, risk: Floats, data: PreparedData) -> Learnt:
+    """What the next version is made of."""
+    rows, options = made.rows, made.options
+    return Learnt(
+        bundle=rows.bundle,
+        evaluation=rows.evaluation,
+        label=data.inputs.label,
+        risk=risk,
+        group=data.inputs.group,
+        choice=choice,
+        rule=options.threshold,
+        seed=options.seed,
+        name=options.name,
+        data={"file": rows.dataset.path.name, "digest": rows.dataset.digest} | data.counts,
+        labels=rows.preparation.labels,
+        judge=rows.preparation.judge.described() if rows.preparation.labels == "generate" else None,
+        spent=Marks.of(rows.dataset),
+        more={} if shift is None else {"traffic": shift.document()},
     )
-    evaluation = made.rows.evaluation
-    record = _record(made, choice, shift, data) | {
-        "thresholds": {"rule": made.options.threshold, "before": old, "after": new},
-        "at_threshold": rounded({"before": at_threshold(label, risk, old),
-                                 "after": at_threshold(label, recalibration(risk), new)}),
-    }  # fmt: skip
-    evaluation["recalibrations"] = [*evaluation.get("recalibrations", []), record]
-    if "gates" in evaluation.get("out_of_fold", {}):  # where a calibration of the new version begins
-        gates = evaluation["out_of_fold"]["gates"]
-        gates["thresholds"] = _mapped(recalibration, gates["thresholds"])
-    golden = replace(bundle.golden, risk=recalibration(bundle.golden.risk))
-    plot = draw_before_after(label, group, choice.before.held_out[0], choice.chosen.held_out[0])
-    card = recalibrated_card(bundle.card(), manifest, record, table(choice))
-    return draft_of(bundle, manifest, evaluation, card, golden=golden, plots={"recalibration.png": plot})
-
-
-def _threshold(made: Plan, recalibration: Recalibration, label: NDArray[np.integer], risk: Floats) -> float:
-    """Of the new version, by the rule that was asked for."""
-    old, rule = made.rows.bundle.manifest.threshold, made.options.threshold
-    if rule == "youden":
-        return youden_threshold(label, recalibration(risk))
-    return float(np.clip(recalibration(old) if rule == "map" else old, _OPEN, 1 - _OPEN))
-
-
-def _mapped(recalibration: Recalibration, thresholds: Sequence[float]) -> list[float]:
-    """Thresholds on the new scale; 1, which everything lies below, stays."""
-    return [1.0 if level >= 1.0 else float(recalibration(level)) for level in thresholds]
-
-
-def _record(made: Plan, choice: Choice, shift: PriorShift | None, data: PreparedData) -> dict[str, Any]:
-    """The ledger's entry in evaluation.json."""
-    rows = made.rows
-    judge = rows.preparation.judge.described() if rows.preparation.labels == "generate" else None
-    found: dict[str, Any] = {
-        "from": rows.bundle.reference,
-        "from_digest": rows.bundle.manifest.digest,
-        "had_guarantee": rows.bundle.manifest.guarantee is not None,
-        "data": {"file": rows.dataset.path.name, "digest": rows.dataset.digest} | data.counts,
-        "labels": rows.preparation.labels,
-        "judge": judge,
-        "prior": made.prior,
-        "seed": made.options.seed,
-        "chosen": choice.chosen.name,
-        "best": choice.best.name,
-        "left_out": list(choice.left_out),
-        "candidates": {
-            one.name: rounded(
-                {
-                    "log_loss": {"mean": one.log_loss} | one.log_loss_interval._asdict(),
-                    "gain": {"mean": one.gain} | one.gain_interval._asdict(),
-                    "calibration_debiased": {"mean": one.error} | one.error_interval._asdict(),
-                }
-            )
-            for one in choice.candidates
-        },
-        "spent": Marks.of(rows.dataset).document(),
-    }
-    if shift is not None:
-        found["traffic"] = shift.document()
-    return found

@@ -18,6 +18,7 @@ from service.fitting.map_choice import Choice
 from service.fitting.markdown import markdown_table
 from service.fitting.plotting import BLUE, GREY, ORANGE
 from service.fitting.scores import equal_mass_bins, reliability
+from service.trainer.feedback_card import feedback_lines, selection
 from service.trainer.plots import png
 from service.trainer.statement import SECTION as GUARANTEE
 
@@ -63,6 +64,7 @@ def recalibrated_card(card: str, manifest: Manifest, record: Mapping[str, Any], 
         "labelled rows": f"`{data['file']}`, `{data['digest']}`: {data['factual'] + data['hallucinated']} in "
         f"{data['groups']} groups, {share:.1%} hallucinated (training: {record['prior']:.1%})",
         **({"traffic": _traffic(record["traffic"])} if "traffic" in record else {}),
+        **(feedback_lines(record["feedback"]) if "feedback" in record else {}),
         "held-out log loss": f"{_of(before['log_loss'])} before, {_of(after['log_loss'])} after",
         "calibration error, debiased": f"{_of(before['calibration_debiased'])} before, "
         f"{_of(after['calibration_debiased'])} after",
@@ -70,6 +72,7 @@ def recalibrated_card(card: str, manifest: Manifest, record: Mapping[str, Any], 
         "gate on the labelled rows": f"{gate['answered']:.0%} answered, {gate['wrong_among_answered']:.0%} of them "
         f"wrong, {gate['right_withheld']:.0%} of the right answers withheld",
     }
+    labelled_by = selection(record["feedback"]) if "feedback" in record else ""
     lines = ["## Recalibration\n", "| | |", "| --- | --- |", *(f"| {key} | {text} |" for key, text in rows.items())]
     guarantee = (
         f" The guarantee of {record['from']} was not carried over: it is about other questions and another scale."
@@ -81,7 +84,7 @@ def recalibrated_card(card: str, manifest: Manifest, record: Mapping[str, Any], 
         "AUROC and every other figure of ranking above stay; figures of calibration and the threshold above are of the "
         "classifier's own risk and of training's share. In the limits below, read these rows for the training "
         f"rows.{guarantee}\n\nThe candidates, on labelled rows that they were not fitted on; the simplest within one "
-        f"standard error of the best is served:\n\n{candidates}\n\n"
+        f"standard error of the best is served:\n\n{candidates}\n\n{labelled_by}"
         "![Reliability before and after](plots/recalibration.png)\n\n"
     )
     card = GUARANTEE.sub("", card)

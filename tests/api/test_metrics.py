@@ -164,7 +164,8 @@ def test_names_end_in_their_unit_and_nothing_is_said_twice() -> None:
     assert len(names) == len(set(names))
     assert not [name for name in names if name.endswith("_created")]
     labels = {label for family in families for sample in family.samples for label in sample.labels}
-    assert labels == {"model_name", "bundle", "decision", "status", "code", "outcome", "le", "version"}
+    feedback = {"label", "flagged", "fate"}
+    assert labels == {"model_name", "bundle", "decision", "status", "code", "outcome", "le", "version"} | feedback
 
 
 # --- several processes, one folder ---

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from service.feedback.databases import location
+from service.serving.feedback import Feedback
 from tests.running import Running, running
 
 HERE = Path(__file__).parent
@@ -30,6 +32,7 @@ def run(service: Running, folder: Path, *options: str) -> subprocess.CompletedPr
 def test_generated_requests(tmp_path: Path, examples: int, least: int) -> None:
     """``examples`` at most for each of the two scoring routes, ``least`` requests in all."""
     with running(tmp_path) as service:
+        service.state.feedback = Feedback(location(str(tmp_path / "feedback.db")), service.state.metrics)
         done = run(service, tmp_path, "--max-examples", str(examples), "--seed", "1")
         assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
         generated = re.search(r"([\d,]+) generated", done.stdout)

@@ -24,7 +24,8 @@ BUNDLES = ("demo", "demo-fused")
 @contextmanager
 def serving(store: Path) -> Iterator[str]:
     """The service's address, once it is ready."""
-    with serve(f"--max-queue={MAX_QUEUE}", HALLUTRACER_STORE=str(store), **MAY_CHOOSE) as service:
+    kept = f"--feedback-db={store.parent / 'feedback.db'}"
+    with serve(f"--max-queue={MAX_QUEUE}", kept, HALLUTRACER_STORE=str(store), **MAY_CHOOSE) as service:
         yield service.url
 
 
@@ -40,6 +41,17 @@ class Traffic:
 
     def post(self, **body: Any) -> None:
         self._count(httpx.post(f"{self.url}/v1/risk/score", json=body, timeout=60))
+
+    def judge(self, bundle: str) -> None:
+        """Labels on an answer whose prompt was flagged, and on one whose was not."""
+        asked = {"prompt": [KNOWN, UNKNOWN], "bundle": bundle, "policy": "observe"}
+        answer = httpx.post(f"{self.url}/v1/risk/score", json=asked, timeout=60)
+        self._count(answer)
+        if answer.is_error:
+            return
+        for index, label in enumerate(("factual", "hallucinated")):
+            said = {"id": answer.json()["id"], "index": index, "label": label}
+            httpx.post(f"{self.url}/v1/feedback", json=said, timeout=60).raise_for_status()
 
     def _count(self, answer: httpx.Response) -> None:
         self.statuses[answer.status_code] += 1
@@ -65,6 +77,7 @@ class Traffic:
             self.post(prompt=UNKNOWN, bundle=bundle, policy="observe")
             self.post(prompt=KNOWN, bundle=bundle, generate=answer, stream=True)
             self.post(prompt=UNKNOWN, bundle=bundle, generate=answer, stream=True)
+            self.judge(bundle)
         self.post(prompt=KNOWN, bundle="absent")
         self.post(prompt=KNOWN, temperature=1)
         self.post(prompt="why " * 2000)

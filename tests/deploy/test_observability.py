@@ -169,12 +169,12 @@ def configured(name: str) -> Any:
 
 
 def test_tools_are_found_on_the_path_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("prometheus", "promtool", "nginx", "chromium"):
+    for name in ("prometheus", "promtool", "nginx", "initdb", "postgres", "chromium"):
         (tmp_path / name).touch(mode=0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     assert binary("promtool") == str(tmp_path / "promtool")
     done = subprocess.run([ROOT / "deploy" / "tools.sh"], capture_output=True, text=True, check=True)
-    assert done.stdout == "prometheus, promtool, nginx and chromium are on PATH\n"
+    assert done.stdout == "prometheus, promtool, nginx, initdb, postgres and chromium are on PATH\n"
 
 
 def test_tools_that_are_required_and_missing_fail_with_the_cure(monkeypatch: pytest.MonkeyPatch) -> None:

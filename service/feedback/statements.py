@@ -1,0 +1,109 @@
+"""What is asked of the database: write answers, label one, delete what is old, read it all for a recalibration."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from service.errors import RequestError
+from service.feedback.databases import Database
+from service.feedback.rows import CONTINUE, Answer, Given, Standing, Stored
+
+MOST_LABELS = 100  # of one answer by one caller
+CHUNK = 1_000  # answers deleted at once
+_WRITE = """INSERT INTO hallutracer_answers (uid, request_id, place, caller, time, route, model, bundle, digest, probes,
+policy, threshold, risk, flagged, decision, signals, mark, prompt)
+VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT DO NOTHING"""
+# A client may choose the ids of its requests: its own come first, and of those the last.
+_FIND = """SELECT uid, decision, flagged, model, bundle FROM hallutracer_answers
+WHERE request_id = ? AND place = ? AND (caller = ? OR ? = 1)
+ORDER BY CASE WHEN caller = ? THEN 0 ELSE 1 END, time DESC, uid LIMIT 1"""
+
+
+def write_answers(database: Database, answers: Sequence[Answer]) -> None:
+    """Inside a transaction; an answer that is there already stays as it is."""
+    if answers:
+        database.run_many(_WRITE, [_values(answer) for answer in answers])
+
+
+def _values(answer: Answer) -> tuple[object, ...]:
+    return (
+        answer.uid, answer.request_id, answer.index, answer.caller, answer.time, answer.route, answer.model,
+        answer.bundle, answer.digest, answer.probes, answer.policy, answer.threshold, answer.risk, int(answer.flagged),
+        answer.decision, json.dumps(dict(answer.signals)), answer.mark, answer.prompt,
+    )  # fmt: skip
+
+
+def write_label(database: Database, given: Given) -> Stored | None:
+    """Inside a transaction; None where no such answer is known to this caller.
+
+    Raises RequestError where one caller labels one answer again and again.
+    """
+    found = database.run(_FIND, (given.request_id, given.index, given.caller, int(given.others), given.caller))
+    if not found:
+        return None
+    uid, decision, flagged, model, bundle = found[0]
+    history = database.run("SELECT caller, label, comment FROM hallutracer_labels WHERE answer = ? ORDER BY number",
+                           (uid,))  # fmt: skip
+    own = [(label, comment) for caller, label, comment in history if caller == given.caller]
+    standing: Standing = "new" if not own else "repeated" if own[-1][0] == given.label else "changed"
+    said_before = bool(own) and own[-1][0] == given.label and given.comment in (None, own[-1][1])
+    if not said_before:
+        if len(own) >= MOST_LABELS:
+            raise RequestError(f"this answer has {MOST_LABELS} labels of yours: the last one stands", param="id")
+        database.run("INSERT INTO hallutracer_labels (answer, caller, label, comment, time) VALUES (?, ?, ?, ?, ?)",
+                     (uid, given.caller, given.label, given.comment, given.time))  # fmt: skip
+    others = {caller: label for caller, label, _ in history if caller != given.caller}  # the last of each
+    conflict = given.label != "unclear" and any(other not in (given.label, "unclear") for other in others.values())
+    return Stored(standing, conflict, decision, bool(flagged), model, bundle)
+
+
+def delete_before(database: Database, time: float) -> bool:
+    """Delete some answers from before ``time``, with prompts and labels; whether there may be more."""
+    with database.transaction():
+        found = database.run("SELECT uid FROM hallutracer_answers WHERE time < ? ORDER BY time LIMIT ?", (time, CHUNK))
+        if found:
+            database.run_many("DELETE FROM hallutracer_answers WHERE uid = ?", found)
+    return len(found) == CHUNK
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """A stored answer and what its labels come to."""
+
+    signals: dict[str, float]
+    risk: float  # as it was served
+    bundle: str
+    decision: str
+    flagged: bool
+    mark: str
+    time: float
+    label: int | None  # 1 factual, 0 hallucinated; None: nobody said, or see ``conflict``
+    conflict: bool  # callers disagree
+    unclear: bool  # whoever looked could not tell
+
+    @property
+    def usable(self) -> bool:
+        """Whether its label is about an answer of this model."""
+        return self.label is not None and self.decision == CONTINUE
+
+
+def read_answers(database: Database, probes: str) -> list[Judged]:
+    """Every stored answer that was scored by these probes, oldest first; of each caller the last label counts."""
+    said: dict[str, dict[str, str]] = {}
+    answers = database.run("SELECT uid, signals, risk, bundle, decision, flagged, mark, time FROM hallutracer_answers "
+                           "WHERE probes = ? ORDER BY time, uid", (probes,))  # fmt: skip
+    labels_of = ("SELECT answer, caller, label FROM hallutracer_labels WHERE answer IN "
+                 "(SELECT uid FROM hallutracer_answers WHERE probes = ?) ORDER BY number")  # fmt: skip
+    for uid, caller, label in database.run(labels_of, (probes,)):
+        said.setdefault(uid, {})[caller] = label
+    found = []
+    for uid, signals, risk, bundle, decision, flagged, mark, time in answers:
+        labels = set(said.get(uid, {}).values())
+        clear = labels - {"unclear"}
+        verdict = int(clear == {"factual"}) if len(clear) == 1 else None
+        judged = Judged(json.loads(signals), risk, bundle, decision, bool(flagged), mark, time,
+                        verdict, len(clear) > 1, labels == {"unclear"})  # fmt: skip
+        found.append(judged)
+    return found

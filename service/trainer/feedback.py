@@ -1,0 +1,248 @@
+"""Recalibration by feedback: stored risks, some with labels -> a map of the risk -> the next version, for review.
+
+No model is loaded: the signals that the service stored give each answer's risk under the bundle, also where another
+version with the same probes served it.  The map is chosen as ``recalibrate`` chooses it.  The labels are no random
+draw, so the share by prior shift is that of all answers, without labels, and no threshold is chosen on them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from probes_store.bundle import Bundle
+from probes_store.manifest import PROBES
+from probes_store.recalibration import Recalibration
+from probes_store.store import Store
+from service.errors import TrainingError
+from service.feedback.databases import Location
+from service.feedback.rows import CONTINUE
+from service.feedback.statements import Judged, read_answers
+from service.fitting.label_shift import ShiftTest, label_shift_test
+from service.fitting.map_choice import Fit, choose_map
+from service.fitting.nested_cv import rounded
+from service.fitting.prior_shift import Traffic, estimate_share, number_together, shift_to
+from service.risk import served_risk
+from service.trainer.feedback_card import CAUTION, feedback_lines
+from service.trainer.ledger import Marks, seen_by
+from service.trainer.options import Console, ThresholdRule
+from service.trainer.recalibrated import Learnt, check_not_recalibrated, prior_of, recalibrated
+from service.trainer.recalibration_card import table
+from service.trainer.record import read_risks
+
+Floats = NDArray[np.floating]
+LEAST_LABELLED = 20  # prompts of each class; fewer and the folds' maps are noise
+LEAST_TRAFFIC = 100  # answers, for an estimate without labels
+
+
+@dataclass(frozen=True, kw_only=True)
+class FeedbackOptions:
+    """One recalibration by feedback.  Raises TrainingError for an invalid value."""
+
+    bundle: str
+    feedback: Location
+    name: str | None = None  # of the new bundle; None: the same, one version on
+    trained_on: tuple[Path, ...] = ()  # the bundle's own rows, where it does not record them
+    threshold: ThresholdRule = "map"
+    allow_other_shift: bool = False  # use unlabelled answers although prior shift alone does not explain them
+    seed: int = 0
+    dry_run: bool = False
+
+    def __post_init__(self) -> None:
+        """Check values, not types."""
+        if self.threshold == "youden":
+            raise TrainingError(
+                "a threshold chosen on feedback would be that of whoever labels: use map or keep",
+                param="threshold_rule",
+            )
+
+
+@dataclass(frozen=True, eq=False)
+class FeedbackPlan:
+    """The stored answers of a bundle's probes, and which of their labels are used."""
+
+    options: FeedbackOptions
+    bundle: Bundle
+    evaluation: dict[str, Any]
+    answers: tuple[Judged, ...]
+    risk: NDArray[np.float64]  # [n] of every answer, as this bundle serves it
+    used: NDArray[np.int64]  # [k] places of the answers whose label is used
+    left_out: dict[str, int]
+
+    @property
+    def label(self) -> NDArray[np.int64]:
+        """Of the used answers, 1 factual: [k]."""
+        return np.array([self.answers[place].label for place in self.used.tolist()], np.int64)
+
+    def described(self) -> dict[str, Any]:
+        """Who was labelled: for evaluation.json, the card and the console."""
+        label, tenth = self.label, np.minimum((self.risk * 10).astype(np.int64), 9)
+        answers = np.bincount(tenth, minlength=10)
+        labelled = np.bincount(tenth[self.used], minlength=10)
+        wrong = np.bincount(tenth[self.used], (label == 0).astype(np.float64), minlength=10)
+        known = labelled > 0
+        decisions = [answer.decision for answer in self.answers]
+        judged = [decisions[place] for place in self.used.tolist()]
+        return {
+            "answers": len(self.answers),
+            "labelled": len(self.used),
+            "left_out": self.left_out,
+            "share": float((label == 0).mean()),
+            "weighted": float((answers[known] * wrong[known] / labelled[known]).sum() / answers[known].sum()),
+            "covered": float(answers[known].sum() / answers.sum()),
+            "highest": float(self.risk[self.used].max()),
+            "highest_answer": float(self.risk.max()),
+            "by_tenth": [list(row) for row in zip(answers.tolist(), labelled.tolist(), wrong.astype(int).tolist(),
+                                                  strict=True)],
+            "by_decision": {one: [decisions.count(one), judged.count(one)] for one in sorted(set(decisions))},
+        }  # fmt: skip
+
+
+def plan_feedback(options: FeedbackOptions, store: Store) -> FeedbackPlan:
+    """Read the feedback and sort out what can be used.
+
+    Raises FeedbackUnavailable, TrainingError for too few labels and for a bundle that cannot be recalibrated, DataError
+    for a training file, and what the store raises.
+    """
+    bundle = store.load(options.bundle)
+    evaluation, signals = bundle.evaluation(), bundle.manifest.signals
+    check_not_recalibrated(bundle, evaluation)
+    seen = frozenset[str]().union(*(marks.prompts for _, marks in seen_by(bundle, evaluation, options.trained_on)))
+    database = options.feedback.open(create=False)
+    try:
+        found = read_answers(database, bundle.manifest.files[PROBES].sha256)
+    finally:
+        database.close()
+    answers = tuple(answer for answer in found if all(name in answer.signals for name in signals))
+    if not answers:
+        raise TrainingError(
+            f"{options.feedback} holds no answer that the probes of {bundle.reference} scored", param="feedback"
+        )
+    matrix = np.array([[answer.signals[name] for name in signals] for answer in answers], np.float64)
+    judged = [place for place, answer in enumerate(answers) if answer.label is not None]
+    left_out = {
+        "callers disagree": sum(answer.conflict for answer in answers),
+        "unclear": sum(answer.unclear for answer in answers),
+        "no answer of this model": sum(answers[place].decision != CONTINUE for place in judged),
+        "among the rows of training": sum(answers[place].usable and answers[place].mark in seen for place in judged),
+    }
+    used = [place for place in judged if answers[place].usable and answers[place].mark not in seen]
+    made = FeedbackPlan(options, bundle, evaluation, answers, served_risk(matrix, bundle.manifest),
+                        np.array(used, np.int64), left_out)  # fmt: skip
+    prompts = {value: len({answers[place].mark for place in used if answers[place].label == value}) for value in (1, 0)}
+    if min(prompts.values()) < LEAST_LABELLED:
+        reasons = ", ".join(f"{count} {why}" for why, count in left_out.items() if count)
+        raise TrainingError(
+            f"too few labels: {prompts[1]} prompts answered right and {prompts[0]} hallucinated, of {len(answers)} "
+            f"answers; {LEAST_LABELLED} of each are needed" + (f" (left out: {reasons})" if reasons else ""),
+            param="feedback",
+        )
+    return made
+
+
+def recalibrate_by_feedback(options: FeedbackOptions, store: Store, *, console: Console) -> Bundle | None:
+    """Publish a version whose risk follows the feedback; None for a dry run, and where no map does better.
+
+    Raises what ``plan_feedback`` raises.
+    """
+    made = plan_feedback(options, store)
+    bundle, described = made.bundle, made.described()
+    (groups,) = number_together([made.answers[place].mark for place in made.used.tolist()])
+    console.print(f"{len(made.answers)} answers of the probes of {bundle.reference}, {len(made.used)} with a label "
+                  f"that is used, of {len(np.unique(groups))} prompts")  # fmt: skip
+    prior_fit = _prior_shift(made, described)
+    for key, text in feedback_lines(described).items():
+        console.print(f"{key}: {text}")
+    console.print(CAUTION)
+    if options.dry_run:
+        return None
+    store.check_writable()
+    label, risk = made.label, made.risk[made.used]
+    choice = choose_map(label, risk, groups, prior_fit, options.seed)
+    console.print(table(choice))
+    if choice.chosen.map is None:
+        console.print("nothing was published: no recalibration is better than the risk as it is beyond chance")
+        return None
+    rows = [made.answers[place] for place in made.used.tolist()]
+    learnt = Learnt(
+        bundle=bundle,
+        evaluation=made.evaluation,
+        label=label,
+        risk=risk,
+        group=groups,
+        choice=choice,
+        rule=options.threshold,
+        seed=options.seed,
+        name=options.name,
+        data={
+            "file": "feedback",
+            "digest": _digest(rows),
+            "rows": len(rows),
+            "factual": int(label.sum()),
+            "hallucinated": int((label == 0).sum()),
+            "left_out": sum(made.left_out.values()),
+            "groups": len(np.unique(groups)),
+        },
+        labels="feedback",
+        judge=None,
+        spent=Marks(frozenset(row.mark for row in rows), frozenset()),
+        more={"feedback": rounded(described)},
+    )
+    published = store.publish(recalibrated(learnt))
+    console.print(f"published {published.reference} ({published.manifest.digest}); no alias was moved")
+    name = published.manifest.name
+    if "production" not in store.aliases(name):
+        console.print(
+            f"{name} has no alias 'production', so whoever asks for {name} gets its highest version, this one: "
+            f"'hallutracer bundle alias {name} production N' keeps another"
+        )
+    if bundle.manifest.guarantee is not None:
+        console.print(f"{published.reference} has no guarantee: that of {bundle.reference} was not carried over")
+    return published
+
+
+def _prior_shift(made: FeedbackPlan, described: dict[str, Any]) -> Fit | None:
+    """The candidate that all answers give without labels, noted in ``described``; None, and the reason."""
+    options, prior = made.options, prior_of(made.bundle)
+    (groups,) = number_together([answer.mark for answer in made.answers])
+    traffic = Traffic(made.risk, groups)
+    recorded = made.evaluation.get("out_of_fold", {}).get("risks")
+    test: ShiftTest | None = None if recorded is None else label_shift_test(read_risks(recorded), traffic, options.seed)
+    why = None
+    if len(made.answers) < LEAST_TRAFFIC:
+        why = f"there are fewer than {LEAST_TRAFFIC}"
+    elif not options.allow_other_shift:
+        if test is None:
+            why = "the bundle records no risks of its training rows to compare with"
+        elif not test.explained:
+            why = (f"prior shift alone does not explain them (distance {test.distance:.3f}, {test.limit:.3f} would "
+                   "pass)")  # fmt: skip
+    if why is not None:
+        described["no_traffic"] = why
+        return None
+    share = estimate_share(traffic, prior, seed=options.seed)
+    described["traffic"] = {
+        "share": asdict(share),
+        "test": None if test is None else asdict(test),
+        "explained": None if test is None else test.explained,
+    }
+    return partial(_of_share, shift_to(share.value, prior, len(traffic.risk)))
+
+
+def _of_share(shift: Recalibration, label: NDArray[np.integer], risk: Floats) -> Recalibration:
+    """As a candidate is fitted; neither labels nor risks of the labelled rows matter."""
+    return shift
+
+
+def _digest(rows: list[Judged]) -> str:
+    digest = hashlib.sha256()
+    for row in rows:
+        digest.update(json.dumps([row.mark, row.time, row.signals, row.label], sort_keys=True).encode() + b"\n")
+    return f"sha256:{digest.hexdigest()}"
