@@ -236,6 +236,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
 """
 
 
+@pytest.mark.long
 def test_memory_does_not_grow_with_the_rows_on_disk(tmp_path: Path) -> None:
     peak = {}
     for count in (800, 3200):

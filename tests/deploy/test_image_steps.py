@@ -68,6 +68,7 @@ def data_files(root: Path) -> set[str]:
     return {str(path.relative_to(root)) for pattern in patterns for path in root.glob(pattern) if path.is_file()}
 
 
+@pytest.mark.long
 def test_the_install_steps_give_a_working_command(tmp_path: Path) -> None:
     package = install(tmp_path)
     assert data_files(package) == data_files(p.ROOT) | {"hallutracer_client/py.typed"}
@@ -93,6 +94,7 @@ def test_the_install_steps_give_a_working_command(tmp_path: Path) -> None:
     assert found.stdout.decode().startswith(str(package))
 
 
+@pytest.mark.long
 def test_package_data_that_is_not_declared_is_missed(tmp_path: Path) -> None:
     package = install(tmp_path, edit=('"demo/assets/**/*"', '"no-such-file"'))
     assert "service/demo/assets/hallutracer-demo/model.safetensors" in data_files(p.ROOT) - data_files(package)

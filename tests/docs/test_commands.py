@@ -24,8 +24,11 @@ NOT_FOLLOWED = {"id", "created"}  # fields of an answer that differ each time
 
 
 def pages_that(wanted: Any) -> list[Any]:
+    """The README's commands run before every commit, those of the other pages in the long run."""
     return [
-        pytest.param(page, id=str(page.relative_to(ROOT))) for page, found in ALL.items() if any(map(wanted, found))
+        pytest.param(page, id=str(page.relative_to(ROOT)), marks=() if page.parent == ROOT else pytest.mark.long)
+        for page, found in ALL.items()
+        if any(map(wanted, found))
     ]
 
 

@@ -42,6 +42,7 @@ def results(out: Path) -> dict[str, object]:
     return found
 
 
+@pytest.mark.long
 def test_the_paper_suite_has_every_table_and_one_page(paper: Path) -> None:
     document = json.loads((paper / "results.json").read_text())
     labels = {table["label"] for table in document["tables"].values()}
@@ -67,6 +68,7 @@ def test_the_paper_suite_has_every_table_and_one_page(paper: Path) -> None:
     assert "tab:fisher-gap" in (paper / "report.md").read_text()
 
 
+@pytest.mark.long
 def test_a_finished_run_is_only_reported_again(paper: Path) -> None:
     before = results(paper)
     fits = {path: path.stat().st_mtime_ns for path in (paper / "sets").rglob("*.npz")}
@@ -98,6 +100,7 @@ def test_a_killed_run_goes_on_to_the_same_numbers(tmp_path: Path) -> None:
     assert results(killed)["tables"] == results(whole)["tables"]
 
 
+@pytest.mark.long
 def test_another_protocol_in_the_same_folder_is_refused(paper: Path) -> None:
     done = run(paper, "--suite", "paper", "--no-per-subset", "--folds", "4", expect=1)
     assert "was begun with folds = 3, this run has 4" in done.stderr

@@ -10,7 +10,7 @@ from tests.feedback.killing import a_database, run
 @pytest.mark.parametrize(
     ("with_postgres", "posts", "clients"),
     [
-        pytest.param(False, 1_200, 100, id="sqlite"),
+        pytest.param(False, 400, 50, id="sqlite"),
         pytest.param(False, 10_000, 1_000, id="sqlite-1000", marks=pytest.mark.long),
         pytest.param(False, 10_000, 10_000, id="sqlite-10000", marks=pytest.mark.long),
         pytest.param(True, 10_000, 1_000, id="postgresql-1000", marks=pytest.mark.long),

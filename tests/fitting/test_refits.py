@@ -10,6 +10,7 @@ from tests.bench import refits
 from tests.bench.refits import simulated
 
 
+@pytest.mark.long
 def test_an_interval_holds_what_other_training_sets_say(monkeypatch: pytest.MonkeyPatch) -> None:
     """Half the width is what the jackknife would give without its factor."""
     monkeypatch.setattr(refits, "FRESH", 500)

@@ -123,6 +123,7 @@ def test_a_closed_detector_and_models_that_are_not_there() -> None:
         ht.load("demo", "mine")
 
 
+@pytest.mark.long
 def test_training_is_that_of_the_command_line(tmp_path: Path) -> None:
     """The same bundle to the byte; and the command ends with a table, the next commands, and one digest."""
     rows = [

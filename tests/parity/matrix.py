@@ -62,4 +62,3 @@ RUNS = [
     Run("qwen3", False, TENSOR),
     Run("gpt2", False, PIPELINE),
 ]
-SHORT = [Run("llama", True)]  # make test

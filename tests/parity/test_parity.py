@@ -16,7 +16,6 @@ import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
 
 import numpy as np
 import pytest
@@ -105,11 +104,8 @@ def engine_arguments(run: matrix.Run) -> list[str]:
     return [part for name, value in run.arguments.items() for part in ("--argument", f"{name}={value}")]
 
 
-def marked(run: matrix.Run) -> Any:
-    return pytest.param(run, id=str(run), marks=() if run in matrix.SHORT else pytest.mark.long)
-
-
-@pytest.mark.parametrize("run", [marked(run) for run in matrix.RUNS])
+@pytest.mark.long
+@pytest.mark.parametrize("run", matrix.RUNS, ids=str)
 def test_vllm_reads_and_says_what_transformers_does(
     run: matrix.Run, measure: Measurer, folder: Path, table: list[str]
 ) -> None:
@@ -132,6 +128,7 @@ def test_vllm_reads_and_says_what_transformers_does(
     assert found["runner"] == run.runner
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("worker", "said"),
     [

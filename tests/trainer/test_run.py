@@ -125,7 +125,7 @@ def test_nothing_in_the_bundle_tells_the_machine_or_the_hour(trained: Bundle) ->
         assert "seconds" not in text
 
 
-@pytest.mark.parametrize("scale", ["unit_norm", "standardized"])
+@pytest.mark.parametrize("scale", ["unit_norm", pytest.param("standardized", marks=pytest.mark.long)])
 def test_shuffled_labels_leave_nothing(tmp_path: Path, scale: str) -> None:
     rows = planted_rows(300, shuffled=True, per_group=1)
     with pytest.raises(TrainingError, match="no signal: the nested AUROC is 0"):
