@@ -44,6 +44,8 @@ NAVIGATION = {
     "Start": {"Install": "docs/install"},
     "Use": {
         "Serving": "docs/serving",
+        "Rollout": "docs/rollout",
+        "Drift": "docs/drift",
         "Feedback": "docs/feedback",
         "Gateways": "docs/gateways",
         "Playground": "docs/playground",

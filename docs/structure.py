@@ -31,6 +31,7 @@ ROLES = {
     "service.guarantee": ("does a guarantee hold", REQUEST),
     "service.uncertainty": ("how sure is a risk", REQUEST),
     "service.coverage": ("what thresholds answer", REQUEST),
+    "service.drift": ("traffic unlike training", REQUEST),
     "service.guard": ("the decision on a risk", REQUEST),
     "service.upstreams": ("who answers instead", REQUEST),
     "service.feedback": ("answers and labels, in a database", REQUEST),

@@ -47,9 +47,17 @@ def spread(trajectory: NDArray[np.floating]) -> float:
     return float(max(values.std(), 0.01 * np.sqrt(np.mean(values**2))))
 
 
+@dataclass(frozen=True, slots=True)
+class Deviation:
+    """Largest deviation of a replay that passed, and what would have passed; units as in ``Tolerance``."""
+
+    found: Tolerance
+    allowed: Tolerance
+
+
 def check_golden(
     bundle: Bundle, trajectories: NDArray[np.floating], risks: NDArray[np.floating], *, dtype: str
-) -> None:
+) -> Deviation:
     """Compare a replay's trajectories [G, m] and risks [G], computed in ``dtype``, with the recorded ones.
 
     The tolerance is that of the looser dtype, the bundle's or the engine's.  float32: 1e-3; two correct engines differ
@@ -62,6 +70,7 @@ def check_golden(
     golden, reference = bundle.golden, bundle.reference
     tolerance = tolerance_for(bundle.manifest.dtype, dtype)
     scale = spread(golden.trajectory)
+    worst_of: dict[str, float] = {}
     for what, found, recorded, limit in (
         ("trajectory", trajectories, golden.trajectory, tolerance.trajectory * scale),
         ("risk", risks, golden.risk, tolerance.risk),
@@ -75,6 +84,7 @@ def check_golden(
                 found=list(replayed.shape),
             )
         deviation = np.abs(replayed - expected)
+        worst_of[what] = float(deviation.max())
         worst = np.unravel_index(int(np.argmax(deviation)), deviation.shape)
         if not deviation[worst] <= limit:  # argmax finds NaN first, and this comparison rejects it
             place = f"golden prompt {worst[0]}" + (f", layer {worst[1]}" if len(worst) > 1 else "")
@@ -85,3 +95,4 @@ def check_golden(
                 expected=f"{expected[worst]:.6g}",
                 found=f"{replayed[worst]:.6g}",
             )
+    return Deviation(Tolerance(worst_of["risk"], worst_of["trajectory"] / scale), tolerance)

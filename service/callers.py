@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-Right = Literal["policy", "threshold", "bundle", "feedback"]
+Right = Literal["policy", "threshold", "bundle", "feedback", "admin"]
 
 
 @dataclass(frozen=True, slots=True)

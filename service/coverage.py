@@ -18,10 +18,12 @@ from numpy.typing import NDArray
 from probes_store.bundle import Bundle
 from probes_store.manifest import Manifest
 from probes_store.recalibration import least_reaching
+from service.risk import served_risk
 
 Source = Literal["out_of_fold_risks", "normal_model", "own_threshold"]
 THRESHOLDS = tuple(round(step / 100, 2) for step in range(101))
 """Where the shares are given: 0, 0.01 ... 1."""
+MODELLED_ROWS = 2000  # that stand for the training rows whose risks were not recorded
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,24 +65,65 @@ def _gates(manifest: Manifest, evaluation: dict[str, Any]) -> tuple[tuple[Gate, 
 
 
 def _read(manifest: Manifest, kept: dict[str, Any]) -> tuple[tuple[Gate, ...], Source]:
-    if "risks" in kept:
-        risk = np.array(kept["risks"]["risk"].split(), np.float64)
-        wrong = np.array(kept["risks"]["hallucinated"].split(), np.int64) == 1
-        if not risk.size or risk.shape != wrong.shape or not np.all((risk >= 0) & (risk <= 1)):
-            raise ValueError("not one risk and one class for each row")
-        if manifest.recalibration is not None:  # the rows' risks are the classifier's own
-            risk = manifest.recalibration(risk)
-        return counted(risk, wrong, THRESHOLDS), "out_of_fold_risks"
+    if (rows := _recorded(manifest, kept)) is not None:
+        return counted(*rows, THRESHOLDS), "out_of_fold_risks"
+    if (classes := _classes(manifest, kept)) is None:
+        return (), "own_threshold"
+    return modelled(manifest, *classes, THRESHOLDS), "normal_model"
+
+
+def _recorded(manifest: Manifest, kept: dict[str, Any]) -> tuple[NDArray[np.float64], NDArray[np.bool_]] | None:
+    """Out-of-fold risk and class of each training row, if they were kept."""
+    if "risks" not in kept:
+        return None
+    risk = np.array(kept["risks"]["risk"].split(), np.float64)
+    wrong = np.array(kept["risks"]["hallucinated"].split(), np.int64) == 1
+    if not risk.size or risk.shape != wrong.shape or not np.all((risk >= 0) & (risk <= 1)):
+        raise ValueError("not one risk and one class for each row")
+    if manifest.recalibration is not None:  # the rows' risks are the classifier's own
+        risk = manifest.recalibration(risk)
+    return risk, wrong
+
+
+def _classes(manifest: Manifest, kept: dict[str, Any]) -> tuple[NormalDist, NormalDist, float] | None:
+    """The depth mean of either class, factual first, and the share of hallucinated rows, if they were kept."""
     classes = kept.get("depth_mean_cross_fitted_and_refitted")
     # Nothing is kept of the first token's signals; and a risk that rises with the depth mean is no gate.
     if classes is None or manifest.needs_first_token or manifest.classifier.weight[0] <= 0:
-        return (), "own_threshold"
+        return None
     factual, hallucinated = (
         NormalDist(classes[name]["cross_fitted_mean"], classes[name]["cross_fitted_std"])
         for name in ("factual", "hallucinated")
     )
-    share = manifest.training.hallucinated / (manifest.training.factual + manifest.training.hallucinated)
-    return modelled(manifest, factual, hallucinated, share, THRESHOLDS), "normal_model"
+    return (
+        factual,
+        hallucinated,
+        manifest.training.hallucinated / (manifest.training.factual + manifest.training.hallucinated),
+    )
+
+
+def training_risks(bundle: Bundle) -> tuple[NDArray[np.float64], Source] | None:
+    """The risks of the training rows, recorded or modelled; None where the bundle keeps too little.
+
+    Raises a subclass of BundleDamaged where the file changed since the bundle was loaded.
+    """
+    manifest, kept = bundle.manifest, bundle.evaluation().get("out_of_fold", {})
+    try:
+        if (rows := _recorded(manifest, kept)) is not None:
+            return rows[0], "out_of_fold_risks"
+        if (classes := _classes(manifest, kept)) is None:
+            return None
+    except (KeyError, TypeError, ValueError, AttributeError):
+        return None
+    factual, hallucinated, share = classes
+    count = round(share * MODELLED_ROWS)
+    means = [*_spread(hallucinated, count), *_spread(factual, MODELLED_ROWS - count)]
+    return np.asarray(served_risk(np.array(means)[:, None], manifest), np.float64), "normal_model"
+
+
+def _spread(normal: NormalDist, count: int) -> list[float]:
+    """So many values that lie as the distribution does."""
+    return [normal.inv_cdf((place + 0.5) / count) for place in range(count)]
 
 
 def counted(risk: NDArray[np.floating], wrong: NDArray[np.bool_], thresholds: Sequence[float]) -> tuple[Gate, ...]:

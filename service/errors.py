@@ -28,6 +28,12 @@ class RequestError(HalluTracerError):
     status, code = 422, "invalid_request"
 
 
+class ReloadFailed(HalluTracerError):
+    """The bundles that were to be loaded cannot be used; nothing changed."""
+
+    status, code = 409, "reload_failed"
+
+
 class EmptyPrompt(RequestError):
     """A prompt without tokens has no answer onset."""
 
@@ -89,6 +95,12 @@ class NotAllowed(HalluTracerError):
 
     def __init__(self, message: str, *, param: str) -> None:
         super().__init__(f"{message}; the operator can allow it with --callers-may {param}", param=param)
+
+
+class NotAdministrator(HalluTracerError):
+    """The caller may not administer the service."""
+
+    status, code = 403, "not_administrator"
 
 
 class NotFound(HalluTracerError):

@@ -45,6 +45,15 @@ _ROUNDING = 1e-9  # of a recalibrated risk, relative
 
 
 @dataclass(frozen=True)
+class ShadowRisk:
+    """What a shadow would have said of a prompt, read on the same forward.  ``risk`` None: it gave no number."""
+
+    bundle: str  # name:version
+    risk: float | None
+    flagged: bool  # by the request's policy; a risk that is no number is flagged
+
+
+@dataclass(frozen=True)
 class RiskReport:
     """One prompt's result.  ``trajectory`` [m] holds the truth logits whose mean is ``depth_mean``."""
 
@@ -58,6 +67,7 @@ class RiskReport:
     completion: Completion | None = None
     cached_tokens: int = 0  # of the prompt, found in the engine's prefix cache
     judge_s: float = 0.0  # from truth logits to the verdict
+    shadows: tuple[ShadowRisk, ...] = ()  # they decide nothing
 
     @property
     def decision(self) -> Decision:
@@ -88,7 +98,7 @@ class Scorer:
         reports = self.score(bundle.golden.prompts())
         trajectories = np.stack([report.trajectory for report in reports])
         risks = np.array([report.risk for report in reports])
-        check_golden(bundle, trajectories, risks, dtype=engine.identity.dtype)
+        self.golden = check_golden(bundle, trajectories, risks, dtype=engine.identity.dtype)
 
     def render(self, prompt: str | None = None, messages: Sequence[Message] | None = None) -> list[int]:
         """Token ids, rendered the way this bundle's training prompts were."""
@@ -120,19 +130,25 @@ class Scorer:
         return wait_for(reports())
 
     async def run(
-        self, prompt: TokenIds, policy: Policy, sampling: Sampling | None = None, *, turn: Turn = FIRST_COME
+        self,
+        prompt: TokenIds,
+        policy: Policy,
+        sampling: Sampling | None = None,
+        *,
+        turn: Turn = FIRST_COME,
+        shadows: Sequence[Scorer] = (),
     ) -> AsyncGenerator[tuple[RiskReport, Update], None]:
         """One prompt: its report with each of the engine's updates; the last report has the completion, if any.
 
-        ``turn`` is its place in the order of service, as ``Engine.answer`` takes it.
+        ``turn`` is its place in the order of service, as ``Engine.answer`` takes it; ``shadows`` read the same forward.
 
         Where the decision is not to continue, one update without text is all.  Closing the generator ends the request
         in the engine.  Raises what ``Engine.answer`` and ``judge`` raise.
         """
         updates = self.engine.answer(
             prompt,
-            [self.probes],
-            first_token=self.needs_first_token,
+            [self.probes, *(shadow.probes for shadow in shadows)],
+            first_token=self.needs_first_token or any(shadow.needs_first_token for shadow in shadows),
             sampling=sampling,
             turn=turn,
             gate=None if sampling is None else self.gate(policy),
@@ -141,7 +157,11 @@ class Scorer:
         async with aclosing(updates):
             async for update in updates:
                 if report is None:
-                    report = self.judge(prefill_of(update), policy, cached_tokens=update.cached_tokens)
+                    prefill = prefill_of(update)
+                    report = self.judge(prefill, policy, cached_tokens=update.cached_tokens)
+                    if shadows:
+                        seen = [shadow.shadowed(prefill, policy, place) for place, shadow in enumerate(shadows, 1)]
+                        report = replace(report, shadows=tuple(seen))
                     if sampling is None:
                         yield report, update
                         return
@@ -173,13 +193,21 @@ class Scorer:
         depth, probability, entropy = (weight.get(name, 0.0) for name in ("depth_mean", "log_max_prob", "entropy"))
         return Gate((depth, probability, entropy), manifest.classifier.intercept, threshold)
 
-    def judge(self, result: PrefillResult, policy: Policy, *, cached_tokens: int = 0) -> RiskReport:
-        """The one place where a risk becomes a decision.  This bundle's trajectory is the result's first.
+    def shadowed(self, result: PrefillResult, policy: Policy, place: int) -> ShadowRisk:
+        """What this bundle would have said; nothing that is wrong with it is the request's fault."""
+        try:
+            report = self.judge(result, policy, place=place)
+        except NonFiniteReadout:
+            return ShadowRisk(self.bundle.reference, None, flagged=True)
+        return ShadowRisk(self.bundle.reference, report.risk, report.verdict.flagged)
+
+    def judge(self, result: PrefillResult, policy: Policy, *, cached_tokens: int = 0, place: int = 0) -> RiskReport:
+        """The one place where a risk becomes a decision.  ``place``: of this bundle's trajectory in the result.
 
         Raises NonFiniteReadout rather than report a NaN.
         """
         started = time.perf_counter()
-        trajectory = result.trajectories[0]
+        trajectory = result.trajectories[place]
         mean = float(depth_mean(trajectory))
         vector = signal_vector(mean, result.first_token, self._signals)
         value = float(served_risk(vector, self.bundle.manifest))

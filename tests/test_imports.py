@@ -22,7 +22,7 @@ LAYERS = [
     ["service.trainer", "service.serving"],
     ["service.fitting", "service.picture"],
     ["service.data"],
-    ["service.scoring"],
+    ["service.scoring", "service.drift"],
     ["service.prompts", "service.policies", "service.guarantee", "service.uncertainty", "service.coverage"],
     ["service.guard"],
     ["service.upstreams", "service.feedback"],

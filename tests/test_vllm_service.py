@@ -50,7 +50,8 @@ def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
         store.publish(draft_of(store.load(source)))
     store.set_alias("mine", "production", 1)
     bundles = [f"--bundle={name}" for name in ("demo", "demo-fused", "mine@production")]
-    with serve(*EAGER, *bundles, HALLUTRACER_STORE=str(folder / "store"), **MAY_CHOOSE) as served:
+    rollout = ("--shadow=demo-fused",)
+    with serve(*EAGER, *bundles, *rollout, HALLUTRACER_STORE=str(folder / "store"), **MAY_CHOOSE) as served:
         yield Service(served, store)
     assert served.process.returncode == 0  # a service that drained has not failed
 
@@ -89,6 +90,23 @@ def test_the_other_bundle_reads_the_same_forward_pass(service: str) -> None:
     (row,) = answer["data"]
     assert row["risk"] == pytest.approx(0.8018, abs=1e-4)
     assert np.mean(row["trajectory"]) == pytest.approx(row["running_mean"][-1]) == pytest.approx(row["depth_mean"])
+
+
+def test_a_shadow_reads_the_same_forward_pass(service: str) -> None:
+    def differences() -> float:
+        lines = httpx.get(f"{service}/metrics").text.splitlines()
+        (line,) = [
+            line
+            for line in lines
+            if line.startswith("hallutracer_shadow_risk_difference_sum{") and 'bundle="demo:1"' in line
+        ]
+        assert 'shadow="demo-fused:1"' in line
+        return float(line.split()[-1])
+
+    before = differences()
+    answer = post(service, prompt=UNKNOWN).json()
+    assert answer["bundle"]["name"] == "demo"
+    assert differences() - before == pytest.approx(0.8138 - 0.8018, abs=2e-4)
 
 
 def test_streams(service: str) -> None:
@@ -134,7 +152,7 @@ def test_an_answer_whose_reader_leaves_is_ended(service: str) -> None:
     until = time.monotonic() + 30
     while time.monotonic() < until:
         lines = httpx.get(f"{service}/metrics").text.splitlines()
-        if all(line.endswith(" 0.0") for line in lines if line.startswith("hallutracer_decoding ")):
+        if all(line.endswith(" 0.0") for line in lines if line.startswith("hallutracer_running_decodes ")):
             return
     raise AssertionError("still decoding")
 

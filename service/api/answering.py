@@ -62,10 +62,12 @@ async def answer(request: Request, state: ServiceState, asked: Asked) -> tuple[R
         sampling=asked.sampling,
         deadline=asked.deadline or Deadline(state.settings.deadline_s),
         streams=asked.stream,
+        shadows=state.rollout.watching(asked.scorer),
     )
     named = asked.retrieval_of
     retrieval = None if named is None else state.retrievals.recall(asked.caller.name, named)
-    reply = Reply(handle, list(asked.include), record_of(request), state.metrics, asked.departures, retrieval)
+    monitor = state.monitors.get(asked.scorer.bundle.reference)
+    reply = Reply(handle, list(asked.include), record_of(request), state.metrics, asked.departures, retrieval, monitor)
     try:
         async with while_connected(request):
             async with handle.deadline.enforced():

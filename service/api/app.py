@@ -11,7 +11,16 @@ from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
 
 from service import __version__
-from service.api import catalogue, error_handlers, feedback_routes, guardrail_routes, health, openai_routes, score
+from service.api import (
+    admin_routes,
+    catalogue,
+    error_handlers,
+    feedback_routes,
+    guardrail_routes,
+    health,
+    openai_routes,
+    score,
+)
 from service.api.auth import BearerKeys
 from service.api.forwarding import Forwarder
 from service.api.hosts import KnownHosts
@@ -75,7 +84,7 @@ def create_app(state: ServiceState, on_loaded: Callable[[ServiceState], None] | 
         RequestFrame, max_body_bytes=settings.max_body_bytes, body_seconds=settings.deadline_s, metrics=state.metrics
     )
     error_handlers.install(app)
-    for module in (score, openai_routes, guardrail_routes, feedback_routes, catalogue, health):
+    for module in (score, openai_routes, guardrail_routes, feedback_routes, catalogue, admin_routes, health):
         app.include_router(module.router)
     app.router.routes += routes(settings.playground)
     return app

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import asdict
+from datetime import UTC, datetime
 from functools import lru_cache
 
 from fastapi import APIRouter
@@ -17,13 +18,19 @@ from service.api.response_schema import (
     BundleList,
     BundleUncertainty,
     ClassTrajectories,
+    ComparedOut,
     CoverageOut,
+    DriftOut,
+    GoldenOut,
+    LeftOut,
+    LoadedOut,
     ModelCard,
     ModelList,
     errors,
 )
 from service.coverage import coverage
 from service.scoring import Scorer
+from service.serving.rollout import Comparison
 from service.serving.state import ServiceState
 
 router = APIRouter(tags=["catalogue"])
@@ -66,18 +73,30 @@ def loaded(state: ServiceState) -> ModelCard:
 
 @router.get("/v1/bundles", responses=RESPONSES)
 async def bundles(state: State) -> BundleList:
-    """The loaded bundles and the available policies."""
+    """The loaded bundles, what each does, and the available policies."""
+    return bundle_list(state)
+
+
+def bundle_list(state: ServiceState) -> BundleList:
+    """What is loaded, since when, and what is left out.  Raises NotReady."""
     state.check_ready()
-    cards = [_card(scorer, default=number == 0) for number, scorer in enumerate(state.scorers)]
-    default = state.settings.policy
-    return BundleList(data=cards, policies=[default, *sorted(set(state.policies) - {default})])
+    default, loaded = state.settings.policy, state.loaded
+    return BundleList(
+        data=[_card(scorer, state) for scorer in state.scorers],
+        policies=[default, *sorted(set(state.policies) - {default})],
+        status=LoadedOut(
+            since=datetime.fromtimestamp(loaded.time, UTC).isoformat(timespec="seconds"),
+            left_out=[LeftOut(reference=name, reason=reason) for name, reason in loaded.left_out.items()],
+            reload_error=state.reload_error,
+        ),
+    )
 
 
 @router.get("/v1/bundles/{bundle}", responses=RESPONSES | errors(_404="no such bundle is loaded"))
 async def one_bundle(bundle: str, state: State) -> BundleDetail:
     """One loaded bundle, as name, name:version or name@alias: where its classes lie, what its thresholds would do."""
     scorer = state.scorer(bundle, None)
-    card = _card(scorer, default=scorer is state.scorers[0])
+    card = _card(scorer, state)
     probes = scorer.bundle.probes
     hallucinated, factual = probes.trajectory_mean.tolist()
     hallucinated_std, factual_std = probes.trajectory_std.tolist()
@@ -95,8 +114,11 @@ def _coverage(bundle: Bundle) -> CoverageOut:
     return CoverageOut.model_validate(asdict(coverage(bundle)))
 
 
-def _card(scorer: Scorer, *, default: bool) -> BundleCard:
-    manifest = scorer.bundle.manifest
+def _card(scorer: Scorer, state: ServiceState) -> BundleCard:
+    manifest, golden, rollout = scorer.bundle.manifest, scorer.golden, state.rollout
+    monitor = state.monitors.get(manifest.reference)
+    role = rollout.role(scorer, state.scorers[0])
+    share = {"default": 1.0 if rollout.canary is None else 1.0 - rollout.share, "canary": rollout.share}.get(role)
     return BundleCard(
         id=manifest.reference,
         name=manifest.name,
@@ -111,5 +133,30 @@ def _card(scorer: Scorer, *, default: bool) -> BundleCard:
         threshold=manifest.threshold,
         guarantee=None if manifest.guarantee is None else BundleGuarantee(**asdict(manifest.guarantee)),
         uncertainty=None if manifest.uncertainty is None else BundleUncertainty(**asdict(manifest.uncertainty)),
-        default=default,
+        default=role == "default",
+        role=role,
+        share=share,
+        compared=_compared(state.metrics.compared.get(manifest.reference, Comparison())) if role == "shadow" else None,
+        drift=None if monitor is None or monitor.drift is None else DriftOut(**asdict(monitor.drift)),
+        void=[] if monitor is None else list(monitor.reasons),
+        golden=GoldenOut(
+            risk=golden.found.risk,
+            risk_tolerance=golden.allowed.risk,
+            trajectory=golden.found.trajectory,
+            trajectory_tolerance=golden.allowed.trajectory,
+        ),
+    )
+
+
+def _compared(found: Comparison) -> ComparedOut:
+    counts = found.by_verdict
+    prompts = sum(counts.values())
+    given = prompts - counts["failed"]
+    return ComparedOut(
+        prompts=prompts,
+        stricter=counts["stricter"],
+        looser=counts["looser"],
+        failed=counts["failed"],
+        disagreement=1.0 - counts["agrees"] / prompts if prompts else None,
+        mean_difference=found.difference / given if given else None,
     )

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from ipaddress import ip_address
 from typing import Annotated
 
 from fastapi import Depends, Request
 from starlette.requests import HTTPConnection
 
 from service.callers import ApiKey, Caller
+from service.errors import NotAdministrator
 from service.serving.state import ServiceState
 
 
@@ -32,4 +34,21 @@ def knows_caller(request: HTTPConnection, state: ServiceState) -> bool:
     return not state.settings.api_keys or isinstance(request.scope["state"].get("key"), ApiKey)
 
 
+async def administrator(request: Request) -> None:
+    """Raise NotAdministrator unless the key may administer; without keys, unless the caller is on this machine."""
+    key = request.scope["state"].get("key")
+    if isinstance(key, ApiKey):
+        if "admin" not in key.may:
+            raise NotAdministrator("this key may not administer the service: give it may=admin")
+        return
+    host = request.client.host if request.client else ""
+    try:
+        here = ip_address(host).is_loopback
+    except ValueError:
+        here = False
+    if not here:
+        raise NotAdministrator("without keys the service is administered from its own machine only")
+
+
+Admin = Annotated[None, Depends(administrator)]
 State = Annotated[ServiceState, Depends(service_state)]

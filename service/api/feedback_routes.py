@@ -52,6 +52,9 @@ async def feedback(body: Annotated[FeedbackRequest, Body()], request: Request, s
             param="id",
         )
     reason = _reason(body.label, stored)
+    monitor = state.monitors.get(stored.bundle)
+    if monitor is not None and reason is None and stored.standing == "new" and not stored.flagged:
+        monitor.label(body.label == "hallucinated")
     return FeedbackResponse(
         id=body.id,
         index=body.index,

@@ -25,11 +25,13 @@ from service.api.guardrail_schema import (
 from service.api.openai_request import ChatMessage, size
 from service.api.openai_response import note, withheld
 from service.api.response_schema import FAILURES
+from service.api.session import session_of
 from service.errors import EmptyPrompt, RequestError
 from service.guard import Action
 from service.prompts import Message
 from service.routes import CLASSIFY_ROUTE, LITELLM_ROUTE
 from service.scoring import RiskReport
+from service.serving.feedback import Content
 
 router = APIRouter(tags=["guardrail"], route_class=JsonRoute)
 
@@ -42,7 +44,13 @@ async def litellm(body: Annotated[GuardrailRequest, Body()], request: Request, s
     chosen = body.additional_provider_specific_params or GuardrailParams()
     caller = caller_of(request, state)
     scorer, policy = state.choose(
-        caller, LITELLM_ROUTE, bundle=chosen.bundle, model=None, policy=chosen.policy, threshold=chosen.threshold
+        caller,
+        LITELLM_ROUTE,
+        bundle=chosen.bundle,
+        model=None,
+        policy=chosen.policy,
+        threshold=chosen.threshold,
+        session=session_of(request, lambda: _as_sent(body)),
     )
     if policy.action is Action.ANNOTATE:
         raise RequestError(f"policy {policy.name!r} annotates answers, and this route sees none", param="policy")
@@ -81,8 +89,11 @@ async def litellm(body: Annotated[GuardrailRequest, Body()], request: Request, s
 async def classify(body: Annotated[ClassifyRequest, Body()], request: Request, state: State) -> Response:
     """The risk of each text as the probability of a label, after text-embeddings-inference; the caller decides."""
     caller = caller_of(request, state)
-    scorer, policy = state.choose(caller, CLASSIFY_ROUTE, bundle=None, model=None, policy=None, threshold=None)
     texts = [body.inputs] if isinstance(body.inputs, str) else body.inputs
+    session = session_of(request, lambda: [{"prompt": text} for text in texts])
+    scorer, policy = state.choose(
+        caller, CLASSIFY_ROUTE, bundle=None, model=None, policy=None, threshold=None, session=session
+    )
     asked = Asked(
         scorer,
         policy,
@@ -104,6 +115,12 @@ async def classify(body: Annotated[ClassifyRequest, Body()], request: Request, s
 
 class _CannotRead(Exception):
     """The call holds what no risk can be read from."""
+
+
+def _as_sent(body: GuardrailRequest) -> list[Content]:
+    if body.structured_messages:
+        return [{"messages": body.structured_messages}]
+    return [{"prompt": text} for text in body.texts or []]
 
 
 def _conversation(body: GuardrailRequest) -> list[Message] | None:

@@ -23,6 +23,7 @@ from service.api.openai_request import (
 from service.api.openai_response import Kind, OpenAIResponse, response
 from service.api.openai_stream import chunks
 from service.api.response_schema import FAILURES, HEADERS
+from service.api.session import session_of
 from service.api.stream import EventStream
 from service.engines.base import Sampling
 from service.errors import RequestError
@@ -109,6 +110,7 @@ async def _served(
         model=body.model,
         policy=chosen.hallutracer_policy,
         threshold=chosen.hallutracer_threshold,
+        session=session_of(request, lambda: contents),
     )
     if body.stream and count != 1:
         raise RequestError("'stream' takes exactly one prompt; send one request per prompt", param="prompt")

@@ -24,6 +24,7 @@ from service.guard import Policy
 from service.risk import running_means
 from service.scoring import RiskReport, Scorer
 from service.serving.metrics import Metrics
+from service.serving.monitor import Monitor
 from service.serving.request_handle import RequestHandle
 from service.serving.retrievals import Retrieval
 
@@ -38,6 +39,7 @@ class Reply:
     metrics: Metrics
     departures: tuple[str, ...] = ()  # of the request from what a guarantee was calibrated on
     retrieval: Retrieval | None = None  # where the request names an earlier one
+    monitor: Monitor | None = None  # of the bundle
     created: int = field(default_factory=lambda: int(time.time()))
 
     @property
@@ -71,8 +73,9 @@ class Reply:
 
     @property
     def all_departures(self) -> tuple[str, ...]:
-        """The request's own and those of its decoding."""
-        return (*self.departures, *decoding_departures(self.handle.sampling))
+        """The request's own, those of its decoding, and what is known of the bundle while it serves."""
+        found = () if self.monitor is None else self.monitor.reasons
+        return (*self.departures, *decoding_departures(self.handle.sampling), *found)
 
     def headers(self, reports: list[RiskReport]) -> dict[str, str]:
         """Times in ms, of the prompt that took longest, and ``risk_headers``."""
@@ -94,6 +97,8 @@ class Reply:
         model, reference = self.handle.scorer.engine.identity.model, self.handle.scorer.bundle.reference
         for timings, report, tokens in scored:
             self.metrics.prompt(model, reference, report, timings, tokens)
+        if self.monitor is not None:
+            self.monitor.observe(reports)
         record, manifest = self.record, self.handle.scorer.bundle.manifest
         record.model, record.bundle, record.digest = model, reference, manifest.digest
         record.policy = self.handle.policy.name

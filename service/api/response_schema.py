@@ -170,6 +170,54 @@ class BundleUncertainty(Strict):
     statement: str
 
 
+Role = Literal["default", "canary", "shadow", "none"]
+
+
+class GoldenOut(Strict):
+    """The golden prompts, replayed when the bundle was loaded: the largest deviation from what was recorded."""
+
+    risk: float
+    risk_tolerance: float
+    trajectory: float = Field(description="in units of the trajectories' spread")
+    trajectory_tolerance: float
+
+
+class ComparedOut(Strict):
+    """A shadow beside the bundles that judged the same prompts, in this process."""
+
+    prompts: int
+    stricter: int = Field(description="prompts that it alone flags")
+    looser: int = Field(description="prompts that it alone does not flag")
+    failed: int = Field(description="prompts of which it gave no number")
+    disagreement: float | None = Field(description="share that was not agreed on, failures included")
+    mean_difference: float | None = Field(description="of the two risks, absolute")
+
+
+class DriftOut(Strict):
+    """The newest window of prompts that this bundle judged, beside its training rows."""
+
+    prompts: int
+    ks: float = Field(description="largest distance of the two distribution functions of the risk")
+    psi: float = Field(description="population stability index over the tenths of training")
+    shift: float = Field(description="mean risk of the window less that of training")
+    outside: float | None = Field(description="share of prompts outside training; null where the bundle cannot tell")
+
+
+class LeftOut(Strict):
+    """A bundle that was asked for and is not used."""
+
+    reference: str
+    reason: str
+
+
+class LoadedOut(Strict):
+    """When the bundles were loaded, and what could not be."""
+
+    since: str = Field(description="when the loaded bundles began to serve, UTC")
+    left_out: list[LeftOut]
+    reload_error: str | None = Field(description="why the newest reload changed nothing")
+
+
 class BundleCard(Strict):
     """A loaded bundle."""
 
@@ -187,6 +235,12 @@ class BundleCard(Strict):
     threshold: float
     guarantee: BundleGuarantee | None = None
     uncertainty: BundleUncertainty | None = None
+    role: Role = Field(description="what it does for requests that name no bundle; none: nothing")
+    share: float | None = Field(None, description="of these requests, that a default or a canary judges")
+    compared: ComparedOut | None = Field(None, description="of a shadow, since the service started")
+    golden: GoldenOut
+    drift: DriftOut | None = Field(None, description="none before the first full window, or without a reference")
+    void: list[str] = Field(description="why a guarantee does not hold just now, whatever the request")
     default: bool
 
 
@@ -234,6 +288,7 @@ class BundleList(Strict):
     object: Literal["list"] = "list"
     data: list[BundleCard]
     policies: list[str] = Field(description="values of a request's 'policy', the default first")
+    status: LoadedOut
 
 
 class Status(Strict):

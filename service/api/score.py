@@ -11,6 +11,7 @@ from service.api.body import JsonRoute
 from service.api.dependencies import State, caller_of
 from service.api.request_schema import REQUEST_EXAMPLES, ScoreRequest
 from service.api.response_schema import SCORE_RESPONSES
+from service.api.session import session_of
 from service.api.stream import EventStream, events
 from service.engines.base import Sampling
 from service.errors import RequestError
@@ -40,6 +41,7 @@ async def score(
         model=body.model,
         policy=body.policy,
         threshold=body.threshold,
+        session=session_of(request, body.contents),
     )
     asked = Asked(
         scorer,

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
+from service.cli import bundle_rollout
 from service.cli.loading import load_engine, load_scorers, open_store
 from service.cli.options import DryRun, EngineChoice, Json, Reference, StoreOptions, UsageError
 from service.cli.output import note, print_json, print_line, progress
@@ -231,5 +232,6 @@ def pull(
 
 COMMANDS = (
     "Look at, check, publish and fetch probe bundles.",
-    {"list": list_, "show": show, "compare": compare, "verify": verify, "alias": alias, "push": push, "pull": pull},
+    {"list": list_, "show": show, "compare": compare, "verify": verify, "alias": alias, "push": push, "pull": pull}
+    | bundle_rollout.COMMANDS,
 )

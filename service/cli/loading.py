@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
 
 from service.cli.options import BundleOptions, EngineChoice, StoreOptions, UsageError, check_place
@@ -62,26 +63,30 @@ def load_engine(
     )
 
 
-def load_bundles(store: Store, names: Sequence[str], *, leave_out: bool = False) -> dict[str, Bundle]:
-    """The bundle of each reference.
+@dataclass
+class LeaveOut:
+    """The references that are logged and left out where they cannot be used, and in ``reasons`` why they were."""
 
-    With ``leave_out`` a bundle that cannot be used is logged and left out, but not the first: it is the default, and
-    another would judge in its place.
-    """
+    may: Collection[str]
+    reasons: dict[str, str] = field(default_factory=dict)
+
+
+def load_bundles(store: Store, names: Sequence[str], leave_out: LeaveOut | None = None) -> dict[str, Bundle]:
+    """The bundle of each reference."""
     return _usable(names, store.load, leave_out)
 
 
 def load_scorers(
-    engine: Engine, bundles: Mapping[str, Bundle], report: Report = note, *, leave_out: bool = False
+    engine: Engine, bundles: Mapping[str, Bundle], report: Report = note, leave_out: LeaveOut | None = None
 ) -> dict[str, Scorer]:
-    """Match each bundle with the model and replay its golden prompts; ``leave_out`` as for ``load_bundles``."""
+    """Match each bundle with the model and replay its golden prompts."""
     from service.scoring import Scorer
 
     with progress("replaying the bundles' golden prompts", report):
         return _usable(tuple(bundles), lambda name: Scorer(engine, bundles[name]), leave_out)
 
 
-def _usable(names: Sequence[str], load: Callable[[str], T], leave_out: bool) -> dict[str, T]:
+def _usable(names: Sequence[str], load: Callable[[str], T], leave_out: LeaveOut | None) -> dict[str, T]:
     from probes_store.errors import BundleError
 
     usable: dict[str, T] = {}
@@ -89,7 +94,8 @@ def _usable(names: Sequence[str], load: Callable[[str], T], leave_out: bool) -> 
         try:
             usable[name] = load(name)
         except BundleError as error:
-            if not leave_out or name == names[0]:
+            if leave_out is None or name not in leave_out.may:
                 raise
+            leave_out.reasons[name] = str(error)
             log.error("bundle %s is left out: %s", name, error)
     return usable

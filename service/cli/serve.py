@@ -12,15 +12,16 @@ from typing import TYPE_CHECKING, Annotated
 
 from service.cli.access import load_keys
 from service.cli.listening import in_url, known_hosts, listen, make_server, on_loopback
-from service.cli.loading import bundle_names, load_bundles, load_engine, load_scorers, open_store
+from service.cli.loading import LeaveOut, bundle_names, load_bundles, load_engine, load_scorers, open_store
 from service.cli.options import BundleOptions, EngineChoice, UsageError
 from service.cli.output import print_line
-from service.cli.reload import on_hangup
+from service.cli.reload import on_hangup, replay, resolved, watch
 from service.options import Common
 from service.policies import load_policies
 from service.settings import (
     DATABASE,
     DEFAULT_MESSAGE,
+    DEFAULT_SHARE,
     AbstainMessage,
     PoliciesFile,
     Range,
@@ -30,9 +31,12 @@ from service.settings import (
 )
 
 if TYPE_CHECKING:
+    from service.engines.base import Engine
     from service.feedback.databases import Location
+    from service.scoring import Scorer
     from service.serving.feedback import Feedback
     from service.serving.metrics import Metrics
+    from service.serving.rollout import RolloutPlan
     from service.serving.state import ServiceState
 
 log = logging.getLogger("hallutracer")
@@ -66,6 +70,45 @@ class AccessOptions:
     allow_anonymous: Annotated[
         bool, option("Listen beyond loopback without keys: whoever reaches the port may use the service.")
     ] = False
+
+
+@section("Rollout", 36)
+@dataclass(frozen=True, kw_only=True)
+class RolloutOptions:
+    """A new version of the probes beside the one that serves."""
+
+    canary: Annotated[
+        str | None,
+        option("Bundle that judges --canary-share of the requests that name none, such as NAME@canary."),
+    ] = None
+    canary_share: Annotated[
+        float,
+        option("Share of the canary; requests of one x-session-id, or of one first question, stay together.",
+               limits=Range(0, 1)),
+    ] = DEFAULT_SHARE  # fmt: skip
+    shadow: Annotated[
+        tuple[str, ...],
+        option("Bundle that reads every prompt on the same forward and decides nothing, repeatable; /metrics and "
+               "/v1/bundles tell how far it disagrees."),
+    ] = ()  # fmt: skip
+    watch_s: Annotated[
+        float,
+        option("Look every so many seconds whether an alias has moved, and reload where one has; 0: at a SIGHUP and "
+               "POST /v1/admin/reload only.", limits=Range(0)),
+    ] = 0.0  # fmt: skip
+
+    replay_s: Annotated[
+        float,
+        option("Replay the golden prompts so often while serving, and be not ready while they are off; 0: never.",
+               limits=Range(0)),
+    ] = 600.0  # fmt: skip
+
+    @property
+    def plan(self) -> RolloutPlan:
+        """What the service is told."""
+        from service.serving.rollout import RolloutPlan
+
+        return RolloutPlan(self.canary, self.canary_share, self.shadow)
 
 
 @section("Feedback", 37)
@@ -114,6 +157,7 @@ def serve(
     bundles: BundleOptions = BundleOptions(),
     settings: ServiceSettings = ServiceSettings(),
     access: AccessOptions = AccessOptions(),
+    rollout: RolloutOptions = RolloutOptions(),
     feedback: FeedbackOptions = FeedbackOptions(),
     common: Common = Common(),
 ) -> None:
@@ -121,15 +165,20 @@ def serve(
 
     Listens at once, is ready once the model is loaded and every bundle's golden prompts gave the recorded risks.
     Standard output is for people; standard error has one JSON line per request, which never holds a prompt.
-    SIGHUP looks the bundles up again, because an alias may have moved, and swaps them without a pause.
+    SIGHUP, or POST /v1/admin/reload, looks the bundles up again, because an alias may have moved, and swaps them
+    without a pause.
 
       hallutracer serve --policy observe         # watch /metrics before you gate
       hallutracer serve --model ./my-model --bundle my-probe@production
+      hallutracer serve --bundle my-probe --canary my-probe@canary --canary-share 0.1 --shadow my-probe:3
       hallutracer serve --host 0.0.0.0 --api-key-file keys.txt --engine vllm
     """
     store = open_store(bundles)
-    names = bundle_names(engine.model, bundles)
-    opened = load_bundles(store, names, leave_out=True)
+    own, plan = bundle_names(engine.model, bundles), rollout.plan
+    names = tuple(dict.fromkeys((*own, *plan.references)))
+    # At the start what is named beside the default may be missing; later only the rollout's, for others have users.
+    at_start = LeaveOut(names[1:])
+    opened = load_bundles(store, names, at_start)
     keys = load_keys(access.api_key, access.api_key_file)
     settings = replace(settings, api_keys=keys, allowed_hosts=known_hosts(settings))
     if not (settings.api_keys or access.allow_anonymous or on_loopback(settings.host)):
@@ -161,12 +210,14 @@ def serve(
             ),
             opened,
             log.info,
-            leave_out=True,
+            at_start,
         ),
         store.aliases,
         settings,
         policies.named,
         policies.rules,
+        plan,
+        at_start.reasons,
     )
 
     if kept is not None:
@@ -186,14 +237,24 @@ def serve(
             print_line(f"Playground: {address}/")
         print_line(f"API reference: {address}/docs    Stop: Ctrl-C")
 
-        reload = on_hangup(state, lambda engine: load_scorers(engine, load_bundles(store, names), log.info))
+        reload = on_hangup(state)
         if hangups:  # while it loaded
             reload()
+        if rollout.watch_s:
+            watch(state, lambda: resolved(store, names), rollout.watch_s)
+        if rollout.replay_s:
+            replay(state, rollout.replay_s)
+
+    def load_again(engine: Engine) -> dict[str, Scorer]:
+        again = LeaveOut(set(plan.references) - set(own))
+        scorers = load_scorers(engine, load_bundles(store, names, again), log.info, again)
+        state.left_out = again.reasons
+        return scorers
 
     def broken() -> None:
         server.should_exit = True  # with status 1, so that a supervisor starts the service again
 
-    state.on_broken = broken
+    state.on_broken, state.load_again = broken, load_again
     server = make_server(create_app(state, loaded), settings)
     for warning in common.warnings:
         log.warning(warning)

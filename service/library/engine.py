@@ -79,7 +79,7 @@ def _vllm(
 
         sites = {Site(bundle.manifest.readout.site) for bundle in bundles} | set(rows)
         return VllmEngine.load(
-            options, sites=sorted(sites), slots=max(SLOTS, len(bundles)), rows=bool(rows), threads=threads
+            options, sites=sorted(sites), slots=max(SLOTS, 2 * len(bundles)), rows=bool(rows), threads=threads
         )
 
 

@@ -9,7 +9,7 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import aclosing
 
 from service.engines.base import Engine, Sampling, Turn, Update, unfinished
@@ -85,6 +85,7 @@ class Dispatcher:
         sampling: Sampling | None = None,
         deadline: Deadline,
         streams: bool = False,
+        shadows: Sequence[Scorer] = (),
     ) -> RequestHandle:
         """Reserve places for a request's prompts, all or none, before they are tokenized.
 
@@ -96,7 +97,7 @@ class Dispatcher:
             raise _shutting_down()
         self._check_space(caller, prompts, deadline.left, continues=sampling is not None)
         request = RequestHandle(
-            prompts, scorer, policy, sampling, deadline, streams, caller, self._start, self._cancelled
+            prompts, scorer, policy, sampling, deadline, streams, caller, self._start, self._cancelled, shadows
         )
         self._requests.add(request)
         self._queue.add(caller, prompts)
@@ -142,7 +143,9 @@ class Dispatcher:
         """See one prompt through."""
         scored_at = 0.0
         try:
-            steps = request.scorer.run(job.token_ids, request.policy, request.sampling, turn=job.turn)
+            steps = request.scorer.run(
+                job.token_ids, request.policy, request.sampling, turn=job.turn, shadows=request.shadows
+            )
             async with aclosing(steps):
                 async for report, update in steps:
                     self._note_progress()

@@ -1,9 +1,9 @@
 """Prometheus metrics.
 
-Labels are ``model_name``, ``bundle`` ("name:version"), ``decision``, ``status``, ``code``, ``outcome``, and of feedback
-``label``, ``flagged`` and ``fate``; no label holds user input, so the number of series is bounded.  Series known in
-advance exist as 0 from the first scrape, because a rate over a missing series is an empty panel and an alert that
-cannot fire.
+Labels are ``model_name``, ``bundle`` and ``shadow`` ("name:version"), ``role``, ``decision``, ``verdict``, ``cause``,
+``statistic``, ``status``, ``code``, ``outcome``, and of feedback ``label``, ``flagged`` and ``fate``; no label holds
+user input, so the number of series is bounded.  Series known in advance exist as 0 from the first scrape, because a
+rate over a missing series is an empty panel and an alert that cannot fire.
 
 For several processes on one machine, set ``PROMETHEUS_MULTIPROC_DIR`` to an empty folder before they start: each writes
 its values there, and each serves the sum.  The variable belongs to ``prometheus_client``, which reads it on import.
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -22,17 +22,21 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.multiprocess import MultiProcessCollector, mark_process_dead
 
 from service import __version__
+from service.drift import Drift
 from service.errors import HalluTracerError
 from service.feedback.rows import LABELS, Label
 from service.feedback.writer import Fate
 from service.guard import Decision
 from service.scoring import RiskReport
+from service.serving.monitor import CAUSES, Cause
 from service.serving.request_handle import Timings
+from service.serving.rollout import Comparison, ShadowVerdict
 
 Outcome = Literal["answered", "failed", "given_up"]
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 FOLDER_VARIABLE = "PROMETHEUS_MULTIPROC_DIR"
 SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+DIFFERENCES = (0.001, 0.003, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 TENTHS = tuple(n / 10 for n in range(1, 11))
 BATCH_SIZES = tuple(2**n for n in range(11))  # 1 .. 1,024
 TOKENS = tuple(2**n for n in range(18))  # 1 .. 131,072
@@ -130,6 +134,24 @@ class Metrics:
         for current in (self._waiting, self._decoding, self._in_flight, self._ready):
             current.set(0)  # a shared folder may hold values of an earlier process with this id
 
+        text = "Always 1: what a loaded bundle does: default, canary or shadow."
+        self._role = gauge("bundle_role_info", text, "livemax", (*BUNDLE, "role"))
+        text = "The newest window of prompts beside training: ks, psi, shift of the mean risk, outside training."
+        self._drift = gauge("drift", text, "livemax", (*BUNDLE, "statistic"))
+        text = "1 where a bundle's promise does not hold, by cause: drift, outside, labels, golden."
+        self._void = gauge("void", text, "livemax", (*BUNDLE, "cause"))
+        text = "Reloads of the bundles: done, or failed and nothing changed."
+        reloads = counter("reloads_total", text, ("outcome",))
+        self._by_reload = {done: reloads.labels("done" if done else "failed") for done in (True, False)}
+        text = (
+            "Prompts that a shadow read too: agrees, stricter (it alone flags), looser (it alone does not), or failed."
+        )
+        self._shadow = counter("shadow_prompts_total", text, (*BUNDLE, "shadow", "verdict"))
+        text = "How far a shadow's risk is from that of the bundle that judged."
+        self._shadow_apart = histogram("shadow_risk_difference", text, DIFFERENCES, (*BUNDLE, "shadow"))
+
+        self.compared: dict[str, Comparison] = {}  # by the shadow, "name:version"
+        self._roles: set[tuple[str, str, str]] = set()
         self._loaded: set[tuple[str, str, str]] = set()
         self._guaranteed: set[tuple[str, str, str, str]] = set()
         self._by_bundle: dict[tuple[str, str], _PerBundle] = {}
@@ -154,6 +176,11 @@ class Metrics:
             own.flagged.inc()
         if report.uncertain is not None and report.uncertain.outside:
             own.outside.inc()
+        for shadow in report.shadows:
+            verdict = self.compared.setdefault(shadow.bundle, Comparison()).add(shadow, report)
+            self._shadow.labels(model_name, bundle, shadow.bundle, verdict).inc()
+            if shadow.risk is not None:
+                self._shadow_apart.labels(model_name, bundle, shadow.bundle).observe(abs(shadow.risk - report.risk))
         own.risk.observe(report.risk)
         own.prompt_tokens.inc(report.prompt_tokens)
         own.completion_tokens.inc(answer_tokens)
@@ -163,6 +190,38 @@ class Metrics:
         self._probe_s.observe(timings.probe)
         if timings.decode is not None:
             self._decode_s.observe(timings.decode)
+
+    def rollout(self, model_name: str, default: str, canary: str | None, shadows: Sequence[str]) -> None:
+        """What each loaded bundle ("name:version") does from now on."""
+        judging = [("default", default), *(() if canary is None else (("canary", canary),))]
+        now = {(model_name, bundle, role) for role, bundle in (*judging, *(("shadow", one) for one in shadows))}
+        for gone in self._roles - now:
+            self._role.labels(*gone).set(0)
+            self._role.remove(*gone)
+        for labels in now:
+            self._role.labels(*labels).set(1)
+        if {labels for labels in self._roles if labels[2] != "shadow"} != {one for one in now if one[2] != "shadow"}:
+            self.compared.clear()  # they were compared with what judged until now
+        self._roles = now
+        for _, bundle in judging:
+            for shadow in shadows:
+                self._shadow_apart.labels(model_name, bundle, shadow)
+                for name in get_args(ShadowVerdict):
+                    self._shadow.labels(model_name, bundle, shadow, name)
+
+    def watched(self, model_name: str, bundle: str, drift: Drift | None, void: Collection[Cause]) -> None:
+        """What a loaded bundle's monitor has found."""
+        for cause in CAUSES:
+            self._void.labels(model_name, bundle, cause).set(int(cause in void))
+        if drift is not None:
+            found = {"ks": drift.ks, "psi": drift.psi, "shift": drift.shift, "outside": drift.outside}
+            for name, value in found.items():
+                if value is not None:
+                    self._drift.labels(model_name, bundle, name).set(value)
+
+    def reloaded(self, done: bool) -> None:
+        """The bundles were loaded again, or were not and stay."""
+        self._by_reload[done].inc()
 
     def upstream(self, outcome: Outcome) -> None:
         """A prompt that was sent to a policy's upstream is done."""
@@ -201,9 +260,13 @@ class Metrics:
         for gone in self._loaded - now:
             self._info.labels(*gone).set(0)  # processes that share a folder keep the series
             self._info.remove(*gone)
+            for cause in CAUSES:
+                self._void.labels(*gone[:2], cause).set(0)
         for model_name, bundle, digest in now:
             self._of(model_name, bundle)
             self._info.labels(model_name, bundle, digest).set(1)
+            for cause in CAUSES:
+                self._void.labels(model_name, bundle, cause)
         self._loaded = now
 
     def guarantees(self, loaded: Iterable[tuple[str, str, float, float]]) -> None:

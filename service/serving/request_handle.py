@@ -60,6 +60,7 @@ class RequestHandle:
     caller: str  # whom it counts for
     on_start: Callable[[RequestHandle], None]
     on_cancel: Callable[[RequestHandle], None]
+    shadows: Sequence[Scorer] = ()  # read on the same forward; they decide nothing
     jobs: list[Job] = field(default_factory=list)
 
     def __post_init__(self) -> None:

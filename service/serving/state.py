@@ -8,21 +8,28 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from probes_store.errors import BundleError
+import numpy as np
+
+from probes_store.errors import BundleError, GoldenMismatch
+from probes_store.golden import check_golden
 from service.callers import Caller
-from service.engines.base import Engine
-from service.errors import NotFound, NotReady
-from service.guard import Policy
+from service.drift import DriftLimits
+from service.engines.base import Engine, TokenIds, unfinished
+from service.errors import NonFiniteReadout, NotFound, NotReady
+from service.guard import OBSERVE, Policy
 from service.policies import Rule, built_in
-from service.scoring import Scorer
+from service.scoring import RiskReport, Scorer
 from service.serving.choice import check_choice, check_tells
 from service.serving.dispatcher import Dispatcher
 from service.serving.feedback import Feedback
 from service.serving.metrics import Metrics
+from service.serving.monitor import Monitor
 from service.serving.retrievals import Retrievals
+from service.serving.rollout import Rollout, RolloutPlan, rolled_out
 from service.serving.tokenizing import Tokenizing
 from service.settings import DEFAULT_MESSAGE, ServiceSettings
 
@@ -30,6 +37,17 @@ log = logging.getLogger("hallutracer")
 T = TypeVar("T")
 Scorers = Mapping[str, Scorer]  # by the reference that each was loaded by; the first is the default
 Load = Callable[[], Scorers]
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What one loading gave: all of it is served from one moment on."""
+
+    scorers: tuple[Scorer, ...]
+    aliases: Mapping[str, str]  # name@alias -> name:version, as they were when loaded
+    rollout: Rollout = Rollout()
+    left_out: Mapping[str, str] = field(default_factory=dict)  # reference -> why it is not used
+    time: float = field(default_factory=time.time)
 
 
 @dataclass
@@ -41,16 +59,22 @@ class ServiceState:
     settings: ServiceSettings = field(default_factory=ServiceSettings)
     policies: Mapping[str, Policy] = field(default_factory=built_in)
     rules: Sequence[Rule] = ()  # the first that fits chooses where a request names no policy
+    plan: RolloutPlan = field(default_factory=RolloutPlan)
+    left_out: dict[str, str] = field(default_factory=dict)  # reference -> why; ``load`` writes it
     metrics: Metrics = field(default_factory=Metrics)
-    scorers: list[Scorer] = field(default_factory=list)
+    loaded: Loaded = Loaded((), {})
+    reload_error: str | None = None  # why the newest reload changed nothing
     error: BaseException | None = None  # why loading ended without scorers, or what broke the engine
+    load_again: Callable[[Engine], Scorers] | None = None  # on the running engine; None: it cannot
     on_broken: Callable[[], None] = lambda: None  # the engine broke: only a new process helps
     stopping: bool = False
     created: int = field(default_factory=lambda: int(time.time()))
+    limits: DriftLimits = field(default_factory=DriftLimits)
+    monitors: Mapping[str, Monitor] = field(default_factory=dict)  # by "name:version"
     retrievals: Retrievals = field(default_factory=Retrievals)
     feedback: Feedback | None = None  # None: nothing is kept, and no label taken
     _dispatcher: Dispatcher | None = None
-    _aliases: dict[str, str] = field(default_factory=dict)  # name@alias -> name:version, as they were when loaded
+    _reloading: asyncio.Lock = field(default_factory=asyncio.Lock)
     tokenizing: Tokenizing = field(init=False)
 
     def __post_init__(self) -> None:
@@ -60,9 +84,9 @@ class ServiceState:
     async def start(self) -> None:
         """Load in the background: live at once, ready once every bundle has matched its golden prompts."""
         try:
-            scorers, aliases = await asyncio.wrap_future(_in_own_thread(lambda: self._loaded(self.load)))
+            loaded = await asyncio.wrap_future(_in_own_thread(lambda: self._checked(self.load())))
             self._dispatcher = Dispatcher(
-                scorers[0].engine,
+                loaded.scorers[0].engine,
                 self.metrics,
                 max_queue=self.settings.max_queue,
                 stall_s=self.settings.stall_s,
@@ -71,23 +95,32 @@ class ServiceState:
         except Exception as error:
             self.error = error
             return
-        self._serve(scorers, aliases)
+        self._serve(loaded)
 
     async def reload(self, load: Callable[[Engine], Scorers]) -> None:
         """Load other bundles on the running engine; requests under way end with the bundle they began with.
 
-        Raises what ``load`` raises; the loaded bundles then stay.
+        One reload at a time.  Raises what ``load`` raises; the loaded bundles then stay.
         """
-        self.check_ready()
-        engine = self.scorers[0].engine
-        self._serve(*await asyncio.wrap_future(_in_own_thread(lambda: self._loaded(lambda: load(engine)))))
+        async with self._reloading:
+            self._check_loaded()
+            engine = self.scorers[0].engine
+            try:
+                loaded = await asyncio.wrap_future(_in_own_thread(lambda: self._checked(load(engine))))
+            except Exception as error:
+                self.reload_error = str(error)
+                self.metrics.reloaded(False)
+                raise
+            self._check_loaded()  # it may have been stopped meanwhile
+            self.reload_error = None
+            self._serve(loaded)
+            self.metrics.reloaded(True)
 
-    def _loaded(self, load: Load) -> tuple[list[Scorer], dict[str, str]]:
+    def _checked(self, found: Scorers) -> Loaded:
         """The scorers and the aliases of their bundles; where those cannot be read, the ones that were known."""
-        loaded = load()
-        scorers = list(loaded.values())
-        for name in (None, *(rule.policy for rule in self.rules)):
-            check_tells(scorers[0], self.policy(name, None))  # else each request would be refused
+        scorers = tuple(found.values())
+        self._check_tells(scorers[0])  # else each request would be refused
+        rollout, unused = rolled_out(self.plan, found, self._check_tells)
         served = scorers[0].engine.identity.model
         for rule in self.rules:
             if rule.model not in (None, served):
@@ -95,16 +128,41 @@ class ServiceState:
         aliases: dict[str, str] = {}
         for name in {scorer.bundle.manifest.name for scorer in scorers}:
             try:
-                found = {f"{name}@{alias}": f"{name}:{version}" for alias, version in self.aliases_of(name).items()}
+                known = {f"{name}@{alias}": f"{name}:{version}" for alias, version in self.aliases_of(name).items()}
             except BundleError as error:
-                found = {alias: target for alias, target in self._aliases.items() if alias.startswith(f"{name}@")}
+                before = self.loaded.aliases
+                known = {alias: target for alias, target in before.items() if alias.startswith(f"{name}@")}
                 log.error("the aliases of %s were not read, those known before stay: %s", name, error)
-            aliases |= found
+            aliases |= known
         # An alias may have moved while its bundle was loaded: the operator's own references name what was loaded.
-        return scorers, aliases | {name: scorer.bundle.reference for name, scorer in loaded.items()}
+        aliases |= {name: scorer.bundle.reference for name, scorer in found.items()}
+        for reference, reason in unused.items():
+            log.error("bundle %s is left out: %s", reference, reason)
+        return Loaded(scorers, aliases, rollout, self.left_out | unused)
 
-    def _serve(self, scorers: list[Scorer], aliases: dict[str, str]) -> None:
-        self.scorers, self._aliases = scorers, aliases
+    def _check_tells(self, scorer: Scorer) -> None:
+        for name in (None, *(rule.policy for rule in self.rules)):
+            check_tells(scorer, self.policy(name, None))
+
+    def _serve(self, loaded: Loaded) -> None:
+        self.loaded, scorers = loaded, loaded.scorers
+        monitors = {}
+        for scorer in scorers:
+            before = self.monitors.get(scorer.bundle.reference)
+            if before is None or before.scorer.bundle.manifest.digest != scorer.bundle.manifest.digest:
+                monitors[scorer.bundle.reference] = Monitor(scorer, self.limits, self._tell)
+            else:  # it goes on with what it has seen
+                before.scorer = scorer
+                before.golden(None)  # they were replayed just now
+                monitors[scorer.bundle.reference] = before
+        self.monitors = monitors
+        rollout = loaded.rollout
+        self.metrics.rollout(
+            scorers[0].engine.identity.model,
+            scorers[0].bundle.reference,
+            None if rollout.canary is None else rollout.canary.bundle.reference,
+            [shadow.bundle.reference for shadow in rollout.shadows],
+        )
         self.metrics.bundles(
             (scorer.engine.identity.model, scorer.bundle.reference, scorer.bundle.manifest.digest) for scorer in scorers
         )
@@ -113,6 +171,35 @@ class ServiceState:
             for scorer in scorers
             if (promise := scorer.bundle.manifest.guarantee) is not None
         )
+
+    def _tell(self, monitor: Monitor) -> None:
+        scorer = monitor.scorer
+        self.metrics.watched(scorer.engine.identity.model, scorer.bundle.reference, monitor.drift, monitor.void)
+
+    async def replay_golden(self) -> None:
+        """Replay the golden prompts of every bundle that judges, among the requests; not ready while one is off."""
+        for scorer in {self.scorers[0], self.rollout.canary or self.scorers[0]}:
+            monitor = self.monitors[scorer.bundle.reference]
+            try:
+                reports = [await _only(scorer, prompt) for prompt in scorer.bundle.golden.prompts()]
+                trajectories = np.stack([report.trajectory for report in reports])
+                risks = np.array([report.risk for report in reports])
+                deviation = check_golden(scorer.bundle, trajectories, risks, dtype=scorer.engine.identity.dtype)
+            except (GoldenMismatch, NonFiniteReadout) as error:
+                monitor.golden(str(error))
+            else:
+                scorer.golden = deviation
+                monitor.golden(None)
+
+    @property
+    def scorers(self) -> Sequence[Scorer]:
+        """The loaded scorers; the first is the default."""
+        return self.loaded.scorers
+
+    @property
+    def rollout(self) -> Rollout:
+        """Canary and shadows."""
+        return self.loaded.rollout
 
     @property
     def failure(self) -> str | None:
@@ -138,7 +225,7 @@ class ServiceState:
             self._dispatcher.close()
         if self.scorers:
             self.scorers[0].engine.close()
-        self.scorers = []
+        self.loaded = Loaded((), {})
         if self.feedback is not None:
             self.feedback.close()
         self.metrics.close()
@@ -164,6 +251,14 @@ class ServiceState:
 
     def check_ready(self) -> None:
         """Raise NotReady with the reason unless scores can be served."""
+        dispatcher = self._check_loaded()
+        for monitor in self.monitors.values():
+            if "golden" in monitor.void:
+                raise NotReady(f"the golden prompts do not give their risks any more: {monitor.void['golden']}")
+        if dispatcher.stalled:
+            raise NotReady(f"prompts wait, and the engine has given nothing for {self.settings.stall_s:g} s")
+
+    def _check_loaded(self) -> Dispatcher:
         if self.stopping:
             raise NotReady("the service is shutting down")
         if self.failure is not None:
@@ -171,8 +266,7 @@ class ServiceState:
             raise NotReady(f"{what}: {self.failure}")
         if self._dispatcher is None:
             raise NotReady("the model and its bundles are still loading")
-        if self._dispatcher.stalled:
-            raise NotReady(f"prompts wait, and the engine has given nothing for {self.settings.stall_s:g} s")
+        return self._dispatcher
 
     def scorer(self, bundle: str | None, model: str | None) -> Scorer:
         """The loaded scorer a request names; the first one where it names none.
@@ -188,7 +282,7 @@ class ServiceState:
             )
         if bundle is None:
             return self.scorers[0]
-        wanted = self._aliases.get(bundle, bundle)
+        wanted = self.loaded.aliases.get(bundle, bundle)
         for scorer in self.scorers:
             if wanted in (scorer.bundle.manifest.name, scorer.bundle.reference):
                 return scorer
@@ -204,13 +298,20 @@ class ServiceState:
         model: str | None,
         policy: str | None,
         threshold: float | None,
+        session: Callable[[], str] = str,
     ) -> tuple[Scorer, Policy]:
-        """The scorer and the policy of a request.  Raises NotReady, NotFound and NotAllowed."""
+        """The scorer and the policy of a request; those of one ``session`` have the canary, or have it not.
+
+        Raises NotReady, NotFound and NotAllowed.
+        """
         scorer = self.scorer(bundle, model)
+        if bundle is None:
+            scorer = self.rollout.chosen(scorer, lambda: f"{caller.name}\n{session()}")
         served = scorer.engine.identity.model
         ruled = next((rule.policy for rule in self.rules if rule.fits(route, served, caller.name)), None)
         wanted = self.policy(ruled if policy is None else policy, threshold)
-        check_choice(scorer, wanted, self.scorers[0], self.policy(ruled, None), caller)
+        own = scorer if bundle is None else self.scorers[0]
+        check_choice(scorer, wanted, own, self.policy(ruled, None), caller)
         return scorer, wanted
 
     @property
@@ -230,6 +331,13 @@ class ServiceState:
             )
         policy = self.policies[wanted]
         return policy.at(self.settings.threshold if policy.threshold is None else None).at(threshold)
+
+
+async def _only(scorer: Scorer, prompt: TokenIds) -> RiskReport:
+    async with aclosing(scorer.run(prompt, OBSERVE)) as steps:
+        async for report, _ in steps:
+            return report
+    raise unfinished()
 
 
 def _in_own_thread(load: Callable[[], T]) -> Future[T]:

@@ -11,7 +11,7 @@ import pytest
 from probes_store.errors import BundleError
 from probes_store.manifest import MANIFEST
 from probes_store.store import SHIPPED, Store
-from service.cli.loading import bundle_names, load_bundles, load_scorers
+from service.cli.loading import LeaveOut, bundle_names, load_bundles, load_scorers
 from service.cli.options import BundleOptions, EngineChoice, UsageError
 from service.demo import MODEL_DIR
 from service.engines.packaged import PACKAGED, PackagedModel
@@ -34,15 +34,16 @@ def store(tmp_path: Path) -> Store:
 
 def test_a_damaged_bundle_beside_others_is_left_out_and_said(store: Store, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.ERROR):
-        assert list(load_bundles(store, ["demo", "demo-fused"], leave_out=True)) == ["demo"]
+        assert list(load_bundles(store, ["demo", "demo-fused"], others := LeaveOut(["demo-fused"]))) == ["demo"]
     assert "demo-fused is left out" in caplog.text
+    assert list(others.reasons) == ["demo-fused"]
     with pytest.raises(BundleError):
         load_bundles(store, ["demo", "demo-fused"])
 
 
 def test_no_other_bundle_takes_the_defaults_place(store: Store) -> None:
     with pytest.raises(BundleError):
-        load_bundles(store, ["demo-fused", "demo"], leave_out=True)
+        load_bundles(store, ["demo-fused", "demo"], LeaveOut(["demo"]))
 
 
 def test_a_bundle_of_another_model_is_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -52,11 +53,11 @@ def test_a_bundle_of_another_model_is_left_out(tmp_path: Path, caplog: pytest.Lo
         ScriptedEngine(Geometry(num_layers=3, num_heads=2, head_dim=8, hidden_size=16)), tmp_path, "other", 2
     )
     with caplog.at_level(logging.ERROR):
-        scorers = load_scorers(Scheduled(engine), {"own": own, "other": other}, lambda line: None, leave_out=True)
+        scorers = load_scorers(Scheduled(engine), {"own": own, "other": other}, lambda line: None, LeaveOut(["other"]))
     assert list(scorers) == ["own"]
     assert "other is left out" in caplog.text
     with pytest.raises(BundleError):
-        load_scorers(Scheduled(engine), {"other": other, "own": own}, lambda line: None, leave_out=True)
+        load_scorers(Scheduled(engine), {"other": other, "own": own}, lambda line: None, LeaveOut(["own"]))
 
 
 @pytest.mark.parametrize("installed", [True, False])

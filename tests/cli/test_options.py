@@ -31,6 +31,7 @@ REQUIRED = {
     "train": ["--name", "n"], "demo questions": ["--split", "dev"], "diagnose": ["x.npz"], "score": ["why?"],
     "bundle show": ["demo"], "bundle verify": ["demo"], "bundle alias": ["a", "b", "1"], "data convert": ["helm", "."],
     "bundle push": ["a", "hf://b/c"], "bundle pull": ["hf://b/c"],
+    "bundle promote": ["a@b"], "bundle rollback": ["a"], "bundle diff": ["a", "b"],
     "data audit": ["x.csv"],
 }  # fmt: skip
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from service.drift import Drift
 from service.serving.metrics import Metrics
 from tests.deploy.prometheus_server import ROOT
 
@@ -86,6 +87,8 @@ def ours() -> dict[str, set[str]]:
     metrics = Metrics()
     metrics.bundles([("m", "demo:1", "sha256:ab")])
     metrics.guarantees([("m", "demo:1", 0.1, 0.05)])
+    metrics.rollout("m", "demo:1", "demo:2", ["demo:3"])
+    metrics.watched("m", "demo:1", Drift(1000, 0.1, 0.1, 0.1, 0.01), ())
     families = list(text_string_to_metric_families(metrics.render()[0].decode()))
     return {
         family.name + ("_total" if family.type == "counter" else ""): {"job", "instance"}.union(

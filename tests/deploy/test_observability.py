@@ -287,16 +287,19 @@ def test_every_panel_query_has_finite_values(scene: Scene, query: dashboards.Que
         if "guarantee_info" in query.expression:  # neither of the two bundles has one: a table without rows
             assert found == {}
             continue
+        if "hallutracer_drift" in query.expression:  # no window of 1,000 prompts is full; tests/serving/test_monitor.py
+            assert found == {}
+            continue
         assert found, expression
         assert all(math.isfinite(value) for values in found.values() for value in values), expression
         assert any(value > 0 for values in found.values() for value in values) or expects_zero(query), expression
 
 
 def expects_zero(query: dashboards.Query) -> bool:
-    """No failure is ours in this traffic, nothing is sent on, a gauge is what it happens to be when scraped, and the
-    shipped bundles cannot tell which prompts are unlike training."""
+    """No failure is ours in this traffic, nothing is sent on, reloaded or void, a gauge is what it happens to be, and
+    the shipped bundles cannot tell which prompts are unlike training."""
     sampled = {"hallutracer_queue_depth", "hallutracer_running_decodes", "hallutracer_requests_in_flight"}
-    never = ("server_errors", "outside_training", "upstream_requests")
+    never = ("server_errors", "outside_training", "upstream_requests", "reloads_total", "hallutracer_void")
     return any(name in query.expression for name in never) or dashboards.names(query.expression) <= sampled
 
 

@@ -1,0 +1,127 @@
+"""Do the prompts of today look like those of training?  Numbers over a window of served risks, both ways.
+
+A gate that lets everything pass drifts as much as one that withholds everything: the comparison has two sides.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from probes_store.bundle import Bundle
+from service.coverage import training_risks
+
+Floats = NDArray[np.float64]
+BINS = 10  # of the population stability index: tenths of the reference
+
+
+@dataclass(frozen=True)
+class DriftLimits:
+    """When a window is said to differ; by what is large, since any difference is significant over enough prompts.
+
+    At the defaults a window of 1,000 prompts like training's is beyond a limit once in about 10^6 windows
+    (tests/bench/drift.py).
+    """
+
+    window: int = 1000  # prompts
+    every: int = 100  # prompts between two comparisons
+    ks: float = 0.12
+    psi: float = 0.2
+    outside: float = 0.05  # more than the bundle's own share of prompts outside training, which is 0.01
+    back: float = 0.8  # a limit is no longer exceeded below this share of it
+
+
+@dataclass(frozen=True, eq=False)
+class Reference:
+    """The training rows' risks, sorted, and the ends of their tenths; ``modelled`` where they were not recorded."""
+
+    risks: Floats  # [N]
+    edges: Floats  # [BINS - 1]
+    outside: float | None  # share of training rows outside; None where the bundle cannot tell
+    modelled: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Drift:
+    """A window beside the reference."""
+
+    prompts: int
+    ks: float  # largest distance of the two distribution functions
+    psi: float  # population stability index over the reference's tenths
+    shift: float  # mean risk of the window less the reference's
+    outside: float | None  # share of the window outside training
+
+
+def reference_of(bundle: Bundle) -> Reference | None:
+    """From what the bundle keeps of its out-of-fold risks; None where it keeps too little."""
+    found = training_risks(bundle)
+    if found is None:
+        return None
+    risks = np.sort(np.asarray(found[0], np.float64))
+    edges = np.asarray(np.quantile(risks, np.arange(1, BINS) / BINS), np.float64)
+    record = bundle.manifest.uncertainty
+    return Reference(risks, edges, None if record is None else record.outside_share, found[1] == "normal_model")
+
+
+def compare(risks: Floats, outside: NDArray[np.bool_] | None, reference: Reference) -> Drift:
+    """risks [n] and, where the bundle can tell, outside [n], of served prompts."""
+    sample = np.sort(risks)
+    return Drift(
+        prompts=len(sample),
+        ks=kolmogorov_smirnov(sample, reference.risks),
+        psi=stability_index(sample, reference),
+        shift=float(sample.mean() - reference.risks.mean()),
+        outside=None if outside is None else float(outside.mean()),
+    )
+
+
+def kolmogorov_smirnov(sample: Floats, reference: Floats) -> float:
+    """The two-sample statistic, of sorted numbers."""
+    both = np.concatenate([sample, reference])
+    first = np.searchsorted(sample, both, side="right") / len(sample)
+    second = np.searchsorted(reference, both, side="right") / len(reference)
+    return float(np.abs(first - second).max())
+
+
+def stability_index(sample: Floats, reference: Reference) -> float:
+    """Sum over bins of (p - q) log(p / q), with half a count more in each bin so that an empty one is no infinity."""
+    shares = []
+    for numbers in (sample, reference.risks):
+        counts = np.bincount(np.searchsorted(reference.edges, numbers, side="right"), minlength=BINS) + 0.5
+        shares.append(counts / counts.sum())
+    now, before = shares
+    return float(np.sum((now - before) * np.log(now / before)))
+
+
+class LabelTest:
+    """Have more of the labelled answers been wrong than a guarantee allows?  May be asked after every label.
+
+    The likelihood ratio of a beta mixture over shares above alpha against alpha is a nonnegative martingale of mean at
+    most 1 while the share is at most alpha, so that it ever reaches 1 / error has a probability of at most ``error``
+    (Ville 1939; Robbins 1970, Ann. Math. Statist. 41(5), 1397-1409).
+    """
+
+    def __init__(self, alpha: float, error: float = 0.01, points: int = 64) -> None:
+        self.alpha, self._limit = alpha, math.log(1 / error)
+        self._shares = alpha + (1 - alpha) * (np.arange(points) + 0.5) / points
+        self.wrong = self.labels = 0
+
+    def add(self, wrong: bool) -> None:
+        """One more answer was labelled."""
+        self.wrong, self.labels = self.wrong + wrong, self.labels + 1
+
+    @property
+    def evidence(self) -> float:
+        """Log of the mixture's likelihood ratio."""
+        right = self.labels - self.wrong
+        terms = self.wrong * np.log(self._shares / self.alpha) + right * np.log((1 - self._shares) / (1 - self.alpha))
+        top = terms.max()
+        return float(top + np.log(np.mean(np.exp(terms - top))))
+
+    @property
+    def broken(self) -> bool:
+        """Whether the labels are at odds with the guarantee."""
+        return self.evidence >= self._limit

@@ -1,0 +1,101 @@
+"""A window of risks beside those of training, and labels beside a guarantee."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from scipy.stats import ks_2samp
+
+from probes_store.store import SHIPPED, Store
+from service.coverage import coverage
+from service.drift import BINS, DriftLimits, LabelTest, Reference, compare, kolmogorov_smirnov, reference_of
+from tests.bench import drift
+from tests.matching import matching_draft
+from tests.probes_store.factory import write_bundle
+from tests.scripted_engine import ScriptedEngine
+
+
+def of(risks: list[float]) -> Reference:
+    values = np.sort(np.array(risks))
+    return Reference(values, np.quantile(values, np.arange(1, BINS) / BINS), None, modelled=False)
+
+
+@pytest.mark.parametrize("ties", [False, True])
+def test_the_distance_is_kolmogorov_and_smirnovs(ties: bool) -> None:
+    draw = np.random.default_rng(0)
+    first, second = draw.random(300), draw.random(700) ** 1.5
+    if ties:
+        first, second = first.round(1), second.round(1)
+    found = kolmogorov_smirnov(np.sort(first), np.sort(second))
+    assert found == pytest.approx(ks_2samp(first, second).statistic, abs=1e-12)
+
+
+def test_the_stability_index_is_large_where_half_moves_and_finite_where_bins_are_empty() -> None:
+    known = of(list(np.linspace(0, 1, 1000)))
+    same = compare(np.linspace(0, 1, 500), None, known)
+    assert same.psi < 0.01
+    assert same.ks < 0.01
+    half = compare(np.linspace(0, 0.499, 500), None, known)
+    assert half.psi > 0.25
+    assert half.shift == pytest.approx(-0.25, abs=2e-3)
+    assert np.isfinite(compare(np.full(500, 0.3), None, known).psi)
+    # By hand, for shares of .2 and none in tenths 0 to 4 and 5 to 9, half a count in each bin:
+    now, before = np.array([100.5] * 5 + [0.5] * 5) / 505, np.full(10, 100.5) / 1005
+    assert half.psi == pytest.approx(np.sum((now - before) * np.log(now / before)), rel=1e-3)
+
+
+def test_the_reference_is_what_the_bundle_keeps(tmp_path: Path) -> None:
+    store = Store(SHIPPED)
+    modelled = reference_of(store.load("demo"))
+    assert modelled is not None
+    assert modelled.modelled
+    gates = coverage(store.load("demo")).gates
+    for gate in gates[10:100:10]:
+        assert np.mean(modelled.risks < gate.threshold) == pytest.approx(gate.answered, abs=0.01)
+    assert reference_of(store.load("demo-fused")) is None
+    draft = matching_draft(ScriptedEngine(), "kept", 0)
+    draft.evaluation["out_of_fold"] = {"risks": {"risk": "0.5 0.25 0.75", "hallucinated": "1 0 1"}}
+    kept = reference_of(write_bundle(draft, tmp_path / "kept"))
+    assert kept is not None
+    assert kept.risks.tolist() == [0.25, 0.5, 0.75]
+    assert not kept.modelled
+
+
+def test_labels_like_the_guarantee_break_it_as_rarely_as_it_says() -> None:
+    draw, broken = np.random.default_rng(3), 0
+    for _ in range(1000):
+        test = LabelTest(0.1, error=0.05)
+        wrong = draw.random(400) < 0.1
+        for one in wrong:
+            test.add(bool(one))
+            if test.broken:
+                broken += 1
+                break
+    assert broken <= 0.05 * 1000
+
+
+def test_labels_that_are_worse_break_it_soon() -> None:
+    draw, needed = np.random.default_rng(4), []
+    for _ in range(100):
+        test = LabelTest(0.1)
+        while not test.broken:
+            test.add(bool(draw.random() < 0.3))
+        needed.append(test.labels)
+    assert np.median(needed) < 60
+    assert LabelTest(0.1).evidence == pytest.approx(0.0)
+
+
+def test_a_shift_is_seen_either_way_and_a_blind_gate_at_once() -> None:
+    """The long version, with false alarms: tests/bench/drift.py."""
+    limits, draw = DriftLimits(), np.random.default_rng(5)
+    for name, most in (("depth mean + 0.5 deviations", 1000), ("depth mean - 0.5 deviations", 1000),
+                       ("a constant (a blind gate)", 300)):  # fmt: skip
+        for _ in range(5):
+            before, known = drift.risks(drift.means(draw, limits.window)), drift.reference(draw)
+            shifted = drift.risks(drift.SHIFTS[name](drift.means(draw, 3000)))
+            seen = drift.until_seen(shifted, before, known, limits)
+            assert seen is not None
+            assert seen <= most, name
+    assert drift.alarms(drift.risks(drift.means(draw, 50_000)), drift.reference(draw), limits) == 0
