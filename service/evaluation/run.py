@@ -213,6 +213,7 @@ def _evaluate_set(prepared: PreparedSet, options: EvaluateOptions, *, subset: st
     steps = len(outer) * len(methods) + (len(poolings) * options.folds if paper else 0)
     splits: list[Split] = []
     pooled: dict[tuple[Site, Pooling], list[Floats]] = {(site, pooling): [] for pooling in poolings}
+    failed: dict[str, str] = {}  # rivals that cannot learn from this set, which must not cost it the others
 
     def fit(fold: OuterFold) -> dict[str, Floats]:
         split = kept_split(folder / OURS, inputs, *fold, options)
@@ -220,7 +221,13 @@ def _evaluate_set(prepared: PreparedSet, options: EvaluateOptions, *, subset: st
         of_fold = {}
         for method in methods:
             bar.set_postfix_str(f"seed {fold.seed} fold {fold.fold} {method}", refresh=False)
-            of_fold[method] = _score(folder, method, inputs, split, options)
+            try:
+                if method not in failed:
+                    of_fold[method] = _score(folder, method, inputs, split, options)
+            except TrainingError as error:
+                if method not in METHODS:
+                    raise
+                failed[method] = str(error)
             bar.update()
         for pooling in poolings if fold.seed == 0 else []:
             path = folder / f"pooling-{pooling}" / f"fold{fold.fold}.npz"
@@ -231,7 +238,8 @@ def _evaluate_set(prepared: PreparedSet, options: EvaluateOptions, *, subset: st
 
     with tqdm(total=steps, desc=subset or prepared.rows.name, unit="fit", mininterval=1) as bar:
         scores = nested_cv(outer, fit)
-    result = SetResult(prepared, splits, scores, None, pooled)
+    scores = {method: of_method for method, of_method in scores.items() if method not in failed}
+    result = SetResult(prepared, splits, scores, None, pooled, failed=failed)
     if subset:
         return result
     aurocs = {method: measures["auroc"]["mean"] for method, measures in _measures(result).items()}
@@ -304,6 +312,7 @@ def _subsets(
                     for name in MEASURES
                 }
                 for method in answers.methods_of(prepared.rows, options)
+                if all(method in one for one in measures)
             }  # fmt: skip
             table_rows += rows_of(f"{prepared.rows.name}, mean of {len(measures)} sub-datasets", titles, mean, of_set)
     if not table_rows:
@@ -327,7 +336,8 @@ def _notes(sets: Sequence[SetResult], titles: dict[str, str], options: EvaluateO
             f"{result.title}: {rows.title}; {len(label)} rows, {int((1 - label).sum())} hallucinated, "
             f"{len(np.unique(result.group))} groups" + (f"; left out: {left}" if left else "")
         )
-        notes += [f"{result.title}: {note}" for note in (*rows.notes, answers.left_out(rows, options)) if note]
+        failed = [f"left out: {titles[method]}: {problem}" for method, problem in result.failed.items()]
+        notes += [f"{result.title}: {note}" for note in (*rows.notes, answers.left_out(rows, options), *failed) if note]
         if result.comparison is not None:
             c = result.comparison
             delong = "" if c.p_delong is None else f", DeLong p = {c.p_delong:.2g} (median over seeds)"

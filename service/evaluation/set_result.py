@@ -27,6 +27,7 @@ class SetResult:
     comparison: Comparison | None
     pooled: Mapping[tuple[Site, Pooling], Sequence[Floats]] = field(default_factory=dict)  # depth means [n_test]
     costs: Mapping[str, Cost] = field(default_factory=dict)  # by method
+    failed: Mapping[str, str] = field(default_factory=dict)  # rival -> why it has no scores
 
     @property
     def title(self) -> str:

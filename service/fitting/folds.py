@@ -45,15 +45,11 @@ def group_folds(
     Groups are disjoint, every row is tested once, and both sides of every fold have both classes.
     Raises TrainingError: a side of a fold lacks a class; names seed, fold and cure.
     """
-    groups = len(np.unique(group[rows]))
-    if groups < folds:
-        raise TrainingError(f"{folds} {what}s need {folds} groups, there are {groups}: add rows or lower the folds")
-    pairs = []
-    chosen = (np.asarray(values[rows], np.int64).tobytes() for values in (label, group))
-    for number, (train, test) in enumerate(_split(*chosen, folds, seed)):
-        for side, name in ((train, "training"), (test, "test")):
+    pairs = _pairs(label, group, rows, folds, seed, what)
+    for number, pair in enumerate(pairs):
+        for side, name in zip(pair, ("training", "test"), strict=True):
             missing = {0: "hallucinated", 1: "factual"}
-            for value in np.unique(label[rows[side]]):
+            for value in np.unique(label[side]):
                 del missing[int(value)]
             if missing:
                 lacking = " and no ".join(missing.values())
@@ -61,8 +57,31 @@ def group_folds(
                     f"seed {seed}, {what} {number + 1} of {folds}: the {name} side has no {lacking} row; "
                     f"give more groups of that class, fewer folds or another seed"
                 )
-        pairs.append((rows[train].astype(np.int64), rows[test].astype(np.int64)))
     return pairs
+
+
+def usable_folds(
+    label: NDArray[np.integer], group: NDArray[np.integer], rows: Index, folds: int, seed: int, *, what: str = "fold"
+) -> list[tuple[Index, Index]]:
+    """Those of ``group_folds`` whose two sides have both classes; for a choice that need not test every row.
+
+    Raises TrainingError: not one has.
+    """
+    pairs = _pairs(label, group, rows, folds, seed, what)
+    usable = [pair for pair in pairs if all(len(np.unique(label[side])) == 2 for side in pair)]
+    if not usable:
+        raise TrainingError(f"seed {seed}: none of the {folds} {what}s has both classes on both sides; add rows")
+    return usable
+
+
+def _pairs(
+    label: NDArray[np.integer], group: NDArray[np.integer], rows: Index, folds: int, seed: int, what: str
+) -> list[tuple[Index, Index]]:
+    groups = len(np.unique(group[rows]))
+    if groups < folds:
+        raise TrainingError(f"{folds} {what}s need {folds} groups, there are {groups}: add rows or lower the folds")
+    chosen = (np.asarray(values[rows], np.int64).tobytes() for values in (label, group))
+    return [(rows[train].astype(np.int64), rows[test].astype(np.int64)) for train, test in _split(*chosen, folds, seed)]
 
 
 @lru_cache(maxsize=2)  # the choice of C and the cross-fit use the same folds, and a split takes a second

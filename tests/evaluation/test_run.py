@@ -9,9 +9,11 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from service.errors import TrainingError
 from tests.command_line import hallutracer
 
 QUICK = {"--limit": "160", "--seeds": "1", "--folds": "3", "--inner-folds": "2", "--c": "0.3", "--jobs": "1",
@@ -177,6 +179,38 @@ def test_a_set_without_both_classes_does_not_cost_the_others_their_tables(tmp_pa
     assert aurocs["HalluTracer (depth mean)"] > 0.6
     done = run(tmp_path / "alone", *data["hopeless"], "--limit", "60", *few, expect=1)
     assert "hopeless: no row is factual" in done.stderr
+
+
+def test_a_rival_that_cannot_learn_does_not_cost_the_set_its_table(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from service.demo.questions import questions
+    from service.evaluation import run as module
+
+    rows = [
+        {"id": row["id"], "prompt": row["prompt"], "label": number % 2, "group": f"g{number // 2}"}
+        for number, row in enumerate(questions("dev")[:120])
+    ]
+    (tmp_path / "mine.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    fit, calls = module.fit_method, []
+
+    def fails_late(method: str, *arguments: Any) -> Any:
+        calls.append(method)
+        if method == "prompt-length" and calls.count(method) == 2:
+            raise TrainingError("too alike")
+        return fit(method, *arguments)
+
+    monkeypatch.setattr(module, "fit_method", fails_late)
+    chosen = ["--data", str(tmp_path / "mine.jsonl"), "--methods", "hallutracer,prompt-length,first-token-entropy"]
+    done = run(tmp_path / "out", *chosen)
+    assert "mine: left out: Prompt length: too alike" in done.stdout
+    assert calls.count("prompt-length") == 2  # not tried again
+    main = results(tmp_path / "out")["tables"]["main"]  # type: ignore[index]
+    assert [row["method"] for row in main["rows"]] == ["HalluTracer (depth mean)", "First-token entropy"]
+    monkeypatch.setattr(module, "shuffled_depth_mean", lambda *_: fails_late("prompt-length"))
+    calls[:] = ["prompt-length"]
+    failed = run(tmp_path / "own", *chosen[:3], "hallutracer,shuffled-labels", expect=1)
+    assert "too alike" in failed.stderr  # our own fit: an error
 
 
 def test_rows_of_a_file_with_given_labels(tmp_path: Path) -> None:

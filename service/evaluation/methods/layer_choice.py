@@ -16,7 +16,7 @@ from threadpoolctl import threadpool_limits
 
 from service.evaluation.methods.base import Floats, Index, MethodInputs, in_processes
 from service.fitting.fit import Readouts
-from service.fitting.folds import group_folds
+from service.fitting.folds import usable_folds
 from service.fitting.scores import auroc
 
 INNER_FOLDS = 3
@@ -41,7 +41,7 @@ def fit_at_best_layer(
     jobs: int | None,
     what: str,
 ) -> Floats:
-    """Scores of the test rows, [n_test].  Raises TrainingError where an inner fold, named ``what``, lacks a class."""
+    """Scores of the test rows, [n_test].  Raises TrainingError: no inner fold, named ``what``, has both classes."""
     layer, fit = choose(inputs, train, seed, layers=layers, fits=fits, jobs=jobs, what=what)
     rows = inputs.residual.file.layer(layer)
     index = inputs.residual.index
@@ -60,7 +60,7 @@ def choose(
     what: str,
 ) -> tuple[int, int]:
     """(layer, position in ``fits``) of the best candidate on the inner folds.  Raises TrainingError as above."""
-    pairs = group_folds(inputs.label, inputs.group, train, INNER_FOLDS, seed, what=what)
+    pairs = usable_folds(inputs.label, inputs.group, train, INNER_FOLDS, seed, what=what)
     found = in_processes(partial(_inner_aurocs, inputs.residual, pairs, fits), layers, jobs)
     # Rounded, so that the order of a sum does not decide a tie.
     place, fit = np.unravel_index(int(np.argmax(np.round(found, 12))), (len(layers), len(fits)))

@@ -23,7 +23,7 @@ from service.evaluation.methods.p_ik import C_GRID, DEPTHS, logistic
 def sep(inputs: MethodInputs, train: Index, test: Index, seed: int, jobs: int | None = None) -> Floats:
     """Scores of the test rows, [n_test]: log-odds of a high semantic entropy.
 
-    Raises TrainingError without samples, and where all entropies, or those of an inner fold, are on one side.
+    Raises TrainingError without samples, where all entropies are the same, and where no inner fold has both sides.
     """
     entropy = inputs.answers.entropy
     if entropy is None:

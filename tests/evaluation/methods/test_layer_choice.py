@@ -13,7 +13,7 @@ from service.errors import TrainingError
 from service.evaluation.methods.layer_choice import INNER_FOLDS, at_depths, choose
 from service.evaluation.methods.linear import fit_linear
 from service.evaluation.methods.p_ik import C_GRID, DEPTHS, logistic, p_ik
-from service.fitting.folds import group_folds
+from service.fitting.folds import group_folds, usable_folds
 from service.fitting.scores import auroc
 from service.readout import Site
 from tests.evaluation.methods.made import made_inputs, noise, plant, readouts, split
@@ -67,6 +67,21 @@ def test_ties_go_to_the_lowest_layer_and_the_first_fit(tmp_path: Path) -> None:
 def test_the_method_is_named_where_a_fold_lacks_a_class(tmp_path: Path) -> None:
     data = made_inputs(tmp_path, 60)
     label = np.zeros(60, np.int64)
-    label[:2] = 1
-    with pytest.raises(TrainingError, match=r"p\(IK\) inner fold"):
-        p_ik(replace(data, label=label), *split(data), 0, jobs=1)
+    train, test = split(data)
+    label[train[0]] = 1
+    with pytest.raises(TrainingError, match=r"none of the 3 p\(IK\) inner folds has both classes"):
+        p_ik(replace(data, label=label), train, test, 0, jobs=1)
+
+
+def test_a_fold_that_lacks_a_class_is_left_out_of_the_choice(tmp_path: Path) -> None:
+    data = made_inputs(tmp_path, 60)
+    train, _ = split(data)
+    label = np.zeros(60, np.int64)
+    label[train[:2]] = 1  # one in each of two folds' test sides; the third has none
+    data = replace(data, label=label, group=np.arange(60))
+    pairs = usable_folds(label, data.group, train, INNER_FOLDS, 0)
+    assert [label[held].sum() for _, held in pairs] == [1, 1]
+    with pytest.raises(TrainingError, match="has no factual row"):
+        group_folds(label, data.group, train, INNER_FOLDS, 0)
+    fits = [partial(logistic, c) for c in C_GRID]
+    choose(data, train, 0, layers=[1, 2], fits=fits, jobs=1, what="fold")
