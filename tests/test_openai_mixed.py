@@ -98,7 +98,9 @@ def alone() -> dict[tuple[bool, str], list[str]]:
 def url(request: pytest.FixtureRequest) -> Iterator[str]:
     if request.param == "vllm":
         vllm_or_skip()
-    with serve(*(VLLM if request.param == "vllm" else ()), "--max-queue", "4096", **MAY_CHOOSE) as served:
+    with serve(
+        *(VLLM if request.param == "vllm" else ()), "--max-queue", "4096", "--deadline-s", "120", **MAY_CHOOSE
+    ) as served:
         yield served.url
 
 

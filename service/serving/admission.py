@@ -9,6 +9,7 @@ from service.errors import Overloaded
 MAX_RETRY_S = 60
 HEADROOM = 0.75  # share of its deadline that a request may be expected to wait: work that ends too late is wasted
 NEW_SPEED = 0.2  # weight of the newest measurement in the running speed
+LEAST_MEASUREMENTS = 4  # the first one has the engine's warm-up in it: alone it would refuse what fits easily
 
 
 def check_space(
@@ -41,10 +42,16 @@ class Speed:
 
     def __init__(self, min_span_s: float = 0.0) -> None:
         """A measurement spans at least ``min_span_s`` seconds, because prompts leave an engine in bursts."""
-        self.value: float | None = None
+        self._mean = 0.0
+        self._measurements = 0
         self._min_span_s = min_span_s
         self._since: float | None = None
         self._tokens = 0
+
+    @property
+    def value(self) -> float | None:
+        """The running speed; None until it was measured ``LEAST_MEASUREMENTS`` times."""
+        return self._mean if self._measurements >= LEAST_MEASUREMENTS else None
 
     def note(self, tokens: int, at: float, crowded: bool) -> None:
         """``tokens`` more were read by the time ``at``; ``crowded``: prompts had to wait meanwhile."""
@@ -52,8 +59,9 @@ class Speed:
             self._tokens += tokens
             span = at - self._since
             if span >= self._min_span_s:
-                newest = self._tokens / max(span, 1e-6)
-                self.value = newest if self.value is None else self.value + NEW_SPEED * (newest - self.value)
+                self._measurements += 1
+                weight = max(NEW_SPEED, 1 / self._measurements)
+                self._mean += weight * (self._tokens / max(span, 1e-6) - self._mean)
                 self._since = None
         if not crowded:
             self._since = None

@@ -5,20 +5,38 @@ from __future__ import annotations
 import pytest
 
 from service.errors import Overloaded
-from service.serving.admission import MAX_RETRY_S, NEW_SPEED, Speed, check_space
+from service.serving.admission import LEAST_MEASUREMENTS, MAX_RETRY_S, NEW_SPEED, Speed, check_space
+
+
+def measured(*, tokens: int, until: float) -> Speed:
+    """A speed from ``LEAST_MEASUREMENTS`` spans of half a second, the last of which ends at ``until``."""
+    speed = Speed()
+    for span in range(LEAST_MEASUREMENTS, -1, -1):
+        speed.note(tokens, until - span / 2, crowded=True)
+    return speed
 
 
 def test_speed_is_measured_from_note_to_note_in_a_crowd() -> None:
     speed = Speed()
-    speed.note(1000, 10.0, crowded=True)
-    assert speed.value is None  # nobody knows when this one began
-    speed.note(50, 10.5, crowded=True)
+    for at in range(LEAST_MEASUREMENTS):  # of the first nobody knows when it began
+        speed.note(1000, float(at), crowded=True)
+        assert speed.value is None
+    speed = measured(tokens=50, until=10.5)
     assert speed.value == pytest.approx(100)
     speed.note(100, 11.0, crowded=False)
     assert speed.value == pytest.approx(100 + NEW_SPEED * 100)
     speed.note(10**6, 12.0, crowded=False)
     speed.note(10**6, 13.0, crowded=True)
     assert speed.value == pytest.approx(120)
+
+
+def test_one_slow_start_is_not_taken_for_the_speed() -> None:
+    speed = Speed()
+    speed.note(20, 0.0, crowded=True)
+    speed.note(20, 2.0, crowded=True)  # ten tokens a second: the first forward pass of all
+    for span in range(1, LEAST_MEASUREMENTS):
+        speed.note(500, 2.0 + span / 2, crowded=True)
+    assert speed.value == pytest.approx((10 + 3 * 1000) / 4)
 
 
 def test_bursts_do_not_look_fast() -> None:
