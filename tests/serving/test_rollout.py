@@ -149,6 +149,15 @@ def test_a_shadow_reads_the_same_forward_and_decides_nothing(app: App) -> None:
     assert sum(float(line.split()[-1]) for line in counted if 'verdict="looser"' in line) == expected["looser"]
 
 
+def test_a_shadow_that_a_request_names_is_not_compared_with_itself(tmp_path: Path) -> None:
+    with app_with(tmp_path, PLAN, callers_may=("bundle",)).started() as app:
+        answer = app.client.post("/score", json={"prompt": "a", "bundle": "three"}).json()
+        assert answer["bundle"]["name"] == "three"
+        assert card(app, "three")["compared"]["prompts"] == 0
+        app.client.post("/score", json={"prompt": "a"})
+        assert card(app, "three")["compared"]["prompts"] == 1
+
+
 def test_a_shadow_that_gives_no_number_costs_no_request(app: App, monkeypatch: pytest.MonkeyPatch) -> None:
     judge, shadow = Scorer.judge, app.state.rollout.shadows[0]
 
