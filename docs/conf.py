@@ -60,6 +60,7 @@ NAVIGATION = {
     "Train and evaluate": {
         "Training": "docs/training",
         "Bundles on the hub": "docs/publishing",
+        "Stores by URL, signatures": "docs/bundle_trust",
         "Evaluation": "docs/evaluation",
         "SmolLM2": "docs/smollm2",
         "Demo model": "docs/demo-model",

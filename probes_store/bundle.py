@@ -43,7 +43,9 @@ from probes_store.strict import parse_json, plain, read_record, readable_json
 from probes_store.tensors import Golden, ProbeTensors, pack, read_golden, read_probes
 
 MAX_MANIFEST = 1 << 20  # bytes
-SIGNATURE = "model.sig"  # reserved for a detached signature of the manifest, so the manifest cannot list it
+MAX_TOTAL = 256 * 1024 * 1024  # bytes of a bundle that comes over a network, all files together
+SIGNATURE = "model.sig"  # OpenSSF model signing's, detached: it covers the manifest, so the manifest cannot list it
+MAX_SIGNATURE = 1 << 20  # bytes
 
 
 @dataclass
@@ -107,6 +109,13 @@ def load_bundle(path: Path) -> Bundle:
     probes = read_probes(files[PROBES], manifest, _shown(path, PROBES))
     golden = read_golden(files[GOLDEN], manifest, _shown(path, GOLDEN))
     return Bundle(manifest, probes, golden, path)
+
+
+def read_signature(path: Path) -> bytes | None:
+    """model.sig of a bundle's folder; None where there is none.  Raises a subclass of BundleDamaged."""
+    if not (path / SIGNATURE).exists():
+        return None
+    return _read(path, SIGNATURE, MAX_SIGNATURE)
 
 
 def read_files(path: Path, manifest: Manifest) -> dict[str, bytes]:

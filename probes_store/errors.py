@@ -24,7 +24,14 @@
     |-- HubError                    502 hub_error                  the Hugging Face hub refused, or failed
     |   |-- HubMissing              404 hub_missing                no such repository, or a private one
     |   `-- HubUnreachable          503 hub_unreachable            offline, or the hub is down
-    `-- StoreNotWritable            500 store_not_writable
+    |-- StoreNotWritable            500 store_not_writable
+    |-- StoreUnreachable            503 store_unreachable          no answer from the store's URL, and no copy here
+    |-- StoreRefused                502 store_refused              the server of a store's URL refused, or cannot do it
+    |-- SigningError                500 signing_error              the key, sigstore or a missing package
+    `-- BundleUntrusted             503 bundle_untrusted           sound, but nobody vouches for it
+        |-- OpenStore               503 open_store                 anyone on this machine can write to it
+        |-- SignatureMissing        503 signature_missing
+        `-- SignatureMismatch       503 signature_mismatch         by another key, or of other files
 
 ``status`` and ``code`` are what the API sends: HTTP status and machine-readable code.
 """
@@ -212,3 +219,45 @@ class StoreNotWritable(BundleError):
 
     status, code = 500, "store_not_writable"
     default_cure = "Make the store writable for this user, free space on its disk, or name another store"
+
+
+class StoreUnreachable(BundleError):
+    """No answer from a store's URL, and no copy on this machine that could stand for it."""
+
+    status, code = 503, "store_unreachable"
+
+
+class StoreRefused(BundleError):
+    """The server of a store's URL refused a request, or cannot do what a store needs."""
+
+    status, code = 502, "store_refused"
+
+
+class SigningError(BundleError):
+    """Nothing can be signed or verified: the key does not fit, sigstore refused, or the package is missing."""
+
+    status, code = 500, "signing_error"
+
+
+class BundleUntrusted(BundleError):
+    """The bytes are sound, but the operator asked for more than that."""
+
+    status, code = 503, "bundle_untrusted"
+
+
+class OpenStore(BundleUntrusted):
+    """Anyone on this machine can write to the store, so whoever did may have made its bundles."""
+
+    status, code = 503, "open_store"
+
+
+class SignatureMissing(BundleUntrusted):
+    """A signature is required, and the bundle has none."""
+
+    status, code = 503, "signature_missing"
+
+
+class SignatureMismatch(BundleUntrusted):
+    """The signature is another key's, or it is of other files."""
+
+    status, code = 503, "signature_mismatch"

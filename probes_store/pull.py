@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from probes_store.bundle import MAX_MANIFEST, Bundle
+from probes_store.bundle import MAX_MANIFEST, MAX_SIGNATURE, MAX_TOTAL, SIGNATURE, Bundle, read_signature
 from probes_store.errors import (
     BadValue,
     BundleConflict,
@@ -22,8 +22,8 @@ from probes_store.hub import MAIN, TAG, Hub, HubAddress, Snapshot, is_hidden, ta
 from probes_store.manifest import MANIFEST, Manifest, is_digest, read_manifest, record_of
 from probes_store.reference import VERSION, check_name
 from probes_store.store import Store
+from probes_store.transfer import add, check_addition, held
 
-MAX_TOTAL = 256 * 1024 * 1024  # bytes of a bundle, all files together
 NO_BUNDLE = "A repository with a bundle has its files at the root: 'hallutracer bundle push' makes one"
 
 
@@ -71,14 +71,15 @@ def pull(
     _check_wanted(manifest, address, digest)
     left_out = _compare(manifest, snapshot) if snapshot is not None else []
     origin = {"repository": str(HubAddress(address.repository)), "endpoint": hub.api.endpoint}
-    existing = store.held(manifest)
-    if existing is not None:
+    existing = held(store, manifest)
+    signature = _signature(hub, commit, snapshot)
+    if existing is not None and (not signature or read_signature(existing.path)):
         return Pulled(existing, commit, False, offline, left_out)
-    store.check_addition(manifest, origin, take_over)
+    check_addition(store, manifest, origin, take_over)
     store.check_writable()
-    files = _fetch(hub, commit, manifest, snapshot is not None, bar)
-    bundle = store.add({MANIFEST: data, **files}, origin, take_over=take_over)
-    return Pulled(bundle, commit, True, offline, left_out)
+    files = {MANIFEST: data, **_fetch(hub, commit, manifest, snapshot is not None, bar), **signature}
+    bundle = add(store, files, origin, take_over=take_over)
+    return Pulled(bundle, commit, existing is None, offline, left_out)
 
 
 def _ask(hub: Hub, revision: str | None) -> tuple[Snapshot | None, str | None]:
@@ -140,7 +141,21 @@ def _compare(manifest: Manifest, snapshot: Snapshot) -> list[str]:
     total = sum(record.bytes for record in manifest.files.values())
     if total > MAX_TOTAL:
         raise BadValue("the bundle is too large", expected=f"at most {MAX_TOTAL} bytes", found=total)
-    return sorted(name for name in snapshot.files if name not in (*manifest.files, MANIFEST) and not is_hidden(name))
+    return sorted(
+        name for name in snapshot.files if name not in (*manifest.files, MANIFEST, SIGNATURE) and not is_hidden(name)
+    )
+
+
+def _signature(hub: Hub, commit: str, snapshot: Snapshot | None) -> dict[str, bytes]:
+    """model.sig where the repository has one; without a connection where the cache has it."""
+    if snapshot is not None and SIGNATURE not in snapshot.files:
+        return {}
+    try:
+        return {SIGNATURE: hub.read(SIGNATURE, commit, MAX_SIGNATURE, cached=snapshot is None)[0]}
+    except HubUnreachable:
+        if snapshot is not None:
+            raise
+        return {}
 
 
 def _fetch(

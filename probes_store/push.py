@@ -8,10 +8,11 @@ from pathlib import Path
 
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete
 
-from probes_store.bundle import MAX_MANIFEST, Bundle, read_files
+from probes_store.bundle import MAX_MANIFEST, SIGNATURE, Bundle
 from probes_store.errors import BundleConflict, BundleDamaged, HubError, HubMissing, MissingFile
 from probes_store.hub import MAIN, Hub, HubAddress, Snapshot, is_hidden, tag_of
-from probes_store.manifest import CARD, MANIFEST, Manifest, manifest_bytes, read_manifest, record_of
+from probes_store.manifest import CARD, MANIFEST, Manifest, read_manifest, record_of
+from probes_store.transfer import files_of
 
 HARMLESS = (CARD, "LICENSE", "LICENSE.md", "LICENSE.txt")  # may lie in a repository that gets its first bundle
 
@@ -23,7 +24,7 @@ class Plan:
     create: bool  # the repository
     commit: bool  # the files
     tag: bool
-    deleted: tuple[str, ...]  # plots of the version before that this one lacks
+    deleted: tuple[str, ...]  # files of the version before that this one lacks
     head: str | None  # the commit that the new one follows
 
     @property
@@ -59,7 +60,7 @@ def push(
     HubError, BundleConflict where the repository holds something else, and subclasses of BundleDamaged.
     """
     manifest, tag = bundle.manifest, tag_of(bundle.manifest)
-    files = {**read_files(bundle.path, manifest), MANIFEST: manifest_bytes(manifest)}
+    files = files_of(bundle)
     hub = Hub(address.repository, endpoint=endpoint, cache=cache)
     try:
         head = hub.snapshot()
@@ -110,7 +111,7 @@ def _plan(hub: Hub, head: Snapshot | None, manifest: Manifest, files: Mapping[st
         _check_same(there, manifest, MAIN)
         _check_complete(head, files)
         return Plan(False, False, True, (), head.commit)
-    deleted = tuple(name for name in there.files if name not in files and name in head.files)
+    deleted = tuple(name for name in (*there.files, SIGNATURE) if name not in files and name in head.files)
     return Plan(False, True, True, deleted, head.commit)
 
 
@@ -136,6 +137,11 @@ def _check_complete(there: Snapshot, files: Mapping[str, bytes]) -> None:
     """Every byte arrived, as far as the hub's own digests tell.  ``bundle.json`` may have another time."""
     for name, data in files.items():
         remote = there.files.get(name)
+        if name == SIGNATURE and (remote is None or remote.differs(record_of(data), data)):
+            raise BundleConflict(
+                "the hub has this version without this signature, and a tag does not move", file=SIGNATURE,
+                cure="Sign before you push: publish the next version, sign and push that",
+            )  # fmt: skip
         if remote is None:
             raise MissingFile("the hub does not have this file", file=name, cure="Push to another repository")
         if name != MANIFEST and remote.differs(record_of(data), data):

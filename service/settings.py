@@ -20,7 +20,7 @@ from service.callers import ApiKey, Right
 PREFIX = "HALLUTRACER_"
 NO_OPTIONS = frozenset({f"{PREFIX}CACHE"})  # variables alone: where unpacked GGUF files are kept, below all commands
 
-DEFAULT_STORE = Path("~/.hallutracer/probes").expanduser()
+DEFAULT_STORE = "~/.hallutracer/probes"
 """Where bundles are published and looked up first; the bundles shipped with the package come second."""
 
 DEFAULT_MESSAGE = "I am not sure."
@@ -113,10 +113,27 @@ CallersMay = Annotated[
 
 BundleNames = Annotated[
     tuple[str, ...],
-    option("Bundle that reads the model, as name, name@alias or name:version; repeatable to serve several, the first "
-           "is the default.", "bundle"),
+    option("Bundle that reads the model, as name, name@alias or name:version, with @sha256:DIGEST to pin it; "
+           "repeatable to serve several, the first is the default.", "bundle"),
 ]  # fmt: skip
-StoreFolder = Annotated[Path, option("Folder of published bundles; those shipped with the package are found as well.")]
+StorePlace = Annotated[
+    str,
+    option("Folder or URL (s3://BUCKET/PREFIX, gs://, az://, hf://OWNER/NAME) of published bundles; those shipped with "
+           "the package are found as well."),
+]  # fmt: skip
+StoreCache = Annotated[
+    Path | None,
+    option("Folder for copies of bundles from a URL, which are used where it gives no answer.  Default: "
+           "~/.cache/hallutracer/stores."),
+]  # fmt: skip
+RequireSignature = Annotated[
+    str | None,
+    option("Load only bundles of the store that are signed ('hallutracer bundle sign') by this public key or under "
+           "these certificates, a PEM file, or by sigstore:IDENTITY@ISSUER.", metavar="FILE|IDENTITY"),
+]  # fmt: skip
+AllowOpenStore = Annotated[
+    bool, option("Read bundles from a folder that anyone on this machine can write to."), Parameter(negative="")
+]
 PoliciesFile = Annotated[
     Path | None,
     option("TOML file of named policies: [name] action = observe|abstain|block, threshold, message."),

@@ -85,11 +85,16 @@ def bundle_list(state: ServiceState) -> BundleList:
         data=[_card(scorer, state) for scorer in state.scorers],
         policies=[default, *sorted(set(state.policies) - {default})],
         status=LoadedOut(
-            since=datetime.fromtimestamp(loaded.time, UTC).isoformat(timespec="seconds"),
+            since=_time(loaded.time),
             left_out=[LeftOut(reference=name, reason=reason) for name, reason in loaded.left_out.items()],
             reload_error=state.reload_error,
+            reload_failing_since=None if state.failing_since is None else _time(state.failing_since),
         ),
     )
+
+
+def _time(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="seconds")
 
 
 @router.get("/v1/bundles/{bundle}", responses=RESPONSES | errors(_404="no such bundle is loaded"))

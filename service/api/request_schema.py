@@ -81,8 +81,8 @@ class ScoreRequest(RequestModel):
     model: StrictStr | None = Field(None, description="must be the loaded model")
     bundle: StrictStr | None = Field(
         None,
-        description="name, name@alias or name:version of a loaded bundle; under a policy that withholds, another than "
-        "the service's first needs --callers-may bundle",
+        description="name, name@alias or name:version of a loaded bundle, with @sha256:DIGEST to pin it; under a "
+        "policy that withholds, another than the service's first needs --callers-may bundle",
     )
     threshold: Risk | None = Field(
         None,

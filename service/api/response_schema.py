@@ -216,6 +216,7 @@ class LoadedOut(Strict):
     since: str = Field(description="when the loaded bundles began to serve, UTC")
     left_out: list[LeftOut]
     reload_error: str | None = Field(description="why the newest reload changed nothing")
+    reload_failing_since: str | None = Field(description="when the first reload failed since one was done, UTC")
 
 
 class BundleCard(Strict):

@@ -1,20 +1,22 @@
-"""hallutracer bundle: list, show, compare, verify, alias, push, pull."""
+"""hallutracer bundle: list, show, compare, verify, alias; ``bundle_transfer`` has sign, push and pull."""
 
 from __future__ import annotations
 
-from contextlib import ExitStack, closing
+from contextlib import closing
 from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
 from service.cli import bundle_rollout
+from service.cli.bundle_transfer import pull, push, sign
 from service.cli.loading import load_engine, load_scorers, open_store
-from service.cli.options import DryRun, EngineChoice, Json, Reference, StoreOptions, UsageError
-from service.cli.output import note, print_json, print_line, progress
+from service.cli.options import EngineChoice, Json, Reference, StoreOptions, UsageError
+from service.cli.output import note, print_json, print_line
 from service.options import Common
 from service.settings import Range, option
 
 if TYPE_CHECKING:
+    from probes_store.bundle import Bundle
     from probes_store.guarantee import Guarantee
     from probes_store.store import BundleSummary
 
@@ -58,7 +60,7 @@ def _described(summary: BundleSummary) -> dict[str, Any]:
         "guarantee": _promise(manifest.guarantee) if manifest and manifest.guarantee else None,
         "digest": manifest.digest if manifest else None,
         "problem": str(summary.error) if summary.error else None,
-        "path": str(summary.path),
+        "path": str(summary.path) if summary.path else None,
     }
 
 
@@ -101,7 +103,8 @@ def compare(
 
     if len(references) < 2:
         raise UsageError("REFERENCES", "name two bundles or more")
-    found = side_by_side([open_store(store).load(reference) for reference in references])
+    opened = open_store(store)
+    found = side_by_side([opened.load(reference) for reference in references])
     print_line(found.markdown)
     for caveat in found.caveats:
         note(caveat)
@@ -119,6 +122,8 @@ def verify(
     """Check every byte, then replay the golden prompts on the model (default: that of a shipped bundle)."""
     bundle = open_store(store).verify(reference)
     print_line(f"{bundle.reference}: files match {bundle.manifest.digest}")
+    if store.require_signature is not None:
+        print_line(f"{bundle.reference}: {_vouched(bundle, store.require_signature)}")
     if files_only:
         return
     with closing(load_engine(engine, bundles=[bundle])) as loaded:
@@ -127,6 +132,14 @@ def verify(
         f"{bundle.reference}: {len(bundle.golden.risk)} golden prompts gave the recorded risks on "
         f"{loaded.identity.model}"
     )
+
+
+def _vouched(bundle: Bundle, signature: str) -> str:
+    from probes_store.store import SHIPPED
+
+    if bundle.path.is_relative_to(SHIPPED):
+        return "comes with the package, which vouches for it"
+    return f"signed by {signature}"
 
 
 def alias(
@@ -143,95 +156,17 @@ def alias(
     print_line(f"{name}@{alias} -> {name}:{version}")
 
 
-HubPlace = Annotated[str, Parameter(help="hf://OWNER/NAME", show_env_var=False)]
-HubSource = Annotated[str, Parameter(help="hf://OWNER/NAME or hf://OWNER/NAME@REVISION", show_env_var=False)]
-
-
-def push(
-    reference: Reference,
-    to: HubPlace,
-    /,
-    *,
-    private: Annotated[bool, option("The repository is, or becomes, a private one."), Parameter(negative="")] = False,
-    dry_run: DryRun = False,
-    store: StoreOptions = StoreOptions(),
-    common: Common = Common(),
-) -> None:
-    """Publish a bundle on the Hugging Face hub: one commit and one tag, v1, v2, ..., for each version.
-
-    hallutracer bundle push my-probe hf://my-name/my-probe --dry-run
-    """
-    from probes_store.hub import parse_address
-    from probes_store.push import push as push_to_hub
-
-    address = parse_address(to)
-    if address.revision is not None:
-        raise UsageError("TO", f"a push makes its own tag: hf://{address.repository}")
-    bundle = open_store(store).verify(reference)
-    with progress(f"pushing {bundle.reference}"):
-        done = push_to_hub(bundle, address, private=private, dry_run=dry_run)
-    if done.plan.nothing:
-        print_line(f"{bundle.reference}: the hub has it already, nothing was done")
-    else:
-        kind = "private" if done.private else "public"
-        create = f"create the {kind} repository, " if done.plan.create else ""
-        commit = f"commit {len(done.files)} files ({sum(done.files.values()):,} bytes), " if done.plan.commit else ""
-        deleted = f"delete {', '.join(done.plan.deleted)}, " if done.plan.deleted else ""
-        verb = "would " if dry_run else f"to a {kind} repository: "
-        print_line(f"{bundle.reference}: {verb}{create}{commit}{deleted}tag {done.tag}")
-    print_line(done.url)
-    print_line(f"hallutracer bundle pull {done.address} --digest {bundle.manifest.digest}")
-
-
-def pull(
-    source: HubSource,
-    /,
-    *,
-    digest: Annotated[
-        str | None, option("sha256:...: what the bundle must have, as its publisher or your own review names it.")
-    ] = None,
-    take_over: Annotated[
-        bool,
-        option(
-            "Also where a name that you have, or that comes with the package, would mean the pulled bundle from now on."
-        ),
-        Parameter(negative=""),
-    ] = False,
-    store: StoreOptions = StoreOptions(),
-    common: Common = Common(),
-) -> None:
-    """Fetch a bundle from the Hugging Face hub into the store, under its own name and version.
-
-    hallutracer bundle pull hf://some-name/some-probe@v1
-    """
-    from tqdm import tqdm
-
-    from probes_store.hub import parse_address
-    from probes_store.pull import pull as pull_from_hub
-
-    address = parse_address(source)
-    with ExitStack() as stack:
-
-        def bar(total: int) -> tqdm[Any]:
-            return stack.enter_context(
-                tqdm(total=total, unit="B", unit_scale=True, desc=str(address), disable=None, leave=False)
-            )
-
-        done = pull_from_hub(open_store(store), address, digest=digest, take_over=take_over, bar=bar)
-    manifest = done.bundle.manifest
-    if done.offline:
-        note(f"{done.offline}\nno connection to the hub: taken from the cache, which may not have the newest version")
-    if done.left_out:
-        shown = ", ".join(map(ascii, done.left_out[:10])) + (", ..." if len(done.left_out) > 10 else "")
-        note(f"not part of the bundle and not downloaded: {shown}")
-    what = "pulled from" if done.added else "here already, the same as"
-    print_line(f"{done.bundle.reference}: {what} {address} at commit {done.commit}")
-    print_line(f"{manifest.digest}, for {ascii(manifest.model.name)[1:-1]}")
-    print_line(f"hallutracer bundle verify {done.bundle.reference} --model MODEL")
-
-
 COMMANDS = (
     "Look at, check, publish and fetch probe bundles.",
-    {"list": list_, "show": show, "compare": compare, "verify": verify, "alias": alias, "push": push, "pull": pull}
+    {
+        "list": list_,
+        "show": show,
+        "compare": compare,
+        "verify": verify,
+        "sign": sign,
+        "alias": alias,
+        "push": push,
+        "pull": pull,
+    }
     | bundle_rollout.COMMANDS,
 )

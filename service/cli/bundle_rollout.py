@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
+from probes_store.aliases import PREVIOUS, PRODUCTION
 from service.cli.loading import open_store
 from service.cli.options import StoreOptions, UsageError
 from service.cli.output import print_line
@@ -17,7 +18,6 @@ if TYPE_CHECKING:
     from probes_store.bundle import Bundle
     from service.trainer.promotion import PromotionBounds
 
-PRODUCTION, PREVIOUS = "production", "previous"
 Candidate = Annotated[str, Parameter(help="NAME:VERSION or NAME@ALIAS, such as my-probe@canary.", show_env_var=False)]
 Name = Annotated[str, Parameter(help="Bundle name.", show_env_var=False)]
 
@@ -71,9 +71,7 @@ def promote(
         bounds = PromotionBounds(least_prompts, most_disagreement, most_drift)
         if not _passes(bundle, _served(service, service_key), bounds):
             raise HalluTracerError(f"{bundle.reference} is not promoted: nothing was changed")
-    if PRODUCTION in aliases:
-        opened.set_alias(name, PREVIOUS, aliases[PRODUCTION])
-    opened.set_alias(name, PRODUCTION, version)
+    opened.set_alias(name, PRODUCTION, version, PREVIOUS)
     print_line(f"{name}@{PRODUCTION} -> {bundle.reference}")
     if PRODUCTION in aliases:
         print_line(f"{name}@{PREVIOUS} -> {name}:{aliases[PRODUCTION]}; back: hallutracer bundle rollback {name}")
@@ -93,8 +91,7 @@ def rollback(name: Name, /, *, store: StoreOptions = StoreOptions(), common: Com
         )
     if before == now:
         raise HalluTracerError(f"{name}@{PREVIOUS} is what serves, {name}:{now}: there is nothing to go back to")
-    opened.set_alias(name, PRODUCTION, before)
-    opened.set_alias(name, PREVIOUS, now)
+    opened.set_alias(name, PRODUCTION, before, PREVIOUS)
     print_line(f"{name}@{PRODUCTION} -> {name}:{before}\n{name}@{PREVIOUS} -> {name}:{now}")
 
 
@@ -115,7 +112,8 @@ def diff(
     from service.fitting.markdown import markdown_table
     from service.trainer.promotion import differences, probes_apart
 
-    first, second = (open_store(store).load(reference) for reference in (before, after))
+    opened = open_store(store)
+    first, second = (opened.load(reference) for reference in (before, after))
     rows = [list(row) for row in differences(first.manifest, second.manifest)]
     if not rows:
         print_line("the same bundle")

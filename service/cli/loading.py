@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from service.cli.options import BundleOptions, EngineChoice, StoreOptions, UsageError, check_place
 from service.library import engine as library
+from service.library import stores
 from service.library.default_model import NoDefaultBundle, default_bundles
 from service.progress import Report, note, progress
 from service.settings import KV_TOKENS
@@ -26,9 +27,12 @@ T = TypeVar("T")
 
 def open_store(options: StoreOptions) -> Store:
     """The user's store, with the shipped bundles behind it."""
-    from probes_store.store import SHIPPED, Store
-
-    return Store(options.store.expanduser(), fallbacks=[SHIPPED])
+    return stores.open_store(
+        options.store,
+        cache=options.store_cache,
+        require_signature=options.require_signature,
+        allow_open_store=options.allow_open_store,
+    )
 
 
 def bundle_names(model: str | None, options: BundleOptions) -> tuple[str, ...]:
@@ -65,9 +69,13 @@ def load_engine(
 
 @dataclass
 class LeaveOut:
-    """The references that are logged and left out where they cannot be used, and in ``reasons`` why they were."""
+    """The references that are logged and left out where they cannot be used, and in ``reasons`` why they were.
+
+    Not where a store did not ``must_answer``: then nobody knows whether they could be used.
+    """
 
     may: Collection[str]
+    must_answer: bool = False
     reasons: dict[str, str] = field(default_factory=dict)
 
 
@@ -87,7 +95,7 @@ def load_scorers(
 
 
 def _usable(names: Sequence[str], load: Callable[[str], T], leave_out: LeaveOut | None) -> dict[str, T]:
-    from probes_store.errors import BundleError
+    from probes_store.errors import BundleError, HubError, StoreRefused, StoreUnreachable
 
     usable: dict[str, T] = {}
     for name in names:
@@ -95,6 +103,8 @@ def _usable(names: Sequence[str], load: Callable[[str], T], leave_out: LeaveOut 
             usable[name] = load(name)
         except BundleError as error:
             if leave_out is None or name not in leave_out.may:
+                raise
+            if leave_out.must_answer and isinstance(error, StoreUnreachable | StoreRefused | HubError):
                 raise
             leave_out.reasons[name] = str(error)
             log.error("bundle %s is left out: %s", name, error)

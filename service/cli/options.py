@@ -12,7 +12,18 @@ from cyclopts import Parameter
 from service.data.options import JudgeName, TrainingLabels
 from service.errors import HalluTracerError, ModelLoadError
 from service.library.default_model import SHIPPED, default_model, model_folder
-from service.settings import AT_LEAST_1, DEFAULT_STORE, BundleNames, Range, StoreFolder, option, section
+from service.settings import (
+    AT_LEAST_1,
+    DEFAULT_STORE,
+    AllowOpenStore,
+    BundleNames,
+    Range,
+    RequireSignature,
+    StoreCache,
+    StorePlace,
+    option,
+    section,
+)
 
 if TYPE_CHECKING:
     from service.engines.base import EngineOptions
@@ -54,7 +65,9 @@ Samples = Annotated[
 DryRun = Annotated[
     bool, option("Print what would be done.  Loads no model and spends nothing.  push: asks the hub, changes nothing.")
 ]
-Reference = Annotated[str, Parameter(help="name, name@alias or name:version", show_env_var=False)]
+Reference = Annotated[
+    str, Parameter(help="name, name@alias or name:version; @sha256:DIGEST behind it pins", show_env_var=False)
+]
 
 
 class UsageError(HalluTracerError):
@@ -149,9 +162,12 @@ class EngineChoice:
 @section("Bundles", 20)
 @dataclass(frozen=True, kw_only=True)
 class StoreOptions:
-    """Where bundles are."""
+    """Where bundles are, and which are trusted."""
 
-    store: StoreFolder = DEFAULT_STORE
+    store: StorePlace = DEFAULT_STORE
+    store_cache: StoreCache = None
+    require_signature: RequireSignature = None
+    allow_open_store: AllowOpenStore = False
 
 
 @section("Bundles", 20)

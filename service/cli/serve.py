@@ -15,7 +15,7 @@ from service.cli.listening import in_url, known_hosts, listen, make_server, on_l
 from service.cli.loading import LeaveOut, bundle_names, load_bundles, load_engine, load_scorers, open_store
 from service.cli.options import BundleOptions, EngineChoice, UsageError
 from service.cli.output import print_line
-from service.cli.reload import on_hangup, replay, resolved, watch
+from service.cli.reload import load_again, on_hangup, replay, stamps, watch
 from service.options import Common
 from service.policies import load_policies
 from service.settings import (
@@ -31,9 +31,7 @@ from service.settings import (
 )
 
 if TYPE_CHECKING:
-    from service.engines.base import Engine
     from service.feedback.databases import Location
-    from service.scoring import Scorer
     from service.serving.feedback import Feedback
     from service.serving.metrics import Metrics
     from service.serving.rollout import RolloutPlan
@@ -178,6 +176,7 @@ def serve(
     names = tuple(dict.fromkeys((*own, *plan.references)))
     # At the start what is named beside the default may be missing; later only the rollout's, for others have users.
     at_start = LeaveOut(names[1:])
+    seen = stamps(store, names) if rollout.watch_s else {}
     opened = load_bundles(store, names, at_start)
     keys = load_keys(access.api_key, access.api_key_file)
     settings = replace(settings, api_keys=keys, allowed_hosts=known_hosts(settings))
@@ -241,20 +240,15 @@ def serve(
         if hangups:  # while it loaded
             reload()
         if rollout.watch_s:
-            watch(state, lambda: resolved(store, names), rollout.watch_s)
+            watch(state, lambda: stamps(store, names), seen, rollout.watch_s)
         if rollout.replay_s:
             replay(state, rollout.replay_s)
-
-    def load_again(engine: Engine) -> dict[str, Scorer]:
-        again = LeaveOut(set(plan.references) - set(own))
-        scorers = load_scorers(engine, load_bundles(store, names, again), log.info, again)
-        state.left_out = again.reasons
-        return scorers
 
     def broken() -> None:
         server.should_exit = True  # with status 1, so that a supervisor starts the service again
 
-    state.on_broken, state.load_again = broken, load_again
+    state.on_broken = broken
+    state.load_again = lambda engine: load_again(state, engine, store, names, set(plan.references) - set(own))
     server = make_server(create_app(state, loaded), settings)
     for warning in common.warnings:
         log.warning(warning)

@@ -156,7 +156,7 @@ def train(
 
 def _next(trained: Trained, engine: EngineChoice, store: StoreOptions) -> Iterator[str]:
     """What to do with a new bundle: commands that can be copied."""
-    where = [] if store.store == DEFAULT_STORE else ["--store", str(store.store)]
+    where = [] if store.store == DEFAULT_STORE else ["--store", store.store]
     model = [] if engine.model is None else ["--model", engine.model]
     name = trained.bundle.manifest.name
     yield "next:"

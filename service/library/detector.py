@@ -12,12 +12,12 @@ from service.errors import RequestError
 from service.library.default_model import SHIPPED, default_bundles, default_model, model_folder
 from service.library.engine import load_engine
 from service.library.results import Risks, risk_of
+from service.library.stores import open_store
 from service.progress import Report, note
 from service.settings import DEFAULT_STORE
 
 if TYPE_CHECKING:
     from probes_store.bundle import Bundle
-    from probes_store.store import Store
     from service.engines.base import EngineOptions
     from service.prompts import Message
     from service.scoring import Scorer
@@ -142,6 +142,7 @@ def load(
     bundle: str | None = None,
     *,
     store: str | Path = DEFAULT_STORE,
+    require_signature: str | Path | None = None,
     engine: Engine | None = None,
     report: Report = note,
 ) -> Detector:
@@ -150,8 +151,10 @@ def load(
     Args:
         model: Model folder, GGUF file, hub name, "smollm2" or "demo".  None: the model of a shipped bundle, else
             smollm2 where its package is installed, else demo.
-        bundle: NAME, NAME@ALIAS or NAME:VERSION.  None: the shipped bundle of the model.
-        store: Folder of published bundles; those shipped with the package are found as well.
+        bundle: NAME, NAME@ALIAS or NAME:VERSION, with @sha256:DIGEST to pin it.  None: the shipped bundle of the model.
+        store: Folder or URL (s3://, gs://, az://) of published bundles; those shipped with the package are found as
+            well.
+        require_signature: Public key or certificates (PEM) that the bundle must be signed with.
         engine: How the model is loaded: dtype, device, threads, vLLM.
         report: Takes lines about what takes long; the default writes them to standard error.
 
@@ -170,7 +173,7 @@ def load(
     name = None if model is None else str(model)
     if bundle is None and name not in (None, *SHIPPED):
         place_of(str(name))  # a path where nothing is, rather than the question which bundle reads it
-    found = open_store(store).load(bundle or default_bundles(name)[0])
+    found = open_store(store, require_signature=require_signature).load(bundle or default_bundles(name)[0])
     chosen = engine or Engine()
     loaded = load_engine(
         chosen.options(name, [found.manifest.name]), bundles=[found], threads=chosen.threads, report=report
@@ -180,13 +183,6 @@ def load(
     except BaseException:
         loaded.close()
         raise
-
-
-def open_store(folder: str | Path) -> Store:
-    """A user's store, with the shipped bundles behind it."""
-    from probes_store.store import SHIPPED, Store
-
-    return Store(Path(folder).expanduser(), fallbacks=[SHIPPED])
 
 
 def as_prompts(

@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from service.library.detector import Engine, open_store
+from service.library.detector import Engine
 from service.library.engine import load_engine
 from service.library.results import frame
+from service.library.stores import open_store
 from service.progress import Report, note
 from service.settings import DEFAULT_STORE
 
@@ -46,7 +47,7 @@ class Trained:
 
     bundle: Bundle
     run_dir: Path  # activations and progress: the same call resumes from here
-    store: Path
+    store: str  # its folder or URL
     figures: tuple[SignalFigures, ...] = ()  # of the nested cross-validation; () without evaluate
 
     def __repr__(self) -> str:
@@ -111,7 +112,7 @@ def train(
         model: As of ``load``.
         labels: "given": each row's label.  "generate": the model answers and a judge compares with ``answers``.
             "sample": as generate, with sampled answers as well.
-        store: Folder that the bundle is published in.
+        store: Folder or URL that the bundle is published in.
         run_dir: Activations and progress.  None: runs/NAME.
         engine: How the model is loaded.
         report: Takes the lines of progress; the default writes them to standard error.
@@ -180,7 +181,7 @@ def run_training(
         store,
         console=console,
     )
-    return Trained(bundle, options.run_dir, store.root, figures_of(bundle.evaluation()))
+    return Trained(bundle, options.run_dir, store.where, figures_of(bundle.evaluation()))
 
 
 def figures_of(evaluation: Mapping[str, Any]) -> tuple[SignalFigures, ...]:

@@ -16,6 +16,7 @@ import numpy as np
 
 from probes_store.errors import BundleError, GoldenMismatch
 from probes_store.golden import check_golden
+from probes_store.reference import PIN
 from service.callers import Caller
 from service.drift import DriftLimits
 from service.engines.base import Engine, TokenIds, unfinished
@@ -64,6 +65,7 @@ class ServiceState:
     metrics: Metrics = field(default_factory=Metrics)
     loaded: Loaded = Loaded((), {})
     reload_error: str | None = None  # why the newest reload changed nothing
+    failing_since: float | None = None  # when the first of those reloads failed that changed nothing, one after another
     error: BaseException | None = None  # why loading ended without scorers, or what broke the engine
     load_again: Callable[[Engine], Scorers] | None = None  # on the running engine; None: it cannot
     on_broken: Callable[[], None] = lambda: None  # the engine broke: only a new process helps
@@ -84,7 +86,7 @@ class ServiceState:
     async def start(self) -> None:
         """Load in the background: live at once, ready once every bundle has matched its golden prompts."""
         try:
-            loaded = await asyncio.wrap_future(_in_own_thread(lambda: self._checked(self.load())))
+            loaded = await asyncio.wrap_future(in_own_thread(lambda: self._checked(self.load())))
             self._dispatcher = Dispatcher(
                 loaded.scorers[0].engine,
                 self.metrics,
@@ -106,13 +108,14 @@ class ServiceState:
             self._check_loaded()
             engine = self.scorers[0].engine
             try:
-                loaded = await asyncio.wrap_future(_in_own_thread(lambda: self._checked(load(engine))))
+                loaded = await asyncio.wrap_future(in_own_thread(lambda: self._checked(load(engine))))
             except Exception as error:
                 self.reload_error = str(error)
+                self.failing_since = self.failing_since or time.time()
                 self.metrics.reloaded(False)
                 raise
             self._check_loaded()  # it may have been stopped meanwhile
-            self.reload_error = None
+            self.reload_error = self.failing_since = None
             self._serve(loaded)
             self.metrics.reloaded(True)
 
@@ -282,9 +285,14 @@ class ServiceState:
             )
         if bundle is None:
             return self.scorers[0]
-        wanted = self.loaded.aliases.get(bundle, bundle)
+        name, pin, digest = bundle.partition(PIN)
+        aliases = self.loaded.aliases
+        wanted = aliases.get(bundle) or aliases.get(name, name)
         for scorer in self.scorers:
-            if wanted in (scorer.bundle.manifest.name, scorer.bundle.reference):
+            manifest = scorer.bundle.manifest
+            if wanted in (manifest.name, manifest.reference):
+                if pin and manifest.digest != f"sha256:{digest}":
+                    break  # a pin checks, and does not search
                 return scorer
         loaded = ", ".join(scorer.bundle.reference for scorer in self.scorers)
         raise NotFound(f"bundle {bundle!r} is not loaded; loaded: {loaded}", param="bundle")
@@ -340,7 +348,7 @@ async def _only(scorer: Scorer, prompt: TokenIds) -> RiskReport:
     raise unfinished()
 
 
-def _in_own_thread(load: Callable[[], T]) -> Future[T]:
+def in_own_thread(load: Callable[[], T]) -> Future[T]:
     """A thread that ends with the loading, and does not hold the process up if it is told to stop meanwhile.
 
     While a second thread that has run torch is there, OpenMP counts twice the threads, finds too few cores, stops

@@ -49,9 +49,9 @@ def read_new_rows(options: NewRowsOptions, data: Path, store: Store, *, folds: i
     """
     bundle = store.load(options.bundle)
     name, training = options.name or bundle.manifest.name, bundle.manifest.training
-    if name == bundle.manifest.name and bundle.path.parent.parent.resolve() != store.root.resolve():
+    if name == bundle.manifest.name and not store.is_own(bundle.path):
         raise TrainingError(
-            f"{bundle.reference} is not in {store.root.name}, and a version there would hide it: publish under another "
+            f"{bundle.reference} is not in {store.where}, and a version there would hide it: publish under another "
             "name (--new-name)",
             param="name",
         )

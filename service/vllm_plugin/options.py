@@ -10,15 +10,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from probes_store.bundle import Bundle
-from probes_store.store import SHIPPED, Store
+from probes_store.store import Store
 from service.errors import HalluTracerError
 from service.guard import Action, Policy
+from service.library.stores import open_store
 from service.options import parse
 from service.policies import Policies, load_policies
 from service.settings import (
     DEFAULT_MESSAGE,
     DEFAULT_STORE,
     AbstainMessage,
+    AllowOpenStore,
     BundleNames,
     CallersMay,
     DeadlineS,
@@ -26,8 +28,10 @@ from service.settings import (
     MessageInContent,
     PoliciesFile,
     PolicyName,
+    RequireSignature,
     ServiceSettings,
-    StoreFolder,
+    StoreCache,
+    StorePlace,
     Threshold,
     env,
     section,
@@ -42,7 +46,10 @@ class PluginVariables:
     """What the plugin reads; names, types and limits are those of ``hallutracer serve``."""
 
     bundle: BundleNames = ()
-    store: StoreFolder = DEFAULT_STORE
+    store: StorePlace = DEFAULT_STORE
+    store_cache: StoreCache = None
+    require_signature: RequireSignature = None
+    allow_open_store: AllowOpenStore = False
     policy: PolicyName = "observe"  # a running server answers as before until its operator decides otherwise
     policies: PoliciesFile = None
     abstain_message: AbstainMessage = DEFAULT_MESSAGE
@@ -70,7 +77,12 @@ def read_options(environment: Mapping[str, str] | None = None) -> PluginOptions:
         log.warning(warning)
     if not variables.bundle:
         raise HalluTracerError(f"set {env('bundle')} to the bundle that reads this model, such as my-probe@production")
-    store = Store(variables.store.expanduser(), fallbacks=[SHIPPED])
+    store = open_store(
+        variables.store,
+        cache=variables.store_cache,
+        require_signature=variables.require_signature,
+        allow_open_store=variables.allow_open_store,
+    )
     policies = _policies(load_policies(variables.policies, variables.abstain_message, variables.policy))
     settings = ServiceSettings(
         policy=variables.policy,

@@ -28,7 +28,7 @@ COMMANDS = {" ".join(path) for path, _ in commands_of(make_app(Sources({})))}
 def test_the_commands_are_those_of_the_readme() -> None:
     assert {
         "serve", "score", "train", "bundle list", "bundle show", "bundle compare", "bundle verify", "bundle alias",
-        "bundle push", "bundle pull", "bundle promote", "bundle rollback", "bundle diff",
+        "bundle sign", "bundle push", "bundle pull", "bundle promote", "bundle rollback", "bundle diff",
         "demo info", "demo questions", "demo retrieval", "demo build", "data convert", "data list", "data mix",
         "data audit", "evaluate", "diagnose", "calibrate", "recalibrate",
     } == COMMANDS  # fmt: skip

@@ -30,7 +30,7 @@ OPTIONS = [
 REQUIRED = {
     "train": ["--name", "n"], "demo questions": ["--split", "dev"], "diagnose": ["x.npz"], "score": ["why?"],
     "bundle show": ["demo"], "bundle verify": ["demo"], "bundle alias": ["a", "b", "1"], "data convert": ["helm", "."],
-    "bundle push": ["a", "hf://b/c"], "bundle pull": ["hf://b/c"],
+    "bundle push": ["a", "hf://b/c"], "bundle sign": ["a"], "bundle pull": ["hf://b/c"],
     "bundle promote": ["a@b"], "bundle rollback": ["a"], "bundle diff": ["a", "b"],
     "data audit": ["x.csv"],
 }  # fmt: skip
@@ -117,7 +117,9 @@ def test_flag_variable_and_key_give_the_same_value(tmp_path: Path, command: str)
 def test_every_option_is_explained_and_secrets_are_marked() -> None:
     for command, argument in OPTIONS:
         assert argument.parameter.help, f"{command} {argument.name}"
-        assert (argument.parameter.metavar == SECRET) == argument.name.endswith("-key"), f"{command} {argument.name}"
+        assert (argument.parameter.metavar == SECRET) == argument.name.endswith(("-key", "-password")), (
+            f"{command} {argument.name}"
+        )
 
 
 def test_one_variable_has_one_meaning_in_every_command() -> None:
@@ -136,7 +138,7 @@ def test_the_precedence_is_flag_environment_table_shared_key_default(tmp_path: P
     assert parsed(*base).values()["threads"] == 3
     assert parsed("score", "why?", "--config", str(file)).values()["threads"] == 2
     values = parsed(*base, "--port", "6", HALLUTRACER_PORT="7", HALLUTRACER_MAX_QUEUE="8").values()
-    assert (values["port"], values["max_queue"], values["store"]) == (6, 8, Path("shared"))
+    assert (values["port"], values["max_queue"], values["store"]) == (6, 8, "shared")
     assert values["drain_s"] == ServiceSettings.drain_s
 
 

@@ -26,6 +26,7 @@ from probes_store.errors import (
     Truncated,
     UnknownField,
 )
+from probes_store.local import LocalBackend
 from probes_store.reference import parse_reference
 from probes_store.store import SHIPPED, Store
 from tests.probes_store.factory import make_draft, write_bundle
@@ -290,23 +291,23 @@ def test_a_version_taken_at_the_last_moment(store: Store, monkeypatch: pytest.Mo
             write_bundle(rivals.pop(0), target, version=int(target.name))
         rename(source, target)
 
-    monkeypatch.setattr("probes_store.store.os.rename", late)
+    monkeypatch.setattr("probes_store.local.os.rename", late)
     assert store.publish(make_draft(0)).reference == "tiny:2"
     assert sorted(os.listdir(store.root / "tiny")) == ["1", "2"]
     assert rivals == []
 
 
 def test_a_twin_published_right_after_the_search(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    search, calls = Store._same_content, []
+    search, calls = LocalBackend._same_content, []
 
-    def late(self: Store, folder: Path, digest: str) -> Any:
-        found = search(self, folder, digest)
+    def late(self: LocalBackend, manifest: Any) -> Any:
+        found = search(self, manifest)
         calls.append(found)
         if len(calls) == 2:
-            write_bundle(make_draft(0), folder / "1")
+            write_bundle(make_draft(0), self.folders / "tiny" / "1")
         return found
 
-    monkeypatch.setattr(Store, "_same_content", late)
+    monkeypatch.setattr(LocalBackend, "_same_content", late)
     assert store.publish(make_draft(0)).reference == "tiny:1"
     assert os.listdir(store.root / "tiny") == ["1"]
     assert calls[:2] == [None, None]

@@ -12,8 +12,11 @@ import numpy as np
 import pytest
 
 from probes_store.bundle import Bundle, BundleDraft
+from probes_store.errors import SignatureMissing
 from probes_store.manifest import PROBES
-from probes_store.store import Store
+from probes_store.signing import Signing, required_signature
+from probes_store.store import Store, Trust
+from probes_store.transfer import copy
 from service.data.rows import mark_of
 from service.errors import DataError, FeedbackUnavailable, TrainingError
 from service.feedback.databases import Location, location
@@ -24,6 +27,7 @@ from service.trainer.feedback import FeedbackOptions, recalibrate_by_feedback
 from service.trainer.options import CalibrateOptions
 from tests.feedback.made import answer, given
 from tests.fitting.planted import PlantedEngine, Quiet, planted_rows, write_rows
+from tests.probes_store.keys import key_pair
 from tests.trainer.test_recalibrate import Rows, loss, rare, scored
 from tests.trainer.test_run import run as train
 
@@ -99,6 +103,27 @@ def test_the_risk_follows_the_feedback(tmp_path: Path, store: Store, trained: Bu
     (record,) = bundle.evaluation()["recalibrations"]
     assert (record["labels"], record["data"]["rows"], record["feedback"]["answers"]) == ("feedback", 300, 900)
     assert record["feedback"]["traffic"]["share"]["value"] == pytest.approx(0.9, abs=0.06)
+
+
+@pytest.mark.long
+def test_a_store_at_a_url_gets_the_new_version_and_a_signature_is_asked_of_the_old_one(
+    tmp_path: Path, trained: Bundle, store: Store
+) -> None:
+    keys, url, cache = key_pair(tmp_path, "ours"), f"memory://{tmp_path.name}", tmp_path / "cache"
+    copy(trained, Store(url, cache=cache), source=store.where)
+    there = Store(url, cache=cache, trust=Trust(required_signature(str(keys.public))))
+    there.own.set_alias("planted", "production", 1)
+    where = kept(tmp_path, trained, mixed(900, 5), 300)
+    with pytest.raises(SignatureMissing):
+        run(there, where)
+    there.sign("planted:1", Signing(keys.private))
+    bundle, console = run(there, where)
+    assert bundle is not None, console.lines
+    assert bundle.reference == "planted:2"
+    assert there.load("planted").reference == "planted:1"  # what serves is as it was
+    with pytest.raises(SignatureMissing):
+        there.load("planted:2")
+    assert Store(url, cache=tmp_path / "new").verify("planted:2").manifest == bundle.manifest
 
 
 def test_the_card_says_who_was_labelled(tmp_path: Path, store: Store, trained: Bundle) -> None:

@@ -1,0 +1,189 @@
+"""hallutracer bundle sign, push and pull: what goes with a bundle to others."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from cyclopts import Parameter
+
+from probes_store.objects import check_url, is_url
+from probes_store.reference import HUB
+from service.cli.loading import open_store
+from service.cli.options import DryRun, Reference, StoreOptions, UsageError
+from service.cli.output import note, print_line, progress
+from service.options import Common
+from service.settings import option
+
+if TYPE_CHECKING:
+    from probes_store.bundle import Bundle
+
+Place = Annotated[str, Parameter(help="hf://OWNER/NAME, or the URL of a store", show_env_var=False)]
+Source = Annotated[
+    str,
+    Parameter(help="hf://OWNER/NAME or hf://OWNER/NAME@REVISION, or the URL of a store, / and NAME, NAME@ALIAS or "
+              "NAME:VERSION", show_env_var=False),
+]  # fmt: skip
+
+
+def sign(
+    reference: Reference,
+    /,
+    *,
+    key_file: Annotated[Path | None, option("Private key, PEM, elliptic curve.  Default: sigstore.")] = None,
+    key_password: Annotated[str, option("Of the private key; prefer the environment variable.", secret=True)] = "",
+    certificate: Annotated[Path | None, option("Certificate of the key, PEM.")] = None,
+    chain: Annotated[
+        tuple[str, ...], option("Certificate of the certificate's issuer, then of that one's, and so on, repeatable.")
+    ] = (),
+    store: StoreOptions = StoreOptions(),
+    common: Common = Common(),
+) -> None:
+    """Sign a bundle of your store in the format of OpenSSF model signing: model.sig, beside its files.
+
+    Without a key, with sigstore: the identity that this machine has (in CI) or that you log in as.
+
+      openssl ecparam -name prime256v1 -genkey -noout -out key.pem
+      openssl pkey -in key.pem -pubout -out key.pub
+      hallutracer bundle sign my-probe:3 --key-file key.pem
+      hallutracer bundle verify my-probe:3 --require-signature key.pub --files-only
+    """
+    from probes_store.bundle import SIGNATURE
+    from probes_store.signing import Signing
+
+    if key_file is None and (certificate or chain or key_password):
+        raise UsageError("--key-file", "name the private key")
+    if chain and certificate is None:
+        raise UsageError("--chain", "needs --certificate")
+    bundle = open_store(store).sign(
+        reference, Signing(key_file, key_password or None, certificate, tuple(map(Path, chain)))
+    )
+    print_line(f"{pinned(bundle)}: signed, {bundle.path / SIGNATURE}")
+
+
+def push(
+    reference: Reference,
+    to: Place,
+    /,
+    *,
+    private: Annotated[bool, option("The repository is, or becomes, a private one."), Parameter(negative="")] = False,
+    dry_run: DryRun = False,
+    store: StoreOptions = StoreOptions(),
+    common: Common = Common(),
+) -> None:
+    """Publish a bundle on the Hugging Face hub, one commit and one tag for each version, or in the store at a URL.
+
+    The version and the signature stay as they are.
+
+      hallutracer bundle push my-probe hf://my-name/my-probe --dry-run
+      hallutracer bundle push my-probe s3://my-bucket/probes
+    """
+    if is_url(to) and not to.startswith(HUB):
+        _push_to_store(reference, to, store, private=private, dry_run=dry_run)
+        return
+    from probes_store.hub import parse_address
+    from probes_store.push import push as push_to_hub
+
+    address = parse_address(to)
+    if address.revision is not None:
+        raise UsageError("TO", f"a push makes its own tag: hf://{address.repository}")
+    bundle = open_store(store).verify(reference)
+    with progress(f"pushing {bundle.reference}"):
+        done = push_to_hub(bundle, address, private=private, dry_run=dry_run)
+    if done.plan.nothing:
+        print_line(f"{bundle.reference}: the hub has it already, nothing was done")
+    else:
+        kind = "private" if done.private else "public"
+        create = f"create the {kind} repository, " if done.plan.create else ""
+        commit = f"commit {len(done.files)} files ({sum(done.files.values()):,} bytes), " if done.plan.commit else ""
+        deleted = f"delete {', '.join(done.plan.deleted)}, " if done.plan.deleted else ""
+        verb = "would " if dry_run else f"to a {kind} repository: "
+        print_line(f"{bundle.reference}: {verb}{create}{commit}{deleted}tag {done.tag}")
+    print_line(done.url)
+    print_line(f"hallutracer bundle pull {done.address} --digest {bundle.manifest.digest}")
+
+
+def _push_to_store(reference: str, to: str, store: StoreOptions, *, private: bool, dry_run: bool) -> None:
+    from probes_store.transfer import copy, held
+
+    if private:
+        raise UsageError("--private", "is about the Hugging Face hub; who may read a URL is up to its server")
+    own, there = open_store(store), open_store(replace(store, store=check_url(to)))
+    bundle = own.verify(reference)
+    if dry_run:
+        there.check_writable()
+        print_line(f"{bundle.reference}: {'is there' if held(there, bundle.manifest) else 'would be added'}")
+        return
+    done, added = copy(bundle, there, source=own.where, take_over=True)  # its publisher says what a name means there
+    print_line(f"{done.reference}: {'added to' if added else 'the same is there already:'} {there.where}")
+    print_line(f"hallutracer bundle verify {pinned(done)} --store {there.where}")
+
+
+def pull(
+    source: Source,
+    /,
+    *,
+    digest: Annotated[
+        str | None, option("sha256:...: what the bundle must have, as its publisher or your own review names it.")
+    ] = None,
+    take_over: Annotated[
+        bool,
+        option(
+            "Also where a name that you have, or that comes with the package, would mean the pulled bundle from now on."
+        ),
+        Parameter(negative=""),
+    ] = False,
+    store: StoreOptions = StoreOptions(),
+    common: Common = Common(),
+) -> None:
+    """Fetch a bundle from the Hugging Face hub or from the store at a URL, under its own name and version.
+
+    hallutracer bundle pull hf://some-name/some-probe@v1
+    hallutracer bundle pull s3://my-bucket/probes/my-probe:3
+    """
+    if is_url(source) and not source.startswith(HUB):
+        _pull_from_store(source, store, digest=digest, take_over=take_over)
+        return
+    from tqdm import tqdm
+
+    from probes_store.hub import parse_address
+    from probes_store.pull import pull as pull_from_hub
+
+    address = parse_address(source)
+    with ExitStack() as stack:
+
+        def bar(total: int) -> tqdm[Any]:
+            return stack.enter_context(
+                tqdm(total=total, unit="B", unit_scale=True, desc=str(address), disable=None, leave=False)
+            )
+
+        done = pull_from_hub(open_store(store), address, digest=digest, take_over=take_over, bar=bar)
+    manifest = done.bundle.manifest
+    if done.offline:
+        note(f"{done.offline}\nno connection to the hub: taken from the cache, which may not have the newest version")
+    if done.left_out:
+        shown = ", ".join(map(ascii, done.left_out[:10])) + (", ..." if len(done.left_out) > 10 else "")
+        note(f"not part of the bundle and not downloaded: {shown}")
+    what = "pulled from" if done.added else "here already, the same as"
+    print_line(f"{done.bundle.reference}: {what} {address} at commit {done.commit}")
+    print_line(f"{manifest.digest}, for {ascii(manifest.model.name)[1:-1]}")
+    print_line(f"hallutracer bundle verify {done.bundle.reference} --model MODEL")
+
+
+def _pull_from_store(source: str, store: StoreOptions, *, digest: str | None, take_over: bool) -> None:
+    from probes_store.transfer import copy
+
+    url, _, reference = source.rpartition("/")
+    there, own = open_store(replace(store, store=check_url(url))), open_store(store)
+    bundle = there.verify(reference if digest is None else f"{reference}@{digest}")
+    done, added = copy(bundle, own, source=there.where, take_over=take_over)
+    print_line(f"{done.reference}: {'pulled from' if added else 'here already, the same as'} {source}")
+    print_line(f"{done.manifest.digest}, for {ascii(done.manifest.model.name)[1:-1]}")
+    print_line(f"hallutracer bundle verify {done.reference} --model MODEL")
+
+
+def pinned(bundle: Bundle) -> str:
+    """NAME:VERSION@sha256:DIGEST."""
+    return f"{bundle.reference}@{bundle.manifest.digest}"

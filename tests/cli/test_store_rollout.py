@@ -1,0 +1,279 @@
+"""A running service whose store is at a URL: what it follows, what it refuses, and what it does without an answer."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from probes_store.errors import BundleNotFound, StoreRefused, StoreUnreachable
+from probes_store.objects import Objects
+from probes_store.signing import Signing, required_signature
+from probes_store.store import Store, Trust
+from service.cli import reload as reloading
+from service.cli.reload import Stamps, load_again, stamps, watch
+from service.errors import NotFound
+from service.serving.rollout import RolloutPlan
+from service.serving.state import Loaded, ServiceState
+from tests.matching import matching_draft
+from tests.probes_store.keys import key_pair
+from tests.running import App
+from tests.scripted_engine import ScriptedEngine
+
+DEFAULT, CANARY, SHADOW = "mine@production", "mine@canary", "mine@shadow"
+NAMES = (DEFAULT, CANARY, SHADOW)
+
+
+@dataclass
+class Remote:
+    """A store at a URL, as its publisher has it and as a service reads it."""
+
+    url: str
+    publisher: Store
+    reader: Store  # requires a signature
+    sign: Callable[[str], object]
+    down: Callable[[type[Exception] | None, str], None]  # from now on: what is raised, for paths that hold a text
+
+    def publish(self, seed: int) -> str:
+        return self.publisher.publish(matching_draft(ScriptedEngine(), "mine", seed)).manifest.digest
+
+
+@pytest.fixture
+def remote(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Remote:
+    """mine:1 and mine:2, of which the first is signed and production."""
+    url, keys = f"memory://{tmp_path.name}", key_pair(tmp_path, "ours")
+    publisher = Store(url, cache=tmp_path / "publisher")
+    reader = Store(url, cache=tmp_path / "reader", trust=Trust(required_signature(str(keys.public))))
+    wrong: list[tuple[type[Exception], str]] = []
+    for method in ("children", "read"):
+        real = getattr(Objects, method)
+
+        def ask(self: Objects, *parts: Any, real: Callable[..., Any] = real) -> Any:
+            for kind, text in wrong:
+                if text in "/".join(map(str, parts)):
+                    raise kind("no answer: the network is down")
+            return real(self, *parts)
+
+        monkeypatch.setattr(Objects, method, ask)
+
+    def down(kind: type[Exception] | None, text: str = "") -> None:
+        wrong[:] = [] if kind is None else [(kind, text)]
+
+    made = Remote(url, publisher, reader, lambda name: publisher.sign(name, Signing(keys.private)), down)
+    for seed in range(2):
+        made.publish(seed)
+    made.sign("mine:1")
+    publisher.set_alias("mine", "production", 1)
+    return made
+
+
+@pytest.fixture
+def app(tmp_path: Path, remote: Remote) -> Iterator[App]:
+    app = App(tmp_path, names=("other",))
+    app.state.plan = RolloutPlan(CANARY, 0.5, (SHADOW,))
+    app.state.load = lambda: load_again(app.state, app.served, remote.reader, NAMES, NAMES[1:])
+    app.state.load_again = lambda engine: load_again(app.state, engine, remote.reader, NAMES, NAMES[1:])
+    with app.started():
+        yield app
+
+
+def reload(app: App) -> Any:
+    """As an administrator on the service's machine."""
+    return type(app.client)(app.app, client=("127.0.0.1", 5)).post("/v1/admin/reload")
+
+
+def roles(app: App) -> list[str]:
+    return [f"{one['id']} {one['role']}" for one in app.client.get("/v1/bundles").json()["data"]]
+
+
+def status(app: App) -> dict[str, Any]:
+    found: dict[str, Any] = app.client.get("/v1/bundles").json()["status"]
+    return found
+
+
+def left_out(app: App) -> dict[str, str]:
+    return {one["reference"]: one["reason"] for one in status(app)["left_out"]}
+
+
+def test_whoever_moves_an_alias_without_the_key_serves_nothing(app: App, remote: Remote) -> None:
+    assert ["has no alias" in left_out(app)[name] for name in (CANARY, SHADOW)] == [True, True]
+    remote.publisher.set_alias("mine", "production", 2)
+    refused = reload(app)
+    assert (refused.status_code, "a signature is required here" in refused.text) == (409, True)
+    assert roles(app) == ["mine:1 default"]
+    assert app.client.post("/score", json={"prompt": "a"}).json()["bundle"]["version"] == 1
+    remote.publisher.set_alias("mine", "production", 1)
+    for alias in ("canary", "shadow"):
+        remote.publisher.set_alias("mine", alias, 2)
+    assert reload(app).status_code == 200
+    assert roles(app) == ["mine:1 default"]
+    assert left_out(app).keys() == {CANARY, SHADOW}
+    assert all("a signature is required here" in reason for reason in left_out(app).values())
+    remote.sign("mine:2")
+    reload(app).raise_for_status()
+    assert roles(app) == ["mine:1 default", "mine:2 canary", "mine:2 shadow"]
+
+
+def test_without_an_answer_what_is_loaded_stays_and_it_is_said_since_when(app: App, remote: Remote) -> None:
+    remote.sign("mine:2")
+    for alias in ("canary", "shadow"):
+        remote.publisher.set_alias("mine", alias, 2)
+    reload(app).raise_for_status()
+    before, since = roles(app), status(app)["since"]
+    assert before == ["mine:1 default", "mine:2 canary", "mine:2 shadow"]
+    assert status(app)["reload_failing_since"] is None
+    failing = None
+    for kind, text in ((StoreUnreachable, ""), (StoreUnreachable, "mine/2/"), (StoreRefused, "mine/2/")):
+        remote.down(kind, text)  # all of it, and that which may be left out where it is wrong
+        refused = reload(app)
+        assert (refused.status_code, "the network is down" in refused.text) == (409, True)
+        assert (roles(app), status(app)["since"]) == (before, since)
+        assert "the network is down" in status(app)["reload_error"]
+        failing = failing or app.state.failing_since
+        assert failing is not None
+        assert app.state.failing_since == failing  # the first of them
+        assert status(app)["reload_failing_since"] is not None
+    remote.down(None, "")
+    reload(app).raise_for_status()
+    assert (status(app)["reload_error"], status(app)["reload_failing_since"]) == (None, None)
+    assert roles(app) == before
+
+
+def test_a_pin_in_a_request_checks_and_does_not_search(app: App, remote: Remote) -> None:
+    remote.sign("mine:2")
+    remote.publisher.set_alias("mine", "canary", 2)
+    reload(app).raise_for_status()
+    one, two = (remote.publisher.load(f"mine:{version}").manifest.digest for version in (1, 2))
+    state = app.state
+    for fine, version in (
+        (f"mine@production@{one}", 1),
+        (f"mine@{one}", 1),
+        (f"mine:2@{two}", 2),
+        (f"{CANARY}@{two}", 2),
+    ):
+        assert state.scorer(fine, None).bundle.manifest.version == version
+    for wrong in (f"mine@{two}", f"mine@production@{two}", f"mine:1@{two}", f"{CANARY}@{one}", "mine:2@sha256:"):
+        with pytest.raises(NotFound):
+            state.scorer(wrong, None)
+
+
+# the watch
+
+
+class Watched:
+    """``watch`` on a state that only counts: it reloads where it is told to, and fails where it is told to."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.reloads = 0
+        self.problem: str | None = None
+        self.state = ServiceState(dict)
+        self.state.load_again = lambda engine: {}
+        monkeypatch.setattr(ServiceState, "reload", lambda state, load: self._reload())
+        monkeypatch.setattr(reloading, "print_line", lambda text: None)
+
+    async def _reload(self) -> None:
+        self.reloads += 1
+        self.state.reload_error = self.problem
+        if self.problem is not None:
+            raise BundleNotFound(self.problem)
+
+
+def test_the_watch_reloads_where_a_stamp_moved_and_says_a_failure_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    watched = Watched(monkeypatch)
+    watched.state.loaded = Loaded((SimpleNamespace(bundle=SimpleNamespace(reference="a:1")),), {})  # type: ignore[arg-type]
+    answers: list[Stamps] = [{"a": "1"}, {"a": "1"}, {"a": "2"}, {"a": "2"}, {"a": None}, {"a": None}, {"a": "2"}]
+    reloads = []
+
+    def look() -> Stamps:
+        reloads.append(watched.reloads)
+        if len(reloads) == 2:
+            raise OSError("the folder went away")
+        watched.problem = "no answer" if answers[0]["a"] is None else None
+        now = answers.pop(0)
+        watched.state.stopping = not answers
+        return now
+
+    async def run() -> None:
+        watch(watched.state, look, {"a": "0"}, 0.0)
+        await asyncio.gather(*reloading._tasks)
+
+    with caplog.at_level(logging.ERROR, "hallutracer"):
+        asyncio.run(run())
+    assert reloads == [0, 1, 1, 1, 2, 2, 3, 4]
+    assert watched.reloads == 5
+    said = [record.getMessage() for record in caplog.records]
+    assert [line for line in said if "not swapped" in line] == [
+        "the bundles were not swapped, those that are loaded stay: no answer"
+    ]
+    assert "the store was not looked at" in said
+
+
+@pytest.mark.parametrize(("stamp", "problem"), [(None, None), ("1", "the golden prompts are off")])
+def test_the_watch_tries_again_where_nobody_knows_or_the_last_one_failed(
+    monkeypatch: pytest.MonkeyPatch, stamp: str | None, problem: str | None
+) -> None:
+    """Also where the stamps are those that were seen before."""
+    watched = Watched(monkeypatch)
+    watched.state.loaded = Loaded((SimpleNamespace(bundle=SimpleNamespace(reference="a:1")),), {})  # type: ignore[arg-type]
+    watched.problem = watched.state.reload_error = problem
+    looks = 0
+
+    def look() -> Stamps:
+        nonlocal looks
+        looks += 1
+        watched.state.stopping = looks == 3
+        return {"a": stamp}
+
+    async def run() -> None:
+        watch(watched.state, look, {"a": stamp}, 0.0)
+        await asyncio.gather(*reloading._tasks)
+
+    asyncio.run(run())
+    assert watched.reloads == 3
+
+
+@pytest.mark.parametrize("kind", ["folder", "url"])
+def test_a_stamp_moves_with_the_alias_the_signature_and_the_bytes(kind: str, remote: Remote, tmp_path: Path) -> None:
+    if kind == "folder":
+        store = Store(tmp_path / "store")
+        for seed in range(2):
+            store.publish(matching_draft(ScriptedEngine(), "mine", seed))
+        store.set_alias("mine", "production", 1)
+    else:
+        store = remote.publisher
+    keys = key_pair(tmp_path, "any")
+    seen = [stamps(store, NAMES)]
+    assert "has no alias canary" in (seen[0][CANARY] or "")
+    assert stamps(store, NAMES) == seen[0]
+    for change in (
+        lambda: store.set_alias("mine", "canary", 1),
+        lambda: store.set_alias("mine", "canary", 2),
+        lambda: store.sign("mine:2", Signing(keys.private)),
+        lambda: store.set_alias("mine", "production", 2),
+    ):
+        change()
+        seen.append(stamps(store, NAMES))
+        assert seen[-1] not in seen[:-1]
+    if kind == "folder":
+        (store.root / "mine" / "2" / "README.md").write_text("another")
+        assert stamps(store, NAMES) != seen[-1]
+
+
+def test_a_stamp_fetches_nothing_and_is_none_without_an_answer(remote: Remote) -> None:
+    found = stamps(remote.reader, NAMES)
+    assert found[DEFAULT] is not None
+    assert not list(remote.reader.root.rglob("probes.safetensors"))
+    remote.reader.load(DEFAULT)
+    remote.down(StoreUnreachable, "")
+    assert remote.reader.load(DEFAULT).reference == "mine:1"  # to start with, the copies do
+    assert stamps(remote.reader, NAMES) == dict.fromkeys(NAMES)
+    remote.down(StoreRefused, "")
+    assert "the network is down" in (stamps(remote.reader, NAMES)[DEFAULT] or "")

@@ -1,0 +1,67 @@
+"""moto's S3 server in a process of its own, which answers one request after the other.
+
+Threaded, as ``moto_server`` runs it, two creates of one object could both find none; S3 promises that one wins.
+"""
+
+from __future__ import annotations
+
+import http.client
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, MutableMapping
+from contextlib import contextmanager
+
+from s3fs import S3FileSystem
+
+SERVER = """
+import sys
+import moto.server
+run = moto.server.run_simple
+moto.server.run_simple = lambda *arguments, **options: run(*arguments, **options | {"threaded": False})
+moto.server.main(["--host", "127.0.0.1", "--port", sys.argv[1]])
+"""
+BUCKET = "bucket"
+VARIABLES = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test", "AWS_DEFAULT_REGION": "us-east-1"}
+
+
+def use(address: str, environment: MutableMapping[str, str] = os.environ) -> None:
+    """Make ``address`` the endpoint of this process, whose connections so far are forgotten, and of its children."""
+    environment.update(VARIABLES, AWS_ENDPOINT_URL=address)
+    S3FileSystem.clear_instance_cache()
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port: int = probe.getsockname()[1]
+        return port
+
+
+@contextmanager
+def s3_server() -> Iterator[str]:
+    """A running server with an empty bucket; its address."""
+    port = free_port()
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    process = subprocess.Popen([sys.executable, "-c", SERVER, str(port)], **quiet)  # type: ignore[call-overload]
+    try:
+        _create_bucket(port, process)
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        process.kill()
+        process.wait()
+
+
+def _create_bucket(port: int, process: subprocess.Popen[bytes]) -> None:
+    until = time.monotonic() + 60
+    while True:
+        try:
+            connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
+            connection.request("PUT", f"/{BUCKET}")
+            assert connection.getresponse().status == 200
+            return
+        except OSError:
+            assert process.poll() is None, "moto's server ended"
+            assert time.monotonic() < until
+            time.sleep(0.05)

@@ -1,0 +1,329 @@
+"""Signatures and pins: what passes for a bundle where the operator asks for more than sound bytes."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from probes_store.bundle import SIGNATURE, Bundle, read_files
+from probes_store.errors import (
+    BundleConflict,
+    BundleDamaged,
+    DigestMismatch,
+    InvalidReference,
+    OpenStore,
+    SignatureMismatch,
+    SignatureMissing,
+    SigningError,
+)
+from probes_store.manifest import MANIFEST, manifest_bytes, sealed
+from probes_store.objects import Objects
+from probes_store.reference import parse_reference
+from probes_store.signing import Signing, required_signature
+from probes_store.store import SHIPPED, Store, Trust
+from probes_store.transfer import copy, files_of
+from tests.probes_store.conftest import Opens
+from tests.probes_store.factory import make_draft
+from tests.probes_store.keys import KeyPair, certified, key_pair
+from tests.probes_store.reseal import edit_manifest, replace_file
+
+
+@pytest.fixture
+def keys(tmp_path: Path) -> KeyPair:
+    return key_pair(tmp_path, "ours")
+
+
+@pytest.fixture
+def strict(store: Store, keys: KeyPair) -> Store:
+    """The same store, where a signature is required."""
+    return Store(store.root, [SHIPPED], trust=Trust(required_signature(str(keys.public))))
+
+
+def signed(store: Store, keys: KeyPair, seed: int = 0) -> Bundle:
+    bundle = store.publish(make_draft(seed))
+    return store.sign(bundle.reference, Signing(keys.private))
+
+
+def test_a_signed_bundle_passes(store: Store, strict: Store, keys: KeyPair) -> None:
+    bundle = signed(store, keys)
+    assert (bundle.path / SIGNATURE).is_file()
+    for opened in (store, strict):
+        assert opened.verify("tiny").manifest == bundle.manifest
+        assert opened.verify(f"tiny:1@{bundle.manifest.digest}").manifest == bundle.manifest
+    strict.set_alias("tiny", "production", 1)
+    assert [summary.error for summary in strict.list() if summary.name == "tiny"] == [None]
+
+
+def test_an_unsigned_bundle_does_not(store: Store, strict: Store) -> None:
+    store.publish(make_draft())
+    for use in (strict.load, strict.verify, lambda name: strict.set_alias(name, "production", 1)):
+        with pytest.raises(SignatureMissing, match="hallutracer bundle sign"):
+            use("tiny")
+    assert strict.publish(make_draft(1)).reference == "tiny:2"  # signed after it is published
+    assert {type(summary.error) for summary in strict.list() if summary.name == "tiny"} == {SignatureMissing}
+
+
+def test_a_resealed_bundle_does_not(store: Store, strict: Store, keys: KeyPair) -> None:
+    """Finding: whoever can write to a store can seal another bundle, which passes every digest."""
+    path = signed(store, keys).path
+    edit_manifest(path, lambda manifest: manifest["classifier"].update(intercept=9.0))
+    assert store.verify("tiny").manifest.classifier.intercept == 9.0
+    with pytest.raises(SignatureMismatch, match=r"tiny:1.*bundle\.json"):
+        strict.verify("tiny")
+
+
+@pytest.mark.parametrize("name", ["README.md", "evaluation.json", "plots/roc.png"])
+def test_every_file_is_covered(name: str, store: Store, strict: Store, keys: KeyPair) -> None:
+    path = signed(store, keys).path
+    replace_file(path, name, b"{}\n")
+    assert store.load("tiny").reference == "tiny:1"
+    with pytest.raises(SignatureMismatch):
+        strict.load("tiny")
+
+
+def test_a_signature_is_for_one_version(store: Store, strict: Store, keys: KeyPair) -> None:
+    first, second = signed(store, keys, 0), store.publish(make_draft(1))
+    shutil.copy(first.path / SIGNATURE, second.path / SIGNATURE)
+    with pytest.raises(SignatureMismatch):
+        strict.load("tiny:2")
+    again = sealed(first.manifest, version=2, created=first.manifest.created)  # an old one, put in front of a new one
+    for name, data in {**read_files(first.path, first.manifest), MANIFEST: manifest_bytes(again)}.items():
+        (second.path / name).write_bytes(data)
+    assert store.load("tiny:2").manifest.digest == first.manifest.digest
+    with pytest.raises(SignatureMismatch):
+        strict.load("tiny:2")
+
+
+def test_another_key_does_not(store: Store, strict: Store, tmp_path: Path) -> None:
+    signed(store, key_pair(tmp_path, "theirs"))
+    with pytest.raises(SignatureMismatch, match=r"not signed by .*ours\.pub"):
+        strict.load("tiny")
+
+
+@pytest.mark.parametrize("data", [b"", b"{}", b"\xff", b"[" * 10_000, b"x" * (2 << 20)])
+def test_what_is_no_signature_does_not(data: bytes, store: Store, strict: Store) -> None:
+    (store.publish(make_draft()).path / SIGNATURE).write_bytes(data)
+    with pytest.raises((SignatureMismatch, BundleDamaged)):
+        strict.load("tiny")
+
+
+def test_a_signature_that_leaves_a_file_out_does_not(store: Store, strict: Store, keys: KeyPair) -> None:
+    from model_signing import hashing, signing
+
+    bundle = store.publish(make_draft())
+    config = signing.Config().use_elliptic_key_signer(private_key=keys.private)
+    config.set_hashing_config(hashing.Config().set_ignored_paths(paths=["bundle.json"])).sign(
+        bundle.path, bundle.path / SIGNATURE
+    )
+    with pytest.raises(SignatureMismatch, match="leaves files out"):
+        strict.load("tiny")
+
+
+def test_what_was_loaded_is_what_is_compared(store: Store, keys: KeyPair) -> None:
+    """Files that change between loading and comparing: neither the old nor the new ones pass for each other."""
+    bundle = signed(store, keys)
+    edit_manifest(bundle.path, lambda manifest: manifest["classifier"].update(intercept=9.0))
+    changed = store.load("tiny")
+    (bundle.path / MANIFEST).write_bytes(manifest_bytes(bundle.manifest))
+    required = required_signature(str(keys.public))
+    required.check(bundle)
+    with pytest.raises(SignatureMismatch):
+        required.check(changed)
+
+
+def test_certificates(store: Store, tmp_path: Path) -> None:
+    ours, theirs = certified(tmp_path, "ours"), certified(tmp_path, "theirs")
+    store.publish(make_draft())
+    store.sign("tiny", Signing(ours.private, certificate=ours.certificate, chain=[ours.root]))
+    trusting = Store(store.root, trust=Trust(required_signature(str(ours.root))))
+    assert trusting.load("tiny").reference == "tiny:1"
+    with pytest.raises(SignatureMismatch, match=r"theirs-root\.crt"):
+        Store(store.root, trust=Trust(required_signature(str(theirs.root)))).load("tiny")
+    store.sign("tiny", Signing(theirs.private, certificate=theirs.certificate))  # over the other one
+    with pytest.raises(SignatureMismatch):
+        trusting.load("tiny")
+
+
+def test_a_key_with_a_password(store: Store, tmp_path: Path) -> None:
+    locked = key_pair(tmp_path, "locked", b"open sesame")
+    store.publish(make_draft())
+    for password in (None, "wrong"):
+        with pytest.raises(SigningError, match="cannot sign"):
+            store.sign("tiny", Signing(locked.private, password))
+    store.sign("tiny", Signing(locked.private, "open sesame"))
+    assert Store(store.root, trust=Trust(required_signature(str(locked.public)))).load("tiny").reference == "tiny:1"
+
+
+@pytest.mark.long
+def test_the_tool_of_others_agrees(store: Store, strict: Store, keys: KeyPair) -> None:
+    """Both ways with OpenSSF's own command line."""
+    bundle = signed(store, keys)
+    tool = [sys.executable, "-m", "model_signing"]
+    at = [str(bundle.path), "--signature", str(bundle.path / SIGNATURE)]
+    done = subprocess.run([*tool, "verify", "key", *at, "--public_key", str(keys.public)], capture_output=True)
+    assert done.returncode == 0, done.stderr
+    (bundle.path / SIGNATURE).unlink()
+    subprocess.run([*tool, "sign", "key", *at, "--private_key", str(keys.private)], check=True, capture_output=True)
+    assert strict.load("tiny").reference == "tiny:1"
+
+
+def test_what_signs_must_be_there(store: Store, tmp_path: Path) -> None:
+    store.publish(make_draft())
+    with pytest.raises(SigningError, match="cannot sign"):
+        store.sign("tiny", Signing(tmp_path / "nothing.pem"))
+    with pytest.raises(BundleConflict, match="comes with the package"):
+        Store(store.root, [SHIPPED]).sign("demo", Signing(tmp_path / "nothing.pem"))
+
+
+def test_what_is_signed_need_not_have_been_signed_and_is_what_was_pinned(
+    store: Store, strict: Store, keys: KeyPair
+) -> None:
+    first, second = store.publish(make_draft(0)), store.publish(make_draft(1))
+    with pytest.raises(DigestMismatch):
+        strict.sign(f"tiny:2@{first.manifest.digest}", Signing(keys.private))
+    strict.sign(f"tiny:2@{second.manifest.digest}", Signing(keys.private))
+    assert strict.load("tiny").reference == "tiny:2"
+
+
+def test_a_warning_of_the_library_stays_out_of_standard_output(
+    store: Store, strict: Store, keys: KeyPair, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = signed(store, keys).path / SIGNATURE
+    signature = json.loads(path.read_bytes())
+    del signature["verificationMaterial"]["publicKey"]["hint"]  # as older signers left it
+    path.write_text(json.dumps(signature))
+    assert strict.load("tiny").reference == "tiny:1"
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "older verification material format" in err
+
+
+def test_a_private_key_is_no_public_one(keys: KeyPair) -> None:
+    with pytest.raises(InvalidReference, match="this is a private key"):
+        required_signature(str(keys.private))
+
+
+def test_a_damaged_bundle_is_not_signed(store: Store, keys: KeyPair) -> None:
+    (store.publish(make_draft()).path / "README.md").write_bytes(b"x")
+    with pytest.raises(BundleDamaged):
+        store.sign("tiny", Signing(keys.private))
+
+
+# whose signature
+
+
+def test_whose_signature(tmp_path: Path, keys: KeyPair) -> None:
+    found = required_signature("sigstore:me@example.org@https://accounts.example.org")
+    assert (found.identity, found.issuer) == ("me@example.org", "https://accounts.example.org")
+    (tmp_path / "text").write_text("hello")
+    for text in ("sigstore:", "sigstore:me@example.org", "sigstore:@https://x", str(tmp_path / "absent"),
+                 str(tmp_path / "text"), str(keys.private), str(tmp_path)):  # fmt: skip
+        with pytest.raises(InvalidReference):
+            required_signature(text)
+    keys.public.chmod(0o666)
+    with pytest.raises(OpenStore, match=r"ours\.pub"):
+        required_signature(str(keys.public))
+
+
+def test_a_missing_package_is_told_at_once(keys: KeyPair, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "model_signing.verifying", None)
+    with pytest.raises(SigningError, match=r"pip install 'hallutracer\[signing\]'"):
+        required_signature(str(keys.public))
+
+
+def test_the_packages_bundles_need_none_and_an_unsigned_one_is_not_passed_over(store: Store, strict: Store) -> None:
+    """With a signature required, an unsigned 'demo' in the store is an error, and not a reason to take the other."""
+    assert strict.load("demo").path == SHIPPED / "demo" / "1"
+    store.publish(make_draft(name="demo"))
+    with pytest.raises(SignatureMissing, match="demo:1"):
+        strict.load("demo")
+
+
+# with a bundle to other stores
+
+
+def test_a_signature_goes_along(store: Store, keys: KeyPair, url: str, opens: Opens) -> None:
+    bundle, trust = signed(store, keys), Trust(required_signature(str(keys.public)))
+    copy(bundle, opens(url), source=store.where)
+    there = opens(url, "new", trust)
+    assert there.load("tiny").manifest == bundle.manifest
+    back = Store(store.root.parent / "back", trust=trust)
+    copy(there.load("tiny"), back, source=url)
+    assert files_of(back.load("tiny")) == files_of(bundle)
+
+
+def test_a_signature_goes_along_where_an_answer_was_lost(
+    store: Store, keys: KeyPair, opens: Opens, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The manifest was created, and the client's second attempt found it there."""
+    create = Objects.create
+    monkeypatch.setattr(
+        Objects, "create", lambda self, path, data: create(self, path, data) and not path.endswith(MANIFEST)
+    )
+    bundle = signed(store, keys)
+    copy(bundle, opens("memory://lost-signed"), source=store.where)
+    assert files_of(opens("memory://lost-signed", "new").load("tiny")) == files_of(bundle)
+
+
+def test_an_unsigned_bundle_is_not_taken_where_one_is_required(store: Store, keys: KeyPair) -> None:
+    back = Store(store.root.parent / "back", trust=Trust(required_signature(str(keys.public))))
+    bundle = store.publish(make_draft())
+    with pytest.raises(SignatureMissing):
+        copy(bundle, back, source="here")
+    assert not back.root.exists()
+
+
+def test_a_signature_may_come_later(store: Store, keys: KeyPair, url: str, opens: Opens) -> None:
+    bundle, trust = store.publish(make_draft()), Trust(required_signature(str(keys.public)))
+    there = opens(url)
+    copy(bundle, there, source=store.where)
+    opens(url, "reader").load("tiny")
+    with pytest.raises(SignatureMissing):
+        opens(url, "reader", trust).load("tiny")
+    there.sign("tiny", Signing(keys.private))
+    assert opens(url, "reader", trust).load("tiny").reference == "tiny:1"
+    copy(there.load("tiny"), store, source=url)  # which has the bundle, without the signature
+    assert Store(store.root, trust=trust).load("tiny").reference == "tiny:1"
+    other = key_pair(store.root.parent, "other")
+    there.sign("tiny", Signing(other.private))
+    with pytest.raises(SignatureMismatch):
+        opens(url, "reader", trust).load("tiny")
+    copy(opens(url, "reader").load("tiny"), store, source=url)  # does not replace the one that is there
+    assert Store(store.root, trust=trust).load("tiny").reference == "tiny:1"
+
+
+# pins
+
+
+def test_pins(store: Store) -> None:
+    first, second = store.publish(make_draft(0)), store.publish(make_draft(1))
+    store.set_alias("tiny", "canary", 1)
+    for reference in ("tiny:1", "tiny@canary"):
+        assert store.load(f"{reference}@{first.manifest.digest}").reference == "tiny:1"
+        with pytest.raises(DigestMismatch, match="not the bundle that the reference pins"):
+            store.load(f"{reference}@{second.manifest.digest}")
+    assert store.load(f"tiny@{second.manifest.digest}").reference == "tiny:2"
+    with pytest.raises(DigestMismatch):
+        store.verify(f"tiny@{first.manifest.digest}")  # a pin checks, it does not search
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["tiny@sha256:", "tiny@sha256:" + "a" * 63, "tiny@sha256:" + "A" * 64, "tiny@sha256:" + "a" * 64 + "\n",
+     "@sha256:" + "a" * 64, "tiny:@sha256:" + "a" * 64, "tiny@sha512:" + "a" * 64,
+     "tiny@sha256:" + "a" * 64 + "@sha256:" + "a" * 64],
+)  # fmt: skip
+def test_what_is_no_pin(text: str) -> None:
+    with pytest.raises(InvalidReference):
+        parse_reference(text)
+
+
+def test_an_alias_may_be_called_sha256(store: Store) -> None:
+    store.publish(make_draft(0))
+    store.set_alias("tiny", "sha256", 1)
+    assert store.load("tiny@sha256").reference == "tiny:1"
