@@ -44,6 +44,8 @@ NAVIGATION = {
     "Start": {"Install": "docs/install"},
     "Use": {
         "Serving": "docs/serving",
+        "Keys and the audit log": "docs/access",
+        "When the guard is away": "docs/away",
         "Rollout": "docs/rollout",
         "Drift": "docs/drift",
         "Feedback": "docs/feedback",

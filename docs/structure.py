@@ -35,6 +35,8 @@ ROLES = {
     "service.guard": ("the decision on a risk", REQUEST),
     "service.upstreams": ("who answers instead", REQUEST),
     "service.feedback": ("answers and labels, in a database", REQUEST),
+    "service.access": ("named keys", REQUEST),
+    "service.audit": ("who did what", REQUEST),
     "service.engines": ("run the model: transformers, vLLM", REQUEST),
     "service.risk": ("the method: truth logits, depth mean, risk", REQUEST),
     "service.readout": ("sites, positions, shapes", REQUEST),
@@ -43,7 +45,7 @@ ROLES = {
     "service.errors": ("every error", GROUND),
     "service.settings": ("settings", GROUND),
     "service.callers": ("who asks, and what it may choose", GROUND),
-    "service.routes": ("the routes that read a prompt", GROUND),
+    "service.routes": ("the routes, and what a key needs for each", GROUND),
     "service.progress": ("lines about long steps", GROUND),
 }
 WIDTH, ROW, GAP, LEFT = 760, 44, 8, 40

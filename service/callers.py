@@ -1,12 +1,27 @@
-"""Who sends a request, what it may choose that lets more through than the operator's own policy, and whose answers it
-may label."""
+"""Who sends a request: which routes its key opens, what it may choose that lets more through than the operator's own
+policy, how much it may ask, and whose answers it may label."""
 
 from __future__ import annotations
 
+import hashlib
+import time
 from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
+from enum import StrEnum
 from typing import Literal
 
-Right = Literal["policy", "threshold", "bundle", "feedback", "admin"]
+Right = Literal["policy", "threshold", "bundle", "feedback"]
+
+
+class Scope(StrEnum):
+    """The routes that a key opens (``service.routes.scopes_of``)."""
+
+    SCORE = "score"
+    OBSERVE = "observe"
+    ADMIN = "admin"
+
+
+USER_SCOPES = frozenset({Scope.SCORE, Scope.OBSERVE})
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,6 +32,29 @@ class ApiKey:
     name: str
     may: frozenset[Right] = frozenset()
 
+    def hashed(self) -> Key:
+        """As it is looked up.  Never an administrator: such keys were given out before there were scopes."""
+        return Key(name=self.name, digest=digest_of(self.secret), may=self.may)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Key:
+    """What is known of a key.  Its secret is not."""
+
+    name: str
+    digest: str = field(repr=False)  # as ``digest_of``
+    may: frozenset[Right] = frozenset()
+    scopes: frozenset[Scope] = USER_SCOPES
+    policies: tuple[str, ...] | None = None  # that its requests may be judged by; None: all
+    expires: datetime | None = None
+    revoked: datetime | None = None
+    requests_per_minute: int | None = None
+    prompt_tokens_per_day: int | None = None
+
+    def expired(self) -> bool:
+        """Whether its time is over."""
+        return self.expires is not None and now() >= self.expires
+
 
 @dataclass(frozen=True, slots=True)
 class Caller:
@@ -24,3 +62,18 @@ class Caller:
 
     name: str = ""
     may: frozenset[Right] = frozenset()
+    policies: tuple[str, ...] | None = None  # None: all
+
+
+_START = datetime.now(UTC), time.monotonic()
+
+
+def now() -> datetime:
+    """The clock's time; where it was set back since the process began, the time that it would show."""
+    began, ticks = _START
+    return max(datetime.now(UTC), began + timedelta(seconds=time.monotonic() - ticks))
+
+
+def digest_of(secret: str) -> str:
+    """SHA-256 in hexadecimal: enough for a secret of 256 random bits, which nobody can guess."""
+    return hashlib.sha256(secret.encode("utf-8", "surrogateescape")).hexdigest()

@@ -29,7 +29,7 @@ class RequestError(HalluTracerError):
 
 
 class ReloadFailed(HalluTracerError):
-    """The bundles that were to be loaded cannot be used; nothing changed."""
+    """Keys or bundles that were to be read again cannot be used; those in force stay."""
 
     status, code = 409, "reload_failed"
 
@@ -88,19 +88,32 @@ class Unauthorized(HalluTracerError):
     status, code = 401, "unauthorized"
 
 
+class KeyExpired(Unauthorized):
+    """The bearer key was valid until a while ago."""
+
+    status, code = 401, "key_expired"
+
+
+class KeyRevoked(Unauthorized):
+    """The operator has taken the bearer key back."""
+
+    status, code = 401, "key_revoked"
+
+
+class MissingScope(HalluTracerError):
+    """The bearer key does not open this route."""
+
+    status, code = 403, "missing_scope"
+
+
 class NotAllowed(HalluTracerError):
     """The request chooses what its caller may not; the operator can allow it."""
 
     status, code = 403, "not_allowed"
 
-    def __init__(self, message: str, *, param: str) -> None:
-        super().__init__(f"{message}; the operator can allow it with --callers-may {param}", param=param)
-
-
-class NotAdministrator(HalluTracerError):
-    """The caller may not administer the service."""
-
-    status, code = 403, "not_administrator"
+    def __init__(self, message: str, *, param: str, cure: str = "") -> None:
+        cure = cure or f"the operator can allow it with --callers-may {param}"
+        super().__init__(f"{message}; {cure}", param=param)
 
 
 class NotFound(HalluTracerError):
@@ -117,6 +130,22 @@ class Overloaded(HalluTracerError):
     def __init__(self, message: str, *, retry_after_s: int = 1) -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
+
+
+class RateLimited(HalluTracerError):
+    """The key's requests per minute are used up."""
+
+    status, code = 429, "rate_limit_exceeded"  # as OpenAI calls it, and the next
+
+    def __init__(self, message: str, *, retry_after_s: int) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class QuotaExceeded(RateLimited):
+    """The key's prompt tokens of the day are used up."""
+
+    status, code = 429, "insufficient_quota"
 
 
 class ClientGone(HalluTracerError):
@@ -136,6 +165,13 @@ class FeedbackUnavailable(HalluTracerError):
     """The database of feedback cannot be read or written; answers do not depend on it."""
 
     status, code = 503, "feedback_unavailable"
+    retry_after_s = 5
+
+
+class AuditUnavailable(HalluTracerError):
+    """The audit log cannot be written: what has to be in it is not done."""
+
+    status, code = 503, "audit_unavailable"
     retry_after_s = 5
 
 

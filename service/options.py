@@ -77,7 +77,7 @@ class Sources(Env):
         name = env(argument.name)
         text = self.environment.get(name)
         if text == "" and name in NEVER_EMPTY:  # other empty variables are unset: compose files pass them
-            raise CycloptsError(msg=f"{name} is set but empty; unset it or give a key.")
+            raise CycloptsError(msg=f"{name} is set but empty; unset it or give a value.")
         for index, value in enumerate(argument.env_var_split(text) if text else ()):
             argument.append(Token(keyword=name, value=value, source="the environment", index=index))
 

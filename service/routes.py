@@ -1,15 +1,36 @@
-"""The routes that read a prompt."""
+"""The routes that read a prompt, and what a key needs for each route."""
+
+from __future__ import annotations
+
+from service.callers import USER_SCOPES, Scope
 
 SCORE_ROUTES = ("/v1/risk/score", "/score")  # the second is an alias
 CHAT_ROUTE, TEXT_ROUTE = "/v1/chat/completions", "/v1/completions"
 LITELLM_ROUTE = "/beta/litellm_basic_guardrail_api"  # LiteLLM's own name
 CLASSIFY_ROUTE = "/classify"
 FEEDBACK_ROUTE = "/v1/feedback"
-RELOAD_ROUTE = "/v1/admin/reload"
 ANSWER_ROUTES = (*SCORE_ROUTES, CHAT_ROUTE, TEXT_ROUTE)
 PROMPT_ROUTES = (*ANSWER_ROUTES, LITELLM_ROUTE, CLASSIFY_ROUTE)
+CALLED = frozenset({*PROMPT_ROUTES, FEEDBACK_ROUTE})  # count against a key's requests per minute
+CATALOGUE = ("/v1/models", "/v1/bundles")
+METRICS = "/metrics"
+ADMIN = "/v1/admin/"  # what changes the service is below it
+RELOAD_ROUTE = f"{ADMIN}reload"
 
 
 def canonical(route: str) -> str:
     """An alias's own route."""
     return SCORE_ROUTES[0] if route in SCORE_ROUTES else route
+
+
+def scopes_of(path: str) -> frozenset[Scope]:
+    """Any one of these opens the path to a key; none: every key does."""
+    if path.startswith(ADMIN):
+        return frozenset({Scope.ADMIN})
+    if path in CALLED:
+        return frozenset({Scope.SCORE})
+    if path == METRICS:
+        return frozenset({Scope.OBSERVE})
+    if path.startswith(CATALOGUE):  # the names that every answer has
+        return USER_SCOPES
+    return frozenset()

@@ -15,7 +15,7 @@ from typing import Annotated, Any
 
 from cyclopts import Group, Parameter
 
-from service.callers import ApiKey, Right
+from service.callers import Right
 
 PREFIX = "HALLUTRACER_"
 NO_OPTIONS = frozenset({f"{PREFIX}CACHE"})  # variables alone: where unpacked GGUF files are kept, below all commands
@@ -37,7 +37,7 @@ def env(flag: str) -> str:
     return PREFIX + flag.removeprefix("--").replace("-", "_").upper()
 
 
-NEVER_EMPTY = (env("api-key"), env("api-key-file"))
+NEVER_EMPTY = (env("api-key"), env("api-key-file"), env("keys"), env("audit-log"))
 """Variables that are an error when set to nothing: a missing key must not open the service."""
 
 
@@ -110,6 +110,20 @@ CallersMay = Annotated[
            "an observing policy, a higher threshold, another bundle.  feedback: it may label other callers' answers.  "
            "Default: none; stricter is always taken."),
 ]  # fmt: skip
+
+KeysFile = Annotated[
+    Path | None,
+    option("TOML file of named keys with scopes, limits and an end; it holds no secrets.  'hallutracer keys new' makes "
+           "it; a running service reads it again when it changes."),
+]  # fmt: skip
+AuditLogFile = Annotated[
+    Path | None,
+    option("Append who did what, and what was decided, to this file: JSON lines, never a prompt.  'hallutracer audit "
+           "verify' reads it.  Default: none."),
+]  # fmt: skip
+AuditRequired = Annotated[
+    bool, option("Answer 503 where a decision cannot be written to --audit-log, instead of counting it as missed.")
+]
 
 BundleNames = Annotated[
     tuple[str, ...],
@@ -201,4 +215,3 @@ class ServiceSettings:
                "listens on loopback, else any.", "allowed-host"),
     ] = ()  # none: any  # fmt: skip
     callers_may: CallersMay = ()
-    api_keys: Annotated[tuple[ApiKey, ...], Parameter(parse=False)] = ()  # none: open to all that reach the port

@@ -16,8 +16,9 @@ import uvicorn
 from fastapi.testclient import TestClient
 
 from probes_store.bundle import Bundle
+from service.access.ring import KeyRing
 from service.api.app import create_app
-from service.callers import ApiKey, Right
+from service.callers import ApiKey, Key, Right
 from service.guard import Policy
 from service.policies import built_in
 from service.scoring import Scorer
@@ -41,13 +42,13 @@ class App:
         aliases_of: Callable[[str], Mapping[str, int]] = lambda name: {},
         add: Sequence[Callable[[ScriptedEngine, Path], Bundle]] = (),
         max_kv_tokens: int = 16_384,
-        api_keys: Sequence[str | ApiKey] = (),
+        api_keys: Sequence[str | ApiKey | Key] = (),
+        keys_file: Path | None = None,
         callers_may: Sequence[Right] = get_args(Right),
         **settings: Any,
     ) -> None:
-        keys = tuple(
-            key if isinstance(key, ApiKey) else ApiKey(key, f"key-{number}") for number, key in enumerate(api_keys, 1)
-        )
+        named = [ApiKey(key, f"key-{n}") if isinstance(key, str) else key for n, key in enumerate(api_keys, 1)]
+        keys = [key.hashed() if isinstance(key, ApiKey) else key for key in named]
         self.engine = ScriptedEngine()
         self.served = engine_of(self.engine, kind, max_kv_tokens=max_kv_tokens)
         self.bundles = [matching_bundle(self.engine, tmp_path, name, seed) for seed, name in enumerate(names)]
@@ -55,8 +56,9 @@ class App:
         self.state = ServiceState(
             lambda: {bundle.reference: Scorer(self.served, bundle) for bundle in self.bundles},
             aliases_of,
-            ServiceSettings(api_keys=keys, callers_may=tuple(callers_may), **settings),
+            ServiceSettings(callers_may=tuple(callers_may), **settings),
             built_in() | policies,
+            keys=KeyRing(keys, keys_file, built_in() | policies),
         )
         self.app = create_app(self.state)
         self.client = TestClient(self.app, raise_server_exceptions=False)

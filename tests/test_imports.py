@@ -25,14 +25,15 @@ LAYERS = [
     ["service.scoring", "service.drift"],
     ["service.prompts", "service.policies", "service.guarantee", "service.uncertainty", "service.coverage"],
     ["service.guard"],
-    ["service.upstreams", "service.feedback"],
+    ["service.upstreams", "service.feedback", "service.access", "service.audit"],
     ["service.engines"],
     ["service.risk"],
     ["service.readout"],
     ["probes_store"],
     ["service.options"],
     ["service.settings"],
-    ["service.errors", "service.callers", "service.routes", "service.progress"],
+    ["service.routes"],
+    ["service.errors", "service.callers", "service.progress"],
 ]
 RANK = {name: rank for rank, layer in enumerate(LAYERS) for name in layer}
 

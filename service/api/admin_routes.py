@@ -7,28 +7,34 @@ from fastapi import APIRouter
 from service.api.catalogue import bundle_list
 from service.api.dependencies import Admin, State
 from service.api.response_schema import BundleList, errors
-from service.errors import NotFound, NotReady, ReloadFailed
+from service.errors import AuditUnavailable, NotFound, NotReady, ReloadFailed
 from service.routes import RELOAD_ROUTE
+from service.serving.reloading import reload_all
 
 router = APIRouter(tags=["admin"])
 RESPONSES = errors(
     _401="no bearer key, or an unknown one",
-    _403="the key may not administer, or there are no keys and the caller is not on this machine",
+    _403="the key does not have the scope admin, or there are no keys and the caller is not on this machine",
     _404="this service was not started by a command that can reload",
-    _409="the bundles cannot be used; those that were loaded stay",
-    _503="not ready: loading, or shutting down",
+    _409="the keys or the bundles cannot be used; the message tells of each, and what cannot be used is as before",
+    _503="not ready: loading, or shutting down; or the audit log cannot be written",
 )
 
 
 @router.post(RELOAD_ROUTE, responses=RESPONSES)
-async def reload(state: State, _: Admin) -> BundleList:
-    """Look the bundles up again and swap them; requests under way end with the bundle they began with."""
+async def reload(state: State, who: Admin) -> BundleList:
+    """Read the keys again, look the bundles up again and swap them; requests under way end with what they began with.
+
+    Of keys and bundles each is taken where it can be, whatever is wrong with the other.
+    """
     if state.load_again is None:
         raise NotFound("this service cannot load its bundles again")
-    try:
-        await state.reload(state.load_again)
-    except NotReady:
-        raise
-    except Exception as error:
-        raise ReloadFailed(f"the bundles were not swapped, those that were loaded stay: {error}") from error
-    return bundle_list(state)
+    keys, error = await reload_all(state, who)
+    if keys is None and error is None:
+        return bundle_list(state)
+    bundles = f"not swapped, those that were loaded stay: {error}" if error is not None else "swapped"
+    message = f"keys: {keys or 'as their file says'}; bundles: {bundles}"
+    for kind in (NotReady, AuditUnavailable):  # what may be otherwise soon
+        if isinstance(error, kind):
+            raise kind(message)
+    raise ReloadFailed(message)

@@ -9,6 +9,8 @@ from dataclasses import dataclass, replace
 
 from fastapi import Request
 
+from service.api.auth import allowance_of
+from service.api.dependencies import who_of
 from service.api.reply import Reply
 from service.api.request_log import record_of
 from service.api.request_schema import Include
@@ -20,6 +22,7 @@ from service.guard import Action, Decision, Policy
 from service.prompts import Message
 from service.routes import canonical
 from service.scoring import RiskReport, Scorer
+from service.serving.auditing import decision_line
 from service.serving.deadline import Deadline
 from service.serving.feedback import Content, Feedback, Kept
 from service.serving.state import ServiceState
@@ -72,10 +75,16 @@ async def answer(request: Request, state: ServiceState, asked: Asked) -> tuple[R
         async with while_connected(request):
             async with handle.deadline.enforced():
                 token_ids, kept = await state.tokenizing.run(asked.size, lambda: _read(asked, state.feedback))
+            allowance_of(request, state.keys)(sum(map(len, token_ids)))
             handle.start(token_ids)
             reports = await (handle.risks() if asked.stream else handle.answers())
+            route = canonical(reply.record.path)
+            if state.audit is not None:  # before anybody is told
+                line = decision_line(
+                    who_of(request), reply.record.request_id, route, asked.scorer, asked.policy, enumerate(reports)
+                )
+                await state.audit.decided(line)
             if state.feedback is not None:  # before anybody can know the id
-                route = canonical(reply.record.path)
                 state.feedback.remember(
                     asked.caller, reply.record.request_id, route, asked.scorer, asked.policy, reports, kept
                 )

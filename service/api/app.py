@@ -27,10 +27,13 @@ from service.api.hosts import KnownHosts
 from service.api.middleware import RequestFrame
 from service.api.pages import pages, routes
 from service.api.shedding import LoadShedder
+from service.serving.keys import watch_keys
 from service.serving.state import ServiceState
 
 EXPOSED_HEADERS = ["x-request-id", "x-queue-time", "x-inference-time", "x-total-time", "retry-after",
-            "x-hallutracer-bundle", "x-hallutracer-risk", "x-hallutracer-decision"]  # fmt: skip
+            "x-hallutracer-bundle", "x-hallutracer-risk", "x-hallutracer-decision",
+            *(f"x-ratelimit-{part}-{of}" for part in ("limit", "remaining", "reset") for of in ("requests", "tokens")),
+            ]  # fmt: skip
 
 
 def create_app(state: ServiceState, on_loaded: Callable[[ServiceState], None] | None = None) -> FastAPI:
@@ -43,9 +46,10 @@ def create_app(state: ServiceState, on_loaded: Callable[[ServiceState], None] | 
             if on_loaded is not None:
                 on_loaded(state)
 
-        loading = asyncio.create_task(load())
+        loading, watching = asyncio.create_task(load()), asyncio.create_task(watch_keys(state))
         yield
         loading.cancel()
+        watching.cancel()
         await app.state.forwarder.close()
         await asyncio.to_thread(state.stop)
 
@@ -62,13 +66,13 @@ def create_app(state: ServiceState, on_loaded: Callable[[ServiceState], None] | 
     settings = state.settings
     app.add_middleware(LoadShedder, state=state)
     # Middleware added last is outermost: a 401 still has a request id, a log line and CORS headers.
-    if settings.api_keys:
-        app.add_middleware(
-            BearerKeys,
-            keys=settings.api_keys,
-            protect_metrics=settings.protect_metrics,
-            pages=[page.path for page in pages(settings.playground)],
-        )
+    app.add_middleware(
+        BearerKeys,
+        keys=state.keys,
+        protect_metrics=settings.protect_metrics,
+        pages=[page.path for page in pages(settings.playground)],
+    )
+    if state.keys.closed:
         _declare_keys(app, settings.protect_metrics)
     if settings.allowed_hosts and "*" not in settings.allowed_hosts:
         app.add_middleware(KnownHosts, hosts=settings.allowed_hosts)

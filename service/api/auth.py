@@ -1,64 +1,135 @@
 """Bearer keys for every route but health checks, the pages' files and, unless protected, metrics.
 
-Plain ASGI: before the body is read.
-
-Unknown paths need a key too, so that the routes cannot be probed without one.
+Plain ASGI: before the body is read.  Unknown paths need a key too, so that the routes cannot be probed without one.
 """
 
 from __future__ import annotations
 
-import hashlib
-import hmac
-from collections.abc import Collection, Sequence
+import ipaddress
+from collections.abc import Callable, Collection
 
-from starlette.datastructures import Headers
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import HTTPConnection
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from service.access.allowance import Allowance
+from service.access.ring import KeyRing
 from service.api.error_handlers import respond
-from service.callers import ApiKey
-from service.errors import Unauthorized
+from service.callers import Key
+from service.callers import Scope as KeyScope
+from service.errors import HalluTracerError, KeyExpired, KeyRevoked, MissingScope, Unauthorized
+from service.routes import CALLED, METRICS, scopes_of
 
 HEALTH = frozenset({"/health", "/health/live", "/health/ready"})
-METRICS = "/metrics"
+FORWARDED = ("x-forwarded-for", "forwarded", "x-real-ip", "via")
 
 
 class BearerKeys:
-    """Answers 401 unless ``Authorization: Bearer KEY``, or without that header ``X-Api-Key``, holds one of ``keys``."""
+    """Answers 401 unless ``Authorization: Bearer KEY``, or without that header ``X-Api-Key``, holds one of ``keys``.
 
-    def __init__(
-        self, app: ASGIApp, keys: Sequence[ApiKey], protect_metrics: bool, pages: Collection[str] = ()
-    ) -> None:
+    403 where the key does not open the route, 429 where it has asked too much.  Without any keys all routes are open,
+    except to other machines those that change the service.
+    """
+
+    def __init__(self, app: ASGIApp, keys: KeyRing, protect_metrics: bool, pages: Collection[str] = ()) -> None:
         """``pages`` are paths of files that all may get."""
         self.app = app
-        # Digests are of equal length, so that timing does not reveal a key's.
-        self._keys = [(_digest(key.secret), key) for key in keys]
+        self._keys = keys
         self._open = HEALTH if protect_metrics else HEALTH | {METRICS}
         self._pages = frozenset(pages)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve or refuse one request."""
-        key = None if scope["type"] == "lifespan" else self._key(Headers(scope=scope))
-        if key is not None:
-            state = scope.setdefault("state", {})
-            state["key"] = key
-            if "record" in state:
-                state["record"].caller = key.name
-        if scope["type"] == "lifespan" or key is not None or scope["path"] in self._open or self._is_page(scope):
-            await self.app(scope, receive, send)
-            return
         if scope["type"] != "http":
+            if scope["type"] == "lifespan" or not self._keys.closed:
+                await self.app(scope, receive, send)
             return  # no WebSocket routes: the server closes it
-        await respond(Unauthorized("send a key of this service as 'Authorization: Bearer KEY'"), scope, receive, send)
+        path, is_open = scope["path"], scope["path"] in self._open or self._is_page(scope)
+        try:
+            key = self._keys.find(secret) if (secret := _secret(Headers(scope=scope))) else None
+            if key is not None and not (is_open and _over(key)):
+                self._note(scope, key)
+            if not is_open:
+                check_scopes(HTTPConnection(scope), self._keys, scopes_of(path))
+            if not is_open and key is not None and path in CALLED:
+                send = self._counted(key, send)
+                self._keys.allowance(key).take_request(key)
+        except HalluTracerError as refusal:
+            await respond(refusal, scope, receive, send)
+            return
+        await self.app(scope, receive, send)
 
     def _is_page(self, scope: Scope) -> bool:
-        return scope["type"] == "http" and scope["path"] in self._pages and scope["method"] in ("GET", "HEAD")
+        return scope["path"] in self._pages and scope["method"] in ("GET", "HEAD")
 
-    def _key(self, headers: Headers) -> ApiKey | None:
-        scheme, _, secret = headers.get("authorization", f"Bearer {headers.get('x-api-key', '')}").partition(" ")
-        given = _digest(secret.strip())
-        matches = [key for digest, key in self._keys if hmac.compare_digest(given, digest)]
-        return matches[0] if matches and scheme.lower() == "bearer" else None
+    @staticmethod
+    def _note(scope: Scope, key: Key) -> None:
+        state = scope.setdefault("state", {})
+        state["key"] = key
+        if "record" in state:
+            state["record"].caller = key.name
+
+    def _counted(self, key: Key, send: Send) -> Send:
+        allowance = self._keys.allowance(key)
+
+        async def counted(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message).update(allowance.headers(key))
+            await send(message)
+
+        return counted
 
 
-def _digest(key: str) -> bytes:
-    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
+def key_of(request: HTTPConnection) -> Key | None:
+    """The key that a request was sent with, where it is known."""
+    key = request.scope.get("state", {}).get("key")
+    return key if isinstance(key, Key) else None
+
+
+def check_scopes(request: HTTPConnection, keys: KeyRing, wanted: Collection[KeyScope]) -> None:
+    """Raise Unauthorized or MissingScope unless the request's key has one of these scopes; none: any key will do."""
+    if not keys.closed:
+        if KeyScope.ADMIN in wanted and not _from_here(request):
+            raise MissingScope(
+                "while there are no keys, only programs on this machine may change the service; to do it from "
+                "elsewhere, make a key: hallutracer keys new NAME --scope admin"
+            )
+        return
+    key = key_of(request)
+    if key is None:
+        raise Unauthorized("send a key of this service as 'Authorization: Bearer KEY'")
+    if key.revoked is not None:
+        raise KeyRevoked(f"key {key.name!r} was revoked; ask the operator for another")
+    if key.expired():
+        raise KeyExpired(f"key {key.name!r} expired on {key.expires:%Y-%m-%d}; ask the operator for another")
+    if wanted and not key.scopes & set(wanted):
+        needed = " or ".join(repr(str(one)) for one in sorted(wanted))
+        raise MissingScope(f"this route needs the scope {needed}; key {key.name!r} has {', '.join(sorted(key.scopes))}")
+
+
+def allowance_of(request: HTTPConnection, keys: KeyRing) -> Callable[[int], None]:
+    """Takes so many prompt tokens from what the request's key has left.  Raises QuotaExceeded."""
+    key = key_of(request)
+    if key is None:
+        return lambda tokens: None
+    allowance: Allowance = keys.allowance(key)
+    return lambda tokens: allowance.take_tokens(key, tokens)
+
+
+def _from_here(request: HTTPConnection) -> bool:
+    """A connection of this machine that no proxy passes on, and that no web page has a browser make."""
+    if request.client is None or "origin" in request.headers or any(name in request.headers for name in FORWARDED):
+        return False
+    try:
+        return ipaddress.ip_address(request.client.host).is_loopback
+    except ValueError:
+        return False
+
+
+def _over(key: Key) -> bool:
+    return key.revoked is not None or key.expired()
+
+
+def _secret(headers: Headers) -> str | None:
+    scheme, _, secret = headers.get("authorization", f"Bearer {headers.get('x-api-key', '')}").partition(" ")
+    return secret.strip() if scheme.lower() == "bearer" else None

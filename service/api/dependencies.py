@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from ipaddress import ip_address
 from typing import Annotated
 
 from fastapi import Depends, Request
 from starlette.requests import HTTPConnection
 
-from service.callers import ApiKey, Caller
-from service.errors import NotAdministrator
+from service.api.auth import check_scopes, key_of
+from service.audit.events import Who
+from service.callers import Caller, Scope
 from service.serving.state import ServiceState
 
 
@@ -20,35 +20,37 @@ async def service_state(request: Request) -> ServiceState:
     return state
 
 
+State = Annotated[ServiceState, Depends(service_state)]
+
+
 def caller_of(request: HTTPConnection, state: ServiceState) -> Caller:
     """The key's owner; without keys, whoever has the connection's address."""
     everyone = frozenset(state.settings.callers_may)
-    key = request.scope["state"].get("key")
-    if isinstance(key, ApiKey):
-        return Caller(key.name, everyone | key.may)
-    return Caller(request.client.host if request.client else "", everyone)
+    if (key := key_of(request)) is not None:
+        return Caller(key.name, everyone | key.may, key.policies)
+    return Caller(address_of(request) or "", everyone)
+
+
+def address_of(request: HTTPConnection) -> str | None:
+    """The connection's, which is a proxy's where there is one before the service."""
+    return request.client.host if request.client else None
+
+
+def who_of(request: HTTPConnection) -> Who:
+    """For the audit log."""
+    key = key_of(request)
+    return Who(key=None if key is None else key.name, address=address_of(request))
 
 
 def knows_caller(request: HTTPConnection, state: ServiceState) -> bool:
     """Whether the request has a key, where there are keys; the health routes are open to all."""
-    return not state.settings.api_keys or isinstance(request.scope["state"].get("key"), ApiKey)
+    return not state.keys.closed or key_of(request) is not None
 
 
-async def administrator(request: Request) -> None:
-    """Raise NotAdministrator unless the key may administer; without keys, unless the caller is on this machine."""
-    key = request.scope["state"].get("key")
-    if isinstance(key, ApiKey):
-        if "admin" not in key.may:
-            raise NotAdministrator("this key may not administer the service: give it may=admin")
-        return
-    host = request.client.host if request.client else ""
-    try:
-        here = ip_address(host).is_loopback
-    except ValueError:
-        here = False
-    if not here:
-        raise NotAdministrator("without keys the service is administered from its own machine only")
+async def administrator(request: Request, state: State) -> Who:
+    """Who calls a route of ``Scope.ADMIN``.  Raises as ``check_scopes``, also where the path does not ask for it."""
+    check_scopes(request, state.keys, {Scope.ADMIN})
+    return who_of(request)
 
 
-Admin = Annotated[None, Depends(administrator)]
-State = Annotated[ServiceState, Depends(service_state)]
+Admin = Annotated[Who, Depends(administrator)]

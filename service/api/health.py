@@ -44,6 +44,7 @@ async def ready(state: State, request: Request) -> Status:
         status="ready",
         model=state.scorers[0].engine.identity.model,
         bundles=[scorer.bundle.reference for scorer in state.scorers],
+        keys=state.keys.problem,
     )
 
 

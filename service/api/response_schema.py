@@ -298,6 +298,7 @@ class Status(Strict):
     status: Literal["live", "ready"]
     model: str | None = None
     bundles: list[str] | None = None
+    keys: str | None = None  # why the file of named keys, as it is now, is not in force
 
 
 class ErrorBody(BaseModel):

@@ -13,7 +13,7 @@ from cyclopts import App, CycloptsError
 
 from probes_store.errors import BundleError
 from service import __version__
-from service.cli import bundle, calibrate, data, demo, diagnose, evaluate, recalibrate, score, serve, train
+from service.cli import audit, bundle, calibrate, data, demo, diagnose, evaluate, keys, recalibrate, score, serve, train
 from service.cli.options import UsageError
 from service.cli.output import print_line
 from service.errors import HalluTracerError
@@ -37,6 +37,8 @@ COMMANDS: dict[str, Any] = {  # name -> function, or for a group its help and co
     "bundle": bundle.COMMANDS,
     "demo": demo.COMMANDS,
     "data": data.COMMANDS,
+    "keys": keys.COMMANDS,
+    "audit": audit.COMMANDS,
 }
 
 

@@ -1,10 +1,11 @@
-"""Bundles swapped on the running engine: at a SIGHUP, and where an alias has moved."""
+"""Bundles swapped on the running engine: at a SIGHUP, which reads the keys again, too, and where an alias has moved."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import signal
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -19,15 +20,23 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("hallutracer")
 Stamps = Mapping[str, str | None]
+SELDOM_S = 300.0
 _tasks: set[asyncio.Task[None]] = set()  # the event loop itself keeps none alive
 
 
 def on_hangup(state: ServiceState) -> Callable[[], None]:
     """Reload on SIGHUP, and when the returned function is called.  Call on the service's event loop."""
+    from service.audit.events import Who
+    from service.serving.reloading import reload_all
+
     loop = asyncio.get_running_loop()
 
+    async def hangup() -> None:
+        _, error = await reload_all(state, Who(by="signal"))  # which logs what is wrong with the keys
+        _tell(state, error)
+
     def begin() -> None:
-        _keep(loop.create_task(_reload(state)))
+        _keep(loop.create_task(hangup()))
 
     loop.add_signal_handler(signal.SIGHUP, begin)
     return begin
@@ -36,12 +45,15 @@ def on_hangup(state: ServiceState) -> Callable[[], None]:
 def watch(state: ServiceState, look: Callable[[], Stamps], before: Stamps, seconds: float) -> None:
     """Reload where ``look``, called every so many seconds, gives something else.  Call on the event loop.
 
-    ``before``: what it gave before the loaded bundles were read.  A reload that failed is tried again each time.
+    ``before``: what it gave before the loaded bundles were read.  Where the store gives no answer, or a reload failed,
+    it is tried again, ever less often, for each time is in the audit log.
     """
+    from service.audit.events import Who
+    from service.serving.reloading import reload_bundles
     from service.serving.state import in_own_thread
 
     async def again() -> None:
-        seen = before
+        seen, wait, again_at = before, seconds, 0.0
         while not state.stopping:
             await asyncio.sleep(seconds)
             try:
@@ -49,9 +61,14 @@ def watch(state: ServiceState, look: Callable[[], Stamps], before: Stamps, secon
             except Exception:
                 log.exception("the store was not looked at")
                 continue
-            if now != seen or None in now.values() or state.reload_error is not None:
-                seen = now
-                await _reload(state, again=True)
+            moved, failing = now != seen, None in now.values() or state.reload_error is not None
+            if moved or (failing and time.monotonic() >= again_at):
+                seen, said = now, state.reload_error
+                error = await reload_bundles(state, Who(by="alias"))
+                if error is None or str(error) != said:  # what was said of the last one is not said again
+                    _tell(state, error)
+                wait = seconds if moved else min(2 * wait, max(seconds, SELDOM_S))
+                again_at = time.monotonic() + wait
 
     _keep(asyncio.get_running_loop().create_task(again()))
 
@@ -101,15 +118,9 @@ def _keep(task: asyncio.Task[None]) -> None:
     task.add_done_callback(_tasks.discard)
 
 
-async def _reload(state: ServiceState, *, again: bool = False) -> None:
-    """``again``: what was said of the last one is not said again."""
-    assert state.load_again is not None
-    said = state.reload_error
-    try:
-        await state.reload(state.load_again)
-    except Exception as error:  # whatever is wrong with the new bundles, the loaded ones stay
-        if not again or str(error) != said:
-            log.error("the bundles were not swapped, those that are loaded stay: %s", error)
+def _tell(state: ServiceState, error: Exception | None) -> None:
+    if error is not None:
+        log.error("the bundles were not swapped, those that are loaded stay: %s", error)
         return
     rollout, default = state.rollout, state.scorers[0]
     roles = ((scorer.bundle.reference, rollout.role(scorer, default)) for scorer in state.scorers)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
+from service.access.ring import KeyRing
 from service.cli.access import load_keys
 from service.cli.listening import in_url, known_hosts, listen, make_server, on_loopback
 from service.cli.loading import LeaveOut, bundle_names, load_bundles, load_engine, load_scorers, open_store
@@ -23,6 +24,9 @@ from service.settings import (
     DEFAULT_MESSAGE,
     DEFAULT_SHARE,
     AbstainMessage,
+    AuditLogFile,
+    AuditRequired,
+    KeysFile,
     PoliciesFile,
     Range,
     ServiceSettings,
@@ -65,9 +69,12 @@ class AccessOptions:
             "stands in the log; may: see --callers-may."
         ),
     ] = None
+    keys: KeysFile = None
     allow_anonymous: Annotated[
         bool, option("Listen beyond loopback without keys: whoever reaches the port may use the service.")
     ] = False
+    audit_log: AuditLogFile = None
+    audit_required: AuditRequired = False
 
 
 @section("Rollout", 36)
@@ -164,12 +171,12 @@ def serve(
     Listens at once, is ready once the model is loaded and every bundle's golden prompts gave the recorded risks.
     Standard output is for people; standard error has one JSON line per request, which never holds a prompt.
     SIGHUP, or POST /v1/admin/reload, looks the bundles up again, because an alias may have moved, and swaps them
-    without a pause.
+    without a pause; it also reads --keys again, which otherwise happens a second after the file has changed.
 
       hallutracer serve --policy observe         # watch /metrics before you gate
       hallutracer serve --model ./my-model --bundle my-probe@production
       hallutracer serve --bundle my-probe --canary my-probe@canary --canary-share 0.1 --shadow my-probe:3
-      hallutracer serve --host 0.0.0.0 --api-key-file keys.txt --engine vllm
+      hallutracer serve --host 0.0.0.0 --keys keys.toml --audit-log audit.jsonl --engine vllm
     """
     store = open_store(bundles)
     own, plan = bundle_names(engine.model, bundles), rollout.plan
@@ -178,24 +185,28 @@ def serve(
     at_start = LeaveOut(names[1:])
     seen = stamps(store, names) if rollout.watch_s else {}
     opened = load_bundles(store, names, at_start)
-    keys = load_keys(access.api_key, access.api_key_file)
-    settings = replace(settings, api_keys=keys, allowed_hosts=known_hosts(settings))
-    if not (settings.api_keys or access.allow_anonymous or on_loopback(settings.host)):
+    settings = replace(settings, allowed_hosts=known_hosts(settings))
+    policies = load_policies(access.policies, access.abstain_message, settings.policy)
+    plain = load_keys(access.api_key, access.api_key_file)
+    keys = KeyRing([key.hashed() for key in plain], access.keys, policies.named)
+    if not (keys.closed or access.allow_anonymous or on_loopback(settings.host)):
         raise UsageError(
             "--host",
-            f"whoever reaches {settings.host} could use this service; give --api-key-file, or --allow-anonymous",
+            f"whoever reaches {settings.host} could use this service; give --keys, or --allow-anonymous",
         )
-    if settings.protect_metrics and not settings.api_keys:
-        raise UsageError("--protect-metrics", "needs --api-key or --api-key-file")
-    policies = load_policies(access.policies, access.abstain_message, settings.policy)
+    if settings.protect_metrics and not keys.closed:
+        raise UsageError("--protect-metrics", "needs --keys, --api-key or --api-key-file")
     for rule in policies.rules:
-        rule.check_key({key.name for key in keys})
+        rule.check_key(keys.names)
+    if access.audit_required and access.audit_log is None:
+        raise UsageError("--audit-required", "needs --audit-log")
     kept = feedback.location()
     loading = engine.engine_options
     listener = listen(settings.host, settings.port)
     address = f"http://{in_url(settings.host)}:{listener.getsockname()[1]}"
 
     from service.api.app import create_app
+    from service.audit.auditor import Auditor
     from service.serving.state import ServiceState
 
     state = ServiceState(
@@ -217,10 +228,15 @@ def serve(
         policies.rules,
         plan,
         at_start.reasons,
+        keys=keys,
     )
 
     if kept is not None:
         state.feedback = feedback.opened(kept, state.metrics)
+
+    if access.audit_log is not None:
+        metrics = state.metrics
+        state.audit = Auditor(access.audit_log, required=access.audit_required, count=metrics.audit_lines)
 
     def loaded(state: ServiceState) -> None:
         if state.failure is not None:
@@ -252,8 +268,8 @@ def serve(
     server = make_server(create_app(state, loaded), settings)
     for warning in common.warnings:
         log.warning(warning)
-    if not settings.api_keys and not on_loopback(settings.host):
-        log.warning("whoever reaches %s may use this service: no --api-key is set", settings.host)
+    if not keys.closed and not on_loopback(settings.host):
+        log.warning("whoever reaches %s may use this service: it asks for no key", settings.host)
     # uvicorn raises the signal that ended it once more: a service that drained in order has not failed.
     signal.signal(signal.SIGTERM, lambda *_: None)
     hangups: list[int] = []

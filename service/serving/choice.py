@@ -25,6 +25,10 @@ def check_choice(scorer: Scorer, policy: Policy, own_scorer: Scorer, own: Policy
     Raises RequestError where the policy asks what the bundle cannot tell.
     """
     check_tells(scorer, policy)
+    if caller.policies is not None and policy.name not in caller.policies:
+        allowed = " or ".join(map(repr, caller.policies))
+        message = f"requests of key {caller.name!r} are judged by {allowed} alone, not by {policy.name!r}"
+        raise NotAllowed(message, param="policy", cure="name one of these, or have the operator change the keys file")
     if own.action is Action.OBSERVE:
         return
     looser = policy.action.strictness < own.action.strictness

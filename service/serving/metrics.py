@@ -22,6 +22,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.multiprocess import MultiProcessCollector, mark_process_dead
 
 from service import __version__
+from service.audit.auditor import Fate as AuditFate
 from service.drift import Drift
 from service.errors import HalluTracerError
 from service.feedback.rows import LABELS, Label
@@ -108,6 +109,8 @@ class Metrics:
         text = "Scored prompts kept for feedback: stored, or dropped because the database did not keep up."
         answers = counter("feedback_answers_total", text, ("fate",))
         self._by_fate: dict[Fate, Counter] = {name: answers.labels(name) for name in get_args(Fate)}
+        lines = counter("audit_lines_total", "Lines of the audit log: written, or missed.", ("fate",))
+        self._by_audit: dict[AuditFate, Counter] = {name: lines.labels(name) for name in get_args(AuditFate)}
 
         self._risk = histogram("risk", "Risk of each scored prompt.", TENTHS, BUNDLE)
         text = "A whole scoring request that was worked on: answered, failed or late, not refused."
@@ -127,11 +130,13 @@ class Metrics:
         self._decoding = gauge("running_decodes", "Answers being decoded.", "livesum")
         self._in_flight = gauge("requests_in_flight", "Scoring requests being served.", "livesum")
         self._ready = gauge("ready", "1 once scores can be served, else 0.", "livemin")
+        text = "1 while the file of named keys has changed and could not be read again, else 0."
+        self._keys_stale = gauge("keys_stale", text, "livemax")
         self._info = gauge("bundle_info", "Always 1: a loaded bundle.", "livemax", (*BUNDLE, "digest"))
         text = "Always 1: a loaded bundle whose threshold is guaranteed, with alpha and delta."
         self._guarantee = gauge("guarantee_info", text, "livemax", (*BUNDLE, "alpha", "delta"))
         gauge("build_info", "Always 1: the version.", "livemax", ("version",)).labels(__version__).set(1)
-        for current in (self._waiting, self._decoding, self._in_flight, self._ready):
+        for current in (self._waiting, self._decoding, self._in_flight, self._ready, self._keys_stale):
             current.set(0)  # a shared folder may hold values of an earlier process with this id
 
         text = "Always 1: what a loaded bundle does: default, canary or shadow."
@@ -230,6 +235,14 @@ class Metrics:
     def feedback_answers(self, fate: Fate, count: int) -> None:
         """So many scored prompts were kept for feedback, or were not."""
         self._by_fate[fate].inc(count)
+
+    def audit_lines(self, fate: AuditFate, count: int) -> None:
+        """So many lines of the audit log were written, or were not."""
+        self._by_audit[fate].inc(count)
+
+    def keys_stale(self, value: bool) -> None:
+        """Whether the file of named keys is another than the one in force."""
+        self._keys_stale.set(int(value))
 
     def feedback(self, model_name: str, bundle: str, label: Label, flagged: bool | None) -> None:
         """A label is on disk; ``flagged`` where it is the first of its caller, and about an answer that was given."""

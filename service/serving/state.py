@@ -17,6 +17,9 @@ import numpy as np
 from probes_store.errors import BundleError, GoldenMismatch
 from probes_store.golden import check_golden
 from probes_store.reference import PIN
+from service.access.ring import KeyRing
+from service.audit.auditor import Auditor, recorded
+from service.audit.events import SERVICE, Who
 from service.callers import Caller
 from service.drift import DriftLimits
 from service.engines.base import Engine, TokenIds, unfinished
@@ -75,6 +78,8 @@ class ServiceState:
     monitors: Mapping[str, Monitor] = field(default_factory=dict)  # by "name:version"
     retrievals: Retrievals = field(default_factory=Retrievals)
     feedback: Feedback | None = None  # None: nothing is kept, and no label taken
+    keys: KeyRing = field(default_factory=KeyRing)  # none: open to all that reach the port
+    audit: Auditor | None = None  # None: nothing is written
     _dispatcher: Dispatcher | None = None
     _reloading: asyncio.Lock = field(default_factory=asyncio.Lock)
     tokenizing: Tokenizing = field(init=False)
@@ -99,25 +104,39 @@ class ServiceState:
             return
         self._serve(loaded)
 
-    async def reload(self, load: Callable[[Engine], Scorers]) -> None:
+    async def reload(self, load: Callable[[Engine], Scorers], who: Who = SERVICE) -> None:
         """Load other bundles on the running engine; requests under way end with the bundle they began with.
 
-        One reload at a time.  Raises what ``load`` raises; the loaded bundles then stay.
+        One reload at a time, and in the audit log before it begins.  Raises AuditUnavailable and what ``load`` raises;
+        the loaded bundles then stay.
         """
         async with self._reloading:
             self._check_loaded()
             engine = self.scorers[0].engine
             try:
-                loaded = await asyncio.wrap_future(in_own_thread(lambda: self._checked(load(engine))))
+                async with recorded(self.audit, who, "bundles.reload", {"before": self._in_force()}) as outcome:
+                    loaded = await asyncio.wrap_future(in_own_thread(lambda: self._checked(load(engine))))
+                    self._check_loaded()  # it may have been stopped meanwhile
+                    self._serve(loaded)
+                    outcome["after"] = self._in_force()
             except Exception as error:
                 self.reload_error = str(error)
                 self.failing_since = self.failing_since or time.time()
                 self.metrics.reloaded(False)
                 raise
-            self._check_loaded()  # it may have been stopped meanwhile
             self.reload_error = self.failing_since = None
-            self._serve(loaded)
             self.metrics.reloaded(True)
+
+    def _in_force(self) -> list[dict[str, str]]:
+        """For the audit log."""
+        return [
+            {
+                "bundle": scorer.bundle.reference,
+                "digest": scorer.bundle.manifest.digest,
+                "role": self.rollout.role(scorer, self.scorers[0]),
+            }
+            for scorer in self.scorers
+        ]
 
     def _checked(self, found: Scorers) -> Loaded:
         """The scorers and the aliases of their bundles; where those cannot be read, the ones that were known."""
@@ -231,6 +250,8 @@ class ServiceState:
         self.loaded = Loaded((), {})
         if self.feedback is not None:
             self.feedback.close()
+        if self.audit is not None:
+            self.audit.close()
         self.metrics.close()
 
     def check_alive(self) -> None:

@@ -20,10 +20,11 @@ from service.callers import Caller
 from service.engines.vllm.engine import VllmEngine
 from service.engines.vllm.requests import ProbeLease, times
 from service.engines.vllm.wire import KEY
-from service.errors import HalluTracerError, NotReady
+from service.errors import AuditUnavailable, HalluTracerError, NotReady
 from service.guarantee import NO_TEMPLATE
 from service.guard import Action, Decision, Policy
 from service.scoring import RiskReport, Scorer
+from service.serving.auditing import decision_line
 from service.serving.request_handle import Timings
 from service.serving.state import ServiceState
 from service.vllm_plugin.note import CURRENT, NO_PLACE, OURS, Note
@@ -64,7 +65,7 @@ def judging_generate(generate: Generate, state: ServiceState, engine_of: Callabl
         note.departures = _departures(parameters)
         if not note.templated and scorer.prompt_format == "chat":
             note.departures += (NO_TEMPLATE,)
-        judged = _JudgedPrompt(state, engine_of(), scorer, policy, note, place, parameters)
+        judged = _JudgedPrompt(state, engine_of(), scorer, policy, note, place, parameters, request_id)
         return judged.run(lambda: generate(prompt, parameters, request_id, *args, **kwargs))
 
     return wrapped
@@ -81,6 +82,7 @@ class _JudgedPrompt:
     note: Note
     place: int
     parameters: Any
+    request_id: str
     report: RiskReport | None = None
     timings: Timings = field(default_factory=Timings)
 
@@ -97,6 +99,7 @@ class _JudgedPrompt:
                 async for output in outputs:
                     if self.report is None and lease is not None:
                         self._judge(lease, output)
+                        await self._audit()
                         if self.report is not None and self.report.decision is not Decision.CONTINUE:
                             yield _withheld(output, self.parameters.n, self.engine.end_token)
                             return
@@ -135,6 +138,17 @@ class _JudgedPrompt:
             return
         self.timings = Timings(*times(output))
         self.note.reports[self.place] = self.report
+
+    async def _audit(self) -> None:
+        """Before anybody is told.  Raises HTTPException where the log is required and cannot be written."""
+        if self.report is None or self.state.audit is None:
+            return
+        note, indexed = self.note, [(self.place, self.report)]
+        line = decision_line(note.who, self.request_id, note.route, self.scorer, self.policy, indexed)
+        try:
+            await self.state.audit.decided(line)
+        except AuditUnavailable as error:
+            raise HTTPException(error.status, str(error)) from error
 
     def _unread(self, error: HalluTracerError) -> None:
         """Under a policy that only observes, the answer goes on without a risk; otherwise the request fails."""

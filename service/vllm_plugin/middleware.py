@@ -16,6 +16,7 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from service.api.openai_response import WITHHELD
+from service.audit.events import Who
 from service.errors import NotReady
 from service.vllm_plugin.note import CURRENT, NO_PLACE, OURS, Note
 
@@ -49,7 +50,8 @@ class RiskNotes:
                 scope, receive, send
             )
             return
-        note = Note(carries=path in PATHS, templated=path != PATHS[0])
+        address = scope["client"][0] if scope.get("client") else None
+        note = Note(carries=path in PATHS, templated=path != PATHS[0], who=Who(address=address), route=path)
         token = CURRENT.set(note)
         try:
             writer = _ResponseWriter(note, send, self._message_in_content).send if note.carries else send

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from service.api.reply import risk_headers, risk_note, risk_out
+from service.audit.events import Who
 from service.guard import Decision, Policy
 from service.scoring import RiskReport, Scorer
 
@@ -36,6 +37,8 @@ class Note:
     forges: str | None = None  # a special token that a message spells out: vLLM's renderer would take it for one
     misplaced: tuple[str, ...] = ()  # arguments of ours outside vllm_xargs
     xargs: dict[str, Any] = field(default_factory=dict)  # vllm_xargs of a beam search, which vLLM drops
+    who: Who = Who()  # for the audit log; without a key's name, as vLLM's own keys have none
+    route: str = ""
 
     def add(self) -> int:
         """Add a prompt and return its index."""

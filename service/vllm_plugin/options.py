@@ -8,9 +8,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from probes_store.bundle import Bundle
 from probes_store.store import Store
+from service.audit.file import AuditFile
 from service.errors import HalluTracerError
 from service.guard import Action, Policy
 from service.library.stores import open_store
@@ -21,6 +23,8 @@ from service.settings import (
     DEFAULT_STORE,
     AbstainMessage,
     AllowOpenStore,
+    AuditLogFile,
+    AuditRequired,
     BundleNames,
     CallersMay,
     DeadlineS,
@@ -56,6 +60,8 @@ class PluginVariables:
     threshold: Threshold = None
     callers_may: CallersMay = ()
     message_in_content: MessageInContent = False
+    audit_log: AuditLogFile = None
+    audit_required: AuditRequired = False
     deadline_s: DeadlineS = ServiceSettings.deadline_s
     max_queue: MaxQueue = ServiceSettings.max_queue
 
@@ -68,6 +74,8 @@ class PluginOptions:
     bundles: Mapping[str, Bundle]  # by the reference that was given
     policies: Mapping[str, Policy]
     settings: ServiceSettings
+    audit_log: Path | None = None
+    audit_required: bool = False
 
 
 def read_options(environment: Mapping[str, str] | None = None) -> PluginOptions:
@@ -93,7 +101,11 @@ def read_options(environment: Mapping[str, str] | None = None) -> PluginOptions:
         message_in_content=variables.message_in_content,
     )
     bundles = {name: store.load(name) for name in variables.bundle}
-    return PluginOptions(store, bundles, policies, settings)
+    if variables.audit_log is not None:
+        AuditFile(variables.audit_log).close()  # said now, and not once vLLM answers
+    elif variables.audit_required:
+        raise HalluTracerError(f"{env('audit-required')} needs {env('audit-log')}")
+    return PluginOptions(store, bundles, policies, settings, variables.audit_log, variables.audit_required)
 
 
 def _policies(found: Policies) -> Mapping[str, Policy]:

@@ -13,6 +13,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from service.api.app import create_app
+from service.audit.auditor import Auditor
 from service.engines.vllm.engine import VllmEngine
 from service.routes import SCORE_ROUTES
 from service.scoring import Scorer
@@ -79,6 +80,10 @@ class HalluTracerPlugin:
         """Load in the background: vLLM answers at once, our routes after the self-test and the golden prompts."""
         if engine_client is None:
             return
+        options, metrics = self._options, self.state.metrics
+        if options.audit_log is not None:
+            required = options.audit_required
+            self.state.audit = Auditor(options.audit_log, required=required, count=metrics.audit_lines)
         self._client, self._loop = engine_client, asyncio.get_running_loop()
         self._generate = engine_client.generate
         engine_client.generate = judging_generate(self._generate, self.state, lambda: self._engine)

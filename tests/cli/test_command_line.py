@@ -31,6 +31,7 @@ def test_the_commands_are_those_of_the_readme() -> None:
         "bundle sign", "bundle push", "bundle pull", "bundle promote", "bundle rollback", "bundle diff",
         "demo info", "demo questions", "demo retrieval", "demo build", "data convert", "data list", "data mix",
         "data audit", "evaluate", "diagnose", "calibrate", "recalibrate",
+        "keys new", "keys list", "keys revoke", "audit verify",
     } == COMMANDS  # fmt: skip
 
 
@@ -62,6 +63,9 @@ def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["serve", "--tensor-parallel-size", "2"], "--engine vllm"),
         (["serve", "--protect-metrics"], "--api-key"),
         (["serve", "--host", "0.0.0.0"], "--allow-anonymous"),
+        (["serve", "--audit-required"], "--audit-log"),
+        (["keys", "new", "x"], "--keys"),
+        (["audit", "verify"], "FILES"),
         (["serve", "--api-key", "short"], "16 characters"),
         (["serve", "--callers-may", "anything"], "threshold"),
         (["serve", "--feedback-prompts"], "--feedback-db"),

@@ -174,7 +174,7 @@ class Watched:
         self.problem: str | None = None
         self.state = ServiceState(dict)
         self.state.load_again = lambda engine: {}
-        monkeypatch.setattr(ServiceState, "reload", lambda state, load: self._reload())
+        monkeypatch.setattr(ServiceState, "reload", lambda state, load, who: self._reload())
         monkeypatch.setattr(reloading, "print_line", lambda text: None)
 
     async def _reload(self) -> None:

@@ -25,9 +25,9 @@ BUNDLES = ("demo", "demo-fused")
 def serving(store: Path) -> Iterator[str]:
     """The service's address, once it is ready."""
     kept = f"--feedback-db={store.parent / 'feedback.db'}"
-    with serve(
-        f"--max-queue={MAX_QUEUE}", "--shadow=demo-fused", kept, HALLUTRACER_STORE=str(store), **MAY_CHOOSE
-    ) as service:
+    audited = f"--audit-log={store.parent / 'audit.jsonl'}"
+    options = (f"--max-queue={MAX_QUEUE}", "--shadow=demo-fused", kept, audited)
+    with serve(*options, HALLUTRACER_STORE=str(store), **MAY_CHOOSE) as service:
         yield service.url
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import socket
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -115,6 +116,16 @@ def test_an_error_comes_through_as_the_replica_said_it(fleet: b.Balancer) -> Non
 def test_readiness_is_the_fleets_and_metrics_are_each_replicas_own(fleet: b.Balancer) -> None:
     assert httpx.get(f"{fleet.url}/health/ready", timeout=60).status_code == 200
     assert httpx.get(f"{fleet.url}/metrics", timeout=60).status_code == 404
+
+
+@pytest.mark.parametrize("path", ["/v1/admin/reload", "//v1/admin/reload", "/v1/./admin/reload", "/v1/%61dmin/reload"])
+def test_nobody_changes_a_replica_through_it(fleet: b.Balancer, path: str) -> None:
+    """Without keys the replicas would take nginx for a program of this machine."""
+    with socket.create_connection(("127.0.0.1", int(fleet.url.rpartition(":")[2])), timeout=60) as raw:
+        raw.sendall(f"POST {path} HTTP/1.1\r\nHost: a\r\nContent-Length: 0\r\nConnection: close\r\n\r\n".encode())
+        found = b"".join(iter(lambda: raw.recv(4096), b""))
+    assert found.startswith(b"HTTP/1.1 404")
+    assert b"x-request-id" not in found.lower()  # none of a replica
 
 
 # --- replicas that fail ---

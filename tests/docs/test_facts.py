@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from packaging.requirements import Requirement
 
+from service.access.key_file import FIELDS, parse_keys
 from service.demo.report import METHODS
 from service.engines.families import FAMILIES
 from service.errors import HalluTracerError
@@ -55,6 +56,13 @@ def test_the_policies_file_is_read(tmp_path: Path) -> None:
     path = tmp_path / "policies.toml"
     path.write_text(example.text)
     assert read_policies(path).named["support"].threshold == 0.4
+
+
+def test_the_keys_file_is_read() -> None:
+    (example,) = [block for block in blocks(ROOT / "docs" / "access.md") if block.language == "toml"]
+    [key] = parse_keys(example.text, "access.md", {"gate", "block"})
+    assert (key.name, key.requests_per_minute) == ("search-team", 600)
+    assert set(FIELDS) == set(re.findall(r"^(\w+) =", example.text, re.MULTILINE))
 
 
 def cells(value: Any) -> str:

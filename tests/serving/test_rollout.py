@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
 
 from probes_store.bundle import Bundle
 from probes_store.errors import BundleNotFound
-from service.callers import ApiKey
+from service.callers import ApiKey, Key, Right, Scope, digest_of
 from service.engines.base import Engine
 from service.errors import NonFiniteReadout
 from service.scoring import Scorer
@@ -250,13 +250,18 @@ def test_only_an_administrator_reloads(tmp_path: Path) -> None:
         for host in ("10.0.0.7", "testclient", "::ffff:10.0.0.7"):
             client = type(app.client)(app.app, client=(host, 5))
             refused = client.post("/v1/admin/reload")
-            assert (refused.status_code, refused.json()["error"]["code"]) == (403, "not_administrator"), host
-    keys = [ApiKey("a" * 20, "user"), ApiKey("b" * 20, "admin", frozenset({"admin"}))]
-    with app_with(tmp_path / "keys", PLAN, api_keys=keys, callers_may=("admin",)).started() as app:
+            assert (refused.status_code, refused.json()["error"]["code"]) == (403, "missing_scope"), host
+    loosens = frozenset(get_args(Right))
+    keys = [
+        ApiKey("plain", "user", loosens),
+        Key(name="user-2", digest=digest_of("named"), may=loosens),
+        Key(name="operator", digest=digest_of("operator"), scopes=frozenset({Scope.ADMIN})),
+    ]
+    with app_with(tmp_path / "keys", PLAN, api_keys=keys, callers_may=get_args(Right)).started() as app:
         client = type(app.client)(app.app, client=("127.0.0.1", 5))
         answers = [
-            client.post("/v1/admin/reload", headers={"Authorization": f"Bearer {key.secret}"}).status_code
-            for key in keys
+            client.post("/v1/admin/reload", headers={"Authorization": f"Bearer {secret}"}).status_code
+            for secret in ("plain", "named", "operator")
         ]
-        assert answers == [403, 404]
+        assert answers == [403, 403, 404]
         assert client.post("/v1/admin/reload").status_code == 401

@@ -15,6 +15,7 @@ from pathlib import Path
 import httpx
 
 from service.demo import MODEL_DIR
+from tests.serve_process import PATHS
 
 STARTING_S = 240.0
 MODEL = "demo"
@@ -26,6 +27,7 @@ def serving(log: Path, *arguments: str, ready: bool = True, **environment: str) 
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     variables = os.environ | {
+        "PYTHONPATH": PATHS,
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_NO_USAGE_STATS": "1",
         "HALLUTRACER_BUNDLE": "demo demo-fused",

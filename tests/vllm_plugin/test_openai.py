@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -15,16 +16,23 @@ vllm_or_skip()
 
 import openai  # noqa: E402
 
+from service.audit.verify import verify  # noqa: E402
 from service.scoring import Scorer  # noqa: E402
 from tests.vllm_plugin.server import MODEL, serving  # noqa: E402
+from tests.vllm_plugin.test_audit import check_lines, own_fields  # noqa: E402
 
 KNOWN, UNKNOWN = "What is the capital of Italy?", "What is the capital of the Solomon Islands?"
 GATE = {"vllm_xargs": {"hallutracer_policy": "gate"}}
 
 
 @pytest.fixture(scope="module")
-def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with serving(tmp_path_factory.mktemp("vllm") / "log") as address:
+def audit_log(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("audit") / "audit.jsonl"
+
+
+@pytest.fixture(scope="module")
+def url(tmp_path_factory: pytest.TempPathFactory, audit_log: Path) -> Iterator[str]:
+    with serving(tmp_path_factory.mktemp("vllm") / "log", HALLUTRACER_AUDIT_LOG=str(audit_log)) as address:
         yield address
 
 
@@ -73,6 +81,26 @@ def test_a_chat_says_its_risk(client: openai.OpenAI, expected: dict[str, Any], p
     assert row["flagged"] is (place == 1)
     assert response.choices[0].message.content == expected["text"][place]
     assert response.choices[0].finish_reason == "stop"
+
+
+def test_what_is_told_is_in_the_audit_log_in_our_own_services_form(
+    client: openai.OpenAI, url: str, audit_log: Path, tmp_path: Path
+) -> None:
+    like, told = own_fields(tmp_path), chat(client, UNKNOWN, extra_body=GATE)
+    gated = check_lines(audit_log, like)[-1]
+    assert gated["request_id"] == told.id
+    assert (gated["route"], gated["policy"]) == ("/v1/chat/completions", "gate")
+    assert gated["digest"] == risk_of(told)["bundle"]["digest"]
+    risk = pytest.approx(risk_of(told)["data"][0]["risk"], abs=1e-6)
+    assert gated["prompts"] == [{"index": 0, "risk": risk, "decision": "abstain", "flagged": True}]
+    pair = client.completions.create(model=MODEL, prompt=[KNOWN, UNKNOWN], max_tokens=2, temperature=0)
+    both = check_lines(audit_log, like)[-2:]
+    assert sorted(line["prompts"][0]["index"] for line in both) == [0, 1]
+    assert all(line["request_id"].startswith(pair.id) for line in both)
+    httpx.post(f"{url}/v1/risk/score", json={"prompt": KNOWN}, timeout=60).raise_for_status()
+    assert check_lines(audit_log, like)[-1]["route"] == "/v1/risk/score"
+    assert KNOWN not in audit_log.read_text()
+    assert verify([audit_log]).problems == []
 
 
 def test_a_gated_chat_has_no_answer(client: openai.OpenAI) -> None:

@@ -2,8 +2,13 @@
 
 import asyncio
 import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+import httpx
 import pytest
 from litellm.exceptions import GuardrailRaisedException
 from litellm.proxy.guardrails.guardrail_hooks.generic_guardrail_api import GenericGuardrailAPI
@@ -54,3 +59,69 @@ def test_it_fails_closed_unless_told_otherwise() -> None:
     with pytest.raises(Exception, match="Guardrail API failed"):
         check(KNOWN, url=AWAY)
     assert check(KNOWN, url=AWAY, unreachable_fallback="fail_open")["texts"] == [KNOWN]
+
+
+class Between(ThreadingHTTPServer):
+    """Passes requests on to the service, or answers with ``status`` itself."""
+
+    status: int | None = None
+
+
+@contextmanager
+def between() -> Iterator[tuple[Between, str]]:
+    """A server that can be stopped, and its address."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body, status = self.rfile.read(int(self.headers["Content-Length"])), server.status
+            if status is None:
+                headers = {"content-type": "application/json"}
+                found = httpx.post(URL + self.path, content=body, headers=headers, timeout=60)
+                status, body = found.status_code, found.content
+            self.send_response(status)
+            self.send_header("Content-Type", "application/json")
+            self.end_headers()
+            self.wfile.write(body if server.status is None else b"{}")
+
+        def log_message(self, format: str, *args: Any) -> None:
+            pass
+
+    server = Between(("127.0.0.1", 0), Handler)
+    server.daemon_threads = True
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+    try:
+        yield server, f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+OPEN = {"unreachable_fallback": "fail_open"}
+
+
+def test_it_was_there_and_is_stopped() -> None:
+    with between() as (_, url):
+        for options in ({}, OPEN):
+            assert check(KNOWN, url=url, **options)["texts"] == [KNOWN]
+            with pytest.raises(GuardrailRaisedException, match="I am not sure"):
+                check(UNKNOWN, url=url, **options)
+    with pytest.raises(Exception, match="Guardrail API failed"):
+        check(UNKNOWN, url=url)
+    assert check(UNKNOWN, url=url, **OPEN)["texts"] == [UNKNOWN]
+
+
+@pytest.mark.parametrize(
+    ("status", "opens"), [(502, True), (503, True), (504, True), (401, False), (403, False), (429, False), (500, False)]
+)
+def test_which_refusals_count_as_unreachable(status: int, opens: bool) -> None:
+    """A revoked key, a used-up quota or a fault of the service never open it by ``unreachable_fallback``."""
+    with between() as (server, url):
+        server.status = status
+        with pytest.raises(Exception, match="Guardrail API failed"):
+            check(UNKNOWN, url=url)
+        if opens:
+            assert check(UNKNOWN, url=url, **OPEN)["texts"] == [UNKNOWN]
+        else:
+            with pytest.raises(Exception, match="Guardrail API failed"):
+                check(UNKNOWN, url=url, **OPEN)
+        assert check(UNKNOWN, url=url, fail_on_error=False)["texts"] == [UNKNOWN]

@@ -1,0 +1,89 @@
+"""The lines of the audit log, before they are written.  None has a prompt, an answer or a key's secret.
+
+Whatever happened: ``event``, ``time``, and who it was: ``key`` (its name), ``address``, ``by``.
+A decision (``event`` "decision"): ``request_id``, ``route``, ``model``, ``bundle``, ``digest`` (the bundle's),
+``policy``, ``threshold`` and ``prompts``, each with ``index``, ``risk``, ``decision`` and ``flagged``.
+A change (any other ``event``): ``outcome`` (begun, done or failed) and ``what``.
+
+Prompts have no digest: from one, a prompt that was guessed could be confirmed.  The request's id names them.
+"""
+
+from __future__ import annotations
+
+import getpass
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from typing import Any, Literal
+
+Outcome = Literal["begun", "done", "failed"]
+Line = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Who:
+    """Whose doing it is.  ``address`` is the connection's, of a proxy where there is one before the service."""
+
+    key: str | None = None
+    address: str | None = None
+    by: str = "api"  # or "signal", "file", "alias", "service", "command line: USER"
+
+
+SERVICE = Who(by="service")
+
+
+def shell_user() -> Who:
+    """Whoever runs a command."""
+    try:
+        name = getpass.getuser()
+    except (OSError, KeyError):  # an id without a name, as in containers
+        name = str(os.geteuid())
+    return Who(by=f"command line: {name}")
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """One prompt of a request."""
+
+    index: int
+    risk: float
+    decision: str
+    flagged: bool
+
+
+def decision(
+    who: Who,
+    *,
+    request_id: str,
+    route: str,
+    model: str,
+    bundle: str,
+    digest: str,
+    policy: str,
+    threshold: float,
+    prompts: Sequence[Judged],
+) -> Line:
+    """What became of a request's prompts."""
+    return _line(
+        "decision",
+        who,
+        request_id=request_id,
+        route=route,
+        model=model,
+        bundle=bundle,
+        digest=digest,
+        policy=policy,
+        threshold=threshold,
+        prompts=[asdict(one) for one in prompts],
+    )
+
+
+def change(who: Who, event: str, outcome: Outcome, what: Mapping[str, Any]) -> Line:
+    """Something of the service that is another from then on."""
+    return _line(event, who, outcome=outcome, what=dict(what))
+
+
+def _line(event: str, who: Who, **fields: Any) -> Line:
+    time = datetime.now(UTC).isoformat(timespec="milliseconds")
+    return {"time": time, "event": event, **asdict(who), **fields}

@@ -1,0 +1,279 @@
+"""POST /v1/admin/reload: keys and bundles together, each taken where it can be, each told and audited."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from probes_store.errors import BundleNotFound
+from service.access.edit import add_key, revoke_key
+from service.access.ring import Changes, KeyRing
+from service.audit.auditor import Auditor
+from service.audit.events import Who
+from service.callers import Key, Scope, digest_of
+from service.cli.reload import Stamps, watch
+from service.engines.base import Engine
+from service.routes import RELOAD_ROUTE
+from service.scoring import Scorer
+from service.serving.keys import reload_keys
+from service.serving.rollout import RolloutPlan
+from tests.running import App, until
+
+SIGNAL = Who(by="signal")
+
+
+@dataclass
+class Served:
+    app: App
+    keys: Path
+    secret: str  # of the administrator
+    log: Path
+    gone: list[str] = field(default_factory=list)  # why the bundles cannot be loaded
+
+    def reload(self) -> httpx.Response:
+        return self.app.client.post(RELOAD_ROUTE, headers={"authorization": f"Bearer {self.secret}"})
+
+    def lines(self, event: str) -> list[dict[str, Any]]:
+        return [one for one in map(json.loads, self.log.read_text().splitlines()) if one["event"] == event]
+
+    def finds(self, secret: str) -> bool:
+        return self.app.state.keys.find(secret) is not None
+
+    def default(self) -> str:
+        return str(self.app.state.scorers[0].bundle.reference)
+
+    def break_log(self) -> None:
+        self.log.rename(self.log.with_suffix(".kept"))
+        self.log.mkdir()
+
+    def mend_log(self) -> None:
+        self.log.rmdir()
+        self.log.with_suffix(".kept").rename(self.log)
+
+
+@pytest.fixture
+def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
+    monkeypatch.setattr("service.serving.keys.WATCH_S", 600.0)  # what is told is told by the reload
+    with serving(tmp_path) as found:
+        yield found
+
+
+@contextmanager
+def serving(tmp_path: Path) -> Iterator[Served]:
+    path, log = tmp_path / "keys.toml", tmp_path / "audit.jsonl"
+    secret = add_key(path, "operator", {"scopes": ["admin"]})
+    app = App(tmp_path, keys_file=path)
+    app.state.audit = Auditor(log)
+    served = Served(app, path, secret, log)
+
+    def load(engine: Engine) -> dict[str, Scorer]:
+        if served.gone:
+            raise BundleNotFound(served.gone[0])
+        return {bundle.reference: Scorer(engine, bundle) for bundle in app.bundles}
+
+    app.state.load_again = load
+    with app.started():
+        yield served
+
+
+def test_one_reload_takes_keys_and_bundles(served: Served) -> None:
+    two = add_key(served.keys, "two", {"scopes": ["score"]})
+    served.app.bundles.reverse()
+    answer = served.reload()
+    assert (answer.status_code, answer.json()["data"][0]["id"]) == (200, "two:1")
+    assert served.finds(two)
+    begun, done = served.lines("bundles.reload")
+    assert [(line["key"], line["by"], line["outcome"]) for line in (begun, done)] == [
+        ("operator", "api", "begun"), ("operator", "api", "done"),
+    ]  # fmt: skip
+    digests = {bundle.reference: bundle.manifest.digest for bundle in served.app.bundles}
+    assert begun["what"] == {
+        "before": [
+            {"bundle": "one:1", "digest": digests["one:1"], "role": "default"},
+            {"bundle": "two:1", "digest": digests["two:1"], "role": "none"},
+        ]
+    }
+    assert [one["bundle"] for one in done["what"]["after"]] == ["two:1", "one:1"]
+    assert served.lines("keys.reload")[1]["key"] == "operator"
+
+
+def test_each_failure_is_told_by_itself_and_keeps_the_other_from_nothing(
+    served: Served, caplog: pytest.LogCaptureFixture
+) -> None:
+    good = served.keys.read_text()
+    served.keys.write_text(good + "typo\n")
+    served.app.bundles.reverse()
+    for _ in range(2):  # the second time, too
+        caplog.clear()
+        refused = served.reload()
+        error = refused.json()["error"]
+        assert (refused.status_code, error["code"]) == (409, "reload_failed")
+        assert f"keys: the keys in force stay: {served.keys}" in error["message"]
+        assert error["message"].endswith("bundles: swapped")
+        assert "the keys in force stay" in caplog.text
+    assert served.default() == "two:1"
+
+    served.gone.append("one:1 is gone")
+    both = served.reload().json()["error"]["message"]
+    assert "the keys in force stay" in both
+    assert "not swapped, those that were loaded stay: one:1 is gone" in both
+
+    served.keys.write_text(good)
+    two = add_key(served.keys, "two", {"scopes": ["score"]})
+    error = served.reload().json()["error"]
+    assert error["message"].startswith("keys: as their file says; bundles: not swapped")
+    assert served.finds(two)
+    assert served.default() == "two:1"
+    assert served.lines("bundles.reload")[-1]["what"]["error"].endswith("one:1 is gone")
+
+    served.gone.clear()
+    assert served.reload().status_code == 200
+
+
+def test_without_the_audit_log_nothing_is_added_or_swapped(served: Served) -> None:
+    served.app.bundles.reverse()
+    served.break_log()
+    two = add_key(served.keys, "two", {"scopes": ["score"]})
+    refused = served.reload()
+    assert (refused.status_code, refused.json()["error"]["code"]) == (503, "audit_unavailable")
+    assert "no key was added or changed" in refused.json()["error"]["message"]
+    assert not served.finds(two)
+    assert served.default() == "one:1"
+    assert "audit log" in str(served.app.state.reload_error)
+    served.mend_log()
+    assert served.reload().status_code == 200
+    assert served.finds(two)
+    assert served.default() == "two:1"
+
+
+def test_while_it_loads_keys_are_taken_and_told_all_the_same(served: Served) -> None:
+    dispatcher, served.app.state._dispatcher = served.app.state._dispatcher, None
+    two = add_key(served.keys, "two", {"scopes": ["score"]})
+    error = served.reload().json()["error"]
+    assert (error["code"], error["message"].startswith("keys: as their file says; bundles: not")) == ("not_ready", True)
+    assert "still loading" in error["message"]
+    assert served.finds(two)
+    served.keys.write_text("[")
+    refused = served.reload()
+    assert (refused.status_code, refused.json()["error"]["code"]) == (503, "not_ready")
+    assert "the keys in force stay" in refused.json()["error"]["message"]
+    served.app.state._dispatcher = dispatcher
+
+
+def test_a_moved_alias_that_could_not_be_audited_is_taken_once_it_can_be(served: Served) -> None:
+    resolved, looks = ["one"], list[str]()
+
+    def look() -> Stamps:
+        looks.append(resolved[0])
+        return {"mine": resolved[0]}
+
+    served.app.bundles.reverse()
+    portal = served.app.client.portal
+    assert portal is not None
+    portal.call(lambda: watch(served.app.state, look, {"mine": "one"}, 0.02))
+    until(lambda: looks)
+    served.break_log()
+    resolved[0] = "two"
+    until(lambda: served.app.state.reload_error is not None)
+    assert served.default() == "one:1"
+    served.mend_log()
+    until(lambda: served.default() == "two:1")
+    assert served.lines("bundles.reload")[-1]["by"] == "alias"
+
+
+def test_what_fails_is_not_tried_at_every_look(served: Served) -> None:
+    looks = list[str]()
+
+    def look() -> Stamps:
+        looks.append("one" if len(looks) < 2 else "two")
+        return {"mine": looks[-1]}
+
+    served.gone.append("one:1 is gone")
+    portal = served.app.client.portal
+    assert portal is not None
+    portal.call(lambda: watch(served.app.state, look, {"mine": "one"}, 0.005))
+    until(lambda: len(looks) > 100)
+    failed = [line for line in served.lines("bundles.reload") if line["outcome"] == "failed"]
+    assert 2 <= len(failed) <= 20
+    served.gone.clear()
+    served.app.bundles.reverse()
+    assert served.reload().status_code == 200
+
+
+def test_a_key_that_is_revoked_while_an_older_file_is_read_stays_revoked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "keys.toml"
+    one = add_key(path, "one", {"scopes": ["score"]})
+    app = App(tmp_path, names=["tiny"], keys_file=path)
+    add_key(path, "two", {"scopes": ["score"]})
+    read, first, go_on = KeyRing.read, threading.Event(), threading.Event()
+
+    def slow(ring: KeyRing) -> tuple[dict[str, Key], Changes]:
+        found = read(ring)
+        if not first.is_set():
+            first.set()
+            assert go_on.wait(20)
+        return found
+
+    monkeypatch.setattr(KeyRing, "read", slow)
+
+    async def both() -> None:
+        older = asyncio.create_task(reload_keys(app.state, SIGNAL))
+        await asyncio.to_thread(first.wait, 20)
+        revoke_key(path, "one")
+        newer = asyncio.create_task(reload_keys(app.state, SIGNAL))
+        await asyncio.sleep(0.05)  # it would be done by now
+        go_on.set()
+        await asyncio.gather(older, newer)
+
+    asyncio.run(both())
+    found = app.state.keys.find(one)
+    assert found is not None
+    assert found.revoked is not None
+
+
+def test_a_reader_that_fails_otherwise_does_not_end_the_watch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("service.serving.keys.WATCH_S", 0.02)
+    path = tmp_path / "keys.toml"
+    add_key(path, "one", {"scopes": ["score"]})
+    read, fails = KeyRing.read, [True]
+
+    def failing(ring: KeyRing) -> tuple[dict[str, Key], Changes]:
+        if fails:
+            fails.pop()
+            raise MemoryError
+        return read(ring)
+
+    monkeypatch.setattr(KeyRing, "read", failing)
+    with App(tmp_path, names=["tiny"], keys_file=path).started() as app:
+        two = add_key(path, "two", {"scopes": ["score"]})
+        until(lambda: app.state.keys.find(two) is not None)
+        assert not fails
+
+
+def test_a_canary_takes_no_key_past_its_policies(tmp_path: Path) -> None:
+    key = Key(name="app", digest=digest_of("app"), policies=("gate",), scopes=frozenset({Scope.SCORE}))
+    app = App(tmp_path, names=("one", "two", "three"), api_keys=[key], callers_may=())
+    app.state.plan = RolloutPlan("two:1", 1.0, ("three:1",))
+    with app.started():
+
+        def ask(**body: str) -> httpx.Response:
+            return app.client.post("/score", json={"prompt": "a"} | body, headers={"authorization": "Bearer app"})
+
+        judged = ask().json()
+        assert (judged["bundle"]["name"], judged["policy"]) == ("two", "gate")
+        for policy in app.state.policies.keys() - {"gate"}:
+            refused = ask(policy=policy)
+            assert (refused.status_code, refused.json()["error"]["param"]) == (403, "policy"), policy
+        for bundle in ("two", "three", "three:1"):
+            assert (ask(bundle=bundle).status_code, ask(bundle=bundle).json()["error"]["param"]) == (403, "bundle")

@@ -1,0 +1,156 @@
+"""When a decision is told, when a change may begin, and what is counted where the log cannot be written."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from service.audit import auditor as module
+from service.audit.auditor import Auditor, recorded
+from service.audit.events import Judged, Who, decision
+from service.audit.verify import verify
+from service.errors import AuditUnavailable
+
+WHO = Who("ann", "10.0.0.7")
+pytestmark = pytest.mark.anyio
+
+
+def made(number: int) -> Any:
+    return decision(
+        WHO, request_id=f"r{number}", route="/v1/risk/score", model="m", bundle="b:1", digest="sha256:0", policy="gate",
+        threshold=0.5, prompts=[Judged(0, 0.75, "abstain", True)],
+    )  # fmt: skip
+
+
+class Watched:
+    """A log, and how it may break: by a folder where its file should be."""
+
+    def __init__(self, tmp_path: Path, **options: Any) -> None:
+        self.path, self.counts = tmp_path / "audit.jsonl", Counter[str]()
+        self.auditor = Auditor(self.path, count=lambda fate, number: self.counts.update({fate: number}), **options)
+
+    def lines(self) -> list[dict[str, Any]]:
+        return [json.loads(text) for text in self.path.read_text().splitlines()]
+
+    def break_it(self) -> None:
+        self.path.rename(self.path.with_suffix(".kept"))
+        self.path.mkdir()
+
+    def mend(self) -> None:
+        self.path.rmdir()
+        self.path.with_suffix(".kept").rename(self.path)
+
+
+async def test_a_decisions_line_is_there_when_it_is_told(tmp_path: Path) -> None:
+    log = Watched(tmp_path)
+    await log.auditor.decided(made(1))
+    assert [line["event"] for line in log.lines()] == ["service.start", "decision"]
+    assert set(log.lines()[1]) == {
+        "prev", "time", "event", "key", "address", "by", "request_id", "route", "model", "bundle", "digest", "policy",
+        "threshold", "prompts",
+    }  # fmt: skip
+    await asyncio.gather(*(log.auditor.decided(made(number)) for number in range(2, 600)))
+    log.auditor.close()
+    assert log.lines()[-1]["event"] == "service.stop"
+    assert [line["request_id"] for line in log.lines()[1:-1]] == [f"r{number}" for number in range(1, 600)]
+    assert log.counts == {"written": 600}
+    assert verify([log.path]).problems == []
+
+
+async def test_one_that_cannot_be_written_is_counted_and_the_next_line_says_so(tmp_path: Path) -> None:
+    log = Watched(tmp_path)
+    log.break_it()
+    for number in range(3):
+        await log.auditor.decided(made(number))
+    assert log.counts == {"missed": 3}
+    log.mend()
+    await log.auditor.decided(made(3))
+    log.auditor.close()
+    assert [line.get("missed") for line in log.lines()] == [None, 3, None]
+    assert verify([log.path]).missed == 3
+
+
+async def test_required_ones_are_refused_and_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[int] = []
+    monkeypatch.setattr("service.audit.file.os.fsync", lambda handle: synced.append(handle))
+    log = Watched(tmp_path, required=True)
+    before = len(synced)
+    await log.auditor.decided(made(1))
+    assert len(synced) == before + 1
+    log.break_it()
+    with pytest.raises(AuditUnavailable) as refused:
+        await log.auditor.decided(made(2))
+    assert (refused.value.status, refused.value.code) == (503, "audit_unavailable")
+    assert log.counts == {"written": 1}  # a refused one is not missed: nobody was told
+    log.mend()
+    await log.auditor.decided(made(3))
+    log.auditor.close()
+
+
+async def test_a_decision_does_not_wait_for_a_disk_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "WAIT_S", 0.05)
+    monkeypatch.setattr(module, "MOST_WAITING", 3)
+    log = Watched(tmp_path)
+    hangs, real = asyncio.Event(), log.auditor._file.append
+    loop, goes_on = asyncio.get_running_loop(), asyncio.run_coroutine_threadsafe
+
+    def hanging(*args: Any, **options: Any) -> int:
+        goes_on(hangs.wait(), loop).result()
+        return real(*args, **options)
+
+    monkeypatch.setattr(log.auditor._file, "append", hanging)
+    await log.auditor.decided(made(0))
+    monkeypatch.setattr(module, "WAIT_S", 3600)  # only the first one waits
+    async with asyncio.timeout(60):
+        for number in range(1, 8):  # one is being written, three wait, four are one too many
+            await log.auditor.decided(made(number))
+    assert log.counts == {"missed": 4}
+    hangs.set()
+    while log.auditor._queue:
+        await asyncio.sleep(0.01)
+    with pytest.raises(AssertionError, match="begun"):
+        async with recorded(log.auditor, WHO, "test", {}):
+            raise AssertionError("begun")
+    await asyncio.to_thread(log.auditor.close)
+    assert verify([log.path]).events == {"service.start": 1, "decision": 4, "test": 2, "service.stop": 1}
+    assert verify([log.path]).missed == 4
+
+
+async def test_a_change_is_on_disk_before_it_begins_and_told_how_it_ended(tmp_path: Path) -> None:
+    log = Watched(tmp_path)
+    async with recorded(log.auditor, WHO, "bundles.reload", {"before": "a:1"}) as found:
+        assert log.lines()[-1]["outcome"] == "begun"
+        found["after"] = "a:2"
+    with pytest.raises(ValueError, match="broken"):
+        async with recorded(log.auditor, WHO, "bundles.reload", {}):
+            raise ValueError("broken bundle")
+    begun, done, _, failed = log.lines()[1:]
+    assert (begun["key"], begun["address"], begun["what"]) == ("ann", "10.0.0.7", {"before": "a:1"})
+    assert (done["outcome"], done["what"]) == ("done", {"before": "a:1", "after": "a:2"})
+    assert (failed["outcome"], failed["what"]) == ("failed", {"error": "ValueError: broken bundle"})
+    log.break_it()
+    with pytest.raises(AuditUnavailable):
+        async with recorded(log.auditor, WHO, "bundles.reload", {}):
+            pytest.fail("it began")
+    log.mend()
+    async with recorded(log.auditor, WHO, "bundles.reload", {}) as found:
+        log.break_it()
+    log.mend()  # what was done stays done
+    log.auditor.close()
+    async with recorded(None, WHO, "bundles.reload", {}):
+        pass
+
+
+async def test_whoever_leaves_is_in_the_log_all_the_same(tmp_path: Path) -> None:
+    log = Watched(tmp_path, required=True)
+    task = asyncio.create_task(log.auditor.decided(made(1)))
+    await asyncio.sleep(0)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    log.auditor.close()
+    assert verify([log.path]).events["decision"] == 1

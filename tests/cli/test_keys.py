@@ -1,0 +1,179 @@
+"""``hallutracer keys`` and ``hallutracer audit``, and what they do to a service that runs."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import httpx
+import pytest
+
+from service.access.edit import add_key
+from service.access.key_file import read_keys
+from service.audit.events import SERVICE, change
+from service.audit.file import AuditFile
+from service.audit.verify import verify
+from service.callers import digest_of
+from tests.cli.test_command_line import run
+from tests.running import until
+from tests.serve_process import ServeProcess
+
+
+def test_a_secret_is_printed_once_and_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, log = tmp_path / "keys.toml", tmp_path / "audit.jsonl"
+    options = ["--keys", str(path), "--audit-log", str(log)]
+    assert run("keys", "new", "trial", *options, "--requests-per-minute", "60", "--expires", "30d") == 0
+    printed = capsys.readouterr()
+    secret = printed.out.removesuffix("\n")
+    assert re.fullmatch(r"ht-[\w-]{43}", secret)
+    assert secret not in printed.err
+    [key] = read_keys(path)
+    assert key.digest == digest_of(secret)
+    assert key.expires is not None
+    assert timedelta(days=29) < key.expires - datetime.now(UTC) <= timedelta(days=30)
+    assert run("keys", "new", "ops", *options, "--scope", "admin", "--scope", "observe", "--expires", "never") == 0
+    capsys.readouterr()
+    assert run("keys", "revoke", "trial", *options) == 0
+    assert run("keys", "list", "--keys", str(path)) == 0
+    listed = capsys.readouterr().out
+    assert re.search(r"trial\s+score\s+revoked", listed)
+    assert re.search(r"ops\s+admin, observe\s+in force\s+never", listed)
+    assert key.digest not in listed
+    assert run("keys", "list", "--keys", str(path), "--json") == 0
+    assert [row["state"] for row in json.loads(capsys.readouterr().out)] == ["revoked", "in force"]
+    written = [json.loads(line) for line in log.read_text().splitlines()]
+    assert [(line["event"], line["what"]["name"]) for line in written] == [
+        ("keys.new", "trial"), ("keys.new", "ops"), ("keys.revoke", "trial"),
+    ]  # fmt: skip
+    assert {line["by"].partition(":")[0] for line in written} == {"command line"}
+    assert secret not in log.read_text()
+    assert verify([log]).problems == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["new", "x"], "--keys"),
+        (["new", "X", "--keys", "k"], "lower-case"),
+        (["new", "x", "--keys", "k", "--expires", "soon"], "90d, 2027-02-21 or never"),
+        (["new", "x", "--keys", "k", "--expires", "2020-01-01"], "not in the future"),
+        (["new", "x", "--keys", "k", "--expires", "0d"], "not in the future"),
+        (["new", "x", "--keys", "k", "--expires", "99d9"], "90d, 2027-02-21 or never"),
+        (["new", "x", "--keys", "k", "--scope", "root"], "score"),
+        (["new", "x", "--keys", "k", "--requests-per-minute", "0"], ">= 1"),
+        (["revoke", "x"], "--keys"),
+        (["list"], "--keys"),
+    ],
+)
+def test_a_wrong_command_makes_no_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: list[str], said: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run("keys", *arguments) == 2
+    assert said in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_key_that_cannot_be_audited_is_not_made(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--keys", str(tmp_path / "keys.toml"), "--audit-log", str(tmp_path / "no" / "audit.jsonl")]
+    assert run("keys", "new", "x", *options) == 1
+    printed = capsys.readouterr()
+    assert "cannot write the audit log" in printed.err
+    assert printed.out == ""
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_verify_says_whether_a_log_is_whole(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "audit.jsonl"
+    for name in ("a", "b", "c"):
+        assert run("keys", "new", name, "--keys", str(tmp_path / "k.toml"), "--audit-log", str(path)) == 0
+    capsys.readouterr()
+    assert run("audit", "verify", str(path)) == 0
+    printed = capsys.readouterr().out
+    assert "3 lines: 3 keys.new" in printed
+    [head] = re.findall(r"sha256:[0-9a-f]{64}", printed)
+    assert run("audit", "verify", str(path), "--seen", head) == 0
+    text = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(text[:2]))
+    assert run("audit", "verify", str(path)) == 0
+    assert run("audit", "verify", str(path), "--seen", head) == 1
+    path.write_text("".join([text[0], text[1].replace('"b"', '"x"'), text[2]]))
+    capsys.readouterr()
+    assert run("audit", "verify", str(path), "--json") == 1
+    printed = capsys.readouterr()
+    assert json.loads(printed.out)["whole"] is False
+    assert "line 3 does not follow" in printed.err
+    assert run("audit", "verify") == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--audit-required"], "needs --audit-log"),
+        (["--audit-log", "no/folder/audit.jsonl"], "cannot write the audit log"),
+        (["--keys", "none.toml"], "cannot read the keys file"),
+        (["--host", "0.0.0.0"], "give --keys"),
+    ],
+)
+def test_a_service_does_not_start_without_what_it_was_told_to_keep(
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("service.cli.serve.load_engine", lambda *_, **__: pytest.fail("a model was loaded"))
+    assert run("serve", "--model", "demo", "--port", "0", *arguments) in (1, 2)
+    assert said in capsys.readouterr().err
+
+
+def test_a_running_service_follows_its_keys_and_a_kill_loses_no_decision(tmp_path: Path) -> None:
+    """Rotation and SIGHUP, too: a real process, and nothing that was told is missing after SIGKILL."""
+    path, log, old = tmp_path / "keys.toml", tmp_path / "audit.jsonl", tmp_path / "audit.jsonl.1"
+    one = add_key(path, "one", {"scopes": ["score"]})
+    options = (f"--keys={path}", f"--audit-log={log}", "--threads=1")
+    with ServeProcess(*options, HALLUTRACER_STORE=str(tmp_path)) as service:
+
+        def ask(secret: str, **headers: str) -> httpx.Response:
+            headers |= {"authorization": f"Bearer {secret}"}
+            return httpx.post(f"{service.url}/score", json={"prompt": "Why?"}, headers=headers, timeout=60)
+
+        two = add_key(path, "two", {"scopes": ["score"]})
+        until(lambda: ask(two).status_code == 200)
+        log.rename(old)
+        os.kill(service.process.pid, signal.SIGHUP)
+        until(lambda: log.exists() and "bundles.reload" in log.read_text() and '"done"' in log.read_text())
+        [begun, done] = [json.loads(text) for text in log.read_text().splitlines()]
+        assert (begun["by"], begun["outcome"], done["outcome"]) == ("signal", "begun", "done")
+        assert done["what"]["before"] == done["what"]["after"] != {}
+        good = path.read_text()
+        path.write_text("[")
+        os.kill(service.process.pid, signal.SIGHUP)  # what is wrong with the keys keeps no bundle from being swapped
+        until(lambda: log.read_text().count('"done"') == 2)
+        assert "the keys in force stay" in service.log()
+        path.write_text(good)
+        told, lock = [], threading.Lock()
+
+        def keep_asking(name: int) -> None:
+            for number in range(1000):
+                try:
+                    answer = ask(one, **{"x-request-id": f"r{name}-{number}"})
+                except httpx.TransportError:
+                    return
+                with lock:
+                    told.append(answer.json()["id"].removeprefix("risk-"))
+
+        with ThreadPoolExecutor(4) as pool:
+            asking = [pool.submit(keep_asking, name) for name in range(4)]
+            until(lambda: len(told) > 40)
+            os.kill(service.process.pid, signal.SIGKILL)
+            for one_of in asking:
+                one_of.result()
+    AuditFile(log).append([change(SERVICE, "service.start", "done", {})])  # as the next process begins
+    found = verify([old, log])
+    assert found.problems == []
+    kept = {json.loads(text).get("request_id") for text in log.read_text().splitlines()}
+    assert set(told) <= kept
+    assert "keys.reload" in old.read_text()
