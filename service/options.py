@@ -35,6 +35,9 @@ from service.errors import HalluTracerError
 from service.settings import DATABASE, NEVER_EMPTY, NO_OPTIONS, PREFIX, SECRET, env, option, section
 
 T = TypeVar("T")
+LIKE: Mapping[tuple[str, ...], tuple[str, ...]] = {
+    ("doctor",): ("serve",)
+}  # a command -> another whose table holds for it, too, after its own
 COMMON = ("--config", "--print-config")  # said on the command line or, the first, by a variable; never in the file
 
 
@@ -87,16 +90,15 @@ class Sources(Env):
         _check(document, path, dict(commands_of(self.root)))
         # A name may be both: [bundle.list] is a table, bundle = ["a"] an option.
         shared = {key: value for key, value in document.items() if not isinstance(value, dict)}
-        table: Any = document
-        for command in commands:
-            table = table.get(command, {}) if isinstance(table, dict) else {}
-        table = table if isinstance(table, dict) else {}
+        tables = {".".join(path): _table(document, path) for path in (commands, LIKE.get(commands, commands))}
         for argument in options_of(arguments):
             key = key_of(argument)
-            value = table.get(key, shared.get(key))
+            keyword, value = next(
+                ((f"{path}.{key}", table[key]) for path, table in tables.items() if key in table),
+                (key, shared.get(key)),
+            )
             if value is None or argument.tokens or argument.name in COMMON:
                 continue
-            keyword = ".".join((*commands, key)) if key in table else key
             for index, item in enumerate(value if isinstance(value, list) else [value]):
                 text = str(item).lower() if isinstance(item, bool) else str(item)
                 argument.append(Token(keyword=keyword, value=text, source=path, index=index))
@@ -181,6 +183,14 @@ def commands_of(app: App, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[st
         if child.default_command is not None:
             yield (*path, name), child.assemble_argument_collection()
         yield from commands_of(child, (*path, name))
+
+
+def _table(document: Mapping[str, Any], path: tuple[str, ...]) -> Mapping[str, Any]:
+    """The table of a command; an empty one where there is none."""
+    table: Any = document
+    for name in path:
+        table = table.get(name, {}) if isinstance(table, dict) else {}
+    return table if isinstance(table, dict) else {}
 
 
 def _read(path: str) -> dict[str, Any]:

@@ -16,6 +16,8 @@ CATALOGUE = ("/v1/models", "/v1/bundles")
 METRICS = "/metrics"
 ADMIN = "/v1/admin/"  # what changes the service is below it
 RELOAD_ROUTE = f"{ADMIN}reload"
+OTHER = "other"  # of vLLM's own server, whose further routes read prompts, too
+COUNTED = tuple(route for route in PROMPT_ROUTES if route != SCORE_ROUTES[1]) + (OTHER,)
 
 
 def canonical(route: str) -> str:

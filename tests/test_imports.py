@@ -15,7 +15,7 @@ ROOT = Path(__file__).parent.parent
 # Each layer may import the layers below it and itself; siblings (same line) do not import each other.
 LAYERS = [
     ["service.cli", "service.vllm_plugin", "hallutracer"],
-    ["service.library"],
+    ["service.library", "service.doctor"],
     ["service.demo"],
     ["service.api", "service.paper"],
     ["service.evaluation"],

@@ -61,14 +61,20 @@ class Connection(HttpToolsProtocol):
         self._stop_waiting()
 
     def data_received(self, data: bytes) -> None:
-        """Parse, unless the head or the trailers grow without end."""
-        if self._last:
-            return
-        self._advanced = False
-        super().data_received(data)
-        self._unread = 0 if self._advanced else self._unread + len(data)
-        if self._unread > HEAD_BYTES and not self.transport.is_closing():
-            self._refuse(HeadersTooLarge(f"headers or trailers exceed {HEAD_BYTES} bytes"))
+        """Parse, unless the head or the trailers grow without end.
+
+        In parts that end where the bound is reached: one read brings up to 256 KiB, and a head must not be refused or
+        taken by how it was cut into packets.
+        """
+        while data and not self._last and not self.transport.is_closing():
+            if self._unread == HEAD_BYTES:
+                self._refuse(HeadersTooLarge(f"headers or trailers exceed {HEAD_BYTES} bytes"))
+                return
+            room = HEAD_BYTES - self._unread
+            part, data = data[:room], data[room:]
+            self._advanced = False
+            super().data_received(part)
+            self._unread = 0 if self._advanced else self._unread + len(part)
 
     def on_message_begin(self) -> None:
         """A second request before the first is answered ends the connection after that answer; no client needs it."""

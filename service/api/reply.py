@@ -96,7 +96,7 @@ class Reply:
         reports = [report for _, report, _ in scored]
         model, reference = self.handle.scorer.engine.identity.model, self.handle.scorer.bundle.reference
         for timings, report, tokens in scored:
-            self.metrics.prompt(model, reference, report, timings, tokens)
+            self.metrics.prompt(model, reference, report, timings, tokens, route=self.record.path)
         if self.monitor is not None:
             self.monitor.observe(reports)
         record, manifest = self.record, self.handle.scorer.bundle.manifest

@@ -13,7 +13,21 @@ from cyclopts import App, CycloptsError
 
 from probes_store.errors import BundleError
 from service import __version__
-from service.cli import audit, bundle, calibrate, data, demo, diagnose, evaluate, keys, recalibrate, score, serve, train
+from service.cli import (
+    audit,
+    bundle,
+    calibrate,
+    data,
+    demo,
+    diagnose,
+    doctor,
+    evaluate,
+    keys,
+    recalibrate,
+    score,
+    serve,
+    train,
+)
 from service.cli.options import UsageError
 from service.cli.output import print_line
 from service.errors import HalluTracerError
@@ -28,6 +42,7 @@ HELP = (
 )
 COMMANDS: dict[str, Any] = {  # name -> function, or for a group its help and commands
     "serve": serve.serve,
+    "doctor": doctor.doctor,
     "score": score.score,
     "train": train.train,
     "calibrate": calibrate.calibrate,

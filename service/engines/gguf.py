@@ -38,7 +38,7 @@ def is_gguf(path: Path) -> bool:
 def folder_of(file: Path, cache: Path | None = None) -> Path:
     """The plain model folder of a GGUF file, made at the first call.  Raises ModelLoadError, UnknownFamily."""
     cache = cache or cache_folder()
-    folder = cache / f"{_sha256(file)[:32]}-{CONVERTER}" / file.name.removesuffix(".gguf")
+    folder = _place(file, cache)
     if folder.is_dir():
         return folder
     facts = _facts(file)
@@ -55,6 +55,16 @@ def folder_of(file: Path, cache: Path | None = None) -> Path:
     finally:
         shutil.rmtree(aside, ignore_errors=True)
     return folder
+
+
+def unpacked(file: Path) -> Path | None:
+    """The folder of a GGUF file where ``folder_of`` has made it already.  Reads the file once, for its sha256."""
+    folder = _place(file, cache_folder())
+    return folder if folder.is_dir() else None
+
+
+def _place(file: Path, cache: Path) -> Path:
+    return cache / f"{_sha256(file)[:32]}-{CONVERTER}" / file.name.removesuffix(".gguf")
 
 
 def cache_folder() -> Path:

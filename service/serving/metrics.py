@@ -1,12 +1,13 @@
 """Prometheus metrics.
 
-Labels are ``model_name``, ``bundle`` and ``shadow`` ("name:version"), ``role``, ``decision``, ``verdict``, ``cause``,
-``statistic``, ``status``, ``code``, ``outcome``, and of feedback ``label``, ``flagged`` and ``fate``; no label holds
-user input, so the number of series is bounded.  Series known in advance exist as 0 from the first scrape, because a
-rate over a missing series is an empty panel and an alert that cannot fire.
+Labels are ``model_name``, ``bundle`` and ``shadow`` ("name:version"), ``role``, ``route``, ``flagged``, ``decision``,
+``verdict``, ``cause``, ``statistic``, ``status``, ``code``, ``outcome``, and of feedback ``label`` and ``fate``; no
+label holds user input, so the number of series is bounded.  Series known in advance exist as 0 from the first scrape,
+because a rate over a missing series is an empty panel and an alert that cannot fire.
 
 For several processes on one machine, set ``PROMETHEUS_MULTIPROC_DIR`` to an empty folder before they start: each writes
 its values there, and each serves the sum.  The variable belongs to ``prometheus_client``, which reads it on import.
+``process_*`` is then left out: it would be of whichever process answers the scrape.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Literal, get_args
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest, values
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest, values
 from prometheus_client.metrics_core import Metric
 from prometheus_client.multiprocess import MultiProcessCollector, mark_process_dead
 
@@ -28,6 +29,7 @@ from service.errors import HalluTracerError
 from service.feedback.rows import LABELS, Label
 from service.feedback.writer import Fate
 from service.guard import Decision
+from service.routes import COUNTED, OTHER, canonical
 from service.scoring import RiskReport
 from service.serving.monitor import CAUSES, Cause
 from service.serving.request_handle import Timings
@@ -79,6 +81,10 @@ class Metrics:
     def __init__(self) -> None:
         self._folder = _shared_folder()
         self.collector = registry = _Registry()
+        # Memory, CPU and open files, under every exporter's names.  Apart, because the registry of vLLM, into
+        # which its plugin puts ours, has them already and refuses them twice.
+        self._process = CollectorRegistry()
+        ProcessCollector(registry=self._process)
 
         def counter(name: str, text: str, labels: Iterable[str] = ()) -> Counter:
             return Counter(f"hallutracer_{name}", text, labels, registry=registry)
@@ -91,6 +97,8 @@ class Metrics:
 
         self._prompts = counter("prompts_total", "Prompts scored, by decision.", (*BUNDLE, "decision"))
         self._flagged = counter("flagged_total", "Prompts whose risk reached the threshold.", BUNDLE)
+        text = "Prompts scored, by the route they came by: did the risk reach the threshold?"
+        self._by_route = counter("route_prompts_total", text, (*BUNDLE, "route", "flagged"))
         text = "Prompts outside what training saw; stays 0 where the bundle cannot tell."
         self._outside = counter("outside_training_total", text, BUNDLE)
         self._prompt_tokens = counter("prompt_tokens_total", "Prompt tokens of scored prompts.", BUNDLE)
@@ -147,6 +155,9 @@ class Metrics:
         self._void = gauge("void", text, "livemax", (*BUNDLE, "cause"))
         text = "Reloads of the bundles: done, or failed and nothing changed."
         reloads = counter("reloads_total", text, ("outcome",))
+        text = "1 where the newest reload of the bundles went well, or none was asked for; 0 where it changed nothing."
+        self._reload_ok = gauge("last_reload_successful", text, "livemin")
+        self._reload_ok.set(1)
         self._by_reload = {done: reloads.labels("done" if done else "failed") for done in (True, False)}
         text = (
             "Prompts that a shadow read too: agrees, stricter (it alone flags), looser (it alone does not), or failed."
@@ -173,9 +184,12 @@ class Metrics:
         self._waiting.set(waiting)
         self._decoding.set(decoding)
 
-    def prompt(self, model_name: str, bundle: str, report: RiskReport, timings: Timings, answer_tokens: int) -> None:
-        """One prompt is done.  ``bundle`` is "name:version"; ``answer_tokens`` were decoded."""
+    def prompt(
+        self, model_name: str, bundle: str, report: RiskReport, timings: Timings, answer_tokens: int, *, route: str
+    ) -> None:
+        """One prompt is done.  ``bundle`` is "name:version"; ``answer_tokens`` were decoded; it came by ``route``."""
         own = self._of(model_name, bundle)
+        own.routes.get((canonical(route), report.verdict.flagged), own.routes[OTHER, report.verdict.flagged]).inc()
         own.prompts[report.decision.value].inc()
         if report.verdict.flagged:
             own.flagged.inc()
@@ -227,6 +241,7 @@ class Metrics:
     def reloaded(self, done: bool) -> None:
         """The bundles were loaded again, or were not and stay."""
         self._by_reload[done].inc()
+        self._reload_ok.set(int(done))
 
     def upstream(self, outcome: Outcome) -> None:
         """A prompt that was sent to a policy's upstream is done."""
@@ -295,7 +310,7 @@ class Metrics:
     def render(self) -> tuple[bytes, str]:
         """Body and content type of ``GET /metrics``; with a shared folder, over all its processes."""
         if self._folder is None:
-            return generate_latest(self.collector), CONTENT_TYPE
+            return generate_latest(self.collector) + generate_latest(self._process), CONTENT_TYPE
         _remove_dead_processes(self._folder)
         all_processes = CollectorRegistry()
         MultiProcessCollector(all_processes, path=str(self._folder))  # type: ignore[no-untyped-call]
@@ -327,6 +342,11 @@ class _PerBundle:
             for label in JUDGED:
                 metrics._agreement.labels(model_name, bundle, _yes(flagged), label)
         self.prompts = {str(d): metrics._prompts.labels(model_name, bundle, str(d)) for d in Decision}
+        self.routes = {
+            (route, flagged): metrics._by_route.labels(model_name, bundle, route, _yes(flagged))
+            for route in COUNTED
+            for flagged in (True, False)
+        }
 
 
 def _yes(value: bool) -> str:

@@ -157,8 +157,8 @@ class _JudgedPrompt:
         self.note.unread = str(error)
 
     def _account(self, report: RiskReport, tokens: int) -> None:
-        scorer = self.scorer
-        self.state.metrics.prompt(scorer.engine.identity.model, scorer.bundle.reference, report, self.timings, tokens)
+        model, reference = self.scorer.engine.identity.model, self.scorer.bundle.reference
+        self.state.metrics.prompt(model, reference, report, self.timings, tokens, route=self.note.route)
 
 
 def _take_xargs(note: Note, parameters: Any) -> dict[str, Any]:

@@ -32,13 +32,13 @@ class Note:
     unread: str | None = None  # why there is no risk
     choices: int = 1  # answers to each prompt (n)
     departures: tuple[str, ...] = ()  # of the request from what a guarantee was calibrated on
+    route: str = ""  # that the request came by
     carries: bool = True  # whether the response has a place for it
     templated: bool = True  # whether its route applies the chat template
     forges: str | None = None  # a special token that a message spells out: vLLM's renderer would take it for one
     misplaced: tuple[str, ...] = ()  # arguments of ours outside vllm_xargs
     xargs: dict[str, Any] = field(default_factory=dict)  # vllm_xargs of a beam search, which vLLM drops
     who: Who = Who()  # for the audit log; without a key's name, as vLLM's own keys have none
-    route: str = ""
 
     def add(self) -> int:
         """Add a prompt and return its index."""

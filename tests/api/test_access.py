@@ -220,6 +220,8 @@ def test_what_is_counted(tmp_path: Path) -> None:
     assert f"hallutracer_prompts_total{{{own.format('block')}}} 0.0" in text
     for line in (
         'hallutracer_flagged_total{bundle="tiny:1",model_name="scripted"} 3.0',
+        'hallutracer_route_prompts_total{bundle="tiny:1",flagged="yes",model_name="scripted",'
+        'route="/v1/risk/score"} 3.0',  # asked by its alias
         'hallutracer_completion_tokens_total{bundle="tiny:1",model_name="scripted"} 4.0',
         'hallutracer_risk_count{bundle="tiny:1",model_name="scripted"} 3.0',
         'hallutracer_errors_total{code="empty_prompt"} 1.0',

@@ -8,6 +8,8 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +109,35 @@ def test_what_is_refused_says_so(service: Served) -> None:
     assert received(service.connect(hundred)).startswith(b"HTTP/1.1 200")
 
 
+@pytest.mark.parametrize("pieces", [1, 3])
+def test_the_length_of_a_head_is_bounded_to_the_byte_however_it_arrives(service: Served, pieces: int) -> None:
+    begin, end = b"GET /health HTTP/1.1\r\nhost: x\r\na: ", b"\r\nconnection: close\r\n\r\n"
+    for size, status in ((0, b"200"), (1, b"431"), (36_000, b"431"), (500_000, b"431")):  # beyond the bound
+        fill = connections.HEAD_BYTES - len(begin) - len(end) + size
+        head = begin + b"b" * fill + end
+        cuts = [len(head) * n // pieces for n in range(pieces + 1)]
+        connection = service.connect()
+        with suppress(OSError):  # it hangs up before all is sent
+            for first, last in pairwise(cuts):
+                connection.sendall(head[first:last])
+                time.sleep(0.02 * (pieces > 1))
+        answer = received(connection)
+        assert answer.startswith(b"HTTP/1.1 " + status) or (size > 1 and not answer), (
+            size,
+            answer[:100],
+        )  # a reset may overtake it
+
+
+def test_a_body_in_one_read_with_its_head_is_whole(service: Served) -> None:
+    """The head is small; what is beyond the bound is body."""
+    body = json.dumps({"prompt": "a" * 300_000}).encode()
+    answer = received(service.connect(SCORE + b"connection: close\r\ncontent-length: %d\r\n\r\n" % len(body) + body))
+    assert b"prompt_too_long" in answer
+    text = json.dumps({"prompt": "a", "policy": "observe"}).encode() + b" " * 300_000
+    answer = received(service.connect(SCORE + b"connection: close\r\ncontent-length: %d\r\n\r\n" % len(text) + text))
+    assert answer.startswith(b"HTTP/1.1 200")
+
+
 @pytest.mark.parametrize("begin", [b"", b"GET /hea", HEALTH], ids=repr)
 def test_a_connection_that_asks_for_nothing_is_ended(service: Served, begin: bytes) -> None:
     started = time.monotonic()
@@ -175,6 +206,18 @@ def test_requests_sent_ahead_and_junk_end_the_connection_after_the_answer(
         assert len(re.findall(rb"HTTP/1\.1 \d{3} ", answer)) <= 2  # what comes after the answer may be refused, once
     assert 'hallutracer_errors_total{code="internal_error"} 0.0' in httpx.get(f"{service.url}/metrics").text
     assert not [record for record in caplog.records if record.exc_info]
+
+
+def test_what_is_sent_while_an_answer_is_under_way_does_not_cost_the_answer(service: Served) -> None:
+    held = Held()
+    service.engine.before = held
+    body = b'{"prompt": "a"}'
+    connection = service.connect(SCORE + b"content-length: %d\r\n\r\n" % len(body) + body)
+    assert held.entered.wait(20)
+    connection.sendall(HEALTH * 5000)  # more than a head may have
+    time.sleep(0.2)
+    held.release.set()
+    assert received(connection).startswith(b"HTTP/1.1 200")
 
 
 def test_a_websocket_is_answered_like_any_get(service: Served) -> None:

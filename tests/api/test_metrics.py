@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import IO
 
 import numpy as np
 import pytest
+from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.parser import text_string_to_metric_families
 
 from service import __version__
@@ -48,14 +50,17 @@ def value(body: bytes, name: str, **labels: str) -> float | None:
 
 def test_a_prompt_moves_every_number_it_should() -> None:
     metrics = Metrics()
-    metrics.prompt(*PROMPT)
+    metrics.prompt(*PROMPT, route="/score")
     withheld = replace(REPORT, risk=1.0, verdict=FLAGGED)
-    metrics.prompt("m", "demo:1", withheld, Timings(queue=0.002, prefill=0.02, probe=0.0002), 0)
+    metrics.prompt("m", "demo:1", withheld, Timings(queue=0.002, prefill=0.02, probe=0.0002), 0, route="/classify")
     body, kind = metrics.render()
     assert kind.startswith("text/plain; version=0.0.4")
     assert value(body, "prompts_total", **LABELS, decision="continue") == 1
     assert value(body, "prompts_total", **LABELS, decision="abstain") == 1
     assert value(body, "flagged_total", **LABELS) == 1
+    assert value(body, "route_prompts_total", **LABELS, route="/v1/risk/score", flagged="no") == 1  # of its alias
+    assert value(body, "route_prompts_total", **LABELS, route="/classify", flagged="yes") == 1
+    assert value(body, "route_prompts_total", **LABELS, route="/classify", flagged="no") == 0
     assert value(body, "prompt_tokens_total", **LABELS) == 22
     assert value(body, "completion_tokens_total", **LABELS) == 5
     assert value(body, "risk_sum", **LABELS) == 1.25
@@ -103,6 +108,32 @@ def test_a_status_and_a_code_that_nobody_foresaw_are_counted_too() -> None:
     assert (value(body, "http_requests_total", status="418"), value(body, "errors_total", code="teapot")) == (2, 2)
 
 
+def test_a_registry_that_has_the_process_already_takes_ours() -> None:
+    """As vLLM's has: its server would not start."""
+    theirs = CollectorRegistry()
+    ProcessCollector(registry=theirs)
+    theirs.register(Metrics().collector)
+
+
+def test_a_route_that_is_none_of_ours_is_no_label() -> None:
+    metrics = Metrics()
+    metrics.prompt(*PROMPT, route="/v1/whatever-a-caller-wrote")
+    metrics.prompt(*PROMPT, route="")
+    body, _ = metrics.render()
+    assert value(body, "route_prompts_total", **LABELS, route="other", flagged="no") == 2
+    assert b"whatever" not in body
+
+
+def test_the_newest_reload_is_told_until_one_goes_well() -> None:
+    metrics = Metrics()
+    told = []
+    for done in (None, False, False, True):
+        if done is not None:
+            metrics.reloaded(done)
+        told.append(value(metrics.render()[0], "last_reload_successful"))
+    assert told == [1, 0, 0, 1]
+
+
 def test_series_are_there_before_the_first_request() -> None:
     metrics = Metrics()
     metrics.bundles([("m", "demo:1", "sha256:ab")])
@@ -137,7 +168,7 @@ def test_every_code_of_the_wire_starts_at_zero() -> None:
 
 def test_a_bundle_that_is_swapped_out_is_no_longer_listed() -> None:
     metrics = Metrics()
-    metrics.prompt(*PROMPT)
+    metrics.prompt(*PROMPT, route="/score")
     for loaded in ([("m", "demo:1", "sha256:ab")], [("m", "demo:2", "sha256:cd"), ("m", "other:1", "sha256:ef")]):
         metrics.bundles(loaded)
     body, _ = metrics.render()
@@ -147,9 +178,21 @@ def test_a_bundle_that_is_swapped_out_is_no_longer_listed() -> None:
     assert value(body, "prompt_tokens_total", **LABELS) == 11  # a sum does not fall
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="prometheus_client reads /proc")
+def test_the_process_is_measured_under_the_names_that_every_exporter_uses() -> None:
+    found = {name: value for (name, _), value in samples(Metrics().render()[0]).items() if name.startswith("process_")}
+    assert set(found) == {
+        "process_cpu_seconds_total", "process_max_fds", "process_open_fds", "process_resident_memory_bytes",
+        "process_start_time_seconds", "process_virtual_memory_bytes",
+    }  # fmt: skip
+    assert 1e7 < found["process_resident_memory_bytes"] < 1e11
+    assert 3 <= found["process_open_fds"] < found["process_max_fds"]
+    assert 0 < found["process_start_time_seconds"] < time.time()
+
+
 def test_instances_share_nothing() -> None:
     one, other = Metrics(), Metrics()
-    one.prompt(*PROMPT)
+    one.prompt(*PROMPT, route="/score")
     other.bundles([("m", "demo:1", "sha256:ab")])
     assert value(other.render()[0], "prompt_tokens_total", **LABELS) == 0
     one.close()
@@ -158,14 +201,16 @@ def test_instances_share_nothing() -> None:
 
 def test_names_end_in_their_unit_and_nothing_is_said_twice() -> None:
     metrics = Metrics()
-    metrics.prompt(*PROMPT)
+    metrics.prompt(*PROMPT, route="/score")
     families = list(text_string_to_metric_families(metrics.render()[0].decode()))
     names = [family.name for family in families]
     assert len(names) == len(set(names))
     assert not [name for name in names if name.endswith("_created")]
     labels = {label for family in families for sample in family.samples for label in sample.labels}
     feedback = {"label", "flagged", "fate"}
-    assert labels == {"model_name", "bundle", "decision", "status", "code", "outcome", "le", "version"} | feedback
+    assert (
+        labels == {"model_name", "bundle", "decision", "route", "status", "code", "outcome", "le", "version"} | feedback
+    )
 
 
 # --- several processes, one folder ---
@@ -184,7 +229,7 @@ metrics.request_started()
 metrics.queue(5, 2)
 for _ in range({times}):
     report = RiskReport(0.75, 0.0, np.zeros(1), Verdict(Decision.ABSTAIN, True, 0.5, None), prompt_tokens=10)
-    metrics.prompt("m", "demo:1", report, Timings(0.001, 0.01, 0.0001), 0)
+    metrics.prompt("m", "demo:1", report, Timings(0.001, 0.01, 0.0001), 0, route="/score")
 print("written", flush=True)
 if sys.stdin.readline().strip() == "close":
     metrics.close()

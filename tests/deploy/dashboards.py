@@ -17,7 +17,11 @@ from tests.deploy.prometheus_server import ROOT
 
 FOLDER = ROOT / "deploy" / "grafana" / "dashboards"
 FILES = sorted(FOLDER.glob("*.json"))
-NAME = re.compile(r"\bhallutracer[_:][a-z0-9_:]+")
+NAME = re.compile(r"\b(?:hallutracer[_:]|process_)[a-z0-9_:]+")
+PROCESS = {
+    "process_cpu_seconds_total", "process_max_fds", "process_open_fds", "process_resident_memory_bytes",
+    "process_start_time_seconds", "process_virtual_memory_bytes",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -90,7 +94,8 @@ def ours() -> dict[str, set[str]]:
     metrics.rollout("m", "demo:1", "demo:2", ["demo:3"])
     metrics.watched("m", "demo:1", Drift(1000, 0.1, 0.1, 0.1, 0.01), ())
     families = list(text_string_to_metric_families(metrics.render()[0].decode()))
-    return {
+    process = {name: {"job", "instance"} for name in PROCESS}  # which prometheus_client has on Linux only
+    return process | {
         family.name + ("_total" if family.type == "counter" else ""): {"job", "instance"}.union(
             *(sample.labels for sample in family.samples)
         )

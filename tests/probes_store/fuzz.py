@@ -1,0 +1,371 @@
+"""Mutations of a bundle's bytes: what a broken disk, a broken program or somebody with the store may leave there.
+
+    python -m tests.probes_store.fuzz [--count 120000] [--seed 0]
+
+Each mutation must be refused with an error of the store, or give a bundle that is sound: the same content as before,
+or, where the hashes were made right again, another digest and numbers within their ranges.  Anything else is a failure:
+another exception, a crash, a hang, memory without bound, or other content under the old digest.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import math
+import random
+import resource
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from probes_store.bundle import Bundle, load_bundle
+from probes_store.errors import BundleError
+from probes_store.store import SHIPPED, Store
+from tests.probes_store.factory import make_draft, write_bundle
+from tests.probes_store.reseal import reseal, sha256
+
+FILES = ("bundle.json", "probes.safetensors", "golden.safetensors")
+HANG_S = 60  # of one mutation; a load takes a millisecond
+NOT_CONTENT = ("version", "created", "digest", "seal")
+ODD_NUMBERS = (0, -1, 1, 2**31, 2**53, 2**53 + 1, 2**63, 2**64, -(2**63), 10**400, 0.5, -0.5, 1e308, 5e-324, -0.0)
+ODD_TEXTS = ("", "\0", "../../etc/passwd", "a" * 100_000, "\ud800", "\u202e", "NaN", "sha256:", "plots/../x.png", "é")
+ODD_JSON = (
+    b"NaN",
+    b"Infinity",
+    b"-Infinity",
+    b"1e999",
+    b"-1e999",
+    b'"\\ud800"',
+    b"[" * 3000,
+    b'{"a":' * 3000,
+    b"\xff",
+    b"\xef\xbb\xbf",
+)
+DTYPES = ("F64", "F32", "F16", "BF16", "F8_E4M3", "I64", "I32", "I8", "U8", "BOOL", "X", "")
+Mutator = Callable[[random.Random, dict[str, bytes]], None]
+
+
+class Hang(AssertionError):
+    """One mutation took a minute."""
+
+
+def flip(draw: random.Random, data: bytes) -> bytes:
+    changed = bytearray(data)
+    for _ in range(draw.choice((1, 1, 1, 2, 8, 64))):
+        changed[draw.randrange(len(changed))] ^= 1 << draw.randrange(8)
+    return bytes(changed)
+
+
+def splice(draw: random.Random, data: bytes) -> bytes:
+    """A piece is left out, doubled, moved, zeroed, or replaced by random bytes; or the end is missing."""
+    start = draw.randrange(len(data))
+    piece = data[start : start + draw.choice((1, 2, 4, 8, 16, 64, 512))]
+    rest = data[start + len(piece) :]
+    at = draw.randrange(len(data))
+    return draw.choice((
+        data[:start] + rest, data[:start] + piece * draw.choice((2, 3, 50)) + rest, data[:at] + piece + data[at:],
+        data[:start] + bytes(len(piece)) + rest, data[:start] + draw.randbytes(len(piece)) + rest, data[:start],
+        data + draw.randbytes(draw.choice((1, 8, 4096))),
+    ))  # fmt: skip
+
+
+def raw(change: Callable[[random.Random, bytes], bytes]) -> Mutator:
+    """A change of one file, with all hashes as they were."""
+
+    def mutate(draw: random.Random, files: dict[str, bytes]) -> None:
+        name = draw.choice(FILES)
+        files[name] = change(draw, files[name])
+
+    return mutate
+
+
+def resealed(change: Callable[[random.Random, bytes], bytes]) -> Mutator:
+    """A change of one tensor file, with its hash, the digest and the seal made right again."""
+
+    def mutate(draw: random.Random, files: dict[str, bytes]) -> None:
+        name = draw.choice(FILES[1:])
+        seal(files, name, change(draw, files[name]))
+
+    return mutate
+
+
+def seal(files: dict[str, bytes], name: str, data: bytes) -> None:
+    document = json.loads(files["bundle.json"])
+    document["files"][name] = {"bytes": len(data), "sha256": sha256(data)}
+    files[name], files["bundle.json"] = data, reseal(document)
+
+
+def header(draw: random.Random, data: bytes) -> bytes:
+    """A tensor file whose header says something else: types, shapes, offsets, names, its own length."""
+    size = int.from_bytes(data[:8], "little")
+    document, body = json.loads(data[8 : 8 + size]), data[8 + size :]
+    name = draw.choice(sorted(document))
+    entry = document[name]
+    match draw.randrange(9):
+        case 0:
+            entry["dtype"] = draw.choice(DTYPES)
+        case 1:
+            shape, odd = entry["shape"], draw.choice((0, 1, 2, 3, 2**31, 2**63, -1, 0.5, "3"))
+            same_size = [shape[::-1], [*shape, 1], [1, *shape], [math.prod(shape)]]
+            entry["shape"] = draw.choice([*same_size, [odd] * draw.randrange(5)])
+        case 2:
+            entry["data_offsets"][draw.randrange(2)] = draw.choice(
+                (0, -1, 7, len(body), len(body) + 1, 2**63, 2**64, None)
+            )
+        case 3:
+            document[draw.choice(("extra", "__metadata__", "", "head\0"))] = draw.choice(
+                (entry, {"a": "b"}, {}, None, 3)
+            )
+        case 4:
+            del document[name]
+        case 5:
+            other = draw.choice(sorted(document))
+            document[name], document[other] = document[other], document[name]
+        case 6:
+            document[name] = draw.choice(([], None, {}, "x", entry | {"more": 1}))
+        case 7:
+            del entry[draw.choice(sorted(entry))]
+        case _:
+            text = json.dumps(document, separators=(",", ":")).encode()
+            if draw.random() < 0.5:  # an entry twice: which of them counts?
+                again = json.dumps({name: draw.choice((entry, document[draw.choice(sorted(document))]))})
+                text = text[:-1] + b"," + again[1:].encode()
+            text += b" " * (-len(text) % 8) + b" " * draw.choice((0, 8, 1 << 17))
+            claimed = draw.choice((len(text), len(text), 0, 1, len(text) - 1, len(text) + 1, 2**31, 2**63, 2**64 - 1))
+            return claimed.to_bytes(8, "little") + text + body
+    text = json.dumps(document, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text + body
+
+
+def numbers(draw: random.Random, data: bytes) -> bytes:
+    """Tensor values: NaN, infinities, zeros, huge and tiny ones, at one place or many."""
+    size = int.from_bytes(data[:8], "little")
+    body = bytearray(data[8 + size :])
+    kinds = (("<f4", (np.nan, np.inf, -np.inf, 0, -1, 3e38, 1e-45)), ("<f8", (np.nan, np.inf, 0, -1, 2, 1e308)),
+             ("<i4", (-1, 0, 2**31 - 1, -(2**31))))  # fmt: skip
+    code, values = draw.choice(kinds)
+    piece = np.array([draw.choice(values)], code).tobytes()
+    for _ in range(draw.choice((1, 1, 4))):
+        at = draw.randrange(0, max(1, len(body) - len(piece)), 4)
+        body[at : at + len(piece)] = piece
+    return data[: 8 + size] + bytes(body)
+
+
+def places(value: Any, found: list[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
+    """Every (container, key) of a JSON document."""
+    for key in list(value) if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ():
+        found.append((value, key))
+        places(value[key], found)
+    return found
+
+
+def manifest(draw: random.Random, files: dict[str, bytes]) -> None:
+    """The manifest's own values, keys and types, sealed again or not."""
+    document = json.loads(files["bundle.json"])
+    spots = places(document, [])
+    for _ in range(draw.choice((1, 1, 1, 2, 5))):
+        owner, key = draw.choice(spots)
+        if (key not in owner) if isinstance(owner, dict) else (key >= len(owner)):
+            continue
+        other = copy.deepcopy(draw.choice(spots)[0])
+        match draw.randrange(6):
+            case 0:
+                owner[key] = draw.choice(ODD_NUMBERS)
+            case 1:
+                owner[key] = draw.choice(ODD_TEXTS)
+            case 2:
+                owner[key] = draw.choice((None, True, False, [], {}, [[]], other))
+            case 3:
+                del owner[key]
+            case 4 if isinstance(owner, dict):
+                owner[draw.choice(("extra", *ODD_TEXTS))] = owner[key]
+            case _:
+                old = owner[key]
+                owner[key] = -old if isinstance(old, int | float) and type(old) is not bool else [old, old]
+    try:
+        files["bundle.json"] = reseal(document) if draw.random() < 0.8 else json.dumps(document).encode()
+    except (UnicodeEncodeError, ValueError, AttributeError):  # half a surrogate, NaN: no program could have sealed that
+        files["bundle.json"] = json.dumps(document).encode()
+
+
+def json_text(draw: random.Random, files: dict[str, bytes]) -> None:
+    """The manifest as text: a value that JSON readers disagree about, a key twice, other white space."""
+    data = files["bundle.json"]
+    lines = data.split(b"\n")
+    at = draw.randrange(1, len(lines) - 2)
+    match draw.randrange(4):
+        case 0:
+            lines[at] = lines[at].partition(b":")[0] + b": " + draw.choice(ODD_JSON) + b","
+        case 1:
+            lines.insert(at, lines[at])
+        case 2:
+            lines[at] = draw.choice((b" ", b"\t", b"\r")) + lines[at]
+        case _:
+            lines[at], lines[at + 1] = lines[at + 1], lines[at]
+    files["bundle.json"] = b"\n".join(lines)
+
+
+MUTATORS: dict[str, Mutator] = {
+    "bits": raw(flip),
+    "pieces": raw(splice),
+    "bits, resealed": resealed(flip),
+    "pieces, resealed": resealed(splice),
+    "headers, resealed": resealed(header),
+    "numbers, resealed": resealed(numbers),
+    "manifest": manifest,
+    "manifest's text": json_text,
+}
+
+
+@dataclass
+class Tally:
+    """What came of the mutations."""
+
+    refused: Counter[tuple[str, str]] = field(default_factory=Counter)  # (mutator, error)
+    accepted: Counter[str] = field(default_factory=Counter)  # of these, all sound
+    unchanged: Counter[str] = field(default_factory=Counter)  # the bytes came out as they were
+    slowest_s: float = 0.0
+
+
+@contextmanager
+def no_hang() -> Iterator[None]:
+    def stop(*_: object) -> None:
+        raise Hang(f"a load took {HANG_S} s")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, HANG_S)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def content(files: dict[str, bytes]) -> dict[str, Any]:
+    """The manifest without what is no content of the bundle."""
+    return {key: value for key, value in json.loads(files["bundle.json"]).items() if key not in NOT_CONTENT}
+
+
+def check_header(data: bytes) -> None:
+    """Two readers of a tensor file see the same: no entry twice, nothing hidden behind the header."""
+    text = data[8 : 8 + int.from_bytes(data[:8], "little")]
+    assert len(text) - len(text.rstrip(b" ")) < 8, "something may hide in the padding"
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        assert len({name for name, _ in pairs}) == len(pairs), "an entry twice"
+        return dict(pairs)
+
+    json.loads(text, object_pairs_hook=unique)
+
+
+def check_sound(found: Bundle, origin: Bundle, files: dict[str, bytes], original: dict[str, bytes]) -> None:
+    """Other content has another digest, and whatever was accepted is in its ranges.  Raises AssertionError."""
+    same_bytes = files == original
+    same_content = all(files[name] == original[name] for name in FILES[1:]) and content(files) == content(original)
+    assert (found.manifest.digest == origin.manifest.digest) == same_content, "other content under the same digest"
+    assert same_bytes or found.manifest.seal != origin.manifest.seal, "other bytes under the same seal"
+    values = [owner[key] for owner, key in places(json.loads(files["bundle.json"]), [])]
+    assert all(abs(value) <= 2**53 for value in values if type(value) is int), "a number that readers disagree about"
+    layers, dim = found.manifest.model.num_layers, found.manifest.probe_dim
+    probes, golden = found.probes, found.golden
+    shapes = {
+        "head": (layers,), "direction": (layers, dim), "bias": (layers,), "scale": (layers,),
+        "trajectory_mean": (2, layers), "trajectory_std": (2, layers), "reference_mean": (layers,),
+        "reference_whitening": (layers, layers),
+    }  # fmt: skip
+    assert all(value is None or value.shape == shapes[name] for name, value in vars(probes).items()), "a shape"
+    assert golden.trajectory.shape == (len(golden.risk), layers)
+    assert golden.risk.ndim == golden.offsets.ndim == golden.input_ids.ndim == 1
+    for name in FILES[1:]:
+        check_header(files[name])
+    for tensors in (probes, golden):
+        assert all(np.isfinite(value).all() for value in vars(tensors).values() if value is not None)
+    assert np.allclose(np.linalg.norm(probes.direction.astype(np.float64), axis=1), 1, atol=1e-3)
+    assert ((probes.head >= 0) & (probes.head < found.manifest.probe_heads)).all()
+    assert ((golden.risk >= 0) & (golden.risk <= 1)).all()
+    assert 0 <= found.manifest.threshold <= 1
+    assert all(len(prompt) for prompt in golden.prompts())
+
+
+def fuzz(origin: Bundle, count: int, seed: int, tally: Tally, mutators: dict[str, Mutator] = MUTATORS) -> None:
+    """``count`` mutations of one bundle, in a folder of its own; the mutator is drawn each time."""
+    draw = random.Random(seed)
+    original = {name: (origin.path / name).read_bytes() for name in FILES}
+    names = list(mutators)
+    with tempfile.TemporaryDirectory(dir=_memory()) as place:
+        folder = Path(place, origin.manifest.name, str(origin.manifest.version))
+        shutil.copytree(origin.path, folder)
+        for number in range(count):
+            kind = draw.choice(names)
+            files = dict(original)
+            mutators[kind](draw, files)
+            tally.unchanged[kind] += files == original
+            for name in FILES:
+                (folder / name).write_bytes(files[name])
+            began = time.perf_counter()
+            try:
+                with no_hang():
+                    found = load_bundle(folder)
+                check_sound(found, origin, files, original)
+                tally.accepted[kind] += 1
+            except BundleError as error:
+                str(error)
+                tally.refused[kind, type(error).__name__] += 1
+            except Exception as error:
+                raise AssertionError(
+                    f"{origin.reference}, mutation {number} of seed {seed} ({kind}): {error!r}"
+                ) from error
+            tally.slowest_s = max(tally.slowest_s, time.perf_counter() - began)
+
+
+def _memory() -> str | None:
+    """A folder in memory, where there is one: a hundred thousand writes need no disk."""
+    return "/dev/shm" if Path("/dev/shm").is_dir() else None
+
+
+def origins(folder: Path) -> list[Bundle]:
+    """A tiny bundle of each layout, and those that come with the package."""
+    made = [
+        make_draft(),
+        make_draft(1, signals=("depth_mean", "entropy", "log_max_prob"), logit_scale="standardized"),
+        make_draft(2, site="residual_stream", chat_template=None, prompt_format="text"),
+    ]
+    found = [write_bundle(draft, folder / str(place) / "tiny" / "1") for place, draft in enumerate(made)]
+    return [*found, Store(SHIPPED).load("demo"), Store(SHIPPED).load("smollm2")]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--count", type=int, default=120_000)
+    parser.add_argument("--seed", type=int, default=0)
+    chosen = parser.parse_args()
+    tally, began = Tally(), time.perf_counter()
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with tempfile.TemporaryDirectory() as place:
+        bundles = origins(Path(place))
+        for number, bundle in enumerate(bundles):
+            fuzz(bundle, chosen.count // len(bundles), chosen.seed + number, tally)
+    grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
+    print(f"{chosen.count} mutations of {len(bundles)} bundles in {time.perf_counter() - began:.0f} s; slowest "
+          f"{tally.slowest_s * 1e3:.0f} ms; peak memory grew by {grown:.0f} MiB")  # fmt: skip
+    for kind in MUTATORS:
+        errors = {error: n for (other, error), n in sorted(tally.refused.items()) if other == kind}
+        print(f"  {kind}: {sum(errors.values())} refused, {tally.accepted[kind]} accepted and sound "
+              f"({tally.unchanged[kind]} of them not changed)   {errors}")  # fmt: skip
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
