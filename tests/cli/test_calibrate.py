@@ -29,7 +29,7 @@ def test_a_dry_run_loads_no_model_and_writes_nothing(
     tmp_path: Path, files: dict[str, str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said = dry_run(command(files, tmp_path, *own(files), "--alpha", "0.1,0.2"), capsys, monkeypatch)
-    assert "1713 rows in 576 groups for the test, new to demo:1" in said
+    assert "1713 rows in 767 groups for the test, new to demo:1" in said
     assert "alpha 0.2, delta 0.025: at least 17 answering groups" in said
     assert not any(tmp_path.iterdir())
 
@@ -37,7 +37,6 @@ def test_a_dry_run_loads_no_model_and_writes_nothing(
 @pytest.mark.parametrize(
     ("more", "said"),
     [
-        ([], "name its training file (sha256:dfdf"),
         (["--judge", "openai"], "--judge-url"),
         (["--prompt-format", "text"], "rendered as the bundle's"),
         (["--labels", "sample"], "about greedy answers"),

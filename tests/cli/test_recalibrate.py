@@ -34,7 +34,6 @@ def test_a_dry_run_loads_no_model_and_writes_nothing(
 @pytest.mark.parametrize(
     ("more", "said"),
     [
-        ([], "name its training file (sha256:dfdf"),
         (["--judge", "openai"], "--judge-url"),
         (["--prompt-format", "text"], "rendered as the bundle's"),
         (["--threshold-rule", "loose"], "youden"),
