@@ -48,6 +48,7 @@ NAVIGATION = {
         "When the guard is away": "docs/away",
         "Rollout": "docs/rollout",
         "Drift": "docs/drift",
+        "Traces": "docs/tracing",
         "Feedback": "docs/feedback",
         "Gateways": "docs/gateways",
         "Playground": "docs/playground",

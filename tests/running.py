@@ -23,6 +23,7 @@ from service.guard import Policy
 from service.policies import built_in
 from service.scoring import Scorer
 from service.serving.state import ServiceState
+from service.serving.tracing import Tracing
 from service.settings import ServiceSettings
 from tests.engine_kinds import KINDS, engine_of
 from tests.matching import matching_bundle
@@ -45,6 +46,7 @@ class App:
         api_keys: Sequence[str | ApiKey | Key] = (),
         keys_file: Path | None = None,
         callers_may: Sequence[Right] = get_args(Right),
+        tracing: Tracing | None = None,
         **settings: Any,
     ) -> None:
         named = [ApiKey(key, f"key-{n}") if isinstance(key, str) else key for n, key in enumerate(api_keys, 1)]
@@ -59,6 +61,7 @@ class App:
             ServiceSettings(callers_may=tuple(callers_may), **settings),
             built_in() | policies,
             keys=KeyRing(keys, keys_file, built_in() | policies),
+            tracing=tracing,
         )
         self.app = create_app(self.state)
         self.client = TestClient(self.app, raise_server_exceptions=False)

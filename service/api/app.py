@@ -85,7 +85,11 @@ def create_app(state: ServiceState, on_loaded: Callable[[ServiceState], None] | 
             expose_headers=EXPOSED_HEADERS,
         )
     app.add_middleware(
-        RequestFrame, max_body_bytes=settings.max_body_bytes, body_seconds=settings.deadline_s, metrics=state.metrics
+        RequestFrame,
+        max_body_bytes=settings.max_body_bytes,
+        body_seconds=settings.deadline_s,
+        metrics=state.metrics,
+        tracing=state.tracing,
     )
     error_handlers.install(app)
     for module in (score, openai_routes, guardrail_routes, feedback_routes, catalogue, admin_routes, health):

@@ -6,6 +6,7 @@ import asyncio
 import random
 import re
 import time
+from typing import TYPE_CHECKING
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
@@ -17,6 +18,9 @@ from service.errors import BodyTooLarge, BodyTooSlow, ClientGone, HalluTracerErr
 from service.routes import PROMPT_ROUTES
 from service.serving.metrics import Metrics
 
+if TYPE_CHECKING:
+    from service.serving.tracing import Tracing
+
 _ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
@@ -26,11 +30,19 @@ class RequestFrame:
     Writes one log line per request; requests to the scoring routes are counted in ``metrics``.
     """
 
-    def __init__(self, app: ASGIApp, max_body_bytes: int, body_seconds: float, metrics: Metrics) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        max_body_bytes: int,
+        body_seconds: float,
+        metrics: Metrics,
+        tracing: Tracing | None = None,
+    ) -> None:
         self.app = app
         self.max_body_bytes = max_body_bytes
         self.body_seconds = body_seconds
         self.metrics = metrics
+        self.tracing = tracing
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
@@ -45,6 +57,9 @@ class RequestFrame:
             method=scope["method"],
             path=scope["path"][:256],
         )
+        if self.tracing is not None and not record.routine:
+            record.trace = self.tracing.request(headers, record.method)
+            record.trace_id = record.trace.id
         scope.setdefault("state", {})["record"] = record
         body = _Body(receive, self.max_body_bytes, self.body_seconds)
 
@@ -86,6 +101,9 @@ class RequestFrame:
             record.write()
             if scoring:
                 self.metrics.request_ended(record.status, record.code, seconds)
+            if record.trace is not None:
+                route = getattr(scope.get("route"), "path", None)
+                record.trace.end(record.request_id, route, record.status, record.code)
 
 
 class _Body:

@@ -135,15 +135,15 @@ async def _served(
     forwarder: Forwarder = request.app.state.forwarder
     upstream = policy.upstream if reports[0].decision is Decision.FALLBACK else None
     sent_on = body.model_dump(mode="json", exclude_none=True, exclude={"vllm_xargs"})
-    in_content = state.settings.message_in_content
+    in_content, trace = state.settings.message_in_content, reply.record.trace
     if body.stream:
-        foreign = None if upstream is None else forwarder.stream(upstream, route, sent_on)
+        foreign = None if upstream is None else forwarder.stream(upstream, route, sent_on, trace)
         return EventStream(reply, reports, chunks(kind, reply, reports, body.with_usage, in_content, foreign))
     try:
         content = response(kind, reply, reports, in_content)
         if upstream is not None:
             async with while_connected(request), reply.handle.deadline.enforced():
-                content |= await forwarder.whole(upstream, route, sent_on)
+                content |= await forwarder.whole(upstream, route, sent_on, trace)
     finally:
         reply.account()
     text = json.dumps(content, ensure_ascii=False)

@@ -100,6 +100,8 @@ class Reply:
         if self.monitor is not None:
             self.monitor.observe(reports)
         record, manifest = self.record, self.handle.scorer.bundle.manifest
+        if record.trace is not None:
+            record.trace.handle, record.trace.departures = self.handle, self.all_departures
         record.model, record.bundle, record.digest = model, reference, manifest.digest
         record.policy = self.handle.policy.name
         record.risks = [report.risk for report in reports]

@@ -6,8 +6,12 @@ import json
 import logging
 from dataclasses import dataclass, field, fields
 from datetime import UTC, datetime
+from typing import TYPE_CHECKING
 
 from starlette.requests import Request
+
+if TYPE_CHECKING:
+    from service.serving.spans import RequestTrace
 
 log = logging.getLogger("hallutracer")
 access = logging.getLogger("hallutracer.request")
@@ -37,14 +41,20 @@ class RequestRecord:
     probe_ms: float | None = None
     decode_ms: float | None = None
     total_ms: float | None = None
+    trace_id: str | None = None  # where requests are traced
+    trace: RequestTrace | None = None  # not logged
+
+    @property
+    def routine(self) -> bool:
+        """Whether it is a health check or a scrape."""
+        return self.path == "/metrics" or self.path.startswith("/health")
 
     def write(self) -> None:
         """Log one line; health checks and scrapes at level debug."""
-        routine = self.path == "/metrics" or self.path.startswith("/health")
-        access.log(logging.DEBUG if routine else logging.INFO, "request", extra={"record": self})
+        access.log(logging.DEBUG if self.routine else logging.INFO, "request", extra={"record": self})
 
 
-FIELDS = tuple(item.name for item in fields(RequestRecord))
+FIELDS = tuple(item.name for item in fields(RequestRecord) if item.name != "trace")
 
 
 def record_of(request: Request) -> RequestRecord:

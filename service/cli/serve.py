@@ -17,6 +17,7 @@ from service.cli.loading import LeaveOut, bundle_names, load_bundles, load_engin
 from service.cli.options import BundleOptions, EngineChoice, UsageError
 from service.cli.output import print_line
 from service.cli.reload import load_again, on_hangup, replay, stamps, watch
+from service.cli.tracing import TraceOptions
 from service.options import Common
 from service.policies import load_policies
 from service.settings import (
@@ -164,6 +165,7 @@ def serve(
     access: AccessOptions = AccessOptions(),
     rollout: RolloutOptions = RolloutOptions(),
     feedback: FeedbackOptions = FeedbackOptions(),
+    traces: TraceOptions = TraceOptions(),
     common: Common = Common(),
 ) -> None:
     """Serve POST /score: a risk for each prompt before its first answer token.
@@ -201,6 +203,7 @@ def serve(
     if access.audit_required and access.audit_log is None:
         raise UsageError("--audit-required", "needs --audit-log")
     kept = feedback.location()
+    tracing = traces.opened()
     loading = engine.engine_options
     listener = listen(settings.host, settings.port)
     address = f"http://{in_url(settings.host)}:{listener.getsockname()[1]}"
@@ -231,6 +234,7 @@ def serve(
         keys=keys,
     )
 
+    state.tracing = tracing
     if kept is not None:
         state.feedback = feedback.opened(kept, state.metrics)
 

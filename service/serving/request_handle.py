@@ -6,6 +6,7 @@ Used on the event loop only.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
@@ -39,6 +40,7 @@ class Job:
     timings: Timings = field(default_factory=Timings)
     task: asyncio.Task[None] | None = None
     turn: Turn = FIRST_COME
+    submitted_ns: int = field(default_factory=time.time_ns)  # since 1970, for traces
     state: Literal["waiting", "decoding", "over"] = "waiting"
 
     def result(self) -> RiskReport:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
@@ -36,6 +36,9 @@ from service.serving.retrievals import Retrievals
 from service.serving.rollout import Rollout, RolloutPlan, rolled_out
 from service.serving.tokenizing import Tokenizing
 from service.settings import DEFAULT_MESSAGE, ServiceSettings
+
+if TYPE_CHECKING:
+    from service.serving.tracing import Tracing  # else OpenTelemetry would be imported for all
 
 log = logging.getLogger("hallutracer")
 T = TypeVar("T")
@@ -80,6 +83,7 @@ class ServiceState:
     feedback: Feedback | None = None  # None: nothing is kept, and no label taken
     keys: KeyRing = field(default_factory=KeyRing)  # none: open to all that reach the port
     audit: Auditor | None = None  # None: nothing is written
+    tracing: Tracing | None = None  # None: no traces
     _dispatcher: Dispatcher | None = None
     _reloading: asyncio.Lock = field(default_factory=asyncio.Lock)
     tokenizing: Tokenizing = field(init=False)
@@ -252,6 +256,8 @@ class ServiceState:
             self.feedback.close()
         if self.audit is not None:
             self.audit.close()
+        if self.tracing is not None:
+            self.tracing.close()
         self.metrics.close()
 
     def check_alive(self) -> None:

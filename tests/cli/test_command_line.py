@@ -68,6 +68,7 @@ def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["audit", "verify"], "FILES"),
         (["serve", "--api-key", "short"], "16 characters"),
         (["serve", "--callers-may", "anything"], "threshold"),
+        (["serve", "--otlp-traces-endpoint", "http://localhost:4318"], "/v1/traces"),
         (["serve", "--feedback-prompts"], "--feedback-db"),
         (["serve", "--feedback-days", "3"], "--feedback-db"),
         (["serve", "--feedback-db", "f.db", "--feedback-prompts"], "--feedback-days"),

@@ -11,6 +11,7 @@ from typing import Any, cast
 import httpx
 import numpy as np
 import pytest
+from opentelemetry.sdk.trace import TracerProvider
 
 from hallutracer_client import AsyncClient, Client, Generate, ScoreOptions
 from hallutracer_client.request import request_body
@@ -125,6 +126,28 @@ def test_nothing_is_read_from_the_environment(make_client: MakeClient, monkeypat
     client = make_client().client
     assert client._http._mounts == {}
     assert "authorization" not in client._http.headers
+
+
+def test_a_program_that_traces_has_its_trace_continued(make_client: MakeClient) -> None:
+    seen: list[httpx.Request] = []
+    client = make_client(recording(seen))
+    with TracerProvider().get_tracer("test").start_as_current_span("mine") as span:
+        client.score(prompt="a")
+    client.score(prompt="a")
+    context = span.get_span_context()
+    assert seen[0].headers["traceparent"].startswith(f"00-{context.trace_id:032x}-{context.span_id:016x}-0")
+    assert "traceparent" not in seen[1].headers
+
+
+def test_a_program_that_does_not_trace_imports_nothing_for_it() -> None:
+    code = (
+        "import sys, httpx, hallutracer_client as c\n"
+        "transport = httpx.MockTransport(lambda request: httpx.Response(404, json={'path': str(request.headers)}))\n"
+        "try: c.Client('http://guard.test', transport=transport).score(prompt='a')\n"
+        "except c.ClientError: print([m for m in sys.modules if m.startswith('opentelemetry')])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
 
 
 def test_both_clients_have_the_same_methods() -> None:

@@ -6,6 +6,7 @@ The only module that turns a status into an error.  No message holds a body or a
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
@@ -66,12 +67,14 @@ class BaseClient:
     def _request(
         self, http: httpx.Client | httpx.AsyncClient, path: str, content: bytes | None, remaining_s: float
     ) -> httpx.Request:
-        """A GET, or with ``content`` a POST of JSON."""
+        """A GET, or with ``content`` a POST of JSON; it continues the caller's trace, if there is one."""
+        headers = {} if content is None else {"Content-Type": "application/json"}
+        _continue_trace(headers)
         return http.build_request(
             "GET" if content is None else "POST",
             f"{self._base_url}{path}",
             content=content,
-            headers=None if content is None else {"Content-Type": "application/json"},
+            headers=headers,
             timeout=httpx.Timeout(remaining_s, connect=min(CONNECT_S, remaining_s)),
         )
 
@@ -84,6 +87,14 @@ class BaseClient:
         if response.headers.get("content-type", "").partition(";")[0].strip() != "text/event-stream":
             raise unexpected(response, "it is not an event stream")
         response.request.extensions["timeout"]["read"] = self._timeout_s
+
+
+def _continue_trace(headers: dict[str, str]) -> None:
+    """Add ``traceparent`` where the program traces: then OpenTelemetry is loaded, and nothing is imported for it."""
+    if "opentelemetry.trace" in sys.modules:
+        from opentelemetry.propagate import inject
+
+        inject(headers)
 
 
 @contextmanager
