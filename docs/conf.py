@@ -58,6 +58,7 @@ NAVIGATION = {
         "hallutracer-client": "clients/python/README",
         "vLLM": "docs/vllm",
         "Deployment": "deploy/README",
+        "Capacity": "docs/capacity",
         "A guard beside a RAG app": "deploy/sidecar/README",
         "Runbooks": "docs/runbooks",
         "Upgrading": "docs/upgrading",

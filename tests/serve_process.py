@@ -27,7 +27,8 @@ def inherited() -> dict[str, str]:
 
 
 class ServeProcess:
-    """``hallutracer serve`` as a user starts it, on a free port; a context manager: ready on entry, ended on exit.
+    """``hallutracer serve`` as a user starts it, on a free port unless ``--port`` is given; a context manager: ready on
+    entry, ended on exit.
 
     No variable of ours is inherited.  ``process.returncode`` is, after exit, its status after SIGTERM; -SIGKILL where
     it did not stop.
@@ -38,9 +39,10 @@ class ServeProcess:
     ) -> None:
         """``on_listening`` is called with the process id while the model loads."""
         self._on_listening = on_listening
+        port = () if "--port" in arguments else ("--port", "0")
         self._stderr = tempfile.NamedTemporaryFile("w")  # noqa: SIM115  (closed on exit)
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "service.cli", "serve", "--port", "0", *arguments], cwd=ROOT, text=True,
+            [sys.executable, "-m", "service.cli", "serve", *port, *arguments], cwd=ROOT, text=True,
             stdout=subprocess.PIPE, stderr=self._stderr, start_new_session=True,
             env=inherited() | {"PYTHONUNBUFFERED": "1", "PYTHONPATH": PATHS} | variables,
         )  # fmt: skip

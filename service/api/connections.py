@@ -31,6 +31,7 @@ class Connection(HttpToolsProtocol):
     most: ClassVar[int] = 1000
     idle: ClassVar[dict[Connection, None]] = {}  # in the order in which they became idle
     logged: ClassVar[float] = -LOG_SECONDS
+    leaving: ClassVar[bool] = False  # the server stops: each connection ends with its answer
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -106,6 +107,8 @@ class Connection(HttpToolsProtocol):
         self._advanced = True
         self._stop_waiting()
         super().on_headers_complete()
+        if self.leaving and self.cycle is not None:
+            self.cycle.keep_alive = False
 
     def on_body(self, body: bytes) -> None:
         """Part of the body."""

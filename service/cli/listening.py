@@ -7,6 +7,7 @@ import ipaddress
 import logging
 import math
 import socket
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from service.errors import HalluTracerError
@@ -16,11 +17,12 @@ if TYPE_CHECKING:
     import uvicorn
 
 
-def make_server(app: object, settings: ServiceSettings) -> uvicorn.Server:
-    """uvicorn around the app, with every log line as JSON on stderr."""
+def make_server(app: object, settings: ServiceSettings, leave: Callable[[], None]) -> uvicorn.Server:
+    """uvicorn around the app, with every log line as JSON on stderr.  ``leave``: refuse work, the server will stop."""
     import uvicorn
 
     from service.api.connections import connections
+    from service.api.leaving import LeavingServer
     from service.api.request_log import JsonLines
 
     lines = logging.StreamHandler()
@@ -29,7 +31,7 @@ def make_server(app: object, settings: ServiceSettings) -> uvicorn.Server:
     logging.captureWarnings(True)
     for library in ("httpx", "uvicorn"):
         logging.getLogger(library).setLevel(logging.WARNING)
-    return uvicorn.Server(
+    return LeavingServer(
         uvicorn.Config(
             app,  # type: ignore[arg-type]
             host=settings.host,
@@ -41,7 +43,8 @@ def make_server(app: object, settings: ServiceSettings) -> uvicorn.Server:
             server_header=False,
             proxy_headers=False,  # an address that a client could choose would get it another one's share
             timeout_graceful_shutdown=math.ceil(settings.drain_s),
-        )
+        ),
+        leave,
     )
 
 

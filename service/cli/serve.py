@@ -269,7 +269,7 @@ def serve(
 
     state.on_broken = broken
     state.load_again = lambda engine: load_again(state, engine, store, names, set(plan.references) - set(own))
-    server = make_server(create_app(state, loaded), settings)
+    server = make_server(create_app(state, loaded), settings, state.leave)
     for warning in common.warnings:
         log.warning(warning)
     if not keys.closed and not on_loopback(settings.host):

@@ -243,9 +243,13 @@ class ServiceState:
         self.error = error
         self.on_broken()
 
+    def leave(self) -> None:
+        """Refuse new work; what runs goes on."""
+        self.stopping = True
+
     def stop(self) -> None:
         """Refuse new work, end what still runs, wait until the engine is idle, free the model."""
-        self.stopping = True
+        self.leave()
         self.tokenizing.close()
         if self._dispatcher is not None:
             self._dispatcher.close()

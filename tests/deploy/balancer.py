@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler
@@ -30,10 +31,14 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def configuration(folder: Path, replicas: tuple[str, str], port: int, *edits: Edit) -> Path:
+def configuration(folder: Path, replicas: Sequence[str], port: int, *edits: Edit) -> Path:
     """Ours, but for the addresses, the folder of its files, and what a test changes on purpose."""
     text = CONFIGURATION.read_text().replace("/tmp/hallutracer-nginx", f"{folder}/nginx")
-    own = [(f"server {FIRST} ", f"server {replicas[0]} "), (f"server {SECOND} ", f"server {replicas[1]} ")]
+    text = re.sub(rf" *server {SECOND} .*\n", "", text)
+    own = [(line, "".join(line.replace(FIRST, replica) for replica in replicas))
+           for line in re.findall(rf" *server {FIRST} .*\n", text)]  # fmt: skip
+    last = "place of the last one.\n            proxy_next_upstream_tries "
+    own += [(f"{last}2;", f"{last}{len(replicas)};")]
     own += [(LISTEN, f"listen 127.0.0.1:{port};"), ("access_log /dev/stdout", f"access_log {folder}/lines")]
     own += [("worker_processes auto", "worker_processes 1")]  # two cores run all of this
     for old, new in (*own, *edits):
@@ -67,8 +72,8 @@ class Balancer:
 
 
 @contextmanager
-def balancing(folder: Path, replicas: tuple[str, str], *edits: Edit) -> Iterator[Balancer]:
-    """nginx in front of two replicas on a free port; another where it was taken meanwhile."""
+def balancing(folder: Path, replicas: Sequence[str], *edits: Edit) -> Iterator[Balancer]:
+    """nginx in front of the replicas on a free port; another where it was taken meanwhile."""
     nginx = binary("nginx")
     for _ in range(5):
         port = free_port()

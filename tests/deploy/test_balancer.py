@@ -13,6 +13,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from service.routes import CHAT_ROUTE, SCORE_ROUTES
 from service.settings import ServiceSettings
 from tests.deploy import balancer as b
 from tests.deploy.live_service import serving
@@ -34,8 +35,8 @@ def breaking(handler: BaseHTTPRequestHandler) -> None:
     handler.close_connection = True
 
 
-def post(url: str, **headers: str) -> httpx.Response:
-    return httpx.post(f"{url}/score", json={"prompt": "x"}, headers=headers, timeout=60)
+def post(url: str, route: str = "/score", **headers: str) -> httpx.Response:
+    return httpx.post(f"{url}{route}", json={"prompt": "x"}, headers=headers, timeout=60)
 
 
 # --- the file ---
@@ -171,15 +172,68 @@ def test_a_client_that_hangs_up_is_gone_for_the_replica_too(tmp_path: Path) -> N
 def test_a_post_whose_connection_broke_is_not_repeated(tmp_path: Path) -> None:
     with b.replica(breaking) as one, b.replica(breaking) as two, \
             b.balancing(tmp_path, (one.address, two.address)) as nginx:  # fmt: skip
-        assert post(nginx.url).status_code == 502
+        assert post(nginx.url, CHAT_ROUTE).status_code == 502
         assert len(one.began + two.began) == 1
+
+
+@pytest.mark.parametrize("route", SCORE_ROUTES)
+def test_a_score_whose_connection_broke_is_asked_of_three_replicas_and_of_no_fourth(tmp_path: Path, route: str) -> None:
+    with b.replica(breaking) as one, b.replica(breaking) as two, b.replica(breaking) as three, \
+            b.replica(breaking) as four, \
+            b.balancing(tmp_path, [each.address for each in (one, two, three, four)]) as nginx:  # fmt: skip
+        assert post(nginx.url, route).status_code == 502
+        assert sorted(len(each.began) for each in (one, two, three, four)) == [0, 1, 1, 1]
+
+
+@pytest.mark.parametrize("order", [1, -1], ids=["asked first", "asked last"])
+def test_a_score_outlives_its_replica_while_the_other_one_rests(tmp_path: Path, order: int) -> None:
+    refuses, breaks = [loading], list[object]()
+
+    def first(handler: BaseHTTPRequestHandler) -> None:
+        (refuses.pop() if refuses else fine)(handler)
+
+    def second(handler: BaseHTTPRequestHandler) -> None:
+        (breaking if breaks else fine)(handler)
+
+    with b.replica(first) as one, b.replica(second) as two, \
+            b.balancing(tmp_path, (one.address, two.address)[::order]) as nginx:  # fmt: skip
+        while refuses:
+            assert post(nginx.url).status_code == 200
+        breaks.append(True)  # and the first one, which is fine by now, rests
+        assert [post(nginx.url).status_code for _ in range(4)] == [200] * 4
+
+
+def test_a_score_survives_the_replica_that_broke_off(tmp_path: Path) -> None:
+    with b.replica(breaking) as one, b.replica(fine) as two, \
+            b.balancing(tmp_path, (one.address, two.address)) as nginx:  # fmt: skip
+        assert [post(nginx.url).status_code for _ in range(4)] == [200] * 4
+        assert one.began
+
+
+def test_a_score_that_refuses_goes_on_to_a_third_replica(tmp_path: Path) -> None:
+    with b.replica(loading) as one, b.replica(loading) as two, b.replica(fine) as three, \
+            b.balancing(tmp_path, (one.address, two.address, three.address)) as nginx:  # fmt: skip
+        assert [post(nginx.url).status_code for _ in range(4)] == [200] * 4
+
+
+def test_while_all_rest_all_are_asked(tmp_path: Path) -> None:
+    turn = iter([loading, loading, loading, loading, fine])  # each of the two, and each as a last resort; then ready
+
+    def recovering(handler: BaseHTTPRequestHandler) -> None:
+        next(turn, fine)(handler)
+
+    with b.replica(recovering) as one, b.replica(recovering) as two, \
+            b.balancing(tmp_path, (one.address, two.address)) as nginx:  # fmt: skip
+        statuses = [post(nginx.url, CHAT_ROUTE).status_code for _ in range(3)]
+        assert statuses[-1] == 200  # at once: both have still to rest for seconds
+        assert 502 not in statuses
 
 
 def test_the_broken_post_would_be_repeated_under_another_rule(tmp_path: Path) -> None:
     with b.replica(breaking) as one, b.replica(breaking) as two, \
             b.balancing(tmp_path, (one.address, two.address), REPEATS) as nginx:  # fmt: skip
-        assert post(nginx.url).status_code == 502
-        assert len(one.began + two.began) == 2
+        assert post(nginx.url, CHAT_ROUTE).status_code == 502
+        assert len(one.began + two.began) > 1
 
 
 def test_a_post_that_takes_too_long_is_not_repeated(tmp_path: Path) -> None:
@@ -192,7 +246,7 @@ def test_a_post_that_takes_too_long_is_not_repeated(tmp_path: Path) -> None:
     soon = ("proxy_read_timeout 60s", "proxy_read_timeout 300ms")
     with b.replica(slow) as one, b.replica(slow) as two, \
             b.balancing(tmp_path, (one.address, two.address), soon) as nginx:  # fmt: skip
-        assert post(nginx.url).status_code == 504
+        assert post(nginx.url, CHAT_ROUTE).status_code == 504
         assert len(one.began + two.began) == 1
         done.set()
 
@@ -215,5 +269,6 @@ def test_what_a_loading_replica_refused_another_one_answers_once(tmp_path: Path)
 def test_where_all_are_loading_the_client_hears_when_to_come_back(tmp_path: Path) -> None:
     with b.replica(loading) as one, b.replica(loading) as two, \
             b.balancing(tmp_path, (one.address, two.address)) as nginx:  # fmt: skip
-        found = post(nginx.url)
-        assert (found.status_code, found.headers["retry-after"], found.content) == (503, "1", NOT_READY)
+        for route in (CHAT_ROUTE, *SCORE_ROUTES) * 2:  # the later ones while both rest
+            found = post(nginx.url, route)
+            assert (found.status_code, found.headers["retry-after"], found.content) == (503, "1", NOT_READY)

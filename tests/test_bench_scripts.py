@@ -1,0 +1,208 @@
+"""The scripts that run for minutes, run for seconds, so that they do not rot; and their judges, which can fail."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+from http.server import BaseHTTPRequestHandler
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.bench import capacity
+from tests.bench.chaos import whole_answers
+from tests.bench.fleet import two_versions
+from tests.bench.rollout_soak import Events, grown, judge
+from tests.bench.witness import TOLERANCE, Range, Witness, kept, questions, replay
+from tests.deploy.prometheus_server import binary
+from tests.local_server import answer, listening
+from tests.serve_process import ROOT
+
+CONTENTS = questions(4)
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, str]]:
+    store, digests = two_versions(tmp_path_factory.mktemp("store"))
+    return store.root, digests
+
+
+@pytest.fixture(scope="module")
+def truth(published: tuple[Path, dict[str, str]]) -> dict[tuple[int, str], float]:
+    """The risk of each content by each bundle."""
+    import hallutracer as ht
+
+    store, digests = published
+    found = {}
+    for digest, reference in digests.items():
+        with ht.load("demo", bundle=reference, store=store) as detector:
+            for number, content in enumerate(CONTENTS):
+                found[number, digest] = detector.score(content.get("prompt") or content["messages"])[0].risk
+    return found
+
+
+@pytest.fixture
+def witness(truth: dict[tuple[int, str], float]) -> Witness:
+    """One who was told the truth."""
+    made = Witness(("127.0.0.1", 1), CONTENTS, sent=8, answered=8)
+    for key, risk in truth.items():
+        made.seen.setdefault(key, Range()).add(risk)
+    return made
+
+
+def test_the_truth_passes(witness: Witness, published: tuple[Path, dict[str, str]]) -> None:
+    store, digests = published
+    assert replay(witness, digests, store).passed
+
+
+@pytest.mark.parametrize("off", [-2 * TOLERANCE, 2 * TOLERANCE])
+def test_one_wrong_risk_is_found(witness: Witness, published: tuple[Path, dict[str, str]], off: float) -> None:
+    store, digests = published
+    key = next(iter(witness.seen))
+    witness.seen[key].add(witness.seen[key].high + off)
+    found = replay(witness, digests, store)
+    assert (found.passed, found.figure) == (False, "1 of 8")
+
+
+def test_a_risk_under_another_bundles_digest_is_found(witness: Witness, published: tuple[Path, dict[str, str]]) -> None:
+    store, digests = published
+    first, second = digests
+    witness.seen[0, first], witness.seen[0, second] = witness.seen[0, second], witness.seen[0, first]
+    assert not replay(witness, digests, store).passed
+
+
+def test_a_digest_that_nobody_published_is_found(witness: Witness, published: tuple[Path, dict[str, str]]) -> None:
+    store, digests = published
+    witness.seen[0, "sha256:other"] = Range(0.5, 0.5, 1)
+    assert not replay(witness, digests, store).passed
+
+
+def test_a_lost_label_and_a_changed_one_are_found() -> None:
+    found = Witness(("127.0.0.1", 1), CONTENTS, acknowledged={("a", 0): "factual", ("b", 0): "unclear"})
+    assert kept(found, lambda: {("a", 0): "factual", ("b", 0): "unclear", ("c", 0): "factual"}).passed
+    assert not kept(found, lambda: {("a", 0): "factual"}).passed
+    assert not kept(found, lambda: {("a", 0): "factual", ("b", 0): "factual"}).passed
+    assert not kept(Witness(("127.0.0.1", 1), CONTENTS), dict).passed  # nothing was tried
+
+
+def test_whatever_is_no_whole_answer_counts_as_failed() -> None:
+    turn = iter(range(100))
+    whole = json.dumps({"id": "risk-1", "bundle": {"digest": "sha256:a"}, "data": [{"risk": 0.5}]}).encode()
+
+    def behave(request: BaseHTTPRequestHandler, _: bytes) -> None:
+        number = next(turn)
+        if number == 1:
+            request.close_connection = True  # no answer
+            return
+        answer(request, 502 if number == 2 else 200, b"not JSON" if number == 3 else whole)
+
+    async def ask(asked: Witness) -> None:
+        for _ in range(6):
+            await asked._ask(0.0)
+
+    with listening(behave, "HTTP/1.1") as address:
+        host, port = address.split(":")
+        asked = Witness((host, int(port)), CONTENTS, seed=1)
+        asyncio.run(ask(asked))
+    streams = asked.streams_failed
+    assert sum(asked.failures.values()) - streams == 3
+    assert asked.answered == 3 - streams
+    assert not asked.failed().passed
+    assert asked.failed(allowed=6).passed
+
+
+def test_only_streams_may_break_where_a_replica_is_killed() -> None:
+    asked = Witness(("127.0.0.1", 1), CONTENTS, sent=9, answered=8, streams_failed=1)
+    asked.failures["stream, cut"] = 1
+    assert whole_answers(asked).passed
+    asked.failures["status 502"] = 1
+    assert not whole_answers(asked).passed
+
+
+def test_no_more_requests_are_under_way_than_was_said() -> None:
+    under_way, most = [0], [0]
+
+    class Slow(Witness):
+        async def _ask(self, due: float) -> None:
+            under_way[0] += 1
+            most[0] = max(most[0], under_way[0])
+            self.sent += 1
+            if self.sent >= 40:
+                self.stopped.set()
+            await asyncio.sleep(0.01)
+            under_way[0] -= 1
+
+    asked = Slow(("127.0.0.1", 1), CONTENTS)
+    asyncio.run(asked.open_loop(1e6, most=4))
+    assert most == [4]
+    assert asked.held_back > 0
+
+
+def test_growth_is_judged_by_life() -> None:
+    seconds = np.arange(300.0)
+    flat = list(zip(seconds, 500 + 0.5 * np.sin(seconds), strict=True))
+    growing = list(zip(seconds, 500 + 0.1 * seconds, strict=True))  # 6 % in 300 s
+    warming = list(zip(seconds, 500 - 100 * np.exp(-seconds / 5), strict=True))
+    assert [check.passed for check in grown({(0, 1): flat, (0, 2): growing, (1, 1): warming}, 240)] == [
+        True,
+        False,
+        True,
+    ]
+    assert [check.passed for check in grown({(0, 1): growing[:100]}, 240)] == [None]
+
+
+def test_the_soaks_judge_sees_each_fault(witness: Witness, published: tuple[Path, dict[str, str]]) -> None:
+    store, digests = published
+
+    def failing(events: Events) -> list[str]:
+        return [check.name for check in judge(witness, digests, store, events, 10) if not check.passed]
+
+    assert failing(Events(swaps=10, exits=[0, 0])) == []
+    assert failing(Events(swaps=9, exits=[0, 0])) == ["swaps"]
+    assert failing(Events(swaps=10, exits=[0, 1])) == ["exit statuses of the restarted"]
+    assert failing(Events(swaps=10, exits=[0, 0], refused=["a: 409"])) == ["reloads refused"]
+    witness.failures["status 502"] = 1
+    assert failing(Events(swaps=10, exits=[0, 0])) == ["failed requests"]
+
+
+def test_the_plans_on_the_page_are_the_arithmetics() -> None:
+    page = (ROOT / "docs" / "capacity.md").read_text()
+    assert "\n".join(capacity.rows(capacity.Load(500, 100, 0.7))) in page
+    for gpu in capacity.GPUS:
+        assert f"{gpu.tflops:g}" in page
+        assert f"{gpu.gb_per_s:,.0f}" in page
+
+
+def test_a_plan_by_hand() -> None:
+    gpu, model = capacity.Gpu("g", 100, 1000, 100), capacity.Model("m", 10e9, 100_000)
+    prefill, decode = capacity.seconds(gpu, model, capacity.Load(1000, 10, 1.0))
+    assert prefill == pytest.approx(2 * 10e9 * 1000 / 40e12 * 1.03)
+    assert decode == pytest.approx(10 * (20e9 + 64 * 100_000 * 1010) / 600e9 / 64 * 1.03)
+    assert capacity.replicas(10, prefill) == 9 + 1  # 5.15 s of work a second, at most 0.6 of a replica's time
+    assert capacity.replicas(4000, 1e-9) == 10 + 1  # the front ends decide
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("rollout_soak",),
+        ("chaos", "--only", "killed"),
+        ("chaos", "--only", "stopped"),
+        ("chaos", "--only", "store"),
+        ("replicas",),
+    ],
+    ids=" ".join,
+)
+def test_a_script_runs_and_passes(command: tuple[str, ...], tmp_path: Path) -> None:
+    binary("nginx")
+    name, *options = command
+    record = tmp_path / "record.json"
+    run = [sys.executable, "-m", f"tests.bench.{name}", "--quick", "--json", str(record), *options]
+    done = subprocess.run(run, cwd=ROOT, capture_output=True, text=True, check=False, timeout=600)
+    assert done.returncode == 0, done.stdout + done.stderr
+    checks = json.loads(record.read_text())["checks"]
+    assert sum(check["passed"] is True for check in checks) >= 3
