@@ -140,7 +140,7 @@ def test_an_answer(traced: Traced) -> None:
     assert gate.attributes == ours | {f"hallutracer.{name}_s": value for name, value in times.items()} | {
         "hallutracer.index": 0, "hallutracer.risk": pytest.approx(judged["risk"], abs=1e-12),
         "hallutracer.decision": "continue", "hallutracer.threshold": judged["threshold"],
-        "hallutracer.flagged": judged["flagged"],
+        "hallutracer.flagged": judged["flagged"], "hallutracer.outside_training": judged["outside_training"],
         "gen_ai.usage.input_tokens": usage["prompt_tokens"],
     }  # fmt: skip
     assert decode.attributes == {
