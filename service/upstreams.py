@@ -47,7 +47,7 @@ def read_upstream(table: Mapping[str, Any], where: str) -> Upstream:
     url, model = table["upstream"].rstrip("/"), table["upstream_model"]
     try:
         parts = urlsplit(url)
-        usable = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port or 1) > 0
+        usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
     except ValueError:
         usable = False
     if not usable or parts.query or parts.fragment:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import socket
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
+from urllib.parse import urlsplit
 
 from cyclopts import Parameter
 
@@ -16,6 +18,7 @@ from service.cli.loading import LeaveOut, bundle_names, load_engine, load_scorer
 from service.cli.options import BundleOptions, EngineChoice, Json
 from service.cli.output import print_json, print_line
 from service.cli.serve import AccessOptions, FeedbackOptions, RolloutOptions
+from service.cli.tracing import TraceOptions
 from service.doctor import machine, model, packages
 from service.doctor.findings import Finding, fail, ok, run, summary, warn, worst
 from service.errors import HalluTracerError
@@ -40,6 +43,7 @@ def doctor(
     access: AccessOptions = AccessOptions(),
     rollout: RolloutOptions = RolloutOptions(),
     feedback: FeedbackOptions = FeedbackOptions(),
+    traces: TraceOptions = TraceOptions(),
     common: Common = Common(),
 ) -> None:
     """Check that `hallutracer serve` with the same options would serve; one line for each check: ok, warn or fail.
@@ -92,6 +96,7 @@ def doctor(
         ("policies", lambda: _policies(settings, access)),
         ("port", lambda: _port(settings)),
         ("feedback", lambda: _feedback(feedback)),
+        ("traces", lambda: _traces(traces)),
         ("disk", lambda: machine.check_disk(model.folders(store, _file(feedback)))),
         ("files", lambda: machine.check_files(settings.max_connections)),
         ("clock", clock),
@@ -153,6 +158,23 @@ def _port(settings: ServiceSettings) -> Iterator[Finding]:
     else:
         found = f"{settings.port} on {settings.host} is free" if settings.port else f"any free one on {settings.host}"
         yield ok("port", found)
+
+
+def _traces(traces: TraceOptions) -> Iterator[Finding]:
+    """An endpoint that takes no connection costs a service nothing but its traces."""
+    tracing, endpoint = traces.opened(), traces.otlp_traces_endpoint
+    if tracing is None or endpoint is None:
+        return
+    tracing.close()
+    parts = urlsplit(endpoint)
+    try:
+        socket.create_connection((parts.hostname, parts.port or (443 if parts.scheme == "https" else 80)), 2).close()
+    except OSError as error:
+        yield warn(
+            "traces", f"no collector at {endpoint}: {error.strerror or error}", "start it, or correct the address"
+        )
+    else:
+        yield ok("traces", f"a collector takes connections at {endpoint}")
 
 
 def _feedback(feedback: FeedbackOptions) -> Iterator[Finding]:

@@ -304,3 +304,16 @@ def test_a_gguf_file_is_not_unpacked(
     _, found = doctor(capsys, "--model", "smollm2")
     assert "unpacked at the first start" in of(found, "model", "ok")
     assert not (tmp_path / "cache").exists()
+
+
+def test_a_collector_that_is_away_is_a_warning_and_an_address_that_is_none_a_fail(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        port = listening.getsockname()[1]
+        there = ("--otlp-traces-endpoint", f"http://127.0.0.1:{port}/v1/traces")
+        assert "takes connections" in of(doctor(capsys, *there)[1], "traces", "ok")
+    assert "no collector" in of(doctor(capsys, *there)[1], "traces", "warn")
+    status, found = doctor(capsys, "--otlp-traces-endpoint", f"http://127.0.0.1:{port}")
+    assert status == 1
+    assert "the whole address with its path" in of(found, "traces", "fail")
