@@ -116,7 +116,7 @@ END
 # libraries_of FILE.deb: the shared libraries that it depends on, each with a space behind it; those of C and C++ are
 # everywhere, and LLVM is for compiled queries only
 libraries_of() {
-    dpkg-deb -f "$1" Depends | tr ',|' '\n\n' | sed -n 's/^ *\(lib[a-z0-9.+-]*\).*/\1/p' |
+    dpkg-deb -f "$1" Depends | tr ',|' '\n' | sed -n 's/^ *\(lib[a-z0-9.+-]*\).*/\1/p' |
         { grep -vE '^lib(c6|gcc|stdc|llvm)' || true; } | tr '\n' ' '
 }
 

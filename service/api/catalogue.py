@@ -123,6 +123,7 @@ def _card(scorer: Scorer, state: ServiceState) -> BundleCard:
     manifest, golden, rollout = scorer.bundle.manifest, scorer.golden, state.rollout
     monitor = state.monitors.get(manifest.reference)
     role = rollout.role(scorer, state.scorers[0])
+    shadowed = rollout.shadowed(manifest.digest)
     share = {"default": 1.0 if rollout.canary is None else 1.0 - rollout.share, "canary": rollout.share}.get(role)
     return BundleCard(
         id=manifest.reference,
@@ -141,7 +142,7 @@ def _card(scorer: Scorer, state: ServiceState) -> BundleCard:
         default=role == "default",
         role=role,
         share=share,
-        compared=_compared(state.metrics.compared.get(manifest.reference, Comparison())) if role == "shadow" else None,
+        compared=_compared(state.metrics.compared.get(manifest.reference, Comparison())) if shadowed else None,
         drift=None if monitor is None or monitor.drift is None else DriftOut(**asdict(monitor.drift)),
         void=[] if monitor is None else list(monitor.reasons),
         golden=GoldenOut(

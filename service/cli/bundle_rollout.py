@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from probes_store.bundle import Bundle
     from service.trainer.promotion import PromotionBounds
 
+FOLLOW = "running services: those with --watch-s follow by themselves; else SIGHUP or POST /v1/admin/reload"
 Candidate = Annotated[str, Parameter(help="NAME:VERSION or NAME@ALIAS, such as my-probe@canary.", show_env_var=False)]
 Name = Annotated[str, Parameter(help="Bundle name.", show_env_var=False)]
 
@@ -75,7 +76,7 @@ def promote(
     print_line(f"{name}@{PRODUCTION} -> {bundle.reference}")
     if PRODUCTION in aliases:
         print_line(f"{name}@{PREVIOUS} -> {name}:{aliases[PRODUCTION]}; back: hallutracer bundle rollback {name}")
-    note("running services: those with --watch-s follow by themselves; else SIGHUP or POST /v1/admin/reload")
+    note(FOLLOW)
 
 
 def rollback(name: Name, /, *, store: StoreOptions = StoreOptions(), common: Common = Common()) -> None:
@@ -93,6 +94,10 @@ def rollback(name: Name, /, *, store: StoreOptions = StoreOptions(), common: Com
         raise HalluTracerError(f"{name}@{PREVIOUS} is what serves, {name}:{now}: there is nothing to go back to")
     opened.set_alias(name, PRODUCTION, before, PREVIOUS)
     print_line(f"{name}@{PRODUCTION} -> {name}:{before}\n{name}@{PREVIOUS} -> {name}:{now}")
+    for alias in sorted(alias for alias in aliases if alias != PRODUCTION and aliases[alias] == now):
+        note(f"{name}@{alias} is {name}:{now} still, also where it is a canary; to end that: "
+             f"hallutracer bundle alias {name} {alias} {before}")  # fmt: skip
+    note(FOLLOW)
 
 
 def diff(

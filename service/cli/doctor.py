@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -12,6 +13,9 @@ from urllib.parse import urlsplit
 
 from cyclopts import Parameter
 
+from service.access.key_file import read_keys
+from service.access.ring import KeyRing
+from service.audit.file import AuditFile
 from service.cli.access import load_keys
 from service.cli.listening import listen, on_loopback
 from service.cli.loading import LeaveOut, bundle_names, load_engine, load_scorers, open_store
@@ -49,9 +53,9 @@ def doctor(
     """Check that `hallutracer serve` with the same options would serve; one line for each check: ok, warn or fail.
 
     Looks at packages, model, bundles and whether they belong together, canary and shadows, whether drift would be seen,
-    engine, port, keys, policies, GPU, memory, store, disk and clock.  It starts nothing and reads no weights, unless
-    --load says so.  A fail or a warn names the cure.  The exit status is 1 where a check failed.  In a configuration
-    file the table [serve] holds for it, too.
+    engine, port, keys, policies, audit log, GPU, memory, store, disk and clock.  It starts nothing and reads no
+    weights, unless --load says so.  A fail or a warn names the cure.  The exit status is 1 where a check failed.  In a
+    configuration file the table [serve] holds for it, too.
 
       hallutracer doctor
       hallutracer doctor --model ./my-model --bundle my-probe --load
@@ -94,6 +98,7 @@ def doctor(
         ("rollout", rollout_checks),
         ("keys", lambda: _keys(settings, access)),
         ("policies", lambda: _policies(settings, access)),
+        ("audit", lambda: _audit(access)),
         ("port", lambda: _port(settings)),
         ("feedback", lambda: _feedback(feedback)),
         ("traces", lambda: _traces(traces)),
@@ -116,24 +121,52 @@ def doctor(
 
 
 def _keys(settings: ServiceSettings, access: AccessOptions) -> Iterator[Finding]:
-    keys = load_keys(access.api_key, access.api_key_file)
-    if keys:
-        yield ok("keys", f"{len(keys)}: {', '.join(key.name for key in keys)}")
+    ring = _ring(access)
+    if ring.closed:
+        yield ok("keys", f"{len(ring.names)}: {', '.join(sorted(ring.names))}")
+        for key in () if access.keys is None else read_keys(access.keys):
+            if key.revoked is not None or key.expired():
+                state = "expired" if key.revoked is None else "revoked"
+                cure = f"who uses it still needs another: hallutracer keys new NAME --keys {access.keys}"
+                yield warn("keys", f"{key.name} is {state}", cure)
     elif on_loopback(settings.host):
         yield ok("keys", "none; only this machine reaches the port")
     elif access.allow_anonymous:
-        yield warn("keys", f"whoever reaches {settings.host} may use the service", "give --api-key-file")
+        yield warn("keys", f"whoever reaches {settings.host} may use the service", "give --keys or --api-key-file")
     else:
-        yield fail("keys", f"whoever reaches {settings.host} could use the service", "give --api-key-file, or "
+        yield fail("keys", f"whoever reaches {settings.host} could use the service", "give --keys, --api-key-file, or "
                    "--allow-anonymous")  # fmt: skip
-    if settings.protect_metrics and not keys:
-        yield fail("keys", "--protect-metrics without a key", "give --api-key-file")
+    if settings.protect_metrics and not ring.closed:
+        yield fail("keys", "--protect-metrics without a key", "give --keys or --api-key-file")
+
+
+def _ring(access: AccessOptions, policies: Collection[str] | None = None) -> KeyRing:
+    """As `serve` reads them; ``policies``: those that a key may name."""
+    plain = load_keys(access.api_key, access.api_key_file)
+    return KeyRing([key.hashed() for key in plain], access.keys, policies)
+
+
+def _audit(access: AccessOptions) -> Iterator[Finding]:
+    path = access.audit_log
+    if path is None:
+        if access.audit_required:
+            yield fail("audit", "--audit-required without a log", "give --audit-log")
+    elif path.exists():
+        AuditFile(path).close()  # writes nothing
+        yield ok("audit", f"{path} is gone on with")
+    elif not os.access(path.absolute().parent, os.W_OK | os.X_OK):
+        yield fail(
+            "audit", f"{path.absolute().parent} is no folder that can be written", "make it, or change its owner"
+        )
+    else:
+        yield ok("audit", f"{path} will be made")
 
 
 def _policies(settings: ServiceSettings, access: AccessOptions) -> Iterator[Finding]:
     policies = load_policies(access.policies, access.abstain_message, settings.policy)
+    names = _ring(access, policies.named).names
     for rule in policies.rules:
-        rule.check_key({key.name for key in load_keys(access.api_key, access.api_key_file)})
+        rule.check_key(names)
     yield ok("policies", f"{', '.join(policies.named)}; {settings.policy} where a request names none")
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from probes_store.errors import BundleError
+from probes_store.objects import is_url
 from service.doctor.findings import Finding, fail, ok, warn
 from service.doctor.machine import TEMPORARY, memory_free, shown
 
@@ -25,9 +26,10 @@ HUB_ADVICE = "huggingface.co is asked at the start; HF_HUB_OFFLINE=1 reads the c
 
 def check_store(store: Store) -> Iterator[Finding]:
     """The folder, who may write to it, and every bundle in it that is damaged."""
-    root = store.root
+    root, remote = store.root, is_url(store.where)
     if not root.exists():
-        yield ok("store", f"{root} is not there yet: bundles that come with the package are found")
+        found = "is not there yet: bundles that come with the package are found"
+        yield ok("store", f"{store.where}, nothing is copied from it yet" if remote else f"{root} {found}")
     elif not root.is_dir() or not os.access(root, os.R_OK | os.X_OK):
         yield fail("store", f"{root} cannot be read", "check --store and the folder's permissions")
         return
@@ -37,12 +39,12 @@ def check_store(store: Store) -> Iterator[Finding]:
             yield warn("store", f"anyone on this machine can put bundles into {loose[0]}", f"chmod o-w {loose[0]}")
         else:
             writable = "" if os.access(root, os.W_OK) else ", read-only: nothing can be published here"
-            yield ok("store", f"{root}{writable}")
+            yield ok("store", f"{store.where}, copies in {root}" if remote else f"{root}{writable}")
     versions: dict[str, set[int]] = {}
     for summary in store.list():
         versions.setdefault(summary.name, set()).add(summary.version)
         if summary.error is not None:
-            yield warn("store", f"{summary.reference}: {summary.error}", "publish or copy it again, or remove it")
+            yield warn("store", _about(summary.reference, summary.error), "publish or copy it again, or remove it")
     for name, known in versions.items():
         yield from _aliases(store, name, known)
 
@@ -66,15 +68,20 @@ def check_bundles(store: Store, names: Sequence[str], loaded: dict[str, Bundle])
         try:
             bundle = store.verify(name)
         except BundleError as error:
-            yield fail("bundle", f"{name}: {error}") if not place else left_out("bundle", name, error)
+            yield fail("bundle", _about(name, error)) if not place else left_out("bundle", name, error)
             continue
         loaded[name] = bundle
         yield ok("bundle", f"{bundle.reference}, {bundle.manifest.digest[:19]}, for {bundle.manifest.model.name}")
 
 
+def _about(name: str, error: BundleError) -> str:
+    """Most errors begin with the bundle's name."""
+    return str(error) if str(error).startswith(f"{name}:") else f"{name}: {error}"
+
+
 def left_out(check: str, name: str, error: BundleError) -> Finding:
     """One that the service starts without."""
-    return warn(check, f"{name} is left out: {error}", "mend it, or do not name it")
+    return warn(check, f"{name} is left out: {str(error).removeprefix(f'{name}: ')}", "mend it, or do not name it")
 
 
 @dataclass(frozen=True)

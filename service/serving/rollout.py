@@ -74,8 +74,14 @@ class Rollout:
         return "canary" if scorer is self.canary else "shadow" if scorer in self.shadows else "none"
 
     def watching(self, scorer: Scorer) -> tuple[Scorer, ...]:
-        """The shadows of a request that ``scorer`` judges: those that read the same token ids."""
-        return tuple(one for one in self.shadows if one is not scorer and one.prompt_format == scorer.prompt_format)
+        """The shadows of a request that ``scorer`` judges: other bundles, which read the same token ids."""
+        own, prompt_format = scorer.bundle.manifest.digest, scorer.prompt_format  # two aliases may mean one bundle
+        others = (one for one in self.shadows if one.bundle.manifest.digest != own)
+        return tuple(one for one in others if one.prompt_format == prompt_format)
+
+    def shadowed(self, digest: str) -> bool:
+        """Whether the bundle is read as a shadow, beside what else it does: a canary may be one, too."""
+        return any(one.bundle.manifest.digest == digest for one in self.shadows)
 
 
 def rolled_out(

@@ -60,6 +60,17 @@ def test_a_candidate_that_agrees_is_promoted_and_rolled_back(store: Store, servi
         assert store.aliases("mine") == expected | {"canary": 3}
 
 
+def test_a_rollback_names_the_aliases_that_keep_the_version_in_service(store: Store) -> None:
+    assert command(store, "promote", "mine@canary", "--ungated")[0] == 0
+    store.set_alias("mine", "eu", 1)
+    code, text = command(store, "rollback", "mine")
+    assert (code, "mine@production -> mine:1" in text) == (0, True)
+    assert text.count("still") == 1
+    assert "mine@canary is mine:3 still" in text
+    assert "hallutracer bundle alias mine canary 1" in text
+    assert "POST /v1/admin/reload" in text
+
+
 @pytest.mark.parametrize(
     ("candidate", "bounds", "words"),
     [

@@ -17,9 +17,11 @@ import pytest
 from probes_store.bundle import write_manifest
 from probes_store.manifest import read_manifest, sealed
 from probes_store.store import SHIPPED, Store
+from service.access.edit import add_key, revoke_key
 from service.cli.main import main
 from service.demo import MODEL_DIR
 from service.doctor.findings import ok, summary
+from tests.probes_store.keys import key_pair
 
 CHECKS = {
     "python", "packages", "engine", "gpu", "cpu", "store", "bundle", "model", "memory", "identity", "rollout", "drift",
@@ -136,6 +138,29 @@ def loose_keys(store: Path) -> None:
     path.chmod(0o666)
 
 
+def keys_file(*words: str) -> Callable[[Path], None]:
+    """One key in force, one revoked; ``words`` are added to the file."""
+
+    def prepare(store: Path) -> None:
+        path = store.parent / "keys"
+        add_key(path, "app", {"scopes": ["score"]})
+        add_key(path, "old", {"scopes": ["score"]})
+        revoke_key(path, "old")
+        path.write_text(path.read_text() + "".join(words))
+
+    return prepare
+
+
+def open_log(store: Path) -> None:
+    (store.parent / "audit").write_text("")
+    (store.parent / "audit").chmod(0o666)
+
+
+def unsigned(store: Path) -> None:
+    shutil.copytree(SHIPPED / "demo", store / "demo")
+    key_pair(store.parent, "key")
+
+
 def weightless(store: Path) -> None:
     folder = store.parent / "model"
     shutil.copytree(MODEL_DIR, folder)
@@ -175,6 +200,14 @@ FAULTS: list[tuple[Callable[[Path], object], list[str], str, str, str]] = [
     (nothing, ["--protect-metrics"], "keys", "fail", "--api-key-file"),
     (nothing, ["--api-key", "short"], "keys", "fail", "16 characters"),
     (loose_keys, ["--api-key-file", "KEYS"], "keys", "fail", "chmod o-w"),
+    (keys_file(), ["--keys", "KEYS", "--protect-metrics", "--host", "0.0.0.0"], "keys", "ok", "2: app, old"),
+    (keys_file(), ["--keys", "KEYS"], "keys", "warn", "old is revoked"),
+    (keys_file("scope = ['x']\n"), ["--keys", "KEYS"], "keys", "fail", "unknown field 'scope'"),
+    (keys_file("policies = ['no']\n"), ["--keys", "KEYS"], "policies", "fail", "no policy 'no' is known here"),
+    (nothing, ["--audit-required"], "audit", "fail", "give --audit-log"),
+    (nothing, ["--audit-log", "AUDIT"], "audit", "ok", "will be made"),
+    (open_log, ["--audit-log", "AUDIT"], "audit", "fail", "chmod 600"),
+    (nothing, ["--audit-log", "/no/such/folder/audit.jsonl"], "audit", "fail", "make it"),
     (broken_policies, ["--policies", "POLICIES"], "policies", "fail", "unknown key 'acton'"),
     (nothing, ["--policy", "support"], "policies", "fail", "support"),
     (nothing, ["--threads", "4096"], "cpu", "warn", "--threads"),
@@ -227,7 +260,7 @@ def test_a_fault_is_told_with_its_cure(
     said: str,
 ) -> None:
     prepare(tmp_path / "store")
-    places = {"MODEL": "model", "KEYS": "keys", "POLICIES": "p.toml", "DATABASE": "f.db"}
+    places = {"MODEL": "model", "KEYS": "keys", "POLICIES": "p.toml", "DATABASE": "f.db", "AUDIT": "audit"}
     given = [str(tmp_path / places[word]) if word in places else word for word in arguments]
     code, found = doctor(capsys, *given)
     assert said in of(found, check, status), found
@@ -235,6 +268,23 @@ def test_a_fault_is_told_with_its_cure(
     assert not any("please report" in finding["cure"] for finding in found), found
     if status == "warn" and check in ("identity", "keys"):
         assert code == 0
+
+
+def test_an_unsigned_bundle_is_named_once_and_no_audit_log_is_made(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    unsigned(tmp_path / "store")
+    log, public = tmp_path / "audit.jsonl", tmp_path / "key.pub"
+    code, found = doctor(capsys, "--bundle", "demo", "--require-signature", str(public), "--audit-log", str(log))
+    assert code == 1
+    assert of(found, "bundle", "fail").startswith("demo:1: a signature is required here")
+    assert str(found).count("demo:1: demo:1") + str(found).count("demo: demo:1") == 0
+    assert not log.exists()
+
+
+def test_a_store_at_a_url_is_named_by_it(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    _, found = doctor(capsys, "--store", "memory://doctor", "--store-cache", str(tmp_path / "copies"))
+    assert of(found, "store", "ok").startswith("memory://doctor, ")
 
 
 def test_what_was_trained_on_another_model_is_no_shadow(capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -156,6 +157,21 @@ def test_a_shadow_that_a_request_names_is_not_compared_with_itself(tmp_path: Pat
         assert card(app, "three")["compared"]["prompts"] == 0
         app.client.post("/score", json={"prompt": "a"})
         assert card(app, "three")["compared"]["prompts"] == 1
+
+
+@pytest.mark.parametrize("aliases", [1, 2])
+def test_a_canary_that_is_a_shadow_too_is_compared_where_it_does_not_judge(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, aliases: int
+) -> None:
+    with app_with(tmp_path, RolloutPlan("two:1", 0.3, ("two:1",))).started() as app:
+        if aliases == 2:  # each alias is loaded by itself
+            again = Scorer(app.served, next(one for one in app.bundles if one.manifest.name == "two"))
+            rollout = replace(app.state.rollout, shadows=(again,))
+            monkeypatch.setattr(type(app.state), "rollout", property(lambda _: rollout))
+        names = [app.client.post("/score", json={"prompt": text}).json()["bundle"]["name"] for text in PROMPTS]
+        assert set(names) == {"one", "two"}
+        assert card(app, "two")["role"] == "canary"
+        assert card(app, "two")["compared"]["prompts"] == names.count("one")
 
 
 def test_a_shadow_that_gives_no_number_costs_no_request(app: App, monkeypatch: pytest.MonkeyPatch) -> None:
