@@ -8,6 +8,7 @@ without us.
 from __future__ import annotations
 
 import json
+import os
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -25,7 +26,7 @@ from service.demo.questions import questions
 from tests.engines.vllm.installed import vllm_or_skip
 from tests.serve_process import MAY_CHOOSE, serve
 
-REQUESTS = 5_000  # to each engine
+REQUESTS = int(os.environ.get("HALLUTRACER_TEST_REQUESTS", "1500"))  # to each engine; 5,000 is a quarter of an hour
 CLIENTS = 16
 MOST = 12  # answer tokens
 VLLM = ("--engine", "vllm", "--engine-arg", "enforce_eager=true")
@@ -133,7 +134,10 @@ def test_no_token_of_a_withheld_answer_and_every_byte_of_the_others(
         with ThreadPoolExecutor(CLIENTS) as pool:
             outcomes.update(pool.map(send, range(REQUESTS)))
         print(dict(outcomes))
-        assert min(outcomes[name] for name in ("withheld", "left", "sampled", "equal, gate", "equal, observe")) > 100
+        assert (
+            min(outcomes[name] for name in ("withheld", "left", "sampled", "equal, gate", "equal, observe"))
+            > REQUESTS // 50
+        )
         decoding = [line for line in httpx.get(f"{url}/metrics").text.splitlines() if "running_decodes " in line]
         assert [float(line.split()[-1]) for line in decoding if not line.startswith("#")] == [0.0]
 
