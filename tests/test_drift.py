@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 from scipy.stats import ks_2samp
 
-from probes_store.store import SHIPPED, Store
+from probes_store.store import Store
 from service.coverage import coverage
 from service.drift import BINS, DriftLimits, LabelTest, Reference, compare, kolmogorov_smirnov, reference_of
 from tests.bench import drift
 from tests.matching import matching_draft
-from tests.probes_store.factory import write_bundle
+from tests.probes_store.factory import VERSION_1, write_bundle
 from tests.scripted_engine import ScriptedEngine
 
 
@@ -47,7 +47,7 @@ def test_the_stability_index_is_large_where_half_moves_and_finite_where_bins_are
 
 
 def test_the_reference_is_what_the_bundle_keeps(tmp_path: Path) -> None:
-    store = Store(SHIPPED)
+    store = Store(VERSION_1)
     modelled = reference_of(store.load("demo"))
     assert modelled is not None
     assert modelled.modelled

@@ -26,6 +26,8 @@ from tests.serve_process import MAY_CHOOSE, ServeProcess, serve
 vllm_or_skip()
 
 KNOWN, UNKNOWN = "What is the capital of Italy?", "What is the capital of the Solomon Islands?"
+pytestmark = pytest.mark.long  # a minute to start
+
 EAGER = ("--engine", "vllm", "--engine-arg", "enforce_eager=true")
 STARTING_S = 240.0
 
@@ -179,7 +181,6 @@ def engine_of(served: ServeProcess) -> int:
     return core
 
 
-@pytest.mark.long
 def test_an_engine_ends_with_the_service_that_was_killed() -> None:
     with ServeProcess(*EAGER, HALLUTRACER_THREADS="1") as served:
         core = engine_of(served)
@@ -190,7 +191,6 @@ def test_an_engine_ends_with_the_service_that_was_killed() -> None:
             time.sleep(0.1)
 
 
-@pytest.mark.long
 def test_a_service_whose_vllm_dies_says_so_and_exits() -> None:
     with serve(*EAGER) as served:
         os.kill(engine_of(served), signal.SIGKILL)
@@ -198,7 +198,6 @@ def test_a_service_whose_vllm_dies_says_so_and_exits() -> None:
         assert "engine" in served.log()
 
 
-@pytest.mark.long
 def test_a_service_whose_vllm_stands_still_is_not_ready_until_it_goes_on() -> None:
     def becomes(status: int) -> None:
         until = time.monotonic() + 30
@@ -220,7 +219,6 @@ def test_a_service_whose_vllm_stands_still_is_not_ready_until_it_goes_on() -> No
         assert post(served.url, prompt=KNOWN).json()["data"][0]["risk"] == pytest.approx(0.0321, abs=1e-4)
 
 
-@pytest.mark.long
 def test_train_on_vllm_gives_the_bundle_that_transformers_gives(tmp_path: Path) -> None:
     rows = [
         {"id": f"{place}", "prompt": f"What is the capital of {name}?", "label": place % 2, "group": name}

@@ -22,7 +22,7 @@ SHORT, LONG = 300, 20_000
 def service(tmp_path: Path) -> Iterator[Running]:
     """On the scripted engine, behind the server that ``hallutracer serve`` makes."""
     served = Running(tmp_path)
-    served.server = make_server(served.app, served.state.settings)
+    served.server = make_server(served.app, served.state.settings, served.state.leave)
     thread = threading.Thread(target=lambda: served.server.run(sockets=[served.socket]))
     thread.start()
     until(lambda: served.state.is_ready)

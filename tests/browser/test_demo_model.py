@@ -31,7 +31,7 @@ def test_a_known_and_an_unknown_capital(browser: Browser) -> None:
         known, unknown = httpx.post(f"{service.url}/score", json=body, timeout=60).json()["data"]
         assert (known["decision"], unknown["decision"]) == ("continue", "abstain")
         page = opened.open()
-        expect(page.locator("#gate-source")).to_contain_text("An approximation")
+        expect(page.locator("#gate-source")).to_contain_text("Counted on the bundle's 4,238 training rows")
         page.click(f"#examples >> text={KNOWN}")
         page.keyboard.press("Enter")
         expect(page.locator(".decision")).to_have_text("Answered")
@@ -47,4 +47,4 @@ def test_a_known_and_an_unknown_capital(browser: Browser) -> None:
         )
         assert sideways(page) == 0
         page.select_option("#bundle", "demo-fused:1")
-        expect(page.locator("#gate-source")).to_contain_text("keeps too little")
+        expect(page.locator("#gate-source")).to_contain_text("Counted on the bundle's 4,238 training rows")

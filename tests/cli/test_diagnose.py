@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from service.fitting.scores import auroc
 from service.paper.diagnose import LIMIT, diagnose_set, read_set
 from service.paper.diagnostics.fisher import Shrinkage
 from tests.command_line import hallutracer
+from tests.probes_store.factory import VERSION_1
 
 KEYS = {
     "fisher": {"theta", "chi", "t", "r_fisher", "r_fisher_direct"},
@@ -222,7 +224,7 @@ def test_a_bundle_and_rows_are_enough(tmp_path: Path) -> None:
     done = hallutracer("diagnose", "--bundle", "demo", "--data", str(rows), *arguments)
     assert done.returncode == 0, done.stderr
     assert "120 trajectories of 8 layers" in done.stdout
-    assert "demo:1 does not record its training rows" in done.stderr
+    assert "does not record its training rows" not in done.stderr
     read = [json.loads(line) for line in rows.read_text().splitlines()]
     with ht.load("demo", report=lambda line: None) as detector:
         risks = detector.score([row["prompt"] for row in read])
@@ -263,3 +265,12 @@ def test_what_is_missing_is_named(arguments: tuple[str, ...], said: str) -> None
     done = hallutracer("diagnose", *arguments)
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
     assert said in done.stderr
+
+
+def test_a_bundle_that_does_not_record_its_rows_says_so(tmp_path: Path) -> None:
+    rows = demo_rows(tmp_path, "dev", 60)
+    shutil.copytree(VERSION_1, tmp_path / "store")
+    arguments = ("--labels", "given", "--run-dir", str(tmp_path / "run"), "--store", str(tmp_path / "store"))
+    done = hallutracer("diagnose", "--bundle", "demo", "--data", str(rows), *arguments)
+    assert done.returncode == 0, done.stderr
+    assert "demo:1 does not record its training rows" in done.stderr

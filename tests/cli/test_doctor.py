@@ -21,6 +21,7 @@ from service.access.edit import add_key, revoke_key
 from service.cli.main import main
 from service.demo import MODEL_DIR
 from service.doctor.findings import ok, summary
+from tests.probes_store.factory import VERSION_1
 from tests.probes_store.keys import key_pair
 
 CHECKS = {
@@ -92,7 +93,8 @@ def test_what_failed_is_not_loaded_either(capsys: pytest.CaptureFixture[str]) ->
 
 def damaged(store: Path) -> None:
     shutil.copytree(SHIPPED / "demo", store / "mine")
-    (store / "mine" / "1" / "probes.safetensors").write_bytes(b"x" * 1656)
+    probes = store / "mine" / "1" / "probes.safetensors"
+    probes.write_bytes(b"x" * probes.stat().st_size)
 
 
 def writable_by_all(store: Path) -> None:
@@ -122,8 +124,13 @@ def broken_aliases(store: Path) -> None:
     (store / "demo" / "aliases.json").write_text("[]")
 
 
+def older(store: Path) -> None:
+    """Bundles of before risks and uncertainty were recorded, in front of those shipped."""
+    shutil.copytree(VERSION_1, store)
+
+
 def withholding(store: Path) -> None:
-    store.mkdir()
+    older(store)
     (store.parent / "p.toml").write_text("[careful]\naction = 'abstain'\nwithhold_outside = true\n")
 
 
@@ -237,7 +244,7 @@ FAULTS: list[tuple[Callable[[Path], object], list[str], str, str, str]] = [
         "ok",
         "the canary demo-fused:1 gets 0.05 of the requests; aliases are followed every 5 s",
     ),
-    (nothing, ["--canary", "demo-fused"], "drift", "warn", "demo-fused:1 keeps none"),
+    (older, ["--canary", "demo-fused"], "drift", "warn", "demo-fused:1 keeps none"),
     (nothing, ["--canary", "demo-fused", "--canary-share", "0"], "rollout", "warn", "raise --canary-share"),
     (nothing, ["--canary-share", "0.5"], "rollout", "warn", "give --canary"),
     (nothing, ["--replay-s", "0"], "drift", "warn", "--replay-s 600"),

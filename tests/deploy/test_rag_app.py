@@ -22,6 +22,8 @@ from service.demo.picture import KNOWN, UNKNOWN
 from tests.client import bodies
 from tests.serve_process import PATHS, ROOT, inherited, serve
 
+pytestmark = pytest.mark.long  # a minute to start
+
 FOLDER = ROOT / "deploy" / "sidecar"
 
 

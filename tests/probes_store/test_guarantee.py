@@ -13,8 +13,7 @@ from probes_store.bundle import BundleDraft, render
 from probes_store.errors import BadValue, MissingField, UnknownField
 from probes_store.guarantee import Guarantee
 from probes_store.manifest import manifest_bytes, read_manifest
-from probes_store.store import SHIPPED
-from tests.probes_store.factory import make_draft, write_bundle
+from tests.probes_store.factory import VERSION_1, make_draft, write_bundle
 from tests.probes_store.reseal import reseal
 
 GUARANTEE = Guarantee(
@@ -58,7 +57,9 @@ def test_a_closed_gate_has_threshold_0(tmp_path: Path) -> None:
 
 
 def test_version_1_keeps_its_bytes() -> None:
-    for path in SHIPPED.glob("*/*/bundle.json"):
+    paths = list(VERSION_1.glob("*/*/bundle.json"))
+    assert paths
+    for path in paths:
         data = path.read_bytes()
         assert b"guarantee" not in data
         assert manifest_bytes(read_manifest(data)) == data

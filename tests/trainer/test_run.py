@@ -193,6 +193,7 @@ def killed(folder: Path, kill_at: int, **changes: Any) -> None:
     assert subprocess.run(command, check=False).returncode == -signal.SIGKILL
 
 
+@pytest.mark.long
 def test_kill_9_and_resume_give_the_same_bundle(tmp_path: Path) -> None:
     rows, options = planted_rows(160), {"labels": "generate", "evaluate": False, "batch_rows": 16}
     folders = tmp_path / "whole", tmp_path / "killed"
