@@ -23,8 +23,6 @@ from probes_store.manifest import (
 from probes_store.tensors import Golden, ProbeTensors
 
 VERSION_1 = Path(__file__).parent / "version_1"  # real ones, of before risks and uncertainty were recorded
-    Path(__file__).parent / "version_1"
-)  # real bundles of the demo model, of before risks and uncertainty were recorded
 
 MODEL = ModelRecord(
     name="tiny-llama",
