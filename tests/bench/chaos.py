@@ -46,7 +46,7 @@ from tests.feedback.made import rows
 DISTINCT, LABELS = 200, 0.3
 READY_S = 120.0  # on a machine that others use, too
 EXIT_S = 60.0
-FLAGS = ("--bundle", f"{NAME}@production", "--policy", "observe", "--callers-may", "admin", "--deadline-s", "58")
+FLAGS = ("--bundle", f"{NAME}@production", "--policy", "observe", "--deadline-s", "58")
 DAY_S = 86_400
 
 

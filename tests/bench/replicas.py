@@ -100,7 +100,7 @@ def faults(options: argparse.Namespace) -> list[Check]:
     checks = []
     with tempfile.TemporaryDirectory() as folder:
         store, digests = two_versions(Path(folder) / "store")
-        flags = ("--bundle=mine", "--callers-may=admin")
+        flags = ("--bundle=mine",)
         with fleet(Path(folder) / "nginx", 2, *flags, HALLUTRACER_STORE=str(store.root)) as stage:
             for name, act in acts.items():
                 witness = Witness(stage.address, questions(DISTINCT))

@@ -34,7 +34,7 @@ RESTARTS = (0.1, 0.2)  # when, as shares of the run: early, so that most of it i
 MEASURE_S, CLIENTS, DISTINCT = 10.0, 16, 300
 # Requests under way: fewer than would be refused while one of two replicas starts on a machine that others use, too.
 AT_ONCE = 128
-FLAGS = ("--canary", f"{NAME}@canary", "--canary-share", "0.3", "--callers-may", "admin", "--deadline-s", "58",
+FLAGS = ("--canary", f"{NAME}@canary", "--canary-share", "0.3", "--deadline-s", "58",
          "--bundle", f"{NAME}@production")  # fmt: skip
 
 
