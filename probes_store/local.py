@@ -9,7 +9,8 @@ from __future__ import annotations
 import hashlib
 import os
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from probes_store.aliases import ALIASES, moved, parse_aliases
@@ -88,14 +89,8 @@ class LocalBackend:
         existing = self._same_content(manifest)
         if existing is not None:
             return existing
-        folder = self.folders / manifest.name
-        with writing(self.folders):
-            folder.mkdir(parents=True, exist_ok=True)
-            self._inside(folder)
-            clean_aside(folder)
-            with folder_aside(folder) as aside:
-                write_files(aside, files)
-                return self._take_version(folder, aside, manifest)
+        with self._written_aside(manifest.name, files) as aside:
+            return self._take_version(aside.parent, aside, manifest)
 
     def _take_version(self, folder: Path, aside: Path, manifest: Manifest) -> int:
         """Rename the finished folder to the next free version, unless the same content was published meanwhile."""
@@ -111,14 +106,20 @@ class LocalBackend:
 
     def add(self, manifest: Manifest, files: Mapping[str, bytes]) -> bool:
         """Under its own number, by one rename."""
-        folder = self.folders / manifest.name
+        with self._written_aside(manifest.name, files) as aside:
+            return self._rename(aside, aside.parent / str(manifest.version))
+
+    @contextmanager
+    def _written_aside(self, name: str, files: Mapping[str, bytes]) -> Iterator[Path]:
+        """A folder beside the versions of a bundle, with the files; gone afterwards unless it was renamed."""
+        folder = self.folders / name
         with writing(self.folders):
             folder.mkdir(parents=True, exist_ok=True)
             self._inside(folder)
             clean_aside(folder)
             with folder_aside(folder) as aside:
                 write_files(aside, files)
-                return self._rename(aside, folder / str(manifest.version))
+                yield aside
 
     def _rename(self, aside: Path, target: Path) -> bool:
         """False where another publisher was faster.  Raises OSError."""

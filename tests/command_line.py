@@ -32,6 +32,15 @@ def _environment(arguments: tuple[str, ...], variables: dict[str, str], stdin: s
             os.chdir(folder)
 
 
+def one_line_says(arguments: tuple[str, ...], status: int, word: str) -> None:
+    """The command ends with ``status``; all it prints is one line on stderr, with ``word``."""
+    done = hallutracer(*arguments)
+    assert (done.returncode, done.stdout) == (status, "")
+    assert done.stderr.startswith("error: ")
+    assert done.stderr.count("\n") == 1
+    assert word in done.stderr
+
+
 def hallutracer(*arguments: str, stdin: str = "", **variables: str) -> CompletedProcess[str]:
     """Run a command to its end.  Of our variables it sees only ``variables``, and the demo model as default."""
     out, err, status = io.StringIO(), io.StringIO(), 0

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Self, get_args
+from typing import Any, Self, TypeVar, get_args
 
 import httpx
 import uvicorn
@@ -19,6 +19,7 @@ from probes_store.bundle import Bundle
 from service.access.ring import KeyRing
 from service.api.app import create_app
 from service.callers import ApiKey, Key, Right
+from service.cli.listening import make_server
 from service.guard import Policy
 from service.policies import built_in
 from service.scoring import Scorer
@@ -98,7 +99,30 @@ class Running(App):
 @contextmanager
 def running(tmp_path: Path, kind: str = KINDS[0], **settings: Any) -> Iterator[Running]:
     """A ready service; stopped, and its thread ended, afterwards."""
-    service = Running(tmp_path, kind, **settings)
+    with listening(Running(tmp_path, kind, **settings)) as service:
+        yield service
+
+
+Some = TypeVar("Some", bound=Running)
+
+
+class Served(Running):
+    """The app behind the server that ``hallutracer serve`` makes."""
+
+    def __init__(self, tmp_path: Path, **options: Any) -> None:
+        super().__init__(tmp_path, **options)
+        self.server = make_server(self.app, self.state.settings, self.state.leave)
+
+    def connect(self, *chunks: bytes) -> socket.socket:
+        connection = socket.create_connection(("127.0.0.1", self.port), timeout=20)
+        for chunk in chunks:
+            connection.sendall(chunk)
+        return connection
+
+
+@contextmanager
+def listening(service: Some) -> Iterator[Some]:
+    """``service``, ready; stopped, and its thread ended, afterwards."""
     thread = threading.Thread(target=lambda: service.server.run(sockets=[service.socket]))
     thread.start()
     try:

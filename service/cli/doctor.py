@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -14,9 +14,7 @@ from urllib.parse import urlsplit
 from cyclopts import Parameter
 
 from service.access.key_file import read_keys
-from service.access.ring import KeyRing
 from service.audit.file import AuditFile
-from service.cli.access import load_keys
 from service.cli.listening import listen, on_loopback
 from service.cli.loading import LeaveOut, bundle_names, load_engine, load_scorers, open_store
 from service.cli.options import BundleOptions, EngineChoice, Json
@@ -121,7 +119,7 @@ def doctor(
 
 
 def _keys(settings: ServiceSettings, access: AccessOptions) -> Iterator[Finding]:
-    ring = _ring(access)
+    ring = access.ring()
     if ring.closed:
         yield ok("keys", f"{len(ring.names)}: {', '.join(sorted(ring.names))}")
         for key in () if access.keys is None else read_keys(access.keys):
@@ -138,12 +136,6 @@ def _keys(settings: ServiceSettings, access: AccessOptions) -> Iterator[Finding]
                    "--allow-anonymous")  # fmt: skip
     if settings.protect_metrics and not ring.closed:
         yield fail("keys", "--protect-metrics without a key", "give --keys or --api-key-file")
-
-
-def _ring(access: AccessOptions, policies: Collection[str] | None = None) -> KeyRing:
-    """As `serve` reads them; ``policies``: those that a key may name."""
-    plain = load_keys(access.api_key, access.api_key_file)
-    return KeyRing([key.hashed() for key in plain], access.keys, policies)
 
 
 def _audit(access: AccessOptions) -> Iterator[Finding]:
@@ -164,7 +156,7 @@ def _audit(access: AccessOptions) -> Iterator[Finding]:
 
 def _policies(settings: ServiceSettings, access: AccessOptions) -> Iterator[Finding]:
     policies = load_policies(access.policies, access.abstain_message, settings.policy)
-    names = _ring(access, policies.named).names
+    names = access.ring(policies.named).names
     for rule in policies.rules:
         rule.check_key(names)
     yield ok("policies", f"{', '.join(policies.named)}; {settings.policy} where a request names none")

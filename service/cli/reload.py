@@ -99,9 +99,9 @@ def load_again(
 
 def stamps(store: Store, names: Sequence[str]) -> Stamps:
     """What each reference means now, or why it means nothing; None where the store gives no answer."""
-    store = store.answering()
     from probes_store.errors import BundleError, StoreUnreachable
 
+    store = store.answering()
     found: dict[str, str | None] = {}
     for name in names:
         try:

@@ -6,6 +6,7 @@ import gc
 import logging
 import shlex
 import signal
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -76,6 +77,11 @@ class AccessOptions:
     ] = False
     audit_log: AuditLogFile = None
     audit_required: AuditRequired = False
+
+    def ring(self, policies: Collection[str] | None = None) -> KeyRing:
+        """All keys; ``policies``: those that a key may name.  Raises what is wrong with a key or a file of keys."""
+        plain = load_keys(self.api_key, self.api_key_file)
+        return KeyRing([key.hashed() for key in plain], self.keys, policies)
 
 
 @section("Rollout", 36)
@@ -189,8 +195,7 @@ def serve(
     opened = load_bundles(store, names, at_start)
     settings = replace(settings, allowed_hosts=known_hosts(settings))
     policies = load_policies(access.policies, access.abstain_message, settings.policy)
-    plain = load_keys(access.api_key, access.api_key_file)
-    keys = KeyRing([key.hashed() for key in plain], access.keys, policies.named)
+    keys = access.ring(policies.named)
     if not (keys.closed or access.allow_anonymous or on_loopback(settings.host)):
         raise UsageError(
             "--host",
@@ -232,9 +237,9 @@ def serve(
         plan,
         at_start.reasons,
         keys=keys,
+        tracing=tracing,
     )
 
-    state.tracing = tracing
     if kept is not None:
         state.feedback = feedback.opened(kept, state.metrics)
 

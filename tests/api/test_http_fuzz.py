@@ -11,9 +11,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from service.cli.listening import make_server
 from tests.api import http_fuzz
-from tests.running import Running, until
+from tests.running import Running, Served, listening, until
 
 SHORT, LONG = 300, 20_000
 
@@ -21,15 +20,8 @@ SHORT, LONG = 300, 20_000
 @pytest.fixture
 def service(tmp_path: Path) -> Iterator[Running]:
     """On the scripted engine, behind the server that ``hallutracer serve`` makes."""
-    served = Running(tmp_path)
-    served.server = make_server(served.app, served.state.settings, served.state.leave)
-    thread = threading.Thread(target=lambda: served.server.run(sockets=[served.socket]))
-    thread.start()
-    until(lambda: served.state.is_ready)
-    yield served
-    served.server.should_exit = True
-    thread.join(30)
-    assert not thread.is_alive()
+    with listening(Served(tmp_path)) as served:
+        yield served
 
 
 def test_nothing_that_is_sent_disturbs_the_service(service: Running) -> None:

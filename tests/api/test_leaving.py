@@ -10,9 +10,8 @@ import httpx
 import pytest
 
 from service.api import leaving
-from tests.api.test_limits import Served
 from tests.matching import Held
-from tests.running import until
+from tests.running import Served, until
 
 
 @pytest.fixture

@@ -5,55 +5,32 @@ from __future__ import annotations
 import json
 import re
 import socket
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
 
 from service.api import connections
 from service.api.body import MAX_CONTAINERS, parse
-from service.cli.listening import make_server
 from service.engines.checks import SEGMENT, check_length
 from service.errors import PromptTooLong
 from tests.matching import Held
-from tests.running import App, Running, until
+from tests.running import App, Served, listening, until
 from tests.scripted_engine import ScriptedEngine
 
 SCORE = b"POST /score HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
 HEALTH = b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n"
 
 
-class Served(Running):
-    """The app behind the server that ``hallutracer serve`` makes."""
-
-    def __init__(self, tmp_path: Path, **options: Any) -> None:
-        super().__init__(tmp_path, **options)
-        self.server = make_server(self.app, self.state.settings, self.state.leave)
-
-    def connect(self, *chunks: bytes) -> socket.socket:
-        connection = socket.create_connection(("127.0.0.1", self.port), timeout=20)
-        for chunk in chunks:
-            connection.sendall(chunk)
-        return connection
-
-
 @pytest.fixture
 def service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
     monkeypatch.setattr(connections, "HEAD_SECONDS", 0.5)
-    served = Served(tmp_path, max_connections=16)
-    thread = threading.Thread(target=lambda: served.server.run(sockets=[served.socket]))
-    thread.start()
-    until(lambda: served.state.is_ready)
-    yield served
-    served.server.should_exit = True
-    thread.join(30)
-    assert not thread.is_alive()
+    with listening(Served(tmp_path, max_connections=16)) as served:
+        yield served
 
 
 def received(connection: socket.socket) -> bytes:

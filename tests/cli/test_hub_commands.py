@@ -13,7 +13,7 @@ import pytest
 
 from probes_store.bundle import BundleDraft
 from probes_store.store import SHIPPED, Store
-from tests.command_line import hallutracer
+from tests.command_line import hallutracer, one_line_says
 from tests.probes_store.hub_stand_in import TOKEN, Hub, hub_stand_in
 from tests.serve_process import inherited
 
@@ -95,11 +95,7 @@ def test_a_bundle_is_pushed_pulled_and_serves(run: Run, hub: Hub, folder: Path, 
     ],
 )
 def test_one_line_says_what_is_wrong(arguments: tuple[str, ...], status: int, word: str) -> None:
-    done = hallutracer("bundle", *arguments)
-    assert (done.returncode, done.stdout) == (status, "")
-    assert done.stderr.startswith("error: ")
-    assert done.stderr.count("\n") == 1
-    assert word in done.stderr
+    one_line_says(("bundle", *arguments), status, word)
 
 
 def test_what_the_hub_refuses_is_one_line(run: Run) -> None:

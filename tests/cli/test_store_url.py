@@ -16,7 +16,7 @@ import pytest
 from probes_store.bundle import BundleDraft
 from probes_store.objects import Objects
 from probes_store.store import SHIPPED, Store
-from tests.command_line import hallutracer
+from tests.command_line import hallutracer, one_line_says
 from tests.probes_store.keys import key_pair
 from tests.probes_store.reseal import edit_manifest
 from tests.probes_store.s3_server import BUCKET, VARIABLES, s3_server, use
@@ -167,11 +167,7 @@ def test_what_does_not_vouch_is_refused_before_a_model_is_loaded(command: tuple[
     ],
 )
 def test_one_line_says_what_is_wrong(arguments: tuple[str, ...], status: int, word: str) -> None:
-    done = hallutracer("bundle", *arguments)
-    assert (done.returncode, done.stdout) == (status, "")
-    assert done.stderr.startswith("error: ")
-    assert done.stderr.count("\n") == 1
-    assert word in done.stderr
+    one_line_says(("bundle", *arguments), status, word)
 
 
 def test_what_comes_with_the_package_needs_no_signature(folder: Path) -> None:

@@ -41,10 +41,14 @@ def configuration(folder: Path, replicas: Sequence[str], port: int, *edits: Edit
     own += [(f"{last}2;", f"{last}{len(replicas)};")]
     own += [(LISTEN, f"listen 127.0.0.1:{port};"), ("access_log /dev/stdout", f"access_log {folder}/lines")]
     own += [("worker_processes auto", "worker_processes 1")]  # two cores run all of this
-    for old, new in (*own, *edits):
-        assert text.count(old) == 1, f"nginx.conf should say {old} once"
+    return edited(text, (*own, *edits), folder / "nginx.conf")
+
+
+def edited(text: str, edits: Sequence[Edit], path: Path) -> Path:
+    """``text`` with each old piece, which must stand there once, replaced by its new one, written to ``path``."""
+    for old, new in edits:
+        assert text.count(old) == 1, f"{path.name} should say {old} once"
         text = text.replace(old, new)
-    path = folder / "nginx.conf"
     path.write_text(text)
     return path
 

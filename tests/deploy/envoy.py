@@ -16,7 +16,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.deploy.balancer import Balancer, Edit, free_port
+from tests.deploy.balancer import Balancer, Edit, edited, free_port
 from tests.deploy.prometheus_server import REQUIRE, ROOT
 
 CONFIGURATION = ROOT / "deploy" / "envoy" / "envoy.yaml"
@@ -42,12 +42,7 @@ def configuration(folder: Path, replicas: tuple[str, str], port: int, *edits: Ed
     own += [(f"port_value: {old}", f"port_value: {new}") for old, new in zip(("8765", "8766"), ports, strict=True)]
     own += [("envoy.access_loggers.stdout", "envoy.access_loggers.file")]
     own += [("stream.v3.StdoutAccessLog", f"file.v3.FileAccessLog\n                      path: {folder}/lines")]
-    for old, new in (*own, *edits):
-        assert text.count(old) == 1, f"envoy.yaml should say {old} once"
-        text = text.replace(old, new)
-    path = folder / "envoy.yaml"
-    path.write_text(text)
-    return path
+    return edited(text, (*own, *edits), folder / "envoy.yaml")
 
 
 def check(path: Path) -> subprocess.CompletedProcess[str]:
