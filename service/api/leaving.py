@@ -12,13 +12,16 @@ from collections.abc import Callable
 
 import uvicorn
 
-LEAVING_S = 1.0  # long enough for what was sent before the first refusal was read, on a busy machine too
+LEAVING_S = 1.0  # without a request: longer than what was sent before a refusal was read takes, on a busy machine too
+# With requests: nginx.conf lets a replica rest for 5 s that has come back, and asks this one until then.
+MOST_S = 7.0
 
 
 class LeavingServer(uvicorn.Server):
-    """Where it has clients it refuses new work for ``LEAVING_S``, a connection after the other, and then stops.
+    """Where it has clients it refuses new work until none has come for ``LEAVING_S``, and then stops.
 
-    ``leave`` is called when it is told to stop; from then on the app answers 503, which a balancer takes elsewhere.
+    ``leave`` is called when it is told to stop; from then on the app answers 503, which a balancer takes elsewhere, and
+    each connection ends with its answer.
     """
 
     def __init__(self, config: uvicorn.Config, leave: Callable[[], None]) -> None:
@@ -30,7 +33,16 @@ class LeavingServer(uvicorn.Server):
         self._leave()
         if self.server_state.connections:
             setattr(self.config.http_protocol_class, "leaving", True)  # noqa: B010  (a Connection: listening.py)
-            end = asyncio.get_running_loop().time() + LEAVING_S
-            while asyncio.get_running_loop().time() < end and not self.force_exit:
-                await asyncio.sleep(0.05)
+            await self._refuse()
         await super().shutdown(sockets)
+
+    async def _refuse(self) -> None:
+        """Until no request was answered for ``LEAVING_S``, at most ``MOST_S``."""
+        clock = asyncio.get_running_loop().time
+        start = last = now = clock()
+        answered = self.server_state.total_requests
+        while now - last < LEAVING_S and now - start < MOST_S and not self.force_exit:
+            await asyncio.sleep(0.05)
+            now = clock()
+            if self.server_state.total_requests != answered:
+                answered, last = self.server_state.total_requests, now

@@ -22,7 +22,7 @@ from service.api.openai_request import (
 )
 from service.api.openai_response import Kind, OpenAIResponse, response
 from service.api.openai_stream import chunks
-from service.api.response_schema import FAILURES, HEADERS
+from service.api.response_schema import FAILURES, HEADERS, events
 from service.api.session import session_of
 from service.api.stream import EventStream
 from service.engines.base import Sampling
@@ -40,7 +40,13 @@ _ANSWERED: dict[int | str, dict[str, Any]] = {
         "model": OpenAIResponse,
         "description": "the answer, or with 'stream' its chunks; of a withheld answer its refusal",
         "headers": HEADERS,
-        "content": {"text/event-stream": {"schema": {"type": "string"}}},
+        "content": {
+            "text/event-stream": {
+                "schema": events(
+                    "chat.completion.chunk or text_completion objects, the first with the risk, or an error"
+                )
+            }
+        },
     }
 }
 RESPONSES = _ANSWERED | FAILURES

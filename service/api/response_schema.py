@@ -346,16 +346,16 @@ STREAM_EXAMPLE = (
     "data: [DONE]\n\n"
 )
 
-EVENT: dict[str, Any] = {
-    "type": "object",
-    "required": ["data"],
-    "properties": {
-        "data": {
-            "type": "string",
-            "description": "JSON: first one risk.list, then completion.chunk objects or an error; at last [DONE]",
-        }
-    },
-}
+
+def events(data: str) -> dict[str, Any]:
+    """Server-sent events, as their readers see each; ``data``: what its JSON may be."""
+    return {
+        "type": "object",
+        "required": ["data"],
+        "properties": {"data": {"type": "string", "description": f"JSON: {data}; at last [DONE]"}},
+    }
+
+
 HEADERS: dict[str, Any] = {
     name: {"description": description, "schema": {"type": "string"}}
     for name, description in {
@@ -403,7 +403,10 @@ _SCORED: dict[int | str, dict[str, Any]] = {
         "headers": HEADERS,
         "content": {
             "application/json": {"example": RISK_EXAMPLE},
-            "text/event-stream": {"schema": EVENT, "example": STREAM_EXAMPLE},
+            "text/event-stream": {
+                "schema": events("first one risk.list, then completion.chunk objects or an error"),
+                "example": STREAM_EXAMPLE,
+            },
         },
     }
 }

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Iterator
+from itertools import accumulate
 from pathlib import Path
 
 import httpx
@@ -16,7 +18,8 @@ from tests.running import Served, until
 
 @pytest.fixture
 def service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Served, threading.Thread]]:
-    monkeypatch.setattr(leaving, "LEAVING_S", 60.0)  # each test ends it earlier
+    for name in ("LEAVING_S", "MOST_S"):
+        monkeypatch.setattr(leaving, name, 60.0)  # each test ends it earlier
     served = Served(tmp_path)
     thread = threading.Thread(target=lambda: served.server.run(sockets=[served.socket]))
     thread.start()
@@ -72,3 +75,35 @@ def test_a_request_under_way_is_answered(service: tuple[Served, threading.Thread
     asking.join(30)
     assert [answer.status_code for answer in answers] == [200]
     assert thread.is_alive()  # it goes on refusing
+
+
+@pytest.mark.parametrize(
+    ("gaps", "seconds"),
+    [
+        ((), leaving.LEAVING_S),
+        ((0.9, 0.9), 1.8 + leaving.LEAVING_S),
+        ((0.9, 1.2), 0.9 + leaving.LEAVING_S),
+        ((0.5,) * 100, leaving.MOST_S),
+    ],
+    ids=["none comes", "two come", "one comes too late", "they never end"],
+)
+def test_it_refuses_until_no_request_comes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gaps: tuple[float, ...], seconds: float
+) -> None:
+    server = Served(tmp_path).server
+    due = list(accumulate(gaps))
+
+    async def refusing() -> float:
+        loop, now = asyncio.get_running_loop(), 0.0
+
+        async def sleep(slept: float) -> None:
+            nonlocal now
+            now += slept
+            server.server_state.total_requests = sum(moment <= now for moment in due)
+
+        monkeypatch.setattr(loop, "time", lambda: now)
+        monkeypatch.setattr(leaving.asyncio, "sleep", sleep)
+        await server._refuse()
+        return now
+
+    assert asyncio.run(refusing()) == pytest.approx(seconds, abs=0.06)

@@ -155,7 +155,7 @@ async def chat(pool: Pool, draw: random.Random, found: Chats) -> None:
 
 def by_session(replicas: Sequence[Replica]) -> list[tuple[str, str]]:
     """nginx.conf with the session's own replica; such a choice knows no backup."""
-    none = [(f"server {replica.name} backup max_fails=0;", "") for replica in replicas]
+    none = [(f"server {replica.name} backup max_fails=0; " * 2, "") for replica in replicas]
     return [("least_conn;", f"hash $http_{HEADER.replace('-', '_')} consistent;"), *none]
 
 

@@ -37,8 +37,8 @@ def configuration(folder: Path, replicas: Sequence[str], port: int, *edits: Edit
     text = re.sub(rf" *server {SECOND} .*\n", "", text)
     own = [(line, "".join(line.replace(FIRST, replica) for replica in replicas))
            for line in re.findall(rf" *server {FIRST} .*\n", text)]  # fmt: skip
-    last = "place of the last one.\n            proxy_next_upstream_tries "
-    own += [(f"{last}2;", f"{last}{len(replicas)};")]
+    tries = "place of the last one.\n            proxy_next_upstream_tries "
+    own += [(f"{tries}4;", f"{tries}{2 * len(replicas)};")]
     own += [(LISTEN, f"listen 127.0.0.1:{port};"), ("access_log /dev/stdout", f"access_log {folder}/lines")]
     own += [("worker_processes auto", "worker_processes 1")]  # two cores run all of this
     return edited(text, (*own, *edits), folder / "nginx.conf")

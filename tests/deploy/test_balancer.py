@@ -7,6 +7,7 @@ import socket
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 
@@ -21,6 +22,13 @@ from tests.local_server import answer
 
 NOT_READY = b'{"error":{"code":"not_ready"}}'
 REPEATS: b.Edit = ("proxy_next_upstream error timeout http_503;", "proxy_next_upstream error timeout non_idempotent;")
+
+
+def rest(replica: b.Replica, nginx: b.Balancer, refuses: list[bool]) -> None:
+    """Until nginx lets ``replica`` rest, which from then on does not refuse."""
+    while not replica.began:  # a GET that it refuses counts against it at once
+        assert httpx.get(f"{nginx.url}/health/ready").status_code == 200
+    refuses.clear()
 
 
 def fine(handler: BaseHTTPRequestHandler) -> None:
@@ -177,30 +185,47 @@ def test_a_post_whose_connection_broke_is_not_repeated(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("route", SCORE_ROUTES)
-def test_a_score_whose_connection_broke_is_asked_of_three_replicas_and_of_no_fourth(tmp_path: Path, route: str) -> None:
-    with b.replica(breaking) as one, b.replica(breaking) as two, b.replica(breaking) as three, \
-            b.replica(breaking) as four, \
-            b.balancing(tmp_path, [each.address for each in (one, two, three, four)]) as nginx:  # fmt: skip
+def test_a_score_whose_connection_broke_is_asked_of_four_replicas_and_of_no_fifth(tmp_path: Path, route: str) -> None:
+    with ExitStack() as stack:
+        five = [stack.enter_context(b.replica(breaking)) for _ in range(5)]
+        nginx = stack.enter_context(b.balancing(tmp_path, [each.address for each in five]))
         assert post(nginx.url, route).status_code == 502
-        assert sorted(len(each.began) for each in (one, two, three, four)) == [0, 1, 1, 1]
+        assert sorted(len(each.began) for each in five) == [0, 1, 1, 1, 1]
 
 
 @pytest.mark.parametrize("order", [1, -1], ids=["asked first", "asked last"])
 def test_a_score_outlives_its_replica_while_the_other_one_rests(tmp_path: Path, order: int) -> None:
-    refuses, breaks = [loading], list[object]()
+    refuses, breaks = [True], list[object]()
 
     def first(handler: BaseHTTPRequestHandler) -> None:
-        (refuses.pop() if refuses else fine)(handler)
+        (loading if refuses else fine)(handler)
 
     def second(handler: BaseHTTPRequestHandler) -> None:
         (breaking if breaks else fine)(handler)
 
     with b.replica(first) as one, b.replica(second) as two, \
             b.balancing(tmp_path, (one.address, two.address)[::order]) as nginx:  # fmt: skip
-        while refuses:
-            assert post(nginx.url).status_code == 200
+        rest(one, nginx, refuses)
         breaks.append(True)  # and the first one, which is fine by now, rests
         assert [post(nginx.url).status_code for _ in range(4)] == [200] * 4
+
+
+@pytest.mark.parametrize("route", [CHAT_ROUTE, "/score"])
+@pytest.mark.parametrize("order", [1, -1], ids=["asked first", "asked last"])
+def test_what_a_leaving_replica_refused_goes_to_the_one_that_rests(tmp_path: Path, order: int, route: str) -> None:
+    refuses, leaves = [True], list[object]()
+
+    def first(handler: BaseHTTPRequestHandler) -> None:
+        (loading if refuses else fine)(handler)
+
+    def second(handler: BaseHTTPRequestHandler) -> None:
+        (loading if leaves else fine)(handler)
+
+    with b.replica(first) as one, b.replica(second) as two, \
+            b.balancing(tmp_path, (one.address, two.address)[::order]) as nginx:  # fmt: skip
+        rest(one, nginx, refuses)
+        leaves.append(True)  # and the first one, which is fine by now, rests
+        assert [post(nginx.url, route).status_code for _ in range(8)] == [200] * 8
 
 
 def test_a_score_survives_the_replica_that_broke_off(tmp_path: Path) -> None:
