@@ -19,6 +19,7 @@ from probes_store.errors import BundleError, InvalidReference, StoreRefused, Sto
 
 EXTRAS = {"s3": "s3", "gs": "gs", "az": "az", "memory": ""}  # scheme -> our extra that brings what it needs
 EXCLUSIVE = ".exclusive"  # an object that tells whether the server honours a conditional create
+WRITE_S, WRITE_BYTES_S = 20.0, 100_000  # how long a write may take, and at what rate at least
 _URL = re.compile(r"([a-z0-9]+)://((?!.*(?://|/\.))[A-Za-z0-9][A-Za-z0-9._/-]*)")
 _NO_ANSWER = {  # classes of botocore, aiohttp, azure and google.auth, none of which is imported here
     "EndpointConnectionError", "ConnectTimeoutError", "HTTPClientError", "ClientConnectionError", "ServiceRequestError",
@@ -72,7 +73,7 @@ class Objects:
                 cure=f"Run: pip install 'hallutracer[{extra}]'",
             ) from error
         if self._scheme == "s3":
-            opened.retries = 2  # of s3fs, around those of botocore
+            opened.retries = 1  # s3fs's own, around botocore's one more try
         return opened
 
     def children(self, *parts: str) -> list[str]:
@@ -103,8 +104,10 @@ class Objects:
                 return bytes(self._fs.cat_file(full, start=0, end=limit + 1))
             except FileNotFoundError:
                 return None
-            except Exception:
-                if self._fs.info(full)["size"] == 0:  # no range of an empty object can be asked for
+            except Exception as error:
+                if (
+                    not _no_answer(error) and self._fs.info(full)["size"] == 0
+                ):  # no range of an empty object can be asked for
                     return b""
                 raise
 
@@ -112,7 +115,7 @@ class Objects:
         """Write an object, over another if there is one; a reader sees the old or the new one."""
         full = self._path(path)
         with self._errors(full):
-            self._fs.pipe_file(full, data)
+            self._write(full, data)
 
     def create(self, path: str, data: bytes) -> bool:
         """Write an object unless there is one: of several callers one gets True.
@@ -123,7 +126,7 @@ class Objects:
         for _ in range(8):
             with self._errors(full):
                 try:
-                    self._fs.pipe_file(full, data, mode="create")
+                    self._write(full, data, mode="create")
                 except FileExistsError:
                     return False
                 except OSError as error:
@@ -134,6 +137,14 @@ class Objects:
                     raise
                 return True
         raise StoreUnreachable("others keep writing this object", file=full, cure="Run the command again")
+
+    def _write(self, full: str, data: bytes, **options: str) -> None:
+        """Within a time: botocore has none for the server's "100 Continue", and aiohttp's is five minutes."""
+        seconds = WRITE_S + len(data) / WRITE_BYTES_S
+        try:
+            self._fs.pipe_file(full, data, timeout=seconds, **options)
+        except TimeoutError as error:
+            raise TimeoutError(str(error) or f"none within {seconds:.0f} s") from error
 
     def check_exclusive(self) -> None:
         """Raise StoreRefused where the server takes a second create of one object for a first one.

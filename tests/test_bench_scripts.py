@@ -12,11 +12,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from service.audit.events import Judged, Who, decision
+from service.audit.file import AuditFile
 from tests.bench import capacity
 from tests.bench.chaos import whole_answers
 from tests.bench.fleet import two_versions
 from tests.bench.rollout_soak import Events, grown, judge
-from tests.bench.witness import TOLERANCE, Range, Witness, kept, questions, replay
+from tests.bench.witness import TOLERANCE, Range, Witness, kept, questions, recorded, replay
 from tests.deploy.prometheus_server import binary
 from tests.local_server import answer, listening
 from tests.serve_process import ROOT
@@ -86,6 +88,31 @@ def test_a_lost_label_and_a_changed_one_are_found() -> None:
     assert not kept(found, lambda: {("a", 0): "factual"}).passed
     assert not kept(found, lambda: {("a", 0): "factual", ("b", 0): "factual"}).passed
     assert not kept(Witness(("127.0.0.1", 1), CONTENTS), dict).passed  # nothing was tried
+
+
+def test_an_answer_without_its_line_and_a_broken_chain_are_found(tmp_path: Path) -> None:
+    log = tmp_path / "audit.jsonl"
+    file = AuditFile(log)
+    for id, risk in (("a", 0.5), ("b", 0.25), ("c", 0.75)):
+        judged = [Judged(0, risk, "continue", flagged=False)]
+        file.append([decision(Who(), request_id=id, route="/score", model="m", bundle="one:1", digest="sha256:a",
+                              policy="observe", threshold=0.5, prompts=judged)])  # fmt: skip
+    file.close()
+    told = {"a": ("sha256:a", 0.5), "b": ("sha256:a", 0.25)}
+
+    def found(**others: tuple[str, float]) -> bool | None:
+        return recorded(Witness(("127.0.0.1", 1), CONTENTS, told=told | others), log).passed
+
+    assert found()
+    assert not found(d=("sha256:a", 0.5))  # no line
+    assert not found(c=("sha256:a", 0.5))  # another risk
+    assert not found(c=("sha256:b", 0.75))  # another bundle
+    assert not recorded(Witness(("127.0.0.1", 1), CONTENTS), log).passed  # nothing was told
+    lines = log.read_bytes().splitlines(keepends=True)
+    log.write_bytes(lines[0] + lines[1])
+    assert found()  # a cut at the end shows only by what is missing
+    log.write_bytes(lines[0] + lines[1].replace(b"continue", b"abstain") + lines[2])
+    assert not found()
 
 
 def test_whatever_is_no_whole_answer_counts_as_failed() -> None:
@@ -193,6 +220,7 @@ def test_a_plan_by_hand() -> None:
         ("chaos", "--only", "killed"),
         ("chaos", "--only", "stopped"),
         ("chaos", "--only", "store"),
+        ("chaos", "--only", "store-url"),
         ("replicas",),
     ],
     ids=" ".join,

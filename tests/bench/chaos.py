@@ -6,13 +6,15 @@
     vllm-core     SIGKILL to the engine's process of vLLM (CPU build): the service ends with status 1
     stopped       SIGSTOP for some seconds to one of two replicas, then SIGCONT
     store         the store cannot be read while an alias moves and the bundles are reloaded
+    store-url     the same with a store on S3, whose server gives no answer
     disk-full     the disk of the feedback is full (a small tmpfs; needs root), then there is room again
     clock         the clock jumps a day ahead, and two back (libfaketime: HALLUTRACER_FAKETIME names the library)
     disconnects   1,000 clients that hang up
 
 The script plays the supervisor only: it starts again what has ended.  In each scenario answers are replayed with the
-bundle that they name, and labels that were acknowledged are looked for in the database.  What needs something that is
-not here is said to be left out, and fails where --only asks for it.  The exit status is 1 where something falls short.
+bundle that they name, labels that were acknowledged are looked for in the database, and answers in the audit log
+(--audit-required).  What needs something that is not here is said to be left out, and fails where --only asks for it.
+The exit status is 1 where something falls short.
 """
 
 from __future__ import annotations
@@ -26,20 +28,20 @@ import sys
 import tempfile
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from probes_store.store import Store
 from service.feedback.databases import location
 from tests.bench.bench_model import SHIPPED_BUNDLES
-from tests.bench.fleet import NAME, Fleet, Replica, fleet, two_versions
+from tests.bench.fleet import NAME, SOURCES, Fleet, Replica, draft, fleet, two_versions
 from tests.bench.load_stats import Check, conclude, parser, say
 from tests.bench.loadgen import closed_loop, make_prompts, raise_file_limit, score_requests
 from tests.bench.service_disconnects import judge, plans
 from tests.bench.service_disconnects import run as disconnected
 from tests.bench.service_process import ServiceProcess
-from tests.bench.witness import Witness, kept, questions, replay
+from tests.bench.witness import Witness, kept, questions, recorded, replay
 from tests.feedback.killing import STORED, a_database
 from tests.feedback.made import rows
 
@@ -63,6 +65,7 @@ class Stage:
     store: Store
     digests: Mapping[str, str]
     database: str
+    audit: Path
     quick: bool
 
     @property
@@ -86,7 +89,7 @@ class Stage:
             took = asyncio.run(replica.ready_within(READY_S))
             found.append(Check(f"ready again, {replica.name}", "no" if took is None else f"{took:.1f} s after the end",
                                f"<= {READY_S:.0f} s", took is not None))  # fmt: skip
-        return [*found, replay(self.witness, self.digests, self.store.root), *(held(self) for held in LEDGERS)]
+        return [*found, replay(self.witness, self.digests, self.store.where), *(held(self) for held in LEDGERS)]
 
 
 def labels_kept(stage: Stage) -> Check:
@@ -96,21 +99,29 @@ def labels_kept(stage: Stage) -> Check:
     )
 
 
+def decisions_kept(stage: Stage) -> Check:
+    """Every answer that was given is in the audit log, which all replicas write."""
+    return recorded(stage.witness, stage.audit)
+
+
 # What must hold of everything that was acknowledged, after each scenario.
-LEDGERS: list[Callable[[Stage], Check]] = [labels_kept]
+LEDGERS: list[Callable[[Stage], Check]] = [labels_kept, decisions_kept]
 
 
 @contextmanager
-def stage(options: argparse.Namespace, replicas: int, *flags: str, **variables: str) -> Iterator[Stage]:
-    """Replicas behind nginx, a store with two versions, a database that they share."""
+def stage(
+    options: argparse.Namespace, replicas: int, *flags: str, place: str | None = None, **variables: str
+) -> Iterator[Stage]:
+    """Replicas behind nginx, a store with two versions at ``place``, a database and an audit log that they share."""
     with tempfile.TemporaryDirectory() as folder, a_database(replicas > 1) as (database, _):
-        store, digests = two_versions(Path(folder) / "store")
-        arguments = (*FLAGS, f"--feedback-db={database}", *flags)
-        with fleet(
-            Path(folder) / "nginx", replicas, *arguments, HALLUTRACER_STORE=str(store.root), **variables
-        ) as made:
+        own = Path(folder)
+        store, digests = two_versions(place or own / "store", own / "cache of this process")
+        audit = own / "audit.jsonl"
+        arguments = (*FLAGS, f"--audit-log={audit}", "--audit-required", *flags, f"--feedback-db={database}")
+        variables |= {"HALLUTRACER_STORE": store.where, "HALLUTRACER_STORE_CACHE": str(own / "cache")}
+        with fleet(own / "nginx", replicas, *arguments, **variables) as made:
             witness = Witness(made.address, questions(DISTINCT), labels=LABELS)
-            yield Stage(made, witness, store, digests, database, options.quick)
+            yield Stage(made, witness, store, digests, database, audit, options.quick)
 
 
 def killed(options: argparse.Namespace) -> list[Check]:
@@ -208,41 +219,65 @@ def away(store: Store) -> Iterator[None]:
         aside.rename(store.root)
 
 
+@contextmanager
+def silent(process: int) -> Iterator[None]:
+    """It takes connections and gives no answer."""
+    os.kill(process, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(process, signal.SIGCONT)
+
+
 def unreadable(options: argparse.Namespace) -> list[Check]:
-    """What is loaded goes on judging; the alias that moved takes effect when the store is back, by itself."""
+    """A folder."""
     with stage(options, 1, "--watch-s", "0.5") as on:
-
-        def told() -> int:
-            return len({digest for _, digest in on.witness.seen})
-
-        async def act() -> list[Check]:
-            await asyncio.sleep(2.0)
-            on.store.set_alias(NAME, "production", 2)
-            with outage(on.store):
-                status = await asyncio.to_thread(on.one.reload)
-                published = await asyncio.to_thread(publishing, on.store)
-                await asyncio.sleep(2.0 if on.quick else 10.0)
-                ready = await on.one.ready_within(1.0)
-            end = time.monotonic() + READY_S
-            while told() < 2 and time.monotonic() < end:
-                await asyncio.sleep(0.2)
-            return [
-                Check("POST /v1/admin/reload while it was away", str(status), "409 or 200", status in (409, 200)),
-                Check("publish while it was away", published, "an error", published != "done"),
-                Check("ready while it was away", str(ready is not None), "True", ready is not None),
-                Check("the moved alias took effect afterwards", f"{told()} bundles answered", "2", told() == 2),
-            ]
-
-        return [*on.play(act, options.rate), on.witness.failed()]
+        return cut_off(on, options.rate, lambda: away(on.store))
 
 
-outage = away  # how a store is cut off; one by URL is cut off otherwise
+def unreachable(options: argparse.Namespace) -> list[Check]:
+    """A URL."""
+    try:
+        from tests.probes_store.s3_server import BUCKET, s3_process, use
+    except ImportError as error:
+        raise LeftOut(str(error)) from None
+    with s3_process() as (address, process):
+        use(address)
+        with stage(options, 1, "--watch-s", "0.5", place=f"s3://{BUCKET}/probes") as on:
+            return cut_off(on, options.rate, lambda: silent(process))
+
+
+def cut_off(on: Stage, rate: float, outage: Callable[[], AbstractContextManager[None]]) -> list[Check]:
+    """What is loaded goes on judging; the alias that moved takes effect when the store is back, by itself."""
+
+    def told() -> int:
+        return len({digest for _, digest in on.witness.seen})
+
+    async def act() -> list[Check]:
+        await asyncio.sleep(2.0)
+        await asyncio.to_thread(on.store.set_alias, NAME, "production", 2)
+        with outage():
+            status = await asyncio.to_thread(on.one.reload)
+            published = await asyncio.to_thread(publishing, on.store)
+            await asyncio.sleep(2.0 if on.quick else 10.0)
+            ready = await on.one.ready_within(1.0)
+        end = time.monotonic() + READY_S
+        while told() < 2 and time.monotonic() < end:
+            await asyncio.sleep(0.2)
+        return [
+            Check("POST /v1/admin/reload while it was away", str(status), "409 or 200", status in (409, 200)),
+            Check("publish while it was away", published, "an error", published != "done"),
+            Check("ready while it was away", str(ready is not None), "True", ready is not None),
+            Check("the moved alias took effect afterwards", f"{told()} bundles answered", "2", told() == 2),
+        ]
+
+    return [*on.play(act, rate), on.witness.failed()]
 
 
 def publishing(store: Store) -> str:
     """What becomes of a publish."""
     try:
-        two_versions(store.root)
+        store.publish(draft(SOURCES[0]))
     except Exception as error:
         return type(error).__name__
     return "done"
@@ -271,9 +306,9 @@ def disk_full(options: argparse.Namespace) -> list[Check]:
     ):
         database = str(disk / "feedback.db")
         before.one.drain()
-        before.one.arguments = (*before.one.arguments[: len(FLAGS)], f"--feedback-db={database}")
+        before.one.arguments = (*before.one.arguments[:-1], f"--feedback-db={database}")
         before.one.start()
-        on = Stage(before.fleet, before.witness, before.store, before.digests, database, options.quick)
+        on = replace(before, database=database)
 
         async def acknowledged() -> int:
             count = len(on.witness.acknowledged)
@@ -364,6 +399,7 @@ SCENARIOS: dict[str, Callable[[argparse.Namespace], list[Check]]] = {
     "vllm-core": vllm_core,
     "stopped": stopped,
     "store": unreadable,
+    "store-url": unreachable,
     "disk-full": disk_full,
     "clock": clock,
     "disconnects": disconnects,

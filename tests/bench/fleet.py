@@ -28,17 +28,21 @@ SOURCES = ("demo", "demo-fused")  # what the two versions are: their risks diffe
 Balancing = Callable[[Path, Sequence[str]], AbstractContextManager[Balancer]]
 
 
-def two_versions(folder: Path) -> tuple[Store, dict[str, str]]:
+def two_versions(place: Path | str, cache: Path | None = None) -> tuple[Store, dict[str, str]]:
     """A store with two versions of one bundle, production at the first; digest -> reference."""
-    store, digests = Store(folder, fallbacks=[SHIPPED]), {}
+    store, digests = Store(place, fallbacks=[SHIPPED], cache=cache), {}
     for source in SOURCES:
-        bundle = store.load(source)
-        manifest = dataclasses.replace(bundle.manifest, name=NAME)
-        draft = BundleDraft(manifest, bundle.probes, bundle.golden, bundle.evaluation(), bundle.card())
-        made = store.publish(draft)
+        made = store.publish(draft(source))
         digests[made.manifest.digest] = made.reference
     store.set_alias(NAME, "production", 1)
     return store, digests
+
+
+def draft(source: str) -> BundleDraft:
+    """A shipped bundle under our name."""
+    bundle = Store(SHIPPED).load(source)
+    manifest = dataclasses.replace(bundle.manifest, name=NAME)
+    return BundleDraft(manifest, bundle.probes, bundle.golden, bundle.evaluation(), bundle.card())
 
 
 class Replica:

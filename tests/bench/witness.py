@@ -12,10 +12,12 @@ import random
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from service.audit.verify import verify
 from service.feedback.rows import LABELS
 from service.routes import FEEDBACK_ROUTE
 from tests.bench.http_client import Pool, Reply, post
@@ -23,6 +25,7 @@ from tests.bench.load_stats import Check, percentile
 from tests.bench.traffic import CITIES, FORMS, Unexpected, events, require
 
 TOLERANCE = 1e-5  # of a risk in float32, whatever stands beside it in a batch (docs/serving.md)
+AUDITED = 6  # places of a risk in the audit log
 TIMEOUT_S = 90.0
 KEPT = 50_000  # latencies
 GENERATE, STREAM = 0.1, 0.05  # shares of the requests
@@ -69,6 +72,9 @@ class Witness:
     streams_failed: int = 0  # of these
     unlabelled: Counter[str] = field(default_factory=Counter)  # labels that were not acknowledged, and why
     acknowledged: dict[tuple[str, int], str] = field(default_factory=dict)  # (answer's id, index) -> label
+    told: dict[str, tuple[str, float]] = field(
+        default_factory=dict
+    )  # request's id -> its bundle's digest, its risk as the log has it
     latencies: list[float] = field(default_factory=list)
     stopped: asyncio.Event = field(default_factory=asyncio.Event)
     seed: int = 0
@@ -133,6 +139,7 @@ class Witness:
         self.answered += 1
         self._keep(time.perf_counter() - due)
         (one,) = answer["data"]
+        self.told[reply.header("x-request-id") or ""] = answer["bundle"]["digest"], round(one["risk"], AUDITED)
         self.seen.setdefault((number, answer["bundle"]["digest"]), Range()).add(one["risk"])
         if self._draw.random() < self.labels:
             await self._label(answer["id"])
@@ -178,7 +185,7 @@ class Witness:
                      count <= allowed and self.answered > 0, note or self.latency())  # fmt: skip
 
 
-def replay(witness: Witness, digests: Mapping[str, str], store: Path, model: str = "demo") -> Check:
+def replay(witness: Witness, digests: Mapping[str, str], store: Path | str, model: str = "demo") -> Check:
     """Every distinct (prompt, digest) again, with the library: the service's risks are those of the named bundle."""
     import hallutracer as ht
 
@@ -217,3 +224,19 @@ def kept(witness: Witness, stored: Stored) -> Check:
     note = ", ".join(f"{count} x {why}" for why, count in witness.unlabelled.items())
     return Check("acknowledged labels that are lost", f"{len(lost)} of {len(witness.acknowledged)}", "0",
                  not lost and bool(witness.acknowledged), f"not acknowledged: {note or 'none'}")  # fmt: skip
+
+
+def recorded(witness: Witness, log: Path) -> Check:
+    """Answers that were given, in an audit log without which none may be given; its chain is whole."""
+    chain = verify([log])
+    there: set[tuple[str, str, float]] = set()  # one request has two where a replica died before it could answer
+    for line in log.read_bytes().splitlines():
+        with suppress(ValueError, LookupError):  # torn, or no decision
+            event = json.loads(line)
+            there.add((event["request_id"], event["digest"], event["prompts"][0]["risk"]))
+    lost = [id for id, told in witness.told.items() if (id, *told) not in there]
+    wrong = [f"{len(lost)} answers have no line of their own"] * bool(lost) + chain.problems
+    return Check("answers without their line in the audit log, faults of its chain",
+                 f"{len(lost)} of {len(witness.told)}, {len(chain.problems)}", "0, 0",
+                 not wrong and bool(witness.told), "; ".join(wrong[:3]) or
+                 f"{chain.lines} lines, {chain.torn} cut short, {chain.missed} missed")  # fmt: skip

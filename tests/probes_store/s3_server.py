@@ -42,12 +42,19 @@ def free_port() -> int:
 @contextmanager
 def s3_server() -> Iterator[str]:
     """A running server with an empty bucket; its address."""
+    with s3_process() as (address, _):
+        yield address
+
+
+@contextmanager
+def s3_process() -> Iterator[tuple[str, int]]:
+    """As ``s3_server``, with the process's id."""
     port = free_port()
     quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     process = subprocess.Popen([sys.executable, "-c", SERVER, str(port)], **quiet)  # type: ignore[call-overload]
     try:
         _create_bucket(port, process)
-        yield f"http://127.0.0.1:{port}"
+        yield f"http://127.0.0.1:{port}", process.pid
     finally:
         process.kill()
         process.wait()

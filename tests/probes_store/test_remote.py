@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 from s3fs import S3FileSystem
 
+from probes_store import objects
 from probes_store.bundle import read_files
 from probes_store.errors import (
     BadValue,
@@ -373,6 +374,15 @@ def test_a_server_error_is_no_answer(s3_url: str) -> None:
         use(busy)
         with pytest.raises(StoreUnreachable, match="no answer"):
             Objects(s3_url).read("tiny/1/bundle.json", 10)
+
+
+def test_a_server_that_takes_connections_and_says_nothing(s3_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(objects, "WRITE_S", 0.5)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        use(f"http://127.0.0.1:{silent.getsockname()[1]}")
+        for write in (Objects(s3_url).put, Objects(s3_url).create):
+            with pytest.raises(StoreUnreachable, match="none within"):
+                write("x", b"1")
 
 
 def test_a_refusal_is_no_missing_answer(published: str, opens: Opens, monkeypatch: pytest.MonkeyPatch) -> None:
