@@ -74,7 +74,7 @@ class Witness:
     acknowledged: dict[tuple[str, int], str] = field(default_factory=dict)  # (answer's id, index) -> label
     told: dict[str, tuple[str, float]] = field(
         default_factory=dict
-    )  # request's id -> its bundle's digest, its risk as the log has it
+    )  # request's id -> digest, risk
     latencies: list[float] = field(default_factory=list)
     stopped: asyncio.Event = field(default_factory=asyncio.Event)
     seed: int = 0
