@@ -72,9 +72,7 @@ class Witness:
     streams_failed: int = 0  # of these
     unlabelled: Counter[str] = field(default_factory=Counter)  # labels that were not acknowledged, and why
     acknowledged: dict[tuple[str, int], str] = field(default_factory=dict)  # (answer's id, index) -> label
-    told: dict[str, tuple[str, float]] = field(
-        default_factory=dict
-    )  # request's id -> digest, risk
+    told: dict[str, tuple[str, float]] = field(default_factory=dict)  # request's id -> digest, risk
     latencies: list[float] = field(default_factory=list)
     stopped: asyncio.Event = field(default_factory=asyncio.Event)
     seed: int = 0
