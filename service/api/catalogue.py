@@ -10,8 +10,7 @@ from functools import lru_cache
 from fastapi import APIRouter
 
 from probes_store.bundle import Bundle
-from service.api.dependencies import State
-from service.api.response_schema import (
+from service.api.catalogue_schema import (
     BundleCard,
     BundleDetail,
     BundleGuarantee,
@@ -26,8 +25,9 @@ from service.api.response_schema import (
     LoadedOut,
     ModelCard,
     ModelList,
-    errors,
 )
+from service.api.dependencies import State
+from service.api.response_docs import errors
 from service.coverage import coverage
 from service.scoring import Scorer
 from service.serving.rollout import Comparison

@@ -11,7 +11,7 @@ from service.api.answering import while_connected
 from service.api.body import JsonRoute
 from service.api.dependencies import State, caller_of
 from service.api.feedback_schema import FeedbackRequest, FeedbackResponse
-from service.api.response_schema import errors
+from service.api.response_docs import errors
 from service.errors import DeadlineExceeded, NotFound
 from service.feedback.rows import Label, Stored
 from service.routes import FEEDBACK_ROUTE

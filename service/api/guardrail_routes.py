@@ -24,7 +24,7 @@ from service.api.guardrail_schema import (
 )
 from service.api.openai_request import ChatMessage, size
 from service.api.openai_response import note, withheld
-from service.api.response_schema import FAILURES
+from service.api.response_docs import FAILURES
 from service.api.session import session_of
 from service.errors import EmptyPrompt, RequestError
 from service.guard import Action

@@ -8,8 +8,9 @@ from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
+from service.api.catalogue_schema import Status
 from service.api.dependencies import State, knows_caller
-from service.api.response_schema import Status, errors
+from service.api.response_docs import errors
 from service.errors import NotReady
 from service.serving.state import ServiceState
 

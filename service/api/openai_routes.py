@@ -22,7 +22,7 @@ from service.api.openai_request import (
 )
 from service.api.openai_response import Kind, OpenAIResponse, response
 from service.api.openai_stream import chunks
-from service.api.response_schema import FAILURES, HEADERS, events
+from service.api.response_docs import FAILURES, HEADERS, events
 from service.api.session import session_of
 from service.api.stream import EventStream
 from service.engines.base import Sampling

@@ -10,7 +10,7 @@ from service.api.answering import Asked, answer, encoded, rendered_chat
 from service.api.body import JsonRoute
 from service.api.dependencies import State, caller_of
 from service.api.request_schema import REQUEST_EXAMPLES, ScoreRequest
-from service.api.response_schema import SCORE_RESPONSES
+from service.api.response_docs import SCORE_RESPONSES
 from service.api.session import session_of
 from service.api.stream import EventStream, events
 from service.engines.base import Sampling

@@ -12,13 +12,14 @@ from pathlib import Path
 import httpx
 import pytest
 
+from service.routes import CHAT_ROUTE, SCORE_ROUTES
 from service.settings import ServiceSettings
 from tests.deploy import balancer as b
 from tests.deploy import envoy as e
 from tests.deploy.test_balancer import NOT_READY, breaking, fine, loading, post
 from tests.local_server import answer, listening
 
-RESETS = ("retry_on: connect-failure,", "retry_on: reset,connect-failure,")
+RESETS = ("retry_on: connect-failure,", "retry_on: connect-failure,reset,")
 TWO = (b.FIRST, b.SECOND)
 
 
@@ -41,7 +42,7 @@ def replica(behave: Callable[[BaseHTTPRequestHandler], None], ready: bool = True
 def test_envoy_takes_the_configuration_and_sees_a_fault(tmp_path: Path) -> None:
     done = e.check(e.configuration(tmp_path, TWO, b.free_port()))
     assert done.returncode == 0, done.stderr
-    done = e.check(e.configuration(tmp_path, TWO, b.free_port(), ("num_retries", "num_retry")))
+    done = e.check(e.configuration(tmp_path, TWO, b.free_port(), ("num_retries: 1", "num_retry: 1")))
     assert done.returncode != 0
     assert "num_retry" in done.stderr
 
@@ -92,15 +93,29 @@ def test_an_event_goes_out_before_the_next_is_there(tmp_path: Path) -> None:
 def test_a_post_whose_connection_broke_is_not_repeated(tmp_path: Path) -> None:
     with replica(breaking) as one, replica(breaking) as two, \
             e.balancing(tmp_path, (one.address, two.address)) as envoy:  # fmt: skip
-        assert post(envoy.url).status_code == 503
+        assert post(envoy.url, CHAT_ROUTE).status_code == 503
         assert len(one.began + two.began) == 1
 
 
 def test_the_broken_post_would_be_repeated_under_another_rule(tmp_path: Path) -> None:
     with replica(breaking) as one, replica(breaking) as two, \
             e.balancing(tmp_path, (one.address, two.address), RESETS) as envoy:  # fmt: skip
-        assert post(envoy.url).status_code == 503
+        assert post(envoy.url, CHAT_ROUTE).status_code == 503
         assert len(one.began + two.began) == 2
+
+
+@pytest.mark.parametrize("route", SCORE_ROUTES)
+def test_a_score_survives_the_replica_that_broke_off(tmp_path: Path, route: str) -> None:
+    with replica(breaking) as one, replica(fine) as two, e.balancing(tmp_path, (one.address, two.address)) as envoy:
+        assert [post(envoy.url, f"{route}?x=1").status_code for _ in range(12)] == [200] * 12
+        assert one.began
+
+
+def test_a_score_is_asked_three_times_and_no_more(tmp_path: Path) -> None:
+    with replica(breaking) as one, replica(breaking) as two, \
+            e.balancing(tmp_path, (one.address, two.address)) as envoy:  # fmt: skip
+        assert post(envoy.url).status_code == 503
+        assert len(one.began + two.began) == 3
 
 
 def test_a_post_that_takes_too_long_is_not_repeated(tmp_path: Path) -> None:
@@ -113,7 +128,7 @@ def test_a_post_that_takes_too_long_is_not_repeated(tmp_path: Path) -> None:
     soon = ("stream_idle_timeout: 60s", "stream_idle_timeout: 0.3s")
     with replica(slow) as one, replica(slow) as two, \
             e.balancing(tmp_path, (one.address, two.address), soon) as envoy:  # fmt: skip
-        assert post(envoy.url).status_code == 504
+        assert post(envoy.url, CHAT_ROUTE).status_code == 504
         assert len(one.began + two.began) == 1
         done.set()
 
