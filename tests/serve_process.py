@@ -46,7 +46,7 @@ class ServeProcess:
             stdout=subprocess.PIPE, stderr=self._stderr, start_new_session=True,
             env=inherited() | {"PYTHONUNBUFFERED": "1", "PYTHONPATH": PATHS} | variables,
         )  # fmt: skip
-        self.url = ""
+        self.url = self.said = ""  # its address; what it printed until it was ready
 
     def log(self) -> str:
         """What it has written to stderr."""
@@ -70,7 +70,7 @@ class ServeProcess:
             words = lines + self.log()[-3000:]
             self.__exit__()
             raise RuntimeError(f"the server did not become ready (exit status {self.process.returncode}):\n{words}")
-        self.url = address[1]
+        self.url, self.said = address[1], lines
         threading.Thread(target=self.process.stdout.read, daemon=True).start()  # a full pipe would stop the service
         return self
 

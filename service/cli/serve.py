@@ -256,7 +256,8 @@ def serve(
         references = ", ".join(scorer.bundle.reference for scorer in state.scorers)
         identity = state.scorers[0].engine.identity
         print_line(f"ready: {identity.model} ({identity.dtype}) read by {references}\n\nTry it:\n")
-        print_line(f"  curl -s {address}/score -H 'Content-Type: application/json' -d {shlex.quote(EXAMPLE)}\n")
+        key = ' -H "Authorization: Bearer $KEY"' if keys.closed else ""
+        print_line(f"  curl -s {address}/score{key} -H 'Content-Type: application/json' -d {shlex.quote(EXAMPLE)}\n")
         if settings.playground:
             print_line(f"Playground: {address}/")
         print_line(f"API reference: {address}/docs    Stop: Ctrl-C")

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import subprocess
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
@@ -140,6 +141,11 @@ def test_a_running_service_follows_its_keys_and_a_kill_loses_no_decision(tmp_pat
             headers |= {"authorization": f"Bearer {secret}"}
             return httpx.post(f"{service.url}/score", json={"prompt": "Why?"}, headers=headers, timeout=60)
 
+        [command] = [line for line in service.said.splitlines() if "curl" in line]
+        done = subprocess.run(
+            ["bash", "-c", command], env=os.environ | {"KEY": one}, capture_output=True, text=True, check=True
+        )
+        assert json.loads(done.stdout)["data"][0]["risk"] > 0
         two = add_key(path, "two", {"scopes": ["score"]})
         until(lambda: ask(two).status_code == 200)
         log.rename(old)

