@@ -89,7 +89,7 @@ class Stage:
             took = asyncio.run(replica.ready_within(READY_S))
             found.append(Check(f"ready again, {replica.name}", "no" if took is None else f"{took:.1f} s after the end",
                                f"<= {READY_S:.0f} s", took is not None))  # fmt: skip
-        return [*found, replay(self.witness, self.digests, self.store.where), *(held(self) for held in LEDGERS)]
+        return [*found, replay(self.witness, self.digests, self.store.root), *(held(self) for held in LEDGERS)]
 
 
 def labels_kept(stage: Stage) -> Check:

@@ -183,7 +183,7 @@ class Witness:
                      count <= allowed and self.answered > 0, note or self.latency())  # fmt: skip
 
 
-def replay(witness: Witness, digests: Mapping[str, str], store: Path | str, model: str = "demo") -> Check:
+def replay(witness: Witness, digests: Mapping[str, str], store: Path, model: str = "demo") -> Check:
     """Every distinct (prompt, digest) again, with the library: the service's risks are those of the named bundle."""
     import hallutracer as ht
 
