@@ -57,14 +57,13 @@ $(VENV)/.smollm2: $(VENV)/.installed
 run: install $(if $(filter smollm2,$(MODEL)),$(VENV)/.smollm2)   ## serve SmolLM2-135M-Instruct on $(HOST):$(PORT); MODEL=demo: a tiny model
 	@$(BIN)/hallutracer serve --host $(HOST) --port $(PORT) $(if $(filter-out smollm2,$(MODEL)),--model $(MODEL))
 
-# Each worker has one thread (tests/conftest.py).  On two cores three of them, since tests wait for servers; the long ones
-# measure, so two.  mypy uses one core for a minute: it runs beside them, and what it has to say comes last.
-test: WORKERS ?= 3
-test-long: WORKERS ?= 2
+# Two workers, each with one thread (tests/conftest.py).  mypy uses one core for a minute: it runs beside them, and
+# what it has to say comes last.
+WORKERS ?= 2
 # The client is for Python 3.10, too.
 MYPY_310 = $(BIN)/mypy --python-version 3.10 --cache-dir .mypy_cache/client clients/python/hallutracer_client
 PYTEST = $(if $(VLLM),HALLUTRACER_REQUIRE_VLLM=1) $(if $(CLIENTS),HALLUTRACER_REQUIRE_CLIENTS=1) $(BIN)/python -m pytest --numprocesses $(WORKERS)
-test: install vllm clients $(VENV)/.smollm2   ## ruff, mypy --strict, pytest: twelve minutes on two cores
+test: install vllm clients $(VENV)/.smollm2   ## ruff, mypy --strict, pytest: thirteen minutes on two cores
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	@{ $(BIN)/mypy && $(MYPY_310); } >$(VENV)/mypy.txt 2>&1 & mypy=$$!; $(PYTEST); tests=$$?; \
