@@ -26,7 +26,7 @@ from service.demo.questions import questions
 from tests.engines.vllm.installed import vllm_or_skip
 from tests.serve_process import MAY_CHOOSE, serve
 
-REQUESTS = int(os.environ.get("HALLUTRACER_TEST_REQUESTS", "1500"))  # to each engine; 5,000 is a quarter of an hour
+REQUESTS = int(os.environ.get("HALLUTRACER_TEST_REQUESTS", "1500"))  # to each engine; 5,000 take two minutes
 CLIENTS = 16
 MOST = 12  # answer tokens
 VLLM = ("--engine", "vllm", "--engine-arg", "enforce_eager=true")
