@@ -43,7 +43,12 @@ Out = Annotated[
     Path | None, option("Folder for the results; finished steps are kept.  Default: one named after the command.")
 ]
 Threads = Annotated[
-    int | None, option("CPU threads for the model.  Default: all cores; 2 in 'demo build'.", limits=AT_LEAST_1)
+    int | None,
+    option(
+        "CPU threads for the model.  Default: as many as pay, up to the CPUs that this process may use, measured "
+        "while it runs; 2 in 'demo build'.",
+        limits=AT_LEAST_1,
+    ),
 ]
 Seed = Annotated[int, option("Another seed draws others; of calibrate, the order of the rows.", limits=Range(0))]
 BatchRows = Annotated[int, option("Prompts in one call of the engine.", limits=AT_LEAST_1)]

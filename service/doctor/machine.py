@@ -72,25 +72,16 @@ def _gpus() -> list[str]:
 
 
 def check_cpu(threads: int | None) -> Iterator[Finding]:
-    """torch takes one thread for each core of the host; a container may have fewer."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    quota = _cpu_quota()
-    most = cores if quota is None else min(cores, max(1, round(quota)))
-    if (threads or cores) > most:
-        limit = f"{quota:g} by its limit" if quota is not None else f"{cores}"
-        yield warn("cpu", f"{threads or cores} threads on {limit} CPUs: they would wait for each other",
-                   f"--threads {most}")  # fmt: skip
+    """More threads than CPUs wait for each other, and spin for the cores that they lack."""
+    from joblib import cpu_count
+
+    most = cpu_count()  # by the affinity mask and the control group's quota
+    named = os.environ.get("OMP_NUM_THREADS", "") if threads is None else str(threads)
+    if named.isdigit() and int(named) > most:
+        cure = f"--threads {most}" if threads is not None else f"OMP_NUM_THREADS={most}, or leave it out"
+        yield warn("cpu", f"{named} threads on {most} CPUs: they would wait for each other", cure)
     else:
-        yield ok("cpu", f"{most} CPUs, {threads or cores} threads")
-
-
-def _cpu_quota(path: Path = Path("/sys/fs/cgroup/cpu.max")) -> float | None:
-    """CPUs that the control group may use; None: all."""
-    try:
-        quota, period = path.read_text().split()
-        return None if quota == "max" else int(quota) / int(period)
-    except (OSError, ValueError):
-        return None
+        yield ok("cpu", f"{most} CPUs, {named or f'1 to {most}'} threads")
 
 
 def memory_free() -> int | None:

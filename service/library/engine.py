@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -55,16 +56,22 @@ def _transformers(
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "IProgress not found")  # of tqdm in a notebook; our bars are lines of text
         import torch
+        from joblib import cpu_count  # of the affinity mask and the control group's quota; torch's knows no quota
         from transformers.utils import logging as transformers_logging
 
         from service.engines.scheduler import Scheduled
         from service.engines.transformers.engine import TransformersEngine
+        from service.engines.transformers.threads import AdaptiveThreads
 
     _refuse_other_weights(options, bundles)
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    if threads is not None:
-        torch.set_num_threads(threads)
+    adapt = threads is None and "OMP_NUM_THREADS" not in os.environ
+    if threads is not None or adapt:
+        torch.set_num_threads(threads or cpu_count())
     batch = TransformersEngine.load(options)
+    loaded = batch.torch_model
+    if adapt and loaded is not None and loaded.device.type == "cpu" and cpu_count() > 1:
+        AdaptiveThreads(loaded.model, cpu_count())
     return Scheduled(batch, max_kv_tokens=max_kv_tokens, max_wait_s=max_wait_s)
 
 

@@ -110,14 +110,14 @@ def test_the_kernel_is_asked_about_the_clock() -> None:
     assert machine._unsynchronised() in (True, False)
 
 
-def test_a_limit_of_cpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    quota = tmp_path / "cpu.max"
-    for text, expected in (("150000 100000\n", 1.5), ("max 100000\n", None), ("", None)):
-        quota.write_text(text)
-        assert machine._cpu_quota(quota) == expected
-    assert machine._cpu_quota(tmp_path / "none") is None
-    monkeypatch.setattr(machine, "_cpu_quota", lambda: 1.0)
-    assert "--threads 1" in lines(machine.check_cpu(8))
+def test_a_limit_of_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("joblib.cpu_count", lambda: 1)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    assert "8 threads on 1 CPUs: they would wait for each other -> --threads 1" in lines(machine.check_cpu(8))
+    assert lines(machine.check_cpu(1)).startswith("ok")
+    assert lines(machine.check_cpu(None)).startswith("ok")
+    monkeypatch.setenv("OMP_NUM_THREADS", "4")
+    assert "4 threads on 1 CPUs" in lines(machine.check_cpu(None))
     assert lines(machine.check_cpu(1)).startswith("ok")
 
 

@@ -119,11 +119,18 @@ def start(
 
 
 def _bind_cores(arguments: dict[str, Any], threads: int | None) -> None:
-    """Give each rank a share of the cores; by default vLLM's CPU build needs one NUMA node per rank."""
+    """Give each rank a share of the cores; by default vLLM's CPU build needs one NUMA node per rank.
+
+    vLLM takes every core of the affinity mask; where a control group's quota is for fewer, its threads would wait for
+    each other, so it gets no more cores than the quota has.
+    """
+    from joblib import cpu_count
+
     kinds = ("tensor", "pipeline", "data")
     ranks = math.prod(int(arguments.get(f"{kind}_parallel_size", 1)) for kind in kinds)
-    cores = sorted(os.sched_getaffinity(0))[:threads]
-    if (ranks == 1 and threads is None) or "VLLM_CPU_OMP_THREADS_BIND" in os.environ:
+    allowed = sorted(os.sched_getaffinity(0))
+    cores = allowed[: threads or cpu_count()]
+    if (ranks == 1 and cores == allowed) or "VLLM_CPU_OMP_THREADS_BIND" in os.environ:
         return
     if ranks > len(cores):
         raise ModelLoadError(

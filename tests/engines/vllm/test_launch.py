@@ -149,3 +149,19 @@ def test_another_way_to_load_is_another_model(
 def test_each_change_has_a_fingerprint_of_its_own() -> None:
     kinds = [{"quantization": "fp8"}, {"quantization": "awq"}, {"kv_cache_dtype": "fp8"}]
     assert len({changed_at_load("abc", kind) for kind in kinds} | {changed_at_load("abd", kinds[0])}) == 4
+
+
+def test_a_quota_of_cpus_binds_fewer_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch.os, "sched_getaffinity", lambda _: set(range(8)))
+    bound = "VLLM_CPU_OMP_THREADS_BIND"
+    for quota, threads, ranks, expected in [
+        (8, None, 1, None), (2, None, 1, "0,1"), (2, 3, 1, "0,1,2"), (4, None, 2, "0,1|2,3"), (8, 8, 1, None),
+    ]:  # fmt: skip
+        monkeypatch.setattr("joblib.cpu_count", lambda quota=quota: quota)
+        monkeypatch.delenv(bound, raising=False)
+        launch._bind_cores({"tensor_parallel_size": ranks}, threads)
+        assert launch.os.environ.get(bound) == expected, (quota, threads, ranks)
+        monkeypatch.delenv(bound, raising=False)
+    monkeypatch.setattr("joblib.cpu_count", lambda: 1)
+    with pytest.raises(ModelLoadError, match="2 ranks need as many cores, and 1 are available"):
+        launch._bind_cores({"tensor_parallel_size": 2}, None)

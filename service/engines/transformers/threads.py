@@ -1,0 +1,101 @@
+"""How many CPU threads a forward pass runs on: as many as pay at this moment, found by timing the passes themselves.
+
+OpenMP's threads wait for each other several hundred times in a forward pass, and spin while they wait.  On cores of
+their own that is fastest.  Beside another busy process one of them is always waiting for a core, all others spin for
+it, and a pass takes three to six times as long; on one thread it takes as much longer as the core is shared.  On some
+machines, whose cores are two halves of one, a second thread never pays.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import deque
+from typing import Any
+
+import torch
+
+# A larger number of threads has to be this much faster, so that noise does not decide and cores stay free for others.
+GRACE = 1.03
+# A number of threads that is not in use is tried again after this many times of what a try costs: 4 % at most.
+PATIENCE = 25
+RECENT = 3  # the median of so many passes counts, so one slow pass changes nothing
+
+
+class Timings:
+    """Which number of threads is fastest for passes of one size.  ``counts`` ascend; ``start`` is an index into it."""
+
+    def __init__(self, counts: tuple[int, ...], start: int) -> None:
+        self._counts = counts
+        self._seconds = [deque[float](maxlen=RECENT) for _ in counts]  # a token
+        self._spent = 0.0  # since another number was tried
+        self._up = False  # which neighbour was tried last
+        self._trial: int | None = None
+        self._tries = 0
+        self.best = start
+
+    def next(self) -> int:
+        """The index of the number of threads that the next pass is to use."""
+        if self._trial is None and len(self._seconds[self.best]) == RECENT:
+            place = self._neighbour()
+            known = self._seconds[place]
+            if place != self.best and (not known or self._spent > PATIENCE * statistics.median(known)):
+                self._up, self._spent, self._trial, self._tries = place > self.best, 0.0, place, 0
+        return self.best if self._trial is None else self._trial
+
+    def add(self, place: int, seconds: float) -> None:
+        """One pass took so many seconds a token."""
+        known = self._seconds[place]
+        faster = not known or seconds < statistics.median(known) / GRACE
+        known.append(seconds)
+        if place == self._trial:
+            # What is faster than it was is tried again at once, so that its median follows when neighbours have left.
+            self._tries += 1
+            if not faster or self._tries == RECENT:
+                self._trial = None
+        else:
+            self._spent += seconds
+        tried = {place: statistics.median(known) for place, known in enumerate(self._seconds) if known}
+        least = min(tried.values())
+        self.best = min(place for place, median in tried.items() if median <= GRACE * least)
+
+    def _neighbour(self) -> int:
+        """The next larger and the next smaller number, in turn; at an end the only one there is."""
+        step = -1 if self._up else 1
+        place = self.best + step
+        return place if 0 <= place < len(self._counts) else max(0, min(len(self._counts) - 1, self.best - step))
+
+
+class AdaptiveThreads:
+    """Sets torch's number of threads for each forward pass of ``model``, to one of 1, 2, 4 .. ``most``."""
+
+    def __init__(self, model: Any, most: int) -> None:
+        self._counts = tuple(sorted({1 << power for power in range(most.bit_length()) if 1 << power < most} | {most}))
+        self._latest = len(self._counts) - 1  # a size that was not seen yet begins with what was best for another
+        self._sizes: dict[int, Timings] = {}
+        self._before = most
+        self._pass: tuple[Timings, int, int, float] | None = None
+        model.register_forward_pre_hook(self._begin, with_kwargs=True)
+        model.register_forward_hook(self._end, always_call=True)  # a score ends its pass with an exception
+
+    def _begin(self, model: Any, arguments: Any, named: dict[str, Any]) -> None:
+        if "input_ids" not in named:  # a method of the evaluation that feeds embeddings
+            return
+        tokens = int(named["input_ids"].numel())
+        size = tokens.bit_length()  # passes of up to twice the tokens count as one size
+        timings = self._sizes.get(size)
+        if timings is None:
+            timings = self._sizes[size] = Timings(self._counts, self._latest)
+        place = timings.next()
+        self._before = torch.get_num_threads()
+        torch.set_num_threads(self._counts[place])
+        self._pass = timings, place, tokens, time.perf_counter()
+
+    def _end(self, model: Any, arguments: Any, output: Any) -> None:
+        if self._pass is None:
+            return
+        timings, place, tokens, began = self._pass
+        self._pass = None
+        torch.set_num_threads(self._before)  # the process may have other work for torch
+        timings.add(place, (time.perf_counter() - began) / tokens)
+        self._latest = timings.best
