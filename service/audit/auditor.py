@@ -26,7 +26,7 @@ MOST_WAITING = 10_000
 BATCH = 256
 WAIT_S = 1.0  # that a decision waits for its line, at most, unless it is required
 CLOSING_S = 5.0
-Fate = Literal["written", "missed"]
+Fate = Literal["written", "missed", "broken"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,13 +37,13 @@ class _Waiting:
 
 
 class Auditor:
-    """``count`` is told how many lines were written or missed, on any thread."""
+    """``count`` is told how many lines were written or missed, on any thread; broken: written after changed ones."""
 
     def __init__(
         self, path: Path, *, required: bool = False, count: Callable[[Fate, int], None] = lambda fate, number: None
     ) -> None:
         """Open the file and write that the service starts.  Raises AuditUnavailable."""
-        self._file = AuditFile(path)
+        self._file = AuditFile(path, on_break=lambda: count("broken", 1))
         self._required, self._count = required, count
         self._queue: deque[_Waiting] = deque()
         self._changed = threading.Condition()

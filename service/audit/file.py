@@ -1,36 +1,44 @@
 """The audit log's file: JSON lines that are only ever appended, each with the digest of the line before it (``prev``).
 
-Several processes may append to one file.  Whoever renames it (logrotate) gets a new one at the next line, and the chain
-goes on there.  A line that was cut short, by a crash or a full disk, stays; the one after it says ``after_torn``.
+Several processes may append to one file.  Renamed or emptied (logrotate), it is begun anew at the next line, and
+the chain goes on there.  Where lines were changed, the next one goes on from what had been written: the break shows.
+
+Notes on a line: ``after_torn`` (one before it was cut short, by a crash or a full disk), ``missed``, ``own_prev`` (the
+last line of the same process, where another one wrote since), ``no_head`` (nothing told whether lines are gone before).
 """
 
 from __future__ import annotations
 
 import errno
-import fcntl
 import hashlib
 import json
+import logging
 import os
-import stat
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from service.audit.events import Line
+from service.audit.head import FIRST, Followed, HeadFile, Last, follow, is_moved, open_own
 from service.errors import AuditUnavailable
 
-FIRST = "0" * 64  # ``prev`` of a chain's first line
-_TAIL_BYTES = 2**14  # that are read first, to find the last line
+log = logging.getLogger("hallutracer")
+CUT = b" (cut short)\n"  # ends a line that was, so that it cannot be read as one even where only its end is missing
 
 
 class AuditFile:
     """Appends lines.  Not thread-safe."""
 
-    def __init__(self, path: Path) -> None:
-        """Open the file, or make it, with mode 0600.  Raises AuditUnavailable."""
-        self._path = path
+    def __init__(self, path: Path, *, on_break: Callable[[], None] = lambda: None) -> None:
+        """Open the file, or make it, with mode 0600.  ``on_break`` is called where lines were changed.
+
+        Raises AuditUnavailable.
+        """
+        self._path, self._on_break = path, on_break
         self._handle: int | None = None
-        self._size, self._head = -1, FIRST  # of the file after our last line, and that line's digest
+        self._own: Last | None = None  # the last line that was written here
         try:
+            self._heads = HeadFile(path)
             self._open()
         except OSError as error:
             raise AuditUnavailable(f"cannot write the audit log {path}: {error.strerror or error}") from None
@@ -38,7 +46,7 @@ class AuditFile:
     @property
     def head(self) -> str:
         """The digest of the last line that was written here."""
-        return self._head
+        return FIRST if self._own is None else self._own.digest
 
     def append(self, lines: Sequence[Line], *, sync: bool = False, missed: int = 0) -> int:
         """Write one or more lines and return how many there are now; fewer where the disk is full.
@@ -47,16 +55,14 @@ class AuditFile:
         Raises AuditUnavailable where none was written, or ``sync`` failed.
         """
         try:
-            handle = self._open()
-            fcntl.flock(handle, fcntl.LOCK_EX)
-            try:
+            with self._heads.locked():
+                handle = self._open()
                 written = self._append(handle, lines, missed)
                 if sync:
                     os.fsync(handle)
-            finally:
-                fcntl.flock(handle, fcntl.LOCK_UN)
+                if written and self._own is not None:
+                    self._heads.write(self._own)
         except OSError as error:
-            self._size = -1
             raise AuditUnavailable(f"cannot write the audit log {self._path}: {error.strerror or error}") from None
         if not written and lines:
             raise AuditUnavailable(f"cannot write the audit log {self._path}: {os.strerror(errno.ENOSPC)}")
@@ -67,67 +73,62 @@ class AuditFile:
         if self._handle is not None:
             os.close(self._handle)
         self._handle = None
+        self._heads.close()
 
     def _open(self) -> int:
         """The file of this name, which may be another one by now."""
-        if self._handle is not None and not self._moved(self._handle):
+        if self._handle is not None and not is_moved(self._handle, self._path):
             return self._handle
-        self.close()
-        flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-        handle = os.open(self._path, flags, 0o600)
-        mode = os.fstat(handle).st_mode
-        if not stat.S_ISREG(mode) or mode & (stat.S_IWGRP | stat.S_IWOTH):
-            os.close(handle)
-            raise OSError(None, "it is not a file, or others may write to it; run: chmod 600")
+        if self._handle is not None:
+            os.close(self._handle)
+        self._handle = None
+        handle = open_own(self._path, os.O_APPEND | os.O_CREAT)
         folder = os.open(self._path.absolute().parent, os.O_RDONLY | os.O_DIRECTORY)
         try:
             os.fsync(folder)  # the name, too, outlives a power failure
         finally:
             os.close(folder)
-        self._handle, self._size = handle, -1
+        self._handle = handle
         return handle
 
-    def _moved(self, handle: int) -> bool:
-        ours = os.fstat(handle)
-        try:
-            now = os.stat(self._path)
-        except FileNotFoundError:
-            return True
-        return (ours.st_dev, ours.st_ino) != (now.st_dev, now.st_ino)
-
     def _append(self, handle: int, lines: Sequence[Line], missed: int) -> int:
-        size, torn = os.fstat(handle).st_size, False
-        if size != self._size:
-            torn = self._read_head(handle, size)
-        encoded, head, ends = bytearray(b"\n" if torn else b""), self._head, []
-        for number, line in enumerate(lines):
-            notes: dict[str, int] = {"after_torn": True} if torn and number == 0 else {}
-            if missed and number == 0:
-                notes["missed"] = missed
+        size, known = os.fstat(handle).st_size, self._heads.read()
+        found = follow(handle, known)
+        head = found.digest or self.head
+        notes = self._notes(found, head, no_head=known is None and size > 0)
+        if missed:
+            notes["missed"] = missed
+        encoded = bytearray(CUT if size and os.pread(handle, 1, size - 1) != b"\n" else b"")
+        ends: list[tuple[str, int, int]] = []  # each line's digest, and its place in what is written
+        for line in lines:
             text = json.dumps({"prev": head, **line, **notes}, separators=(",", ":")).encode()
-            head = hashlib.sha256(text).hexdigest()
+            head, notes = hashlib.sha256(text).hexdigest(), {}
+            start = len(encoded)
             encoded += text + b"\n"
-            ends.append(len(encoded))
+            ends.append((head, start, len(encoded)))
         there = _write(handle, encoded)
-        written = sum(end <= there for end in ends)
-        if written == len(lines):
-            self._head, self._size = head, size + there
-        else:
-            self._size = -1  # the next one reads where this one came to
-        return written
+        whole = [one for one in ends if one[2] <= there]
+        if whole:
+            began = os.lseek(handle, 0, os.SEEK_CUR) - there  # where they are, whatever became of the file meanwhile
+            digest, start, end = whole[-1]
+            self._own = Last(digest, began + start, began + end)
+            if not found.whole:
+                log.error("audit log: lines of %s were changed or removed; the next one goes on from what had been "
+                          "written: hallutracer audit verify shows where", self._path)  # fmt: skip
+                self._on_break()
+        return len(whole)
 
-    def _read_head(self, handle: int, size: int) -> bool:
-        """The digest of the last line, whoever wrote it; whether it lacks its end.  Of an empty file: as before."""
-        if size == 0:
-            return False
-        start, tail = size, b""
-        while start and b"\n" not in tail[:-1]:
-            start = max(0, size - 4 * len(tail) - _TAIL_BYTES)
-            tail = os.pread(handle, size - start, start)
-        torn = not tail.endswith(b"\n")
-        last = tail.removesuffix(b"\n").rpartition(b"\n")[2]
-        self._head = hashlib.sha256(last).hexdigest()
-        return torn
+    def _notes(self, found: Followed, head: str, *, no_head: bool) -> dict[str, Any]:
+        """What the next line, which goes on from ``head``, has to say of those before it."""
+        notes: dict[str, Any] = {}
+        if found.torn:
+            notes["after_torn"] = True
+        if self._own is not None and self._own.digest != head:
+            notes["own_prev"] = self._own.digest
+        if no_head:
+            log.warning("audit log: %s had no head file; whether lines are gone from its end is not known", self._path)
+            notes["no_head"] = True
+        return notes
 
 
 def _write(handle: int, content: bytes | bytearray) -> int:

@@ -25,8 +25,8 @@ def verify(
 ) -> None:
     """Follow the chain of digests through an audit log; exit status 1 where a line was changed, removed or put in.
 
-    Lines removed from the end leave a whole chain: note the digest that is printed where nobody can change it, and give
-    it with --seen the next time.
+    Which line is the last one is read from the head file beside the log (.NAME.head).  Whoever can change both can
+    write another log that is whole: note the printed digest where nobody can change it, and give it with --seen.
 
       hallutracer audit verify audit.jsonl.1 audit.jsonl --seen 5f0c..
     """
@@ -44,8 +44,12 @@ def verify(
             print_line(f"{found.missed} decisions could not be written at the time, and are missing")
         if found.torn:
             print_line(f"{found.torn} lines were cut short by a crash or a full disk")
+        if found.no_head:
+            print_line(f"{found.no_head} times its head file was gone: whether the lines before were all is not known")
         if found.continues:
             print_line("the chain began in an earlier file")
+        if not found.end_known:
+            print_line("no head file beside it and no --seen: whether lines are gone from its end is not known")
         print_line(f"digest of the last line: sha256:{found.head}")
     if found.problems:
         shown = [*found.problems[:20], *(["..."] if len(found.problems) > 20 else [])]

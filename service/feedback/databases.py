@@ -36,6 +36,7 @@ CREATE TABLE IF NOT EXISTS hallutracer_labels (
     number %(number)s, answer TEXT NOT NULL REFERENCES {_ANSWERS} (uid) ON DELETE CASCADE, caller TEXT NOT NULL,
     label TEXT NOT NULL, comment TEXT, time DOUBLE PRECISION NOT NULL);
 CREATE INDEX IF NOT EXISTS hallutracer_labels_answer ON hallutracer_labels (answer);
+CREATE TABLE IF NOT EXISTS hallutracer_retention (number INTEGER PRIMARY KEY, believed DOUBLE PRECISION NOT NULL);
 INSERT INTO hallutracer_feedback (format) SELECT {_FORMAT} WHERE NOT EXISTS (SELECT 1 FROM hallutracer_feedback)
 """
 

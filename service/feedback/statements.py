@@ -59,6 +59,27 @@ def write_label(database: Database, given: Given) -> Stored | None:
     return Stored(standing, conflict, decision, bool(flagged), model, bundle)
 
 
+def believed_time(database: Database, clock: float, most: float) -> float:
+    """The time by which answers grow old: it goes towards ``clock``, by at most ``most`` seconds a call, and is stored.
+
+    At first it is the clock's, or that of the newest answer where that is earlier; and never earlier than the oldest's.
+    """
+    with database.transaction():
+        [(oldest, newest)] = database.run("SELECT (SELECT MIN(time) FROM hallutracer_answers), "
+                                          "(SELECT MAX(time) FROM hallutracer_answers)")  # fmt: skip
+        stored = database.run("SELECT believed FROM hallutracer_retention WHERE number = 1")
+        if oldest is None:  # there is nothing to lose
+            believed = clock
+        elif stored:
+            [(before,)] = stored
+            believed = max(before + max(-most, min(most, clock - before)), min(clock, oldest))
+        else:
+            believed = min(clock, newest)
+        database.run("INSERT INTO hallutracer_retention (number, believed) VALUES (1, ?) "
+                     "ON CONFLICT (number) DO UPDATE SET believed = excluded.believed", (believed,))  # fmt: skip
+    return min(clock, believed)
+
+
 def delete_before(database: Database, time: float) -> bool:
     """Delete some answers from before ``time``, with prompts and labels; whether there may be more."""
     with database.transaction():

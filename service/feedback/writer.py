@@ -18,7 +18,7 @@ from typing import Literal
 from service.errors import FeedbackUnavailable, Overloaded, RequestError
 from service.feedback.databases import Database, Location, Refused
 from service.feedback.rows import Answer, Given, Stored
-from service.feedback.statements import delete_before, write_answers, write_label
+from service.feedback.statements import believed_time, delete_before, write_answers, write_label
 
 log = logging.getLogger("hallutracer")
 MOST_BYTES = 64 * 2**20  # waiting; some 64,000 rows without prompts
@@ -26,8 +26,9 @@ BATCH = 500  # rows in one transaction
 GATHER_S = 0.05  # that answers wait for others, where no label waits
 AGAIN_S = 1.0  # after a failure
 CLOSING_S = 10.0  # that the last rows may take
-DELETE_EVERY_S = 3600.0
+DELETE_EVERY_S = 600.0
 DAY_S = 86_400.0
+CATCH_UP = 24.0  # days that the age of answers grows in a day, at most, after a stop or under a clock that is wrong
 Fate = Literal["stored", "dropped"]
 
 
@@ -57,7 +58,7 @@ class Writer:
         self._database: Database | None = where.open()
         self._queue: deque[Answer | _Waiting] = deque()
         self._bytes, self._labels, self._closing, self._failed = 0, 0, False, False
-        self._next_delete = 0.0
+        self._next_delete, self._deleted, self._clock_doubted = 0.0, time.monotonic(), False
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._work, name="feedback", daemon=True)
         self._thread.start()
@@ -157,7 +158,15 @@ class Writer:
 
     def _delete(self) -> None:
         assert self._days is not None
-        if not delete_before(self._connected(), time.time() - self._days * DAY_S):
+        clock, now = time.time(), time.monotonic()
+        believed = believed_time(self._connected(), clock, CATCH_UP * (now - self._deleted))
+        self._deleted = now
+        if (doubted := clock - believed > DAY_S) and not self._clock_doubted:
+            log.warning("feedback: the clock is %.1f days ahead of the time that was seen to pass; answers age by at "
+                        "most a day an hour until it agrees (after a long stop; otherwise the clock is wrong)",
+                        (clock - believed) / DAY_S)  # fmt: skip
+        self._clock_doubted = doubted
+        if not delete_before(self._connected(), believed - self._days * DAY_S):
             self._next_delete = time.monotonic() + DELETE_EVERY_S
 
     def _until_delete(self) -> float | None:

@@ -117,7 +117,8 @@ class Metrics:
         text = "Scored prompts kept for feedback: stored, or dropped because the database did not keep up."
         answers = counter("feedback_answers_total", text, ("fate",))
         self._by_fate: dict[Fate, Counter] = {name: answers.labels(name) for name in get_args(Fate)}
-        lines = counter("audit_lines_total", "Lines of the audit log: written, or missed.", ("fate",))
+        text = "Lines of the audit log: written, or missed; broken: written after lines that somebody had changed."
+        lines = counter("audit_lines_total", text, ("fate",))
         self._by_audit: dict[AuditFate, Counter] = {name: lines.labels(name) for name in get_args(AuditFate)}
 
         self._risk = histogram("risk", "Risk of each scored prompt.", TENTHS, BUNDLE)

@@ -75,6 +75,25 @@ async def test_one_that_cannot_be_written_is_counted_and_the_next_line_says_so(t
     assert verify([log.path]).missed == 3
 
 
+@pytest.mark.parametrize("required", [False, True])
+async def test_lines_that_were_changed_are_counted_and_nothing_new_is_lost(tmp_path: Path, required: bool) -> None:
+    log = Watched(tmp_path, required=required)
+    await log.auditor.decided(made(1))
+    log.path.write_text(log.path.read_text().replace("abstain", "continue"))
+    await log.auditor.decided(made(2))
+    await log.auditor.decided(made(3))
+    assert log.counts == {"written": 3, "broken": 1}
+    assert [line["request_id"] for line in log.lines()[1:]] == ["r1", "r2", "r3"]
+    [problem] = verify([log.path]).problems
+    assert "line 3 does not follow" in problem
+    log.path.write_text("".join(log.path.read_text().splitlines(keepends=True)[:3]))
+    log.auditor.close()
+    again = Watched(tmp_path)  # while no service ran, too
+    log.path.write_text(log.path.read_text().replace("service.stop", "service.halt"))
+    again.auditor.close()
+    assert log.counts["broken"] == 2
+
+
 async def test_required_ones_are_refused_and_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     synced: list[int] = []
     monkeypatch.setattr("service.audit.file.os.fsync", lambda handle: synced.append(handle))

@@ -16,7 +16,8 @@ from typing import Any
 import pytest
 
 from service.audit.events import SERVICE, change
-from service.audit.file import FIRST, AuditFile
+from service.audit.file import AuditFile
+from service.audit.head import FIRST, head_path
 from service.audit.verify import verify
 from service.errors import AuditUnavailable, HalluTracerError
 from tests.serve_process import PATHS
@@ -146,9 +147,12 @@ def test_a_disk_that_was_full_for_one_write_alone(tmp_path: Path) -> None:
 
 def test_a_crash_in_the_middle_of_a_line_is_no_tampering(tmp_path: Path) -> None:
     path = tmp_path / "audit.jsonl"
-    log_of(path, 2).close()
+    log_of(path, 1).close()
+    noted = head_path(path).read_bytes()
+    log_of(path, 1, 1).close()
     os.truncate(path, path.stat().st_size - 20)
-    assert "its last line has no end" in verify([path]).problems[0]
+    head_path(path).write_bytes(noted)  # which is written after the line
+    assert "line 2 cannot be read: it has no end" in verify([path]).problems[0]
     log_of(path, 1, 2)
     found = verify([path])
     assert (found.problems, found.torn, found.lines) == ([], 1, 2)
@@ -181,11 +185,11 @@ def test_what_was_changed_shows(tmp_path: Path, what: str) -> None:
     assert not whole(path)
 
 
-def test_every_changed_byte_before_the_last_line_shows(tmp_path: Path) -> None:
+def test_every_changed_byte_shows(tmp_path: Path) -> None:
     path = tmp_path / "audit.jsonl"
     log_of(path, 2).close()
     content = path.read_bytes()
-    for place in range(content.rindex(b"\n", 0, -1) + 1):
+    for place in range(len(content)):
         path.write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
         assert not whole(path), place
 
@@ -198,6 +202,8 @@ def test_what_is_gone_from_the_end_shows_by_a_digest_that_was_noted(tmp_path: Pa
     assert verify([path], noted).problems == []
     text = path.read_text().splitlines(keepends=True)
     path.write_text("".join(text[:2]))
+    assert "removed from the end" in verify([path]).problems[0]
+    head_path(path).unlink()
     assert whole(path)
     assert "lines were removed from the end" in verify([path], noted).problems[0]
 

@@ -19,6 +19,7 @@ from service.access.edit import add_key
 from service.access.key_file import read_keys
 from service.audit.events import SERVICE, change
 from service.audit.file import AuditFile
+from service.audit.head import head_path
 from service.audit.verify import verify
 from service.callers import digest_of
 from tests.cli.test_command_line import run
@@ -102,7 +103,11 @@ def test_verify_says_whether_a_log_is_whole(tmp_path: Path, capsys: pytest.Captu
     assert run("audit", "verify", str(path), "--seen", head) == 0
     text = path.read_text().splitlines(keepends=True)
     path.write_text("".join(text[:2]))
+    assert run("audit", "verify", str(path)) == 1
+    head_path(path).unlink()
+    capsys.readouterr()
     assert run("audit", "verify", str(path)) == 0
+    assert "whether lines are gone from its end is not known" in capsys.readouterr().out
     assert run("audit", "verify", str(path), "--seen", head) == 1
     path.write_text("".join([text[0], text[1].replace('"b"', '"x"'), text[2]]))
     capsys.readouterr()

@@ -15,7 +15,7 @@ from service.errors import FeedbackUnavailable, Overloaded
 from service.feedback import databases, writer
 from service.feedback.databases import Database, Location, location
 from service.feedback.writer import Writer
-from tests.feedback.made import answer, given, rows
+from tests.feedback.made import answer, given, put, rows
 from tests.feedback.postgres import Postgres
 from tests.running import until
 
@@ -194,6 +194,97 @@ def test_old_answers_are_deleted_without_being_asked(file: Location, monkeypatch
     with writing(file) as (made, _):  # without days nothing is
         made.record([answer("old", time=now - 1e9)])
     assert len(rows(file, STORED)) == 3
+
+
+DAY, HOUR = 86_400.0, 3_600.0
+
+
+class Clock:
+    """The machine's clock, which may be wrong, and the time that passes."""
+
+    def __init__(self) -> None:
+        self.ahead, self.passed = 0.0, 0.0
+
+    def time(self) -> float:
+        return 1.9e9 + self.passed + self.ahead
+
+    def monotonic(self) -> float:
+        return 5.0 + self.passed
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    made = Clock()
+    monkeypatch.setattr(writer, "time", made)
+    return made
+
+
+def kept(where: Location, clock: Clock, hours: float = 0) -> list[str]:
+    """What is left after a service ran for so long, and was asked all the time."""
+    with writing(where, days=30) as (made, counted):
+        for number in range(1 + round(2 * hours)):
+            clock.passed += HOUR / 2 * (number > 0)
+            for again in range(2):  # when the second is stored, what was to be deleted after the first is
+                made.record([answer("asked", time=clock.time())])
+                until(lambda stored=2 * number + again + 1: counted == {"stored": stored})  # type: ignore[misc]
+    return [name for (name,) in rows(where, STORED) if name != "asked"]
+
+
+def put_in(where: Location, *answers: Any) -> None:
+    opened = where.open()
+    put(opened, *answers)
+    opened.close()
+
+
+def test_a_clock_that_is_ahead_at_the_start_deletes_nothing(where: Location, clock: Clock) -> None:
+    kept(where, clock)  # as a service that was asked yesterday
+    young = [answer(f"a{number}", time=clock.time() - number) for number in range(800)]
+    put_in(where, *young)
+    clock.ahead = 40 * DAY
+    for _ in range(3):  # started again and again, and answers get wrong dates
+        assert len(kept(where, clock)) == 800
+    assert len(kept(where, clock, hours=5)) == 800
+    clock.ahead = 0
+    assert len(kept(where, clock, hours=1)) == 800
+
+
+def test_a_database_from_before_is_not_believed_to_be_older_than_its_newest_answer(
+    where: Location, clock: Clock
+) -> None:
+    put_in(where, answer("old", time=clock.time() - 31 * DAY), answer("new", time=clock.time()))
+    clock.ahead = 40 * DAY
+    assert kept(where, clock) == ["new"]
+
+
+def test_an_hour_under_a_wrong_clock_deletes_a_day_early_and_not_more(where: Location, clock: Clock) -> None:
+    kept(where, clock)
+    days = [answer(f"{day:02}", time=clock.time() - day * DAY - HOUR) for day in range(30)]
+    put_in(where, *days)
+    clock.ahead = 4_000 * DAY
+    assert kept(where, clock, hours=1) == [f"{day:02}" for day in range(29)]
+    clock.ahead = 0
+    assert kept(where, clock, hours=1) == [f"{day:02}" for day in range(29)]
+    clock.ahead = 4_000 * DAY  # the hour in between has made up for it
+    assert kept(where, clock, hours=1) == [f"{day:02}" for day in range(29)]
+
+
+def test_after_a_stop_what_is_old_goes_an_hour_for_each_day_of_it(where: Location, clock: Clock) -> None:
+    kept(where, clock)
+    put_in(where, *(answer(f"{day:02}", time=clock.time() - day * DAY - HOUR) for day in range(30)))
+    clock.passed += 10 * DAY  # no service ran
+    assert kept(where, clock, hours=2) != [f"{day:02}" for day in range(20)]
+    assert kept(where, clock, hours=9) == [f"{day:02}" for day in range(20)]
+
+
+def test_a_clock_that_was_behind_at_the_start_stops_no_deleting(where: Location, clock: Clock) -> None:
+    clock.ahead = -1.9e9  # as of a machine without a battery
+    assert kept(where, clock) == []
+    opened = where.open()
+    opened.run("DELETE FROM hallutracer_answers")
+    put(opened, *(answer(f"{day:02}", time=clock.time() - clock.ahead - day * DAY - HOUR) for day in range(40)))
+    opened.close()
+    clock.ahead = 0
+    assert kept(where, clock, hours=41) == [f"{day:02}" for day in range(29)]
 
 
 def test_answers_are_written_in_batches(file: Location, monkeypatch: pytest.MonkeyPatch) -> None:
