@@ -33,7 +33,7 @@ def flags() -> dict[str, dict[str, str]]:
 def faults(root: Path) -> list[str]:
     """Everything wrong with the files under ``root``; empty where they agree."""
     found: list[str] = []
-    for check in (copies, names, versions, ports, compose_services, mounts, typed, *cluster.CHECKS):
+    for check in (copies, names, versions, ports, compose_services, hosts, mounts, typed, *cluster.CHECKS):
         try:
             found += check(root)
         except ValueError as error:  # a patch of nothing: what was found before it stays found
@@ -147,6 +147,27 @@ def compose_services(root: Path) -> Iterator[str]:
         drain = service.get("environment", {}).get("HALLUTRACER_DRAIN_S")
         if "stop_grace_period" in service and float(service["stop_grace_period"].rstrip("s")) <= float(drain or 0):
             yield f"compose {name}: killed after {service['stop_grace_period']}, drains for {drain} s"
+
+
+def hosts(root: Path) -> Iterator[str]:
+    """What is published or has a Service is asked by names that it knows, and not by any."""
+    wanted = {f"compose {name}": ({name}, service["environment"]) for name, service in p.compose(root)["services"].items()
+              if name.startswith("hallutracer")}  # fmt: skip
+    for folder in p.kustomizations(root):
+        found = p.rendered(folder)
+        services = [document["metadata"]["name"] for document in found if document["kind"] == "Service"]
+        for pod in p.pods(found):
+            [container] = pod["spec"]["containers"]
+            if container.get("args") == ["serve"]:
+                [namespace] = {p.parse((folder / "kustomization.yaml").read_text())["namespace"]}
+                names = {end for name in services for end in (name, f"{name}.{namespace}", f"{name}.{namespace}.svc")}
+                wanted[folder.name] = names, p.variables(container)
+    for where, (names, variables) in wanted.items():
+        known = set(variables.get("HALLUTRACER_ALLOWED_HOST", "*").split())
+        if "*" in known:
+            yield f"{where}: answers to any name"
+        for name in sorted((names | {"localhost"}) - known - {"*"}):
+            yield f"{where}: does not answer to {name}"
 
 
 def mounts(root: Path) -> Iterator[str]:
