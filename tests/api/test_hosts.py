@@ -27,8 +27,23 @@ def test_loopbacks_names_and_addresses_are_served(tmp_path: Path, host: str) -> 
 
 @pytest.mark.parametrize(
     "host",
-    ["evil.example", "evil.example:8765", "localhost.evil.example", "127.0.0.1.evil.example", "", ":8765", "::1",
-     "[evil.example]", "[127.0.0.1]", "10.0.0.5.", "10.0.0.005", "010.0.0.5", "0x7f.1", "2130706433", "[::1"],
+    [
+        "evil.example",
+        "evil.example:8765",
+        "localhost.evil.example",
+        "127.0.0.1.evil.example",
+        "",
+        ":8765",
+        "::1",
+        "[evil.example]",
+        "[127.0.0.1]",
+        "10.0.0.5.",
+        "10.0.0.005",
+        "010.0.0.5",
+        "0x7f.1",
+        "2130706433",
+        "[::1",
+    ],
 )
 def test_other_names_are_refused_before_anything_is_read(tmp_path: Path, host: str) -> None:
     with App(tmp_path, names=["tiny"], allowed_hosts=LOOPBACK, api_keys=("sesame",)).started() as app:

