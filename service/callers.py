@@ -4,6 +4,7 @@ policy, how much it may ask, and whose answers it may label."""
 from __future__ import annotations
 
 import hashlib
+import re
 import time
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
@@ -72,6 +73,17 @@ def now() -> datetime:
     """The clock's time; where it was set back since the process began, the time that it would show."""
     began, ticks = _START
     return max(datetime.now(UTC), began + timedelta(seconds=time.monotonic() - ticks))
+
+
+_PLACEHOLDER = re.compile(r"(replace|change)[\W_]*me|your[\W_]*(api[\W_]*)?key|placeholder", re.IGNORECASE)
+
+
+def is_placeholder(secret: str) -> bool:
+    """Whether it stands in an example for a key that is still to be made, as ``REPLACE-ME-app-one``: all know it.
+
+    One random key of 32 bytes in a thousand million looks so.
+    """
+    return _PLACEHOLDER.search(secret) is not None
 
 
 def digest_of(secret: str) -> str:

@@ -211,7 +211,8 @@ class ServiceSettings:
     ] = ()  # none: no cross-origin page may read an answer
     allowed_hosts: Annotated[
         tuple[str, ...],
-        option("Host name that requests may be addressed to, repeatable; *: any.  Default: loopback's names where it "
-               "listens on loopback, else any.", "allowed-host"),
-    ] = ()  # none: any  # fmt: skip
+        option("Host name, without a port, that requests may be addressed to beside IP addresses, repeatable; *: any.  "
+               "Default: localhost, beyond loopback this machine's name too; any where keys are asked for there.",
+               "allowed-host"),
+    ] = ()  # none: any; serve puts its default here  # fmt: skip
     callers_may: CallersMay = ()

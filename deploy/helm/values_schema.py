@@ -82,6 +82,7 @@ def schema() -> dict[str, Any]:
     document = closed({
         "image": closed({
             "repository": {"type": "string", "minLength": 1}, "tag": {"type": "string"},
+            "digest": {"type": "string", "pattern": "^(sha256:[0-9a-f]{64})?$"},
             "pullPolicy": {"enum": ["", "Always", "IfNotPresent", "Never"]},
             "pullSecrets": {"type": "array", "items": NAME},
         }, ("repository",)),

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from service.access.allowance import Allowance
 from service.access.key_file import read_keys
-from service.callers import Key, digest_of
+from service.callers import Key, digest_of, is_placeholder
 from service.errors import HalluTracerError
 
 Signature = tuple[int, int, int, int] | None
@@ -65,8 +65,9 @@ class KeyRing:
         """The key with this secret, which may be expired or revoked.
 
         Digests are looked up, not secrets: the time that a lookup takes tells nothing that helps to find a secret.
+        An example's placeholder opens nothing, whoever put its digest into the file.
         """
-        return self._keys.get(digest_of(secret))
+        return None if is_placeholder(secret) else self._keys.get(digest_of(secret))
 
     def allowance(self, key: Key) -> Allowance:
         """What the key has used, reloads or not."""

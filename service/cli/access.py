@@ -12,12 +12,13 @@ import stat
 from pathlib import Path
 from typing import get_args
 
-from service.callers import ApiKey, Right
+from service.callers import ApiKey, Right, is_placeholder
 from service.cli.options import UsageError
 from service.errors import HalluTracerError
 
 log = logging.getLogger("hallutracer")
 LEAST_CHARACTERS = 16
+CURE = "python3 -c 'import secrets; print(secrets.token_urlsafe(32))' makes one"
 ATTRIBUTES = ("name", "may")
 
 
@@ -75,9 +76,8 @@ def _secret(secret: str, where: str) -> str:
     """The key itself is never part of a message."""
     if secret.split() != [secret] or not secret.isprintable() or not secret.isascii():
         raise UsageError(where, "a key is one word of ASCII characters, since headers carry no others")
+    if is_placeholder(secret):
+        raise UsageError(where, f"this is an example's placeholder, which everybody knows, and not a key: {CURE}")
     if len(secret) < LEAST_CHARACTERS:
-        raise UsageError(
-            where, f"a key has at least {LEAST_CHARACTERS} characters: "
-            "python3 -c 'import secrets; print(secrets.token_urlsafe(32))' makes one"
-        )  # fmt: skip
+        raise UsageError(where, f"a key has at least {LEAST_CHARACTERS} characters: {CURE}")
     return secret

@@ -6,15 +6,19 @@ import errno
 import ipaddress
 import logging
 import math
+import re
 import socket
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from service.cli.options import UsageError
 from service.errors import HalluTracerError
 from service.settings import ServiceSettings
 
 if TYPE_CHECKING:
     import uvicorn
+
+HOST_NAME = re.compile(r"[\w.-]+|\[[0-9a-fA-F:.]+\]", re.ASCII)  # as it stands in ``Host``
 
 
 def make_server(app: object, settings: ServiceSettings, leave: Callable[[], None]) -> uvicorn.Server:
@@ -68,16 +72,33 @@ def listen(host: str, port: int) -> socket.socket:
 
 def on_loopback(host: str) -> bool:
     """Whether only this machine can reach ``host``."""
+    address = _address(host)
+    return host == "localhost" if address is None else address.is_loopback
+
+
+def known_hosts(settings: ServiceSettings, *, keyed: bool) -> tuple[str, ...]:
+    """The names that requests may be addressed to; "*": any.  Addresses (``service.api.hosts``) are taken besides.
+
+    Those given; else loopback's on loopback, and beyond it this machine's own, or any where every caller has a key
+    (``keyed``), which a foreign page has not.  Raises UsageError for what no ``Host`` could be.
+    """
+    for name in settings.allowed_hosts:
+        if name != "*" and not HOST_NAME.fullmatch(name):
+            raise UsageError("--allowed-host", f"{name!r} is not a host's name, without scheme and port, or * for any")
+    if settings.allowed_hosts:
+        return settings.allowed_hosts
+    if on_loopback(settings.host):
+        return ("localhost",)
+    own = (settings.host,) if _address(settings.host) is None else ()
+    return ("*",) if keyed else ("localhost", socket.gethostname(), *own)
+
+
+def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    """None: a name."""
     try:
-        return ipaddress.ip_address(host).is_loopback
+        return ipaddress.ip_address(host)
     except ValueError:
-        return host == "localhost"
-
-
-def known_hosts(settings: ServiceSettings) -> tuple[str, ...]:
-    """The names that requests may be addressed to: those given, else loopback's if it listens there, else any."""
-    loopback = ("localhost", "127.0.0.1", "[::1]", in_url(settings.host)) if on_loopback(settings.host) else ("*",)
-    return settings.allowed_hosts or loopback
+        return None
 
 
 def in_url(host: str) -> str:

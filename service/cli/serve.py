@@ -193,9 +193,9 @@ def serve(
     at_start = LeaveOut(names[1:])
     seen = stamps(store, names) if rollout.watch_s else {}
     opened = load_bundles(store, names, at_start)
-    settings = replace(settings, allowed_hosts=known_hosts(settings))
     policies = load_policies(access.policies, access.abstain_message, settings.policy)
     keys = access.ring(policies.named)
+    settings = replace(settings, allowed_hosts=known_hosts(settings, keyed=keys.closed))
     if not (keys.closed or access.allow_anonymous or on_loopback(settings.host)):
         raise UsageError(
             "--host",
@@ -279,7 +279,9 @@ def serve(
     for warning in common.warnings:
         log.warning(warning)
     if not keys.closed and not on_loopback(settings.host):
-        log.warning("whoever reaches %s may use this service: it asks for no key", settings.host)
+        names = ", ".join(settings.allowed_hosts)
+        log.warning("whoever reaches %s may use this service: it asks for no key; it is called by an IP address or by "
+                    "the names %s (--allowed-host)", settings.host, names)  # fmt: skip
     # uvicorn raises the signal that ended it once more: a service that drained in order has not failed.
     signal.signal(signal.SIGTERM, lambda *_: None)
     hangups: list[int] = []

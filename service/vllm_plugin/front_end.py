@@ -9,12 +9,13 @@ from __future__ import annotations
 import functools
 import os
 import sys
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
 from probes_store.errors import BundleError
+from service.callers import is_placeholder
 from service.engines.vllm.launch import WORKER
 from service.engines.vllm.parent import FOLLOW, follow_parent
 from service.engines.vllm.wire import KEY
@@ -97,4 +98,16 @@ def unguarded(module: str, argv: Sequence[str], environment: Mapping[str, str]) 
         return f"vLLM's batch runner has no risks and no gate; use `hallutracer score`, or unset {env('bundle')}"
     if NAME not in environment.get("VLLM_PLUGINS", NAME).split(","):
         return f"VLLM_PLUGINS does not name the guard; unset it, or add {NAME}"
+    if any(is_placeholder(key) for key in (environment.get("VLLM_API_KEY", ""), *_keys(argv))):
+        return "vLLM's key (--api-key, VLLM_API_KEY) is an example's placeholder, which everybody knows; make one"
     return None
+
+
+def _keys(argv: Sequence[str]) -> Iterator[str]:
+    """The values of ``--api-key``, of which vLLM takes several."""
+    inside = False
+    for word in argv:
+        flag, _, value = word.partition("=")
+        inside = flag.replace("_", "-") == "--api-key" or (inside and not word.startswith("-"))
+        if inside:
+            yield value or word

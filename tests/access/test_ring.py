@@ -23,6 +23,13 @@ def test_an_options_key_opens_what_it_always_did_and_changes_nothing() -> None:
     assert not KeyRing().closed
 
 
+def test_a_placeholders_digest_opens_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "keys.toml"
+    one = add_key(path, "one", {"scopes": ["score"]})
+    path.write_text(path.read_text().replace(digest_of(one), digest_of("REPLACE-ME-app-one")))
+    assert KeyRing([], path).find("REPLACE-ME-app-one") is None
+
+
 def test_a_change_of_the_file_is_seen_told_and_put_in_force(tmp_path: Path) -> None:
     path = tmp_path / "keys.toml"
     one = add_key(path, "one", {"scopes": ["score"]})

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import logging
+import re
+import secrets
 from pathlib import Path
 
 import pytest
 
+from service.callers import is_placeholder
 from service.cli.access import load_keys
 from service.errors import HalluTracerError
+from tests.serve_process import ROOT
 
 ONE, TWO = "1" * 16, "2" * 40
 
@@ -34,6 +38,12 @@ def test_a_line_is_a_key_its_name_and_its_rights(tmp_path: Path) -> None:
     [
         ("# nothing\n", "holds no key"),
         ("short\n", "line 1 of"),
+        (f"{ONE}\nREPLACE-ME-app-one name=app\n", "line 2 of"),
+        ("REPLACE-ME-app-one\n", "secrets.token_urlsafe"),
+        ("REPLACE-ME\n", "placeholder"),
+        ("replace_me_with_a_long_key\n", "placeholder"),
+        ("sk-ChangeMe-0123456789\n", "placeholder"),
+        ("your-api-key-goes-here\n", "placeholder"),
         ("ключ" * 5 + "\n", "ASCII"),
         (f"{ONE}\nshort name=a\n", "line 2 of"),
         (f"{ONE} nam=a\n", "'nam=a'"),
@@ -53,6 +63,23 @@ def test_what_is_wrong_is_said_and_opens_nothing(tmp_path: Path, text: str, said
     assert said in str(refused.value)
     assert ONE not in str(refused.value)
     assert TWO not in str(refused.value)
+    assert "app-one" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("file", "pattern"),
+    [("deploy/kubernetes/base/secret.example.yaml", r"api-keys: \|\n((?: {4}.+\n)+)"),
+     ("docs/serving.md", r"```text\n((?:\S+  name=.+\n)+)```")],
+)  # fmt: skip
+def test_a_key_that_we_publish_is_no_key(tmp_path: Path, file: str, pattern: str) -> None:
+    [found] = re.findall(pattern, (ROOT / file).read_text())
+    for line in found.splitlines():
+        with pytest.raises(HalluTracerError, match="placeholder"):
+            load_keys((), keys_file(tmp_path, line))
+
+
+def test_no_drawn_key_looks_like_a_placeholder() -> None:
+    assert not any(is_placeholder(secrets.token_urlsafe(32)) for _ in range(1000))
 
 
 def test_the_files_mode_is_looked_at(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

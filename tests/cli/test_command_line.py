@@ -67,6 +67,8 @@ def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["keys", "new", "x"], "--keys"),
         (["audit", "verify"], "FILES"),
         (["serve", "--api-key", "short"], "16 characters"),
+        (["serve", "--api-key", "REPLACE-ME-app-one"], "placeholder"),
+        (["serve", "--allowed-host", "guard.example:8765"], "--allowed-host"),
         (["serve", "--callers-may", "anything"], "threshold"),
         (["serve", "--otlp-traces-endpoint", "http://localhost:4318"], "/v1/traces"),
         (["serve", "--feedback-prompts"], "--feedback-db"),
@@ -100,6 +102,18 @@ def test_a_wrong_command_line_is_one_line_and_exit_status_2(
     assert captured.err.count("\n") == 1
     assert word in captured.err
     assert captured.out == ""
+
+
+def test_a_placeholder_in_the_environment_or_the_configuration_is_refused_too(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    config = tmp_path / "h.toml"
+    config.write_text('[serve]\napi_key = ["REPLACE-ME-app-one"]\n')
+    assert run("serve", "--config", str(config)) == 2
+    assert "placeholder" in capsys.readouterr().err
+    monkeypatch.setenv("HALLUTRACER_API_KEY", "REPLACE-ME-app-one")
+    assert run("serve") == 2
+    assert "placeholder" in capsys.readouterr().err
 
 
 def test_an_interrupt_is_exit_status_130(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -206,6 +206,7 @@ FAULTS: list[tuple[Callable[[Path], object], list[str], str, str, str]] = [
     (nothing, ["--host", "0.0.0.0", "--allow-anonymous"], "keys", "warn", "whoever reaches"),
     (nothing, ["--protect-metrics"], "keys", "fail", "--api-key-file"),
     (nothing, ["--api-key", "short"], "keys", "fail", "16 characters"),
+    (nothing, ["--api-key", "REPLACE-ME-app-one"], "keys", "fail", "placeholder"),
     (loose_keys, ["--api-key-file", "KEYS"], "keys", "fail", "chmod o-w"),
     (keys_file(), ["--keys", "KEYS", "--protect-metrics", "--host", "0.0.0.0"], "keys", "ok", "2: app, old"),
     (keys_file(), ["--keys", "KEYS"], "keys", "warn", "old is revoked"),

@@ -19,6 +19,7 @@ from tests.deploy import packaging as p
 PORT = str(ServiceSettings.__dataclass_fields__["port"].default)
 APP_VARIABLES = {f"{PREFIX}URL"}  # read by deploy/sidecar/rag_app.py, a client and no command of ours
 COMMENTED = (".yml", ".yaml", ".example")
+PINNED = r"[\w.-]+==[^\s;]+( ; [^;]+?)?( +--hash=sha256:[0-9a-f]{64})+ *"
 
 
 @cache
@@ -33,7 +34,7 @@ def flags() -> dict[str, dict[str, str]]:
 def faults(root: Path) -> list[str]:
     """Everything wrong with the files under ``root``; empty where they agree."""
     found: list[str] = []
-    for check in (copies, names, versions, ports, compose_services, mounts, typed, *cluster.CHECKS):
+    for check in (copies, hashes, names, versions, ports, compose_services, hosts, mounts, typed, *cluster.CHECKS):
         try:
             found += check(root)
         except ValueError as error:  # a patch of nothing: what was found before it stays found
@@ -62,6 +63,31 @@ def copies(root: Path) -> Iterator[str]:
                     ignored = not rule.startswith("!")
             if ignored:
                 yield f"COPY {source}: .dockerignore keeps it out"
+
+
+def hashes(root: Path) -> Iterator[str]:
+    """pip installs from lists whose every entry has a hash: all but torch's CPU build, which PyPI does not have."""
+    torch = "--no-deps --index-url https://download.pytorch.org/whl/cpu --constraint constraints.txt torch"
+    for step in p.dockerfile(root):
+        made = dict(re.findall(r'echo "([^"]+)" >(\S+)', step.text))
+        lists = {name: f"{line}\n" for line, name in made.items()}
+        for arguments in re.findall(r"\bpip (?:--python \S+ )?install ([^&]+)", step.text):
+            words = arguments.split()
+            if "--no-index" in words or words == torch.split():  # our own wheels, built a line before
+                continue
+            files = [file for flag, file in zip(words, words[1:], strict=False) if flag == "--requirement"]
+            if set(words) - {"--no-deps", "--require-hashes", "--requirement", *files} or not files:
+                yield f"Dockerfile: 'pip install {arguments.strip()}' takes more than lists"
+            if "--require-hashes" not in words:
+                yield f"Dockerfile: 'pip install {arguments.strip()}' asks for no hashes"
+            for file in files:
+                text = lists[file] if file in lists else (root / file).read_text() if (root / file).exists() else ""
+                entries = re.sub(r"^#.*|\\\n", "", text, flags=re.MULTILINE).strip().splitlines()
+                if not entries:
+                    yield f"Dockerfile: {file} names nothing"
+                for entry in entries:
+                    if not re.fullmatch(PINNED, entry):
+                        yield f"{file}: {entry.split()[0]} has no version or no hash"
 
 
 def names(root: Path) -> Iterator[str]:
@@ -147,6 +173,28 @@ def compose_services(root: Path) -> Iterator[str]:
         drain = service.get("environment", {}).get("HALLUTRACER_DRAIN_S")
         if "stop_grace_period" in service and float(service["stop_grace_period"].rstrip("s")) <= float(drain or 0):
             yield f"compose {name}: killed after {service['stop_grace_period']}, drains for {drain} s"
+
+
+def hosts(root: Path) -> Iterator[str]:
+    """What is published or has a Service is asked by names that it knows, and not by any."""
+    compose = p.compose(root)["services"]
+    ours = [name for name in compose if name.startswith("hallutracer")]
+    wanted = {f"compose {name}": ({name}, compose[name]["environment"]) for name in ours}
+    for folder in p.kustomizations(root):
+        found = p.rendered(folder)
+        services = [document["metadata"]["name"] for document in found if document["kind"] == "Service"]
+        for pod in p.pods(found):
+            [container] = pod["spec"]["containers"]
+            if container.get("args") == ["serve"]:
+                [namespace] = {p.parse((folder / "kustomization.yaml").read_text())["namespace"]}
+                names = {end for name in services for end in (name, f"{name}.{namespace}", f"{name}.{namespace}.svc")}
+                wanted[folder.name] = names, p.variables(container)
+    for where, (names, variables) in wanted.items():
+        known = set(variables.get("HALLUTRACER_ALLOWED_HOST", "*").split())
+        if "*" in known:
+            yield f"{where}: answers to any name"
+        for name in sorted((names | {"localhost"}) - known - {"*"}):
+            yield f"{where}: does not answer to {name}"
 
 
 def mounts(root: Path) -> Iterator[str]:

@@ -11,8 +11,9 @@ import yaml
 
 ROOT = Path(__file__).resolve().parents[2]
 PARTS = ("Dockerfile", ".dockerignore", ".env.example", "docker-compose.yml", "deploy", "pyproject.toml",
-         "constraints.txt", "requirements-vllm-cpu.txt", "requirements-vllm-cuda.txt", "README.md",
-         "LICENSE", "hallutracer_start.py", "clients")  # fmt: skip
+         "constraints.txt", "requirements-hashed.txt", "requirements-torch-cuda.txt",
+         "requirements-vllm-cpu.txt", "requirements-vllm-cuda.txt", "README.md", "LICENSE", "hallutracer_start.py",
+         "clients")  # fmt: skip
 Document = dict[str, Any]
 _Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml's is eight times as fast
 

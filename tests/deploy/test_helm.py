@@ -120,6 +120,9 @@ REFUSED = [
     ("options.bundle={a b}", "does not match pattern"),
     ("replica=2", "'replica' not allowed"),
     ("gpus=two", "want integer"),
+    ("image.digest=0123", "does not match pattern"),
+    ("image.digest=latest", "does not match pattern"),
+    ("options.allowed_host=one", "want array"),
     ("options.canary_share=1.5", "want 1"),
     ("options.shadow=one", "want array"),
     ("options.watch_s=-1", "want 0"),
@@ -161,6 +164,31 @@ def test_options_become_variables_that_serve_reads_alike(monkeypatch: pytest.Mon
         "policy": "support", "threshold": 0.0, "drain_s": 30.0, "threads": 2,
     }  # fmt: skip
     assert {name: read[name] for name in expected} == expected
+
+
+def test_requests_may_be_addressed_to_the_service_and_to_the_names_that_are_given() -> None:
+    def names(*values: str, release: str = "hallutracer") -> list[str]:
+        return p.variables(container(rendered(values=values, release=release)))["HALLUTRACER_ALLOWED_HOST"].split()
+
+    own = ["hallutracer", "hallutracer.hallutracer", "hallutracer.hallutracer.svc"]
+    assert names() == ["localhost", *own, f"{own[-1]}.cluster.local"]
+    assert names("options.allowed_host={guard.example,b.example}") == [*names(), "guard.example", "b.example"]
+    assert "blue-hallutracer.hallutracer.svc" in names(release="blue")
+    found = rendered(values=("options.allowed_host={guard.example}",), release="blue")
+    assert sum(entry["name"] == "HALLUTRACER_ALLOWED_HOST" for entry in container(found)["env"]) == 1
+    for service in (one(found, "Service"), one(rendered(), "Service")):
+        assert service["metadata"]["name"] in names(release=service["metadata"]["labels"]["app.kubernetes.io/instance"])
+    [ask] = one(found, "Pod")["spec"]["containers"]  # helm test
+    assert ask["command"][-1] in names(release="blue")
+
+
+def test_an_image_by_digest_wins_over_the_tag() -> None:
+    digest = "sha256:" + "0123456789abcdef" * 4
+    values = ("image.repository=r.example/hallutracer", f"image.digest={digest}")
+    for found in (rendered(values=values), rendered(GPU, values=(*values, "image.tag=0.1.0-mine"))):
+        [ask] = one(found, "Pod")["spec"]["containers"]
+        assert container(found)["image"] == ask["image"] == f"r.example/hallutracer@{digest}"
+    assert container(rendered())["image"] == f"hallutracer:{__version__}"
 
 
 def test_a_rollout_is_what_serve_is_told_and_bundles_outlive_the_pods(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -37,6 +37,21 @@ def test_every_dependency_is_pinned_with_hashes_in_the_version_of_the_constraint
     assert all(re.search(r"--hash=sha256:[0-9a-f]{64}\b", block) for block in blocks)
 
 
+def test_the_lists_of_an_image_meet_what_the_project_asks_for() -> None:
+    """A dependency that was added, or asked for anew, is not forgotten: the Dockerfile reads the lists alone."""
+    wanted = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    cuda = pins("requirements-torch-cuda.txt")
+    locked = pins("requirements-hashed.txt") | {"torch": cuda["torch"]}
+    for requirement in map(Requirement, wanted):
+        assert requirement.specifier.contains(locked[SCRIPT["normal"](requirement.name)]), CURE
+    assert cuda["torch"] == pins("constraints.txt")["torch"], CURE
+    vllm = pins("requirements-vllm-cuda.txt")
+    for ours, theirs in ((cuda, locked), (cuda, vllm), (locked, vllm)):
+        both = ours.keys() & theirs.keys()
+        assert {name: ours[name] for name in both} == {name: theirs[name] for name in both}, CURE
+    assert len([name for name in cuda if name.startswith("nvidia")]) > 10
+
+
 def environment(**changes: str) -> dict[str, Any]:
     """A document as cyclonedx-py writes it, of what is locked, a tool and a package that leads to it."""
     versions = {**SCRIPT["locked"](), "torch": "2.13.0", "pytest": "9", "mypy": "2"} | changes

@@ -19,9 +19,9 @@ PROJECT = tomllib.loads((p.ROOT / "pyproject.toml").read_text())["project"]
 
 
 def pins(name: str) -> dict[str, str]:
-    """Package -> version; every line is a pin."""
-    lines = [line for line in (p.ROOT / name).read_text().splitlines() if line and line[0] != "#"]
-    found = [re.fullmatch(r"([\w.-]+)==([\w.+]+)", line) for line in lines]
+    """Package -> version; every line is a pin, or a hash of the pin before."""
+    lines = [line for line in (p.ROOT / name).read_text().splitlines() if line and line[0] not in "# "]
+    found = [re.fullmatch(r"([\w.-]+)==([\w.+]+)(?: \\)?", line) for line in lines]
     assert all(found), [line for line, match in zip(lines, found, strict=True) if not match]
     return {canonicalize_name(match[1]): match[2] for match in found if match}
 

@@ -25,6 +25,9 @@ SERVER = "vllm.entrypoints.openai.api_server"
         ("vllm.entrypoints.openai.run_batch", ["run_batch.py"], GUARDED, "hallutracer score"),
         (SERVER, ["api_server.py"], BUNDLE | {"VLLM_PLUGINS": "hallutracer2"}, "add hallutracer"),
         (SERVER, ["api_server.py"], BUNDLE | {"VLLM_PLUGINS": ""}, "unset it"),
+        ("", SERVE, GUARDED | {"VLLM_API_KEY": "REPLACE-ME-app-one"}, "placeholder"),
+        ("", [*SERVE, "--api-key", "k" * 40, "REPLACE-ME-app-one"], GUARDED, "placeholder"),
+        (SERVER, ["api_server.py", "--api-key=REPLACE-ME-app-one"], GUARDED, "placeholder"),
     ],
 )
 def test_an_unguarded_front_end_is_named_with_its_cure(
@@ -38,6 +41,7 @@ def test_an_unguarded_front_end_is_named_with_its_cure(
     [
         ("", SERVE, GUARDED),
         ("", SERVE, BUNDLE),
+        ("", [*SERVE, "--api-key", "k" * 40, "--served-model-name", "change-me"], GUARDED | {"VLLM_API_KEY": "k" * 40}),
         (SERVER, ["api_server.py"], GUARDED | {"VLLM_USE_RUST_FRONTEND": "0"}),
     ],
 )

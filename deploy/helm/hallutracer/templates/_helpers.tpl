@@ -24,7 +24,7 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- define "hallutracer.image" -}}
 {{- $kind := "" -}}
 {{- if eq (include "hallutracer.engine" .) "vllm" }}{{ $kind = "-vllm" }}{{ else if .Values.gpus }}{{ $kind = "-cuda" }}{{ end -}}
-{{ .Values.image.repository }}:{{ .Values.image.tag | default (printf "%s%s" .Chart.AppVersion $kind) }}
+{{ .Values.image.repository }}{{ if .Values.image.digest }}@{{ .Values.image.digest }}{{ else }}:{{ .Values.image.tag | default (printf "%s%s" .Chart.AppVersion $kind) }}{{ end }}
 {{- end }}
 
 {{- /* An option's value as its variable has it.  Helm reads numbers as floats: 4194304 would become 4.194304e+06. */ -}}
