@@ -161,7 +161,7 @@ def test_options_become_variables_that_serve_reads_alike(monkeypatch: pytest.Mon
     read = sources.values()
     expected = {
         "max_body_bytes": 8388608, "deadline_s": 12.5, "playground": False, "bundle": ("demo", "demo-fused"),
-        "policy": "support", "threshold": 0.0, "drain_s": 30.0, "threads": 2,
+        "policy": "support", "threshold": 0.0, "drain_s": 30.0, "threads": None,
     }  # fmt: skip
     assert {name: read[name] for name in expected} == expected
 
