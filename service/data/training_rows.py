@@ -2,8 +2,8 @@
 
 A row: ``id``, else it is called by the number of its line; ``prompt`` or ``messages``; ``label`` (1 factual,
 0 hallucinated) or ``answers`` (accepted answers, for labels that are generated and judged); ``group`` (rows that folds
-keep together; rows with the same prompt always are).  Other keys are metadata; ``kind`` and ``template`` name strata of
-the evaluation.
+keep together; rows with the same prompt always are, and so are rows without a group that ask the same in other words).
+Other keys are metadata; ``kind`` and ``template`` name strata of the evaluation.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import hashlib
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +20,15 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.cluster.hierarchy import DisjointSet
 
+from service.data.near_duplicates import near_duplicates
 from service.data.options import Labels
 from service.data.rows import check_id, check_prompt, check_text, id_of, id_problem, objects, prompt_digest
 from service.errors import DataError
 
 Message = dict[str, str]
 STRATA = ("kind", "template")
+SHOWN = 60  # characters of a prompt that is named as an example
+REMARKED = 0.01  # share of rows from which on a likeness between named groups is remarked on
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,27 +52,39 @@ class Row:
             return self.prompt
         return "\n".join(f"{message['role']}: {message['content']}" for message in self.messages or ())
 
+    @property
+    def texts(self) -> list[str]:
+        """The prompt, or what each message of the conversation says."""
+        return [self.prompt] if self.prompt is not None else [message["content"] for message in self.messages or ()]
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, eq=False)
 class Dataset:
     """A checked file.  ``digest`` is sha256 over the canonical rows, so spacing and key order do not matter."""
 
     path: Path
     rows: tuple[Row, ...]
     digest: str
-    own_groups: bool = False  # whether any row names its group
+    own_groups: bool  # whether any row names its group
+    alike: NDArray[np.int64]  # the same number for rows whose prompts are near-duplicates: [N]
 
     def __len__(self) -> int:
         return len(self.rows)
 
-    @property
+    @cached_property
     def groups(self) -> NDArray[np.int64]:
         """Group number of each row, in order of first appearance: [N].
 
         Rows of one named group share a number, and so do rows with the same prompt: their readouts are equal, so a copy
-        on the other side of a fold would leak the label.
+        on the other side of a fold would leak the label.  So does a near-duplicate: where one of several has no group,
+        they share a number, too.
         """
-        return _merged(self.rows)
+        return _merged(self.rows, self.alike)
+
+    @property
+    def remarks(self) -> list[str]:
+        """What to tell about near-duplicates: rows that were joined, and rows of named groups that were not."""
+        return _remarks(self.rows, self.alike)
 
 
 def read_dataset(path: Path, labels: Labels, *, folds: int | None) -> Dataset:
@@ -107,11 +123,15 @@ def read_dataset(path: Path, labels: Labels, *, folds: int | None) -> Dataset:
     problems += _across(rows)
     if not rows and not problems:
         problems.append("the file has no rows: one JSON object per line is expected")
-    if not problems and labels == "given" and folds is not None:
-        problems += class_problems(np.array([row.label for row in rows]), _merged(rows), folds)
     if problems:
         raise DataError(str(path), sorted(problems, key=_line_of))
-    return Dataset(path, tuple(rows), f"sha256:{digest.hexdigest()}", own_groups)
+    alike = near_duplicates([row.texts for row in rows])
+    dataset = Dataset(path, tuple(rows), f"sha256:{digest.hexdigest()}", own_groups, alike)
+    if labels == "given" and folds is not None:
+        problems = class_problems(np.array([row.label for row in rows]), dataset.groups, folds)
+        if problems:
+            raise DataError(str(path), [*problems, *dataset.remarks])
+    return dataset
 
 
 def class_problems(label: NDArray[Any], group: NDArray[Any], folds: int) -> list[str]:
@@ -129,29 +149,86 @@ def class_problems(label: NDArray[Any], group: NDArray[Any], folds: int) -> list
 
 
 def check_disjoint(train: Dataset, test: Dataset) -> None:
-    """Raise DataError if a held-out row shares its prompt or its named group with a training row."""
+    """Raise DataError if a held-out row shares its prompt or its named group with a training row.
+
+    Or asks the same in other words, where one of the two has no group.
+    """
     prompts = {row.prompt_digest: row.line for row in train.rows}
     groups = {row.group: row.line for row in train.rows} if train.own_groups and test.own_groups else {}
+    alike = near_duplicates([row.texts for row in (*train.rows, *test.rows)])
+    known: dict[tuple[int, bool], Row] = {}  # by number, and whether the row has a group
+    for row, number in zip(train.rows, alike.tolist(), strict=False):
+        known.setdefault((number, row.group != ""), row)
     problems = []
-    for row in test.rows:
+    for row, number in zip(test.rows, alike[len(train) :].tolist(), strict=True):
+        other = known.get((number, False)) or (None if row.group else known.get((number, True)))
         if row.prompt_digest in prompts:
             problems.append(f"line {row.line}: its prompt is also {train.path} line {prompts[row.prompt_digest]}")
         elif row.group and row.group in groups:
             there = f"{train.path} line {groups[row.group]}"
             problems.append(f"line {row.line}: its group {row.group!r} is also in {there}")
+        elif other is not None:
+            problems.append(
+                f"line {row.line}: it asks what {train.path} line {other.line} asks, {_shown(other)}, in other words: "
+                "leave it out, or give both a 'group' if they ask different things"
+            )
     if problems:
         raise DataError(str(test.path), problems)
 
 
-def _merged(rows: Sequence[Row]) -> NDArray[np.int64]:
-    """Numbers of the groups after joining those that share a prompt."""
+def _merged(rows: Sequence[Row], alike: NDArray[np.int64] | None = None) -> NDArray[np.int64]:
+    """Numbers of the groups after joining those that share a prompt, or what ``alike`` joins to a row without group."""
     joined = DisjointSet(row.prompt_digest for row in rows)
     for row in rows:
         if row.group:
             joined.add(row.group)
             joined.merge(row.group, row.prompt_digest)
+    if alike is not None:
+        for places in _without_group(rows, alike):
+            for place in places[1:]:
+                joined.merge(rows[places[0]].prompt_digest, rows[place].prompt_digest)
     codes: dict[object, int] = {}
     return np.array([codes.setdefault(joined[row.prompt_digest], len(codes)) for row in rows], np.int64)
+
+
+def _sets(alike: NDArray[np.int64]) -> list[list[int]]:
+    """Places of the rows that share a number, two or more of them."""
+    found: dict[int, list[int]] = {}
+    for place, number in enumerate(alike.tolist()):
+        found.setdefault(number, []).append(place)
+    return [places for places in found.values() if len(places) > 1]
+
+
+def _without_group(rows: Sequence[Row], alike: NDArray[np.int64]) -> list[list[int]]:
+    """Those of ``_sets`` in which a row has no group."""
+    return [places for places in _sets(alike) if not all(rows[place].group for place in places)]
+
+
+def _remarks(rows: Sequence[Row], alike: NDArray[np.int64]) -> list[str]:
+    before = _merged(rows).tolist()
+    apart = [places for places in _sets(alike) if len({before[place] for place in places}) > 1]
+    remarks = []
+    for named in (False, True):
+        sets = [places for places in apart if all(rows[place].group for place in places) == named]
+        count = sum(map(len, sets))
+        if not count or (named and count < REMARKED * len(rows)):
+            continue
+        first, second = next(
+            (rows[sets[0][0]], rows[place]) for place in sets[0] if before[place] != before[sets[0][0]]
+        )
+        example = f"line {second.line}, {_shown(second)}, as line {first.line}, {_shown(first)}"
+        remarks.append(
+            f"{count} rows of different groups ask the same in other words, such as {example}: give them one group, or "
+            "folds and guarantee take them as independent"
+            if named
+            else f"{count} rows ask the same as another one in other words and share its group, such as {example}"
+        )
+    return remarks
+
+
+def _shown(row: Row) -> str:
+    """The end of what a row asks, as an example."""
+    return json.dumps(" ".join(row.texts[-1].split())[-SHOWN:], ensure_ascii=False)
 
 
 def _check(value: dict[str, Any], labels: Labels) -> Iterator[str]:

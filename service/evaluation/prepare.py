@@ -98,6 +98,8 @@ def read_rows(source: Source, options: EvaluateOptions) -> SetRows:
     if own is None or source.limit is not None:
         _write_rows(path, rows)
         dataset = read_dataset(path, labels, folds=folds)
+    if own is not None:
+        notes += dataset.remarks
     judge: JudgeName = options.judge or (info.judge if info else None) or "contains"
     set_rows = SetRows(
         name=source.name,

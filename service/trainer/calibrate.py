@@ -135,6 +135,7 @@ def described(made: Plan) -> list[str]:
     if made.done is not None:
         return [f"{made.done.reference} is this very calibration"]
     lines = [f"{len(made.dataset)} rows in {made.groups} groups for the test, new to {made.bundle.reference}"]
+    lines += made.dataset.remarks
     if made.gates is None:
         lines.append(f"one group of {PILOT_SHARE} chooses the thresholds: the bundle records no out-of-fold risks")
     for alpha in made.options.alphas:

@@ -1,13 +1,14 @@
 """Which rows a bundle has seen: those it was fitted and tested on, and the sets that (re)calibrations have spent.
 
 A promise rests on rows that took part in nothing else, so evaluation.json keeps marks of all of them: digests of the
-prompts and of the groups' names, no text.  A mark is 64 bits; that two of a million rows share one by chance has a
-probability of 3e-8.
+prompts, of their words of content and of the groups' names, no text.  A mark is 64 bits; that two of a million rows
+share one by chance has a probability of 3e-8.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,8 +17,9 @@ from typing import Any
 from probes_store.bundle import Bundle
 from probes_store.manifest import PROBES
 from probes_store.store import Store
+from service.data.near_duplicates import content_of
 from service.data.rows import MARK_DIGITS, prompt_mark
-from service.data.training_rows import Dataset, read_dataset
+from service.data.training_rows import Dataset, Row, read_dataset
 from service.errors import DataError, TrainingError
 
 
@@ -25,14 +27,15 @@ from service.errors import DataError, TrainingError
 class Marks:
     """Digests of the prompts and of the named groups of some rows."""
 
-    prompts: frozenset[str]
+    prompts: frozenset[str]  # of the prompts, and of the words that they ask by
     groups: frozenset[str]
 
     @classmethod
     def of(cls, dataset: Dataset) -> Marks:
         """Of all rows, also of those that were left out later."""
         groups = {group_mark(row.group) for row in dataset.rows if row.group}
-        return cls(frozenset(prompt_mark(row.prompt_digest) for row in dataset.rows), frozenset(groups))
+        prompts = {prompt_mark(row.prompt_digest) for row in dataset.rows} | {words_mark(row) for row in dataset.rows}
+        return cls(frozenset(prompts), frozenset(groups))
 
     @classmethod
     def read(cls, document: Mapping[str, str]) -> Marks:
@@ -47,6 +50,12 @@ class Marks:
 def group_mark(name: str) -> str:
     """Of a group's name."""
     return hashlib.blake2b(name.encode(), digest_size=MARK_DIGITS // 2).hexdigest()
+
+
+def words_mark(row: Row) -> str:
+    """Of a row's words of content, which a copy in another case, order or punctuation has too."""
+    words, digits = content_of("\n".join(row.texts))
+    return group_mark(json.dumps([sorted(words), digits]))
 
 
 def seen_by(bundle: Bundle, evaluation: Mapping[str, Any], trained_on: Sequence[Path]) -> Iterator[tuple[str, Marks]]:
@@ -89,7 +98,10 @@ def spent_sets(store: Store, bundle: Bundle) -> list[tuple[str, Bundle, dict[str
 
 
 def check_unspent(dataset: Dataset, seen: Sequence[tuple[str, Marks]]) -> None:
-    """Raise DataError where a row's prompt or group is among those already seen: every such row, by line."""
+    """Raise DataError where a row's prompt or group is among those already seen: every such row, by line.
+
+    So is a row without a group that has the words of content of one already seen.
+    """
     problems = []
     for row in dataset.rows:
         for what, marks in seen:
@@ -97,6 +109,8 @@ def check_unspent(dataset: Dataset, seen: Sequence[tuple[str, Marks]]) -> None:
                 problems.append(f"line {row.line}: its prompt is among {what}")
             elif row.group and group_mark(row.group) in marks.groups:
                 problems.append(f"line {row.line}: its group is among {what}")
+            elif not row.group and words_mark(row) in marks.prompts:
+                problems.append(f"line {row.line}: it asks in other words what is among {what}")
             else:
                 continue
             break

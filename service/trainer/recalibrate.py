@@ -96,7 +96,7 @@ def described(made: Plan) -> list[str]:
     """What is going to be done, in lines."""
     dataset, bundle = made.rows.dataset, made.rows.bundle
     groups = len(np.unique(dataset.groups))
-    lines = [f"{len(dataset)} labelled rows in {groups} groups, new to {bundle.reference}"]
+    lines = [f"{len(dataset)} labelled rows in {groups} groups, new to {bundle.reference}", *dataset.remarks]
     lines.append(f"{bundle.reference} was fitted on rows of which {made.prior:.1%} are hallucinated")
     if made.traffic is not None:
         lines.append(f"{len(made.traffic.rows)} rows of traffic" + ("" if made.traffic.scored else ", to be scored"))

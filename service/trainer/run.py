@@ -69,6 +69,9 @@ def train(options: TrainOptions, engine_factory: Callable[[], Engine], store: St
     dataset, test = _read(options)
     store.check_writable()
     console.print(f"{len(dataset)} rows in {options.data.name}" + (f", {len(test)} held out" if test else ""))
+    for data in (dataset, test) if test is not None else (dataset,):
+        for remark in data.remarks:
+            console.print(f"{data.path.name}: {remark}")
 
     with locked(options.run_dir), closing(engine_factory()) as engine:
         draft, better = _draft(options, dataset, test, engine, console)

@@ -1,0 +1,160 @@
+"""Paraphrases are found, and the same question about another entity is not one."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from service.data.near_duplicates import near_duplicates
+from service.data.training_rows import Dataset, check_disjoint, read_dataset
+from service.demo.questions import questions
+from service.errors import DataError
+
+COUNTRIES = (
+    "France", "Spain", "Italy", "Peru", "Chad", "Nepal", "Kenya", "Japan", "Cuba", "Iran", "Austria", "Australia",
+    "Niger", "Nigeria", "Guinea", "Mali", "Malta", "Fiji", "Laos", "Togo",
+)  # fmt: skip
+OTHERS = [f"What is the capital of {name}?" for name in COUNTRIES] + [
+    f"{name} is the capital of which country?" for name in ("Berlin", "Avarua", "Rome", "Oslo", "Lima")
+]
+PARAPHRASES = [
+    "what is the capital of france",
+    "WHAT IS THE CAPITAL OF FRANCE?!",
+    "Tell me: what's the capital of France?",
+    "Could you please tell me what the capital of France is?",
+    "The capital of France is what?",
+    "France: what is its capital?",
+    "What is the capital of France? Answer briefly.",
+    "What is the capital of France? Thanks!",
+    "What is the capital of France? (2)",
+    "What is the capital of France? #3",
+    "7. What is the capital of France?",
+    "  What   is the capital of France ...",
+    "Hello! What\u2019s the capital of \uff26rance?",
+]
+
+
+def alike(*prompts: str) -> list[int]:
+    """Numbers of ``prompts`` among OTHERS; the first of OTHERS is the question about France."""
+    return near_duplicates([[text] for text in (*prompts, *OTHERS)]).tolist()
+
+
+@pytest.mark.parametrize("text", PARAPHRASES)
+def test_a_paraphrase_is_alike(text: str) -> None:
+    found = alike(text)
+    assert found[0] == found[1]
+    assert len(set(found)) == len(OTHERS)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("Berlin is the capital of which country?", "Avarua is the capital of which country?"),
+        ("What is the capital of Niger?", "What is the capital of Nigeria?"),
+        ("What is the capital of France in 1940?", "What is the capital of France in 1871?"),
+        ("Who won gold in the men's relay of 4 x 100 metres?", "Who won gold in the men's relay of 4 x 400 metres?"),
+        ("Who was the first president of Togo?", "Who was the last president of Togo?"),
+        ("What is 12 minus 7?", "What is 7 minus 12?"),
+        ("Name the element with the symbol In.", "Name the element with the symbol Be."),
+        ("...", "?!"),
+    ],
+)
+def test_another_question_is_not(one: str, other: str) -> None:
+    found = alike(one, other)
+    assert found[0] != found[1]
+
+
+def test_a_question_behind_another_passage_is_the_same_and_a_common_last_paragraph_is_no_question() -> None:
+    passages = [f"{name} has a long history of {index} kings." for index, name in enumerate(COUNTRIES)]
+    asked = near_duplicates([[f"{passage}\n\nWhat is the capital of France?"] for passage in passages[:3]])
+    assert len(set(asked.tolist())) == 1
+    many = [f"{place} {passage}" for place in ("Here", "There") for passage in passages]
+    told = near_duplicates([[f"{text}\n\nIs the statement true or false?"] for text in many])
+    assert len(set(told.tolist())) == 2 * len(passages) / 2  # "here" and "there" are little beside a country
+    followed = near_duplicates([[text, "Fine.", "What is its highest mountain?"] for text in OTHERS])
+    assert len(set(followed.tolist())) == len(OTHERS)
+
+
+def test_the_demo_questions_of_different_entities_stay_apart() -> None:
+    for split, most in (("train", 0.007), ("dev", 0.0), ("test", 0.002)):
+        rows = questions(split)
+        found = near_duplicates([[row["prompt"]] for row in rows])
+        groups: dict[int, set[str]] = {}
+        for row, number in zip(rows, found.tolist(), strict=True):
+            groups.setdefault(number, set()).add(row["group"])
+        joined = sum(len(groups[number]) > 1 for number in found.tolist())
+        assert joined <= most * len(rows)
+
+
+def read(path: Path, rows: list[dict[str, Any]], folds: int | None = None) -> Dataset:
+    path.write_text("".join(json.dumps({"label": number % 2} | row) + "\n" for number, row in enumerate(rows)))
+    return read_dataset(path, "given", folds=folds)
+
+
+def prompts(*groups: str | None) -> list[dict[str, Any]]:
+    """Paraphrases of the same question, with these groups; then questions about other countries."""
+    texts = [OTHERS[0], *PARAPHRASES]
+    rows = [{"prompt": text} | ({} if group is None else {"group": group}) for text, group in zip(texts, groups)]  # noqa: B905
+    return rows + [{"prompt": text} for text in OTHERS[1:]]
+
+
+@pytest.mark.parametrize(
+    ("groups", "numbers"),
+    [
+        ((None, None, None), [0, 0, 0]),
+        (("a", None, None), [0, 0, 0]),
+        (("a", "b", "c"), [0, 1, 2]),  # named apart: whoever names groups knows
+        (("a", "b", None), [0, 0, 0]),  # else the last one would stand on both sides of a fold
+    ],
+)
+def test_rows_without_a_group_are_joined(tmp_path: Path, groups: tuple[str | None, ...], numbers: list[int]) -> None:
+    dataset = read(tmp_path / "rows.jsonl", prompts(*groups))
+    assert dataset.groups[:3].tolist() == numbers
+    assert len(np.unique(dataset.groups)) == len(set(numbers)) + len(OTHERS) - 1
+    [remark] = dataset.remarks
+    said = "3 rows of different groups ask the same" if None not in groups else "3 rows ask the same as another one"
+    assert remark.startswith(said)
+    assert 'line 2, "what is the capital of france", as line 1' in remark
+
+
+def test_named_groups_that_hardly_meet_and_copies_of_one_prompt_are_not_remarked_on(tmp_path: Path) -> None:
+    rows = [{"prompt": f"What is the capital of the {number}th land?", "group": str(number)} for number in range(400)]
+    rows[7]["prompt"] = rows[8]["prompt"] + " Thanks!"
+    assert read(tmp_path / "named.jsonl", rows).remarks == []
+    same = [{"prompt": OTHERS[0], "label": 1}, {"prompt": OTHERS[0], "label": 1}, {"prompt": "Is it?", "label": 0}]
+    assert read(tmp_path / "same.jsonl", same).remarks == []
+
+
+def test_chats_are_compared_by_what_is_said(tmp_path: Path) -> None:
+    chats = [
+        [{"role": "system", "content": "You are a guide."}, {"role": "user", "content": text}]
+        for text in (OTHERS[0], PARAPHRASES[0], OTHERS[1])
+    ]
+    rows = [{"messages": chat} for chat in chats]
+    assert read(tmp_path / "rows.jsonl", rows).groups.tolist() == [0, 0, 1]
+
+
+def test_too_few_groups_are_explained_by_the_rows_that_were_joined(tmp_path: Path) -> None:
+    rows = [{"prompt": text, "label": 1} for text in (OTHERS[0], *PARAPHRASES)]
+    rows += [{"prompt": text, "label": 0} for text in OTHERS[1:]]
+    with pytest.raises(DataError, match="only 1 group") as caught:
+        read(tmp_path / "rows.jsonl", rows, folds=3)
+    assert "14 rows ask the same as another one in other words" in caught.value.message
+
+
+@pytest.mark.parametrize(("here", "there", "refused"), [({}, {}, True), ({}, {"group": "g"}, True),
+                                                        ({"group": "h"}, {}, True),
+                                                        ({"group": "h"}, {"group": "g"}, False)])  # fmt: skip
+def test_a_held_out_paraphrase_is_refused(tmp_path: Path, here: Any, there: Any, refused: bool) -> None:
+    train = read(tmp_path / "train.jsonl", [{"prompt": text} | here for text in OTHERS])
+    new = [{"prompt": "Who wrote Dune?"} | there, {"prompt": PARAPHRASES[2]} | there]
+    test = read(tmp_path / "test.jsonl", new)
+    if not refused:
+        check_disjoint(train, test)
+        return
+    with pytest.raises(DataError, match=r"line 2: it asks what .*train\.jsonl line 1 asks.*capital of France"):
+        check_disjoint(train, test)
