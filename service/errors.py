@@ -161,6 +161,13 @@ class NotReady(HalluTracerError):
     retry_after_s = 1
 
 
+class BodiesFull(HalluTracerError):
+    """The bodies of other requests, this caller's among them, take the memory that there is for bodies."""
+
+    status, code = 503, "bodies_full"
+    retry_after_s = 1
+
+
 class FeedbackUnavailable(HalluTracerError):
     """The database of feedback cannot be read or written; answers do not depend on it."""
 

@@ -38,10 +38,8 @@ class _JsonRequest(Request):
 
 def parse(body: bytes) -> Any:
     """Raises json.JSONDecodeError, and HTTPException for what a parser would take and nobody can have meant."""
-    if body.count(b"[") + body.count(b"{") > MAX_CONTAINERS:  # cheap, and seldom true: brackets may stand in texts
-        bare = _STRINGS.sub(b"", body)
-        if bare.count(b"[") + bare.count(b"{") > MAX_CONTAINERS:
-            raise HTTPException(413, f"the body has more than {MAX_CONTAINERS} lists and objects")
+    if too_many_containers(body):
+        raise HTTPException(413, f"the body has more than {MAX_CONTAINERS} lists and objects")
     try:
         text = body.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -50,6 +48,14 @@ def parse(body: bytes) -> Any:
         return json.loads(text, object_pairs_hook=_distinct)
     except RecursionError:
         raise json.JSONDecodeError("nested too deeply", "", 0) from None
+
+
+def too_many_containers(body: bytes) -> bool:
+    """Whether its lists and objects are more than ``MAX_CONTAINERS``; brackets in texts are not counted."""
+    if body.count(b"[") + body.count(b"{") <= MAX_CONTAINERS:  # cheap, and mostly so
+        return False
+    bare = _STRINGS.sub(b"", body)
+    return bare.count(b"[") + bare.count(b"{") > MAX_CONTAINERS
 
 
 def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
 
 from service.api.request_log import record_of
-from service.errors import BodyTooLarge, BodyTooSlow, HalluTracerError, Unauthorized
+from service.errors import BodiesFull, BodyTooLarge, BodyTooSlow, HalluTracerError, Unauthorized
 
 _FIELD = re.compile(r"[A-Za-z_]\w*")
 _TAGS = ("body", "str", "int", "float")
@@ -19,7 +19,7 @@ CODES = {
     400: "invalid_json",
     404: "not_found",
     405: "method_not_allowed",
-    **{error.status: error.code for error in (BodyTooSlow, BodyTooLarge)},
+    **{error.status: error.code for error in (BodiesFull, BodyTooSlow, BodyTooLarge)},
 }
 NO_ROUTE = (
     "no such route; this service has /v1/risk/score, and of OpenAI's API /v1/chat/completions, /v1/completions and "

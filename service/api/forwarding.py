@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import httpx
 from httpx_sse import EventSource, SSEError
 
+from service.api.body import too_many_containers
 from service.errors import HalluTracerError, UpstreamFailed
 from service.serving.metrics import Metrics, Outcome
 from service.upstreams import Upstream
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from service.serving.spans import RequestTrace, UpstreamCall
 
 CONNECT_S = 10.0
-MOST_BYTES = 16 * 2**20  # of a whole answer
+MOST_BYTES = 16 * 2**20  # of a whole answer, or of one event of a stream
 
 
 class Forwarder:
@@ -38,12 +39,8 @@ class Forwarder:
         """The upstream's answer: ``model``, ``choices`` and ``usage``.  Raises UpstreamFailed."""
         call = None if trace is None else trace.upstream(upstream, route)
         async with self._counted(call), self._response(upstream, route, body, call) as response:
-            content = bytearray()
-            async for part in response.aiter_bytes():
-                content += part
-                if len(content) > MOST_BYTES:
-                    raise UpstreamFailed(f"{upstream.host} sent more than {MOST_BYTES} bytes")
-            return _document(upstream, content.decode("utf-8", "replace"), call)
+            response.stream = _Bounded(upstream, response.stream)
+            return _document(upstream, await response.aread(), call)
 
     async def stream(
         self, upstream: Upstream, route: str, body: Mapping[str, Any], trace: RequestTrace | None = None
@@ -51,10 +48,12 @@ class Forwarder:
         """Its chunks likewise.  Raises UpstreamFailed, also where the stream ends without [DONE]."""
         call = None if trace is None else trace.upstream(upstream, route)
         async with self._counted(call), self._response(upstream, route, body, call) as response:
+            response.stream = bounded = _Bounded(upstream, response.stream)
             async for event in EventSource(response).aiter_sse():
                 if event.data == "[DONE]":
                     return
-                yield _document(upstream, event.data, call)
+                bounded.kept = 0
+                yield _document(upstream, event.data.encode(), call)
             raise UpstreamFailed(f"{upstream.host} closed its stream before the end")
 
     @asynccontextmanager
@@ -63,12 +62,16 @@ class Forwarder:
     ) -> AsyncIterator[httpx.Response]:
         address = upstream.url + route.removeprefix("/v1")
         timeout = httpx.Timeout(upstream.timeout_s, connect=min(CONNECT_S, upstream.timeout_s))
-        content, headers = {**body, "model": upstream.model}, upstream.headers()
+        content, headers = {**body, "model": upstream.model}, upstream.headers() | {"accept-encoding": "identity"}
         headers |= {} if call is None else call.headers
         try:
             async with self._client.stream("POST", address, json=content, headers=headers, timeout=timeout) as response:
                 if response.status_code != httpx.codes.OK:
                     raise UpstreamFailed(f"{upstream.host} answered with status {response.status_code}")
+                if response.headers.get("content-encoding", "").strip().lower() not in ("", "identity"):
+                    raise UpstreamFailed(
+                        f"{upstream.host} sent a compressed answer, though it was asked for a plain one"
+                    )
                 yield response
         except httpx.TimeoutException:
             raise UpstreamFailed(f"{upstream.host} took longer than {upstream.timeout_s:g} s") from None
@@ -91,16 +94,37 @@ class Forwarder:
                 call.end(code)
 
 
+class _Bounded(httpx.AsyncByteStream):
+    """What an upstream sends; no more of it than ``MOST_BYTES`` is kept, be it a line, an event or an answer."""
+
+    def __init__(self, upstream: Upstream, stream: httpx.SyncByteStream | httpx.AsyncByteStream) -> None:
+        assert isinstance(stream, httpx.AsyncByteStream)
+        self._upstream, self._stream = upstream, stream
+        self.kept = 0  # bytes that whoever reads still holds
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        async for part in self._stream:
+            self.kept += len(part)
+            if self.kept > MOST_BYTES:
+                raise UpstreamFailed(f"{self._upstream.host} sent more than {MOST_BYTES} bytes")
+            yield part
+
+    async def aclose(self) -> None:
+        await self._stream.aclose()
+
+
 def _refuse(constant: str) -> None:
     raise ValueError(f"{constant} is not JSON")
 
 
-def _document(upstream: Upstream, text: str, call: UpstreamCall | None) -> dict[str, Any]:
+def _document(upstream: Upstream, content: bytes, call: UpstreamCall | None) -> dict[str, Any]:
     """What is passed on of it, and nothing that an upstream may add."""
+    found = None
     try:
-        found = json.loads(text, parse_constant=_refuse)
-    except ValueError:
-        found = None
+        if not too_many_containers(content):
+            found = json.loads(content.decode("utf-8", "replace"), parse_constant=_refuse)
+    except (ValueError, RecursionError):
+        pass
     if not isinstance(found, dict) or not isinstance(found.get("choices"), list):
         raise UpstreamFailed(f"{upstream.host} sent something else than an answer")
     if call is not None:

@@ -99,7 +99,7 @@ FAILURES = errors(
     _429="the queue is full",
     _500="the engine failed",
     _502="the server that the policy falls back on failed",
-    _503="not ready: loading, or shutting down",
+    _503="not ready: loading, or shutting down; or no memory for the body: Retry-After",
     _504="the deadline passed",
 )
 """Of every route that reads a prompt."""

@@ -67,21 +67,22 @@ class _BodyReader:
 
     def __init__(self, note: Note, receive: Receive, special_tokens: Sequence[str]) -> None:
         self._note, self._receive, self._special_tokens = note, receive, special_tokens
-        self._body = bytearray()
+        self._parts: list[bytes] = []  # the objects that the app keeps as well, until the body is complete
 
     async def receive(self) -> Message:
         message = await self._receive()
         if message["type"] == "http.request":
-            self._body += message.get("body", b"")
+            self._parts.append(message.get("body", b""))
             if not message.get("more_body"):
-                self._read()
+                body, self._parts = b"".join(self._parts), []
+                self._read(body)
         return message
 
-    def _read(self) -> None:
-        spelt = any(token.encode() in self._body for token in self._special_tokens)
-        if not spelt and not _MARKS.search(self._body):
+    def _read(self, body: bytes) -> None:
+        spelt = any(token.encode() in body for token in self._special_tokens)
+        if not spelt and not _MARKS.search(body):
             return
-        content = _parsed(self._body) or {}
+        content = _parsed(body) or {}
         texts = [text for name in RENDERED for text in _strings(content.get(name))]
         self._note.forges = next(
             (token for token in self._special_tokens if any(token in text for text in texts)), None
@@ -212,7 +213,7 @@ def _strings(value: Any) -> Iterator[str]:
             pending += one
 
 
-def _parsed(body: bytes | bytearray) -> dict[str, Any] | None:
+def _parsed(body: bytes) -> dict[str, Any] | None:
     try:
         content = json.loads(body)
     except ValueError:
