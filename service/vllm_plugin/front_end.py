@@ -1,52 +1,118 @@
-"""Makes plain ``vllm serve`` read and gate where a bundle is named for it, and refuses front ends without a gate.
+"""Ends every vLLM engine that would answer without the gate its environment asks for; plain ``vllm serve`` gets one.
 
-vLLM loads ``check`` as a general plugin in each of its processes, before it parses its command line or loads a model.
-Its engine's process learns here, too, to end with its parent.
+vLLM loads ``check`` as a general plugin, in each process, before it makes an engine's configuration, an engine or a
+worker.  Which program that is does not matter.  A configuration can say that a gate is in front of its engine (GATED);
+HalluTracer's own engine (``engines.vllm.launch``) says so, and vLLM's own server, to which our plugin adds the gate.
+Every engine has an executor, and without that word it gets none.
+
+An engine's process learns here, too, to end with its parent.
 """
 
 from __future__ import annotations
 
 import functools
+import logging
 import os
 import sys
+import threading
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from importlib.metadata import entry_points
-from pathlib import Path
-from typing import Any
+from types import FrameType
+from typing import Any, NoReturn
 
 from probes_store.errors import BundleError
 from service.callers import is_placeholder
 from service.engines.vllm.launch import WORKER
 from service.engines.vllm.parent import FOLLOW, follow_parent
-from service.engines.vllm.wire import KEY
+from service.engines.vllm.wire import GATED, KEY
 from service.errors import HalluTracerError
 from service.settings import env
 
+log = logging.getLogger("hallutracer")
 NAME = "hallutracer"
 GROUPS = ("general", "io_processor", "platform", "stat_logger")  # of vLLM's plugins that load unless others are named
+SERVERS = {  # module and function: what starts the engine of vLLM's own server, or another node's part of it
+    ("vllm.entrypoints.launchers.api_server.entry", "run_server_worker"),
+    ("vllm.entrypoints.cli.serve", "run_multi_api_server"),
+    ("vllm.entrypoints.cli.serve", "run_headless"),
+}
 
 
 def check() -> None:
-    """Raise SystemExit if this process would answer without the guard that its environment asks for."""
+    """Have this process gate vLLM's own server and start no other engine, where a bundle is named."""
     follow_parent()
-    spec = getattr(sys.modules["__main__"], "__spec__", None)
-    module = spec.name if spec is not None else ""
-    if not os.environ.get(env("bundle")) or not is_front_end(module, sys.argv):
+    if _asked():
+        _gate_servers()
+        _refuse_others()
+
+
+def _gate_servers() -> None:
+    from vllm.engine.arg_utils import EngineArgs
+
+    create = EngineArgs.create_engine_config
+    if getattr(create, "gates", False):
         return
-    if reason := unguarded(module, sys.argv, os.environ):
-        raise SystemExit(f"hallutracer: {env('bundle')} is set, and {reason}")
-    os.environ.setdefault(FOLLOW, "1")  # for the processes that this one starts
-    name_plugins(os.environ)
-    read_by_default()
+
+    @functools.wraps(create)
+    def create_gated(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if _asked() and in_server(sys._getframe()):
+            if reason := unguarded(sys.argv, os.environ):
+                _end(reason)
+            os.environ.setdefault(FOLLOW, "1")  # for the processes that this one starts
+            name_plugins(os.environ)
+            read_by_default(self)
+        return create(self, *args, **kwargs)
+
+    create_gated.gates = True  # type: ignore[attr-defined]
+    EngineArgs.create_engine_config = create_gated
 
 
-def is_front_end(module: str, argv: Sequence[str]) -> bool:
-    """Whether this process is a server of vLLM's own; hallutracer's commands start vLLM, too.
+def _refuse_others() -> None:
+    """An executor's class is chosen in the process that starts an engine, and the executor is made in the engine's."""
+    from vllm.v1.executor.abstract import Executor
 
-    ``module`` is the name of the module that runs as a program, "" for a script.
-    """
-    script = Path(argv[0]).name if argv else ""
-    return script == "vllm" or module.startswith("vllm.entrypoints")
+    choose, make = Executor.get_class, Executor.__init__
+    if getattr(make, "refuses", False):
+        return
+
+    @functools.wraps(choose)
+    def choose_gated(vllm_config: Any) -> Any:
+        _refuse(vllm_config)
+        return choose(vllm_config)
+
+    @functools.wraps(make)
+    def make_gated(self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+        _refuse(vllm_config)
+        make(self, vllm_config, *args, **kwargs)
+
+    make_gated.refuses = True  # type: ignore[attr-defined]
+    Executor.get_class, Executor.__init__ = staticmethod(choose_gated), make_gated
+
+
+def _refuse(config: Any) -> None:
+    if _asked() and (reason := open_engine(config)):
+        _end(reason)
+
+
+def _asked() -> bool:
+    return bool(os.environ.get(env("bundle")))
+
+
+def _end(reason: str) -> NoReturn:
+    said = f"hallutracer: {env('bundle')} is set, and {reason}"
+    if threading.current_thread() is not threading.main_thread():
+        log.critical(said)  # a thread ends without a word
+    raise SystemExit(said)
+
+
+def in_server(frame: FrameType | None) -> bool:
+    """Whether vLLM's own server is among the callers of ``frame``."""
+    while frame is not None:
+        module = getattr(frame.f_globals.get("__spec__"), "name", "")  # also where it runs as a program
+        if (module, frame.f_code.co_name) in SERVERS:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def name_plugins(environment: MutableMapping[str, str]) -> None:
@@ -59,43 +125,28 @@ def name_plugins(environment: MutableMapping[str, str]) -> None:
         environment["VLLM_PLUGINS"] = ",".join(sorted(others | {NAME}))
 
 
-def read_by_default() -> None:
+def read_by_default(arguments: Any) -> None:
     """Have vLLM start our worker, at the bundles' sites alone, where its command line says nothing else."""
-    from vllm.engine.arg_utils import EngineArgs
-
     from service.engines.vllm.engine import SLOTS
     from service.vllm_plugin.options import read_options
 
-    create = EngineArgs.create_engine_config
-    if getattr(create, "reads", False):
-        return
-
-    @functools.wraps(create)
-    def create_reading(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if self.worker_cls == "auto":
-            self.worker_cls = WORKER
-        if KEY not in (self.additional_config or {}):
-            try:
-                bundles = read_options().bundles.values()
-            except (HalluTracerError, BundleError) as error:
-                raise SystemExit(f"hallutracer: {error}") from error
-            sites = sorted({str(bundle.manifest.readout.site) for bundle in bundles})
-            plan = {"sites": sites, "slots": max(SLOTS, len(bundles))}
-            self.additional_config = {**(self.additional_config or {}), KEY: plan}
-        return create(self, *args, **kwargs)
-
-    create_reading.reads = True  # type: ignore[attr-defined]
-    EngineArgs.create_engine_config = create_reading
+    if arguments.worker_cls == "auto":
+        arguments.worker_cls = WORKER
+    additional = {**(arguments.additional_config or {}), GATED: True}
+    if KEY not in additional:
+        try:
+            bundles = read_options().bundles.values()
+        except (HalluTracerError, BundleError) as error:
+            raise SystemExit(f"hallutracer: {error}") from error
+        sites = sorted({str(bundle.manifest.readout.site) for bundle in bundles})
+        additional[KEY] = {"sites": sites, "slots": max(SLOTS, len(bundles))}
+    arguments.additional_config = additional
 
 
-def unguarded(module: str, argv: Sequence[str], environment: Mapping[str, str]) -> str | None:
-    """Why this front end would answer unguarded; None where it does not."""
+def unguarded(argv: Sequence[str], environment: Mapping[str, str]) -> str | None:
+    """Why vLLM's own server would answer unguarded; None where it does not."""
     if environment.get("VLLM_USE_RUST_FRONTEND", "0") not in ("", "0"):
         return "vLLM's Rust front end has no risks and no gate; unset VLLM_USE_RUST_FRONTEND"
-    if "--grpc" in argv or "grpc_server" in module:
-        return "vLLM's gRPC server has no risks and no gate; start it without --grpc"
-    if "run-batch" in argv or "run_batch" in module:
-        return f"vLLM's batch runner has no risks and no gate; use `hallutracer score`, or unset {env('bundle')}"
     if NAME not in environment.get("VLLM_PLUGINS", NAME).split(","):
         return f"VLLM_PLUGINS does not name the guard; unset it, or add {NAME}"
     if any(is_placeholder(key) for key in (environment.get("VLLM_API_KEY", ""), *_keys(argv))):
@@ -111,3 +162,25 @@ def _keys(argv: Sequence[str]) -> Iterator[str]:
         inside = flag.replace("_", "-") == "--api-key" or (inside and not word.startswith("-"))
         if inside:
             yield value or word
+
+
+def open_engine(config: Any) -> str | None:
+    """Why the engine of this ``VllmConfig`` would answer unguarded; None where it does not."""
+    additional, worker = config.additional_config, config.parallel_config.worker_cls
+    if not isinstance(additional, dict) or additional.get(GATED) is not True:
+        return (
+            "this program starts a vLLM engine with no gate in front of it, so its answers would be unguarded; serve "
+            "with `vllm serve` (without --grpc) or `hallutracer serve --engine vllm`, score with `hallutracer score "
+            f"--engine vllm`, or unset {env('bundle')} for this program"
+        )
+    if worker != WORKER and not _derived(worker):
+        return f"--worker-cls {worker} does not read the model; leave it out, or derive that class from {WORKER}"
+    return None
+
+
+def _derived(worker: str) -> bool:
+    from vllm.utils.import_utils import resolve_obj_by_qualname
+
+    from service.engines.vllm.worker import Worker
+
+    return issubclass(resolve_obj_by_qualname(worker), Worker)

@@ -23,12 +23,18 @@ TOKENS = 3  # of the input with which an attention block is checked
 
 
 def install(
-    model: nn.Module, family: Family, plan: Plan, rank: TensorParallelRank, device: torch.device
+    model: nn.Module,
+    family: Family,
+    plan: Plan,
+    rank: TensorParallelRank,
+    device: torch.device,
+    dtype: torch.dtype,
 ) -> dict[Site, SiteReadout]:
-    """Add the readout to a loaded model.
+    """Add the readout to a loaded model, which computes in ``dtype`` whatever its weights are stored in.
 
     Raises EngineError if the module tree contradicts the family's entry in ``FAMILIES``.
     """
+    like = torch.empty(0, dtype=dtype, device=device)
     geometry = plan.geometry
     blocks = blocks_of(model, family, geometry.num_layers)
     layers = range(min(blocks), max(blocks) + 1)
@@ -40,7 +46,7 @@ def install(
             found[site] = SiteReadout(plan, site, layers, heads, rank, device)
             for layer in layers:
                 attention = _attention_of(blocks[layer], family, layer)
-                _check_projection_reads(attention, blocks[layer], family, layer, geometry.hidden_size)
+                _check_projection_reads(attention, blocks[layer], family, layer, geometry.hidden_size, like)
                 _read_attention(attention, found[site])
         else:
             found[site] = SiteReadout(plan, site, layers, (0, 1), rank, device)
@@ -96,25 +102,27 @@ def _attention_of(block: nn.Module, family: Family, layer: int) -> Any:
     return layers[0]
 
 
-def _check_projection_reads(attention: Any, block: nn.Module, family: Family, layer: int, hidden_size: int) -> None:
+def _check_projection_reads(
+    attention: Any, block: nn.Module, family: Family, layer: int, hidden_size: int, like: Tensor
+) -> None:
     """Run the layer's attention block with its attention replaced, and compare what its output projection is given.
 
-    Raises EngineError where something happens in between (a gate, a norm): the probes were trained on what goes in.
+    It computes in the dtype and on the device of ``like``.  Raises EngineError where something happens in between (a
+    gate, a norm): the probes were trained on what goes in.
     """
     path, _, name = family.projection.rpartition(".")
     parent: Any = block.get_submodule(path)
     projection = parent.get_submodule(name)
-    parameter = next(parent.parameters())
     width = attention.num_heads * getattr(attention, "head_size_v", attention.head_size)
-    made = torch.linspace(-1, 1, TOKENS * width, device=parameter.device).view(TOKENS, width).to(_dtype(parent))
+    made = torch.linspace(-1, 1, TOKENS * width).view(TOKENS, width).to(like)
     given: list[Tensor] = []
 
     def projected(states: Tensor, *args: Any, **kwargs: Any) -> Any:
         given.append(states)
         raise _Reached
 
-    hidden = torch.linspace(-1, 1, TOKENS * hidden_size, device=parameter.device).view(TOKENS, -1).to(made)
-    values: dict[str, Any] = {"positions": torch.arange(TOKENS, device=parameter.device), "hidden_states": hidden}
+    hidden = torch.linspace(-1, 1, TOKENS * hidden_size).view(TOKENS, -1).to(like)
+    values: dict[str, Any] = {"positions": torch.arange(TOKENS, device=like.device), "hidden_states": hidden}
     takes = inspect.signature(parent.forward).parameters
     if "position_embeddings" in takes:  # transformers' own module, which vLLM's backend for it runs
         one = hidden.new_ones(1, TOKENS, 1)
@@ -125,11 +133,14 @@ def _check_projection_reads(attention: Any, block: nn.Module, family: Family, la
             parent(**{name: value for name, value in values.items() if name in takes})
     except _Reached:
         pass
-    except TypeError as error:
-        raise EngineError(f"{family.name}: layer {layer}'s attention block cannot be checked: {error}") from None
+    except Exception as error:  # whatever a kernel raises
+        raise EngineError(
+            f"{family.name}: layer {layer}'s attention block cannot be checked: {type(error).__name__}: {error}; use "
+            "--engine transformers"
+        ) from error
     finally:
         del attention.forward, projection.forward
-    if len(given) != 1 or not torch.equal(given[0].reshape(made.shape), made):
+    if len(given) != 1 or given[0].numel() != made.numel() or not torch.equal(given[0].reshape(made.shape), made):
         raise EngineError(
             f"{family.name}: layer {layer}'s {family.projection} does not read its attention's result as it is; use "
             "--engine transformers"
@@ -138,15 +149,6 @@ def _check_projection_reads(attention: Any, block: nn.Module, family: Family, la
 
 class _Reached(Exception):
     """The output projection was called."""
-
-
-def _dtype(module: nn.Module) -> torch.dtype:
-    """Of its activations: quantized weights are no guide."""
-    floats = [parameter.dtype for parameter in module.parameters() if parameter.dtype in _FLOATS]
-    return floats[0] if floats else torch.get_default_dtype()
-
-
-_FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def _read_attention(attention: Any, site: SiteReadout) -> None:

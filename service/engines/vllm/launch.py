@@ -17,7 +17,7 @@ from typing import Any
 from service.engines import loading
 from service.engines.base import EngineOptions
 from service.engines.vllm.parent import FOLLOW
-from service.engines.vllm.wire import KEY
+from service.engines.vllm.wire import GATED, KEY
 from service.errors import EngineError, ModelLoadError
 from service.readout import Site
 
@@ -88,7 +88,7 @@ def start(
             arguments["kv_cache_memory_bytes"] = CPU_CACHE_BYTES
     arguments.setdefault("scheduling_policy", "priority")  # callers take turns: ``Engine.answer``'s place
     plan = {"sites": [str(site) for site in sites], "slots": slots, "rows": rows}
-    arguments["additional_config"] = {**arguments.get("additional_config", {}), KEY: plan}
+    arguments["additional_config"] = {**arguments.get("additional_config", {}), KEY: plan, GATED: True}
     if options.max_batch_tokens is not None:
         arguments["max_num_batched_tokens"] = options.max_batch_tokens
     try:

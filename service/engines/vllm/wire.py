@@ -20,6 +20,7 @@ from service.errors import EngineError, NonFiniteReadout, ProbeReplaced
 from service.readout import Geometry, Site
 
 KEY = "hallutracer"
+GATED = f"{KEY}_gated"  # in an engine's ``additional_config``: requests reach it through our gate only
 MAX_TOKEN = 2**31 - 1
 EXTRAS = 4  # log max probability, entropy, greedy token, and 1 where the gate closed or REPLACED
 REPLACED = -1.0  # a slot holds another probe than the request side has written

@@ -62,6 +62,7 @@ class Worker(VllmWorker):  # type: ignore[misc]
             self.hallutracer_plan,
             sites.TensorParallelRank(group.rank_in_group, group.world_size),
             self.device,
+            config.dtype,
         )
         self.hallutracer_reader = Reader(self.hallutracer_plan, installed, runners.link(), self.device)
         runners.adopt(self.model_runner, self.hallutracer_reader)

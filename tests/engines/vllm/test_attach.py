@@ -80,6 +80,27 @@ class Gated(Attention):
         return self.o_proj(2 * self.attn(self.v_proj(hidden_states)[..., self.heads]))
 
 
+class Narrower(Attention):
+    """Its projection is given a part."""
+
+    def forward(self, hidden_states: torch.Tensor) -> Any:
+        return self.o_proj(self.attn(self.v_proj(hidden_states)[..., self.heads])[..., :-1])
+
+
+class Quantized(nn.Module):
+    """As in INT8 and NVFP4 checkpoints: a float32 scale comes first, and nothing is stored in the compute dtype."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.weight_scale = nn.Parameter(torch.full((outputs, 1), 0.01))
+        self.weight = nn.Parameter(torch.randint(-9, 9, (outputs, inputs), dtype=torch.int8), requires_grad=False)
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        if states.dtype != torch.bfloat16:
+            raise RuntimeError(f"the kernel takes bfloat16, not {states.dtype}")
+        return nn.functional.linear(states, (self.weight_scale * self.weight).to(states))
+
+
 class Block(nn.Module):
     """Returns hidden states and residual separately, as vLLM's blocks do."""
 
@@ -107,9 +128,13 @@ class Model(nn.Module):
 
 
 def installed(
-    model: Model, sites: tuple[Site, ...] = tuple(Site), *, rank: TensorParallelRank = ALONE
+    model: Model,
+    sites: tuple[Site, ...] = tuple(Site),
+    *,
+    rank: TensorParallelRank = ALONE,
+    dtype: torch.dtype = torch.float32,
 ) -> dict[Site, SiteReadout]:
-    return attach.install(model, LLAMA, Plan(GEOMETRY, sites, SLOTS, False), rank, CPU)
+    return attach.install(model, LLAMA, Plan(GEOMETRY, sites, SLOTS, False), rank, CPU, dtype)
 
 
 def hidden(seed: int = 3, tokens: int = TOKENS) -> torch.Tensor:
@@ -355,6 +380,10 @@ def test_an_attention_block_that_is_not_read_as_it_was_trained_on_is_refused() -
     with pytest.raises(EngineError, match="layer 1's self_attn.o_proj does not read"):
         installed(model)
     model = Model()
+    model.model.layers[1].self_attn.__class__ = Narrower
+    with pytest.raises(EngineError, match="layer 1's self_attn.o_proj does not read"):
+        installed(model)
+    model = Model()
     model.model.layers[1].self_attn.second = AttentionLayer(8)
     with pytest.raises(EngineError, match="layer 1 has 2 attention layers"):
         installed(model)
@@ -362,6 +391,20 @@ def test_an_attention_block_that_is_not_read_as_it_was_trained_on_is_refused() -
     model.model.layers[0].self_attn.attn.use_direct_call = True
     with pytest.raises(EngineError, match="layer 0"):
         installed(model)
+
+
+def test_quantized_blocks_are_checked_in_the_dtype_that_the_model_computes_in() -> None:
+    def quantized() -> Model:
+        model = Model()
+        for block in model.model.layers:
+            block.self_attn.v_proj = Quantized(GEOMETRY.hidden_size, GEOMETRY.num_heads * GEOMETRY.head_dim)
+        assert next(model.model.layers[0].self_attn.v_proj.parameters()).dtype is torch.float32
+        return model
+
+    assert installed(quantized(), (Site.ATTENTION_HEAD,), dtype=torch.bfloat16)
+    # Whatever a kernel raises is the reason of the refusal.
+    with pytest.raises(EngineError, match="layer 0's .* cannot be checked: RuntimeError: the kernel takes bfloat16"):
+        installed(quantized(), (Site.ATTENTION_HEAD,), dtype=torch.float16)
 
 
 def test_writing_a_probe_leaves_other_slots_unchanged() -> None:

@@ -1,0 +1,303 @@
+"""Where a bundle is named, no engine of vLLM's starts without a gate in front of it, whatever program starts it."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import os
+import signal
+import subprocess
+import sys
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from service.demo import MODEL_DIR
+from service.engines.vllm.launch import WORKER
+from service.engines.vllm.wire import GATED, KEY
+from service.vllm_plugin.front_end import SERVERS, check
+from tests.engines.vllm.installed import vllm_or_skip
+from tests.serve_process import PATHS
+
+vllm_or_skip()
+
+ENDING_S = 240.0
+SAME: dict[str, Any] = {"model": str(MODEL_DIR), "dtype": "float32", "enforce_eager": True, "max_model_len": 64}
+UNSAID = "this program starts a vLLM engine with no gate in front of it"
+
+
+class Chosen(Exception):
+    """An executor's class was asked for: the next step would start the engine."""
+
+
+@dataclass
+class Engines:
+    """Configurations whose engines would have started."""
+
+    configs: list[Any] = field(default_factory=list)
+
+    def choose(self, config: Any) -> Any:
+        self.configs.append(config)
+        raise Chosen
+
+
+@pytest.fixture
+def engines(monkeypatch: pytest.MonkeyPatch) -> Iterator[Engines]:
+    """``check`` has run with a bundle named; vLLM is as before afterwards."""
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.v1.executor.abstract import Executor
+
+    seen = Engines()
+    monkeypatch.setenv("HALLUTRACER_BUNDLE", "demo")
+    monkeypatch.setenv("VLLM_PLUGINS", "hallutracer")  # put back as it was
+    monkeypatch.delenv("VLLM_PLUGINS")
+    monkeypatch.setenv("_HALLUTRACER_FOLLOW", "")
+    monkeypatch.setattr(EngineArgs, "create_engine_config", EngineArgs.create_engine_config)
+    monkeypatch.setattr(Executor, "get_class", staticmethod(seen.choose))
+    monkeypatch.setattr(Executor, "__init__", Executor.__init__)
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    check()
+    yield seen
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
+def config(**more: Any) -> Any:
+    from vllm.engine.arg_utils import EngineArgs
+
+    return EngineArgs(**SAME, **more).create_engine_config()
+
+
+def served(*more: str) -> Namespace:
+    """As ``vllm serve`` parses its command line."""
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    line = ["--model", str(MODEL_DIR), "--dtype", "float32", "--enforce-eager", "--max-model-len", "64", *more]
+    return make_arg_parser(FlexibleArgumentParser()).parse_args(line)
+
+
+def offline() -> None:
+    from vllm import LLM
+
+    LLM(**SAME)
+
+
+def offline_with_our_worker() -> None:
+    from vllm import LLM
+
+    LLM(**SAME, worker_cls=WORKER, additional_config={KEY: {"slots": 1}})
+
+
+def replica() -> None:
+    from vllm import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    AsyncLLM.from_engine_args(AsyncEngineArgs(**SAME))
+
+
+def runtime() -> None:
+    """With the function that vLLM's server starts its engine with, but without the server."""
+    from vllm.entrypoints.launchers.api_server.entry import build_async_engine_client
+
+    async def run() -> None:
+        async with build_async_engine_client(served()):
+            pass
+
+    asyncio.run(run())
+
+
+def batch() -> None:
+    from vllm.entrypoints.launchers import run_batch
+
+    line = ["-i", "in", "-o", "out", "--model", str(MODEL_DIR), "--dtype", "float32", "--max-model-len", "64"]
+    parser = run_batch.make_arg_parser(run_batch.FlexibleArgumentParser())
+    asyncio.run(run_batch.main(parser.parse_args(line)))
+
+
+def engine_of_a_ready_configuration() -> None:
+    """Nothing is chosen any more, and the executor is made."""
+    from vllm.v1.engine.core import EngineCore
+    from vllm.v1.executor.uniproc_executor import UniProcExecutor
+
+    EngineCore(config(), UniProcExecutor, False)
+
+
+def in_a_thread() -> None:
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(replica).result()
+
+
+@pytest.mark.parametrize(
+    "start",
+    [offline, offline_with_our_worker, replica, runtime, batch, engine_of_a_ready_configuration, in_a_thread],
+)
+def test_an_engine_without_a_gate_is_not_started(
+    engines: Engines, start: Callable[[], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        start()
+    assert f"HALLUTRACER_BUNDLE is set, and {UNSAID}" in str(ended.value)
+    for cure in ("`vllm serve`", "`hallutracer serve --engine vllm`", "unset HALLUTRACER_BUNDLE"):
+        assert cure in str(ended.value)
+    assert not engines.configs
+    assert (UNSAID in caplog.text) == (start is in_a_thread)  # where SystemExit is silent
+
+
+def test_an_engine_is_left_alone_where_no_bundle_is_named(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HALLUTRACER_BUNDLE")
+    with pytest.raises(Chosen):
+        replica()
+    (made,) = engines.configs
+    assert made.parallel_config.worker_cls != WORKER
+
+
+def api_server(*more: str) -> None:
+    from vllm.entrypoints.launchers.api_server.entry import run_server_worker
+
+    asyncio.run(run_server_worker("", None, served(*more)))
+
+
+def api_servers() -> None:
+    from vllm.entrypoints.cli import serve
+
+    serve.run_multi_api_server(served("--api-server-count", "2"))
+
+
+def headless() -> None:
+    from vllm.entrypoints.cli import serve
+
+    serve.run_headless(served("--headless", "--api-server-count", "0"))
+
+
+@pytest.mark.parametrize("start", [api_server, api_servers, headless])
+def test_every_way_of_vllms_own_server_reads_and_is_gated(
+    engines: Engines, start: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.entrypoints.cli import serve
+
+    monkeypatch.setattr(serve, "setup_server", lambda *_args, **_options: ("", None))
+    monkeypatch.setattr(serve, "setup_multiprocess_prometheus", lambda: None)
+    with pytest.raises(Chosen):
+        start()
+    (made,) = engines.configs
+    assert made.additional_config[GATED] is True
+    assert made.additional_config[KEY]["sites"]
+    assert made.parallel_config.worker_cls == WORKER
+    assert "hallutracer" in os.environ["VLLM_PLUGINS"].split(",")
+
+
+def test_our_own_engine_starts_with_a_bundle_named(engines: Engines) -> None:
+    from service.engines.base import EngineOptions
+    from service.engines.vllm.engine import VllmEngine
+    from service.errors import ModelLoadError
+
+    with pytest.raises(ModelLoadError, match="Chosen"):
+        VllmEngine.load(EngineOptions(model=str(MODEL_DIR), dtype="float32", extra={"max_model_len": "64"}))
+    (made,) = engines.configs
+    assert made.additional_config[GATED] is True
+
+
+@pytest.mark.parametrize(
+    ("worker", "starts"),
+    [("vllm.v1.worker.cpu_worker.CPUWorker", False), (WORKER, True), ("tests.parity.faulty.RowTooEarly", True)],
+)
+def test_a_server_whose_worker_does_not_read_is_not_started(engines: Engines, worker: str, starts: bool) -> None:
+    with pytest.raises(Chosen if starts else SystemExit) as ended:
+        api_server("--worker-cls", worker)
+    if not starts:
+        assert f"--worker-cls {worker} does not read the model; leave it out" in str(ended.value)
+    assert len(engines.configs) == starts
+
+
+@pytest.mark.parametrize(("name", "value"), [("VLLM_USE_RUST_FRONTEND", "1"), ("VLLM_PLUGINS", "other")])
+def test_a_server_without_the_plugins_routes_is_not_started(
+    engines: Engines, monkeypatch: pytest.MonkeyPatch, name: str, value: str
+) -> None:
+    monkeypatch.setenv(name, value)
+    with pytest.raises(SystemExit, match=f"HALLUTRACER_BUNDLE is set, and .*{name}"):
+        api_server()
+    assert not engines.configs
+
+
+def test_vllm_has_the_functions_that_its_server_is_known_by() -> None:
+    for module, name in SERVERS:
+        assert callable(getattr(importlib.import_module(module), name))
+
+
+OFFLINE = f"""\
+from vllm import LLM
+
+OURS = "service.engines.vllm.worker.Worker"
+
+if __name__ == "__main__":
+    try:
+        print("ANSWERED", LLM(**{SAME}, worker_cls=OURS).generate("x"))  # which reads, and has no gate in front
+    except SystemExit as refused:
+        print("REFUSED", refused)
+    print("ANSWERED", LLM(**{SAME}).generate("x"))
+"""
+REPLICA = f"""\
+import asyncio
+
+from vllm import AsyncEngineArgs, SamplingParams
+from vllm.v1.engine.async_llm import AsyncLLM
+
+
+async def main():
+    engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**{SAME}))
+    async for output in engine.generate("x", SamplingParams(), "1"):
+        print("ANSWERED", output)
+
+
+if __name__ == "__main__":
+    asyncio.run(main())
+"""
+# The plugin has done nothing in this process when the engine starts; the engine's process loads it again.
+LATE = f"""\
+import os
+
+from vllm import EngineArgs, SamplingParams
+from vllm.v1.engine.llm_engine import LLMEngine
+
+if __name__ == "__main__":
+    bundle = os.environ.pop("HALLUTRACER_BUNDLE")
+    config = EngineArgs(**{SAME}).create_engine_config()
+    os.environ["HALLUTRACER_BUNDLE"] = bundle
+    engine = LLMEngine.from_vllm_config(config)
+    engine.add_request("1", "x", SamplingParams())
+    print("ANSWERED", engine.step())
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "program", "ends"),
+    [
+        ("offline.py", OFFLINE, 2),
+        pytest.param("default_worker.py", REPLICA, 1, marks=pytest.mark.long),
+        pytest.param("late.py", LATE, 1, marks=pytest.mark.long),
+    ],
+)
+def test_a_program_with_an_engine_and_no_gate_ends_with_the_reason(
+    tmp_path: Path, name: str, program: str, ends: int
+) -> None:
+    script = tmp_path / name
+    script.write_text(program)
+    variables = os.environ | {
+        "PYTHONPATH": PATHS,
+        "HALLUTRACER_BUNDLE": "demo",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+    }
+    ran = subprocess.run([sys.executable, script], env=variables, capture_output=True, text=True, timeout=ENDING_S)
+    said = ran.stdout + ran.stderr
+    assert "ANSWERED" not in ran.stdout, said[-3000:]
+    assert ran.returncode not in (0, None), said[-3000:]
+    assert said.count("HALLUTRACER_BUNDLE is set, and this program starts a vLLM engine") == ends, said[-3000:]
+    assert "hallutracer serve --engine vllm" in said
