@@ -32,6 +32,12 @@ SECRET = "KEY"  # the metavar of values that are never printed
 DATABASE = "FILE|URL"  # and of addresses, which are not printed either: they may hold a password
 
 
+SPARE_FILES = 128
+"""Open files of the service that are not connections."""
+
+LEAST_CONNECTIONS = 16
+
+
 def env(flag: str) -> str:
     """The variable behind ``--flag``: ``max-batch-tokens`` -> ``HALLUTRACER_MAX_BATCH_TOKENS``."""
     return PREFIX + flag.removeprefix("--").replace("-", "_").upper()
@@ -189,7 +195,11 @@ class ServiceSettings:
         int, option("Prompt and answer tokens of all answers being decoded at once.", limits=AT_LEAST_1)
     ] = KV_TOKENS
     max_connections: Annotated[
-        int, option("Open connections; a further one takes the place of the one that idles longest.", limits=Range(16))
+        int,
+        option(
+            "Open connections; a further one takes the place of the one that idles longest.",
+            limits=Range(LEAST_CONNECTIONS),
+        ),
     ] = 4096
     max_body_bytes: Annotated[int, option("Largest request body.", limits=Range(1024))] = 4 * 1024 * 1024
     refuse_special_tokens: Annotated[

@@ -16,12 +16,12 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from service.api.error_handlers import error_body
 from service.errors import HalluTracerError, HeadersTooLarge, HeadersTooSlow, NotHttp
+from service.settings import LEAST_CONNECTIONS, SPARE_FILES
 
 log = logging.getLogger("hallutracer")
 HEAD_BYTES = 64 * 1024  # of a request line with its headers; of trailers, too
 HEAD_LINES = 100
 HEAD_SECONDS = 10.0  # from the connection, or the answer before, to the end of the next request's head
-SPARE_FILES = 128  # open files that are not connections
 LOG_SECONDS = 10.0  # between two lines about too many connections
 
 
@@ -179,18 +179,33 @@ class Connection(HttpToolsProtocol):
 
 
 def connections(most: int) -> type[Connection]:
-    """The protocol for one server with ``most`` connections, or as many as the process may have open files."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = most + SPARE_FILES
-    if soft < wanted and soft != resource.RLIM_INFINITY:
-        soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        most = max(1, soft - SPARE_FILES)
-        log.warning("at most %d connections: this process may open %d files (ulimit -n)", most, soft)
+    """The protocol for one server with ``most`` connections, or as ``places``.  Raises HalluTracerError."""
+    possible = places(most)
+    if possible < most:
+        files = possible + SPARE_FILES
+        log.warning("at most %d connections: this process may open %d files (ulimit -Hn)", possible, files)
 
     class Bounded(Connection):
         idle: ClassVar[dict[Connection, None]] = {}
 
-    Bounded.most = most
+    Bounded.most = possible
     return Bounded
+
+
+def places(most: int) -> int:
+    """How many connections there can be, at most ``most``; raises this process' soft limit of open files for them.
+
+    Raises HalluTracerError where the hard limit leaves too few to serve with.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted, least = most + SPARE_FILES, LEAST_CONNECTIONS + SPARE_FILES
+    if hard != resource.RLIM_INFINITY and hard < least:
+        raise HalluTracerError(
+            f"this process may open {hard} files (ulimit -Hn), and a service needs at least {least}; raise the limit "
+            f"before it starts: ulimit -n {wanted} as root, LimitNOFILE={wanted} in a systemd unit, --ulimit "
+            f"nofile={wanted} for a container"
+        )
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    return most if soft == resource.RLIM_INFINITY else min(most, soft - SPARE_FILES)

@@ -210,6 +210,10 @@ def serve(
     kept = feedback.location()
     tracing = traces.opened()
     loading = engine.engine_options
+
+    from service.api.connections import places
+
+    places(settings.max_connections)  # refused now, and not once the model is loaded
     listener = listen(settings.host, settings.port)
     address = f"http://{in_url(settings.host)}:{listener.getsockname()[1]}"
 

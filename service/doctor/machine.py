@@ -16,11 +16,11 @@ from importlib.metadata import version
 from pathlib import Path
 
 from service.doctor.findings import Finding, fail, ok, warn
+from service.settings import LEAST_CONNECTIONS, SPARE_FILES
 
 GIB = 1 << 30
 TEMPORARY = "temporary files"
 ENOUGH = {TEMPORARY: GIB // 16}  # free bytes; else a GiB, for the next model.  A tenth of it is next to nothing
-SPARE_FILES = 128  # open files that are not connections
 UNSYNCHRONISED = 5  # adjtimex's TIME_ERROR
 TIMEX_BYTES = 512  # struct timex has some 200
 AHEAD_S = 300.0
@@ -120,8 +120,12 @@ def check_disk(folders: dict[str, Path]) -> Iterator[Finding]:
 def check_files(connections: int) -> Iterator[Finding]:
     """A connection is an open file; ``serve`` raises the soft limit by itself."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if hard != resource.RLIM_INFINITY and hard < connections + SPARE_FILES:
-        cure = f"ulimit -Hn {connections + SPARE_FILES}, or --max-connections {max(16, hard - SPARE_FILES)}"
+    wanted, least = connections + SPARE_FILES, LEAST_CONNECTIONS + SPARE_FILES
+    if hard != resource.RLIM_INFINITY and hard < least:
+        yield fail("files", f"{hard} open files (ulimit -Hn), and a service needs at least {least}",
+                   f"ulimit -n {wanted} as root, or LimitNOFILE={wanted}, or --ulimit nofile={wanted}")  # fmt: skip
+    elif hard != resource.RLIM_INFINITY and hard < wanted:
+        cure = f"ulimit -Hn {wanted}, or --max-connections {hard - SPARE_FILES}"
         yield warn("files", f"{hard} open files for {connections} connections", cure)
     else:
         yield ok("files", f"enough for {connections} connections")

@@ -6,10 +6,13 @@ engines read the same weights, and the fingerprint does not change between start
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import os
 import shutil
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +27,7 @@ CONVERTER = 1  # part of the cache's folder names: raised where a conversion giv
 CHUNK = 1 << 24
 PROGRESS_FROM = 1 << 30  # bytes from which hashing shows its progress
 BYTES_PER_WEIGHT = 2  # on disk
+MAKING = ".making-"  # how the names of folders begin that are not whole yet
 SPARE = 1.1  # free space asked for, over the weights' own
 
 
@@ -39,22 +43,58 @@ def folder_of(file: Path, cache: Path | None = None) -> Path:
     """The plain model folder of a GGUF file, made at the first call.  Raises ModelLoadError, UnknownFamily."""
     cache = cache or cache_folder()
     folder = _place(file, cache)
+    _remove_left(cache)
     if folder.is_dir():
         return folder
     facts = _facts(file)
     _check_space(cache, facts.weights * BYTES_PER_WEIGHT * SPARE, file)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    aside = Path(tempfile.mkdtemp(dir=folder.parent, prefix=".making-"))
-    try:
-        _convert(file, facts, aside)
+    with _at_work(cache):
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        aside = Path(tempfile.mkdtemp(dir=folder.parent, prefix=MAKING))
         try:
-            aside.rename(folder)
-        except OSError:
-            if not folder.is_dir():  # another process was first
-                raise
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
+            _convert(file, facts, aside)
+            try:
+                aside.rename(folder)
+            except OSError:
+                if not folder.is_dir():  # another process was first
+                    raise
+        finally:
+            shutil.rmtree(aside, ignore_errors=True)
     return folder
+
+
+def lock_of(cache: Path) -> Path:
+    """Locked by each process that unpacks into ``cache``, of other containers too: shared, alone by one that cleans up.
+
+    The system takes a lock from a process that is killed.  A process id would mean nothing in another container.
+    """
+    return cache.with_name(f".{cache.name}.lock")
+
+
+@contextmanager
+def _at_work(cache: Path) -> Iterator[None]:
+    """Nobody removes what this process unpacks.  Raises ModelLoadError where the cache cannot be written."""
+    try:
+        lock = lock_of(cache).open("a+")
+    except OSError as error:
+        message = (
+            f"cannot write {lock_of(cache)}: {error.strerror}; set HALLUTRACER_CACHE to a folder that can be written"
+        )
+        raise ModelLoadError(message, param="model") from None
+    with lock:
+        with suppress(OSError):  # a file system without locks: nobody can lock it alone either, so nobody removes
+            fcntl.flock(lock, fcntl.LOCK_SH)
+        yield
+
+
+def _remove_left(cache: Path) -> None:
+    """Remove what killed processes left half made, unless a process is at work there now; else a later load does."""
+    if not any(cache.glob(f"*/{MAKING}*")):
+        return
+    with suppress(OSError), lock_of(cache).open("a+") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        for left in cache.glob(f"*/{MAKING}*"):
+            shutil.rmtree(left, ignore_errors=True)
 
 
 def unpacked(file: Path) -> Path | None:

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import subprocess
+import sys
 from collections import namedtuple
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from subprocess import PIPE
 from typing import Any
 
 import gguf as writer
@@ -20,6 +26,7 @@ from service.engines.transformers.engine import TransformersEngine
 from service.errors import ModelLoadError, UnknownFamily
 from service.readout import Site
 from tests.engines import tiny
+from tests.serve_process import PATHS, ROOT
 
 ARCHITECTURES = {"qwen2": writer.MODEL_ARCH.QWEN2, "qwen3": writer.MODEL_ARCH.QWEN3}
 TEMPLATE = "{% for m in messages %}<|user|>{{ m.content }}{% endfor %}<|assistant|>"
@@ -135,6 +142,77 @@ def test_a_file_is_converted_once_and_its_fingerprint_stays(tmp_path: Path, cach
     shutil.rmtree(cache)
     assert load(file).identity == first
     assert [entry.name for entry in made.iterdir()] == ["model"], "nothing half made is left"
+
+
+CHILD = """
+import sys
+from pathlib import Path
+from service.engines import gguf
+convert = gguf._convert
+def waiting(file, facts, folder):
+    (folder / "part").write_text("half made")
+    print(folder, flush=True)
+    sys.stdin.readline()
+    (folder / "part").unlink()
+    convert(file, facts, folder)
+gguf._convert = waiting
+print(gguf.folder_of(Path(sys.argv[1])), flush=True)
+"""
+
+
+@contextmanager
+def unpacking(file: Path) -> Iterator[tuple[subprocess.Popen[str], Path]]:
+    """Another process in the middle of unpacking ``file``, and its folder; a line to its stdin lets it go on."""
+    environment = os.environ | {"PYTHONPATH": PATHS}
+    command = [sys.executable, "-c", CHILD, str(file)]
+    with subprocess.Popen(command, stdin=PIPE, stdout=PIPE, text=True, env=environment, cwd=ROOT) as child:
+        assert child.stdout is not None
+        folder = Path(child.stdout.readline().strip())
+        assert (folder / "part").exists()
+        try:
+            yield child, folder
+        finally:
+            child.kill()
+
+
+def test_what_a_killed_load_left_is_removed_by_a_later_one(tmp_path: Path, cache: Path) -> None:
+    file = write(tmp_path / "model.gguf", "qwen2")
+    with unpacking(file) as (child, folder):
+        child.kill()
+        child.wait()
+    assert folder.is_dir()
+    assert folder.is_relative_to(cache)
+    made = gguf.folder_of(file)
+    assert not folder.exists()
+    shutil.copytree(made, folder)  # one was killed while another process finished
+    assert gguf.folder_of(file) == made
+    assert [entry.name for entry in made.parent.iterdir()] == ["model"]
+
+
+def test_a_load_that_is_under_way_in_another_process_is_left_alone(tmp_path: Path, cache: Path) -> None:
+    file, other = write(tmp_path / "model.gguf", "qwen2"), write(tmp_path / "other.gguf", "qwen3")
+    with unpacking(file) as (child, folder):
+        for loaded in (other, other, file):
+            assert gguf.folder_of(loaded).is_dir()
+            assert (folder / "part").exists()
+        out, _ = child.communicate("go on\n")
+    assert Path(out.strip()) == gguf.folder_of(file)
+    assert child.returncode == 0
+    assert not list(cache.rglob(".making-*"))
+
+
+def test_a_cache_that_is_only_read_is_good_enough_where_the_folder_is_there(tmp_path: Path, cache: Path) -> None:
+    """As where an image brings it: nothing is written, not even a lock."""
+    file = write(tmp_path / "model.gguf", "qwen2")
+    made = gguf.folder_of(file)
+    (made.parent / ".making-left").mkdir()
+    lock = gguf.lock_of(cache)
+    lock.unlink()
+    lock.mkdir()  # cannot be opened as a file, not even by root
+    assert gguf.folder_of(file) == made
+    shutil.rmtree(made)
+    with pytest.raises(ModelLoadError, match="HALLUTRACER_CACHE"):
+        gguf.folder_of(file)
 
 
 @pytest.mark.parametrize("adds_bos", [True, False])
