@@ -11,7 +11,7 @@ from datetime import UTC, datetime, timedelta
 from enum import StrEnum
 from typing import Literal
 
-Right = Literal["policy", "threshold", "bundle", "feedback"]
+Right = Literal["policy", "threshold", "bundle", "rendering", "feedback"]
 
 
 class Scope(StrEnum):

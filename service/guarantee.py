@@ -6,7 +6,9 @@ calibration were is the operator's to know.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from probes_store.manifest import Manifest
 from service.engines.base import Sampling
@@ -14,6 +16,8 @@ from service.guard import Policy
 
 TOKEN_IDS = "rendering: the prompt came as token ids"
 NO_TEMPLATE = "rendering: this route applies no chat template"
+OTHER_ENDING = "rendering: the prompt does not end as the chat template ends a question"
+ANSWERED = "rendering: the last message is the assistant's"
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +49,11 @@ def standing(manifest: Manifest, policy: Policy, dtype: str, departures: tuple[s
     if dtype != guarantee.dtype:
         void.append(f"dtype: the engine computes in {dtype}, the calibration did in {guarantee.dtype}")
     return Standing(guarantee.alpha, guarantee.delta, (*void, *departures))
+
+
+def chat_departures(messages: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
+    """How a conversation departs from a question: an answer's beginning moves the risk of what follows it."""
+    return (ANSWERED,) if messages and messages[-1].get("role") == "assistant" else ()
 
 
 def decoding_departures(sampling: Sampling | None) -> tuple[str, ...]:

@@ -70,14 +70,15 @@ class Policy:
 
     ``message`` is shown instead of the answer, or before an annotated one; ``{risk}`` in it becomes the risk.
 
-    ``withhold_outside``: prompts outside what training saw are treated as flagged ones are, whatever their risk.
+    ``withhold_outside``: prompts outside what training saw are treated as flagged ones are, whatever their risk; None,
+    which nobody chose: those alone that went through no chat template where training's did (``choice.untemplated``).
     """
 
     name: str
     action: Action
     threshold: float | None = None
     message: str | None = None
-    withhold_outside: bool = False
+    withhold_outside: bool | None = None
     upstream: Upstream | None = None  # of a fallback
 
     def __post_init__(self) -> None:
@@ -123,7 +124,7 @@ def judge(risk: float, policy: Policy, default_threshold: float, outside: bool |
     """
     threshold = check_threshold(default_threshold if policy.threshold is None else policy.threshold)
     flagged = risk >= threshold
-    stopped = flagged or (policy.withhold_outside and outside is not False)
+    stopped = flagged or (policy.withhold_outside is True and outside is not False)
     decision = DECISIONS[policy.action] if stopped else Decision.CONTINUE
     says = policy.message if stopped and policy.action.says else None
     return Verdict(decision, flagged, threshold, None if says is None else says.replace("{risk}", f"{risk:.2f}"))

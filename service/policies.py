@@ -140,8 +140,8 @@ def _policy(path: Path, name: str, table: Any, message: str) -> Policy:
     if own_message is not None and not action.says:
         speaking = ", ".join(one for one in Action if one.says)
         raise HalluTracerError(f"{where}: only actions {speaking} have a message; remove it or change the action")
-    outside = table.get("withhold_outside", False)
-    if not isinstance(outside, bool) or (outside and not action.withholds):
+    outside = table.get("withhold_outside")
+    if not isinstance(outside, bool | None) or (outside and not action.withholds):
         raise HalluTracerError(
             f"{where}: withhold_outside must be true or false, and false with action {action.value!r}"
         )

@@ -6,7 +6,9 @@ raw ones.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
+from itertools import islice, takewhile
 from typing import Literal, cast
 
 from service.engines.base import Engine
@@ -26,6 +28,14 @@ def as_prompt_format(value: str) -> PromptFormat:
     if value not in ("chat", "text"):
         raise ValueError(f"prompt format must be 'chat' or 'text', not {value!r}")
     return cast(PromptFormat, value)
+
+
+@functools.lru_cache(maxsize=8)
+def chat_ending(engine: Engine) -> tuple[int, ...]:
+    """The last token ids, two at most, that the chat template puts behind every question, whatever it is."""
+    one, other = (engine.render_chat([{"role": "user", "content": text}]) for text in ("a", "1"))
+    pairs = takewhile(lambda pair: pair[0] == pair[1], zip(reversed(one), reversed(other), strict=False))
+    return tuple(token for token, _ in islice(pairs, 2))[::-1]
 
 
 def render(

@@ -113,7 +113,8 @@ PolicyName = Annotated[str, option("What happens to a flagged prompt where a req
 CallersMay = Annotated[
     tuple[Right, ...],
     option("What a request may choose although it lets more through than a service that withholds would, repeatable: "
-           "an observing policy, a higher threshold, another bundle.  feedback: it may label other callers' answers.  "
+           "an observing policy, a higher threshold, another bundle; rendering: in vLLM's server, fields such as "
+           "continue_final_message.  feedback: it may label other callers' answers.  "
            "Default: none; stricter is always taken."),
 ]  # fmt: skip
 

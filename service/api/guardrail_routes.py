@@ -27,10 +27,12 @@ from service.api.openai_response import note, withheld
 from service.api.response_docs import FAILURES
 from service.api.session import session_of
 from service.errors import EmptyPrompt, RequestError
+from service.guarantee import chat_departures
 from service.guard import Action
 from service.prompts import Message
 from service.routes import CLASSIFY_ROUTE, LITELLM_ROUTE
 from service.scoring import RiskReport
+from service.serving.choice import untemplated
 from service.serving.feedback import Content
 
 router = APIRouter(tags=["guardrail"], route_class=JsonRoute)
@@ -61,10 +63,10 @@ async def litellm(body: Annotated[GuardrailRequest, Body()], request: Request, s
         if policy.action.withholds:
             return _json({"action": "BLOCKED", "blocked_reason": str(error)} | found)
         return _json({"action": "NONE"} | found)
-    texts = body.texts or []
+    texts, departures = body.texts or [], chat_departures(conversation or ())
     asked = Asked(
         scorer,
-        policy,
+        untemplated(scorer, policy) if departures else policy,
         caller,
         count=len(texts) if conversation is None else 1,
         field="texts",
@@ -75,6 +77,7 @@ async def litellm(body: Annotated[GuardrailRequest, Body()], request: Request, s
             else rendered_chat(scorer, conversation, state.settings)
         ),
         contents=lambda: [{"prompt": text} for text in texts] if conversation is None else [{"messages": conversation}],
+        departures=departures,
     )
     reply, reports = await answer(request, state, asked)
     reply.account()

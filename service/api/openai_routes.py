@@ -27,10 +27,11 @@ from service.api.session import session_of
 from service.api.stream import EventStream
 from service.engines.base import Sampling
 from service.errors import RequestError
-from service.guarantee import NO_TEMPLATE, TOKEN_IDS
+from service.guarantee import NO_TEMPLATE, TOKEN_IDS, chat_departures
 from service.guard import Action, Decision
 from service.routes import CHAT_ROUTE, TEXT_ROUTE
 from service.scoring import Scorer
+from service.serving.choice import untemplated
 from service.serving.feedback import Content
 from service.serving.state import ServiceState
 
@@ -66,6 +67,7 @@ async def chat(body: Annotated[ChatRequest, Body()], request: Request, state: St
         length=size([message["content"] for message in conversation]),
         token_ids=lambda scorer: rendered_chat(scorer, conversation, state.settings),
         contents=[{"messages": conversation}],
+        departures=chat_departures(conversation),
     )
 
 
@@ -91,7 +93,7 @@ async def text(body: Annotated[TextRequest, Body()], request: Request, state: St
         length=size(prompts),
         token_ids=token_ids,
         contents=[{"input_ids" if as_ids else "text": prompt} for prompt in prompts],
-        departure=TOKEN_IDS if as_ids else NO_TEMPLATE,
+        departures=(TOKEN_IDS,) if as_ids else (NO_TEMPLATE,),
     )
 
 
@@ -106,7 +108,7 @@ async def _served(
     length: int,
     token_ids: Callable[[Scorer], list[list[int]]],
     contents: list[Content],
-    departure: str | None = None,
+    departures: tuple[str, ...],
 ) -> Response:
     caller, chosen = caller_of(request, state), body.vllm_xargs or Arguments()
     scorer, policy = state.choose(
@@ -120,12 +122,13 @@ async def _served(
     )
     if body.stream and count != 1:
         raise RequestError("'stream' takes exactly one prompt; send one request per prompt", param="prompt")
-    if policy.action is Action.FALLBACK and (count != 1 or departure == TOKEN_IDS):
+    if policy.action is Action.FALLBACK and (count != 1 or TOKEN_IDS in departures):
         raise RequestError(f"policy {policy.name!r} may send a prompt on: give exactly one, as text", param="prompt")
-    departs = departure is not None and (departure != NO_TEMPLATE or scorer.prompt_format == "chat")
+    if scorer.prompt_format != "chat":
+        departures = tuple(one for one in departures if one != NO_TEMPLATE)
     asked = Asked(
         scorer,
-        policy,
+        untemplated(scorer, policy) if departures else policy,
         caller,
         count=count,
         field="messages" if kind == "chat" else "prompt",
@@ -133,7 +136,7 @@ async def _served(
         token_ids=lambda: token_ids(scorer),
         sampling=_sampling(body, limit, state.settings.max_new_tokens),
         stream=bool(body.stream),
-        departures=(departure,) if departs and departure is not None else (),
+        departures=departures,
         retrieval_of=chosen.hallutracer_retrieval_of,
         contents=lambda: [_as_trained(one, scorer) for one in contents],
     )

@@ -15,9 +15,10 @@ from service.api.session import session_of
 from service.api.stream import EventStream, events
 from service.engines.base import Sampling
 from service.errors import RequestError
-from service.guarantee import TOKEN_IDS
+from service.guarantee import TOKEN_IDS, chat_departures
 from service.routes import SCORE_ROUTES
 from service.scoring import Scorer
+from service.serving.choice import untemplated
 from service.serving.deadline import Deadline
 from service.settings import ServiceSettings
 
@@ -43,9 +44,11 @@ async def score(
         threshold=body.threshold,
         session=session_of(request, body.contents),
     )
+    messages = [message.model_dump() for message in body.messages or ()]
+    departures = chat_departures(messages) if body.input_ids is None else (TOKEN_IDS,)
     asked = Asked(
         scorer,
-        policy,
+        untemplated(scorer, policy) if departures else policy,
         caller,
         count=body.prompt_count(),
         field="input_ids" if body.prompt is None else "prompt",
@@ -55,7 +58,7 @@ async def score(
         stream=body.stream,
         deadline=_deadline(body, settings),
         include=body.include,
-        departures=(TOKEN_IDS,) if body.input_ids is not None else (),
+        departures=departures,
         retrieval_of=body.retrieval_of,
         contents=body.contents,
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from service.callers import Caller
 from service.errors import NotAllowed, RequestError
 from service.guard import Action, Policy
@@ -16,6 +18,18 @@ def check_tells(scorer: Scorer, policy: Policy) -> None:
             "reference to tell them by: take another policy, or train the bundle again",
             param="policy",
         )
+
+
+def untemplated(scorer: Scorer, policy: Policy) -> Policy:
+    """The policy of a prompt that went through no chat template.
+
+    Where training's prompts went through one, such a prompt is easily unlike all of them, and its risk says nothing: a
+    policy that withholds then withholds what lies outside training, if the bundle can tell and the policy does not say
+    ``withhold_outside = false``.
+    """
+    asks = policy.withhold_outside is None and policy.action.withholds
+    tells = scorer.prompt_format == "chat" and scorer.bundle.manifest.uncertainty is not None
+    return replace(policy, withhold_outside=True) if asks and tells else policy
 
 
 def check_choice(scorer: Scorer, policy: Policy, own_scorer: Scorer, own: Policy, caller: Caller) -> None:
@@ -44,8 +58,13 @@ def check_choice(scorer: Scorer, policy: Policy, own_scorer: Scorer, own: Policy
         )
     if looser:
         return
-    if own.withhold_outside and not policy.withhold_outside and "policy" not in caller.may:
+    if _outside(scorer, policy) < _outside(scorer, own) and "policy" not in caller.may:
         raise NotAllowed(f"policy {policy.name!r} lets prompts outside training through", param="policy")
     highest, wanted = scorer.threshold(own), scorer.threshold(policy)
     if wanted > highest and "threshold" not in caller.may:
         raise NotAllowed(f"the threshold may be at most {highest:g} here, not {wanted:g}", param="threshold")
+
+
+def _outside(scorer: Scorer, policy: Policy) -> int:
+    """How much of what lies outside training it withholds: nothing, what went through no chat template, or all."""
+    return bool(policy.withhold_outside) + bool(untemplated(scorer, policy).withhold_outside)

@@ -6,7 +6,7 @@ under a policy that observes.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -21,12 +21,15 @@ from service.engines.vllm.engine import VllmEngine
 from service.engines.vllm.requests import ProbeLease, times
 from service.engines.vllm.wire import KEY
 from service.errors import AuditUnavailable, HalluTracerError, NotReady
-from service.guarantee import NO_TEMPLATE
+from service.guarantee import NO_TEMPLATE, OTHER_ENDING
 from service.guard import Action, Decision, Policy
+from service.prompts import chat_ending
 from service.scoring import RiskReport, Scorer
 from service.serving.auditing import decision_line
+from service.serving.choice import untemplated
 from service.serving.request_handle import Timings
 from service.serving.state import ServiceState
+from service.settings import env
 from service.vllm_plugin.note import CURRENT, NO_PLACE, OURS, Note
 
 Generate = Callable[..., AsyncGenerator[Any, None]]
@@ -56,15 +59,21 @@ def judging_generate(generate: Generate, state: ServiceState, engine_of: Callabl
         if note.forges is not None and policy.action is not Action.OBSERVE:
             said = f"a message spells out the special token {note.forges!r}, which could end its turn; remove it"
             raise VLLMValidationError(said, parameter="messages")
-        if "-beam-" in request_id:
+        if note.moves and policy.action is not Action.OBSERVE and "rendering" not in state.settings.callers_may:
+            said = f"{note.moves[0]!r} has the messages rendered otherwise than in training, where no risk is known; "
+            said += f"leave it out, or have the operator allow it with {env('callers-may')}=rendering"
+            raise VLLMValidationError(said, parameter=note.moves[0])
+        if note.beams:
             note.unread = "beam search runs many requests, none of which is the answer: its risk is not measured"
             if policy.action is not Action.OBSERVE:
                 raise VLLMValidationError(note.unread, parameter="use_beam_search")
             return generate(prompt, parameters, request_id, *args, **kwargs)
+        rendering = _rendering(note, scorer, prompt)
+        if rendering:
+            policy = untemplated(scorer, policy)
         note.scorer, note.policy, note.choices = scorer, policy, parameters.n
-        note.departures = _departures(parameters)
-        if not note.templated and scorer.prompt_format == "chat":
-            note.departures += (NO_TEMPLATE,)
+        note.monitor = state.monitors.get(scorer.bundle.reference)
+        note.departures = tuple(dict.fromkeys((*note.departures, *_departures(parameters), *rendering)))
         judged = _JudgedPrompt(state, engine_of(), scorer, policy, note, place, parameters, request_id)
         return judged.run(lambda: generate(prompt, parameters, request_id, *args, **kwargs))
 
@@ -159,6 +168,8 @@ class _JudgedPrompt:
     def _account(self, report: RiskReport, tokens: int) -> None:
         model, reference = self.scorer.engine.identity.model, self.scorer.bundle.reference
         self.state.metrics.prompt(model, reference, report, self.timings, tokens, route=self.note.route)
+        if self.note.monitor is not None:
+            self.note.monitor.observe([report])
 
 
 def _take_xargs(note: Note, parameters: Any) -> dict[str, Any]:
@@ -204,6 +215,18 @@ def observes(state: ServiceState, xargs: dict[str, Any]) -> bool:
     if "policy" in state.settings.callers_may:
         del applied[0]
     return all((policy := state.policies.get(name)) is not None and policy.action is Action.OBSERVE for name in applied)
+
+
+def _rendering(note: Note, scorer: Scorer, prompt: Any) -> tuple[str, ...]:
+    """How the prompt departs from what the chat template makes of a question; nothing where training used none."""
+    if scorer.prompt_format != "chat":
+        return ()
+    if not note.templated:
+        return (NO_TEMPLATE,)
+    if note.moves or note.answered:
+        return (*(f"rendering: the request's own {name!r}" for name in note.moves), *note.answered)
+    ids, ending = prompt.get("prompt_token_ids") if isinstance(prompt, Mapping) else None, chat_ending(scorer.engine)
+    return () if ids and tuple(ids[max(0, len(ids) - len(ending)) :]) == ending else (OTHER_ENDING,)
 
 
 def _departures(parameters: Any) -> tuple[str, ...]:

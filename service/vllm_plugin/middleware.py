@@ -7,10 +7,10 @@ policy's message as its ``refusal``: OpenAI's clients know both.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from pydantic import TypeAdapter, ValidationError
 from starlette.datastructures import MutableHeaders
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -18,12 +18,16 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from service.api.openai_response import WITHHELD
 from service.audit.events import Who
 from service.errors import NotReady
+from service.guarantee import chat_departures
 from service.vllm_plugin.note import CURRENT, NO_PLACE, OURS, Note
 
 PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/chat/completions/batch", "/invocations")
-_MARKS = re.compile(rb"use_beam_search|[\\\0]|" + OURS.pattern.encode(), re.IGNORECASE)  # or what may hide them
 STREAMS_FIRST = ("/v1/responses",)  # begins its stream before it generates: a later refusal would cut it off
 RENDERED = ("messages", "tools", "documents", "functions", "chat_template_kwargs")  # what a chat template may write
+AS_TRAINED = {"continue_final_message": False, "add_generation_prompt": True, "chat_template": None,
+              "chat_template_kwargs": {}, "add_special_tokens": False, "truncate_prompt_tokens": None}  # fmt: skip
+"""Fields of a chat's body that change how its messages are rendered -> the values that change nothing, beside null."""
+_FLAG = TypeAdapter(bool)
 RETRY_S = 1
 
 
@@ -51,7 +55,7 @@ class RiskNotes:
             )
             return
         address = scope["client"][0] if scope.get("client") else None
-        note = Note(carries=path in PATHS, templated=path != PATHS[0], who=Who(address=address), route=path)
+        note = Note(carries=path in PATHS, who=Who(address=address), route=path)
         token = CURRENT.set(note)
         try:
             writer = _ResponseWriter(note, send, self._message_in_content).send if note.carries else send
@@ -61,8 +65,8 @@ class RiskNotes:
 
 
 class _BodyReader:
-    """Notes what vLLM loses: the ``vllm_xargs`` of a beam search, arguments of ours outside ``vllm_xargs``, and special
-    tokens that a chat spells out.
+    """Notes what vLLM loses: arguments of ours outside ``vllm_xargs`` and of a beam search, special tokens that a chat
+    spells out, and how the request has its messages rendered.
     """
 
     def __init__(self, note: Note, receive: Receive, special_tokens: Sequence[str]) -> None:
@@ -79,18 +83,17 @@ class _BodyReader:
         return message
 
     def _read(self, body: bytes) -> None:
-        spelt = any(token.encode() in body for token in self._special_tokens)
-        if not spelt and not _MARKS.search(body):
-            return
-        content = _parsed(body) or {}
+        note, content = self._note, _parsed(body) or {}
         texts = [text for name in RENDERED for text in _strings(content.get(name))]
-        self._note.forges = next(
-            (token for token in self._special_tokens if any(token in text for text in texts)), None
-        )
-        self._note.misplaced = tuple(name for name in content if OURS.match(name))
+        note.forges = next((token for token in self._special_tokens if any(token in text for text in texts)), None)
+        note.misplaced = tuple(name for name in content if OURS.match(name))
+        chats = "messages" in content and note.route != PATHS[0]
+        note.templated = chats and not ("prompt" in content and note.route == PATHS[3])  # which may read either
+        note.moves, note.answered = (tuple(_moves(content)), _answered(content["messages"])) if chats else ((), ())
+        note.beams = _truth(content.get("use_beam_search"))
         xargs = content.get("vllm_xargs")
-        if content.get("use_beam_search") and isinstance(xargs, dict):
-            self._note.xargs = xargs
+        if note.beams and isinstance(xargs, dict):
+            note.xargs = xargs
 
 
 class _ResponseWriter:
@@ -198,6 +201,31 @@ class _ResponseWriter:
         if start["status"] == NotReady.status:
             headers.setdefault("retry-after", str(RETRY_S))  # vLLM's error handlers drop headers
         await self._send(start)
+
+
+def _moves(content: dict[str, Any]) -> Iterator[str]:
+    """The fields of a chat's body that change how its messages are rendered."""
+    yield from (name for name, same in AS_TRAINED.items() if content.get(name) not in (None, same))
+    transfer = content.get("kv_transfer_params")
+    if isinstance(transfer, dict) and transfer.get("prompt_token_ids") is not None:
+        yield "kv_transfer_params.prompt_token_ids"  # taken instead of the messages
+
+
+def _answered(messages: Any) -> tuple[str, ...]:
+    """``chat_departures`` of a chat's messages, or of any of a batch's."""
+    if not isinstance(messages, list) or not messages:
+        return ()
+    chats = messages if isinstance(messages[0], list) else [messages]
+    ends = [chat[-1] for chat in chats if isinstance(chat, list) and chat and isinstance(chat[-1], dict)]
+    return next(filter(None, (chat_departures([end]) for end in ends)), ())
+
+
+def _truth(value: Any) -> bool:
+    """What vLLM makes of a flag; it refuses what is none."""
+    try:
+        return _FLAG.validate_python(value)
+    except ValidationError:
+        return False
 
 
 def _strings(value: Any) -> Iterator[str]:

@@ -14,6 +14,7 @@ from service.api.reply import risk_headers, risk_note, risk_out
 from service.audit.events import Who
 from service.guard import Decision, Policy
 from service.scoring import RiskReport, Scorer
+from service.serving.monitor import Monitor
 
 NO_PLACE = (
     "a policy that withholds answers applies to this request, and the response of this route cannot carry a verdict; "
@@ -32,9 +33,13 @@ class Note:
     unread: str | None = None  # why there is no risk
     choices: int = 1  # answers to each prompt (n)
     departures: tuple[str, ...] = ()  # of the request from what a guarantee was calibrated on
+    monitor: Monitor | None = None  # of the bundle
     route: str = ""  # that the request came by
     carries: bool = True  # whether the response has a place for it
-    templated: bool = True  # whether its route applies the chat template
+    templated: bool = True  # whether its prompts go through the chat template
+    moves: tuple[str, ...] = ()  # its fields that render its messages otherwise than training's were
+    answered: tuple[str, ...] = ()  # ``chat_departures`` of its messages
+    beams: bool = False  # whether it asks for a beam search
     forges: str | None = None  # a special token that a message spells out: vLLM's renderer would take it for one
     misplaced: tuple[str, ...] = ()  # arguments of ours outside vllm_xargs
     xargs: dict[str, Any] = field(default_factory=dict)  # vllm_xargs of a beam search, which vLLM drops
@@ -62,7 +67,8 @@ class Note:
         if self.scorer is None or self.policy is None or not any(self.reports):
             return None
         risks = [risk_out(index, report) for index, report in enumerate(self.reports) if report is not None]
-        return risk_note(self.scorer, self.policy, risks, self.departures)
+        found = () if self.monitor is None else self.monitor.reasons
+        return risk_note(self.scorer, self.policy, risks, (*self.departures, *found))
 
     def headers(self) -> dict[str, str]:
         """As those of ``/v1/risk/score``: where there is one prompt."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,27 +17,11 @@ import openai  # noqa: E402
 
 from service.audit.verify import verify  # noqa: E402
 from service.scoring import Scorer  # noqa: E402
-from tests.vllm_plugin.server import MODEL, serving  # noqa: E402
+from tests.vllm_plugin.server import MODEL  # noqa: E402
 from tests.vllm_plugin.test_audit import check_lines, own_fields  # noqa: E402
 
 KNOWN, UNKNOWN = "What is the capital of Italy?", "What is the capital of the Solomon Islands?"
 GATE = {"vllm_xargs": {"hallutracer_policy": "gate"}}
-
-
-@pytest.fixture(scope="module")
-def audit_log(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("audit") / "audit.jsonl"
-
-
-@pytest.fixture(scope="module")
-def url(tmp_path_factory: pytest.TempPathFactory, audit_log: Path) -> Iterator[str]:
-    with serving(tmp_path_factory.mktemp("vllm") / "log", HALLUTRACER_AUDIT_LOG=str(audit_log)) as address:
-        yield address
-
-
-@pytest.fixture(scope="module")
-def client(url: str) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,135 @@
+"""Prompts that went through no chat template, on the demo model, whose probes learnt from chats: their risk says
+little, and a policy that withholds withholds those that lie outside training, unless the operator says otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fastapi.testclient import TestClient
+
+from probes_store.store import SHIPPED, Store
+from service.api.app import create_app
+from service.callers import Caller
+from service.demo import MODEL_DIR
+from service.demo.questions import questions
+from service.demo.tokenizer import render
+from service.engines.base import EngineOptions
+from service.engines.scheduler import Scheduled
+from service.engines.transformers.engine import TransformersEngine
+from service.errors import NotAllowed
+from service.guard import Action, Policy
+from service.policies import built_in
+from service.scoring import Scorer
+from service.serving.choice import check_choice, untemplated
+from service.serving.state import ServiceState
+from service.settings import ServiceSettings
+from tests.running import until
+
+UNKNOWN = "What is the capital of the Solomon Islands?"
+OPEN = Policy("open", Action.ABSTAIN, message="No.", withhold_outside=False)
+CAREFUL = Policy("careful", Action.ABSTAIN, message="No.", withhold_outside=True)
+
+
+@pytest.fixture(scope="module")
+def scorer() -> Scorer:
+    engine = Scheduled(TransformersEngine.load(EngineOptions(str(MODEL_DIR))))
+    return Scorer(engine, Store(Path("/nonexistent"), fallbacks=[SHIPPED]).load("demo"))
+
+
+@pytest.fixture(scope="module")
+def client(scorer: Scorer) -> Iterator[TestClient]:
+    settings = ServiceSettings(callers_may=("policy",))
+    state = ServiceState(lambda: {"demo": scorer}, settings=settings, policies=built_in() | {"open": OPEN})
+    with TestClient(create_app(state)) as client:
+        until(lambda: state.is_ready)
+        yield client
+
+
+def texts(client: TestClient, scorer: Scorer, prompt: Any, policy: str) -> dict[str, Any]:
+    model = scorer.engine.identity.model
+    body = {"model": model, "prompt": prompt, "max_tokens": 4, "vllm_xargs": {"hallutracer_policy": policy}}
+    answer = client.post("/v1/completions", json=body)
+    assert answer.status_code == 200, answer.text
+    return dict(answer.json())
+
+
+def scored(client: TestClient, policy: str, **body: Any) -> list[dict[str, Any]]:
+    answer = client.post("/score", json={"policy": policy, "generate": {"max_tokens": 4}} | body)
+    assert answer.status_code == 200, answer.text
+    return list(answer.json()["data"])
+
+
+@pytest.mark.parametrize("form", ["Q: {0}\nA:", "{1}\n", "{1} The capital is", "{0}"])
+def test_no_prompt_that_is_withheld_comes_free_outside_training(client: TestClient, scorer: Scorer, form: str) -> None:
+    asked = [row["prompt"] for row in questions("test")[:120]]
+    withheld = [text for text, row in zip(asked, scored(client, "gate", prompt=asked), strict=True) if row["flagged"]]
+    prompts = [form.format(text, render(text)) for text in withheld]
+    tokens = [scorer.engine.tokenize(prompt) for prompt in prompts]
+    for rows in (
+        texts(client, scorer, prompts, "gate")["hallutracer"]["data"],
+        scored(client, "gate", input_ids=tokens),
+    ):
+        assert sum(row["outside_training"] and not row["flagged"] for row in rows) > len(withheld) / 4
+        for row in rows:
+            stopped = row["flagged"] or row["outside_training"]
+            assert (row["decision"] == "abstain") is stopped
+            assert not (stopped and "completion" in row)
+    freed = texts(client, scorer, prompts, "open")["hallutracer"]["data"]
+    assert [row["decision"] == "abstain" for row in freed] == [row["flagged"] for row in freed]
+    freed = scored(client, "open", input_ids=tokens)
+    assert [row["decision"] == "abstain" for row in freed] == [row["flagged"] for row in freed]
+    assert {row["decision"] for row in scored(client, "observe", input_ids=tokens)} == {"continue"}
+
+
+def test_a_question_goes_through_the_template_and_is_judged_by_its_risk(client: TestClient, scorer: Scorer) -> None:
+    asked = [row["prompt"] for row in questions("test")[:120]]
+    for body in ({"prompt": asked}, {"messages": [{"role": "user", "content": f"Q: {UNKNOWN}\nA:"}]}):
+        rows = scored(client, "gate", **body)
+        assert [row["decision"] == "abstain" for row in rows] == [row["flagged"] for row in rows]
+
+
+@pytest.mark.parametrize("route", ["/score", "/v1/chat/completions"])
+def test_a_chat_that_ends_with_an_answer_is_no_question(client: TestClient, scorer: Scorer, route: str) -> None:
+    found = []
+    for row in questions("test")[:60]:
+        messages = [{"role": "user", "content": row["prompt"]}, {"role": "assistant", "content": "The capital is"}]
+        body: dict[str, Any] = {"messages": messages}
+        if route != "/score":
+            body |= {"model": scorer.engine.identity.model, "max_tokens": 1}
+        answer = client.post(route, json=body).json()
+        found += answer.get("hallutracer", answer)["data"]
+    assert any(row["outside_training"] and not row["flagged"] for row in found)
+    assert all((row["decision"] == "abstain") is (row["flagged"] or row["outside_training"]) for row in found)
+
+
+def test_probes_that_learnt_from_texts_know_texts(scorer: Scorer) -> None:
+    gate = built_in()["gate"]
+    assert untemplated(scorer, gate).withhold_outside is True
+    for policy in (OPEN, built_in()["observe"], Policy("warn", Action.ANNOTATE)):
+        assert untemplated(scorer, policy) is policy
+    own, manifest = scorer.prompt_format, scorer.bundle.manifest
+    try:
+        scorer.prompt_format = "text"
+        assert untemplated(scorer, gate) is gate
+    finally:
+        scorer.prompt_format = own
+    assert manifest.uncertainty is not None
+
+
+@pytest.mark.parametrize(
+    ("own", "wanted", "allowed"),
+    [("gate", "open", False), ("careful", "open", False), ("careful", "gate", False), ("open", "gate", True),
+     ("gate", "careful", True), ("open", "open", True), ("observe", "open", True), ("warn", "open", True)],
+)  # fmt: skip
+def test_only_an_operator_lets_them_through(scorer: Scorer, own: str, wanted: str, allowed: bool) -> None:
+    known = built_in() | {"open": OPEN, "careful": CAREFUL, "warn": Policy("warn", Action.ANNOTATE, message="Hm.")}
+    with nullcontext() if allowed else pytest.raises(NotAllowed, match="outside training") as refused:
+        check_choice(scorer, known[wanted], scorer, known[own], Caller())
+    if refused is not None:
+        assert refused.value.param == "policy"
+    check_choice(scorer, known[wanted], scorer, known[own], Caller(may=frozenset({"policy"})))
