@@ -103,6 +103,7 @@ def section(title: str, place: int) -> Parameter:
 
 AT_LEAST_1 = Range(1)
 DEFAULT_SHARE = 0.05  # of a canary
+DEFAULT_DRAWN = 0.05  # of the unflagged answers, to be labelled
 
 MaxQueue = Annotated[int, option("Prompts that may wait; further ones get 429.", limits=AT_LEAST_1)]
 DeadlineS = Annotated[float, option("Longest time of one request; then 504.", limits=Range(positive=True))]

@@ -10,7 +10,17 @@ from scipy.stats import ks_2samp
 
 from probes_store.store import Store
 from service.coverage import coverage
-from service.drift import BINS, DriftLimits, LabelTest, Reference, compare, kolmogorov_smirnov, reference_of
+from service.drift import (
+    BINS,
+    MOST_ALIKE,
+    DriftLimits,
+    LabelTest,
+    Reference,
+    alike_of,
+    compare,
+    kolmogorov_smirnov,
+    reference_of,
+)
 from tests.bench import drift
 from tests.matching import matching_draft
 from tests.probes_store.factory import VERSION_1, write_bundle
@@ -66,36 +76,72 @@ def test_the_reference_is_what_the_bundle_keeps(tmp_path: Path) -> None:
 def test_labels_like_the_guarantee_break_it_as_rarely_as_it_says() -> None:
     draw, broken = np.random.default_rng(3), 0
     for _ in range(1000):
-        test = LabelTest(0.1, error=0.05)
-        wrong = draw.random(400) < 0.1
-        for one in wrong:
-            test.add(bool(one))
-            if test.broken:
-                broken += 1
-                break
+        test, wrong = LabelTest(0.1, error=0.05), np.cumsum(draw.random(400) < 0.1)
+        broken += any(test.broken(int(count), number) for number, count in enumerate(wrong, 1))
     assert broken <= 0.05 * 1000
+
+
+@pytest.mark.parametrize(("right", "wrong"), [(0.2, 0.4), (0.02, 0.9), (0.0, 1.0)])
+def test_whoever_chooses_what_to_label_does_not_break_it(right: float, wrong: float) -> None:
+    """Labels of a chosen part of the drawn answers: wrong ones are labelled more often than right ones."""
+    draw, broken = np.random.default_rng(3), 0
+    for _ in range(300):
+        test, is_wrong = LabelTest(0.1), draw.random(400) < 0.1
+        labelled = draw.random(400) < np.where(is_wrong, wrong, right)
+        counts = np.cumsum(is_wrong & labelled)
+        broken += any(test.broken(int(counts[place]), int(place) + 1) for place in np.flatnonzero(labelled))
+    assert broken <= 0.01 * 300 + 3
 
 
 def test_labels_that_are_worse_break_it_soon() -> None:
     draw, needed = np.random.default_rng(4), []
     for _ in range(100):
-        test = LabelTest(0.1)
-        while not test.broken:
-            test.add(bool(draw.random() < 0.3))
-        needed.append(test.labels)
+        test, wrong, drawn = LabelTest(0.1), 0, 0
+        while not test.broken(wrong, drawn):
+            wrong, drawn = wrong + bool(draw.random() < 0.3), drawn + 1
+        needed.append(drawn)
     assert np.median(needed) < 60
-    assert LabelTest(0.1).evidence == pytest.approx(0.0)
+    assert LabelTest(0.1).evidence(0, 0) == pytest.approx(0.0)
+
+
+@pytest.mark.parametrize(("run", "least", "most"), [(1, 1.0, 1.4), (10, 3.0, 9.0), (50, 8.0, 40.0)])
+def test_prompts_that_are_alike_tell_less(run: int, least: float, most: float) -> None:
+    """Of runs that share half of their variance about (1 + run) / 2 count as one."""
+    draw = np.random.default_rng(6)
+    found = [alike_of(drift.means(draw, 1000, run=run, shared=0.5 if run > 1 else 0.0)) for _ in range(50)]
+    assert least <= float(np.median(found)) <= most
+    assert all(one >= 1 for one in found)
+    assert alike_of(np.full(1000, 0.3)) == 1.0  # a gate that is blind is no dependence
+    known = of(list(np.linspace(0, 1, 1000)))
+    assert compare(np.linspace(0, 1, 500), None, known).independent == 500 / MOST_ALIKE
+
+
+def test_limits_are_wider_where_prompts_are_few_and_alike_and_never_hide_everything() -> None:
+    limits = DriftLimits()
+    assert (limits.of_ks(1000, 4000), limits.of_psi(1000, 4000), limits.of_outside(1000, 0.01)) == (0.12, 0.2, 0.05)
+    least = limits.window / MOST_ALIKE
+    assert limits.of_ks(least, 4000) == pytest.approx(2.7 * (1 / least + 1 / 4000) ** 0.5)
+    assert 0.2 < limits.of_ks(least, 4000) < 0.3
+    assert 0.2 < limits.of_psi(least, 4000) < 0.5
+    assert 0.1 < limits.of_outside(least, 0.1) < 0.25
 
 
 def test_a_shift_is_seen_either_way_and_a_blind_gate_at_once() -> None:
     """The long version, with false alarms: tests/bench/drift.py."""
     limits, draw = DriftLimits(), np.random.default_rng(5)
     for name, most in (("depth mean + 0.5 deviations", 1000), ("depth mean - 0.5 deviations", 1000),
-                       ("a constant (a blind gate)", 300)):  # fmt: skip
+                       ("depth mean + 1 deviation", 1000), ("a constant (a blind gate)", 500)):  # fmt: skip
         for _ in range(5):
-            before, known = drift.risks(drift.means(draw, limits.window)), drift.reference(draw)
+            before, watch = drift.risks(drift.means(draw, limits.window)), drift.watching(draw, limits)
             shifted = drift.risks(drift.SHIFTS[name](drift.means(draw, 3000)))
-            seen = drift.until_seen(shifted, before, known, limits)
+            seen = drift.until_seen(shifted, before, watch)
             assert seen is not None
             assert seen <= most, name
-    assert drift.alarms(drift.risks(drift.means(draw, 50_000)), drift.reference(draw), limits) == 0
+
+
+@pytest.mark.parametrize("kind", [kind for kind in drift.TRAFFIC if "200" not in kind])
+def test_traffic_that_repeats_itself_or_comes_in_runs_is_no_drift(kind: str) -> None:
+    limits, draw = DriftLimits(), np.random.default_rng(8)
+    for _ in range(3):
+        mean, prompts = drift.TRAFFIC[kind](draw, drift.PIECE)
+        assert drift.alarms(drift.risks(mean), prompts, drift.watching(draw, limits)) == 0

@@ -18,6 +18,7 @@ from service.callers import Caller
 from service.engines.base import Sampling
 from service.engines.checks import check_length, check_special_tokens
 from service.errors import ClientGone, EmptyPrompt, RequestError
+from service.guarantee import decoding_departures
 from service.guard import Action, Decision, Policy
 from service.prompts import Message
 from service.routes import canonical
@@ -86,7 +87,14 @@ async def answer(request: Request, state: ServiceState, asked: Asked) -> tuple[R
                 await state.audit.decided(line)
             if state.feedback is not None:  # before anybody can know the id
                 state.feedback.remember(
-                    asked.caller, reply.record.request_id, route, asked.scorer, asked.policy, reports, kept
+                    asked.caller,
+                    reply.record.request_id,
+                    route,
+                    asked.scorer,
+                    asked.policy,
+                    reports,
+                    kept,
+                    (*asked.departures, *decoding_departures(asked.sampling)),
                 )
             if asked.count == 1 and reports[0].decision is Decision.RETRIEVE:
                 digest = asked.scorer.bundle.manifest.digest

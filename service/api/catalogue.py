@@ -21,6 +21,7 @@ from service.api.catalogue_schema import (
     CoverageOut,
     DriftOut,
     GoldenOut,
+    LabelsOut,
     LeftOut,
     LoadedOut,
     ModelCard,
@@ -144,6 +145,7 @@ def _card(scorer: Scorer, state: ServiceState) -> BundleCard:
         share=share,
         compared=_compared(state.metrics.compared.get(manifest.reference, Comparison())) if shadowed else None,
         drift=None if monitor is None or monitor.drift is None else DriftOut(**asdict(monitor.drift)),
+        labels=None if monitor is None or monitor.labels is None else LabelsOut(**asdict(monitor.labels)),
         void=[] if monitor is None else list(monitor.reasons),
         golden=GoldenOut(
             risk=golden.found.risk,

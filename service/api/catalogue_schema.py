@@ -98,11 +98,20 @@ class ComparedOut(Strict):
 class DriftOut(Strict):
     """The newest window of prompts that this bundle judged, beside its training rows."""
 
-    prompts: int
+    prompts: int = Field(description="different ones, the newest")
+    independent: float = Field(description="prompts that tell as much, since neighbours are alike; limits follow it")
     ks: float = Field(description="largest distance of the two distribution functions of the risk")
     psi: float = Field(description="population stability index over the tenths of training")
     shift: float = Field(description="mean risk of the window less that of training")
     outside: float | None = Field(description="share of prompts outside training; null where the bundle cannot tell")
+
+
+class LabelsOut(Strict):
+    """Answers that were drawn at random under this bundle, one for each different prompt, up to the newest label."""
+
+    drawn: int
+    labelled: int = Field(description="of these; the others are taken for right")
+    wrong: int
 
 
 class LeftOut(Strict):
@@ -142,7 +151,8 @@ class BundleCard(Strict):
     share: float | None = Field(None, description="of these requests, that a default or a canary judges")
     compared: ComparedOut | None = Field(None, description="of a shadow, since the service started")
     golden: GoldenOut
-    drift: DriftOut | None = Field(None, description="none before the first full window, or without a reference")
+    drift: DriftOut | None = Field(None, description="none before the first window, or without a reference")
+    labels: LabelsOut | None = Field(None, description="what the guarantee is held against; none without both")
     void: list[str] = Field(description="why a guarantee does not hold just now, whatever the request")
     default: bool
 

@@ -53,14 +53,15 @@ async def feedback(body: Annotated[FeedbackRequest, Body()], request: Request, s
         )
     reason = _reason(body.label, stored)
     monitor = state.monitors.get(stored.bundle)
-    if monitor is not None and reason is None and stored.standing == "new" and not stored.flagged:
-        monitor.label(body.label == "hallucinated")
+    if monitor is not None and stored.tally is not None:
+        monitor.count(stored.tally)
     return FeedbackResponse(
         id=body.id,
         index=body.index,
         label=body.label,
         standing=stored.standing,
         conflict=stored.conflict,
+        drawn=stored.drawn,
         counts=reason is None,
         reason=reason,
     )

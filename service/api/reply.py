@@ -24,7 +24,7 @@ from service.guard import Policy
 from service.risk import running_means
 from service.scoring import RiskReport, Scorer
 from service.serving.metrics import Metrics
-from service.serving.monitor import Monitor
+from service.serving.monitor import Monitor, digest_of
 from service.serving.request_handle import RequestHandle
 from service.serving.retrievals import Retrieval
 
@@ -98,7 +98,8 @@ class Reply:
         for timings, report, tokens in scored:
             self.metrics.prompt(model, reference, report, timings, tokens, route=self.record.path)
         if self.monitor is not None:
-            self.monitor.observe(reports)
+            prompts = [digest_of(job.token_ids) for job in self.handle.jobs if job.report is not None]
+            self.monitor.observe(reports, prompts)
         record, manifest = self.record, self.handle.scorer.bundle.manifest
         if record.trace is not None:
             record.trace.handle, record.trace.departures = self.handle, self.all_departures

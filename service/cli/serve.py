@@ -23,6 +23,7 @@ from service.options import Common
 from service.policies import load_policies
 from service.settings import (
     DATABASE,
+    DEFAULT_DRAWN,
     DEFAULT_MESSAGE,
     DEFAULT_SHARE,
     AbstainMessage,
@@ -142,11 +143,21 @@ class FeedbackOptions:
         option("Delete an answer's row, prompt and labels after so many days.  Default: never.",
                limits=Range(positive=True)),
     ] = None  # fmt: skip
+    feedback_share: Annotated[
+        float,
+        option("Share of the unflagged answers that is drawn at random; a guarantee is held against labels of these "
+               "alone, which 'hallutracer feedback' lists.", limits=Range(0, 1)),
+    ] = DEFAULT_DRAWN  # fmt: skip
 
     def location(self) -> Location | None:
         """Where feedback is kept; None: nowhere.  Raises UsageError."""
         if not self.feedback_db:
-            for flag, given in (("--feedback-prompts", self.feedback_prompts), ("--feedback-days", self.feedback_days)):
+            others = {
+                "--feedback-prompts": self.feedback_prompts,
+                "--feedback-days": self.feedback_days,
+                "--feedback-share": self.feedback_share != DEFAULT_DRAWN,
+            }
+            for flag, given in others.items():
                 if given:
                     raise UsageError(flag, "needs --feedback-db")
             return None
@@ -160,7 +171,9 @@ class FeedbackOptions:
         """The database, ready.  Raises FeedbackUnavailable."""
         from service.serving.feedback import Feedback
 
-        return Feedback(where, metrics, prompts=self.feedback_prompts, days=self.feedback_days)
+        return Feedback(
+            where, metrics, prompts=self.feedback_prompts, days=self.feedback_days, share=self.feedback_share
+        )
 
 
 def serve(

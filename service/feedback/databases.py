@@ -21,6 +21,7 @@ BUSY_S = 5.0  # that another writer's lock is waited for
 TIMEOUT_S = 10  # of one statement of PostgreSQL, and of a connection that has gone silent
 _FORMAT = 1
 _ANSWERS = "hallutracer_answers"
+_DRAWN = "drawn INTEGER NOT NULL DEFAULT 0"  # newer than the other columns: databases without it get it
 SCHEMA = f"""
 CREATE TABLE IF NOT EXISTS hallutracer_feedback (format INTEGER PRIMARY KEY);
 CREATE TABLE IF NOT EXISTS {_ANSWERS} (
@@ -28,7 +29,7 @@ CREATE TABLE IF NOT EXISTS {_ANSWERS} (
     time DOUBLE PRECISION NOT NULL, route TEXT NOT NULL, model TEXT NOT NULL, bundle TEXT NOT NULL,
     digest TEXT NOT NULL, probes TEXT NOT NULL, policy TEXT NOT NULL, threshold DOUBLE PRECISION NOT NULL,
     risk DOUBLE PRECISION NOT NULL, flagged INTEGER NOT NULL, decision TEXT NOT NULL, signals TEXT NOT NULL,
-    mark TEXT NOT NULL, prompt TEXT);
+    mark TEXT NOT NULL, prompt TEXT, {_DRAWN});
 CREATE INDEX IF NOT EXISTS hallutracer_answers_request ON {_ANSWERS} (request_id, place);
 CREATE INDEX IF NOT EXISTS hallutracer_answers_time ON {_ANSWERS} (time);
 CREATE INDEX IF NOT EXISTS hallutracer_answers_probes ON {_ANSWERS} (probes);
@@ -39,6 +40,7 @@ CREATE INDEX IF NOT EXISTS hallutracer_labels_answer ON hallutracer_labels (answ
 CREATE TABLE IF NOT EXISTS hallutracer_retention (number INTEGER PRIMARY KEY, believed DOUBLE PRECISION NOT NULL);
 INSERT INTO hallutracer_feedback (format) SELECT {_FORMAT} WHERE NOT EXISTS (SELECT 1 FROM hallutracer_feedback)
 """
+_INDEX = f"CREATE INDEX IF NOT EXISTS hallutracer_answers_drawn ON {_ANSWERS} (digest, time, mark) WHERE drawn = 1"
 
 
 class Refused(FeedbackUnavailable):
@@ -121,6 +123,14 @@ def _prepare(database: Database, where: Location, create: bool) -> None:
                 database.run("SELECT pg_advisory_xact_lock(7236817465)")
             for statement in (SCHEMA % {"number": number}).split(";"):
                 database.run(statement)
+            has_drawn = (
+                f"SELECT 1 FROM pg_attribute WHERE attrelid = '{_ANSWERS}'::regclass AND attname = 'drawn'"
+                if where.is_postgres
+                else f"SELECT 1 FROM pragma_table_info('{_ANSWERS}') WHERE name = 'drawn'"
+            )
+            if not database.run(has_drawn):  # asked first: ALTER TABLE would wait for every reader
+                database.run(f"ALTER TABLE {_ANSWERS} ADD COLUMN {_DRAWN}")
+            database.run(_INDEX)
     try:
         found = database.run("SELECT format FROM hallutracer_feedback")
     except FeedbackUnavailable as error:

@@ -35,6 +35,7 @@ class Answer:
     signals: Mapping[str, float]  # what the classifier read, by name
     mark: str  # digest of the prompt: tells repeats, and rows of training
     prompt: str | None = None  # as JSON; only where the operator asked for it
+    drawn: bool = False  # at random, when it was given, of the answers that a guarantee is about
 
     @property
     def size(self) -> int:
@@ -61,6 +62,15 @@ class Given:
 
 
 @dataclass(frozen=True, slots=True)
+class Tally:
+    """What labels say of a bundle's drawn answers: one for each different prompt, up to the newest with a label."""
+
+    drawn: int
+    labelled: int  # of these; unclear ones and those that callers disagree about count neither here nor as wrong
+    wrong: int
+
+
+@dataclass(frozen=True, slots=True)
 class Stored:
     """A label that is on disk, beside what was known of its answer."""
 
@@ -70,6 +80,8 @@ class Stored:
     flagged: bool
     model: str
     bundle: str
+    drawn: bool = False
+    tally: Tally | None = None  # of the bundle's drawn answers, where this label is of one and says something new
 
     @property
     def answered(self) -> bool:

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from service.errors import RequestError
+from service.errors import FeedbackUnavailable, RequestError
 from service.feedback.databases import Database
-from service.feedback.rows import CONTINUE, Answer, Given, Standing, Stored
+from service.feedback.rows import CONTINUE, Answer, Given, Standing, Stored, Tally
 
 MOST_LABELS = 100  # of one answer by one caller
 CHUNK = 1_000  # answers deleted at once
 _WRITE = """INSERT INTO hallutracer_answers (uid, request_id, place, caller, time, route, model, bundle, digest, probes,
-policy, threshold, risk, flagged, decision, signals, mark, prompt)
-VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT DO NOTHING"""
+policy, threshold, risk, flagged, decision, signals, mark, prompt, drawn)
+VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT DO NOTHING"""
 # A client may choose the ids of its requests: its own come first, and of those the last.
-_FIND = """SELECT uid, decision, flagged, model, bundle FROM hallutracer_answers
+_FIND = """SELECT uid, decision, flagged, model, bundle, digest, drawn FROM hallutracer_answers
 WHERE request_id = ? AND place = ? AND (caller = ? OR ? = 1)
 ORDER BY CASE WHEN caller = ? THEN 0 ELSE 1 END, time DESC, uid LIMIT 1"""
 
@@ -32,6 +34,7 @@ def _values(answer: Answer) -> tuple[object, ...]:
         answer.uid, answer.request_id, answer.index, answer.caller, answer.time, answer.route, answer.model,
         answer.bundle, answer.digest, answer.probes, answer.policy, answer.threshold, answer.risk, int(answer.flagged),
         answer.decision, json.dumps(dict(answer.signals)), answer.mark, answer.prompt,
+        int(answer.drawn),
     )  # fmt: skip
 
 
@@ -43,7 +46,7 @@ def write_label(database: Database, given: Given) -> Stored | None:
     found = database.run(_FIND, (given.request_id, given.index, given.caller, int(given.others), given.caller))
     if not found:
         return None
-    uid, decision, flagged, model, bundle = found[0]
+    uid, decision, flagged, model, bundle, digest, drawn = found[0]
     history = database.run("SELECT caller, label, comment FROM hallutracer_labels WHERE answer = ? ORDER BY number",
                            (uid,))  # fmt: skip
     own = [(label, comment) for caller, label, comment in history if caller == given.caller]
@@ -56,7 +59,55 @@ def write_label(database: Database, given: Given) -> Stored | None:
                      (uid, given.caller, given.label, given.comment, given.time))  # fmt: skip
     others = {caller: label for caller, label, _ in history if caller != given.caller}  # the last of each
     conflict = given.label != "unclear" and any(other not in (given.label, "unclear") for other in others.values())
-    return Stored(standing, conflict, decision, bool(flagged), model, bundle)
+    tally = tally_of(database, digest) if drawn and standing != "repeated" else None
+    return Stored(standing, conflict, decision, bool(flagged), model, bundle, bool(drawn), tally)
+
+
+def tally_of(database: Database, digest: str) -> Tally:
+    """What labels say of the answers that were drawn under the bundle of this digest.
+
+    One for each different prompt, and none newer than the newest with a label, so that those that nobody has come to
+    yet do not count.
+    """
+    said: dict[str, dict[tuple[str, str], str]] = {}  # by prompt: of each answer and caller the last label
+    newest = -math.inf
+    labels = ("SELECT mark, uid, l.caller, label, a.time FROM hallutracer_labels l JOIN hallutracer_answers a "
+              "ON answer = uid WHERE digest = ? AND drawn = 1 ORDER BY number")  # fmt: skip
+    for mark, uid, caller, label, time in database.run(labels, (digest,)):
+        said.setdefault(mark, {})[uid, caller] = label
+        newest = max(newest, time)
+    if not said:
+        return Tally(0, 0, 0)
+    [(drawn,)] = database.run(
+        "SELECT COUNT(DISTINCT mark) FROM hallutracer_answers WHERE digest = ? AND drawn = 1 AND time <= ?",
+        (digest, newest),
+    )
+    verdicts = [set(labels.values()) - {"unclear"} for labels in said.values()]
+    return Tally(drawn, sum(len(one) == 1 for one in verdicts), sum(one == {"hallucinated"} for one in verdicts))
+
+
+def to_label(database: Database) -> Iterator[dict[str, Any]]:
+    """Drawn answers that have no label yet, oldest first, one for each different prompt of a bundle.
+
+    Without the risk, which would tell whoever labels what to think.  Raises FeedbackUnavailable.
+    """
+    seen: set[tuple[str, str]] = set()
+    found = """SELECT request_id, place, time, bundle, digest, mark, prompt,
+EXISTS (SELECT 1 FROM hallutracer_labels WHERE answer = uid) AS labelled
+FROM hallutracer_answers WHERE drawn = 1 ORDER BY labelled DESC, time, place, uid"""
+    try:
+        answers = database.run(found)
+    except FeedbackUnavailable as error:
+        if "drawn" not in str(error):
+            raise
+        raise FeedbackUnavailable(
+            f"nothing was drawn yet: start the service with this database once ({error})"
+        ) from None
+    for request_id, index, time, bundle, digest, mark, prompt, labelled in answers:
+        if not labelled and (digest, mark) not in seen:
+            given = {} if prompt is None else {"given": json.loads(prompt)}
+            yield {"id": request_id, "index": index, "time": time, "bundle": bundle, **given}
+        seen.add((digest, mark))
 
 
 def believed_time(database: Database, clock: float, most: float) -> float:

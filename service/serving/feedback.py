@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import random
 import time
 import uuid
 from collections.abc import Mapping, Sequence
@@ -15,14 +16,17 @@ from probes_store.manifest import PROBES
 from service.callers import Caller
 from service.data.rows import mark_of
 from service.feedback.databases import Location
-from service.feedback.rows import Answer, Given, Label, Stored
+from service.feedback.rows import Answer, Given, Label, Stored, Tally
+from service.feedback.statements import tally_of
 from service.feedback.writer import Writer
-from service.guard import Policy
+from service.guard import Decision, Policy
 from service.scoring import RiskReport, Scorer
 from service.serving.metrics import Metrics
 from service.serving.retrievals import PREFIX
+from service.settings import DEFAULT_DRAWN
 
 log = logging.getLogger("hallutracer")
+_CHANCE = random.SystemRandom()  # nobody can know or choose what is drawn
 Content = Mapping[str, Any]  # prompt, messages, text without a template, or input_ids
 
 
@@ -37,12 +41,21 @@ class Kept:
 class Feedback:
     """Answers and labels, into one database."""
 
-    def __init__(self, where: Location, metrics: Metrics, *, prompts: bool = False, days: float | None = None) -> None:
+    def __init__(
+        self,
+        where: Location,
+        metrics: Metrics,
+        *,
+        prompts: bool = False,
+        days: float | None = None,
+        share: float = DEFAULT_DRAWN,
+    ) -> None:
         """``prompts`` keeps them too; ``days`` after which everything of an answer is deleted.
 
+        ``share`` of the answers that a guarantee is about is drawn at random: labels of these are held against it.
         Raises FeedbackUnavailable where the database cannot be opened.
         """
-        self._prompts, self._days, self._metrics = prompts, days, metrics
+        self._where, self._prompts, self._days, self._share, self._metrics = where, prompts, days, share, metrics
         self._writer = Writer(where, days=days, count=metrics.feedback_answers)
 
     def kept(self, contents: Sequence[Content]) -> list[Kept]:
@@ -58,10 +71,15 @@ class Feedback:
         policy: Policy,
         reports: Sequence[RiskReport],
         kept: Sequence[Kept],
+        departures: Sequence[str],
     ) -> None:
-        """Keep a row for each prompt, as soon as the answer's id is going to be told."""
+        """Keep a row for each prompt, as soon as the answer's id is going to be told.
+
+        ``departures`` are the request's from what a guarantee was calibrated on.
+        """
         try:
             manifest, now = scorer.bundle.manifest, time.time()
+            promised = not departures and not policy.withhold_outside and scorer.threshold(policy) == manifest.threshold
             self._writer.record([
                 Answer(
                     uid=uuid.uuid4().hex,
@@ -82,6 +100,7 @@ class Feedback:
                     signals=dict(zip(manifest.signals, report.signals, strict=True)),
                     mark=own.mark,
                     prompt=own.prompt,
+                    drawn=promised and _is_given(report) and _CHANCE.random() < self._share,
                 )
                 for index, (report, own) in enumerate(zip(reports, kept, strict=True))
             ])  # fmt: skip
@@ -103,6 +122,14 @@ class Feedback:
             self._metrics.feedback(stored.model, stored.bundle, label, stored.flagged if agrees else None)
         return stored
 
+    def tally(self, digest: str) -> Tally:
+        """What labels say of a bundle's drawn answers; slow.  Raises FeedbackUnavailable."""
+        database = self._where.open(create=False)
+        try:
+            return tally_of(database, digest)
+        finally:
+            database.close()
+
     @property
     def days(self) -> float | None:
         """After which answers are deleted; None: never."""
@@ -111,3 +138,7 @@ class Feedback:
     def close(self) -> None:
         """Write what waits; the database is not used afterwards."""
         self._writer.close()
+
+
+def _is_given(report: RiskReport) -> bool:
+    return report.decision is Decision.CONTINUE and not report.verdict.flagged

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
-from collections import deque
+import secrets
+from array import array
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, get_args
@@ -12,22 +15,19 @@ import numpy as np
 
 from probes_store.errors import BundleError
 from service.drift import Drift, DriftLimits, LabelTest, Reference, compare, reference_of
+from service.engines.base import TokenIds
+from service.feedback.rows import Tally
 from service.scoring import RiskReport, Scorer
 
 log = logging.getLogger("hallutracer")
+_KEY = secrets.token_bytes(16)  # this process's own: a digest tells nobody else anything
 Cause = Literal["drift", "outside", "labels", "golden"]
 CAUSES: tuple[Cause, ...] = get_args(Cause)
 
 
-@dataclass(frozen=True)
-class MonitorState:
-    """What is told of a bundle: ``void`` has a sentence for each cause."""
-
-    drift: Drift | None  # of the newest full window
-    void: dict[Cause, str]
-    labels: int  # answers that were given and labelled, of a bundle with a guarantee
-    wrong: int  # of these
-    reference: Reference | None  # None: the bundle keeps nothing to compare with
+def digest_of(token_ids: TokenIds) -> bytes:
+    """Tells within this process whether the same prompt came before: what ``Monitor.observe`` wants of a prompt."""
+    return hashlib.blake2b(array("q", token_ids).tobytes(), digest_size=8, key=_KEY).digest()
 
 
 @dataclass(eq=False)
@@ -38,51 +38,53 @@ class Monitor:
     limits: DriftLimits
     tell: Callable[[Monitor], None]
     void: dict[Cause, str] = field(default_factory=dict)
-    drift: Drift | None = None
+    drift: Drift | None = None  # of the newest window
+    labels: Tally | None = None  # None: the bundle has no guarantee, or no label was looked at yet
 
     def __post_init__(self) -> None:
         bundle = self.scorer.bundle
         try:
-            self._reference = reference_of(bundle)
+            self.reference: Reference | None = reference_of(bundle)
         except BundleError as error:
             log.error("bundle %s is not watched for drift: %s", bundle.reference, error)
-            self._reference = None
+            self.reference = None
         guarantee = bundle.manifest.guarantee
-        self._labels = None if guarantee is None else LabelTest(guarantee.alpha)
-        self._risks: deque[float] = deque(maxlen=self.limits.window)
-        self._outside: deque[bool] = deque(maxlen=self.limits.window)
-        self._new = 0
-
-    @property
-    def state(self) -> MonitorState:
-        """What is known now."""
-        labels, wrong = (0, 0) if self._labels is None else (self._labels.labels, self._labels.wrong)
-        return MonitorState(self.drift, dict(self.void), labels, wrong, self._reference)
+        self._label_test = None if guarantee is None else LabelTest(guarantee.alpha)
+        self._window: OrderedDict[bytes, tuple[float, bool]] = OrderedDict()  # by digest: its newest risk, outside
+        self._seen = self._new = 0
 
     @property
     def reasons(self) -> tuple[str, ...]:
         """Why a guarantee of this bundle does not hold just now."""
         return tuple(f"{cause}: {text}" for cause, text in self.void.items())
 
-    def observe(self, reports: Sequence[RiskReport]) -> None:
-        """Prompts that this bundle judged."""
-        if self._reference is None:
+    def observe(self, reports: Sequence[RiskReport], prompts: Sequence[bytes]) -> None:
+        """Prompts that this bundle judged, with the ``digest_of`` each: one that comes again is counted once."""
+        reference, limits = self.reference, self.limits
+        if reference is None:
             return
-        for report in reports:
-            self._risks.append(report.risk)
-            self._outside.append(report.uncertain is not None and report.uncertain.outside)
-            self._new += 1
-            if len(self._risks) == self.limits.window and self._new >= self.limits.every:
+        for report, prompt in zip(reports, prompts, strict=True):
+            self._window[prompt] = (report.risk, report.uncertain is not None and report.uncertain.outside)
+            self._window.move_to_end(prompt)
+            if len(self._window) > limits.window:
+                self._window.popitem(last=False)
+            self._seen, self._new = self._seen + 1, self._new + 1
+            # Where few different prompts are asked they never fill a window, and are compared as the few they are.
+            if self._seen >= limits.window and self._new >= limits.every and len(self._window) >= limits.every:
                 self._new = 0
-                self._compare(self._reference)
+                self._compare(reference)
 
-    def label(self, hallucinated: bool) -> None:
-        """An answer that was given under the guaranteed threshold was labelled, for the first time."""
-        if self._labels is None:
+    def count(self, labels: Tally) -> None:
+        """What labels say of the answers that were drawn, all of them."""
+        if self._label_test is None:
             return
-        self._labels.add(hallucinated)
-        text = f"{self._labels.wrong} of {self._labels.labels} labelled answers are wrong, alpha {self._labels.alpha:g}"
-        if self._labels.broken or "labels" in self.void:  # what has been shown once is not taken back by more labels
+        self.labels, alpha = labels, self._label_test.alpha
+        text = (
+            f"{labels.wrong} of {labels.drawn} answers that were drawn at random are wrong "
+            f"({labels.labelled} have a label, the others are taken for right), alpha {alpha:g}"
+        )
+        # What has been shown once is not taken back by more labels.
+        if self._label_test.broken(labels.wrong, labels.drawn) or "labels" in self.void:
             self._set("labels", text)
 
     def golden(self, failure: str | None) -> None:
@@ -90,14 +92,18 @@ class Monitor:
         self._set("golden", failure)
 
     def _compare(self, reference: Reference) -> None:
-        limits, able = self.limits, reference.outside is not None
-        outside = np.array(self._outside, np.bool_) if able else None
-        self.drift = found = compare(np.array(self._risks, np.float64), outside, reference)
+        limits, rows, able = self.limits, len(reference.risks), reference.outside is not None
+        risks, away = zip(*self._window.values(), strict=True)
+        outside = np.array(away, np.bool_) if able else None
+        self.drift = found = compare(np.array(risks, np.float64), outside, reference)
 
-        def beyond(cause: Cause, value: float, limit: float) -> bool:
-            return value > limit * (limits.back if cause in self.void else 1.0)
+        def beyond(cause: Cause, value: float, limit: Callable[[float], float]) -> bool:
+            # The way back is not widened: prompts that are alike are no sign that a drift has ended.
+            return value > (limits.back * limit(found.prompts) if cause in self.void else limit(found.independent))
 
-        apart = beyond("drift", found.ks, limits.ks) or beyond("drift", found.psi, limits.psi)
+        apart = beyond("drift", found.ks, lambda prompts: limits.of_ks(prompts, rows)) or beyond(
+            "drift", found.psi, lambda prompts: limits.of_psi(prompts, rows)
+        )
         direction = "higher" if found.shift > 0 else "lower"
         text = (
             f"the last {found.prompts:,} risks are unlike those of training: KS {found.ks:.2f}, PSI {found.psi:.2f}, "
@@ -105,10 +111,11 @@ class Monitor:
         )
         self._set("drift", text if apart else None)
         if found.outside is not None and reference.outside is not None:
-            away = beyond("outside", found.outside - reference.outside, limits.outside)
+            share = found.outside
+            more = beyond("outside", share - reference.outside, lambda prompts: limits.of_outside(prompts, share))
             text = f"{found.outside:.1%} of the last {found.prompts:,} prompts lie outside training, "
             text += f"as {reference.outside:.1%} of its rows do"
-            self._set("outside", text if away else None)
+            self._set("outside", text if more else None)
         self.tell(self)
 
     def _set(self, cause: Cause, text: str | None) -> None:

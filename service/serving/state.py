@@ -23,7 +23,8 @@ from service.audit.events import SERVICE, Who
 from service.callers import Caller
 from service.drift import DriftLimits
 from service.engines.base import Engine, TokenIds, unfinished
-from service.errors import NonFiniteReadout, NotFound, NotReady
+from service.errors import FeedbackUnavailable, NonFiniteReadout, NotFound, NotReady
+from service.feedback.rows import Tally
 from service.guard import OBSERVE, Policy
 from service.policies import Rule, built_in
 from service.scoring import RiskReport, Scorer
@@ -54,6 +55,7 @@ class Loaded:
     aliases: Mapping[str, str]  # name@alias -> name:version, as they were when loaded
     rollout: Rollout = Rollout()
     left_out: Mapping[str, str] = field(default_factory=dict)  # reference -> why it is not used
+    tallies: Mapping[str, Tally] = field(default_factory=dict)  # digest -> what labels said before
     time: float = field(default_factory=time.time)
 
 
@@ -164,7 +166,18 @@ class ServiceState:
         aliases |= {name: scorer.bundle.reference for name, scorer in found.items()}
         for reference, reason in unused.items():
             log.error("bundle %s is left out: %s", reference, reason)
-        return Loaded(scorers, aliases, rollout, self.left_out | unused)
+        return Loaded(scorers, aliases, rollout, self.left_out | unused, self._tallies(scorers))
+
+    def _tallies(self, scorers: Sequence[Scorer]) -> dict[str, Tally]:
+        """A new process knows the labels that earlier ones took."""
+        found = dict[str, Tally]()
+        for digest in (one.bundle.manifest.digest for one in scorers if one.bundle.manifest.guarantee is not None):
+            try:
+                if self.feedback is not None:
+                    found[digest] = self.feedback.tally(digest)
+            except FeedbackUnavailable as error:
+                log.error("the labels of %s are not known before the next one comes: %s", digest, error)
+        return found
 
     def _check_tells(self, scorer: Scorer) -> None:
         for name in (None, *(rule.policy for rule in self.rules)):
@@ -176,7 +189,9 @@ class ServiceState:
         for scorer in scorers:
             before = self.monitors.get(scorer.bundle.reference)
             if before is None or before.scorer.bundle.manifest.digest != scorer.bundle.manifest.digest:
-                monitors[scorer.bundle.reference] = Monitor(scorer, self.limits, self._tell)
+                monitors[scorer.bundle.reference] = new = Monitor(scorer, self.limits, self._tell)
+                if (tally := loaded.tallies.get(scorer.bundle.manifest.digest)) is not None:
+                    new.count(tally)
             else:  # it goes on with what it has seen
                 before.scorer = scorer
                 before.golden(None)  # they were replayed just now

@@ -27,6 +27,7 @@ from service.prompts import chat_ending
 from service.scoring import RiskReport, Scorer
 from service.serving.auditing import decision_line
 from service.serving.choice import untemplated
+from service.serving.monitor import digest_of
 from service.serving.request_handle import Timings
 from service.serving.state import ServiceState
 from service.settings import env
@@ -93,6 +94,7 @@ class _JudgedPrompt:
     parameters: Any
     request_id: str
     report: RiskReport | None = None
+    prompt: bytes = b""  # its digest, for the drift monitor
     timings: Timings = field(default_factory=Timings)
 
     async def run(self, start: Callable[[], AsyncGenerator[Any, None]]) -> AsyncGenerator[Any, None]:
@@ -140,6 +142,7 @@ class _JudgedPrompt:
     def _judge(self, lease: ProbeLease, output: Any) -> None:
         try:
             result, _ = lease.prefill(output, len(output.prompt_token_ids or ()))
+            self.prompt = digest_of(output.prompt_token_ids or ())
             cached = int(output.num_cached_tokens or 0)
             self.report = self.scorer.judge(result, self.policy, cached_tokens=cached)
         except HalluTracerError as error:
@@ -169,7 +172,7 @@ class _JudgedPrompt:
         model, reference = self.scorer.engine.identity.model, self.scorer.bundle.reference
         self.state.metrics.prompt(model, reference, report, self.timings, tokens, route=self.note.route)
         if self.note.monitor is not None:
-            self.note.monitor.observe([report])
+            self.note.monitor.observe([report], [self.prompt])
 
 
 def _take_xargs(note: Note, parameters: Any) -> dict[str, Any]:

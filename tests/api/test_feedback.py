@@ -43,16 +43,18 @@ class Client:
 
 
 @contextmanager
-def keeping(folder: Path, *, prompts: bool = False, days: float | None = None, **settings: Any) -> Iterator[Client]:
+def keeping(
+    folder: Path, *, prompts: bool = False, days: float | None = None, share: float = 0.05, **settings: Any
+) -> Iterator[Client]:
     with running(folder, **{"policy": "observe"} | settings) as service:
         where = location(str(folder / "feedback.db"))
-        service.state.feedback = Feedback(where, service.state.metrics, prompts=prompts, days=days)
+        service.state.feedback = Feedback(where, service.state.metrics, prompts=prompts, days=days, share=share)
         yield Client(service)
 
 
 @pytest.fixture(scope="module")
 def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
-    with keeping(tmp_path_factory.mktemp("kept")) as client:
+    with keeping(tmp_path_factory.mktemp("kept"), share=0.0) as client:
         yield client
 
 
@@ -61,7 +63,7 @@ def test_a_label_is_acknowledged_with_what_became_of_it(client: Client) -> None:
     first = client.say(id, "hallucinated", index=1, comment="It is Honiara.")
     assert first.status_code == 200
     assert first.json() == {"object": "feedback", "id": id, "index": 1, "label": "hallucinated", "standing": "new",
-                            "conflict": False, "counts": True, "reason": None}  # fmt: skip
+                            "conflict": False, "drawn": False, "counts": True, "reason": None}  # fmt: skip
     assert client.say(id, "hallucinated", index=1).json()["standing"] == "repeated"
     changed = client.say(id, "unclear", index=1).json()
     assert (changed["standing"], changed["counts"], changed["reason"]) == ("changed", False, "it decides nothing")
@@ -183,6 +185,16 @@ def test_prompts_are_kept_only_where_the_operator_asks(tmp_path: Path, prompts: 
     marks = [mark for _, mark in found]
     assert marks[1] == marks[2] == marks[3]  # one question, however it was put
     assert len(set(marks)) == 4
+
+
+def test_the_share_that_is_drawn_is_the_operators_and_no_callers_to_choose(tmp_path: Path) -> None:
+    with keeping(tmp_path, share=0.3) as client:
+        ids = {client.ask(prompt=["same"] * 250, threshold=None)["id"] for _ in range(8)}
+        until(lambda: client.service.metric("hallutracer_feedback_answers_total") == 2000)
+    found = rows(location(str(tmp_path / "feedback.db")), "SELECT SUM(drawn), COUNT(*) FROM hallutracer_answers")
+    assert len(ids) == 8
+    assert found[0][1] == 2000
+    assert 450 < found[0][0] < 750  # seven deviations either way
 
 
 def test_what_is_stored_of_an_answer(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -12,6 +13,7 @@ from probes_store.store import Store
 from service.demo.questions import questions
 from tests.cli.new_rows import own, question_files
 from tests.cli.test_command_line import run
+from tests.running import until
 from tests.serve_process import serve
 
 
@@ -40,6 +42,33 @@ def test_a_password_is_not_printed(capsys: pytest.CaptureFixture[str], monkeypat
         printed = capsys.readouterr().out
         assert f'{variable.lower()} = "***"' in printed
         assert "geheim" not in printed
+
+
+def test_what_was_drawn_is_listed_until_it_has_a_label(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A real service, which keeps the prompts; the labels of what the command lists are on its card."""
+    place = f"--feedback-db={tmp_path / 'feedback.db'}"
+    options = ("--feedback-prompts", "--feedback-days=1", "--feedback-share=1")
+    with serve("--policy=observe", place, *options) as service:
+        body = {"prompt": ["What is the capital of France?", "What is the capital of Italy?"], "threshold": None}
+        answer = httpx.post(f"{service.url}/score", json=body, timeout=60).json()
+        given = [one["index"] for one in answer["data"] if not one["flagged"]]
+        assert given
+
+        def listed() -> list[dict[str, Any]]:
+            assert run("feedback", place) == 0
+            return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+
+        until(lambda: len(listed()) == len(given))
+        found = listed()
+        assert [one["given"]["prompt"] for one in found] == [body["prompt"][index] for index in given]
+        said = {"id": found[0]["id"], "index": found[0]["index"], "label": "factual"}
+        assert httpx.post(f"{service.url}/v1/feedback", json=said, timeout=60).json()["drawn"] is True
+        assert listed() == found[1:]
+    assert run("feedback") == 2
+    assert "--feedback-db" in capsys.readouterr().err
+    assert run("serve", "--feedback-share=0.5") == 2
+    assert "needs --feedback-db" in capsys.readouterr().err
+    assert run("serve", place, "--feedback-share=1.5") == 2
 
 
 @pytest.mark.long

@@ -13,8 +13,8 @@ import pytest
 from service.errors import FeedbackUnavailable, HalluTracerError, RequestError
 from service.feedback import statements
 from service.feedback.databases import Database, Location, Refused, location
-from service.feedback.rows import Stored
-from service.feedback.statements import delete_before, read_answers, write_answers
+from service.feedback.rows import Stored, Tally
+from service.feedback.statements import delete_before, read_answers, tally_of, to_label, write_answers
 from tests.feedback.made import PROBES, answer, put, rows, say
 from tests.feedback.postgres import Postgres
 
@@ -70,6 +70,65 @@ def test_callers_may_disagree_and_agree_again(database: Database) -> None:
     assert verdicts(database) == [(None, True, False)]
     assert told(database, label="hallucinated") == ("changed", False)
     assert verdicts(database) == [(0, False, False)]
+
+
+def test_drawn_answers_are_counted_once_for_each_prompt(database: Database) -> None:
+    put(database, *(answer(f"r{number}", mark=f"m{number % 4}", time=float(number), drawn=True) for number in range(8)))
+    put(database, answer("not", mark="m9", time=2.0), answer("other", mark="m8", digest="sha256:cd", drawn=True))
+    assert tally_of(database, "sha256:ab") == Tally(0, 0, 0)
+    assert say(database, "not", "hallucinated") == Stored("new", False, "continue", False, "m", "one:1")  # no tally
+    first = say(database, "r1", "hallucinated")
+    assert first is not None
+    assert (first.drawn, first.tally) == (True, Tally(2, 1, 1))  # m0 came before it; m2 and m3 nobody has come to
+    again = say(database, "r5", "hallucinated")
+    assert again is not None
+    assert again.tally == Tally(4, 1, 1)  # the same prompt
+    agreed = say(database, "r5", "hallucinated")
+    assert agreed is not None
+    assert agreed.tally is None  # nothing new
+    assert tally_of(database, "sha256:cd") == Tally(0, 0, 0)
+
+
+def test_callers_who_disagree_and_who_cannot_tell_leave_an_answer_right(database: Database) -> None:
+    put(database, *(answer(f"r{number}", mark=f"m{number}", time=float(number), drawn=True) for number in range(3)))
+    for name, label, caller in (("r0", "hallucinated", "ann"), ("r0", "factual", "eve"), ("r1", "unclear", "ann"),
+                                ("r2", "factual", "ann"), ("r2", "hallucinated", "ann")):  # fmt: skip
+        say(database, name, label, caller=caller, others=True)
+    assert tally_of(database, "sha256:ab") == Tally(3, 1, 1)
+
+
+def test_what_waits_for_a_label_is_listed_oldest_first(database: Database) -> None:
+    put(database, answer("new", mark="a", time=9.0, drawn=True, prompt='{"prompt": "why"}'),
+        answer("old", mark="b", time=1.0, drawn=True, index=2), answer("again", mark="b", time=2.0, drawn=True),
+        answer("said", mark="c", time=3.0, drawn=True), answer("twin", mark="c", time=0.0, drawn=True),
+        answer("not", mark="d", time=4.0))  # fmt: skip
+    say(database, "said")
+    assert list(to_label(database)) == [
+        {"id": "old", "index": 2, "time": 1.0, "bundle": "one:1"},
+        {"id": "new", "index": 0, "time": 9.0, "bundle": "one:1", "given": {"prompt": "why"}},
+    ]
+
+
+def test_a_database_from_before_answers_were_drawn_goes_on(where: Location) -> None:
+    first = where.open()
+    put(first, answer("old"))
+    say(first, "old", "hallucinated")
+    first.run("DROP INDEX hallutracer_answers_drawn")
+    first.run("ALTER TABLE hallutracer_answers DROP COLUMN drawn")
+    first.close()
+    before = where.open(create=False)
+    with pytest.raises(FeedbackUnavailable, match="start the service"):
+        list(to_label(before))
+    before.close()
+    again = where.open()
+    put(again, answer("new", mark="m1", drawn=True))
+    assert rows(where, "SELECT request_id, drawn FROM hallutracer_answers ORDER BY time") == [("old", 0), ("new", 1)]
+    assert len(read_answers(again, PROBES)) == 2
+    late = say(again, "old", "factual")
+    assert late is not None
+    assert (late.standing, late.drawn, late.tally) == ("changed", False, None)
+    again.close()
+    where.open().close()
 
 
 def test_an_answer_to_somebody_else_is_not_there(database: Database, where: Location) -> None:

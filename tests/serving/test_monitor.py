@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from probes_store.bundle import Bundle
+from probes_store.bundle import Bundle, load_bundle
 from service.drift import DriftLimits
 from service.engines.base import Engine
 from service.engines.scheduler import Scheduled
 from service.feedback.databases import location
+from service.guard import Action, Policy
 from service.scoring import Scorer
 from service.serving.feedback import Feedback
 from tests.api.test_uncertainty import UNCERTAINTY
@@ -136,21 +138,96 @@ def test_prompts_outside_training_are_told(app: App, monkeypatch: pytest.MonkeyP
     assert voids(app)["outside"] == 1
 
 
-def test_labels_that_break_the_guarantee_are_told(tmp_path: Path) -> None:
-    app = App(tmp_path, names=(), add=[watched])
-    app.state.feedback = Feedback(location(str(tmp_path / "feedback.db")), app.state.metrics)
+def test_one_client_that_repeats_itself_voids_nobodys_promise(app: App) -> None:
+    ask(app, PROMPTS[:200])
+    for _ in range(10):
+        found = ask(app, PROMPTS[:3] * 60)
+    assert found["guarantee"]["void"] == []
+    assert card(app)["void"] == []
+    assert card(app)["drift"]["prompts"] == 200
+
+
+@contextmanager
+def labelled(folder: Path, bundle: Path, share: float) -> Iterator[App]:
+    """A service that keeps feedback in ``folder`` and draws ``share`` of its answers."""
+    app = App(folder, names=(), add=[lambda engine, _: load_bundle(bundle)])
+    app.state.feedback = Feedback(location(str(folder / "feedback.db")), app.state.metrics, share=share)
     with app.started():
-        for number in range(0, 60):
-            answer = ask(app, [PROMPTS[number]])
-            for label in ("hallucinated", "hallucinated", "factual")[: 1 if number % 2 else 3]:
-                body = {"id": answer["id"], "label": label}
-                assert app.client.post("/v1/feedback", json=body).status_code == 200
-        answered = app.state.monitors["watched:1"].state
-        assert 10 < answered.labels < 60, "withheld answers and later labels do not count"
-        assert answered.wrong == answered.labels
+        yield app
+
+
+@pytest.fixture
+def promised(tmp_path: Path) -> Path:
+    return watched(ScriptedEngine(), tmp_path / "made").path
+
+
+def complain(app: App, prompts: Sequence[str], **said: Any) -> list[dict[str, Any]]:
+    """Ask each, and call the answer wrong where there was one; what the labels came to."""
+    found = []
+    for prompt in prompts:
+        answer = app.client.post("/score", json={"prompt": prompt, **said}).json()
+        label = app.client.post("/v1/feedback", json={"id": answer["id"], "label": "hallucinated"})
+        assert label.status_code == 200
+        if answer["data"][0]["decision"] == "continue":
+            found.append(label.json())
+    return found
+
+
+def test_labels_that_break_the_guarantee_are_told_and_known_to_the_next_process(tmp_path: Path, promised: Path) -> None:
+    with labelled(tmp_path, promised, 1.0) as app:
+        found = complain(app, PROMPTS[:60])
+        assert 10 < len(found) < 60, "withheld answers do not count"
+        assert all(one["drawn"] for one in found)
+        assert card(app)["labels"] == {"drawn": len(found), "labelled": len(found), "wrong": len(found)}
         (reason,) = ask(app, ["a"])["guarantee"]["void"]
-        assert reason == f"labels: {answered.wrong} of {answered.labels} labelled answers are wrong, alpha 0.1"
+        assert reason == (f"labels: {len(found)} of {len(found)} answers that were drawn at random are wrong "
+                          f"({len(found)} have a label, the others are taken for right), alpha 0.1")  # fmt: skip
         assert voids(app)["labels"] == 1
+    with labelled(tmp_path, promised, 1.0) as app:
+        assert card(app)["void"] == [reason]
+
+
+def test_complaints_about_answers_that_were_not_drawn_void_nothing(tmp_path: Path, promised: Path) -> None:
+    with labelled(tmp_path, promised, 0.0) as app:
+        found = complain(app, PROMPTS[:60])
+        assert not any(one["drawn"] for one in found)
+        assert all(one["counts"] for one in found), "a recalibration learns from them"
+        assert card(app)["void"] == []
+        assert card(app).get("labels") is None or card(app)["labels"]["drawn"] == 0
+
+
+def test_one_prompt_is_one_label_however_often_it_is_asked(tmp_path: Path, promised: Path) -> None:
+    with labelled(tmp_path, promised, 1.0) as app:
+        [answered] = [one for one in ask(app, PROMPTS[:20])["data"] if one["decision"] == "continue"][:1]
+        complain(app, [PROMPTS[answered["index"]]] * 60)
+        labels = card(app)["labels"]
+        assert labels["wrong"] == labels["labelled"] == 1
+        assert card(app)["void"] == []
+
+
+def test_an_answer_without_a_label_is_taken_for_right(tmp_path: Path, promised: Path) -> None:
+    with labelled(tmp_path, promised, 1.0) as app:
+        for start in range(0, 2000, 40):
+            ask(app, PROMPTS[start + 1 : start + 40])
+            complain(app, [PROMPTS[start]])
+        labels = card(app)["labels"]
+        assert labels["wrong"] == labels["labelled"] > 10, "all that have a label are wrong"
+        assert labels["drawn"] > 20 * labels["wrong"]
+        assert card(app)["void"] == []
+
+
+@pytest.mark.parametrize(
+    "said",
+    [{"threshold": 1.0}, {"generate": {"max_tokens": 1, "temperature": 1.0}}, {"policy": "outside"}],
+    ids=["threshold", "temperature", "policy"],
+)
+def test_answers_that_the_guarantee_is_not_about_are_not_drawn(
+    tmp_path: Path, promised: Path, said: dict[str, Any]
+) -> None:
+    with labelled(tmp_path, promised, 1.0) as app:
+        app.state.policies = {**app.state.policies, "outside": Policy("outside", Action.ABSTAIN, withhold_outside=True)}
+        assert [one["drawn"] for one in complain(app, PROMPTS[:20], **said)].count(True) == 0
+        assert any(one["drawn"] for one in complain(app, PROMPTS[:20], policy="observe"))
 
 
 def test_golden_prompts_that_are_off_make_it_not_ready_until_they_are_right(app: App) -> None:
