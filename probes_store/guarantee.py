@@ -14,9 +14,9 @@ CLOSED = 0.0  # a threshold that no risk is below: nothing is answered
 
 @dataclass(frozen=True, slots=True)
 class Guarantee:
-    """Among the answered questions at most a share alpha is hallucinated, with confidence 1 - delta.
+    """Of the answered question groups, counted equally, at most a share alpha is hallucinated, at confidence 1 - delta.
 
-    Counted are random answered questions of random groups that have one.  The time is the manifest's ``created``.
+    Each group counts by a random one of its answered questions.  The time is the manifest's ``created``.
     """
 
     alpha: float

@@ -28,7 +28,10 @@ class CompletionOut(Strict):
 class GuaranteeOut(Strict):
     """The promise of the bundle's threshold, as it stands for this request."""
 
-    alpha: float = Field(description="at most this share of the answered questions is answered with a hallucination")
+    alpha: float = Field(
+        description="of the question groups that are answered, counted equally, at most this share is answered with a "
+        "hallucination"
+    )
     delta: float = Field(description="the promise has confidence 1 - delta")
     holds: bool = Field(description="nothing is known here that voids it; GET /v1/bundles has its whole statement")
     void: list[str] = Field(description="why it does not hold for this request")

@@ -20,9 +20,10 @@ def calibrate(
 ) -> None:
     """Give a bundle a threshold with a guarantee, and publish it as the bundle's next version.
 
-    With confidence 1 - delta, at most a share alpha of the questions that are then answered is answered with a
-    hallucination.  The rows must be new to the bundle, in groups of their own, and drawn as your questions are.  They
-    are spent by one calibration; where no threshold qualifies nothing is published and the exit status is 1.
+    With confidence 1 - delta, at most a share alpha of the question groups that are then answered, counted equally
+    whatever their size, is answered with a hallucination.  The rows must be new to the bundle, in groups of their own,
+    and drawn as your questions are.  They are spent by one calibration; where no threshold qualifies nothing is
+    published and the exit status is 1.
 
       hallutracer calibrate --bundle my-probe --data new.jsonl --alpha 0.1 --delta 0.05 --model ./my-model
     """

@@ -249,8 +249,8 @@ class PromiseChoices:
 
     alpha: Annotated[
         str,
-        option("Largest share of hallucinations among the answered questions; several with commas, of which the first "
-               "that a threshold qualifies for is served."),
+        option("Largest share of hallucinations among the answered question groups, counted equally; several with "
+               "commas, of which the first that a threshold qualifies for is served."),
     ] = "0.1"  # fmt: skip
     delta: Annotated[
         float,

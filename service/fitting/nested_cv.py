@@ -1,7 +1,7 @@
 """Nested cross-validation: outer folds x seeds, everything else inside the training side.
 
-``nested_cv`` runs any fit over the outer folds.  ``evaluate`` is the trainer's: standardisation, head selection, C, the
-classifier and the threshold see only the training side of a fold, where the classifier is fitted on an inner cross-fit
+``nested_cv`` runs any fit over the outer folds.  ``evaluate`` is the trainer's: standardisation, head selection, C and
+the classifier see only the training side of a fold, where the classifier is fitted on an inner cross-fit
 (``inner_folds``, one seed).  One outer fold costs 1 + inner_folds fits of all heads, and the choice of C about
 inner_folds x |grid| fits of at most 8 x 8 heads; all signals share these fits.
 """
@@ -142,9 +142,7 @@ def evaluate(inputs: Inputs, *, folds: int, seeds: Sequence[int], options: FitOp
         for name, (of_train, of_test) in signals:
             classifier = fit_classifier(of_train, label[train], inputs.readouts.share_of(train))
             risks[name] = risk = classifier.risk(of_test)
-            record["signals"][name] = summary(label[test], risk, classifier.threshold) | _within(
-                label[test], risk, strata
-            )
+            record["signals"][name] = summary(label[test], risk) | _within(label[test], risk, strata)
         records.append(record)
         return risks
 
@@ -158,9 +156,8 @@ def evaluate(inputs: Inputs, *, folds: int, seeds: Sequence[int], options: FitOp
             "folds": folds,
             "inner_folds": options.inner_folds,
             "seeds": list(seeds),
-            "splits": "stratified, group-disjoint; scaling, head, C, classifier, threshold from the training side",
+            "splits": "stratified, group-disjoint; scaling, head, C, classifier from the training side",
             "mean_and_std": "over the test sides of all folds and seeds; population standard deviation",
-            "accuracy": "at the cut with the largest Youden's J on the training side",
             "ece": f"{ECE_BINS} equal-mass bins of each test side; small test sides make it larger",
             "ece_pooled": "the same over all rows, each with the risk of the fold that tested it; mean over seeds",
             "calibration_debiased": "root of the squared error over the same bins of all rows, less what chance adds "
@@ -206,7 +203,7 @@ def held_out(
     scores: dict[str, Any] = {}
     for name, (model, x) in fitted.items():
         risk = model.risk(x)
-        scores[name] = summary(label, risk, model.threshold) | _within(label, risk, inputs.strata)
+        scores[name] = summary(label, risk) | _within(label, risk, inputs.strata)
     counts = {"rows": len(label), "factual": int(label.sum()), "hallucinated": int((1 - label).sum())}
     model, x = fitted["bundle"]
     own = model.risk(x)

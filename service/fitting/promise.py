@@ -1,4 +1,6 @@
-"""A threshold with a promise: at most a share alpha of what passes is wrong, with confidence 1 - delta.
+"""A threshold with a promise: of the groups that pass, counted equally, at most a share alpha is wrong.
+
+It holds with confidence 1 - delta.
 
 Learn-then-test (Angelopoulos et al. 2021) with fixed-sequence testing.  The promise is about a random answered question
 of a random group that has one: rows of a group depend on each other, so of each group only its first answered row in a
@@ -29,6 +31,8 @@ class Step:
     threshold: float
     groups: int  # with an answered row
     wrong: int  # of their first answered rows
+    rows: int  # answered, all of them
+    wrong_rows: int  # of these; no promise is about them, since a large group counts as often as it has rows
     p_value: float  # of "the share of wrong ones is above alpha"
 
 
@@ -150,7 +154,9 @@ def calibrate(
     for threshold in thresholds:
         groups, wrong = first_answered(label, risk, group, threshold, order)
         p = float(binom.cdf(wrong, groups, alpha)) if groups else 1.0
-        steps.append(Step(threshold, groups, wrong, p))
+        answered = np.asarray(risk) < threshold
+        wrong_rows = int((np.asarray(label)[answered] == 0).sum())
+        steps.append(Step(threshold, groups, wrong, int(answered.sum()), wrong_rows, p))
         if p > delta:
             break
     return Promise(alpha, delta, tuple(steps))

@@ -17,7 +17,7 @@ Floats = NDArray[np.floating]
 
 ECE_BINS = 15
 ROWS_A_BIN = 20  # at least, where bins are shown: a share of fewer rows says little
-SUMMARY = ("auroc", "auprc_hallucinated", "auprc_factual", "brier", "ece", "accuracy")
+SUMMARY = ("auroc", "auprc_hallucinated", "auprc_factual", "brier", "ece")
 
 
 def auroc(label: Labels, score: Floats) -> float:
@@ -118,11 +118,6 @@ def youden_threshold(label: Labels, risk: Floats) -> float:
     return float(np.clip((levels[best] + levels[best + 1]) / 2, 1e-9, 1 - 1e-9))
 
 
-def accuracy(label: Labels, risk: Floats, threshold: float) -> float:
-    """Share of rows on the right side: hallucinated exactly where risk >= threshold."""
-    return float(np.mean((np.asarray(risk) >= threshold) == (np.asarray(label) == 0)))
-
-
 def at_threshold(label: Labels, risk: Floats, threshold: float) -> dict[str, float]:
     """What a gate at ``threshold`` does: share answered, wrong among the answered (0 where none is), right withheld."""
     answered, factual = np.asarray(risk) < threshold, np.asarray(label) == 1
@@ -158,15 +153,17 @@ def within_stratum_auroc(label: Labels, risk: Floats, strata: Sequence[Hashable]
     return total / pairs if pairs else None
 
 
-def summary(label: Labels, risk: Floats, threshold: float) -> dict[str, float]:
-    """Every score of one set of risks, by the names in ``SUMMARY``."""
+def summary(label: Labels, risk: Floats) -> dict[str, float]:
+    """Every score of one set of risks, by the names in ``SUMMARY``.
+
+    Accuracy is none of them: where most answers are wrong, to call all of them wrong has a higher one than any gate.
+    """
     return {
         "auroc": risk_auroc(label, risk),
         "auprc_hallucinated": auprc(label, risk, positive=0),
         "auprc_factual": auprc(label, risk, positive=1),
         "brier": brier(label, risk),
         "ece": ece(label, risk),
-        "accuracy": accuracy(label, risk, threshold),
     }
 
 

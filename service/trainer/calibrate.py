@@ -27,7 +27,7 @@ from service.data.training_rows import Dataset
 from service.engines.base import Engine
 from service.errors import NoThreshold, RunMismatch, TrainingError
 from service.fitting.nested_cv import rounded
-from service.fitting.promise import Profile, Promise, least_groups, profile, risk_control, sequence_of
+from service.fitting.promise import Profile, Promise, Step, least_groups, profile, risk_control, sequence_of
 from service.fitting.promise import calibrate as test_sequence
 from service.prompts import as_prompt_format
 from service.scoring import Scorer
@@ -173,17 +173,21 @@ def carry_out(made: Plan, engine: Engine, store: Store, console: Console) -> Bun
         raise NoThreshold("\n".join(_missing(promise, len(label)) for promise in promises), param="data")
     guarantee = _guarantee(made, served or promises[0], label, value, group, cast(DType, engine.identity.dtype))
     controls = [_control(label, value, group, promise.alpha) for promise in promises]
-    bundle = store.publish(_draft(made, guarantee, _record(made, data, promises, controls)))
+    bundle = store.publish(_draft(made, guarantee, served and served.passed, _record(made, data, promises, controls)))
     console.print(f"published {bundle.reference}")
     return bundle
 
 
 def table(promise: Promise) -> list[str]:
     """The thresholds that were tested, in their order; the last one is the first that failed, if any did."""
-    lines = [f"alpha {promise.alpha:g}", "threshold  answering groups  hallucinated  p"]
+    lines = [
+        f"alpha {promise.alpha:g}: of the answering groups, counted equally; the answered rows are not promised",
+        "threshold  answering groups  hallucinated  answered rows  hallucinated  p",
+    ]
     for step in promise.steps:
         verdict = "" if step.p_value <= promise.delta else "  failed"
-        lines.append(f"{step.threshold:9.4f}  {step.groups:16}  {step.wrong:12}  {step.p_value:.2g}{verdict}")
+        rows = f"{step.rows:13}  {step.wrong_rows:12}"
+        lines.append(f"{step.threshold:9.4f}  {step.groups:16}  {step.wrong:12}  {rows}  {step.p_value:.2g}{verdict}")
     return lines
 
 
@@ -256,7 +260,7 @@ def _guarantee(
         seed=made.options.seed,
         statement="",
     )
-    text = statement(guarantee, made.bundle.manifest, made.rows.preparation.max_new_tokens)
+    text = statement(guarantee, made.bundle.manifest, made.rows.preparation.max_new_tokens, step)
     return replace(guarantee, statement=text)
 
 
@@ -291,7 +295,7 @@ def _record(
     }
 
 
-def _draft(made: Plan, guarantee: Guarantee, record: dict[str, Any]) -> BundleDraft:
+def _draft(made: Plan, guarantee: Guarantee, step: Step | None, record: dict[str, Any]) -> BundleDraft:
     """The bundle as it was, with another threshold, its guarantee and a longer ledger."""
     bundle = made.bundle
     manifest = replace(
@@ -302,7 +306,7 @@ def _draft(made: Plan, guarantee: Guarantee, record: dict[str, Any]) -> BundleDr
     )
     evaluation = bundle.evaluation()
     evaluation["calibrations"] = [*evaluation.get("calibrations", []), record]
-    return draft_of(bundle, manifest, evaluation, guaranteed_card(bundle.card(), manifest))
+    return draft_of(bundle, manifest, evaluation, guaranteed_card(bundle.card(), manifest, step))
 
 
 def _tuples(document: dict[str, Any]) -> dict[str, Any]:

@@ -21,7 +21,6 @@ METRICS = {
     "ece": "ECE",
     "ece_pooled": "ECE, folds pooled",
     "calibration_debiased": "calibration error, debiased",
-    "accuracy": "accuracy",
 }
 SIGNALS = {
     "bundle": "this bundle",
@@ -86,14 +85,14 @@ def write_card(
 def _front_matter(manifest: Manifest, evaluation: Mapping[str, Any]) -> str:
     lines = ["library_name: hallutracer", "pipeline_tag: text-classification"]
     lines += ["tags:", "- hallucination-detection", "- linear-probe", "- hallutracer"]
-    lines += [f"base_model: {_yaml(manifest.model.name)}", "metrics:", "- roc_auc", "- brier_score", "- accuracy"]
+    lines += [f"base_model: {_yaml(manifest.model.name)}", "metrics:", "- roc_auc", "- brier_score"]
     scores = _own_scores(evaluation)
     if scores:
         lines += ["model-index:", f"- name: {_yaml(manifest.name)}", "  results:"]
         lines += ["  - task:", "      type: text-classification", "      name: Hallucination risk at the answer onset"]
         lines += ["    dataset:", f"      name: {_yaml(scores[2])}", f"      type: {_yaml(scores[2])}"]
         lines += ["    metrics:"]
-        for key, kind in (("auroc", "roc_auc"), ("brier", "brier_score"), ("accuracy", "accuracy")):
+        for key, kind in (("auroc", "roc_auc"), ("brier", "brier_score")):
             name = f"{METRICS[key]}, {scores[1]}"
             lines += [f"    - type: {kind}", f"      value: {scores[0][key]:.4f}", f"      name: {_yaml(name)}"]
     return "---\n" + "\n".join(lines) + "\n---\n"
@@ -193,7 +192,7 @@ def _figures(evaluation: Mapping[str, Any], plots: Sequence[str]) -> str:
         protocol = crossed["protocol"]
         parts.append(
             f"Nested cross-validation: {protocol['folds']} stratified, group-disjoint folds, seeds "
-            f"{', '.join(map(str, protocol['seeds']))}; scaling, head, C, classifier and threshold come from the "
+            f"{', '.join(map(str, protocol['seeds']))}; scaling, head, C and classifier come from the "
             f"training side of each fold. Means over folds and seeds: with a 95 % interval from resampling groups, "
             f"the fits held fixed, or with +/- the standard deviation over folds and seeds. The bundle's own row is "
             f"bold.\n"
@@ -213,8 +212,7 @@ def _figures(evaluation: Mapping[str, Any], plots: Sequence[str]) -> str:
     else:
         parts.append(
             "AUROC is of the risk, hallucinated positive. ECE: 15 equal-mass bins, larger on few rows by its nature. "
-            "Accuracy: at the cut with the "
-            "largest Youden's J on the training side. A `within` column counts only pairs of rows of one kind "
+            "A `within` column counts only pairs of rows of one kind "
             "(and template): what is left once the sort of question is known.\n"
         )
         parts += [_calibration(words, found) for words, found in _lines(evaluation)]

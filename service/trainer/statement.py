@@ -6,12 +6,16 @@ import re
 
 from probes_store.guarantee import Guarantee
 from probes_store.manifest import Manifest
+from service.fitting.promise import Step
 
 SECTION = re.compile(r"## Guarantee\n.*?(?=^## |\Z)", re.DOTALL | re.MULTILINE)
 
 
-def statement(guarantee: Guarantee, manifest: Manifest, max_new_tokens: int) -> str:
-    """For whom the promise holds and when it is void; ``max_new_tokens`` is the length of the answers judged."""
+def statement(guarantee: Guarantee, manifest: Manifest, max_new_tokens: int, step: Step | None) -> str:
+    """For whom the promise holds and when it is void.
+
+    ``max_new_tokens`` is the length of the answers judged, ``step`` the test that passed, if any.
+    """
     share, confidence = f"{guarantee.alpha:g}", f"{1 - guarantee.delta:g}"
     judged = guarantee.labels == "generate"
     wrong = f"what `{guarantee.judge}` judged so" if judged else "the rows that the calibration file labels 0"
@@ -22,11 +26,13 @@ def statement(guarantee: Guarantee, manifest: Manifest, max_new_tokens: int) -> 
         )
     else:
         first = (
-            f"Of the questions answered here, those with a risk below {guarantee.threshold:g}, at most a share of "
-            f"{share} is answered with a hallucination. This holds with confidence {confidence} over the draw of the "
-            f"calibration rows, for a random answered question of a random group that has one. "
+            f"Answered here are questions with a risk below {guarantee.threshold:g}. Of the question groups that have "
+            f"an answered question, counted equally whatever their size, at most a share of {share} is answered with a "
+            f"hallucination. This holds with confidence {confidence} over the draw of the calibration rows, for a "
+            f"random answered question of a random group that has one. "
             f"{guarantee.hallucinated} of the first answered rows of {guarantee.groups} groups were hallucinated: "
             f"P(Bin({guarantee.groups}, {share}) <= {guarantee.hallucinated}) = {guarantee.p_value:.2g}."
+            + ("" if step is None else f" Not promised: by row, {by_row(step, guarantee.alpha)}.")
         )
     holds = (
         f"It holds for questions whose groups are drawn as those of the calibration rows were "
@@ -54,17 +60,28 @@ def statement(guarantee: Guarantee, manifest: Manifest, max_new_tokens: int) -> 
     return " ".join((first, holds, void, second))
 
 
-def guaranteed_card(card: str, manifest: Manifest) -> str:
-    """The card with this guarantee's section, before the limits, in place of an earlier one."""
+def by_row(step: Step, alpha: float) -> str:
+    """The share of hallucinations among the answered rows, where a group counts as often as it has rows."""
+    share = step.wrong_rows / step.rows
+    text = f"{step.wrong_rows} of {step.rows} answered rows were hallucinated, {share:.1%}"
+    return f"{text}, which is above {alpha:g}: a group with many rows counts more here" if share > alpha else text
+
+
+def guaranteed_card(card: str, manifest: Manifest, step: Step | None = None) -> str:
+    """The card with this guarantee's section, before the limits, in place of an earlier one.
+
+    ``step`` is the test that passed, if any.
+    """
     guarantee = manifest.guarantee
     assert guarantee is not None
     rows = {
-        "promise": f"at most {guarantee.alpha:g} hallucinated among the answered, at confidence "
-        f"{1 - guarantee.delta:g}",
+        "promise": f"at most {guarantee.alpha:g} hallucinated among the answered question groups, counted equally, at "
+        f"confidence {1 - guarantee.delta:g}",
         "threshold": f"{guarantee.threshold:g}, in place of training's (see the classifier)",
         "answering groups": f"{guarantee.groups} of {guarantee.all_groups}, {guarantee.hallucinated} of their first "
         f"answered rows hallucinated, p = {guarantee.p_value:.2g}",
         "answered": f"{guarantee.answered:.0%} of {guarantee.rows} rows",
+        **({} if step is None else {"by row, not promised": by_row(step, guarantee.alpha)}),
         "calibration rows": f"`{guarantee.data_digest}`, seed {guarantee.seed}",
     }
     lines = ["## Guarantee\n", "| | |", "| --- | --- |", *(f"| {key} | {text} |" for key, text in rows.items())]

@@ -99,10 +99,34 @@ def test_the_card_has_the_statement_once(tmp_path: Path, store: Store) -> None:
         assert card.count("## Guarantee\n") == card.count(guarantee.statement) == 1
         assert card.index("## Guarantee\n") < card.index("## Limits\n") < card.index("## How to load\n")
         for words in (f"below {guarantee.threshold:g}", f"at most a share of {guarantee.alpha:g}", "confidence 0.95",
+                      "groups", "counted equally", "by row",
                       "another model", "chat template", "float32", "decoding", "policy", "drift alarm",
                       guarantee.data_digest):  # fmt: skip
             assert words in guarantee.statement
     assert len(again.evaluation()["calibrations"]) == 2
+
+
+def test_the_share_by_row_stands_beside_the_promise_which_counts_groups_equally(tmp_path: Path, store: Store) -> None:
+    rows = planted_rows(300, seed=5, per_group=1)
+    known = [row for row in rows if row["label"]]
+    for large in known[:6]:  # few large groups that are confidently wrong, many small ones that are right
+        more = [large | {"id": f"{large['id']}-{copy}", "prompt": f"{large['prompt']} {copy}"} for copy in range(20)]
+        rows = [row for row in rows if row is not large] + [row | {"label": 0} for row in more]
+    bundle, console = calibrated(tmp_path, store, rows)
+    assert bundle is not None
+    guarantee, (record,) = bundle.manifest.guarantee, bundle.evaluation()["calibrations"]
+    assert guarantee is not None
+    step = next(step for step in record["promises"][0]["steps"] if step["threshold"] == guarantee.threshold)
+    answered, wrong = step["rows"], step["wrong_rows"]
+    assert answered == round(guarantee.answered * guarantee.rows)
+    assert guarantee.hallucinated < 0.2 * guarantee.groups
+    assert wrong > 0.3 * answered  # far above alpha
+    said = f"{wrong} of {answered} answered rows were hallucinated, {wrong / answered:.1%}, which is above 0.2"
+    assert f"Not promised: by row, {said}" in guarantee.statement
+    assert "counted equally whatever their size, at most a share of 0.2 is answered" in guarantee.statement
+    assert f"| by row, not promised | {said}" in bundle.card()
+    assert "groups, counted equally" in bundle.card()
+    assert any(f"{answered:13}  {wrong:12}" in line for line in console.lines)
 
 
 @pytest.mark.parametrize(("seed", "what"), [(0, "the training rows"), (3, "the held-out rows")])

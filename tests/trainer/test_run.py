@@ -109,6 +109,12 @@ def test_the_card_is_valid_and_names_what_carries_the_bundle(trained: Bundle) ->
     results = front["model-index"][0]["results"][0]
     held_out = trained.evaluation()["held_out"]["signals"]["bundle"]
     assert results["metrics"][0]["value"] == pytest.approx(held_out["auroc"], abs=1e-4)
+    assert [metric["type"] for metric in results["metrics"]] == front["metrics"] == ["roc_auc", "brier_score"]
+    for text in (
+        card,
+        (trained.path / "evaluation.json").read_text(),
+    ):  # to call every answer wrong may have a high one
+        assert "accuracy" not in text.lower()
     assert "`depth_mean` carries this bundle" in card
     assert "240 rows" in card or "| rows | 240" in card
     for name in ("roc", "precision_recall", "reliability", "trajectories", "layers"):

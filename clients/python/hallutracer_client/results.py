@@ -42,7 +42,8 @@ class Bundle(Checked):
 class Guarantee(Checked):
     """The promise of the bundle's threshold as it stands for this request; ``void`` says why it does not hold.
 
-    At most a share ``alpha`` of the answered questions is answered with a hallucination, with confidence 1 - ``delta``.
+    Of the question groups that are answered, counted equally whatever their size, at most a share ``alpha`` is answered
+    with a hallucination, with confidence 1 - ``delta``.
     """
 
     alpha: Share

@@ -86,7 +86,7 @@ export class Reading {
     if (document.guarantee) {
       const { alpha, delta, holds, void: reasons } = document.guarantee;
       lines.push(el("p", { class: "facts" }, holds
-        ? `Promise: at most ${fixed(alpha * 100, 1)} % of what is answered is wrong, with confidence ${fixed((1 - delta) * 100, 1)} %.`
+        ? `Promise: of the question groups that are answered, counted equally, at most ${fixed(alpha * 100, 1)} % are answered wrong, with confidence ${fixed((1 - delta) * 100, 1)} %.`
         : `The bundle's promise does not hold for this request: ${reasons.join("; ")}.`));
     }
     if (document.retrieval?.known) {
