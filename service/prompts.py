@@ -6,7 +6,6 @@ raw ones.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from itertools import islice, takewhile
 from typing import Literal, cast
@@ -30,7 +29,6 @@ def as_prompt_format(value: str) -> PromptFormat:
     return cast(PromptFormat, value)
 
 
-@functools.lru_cache(maxsize=8)
 def chat_ending(engine: Engine) -> tuple[int, ...]:
     """The last token ids, two at most, that the chat template puts behind every question, whatever it is."""
     one, other = (engine.render_chat([{"role": "user", "content": text}]) for text in ("a", "1"))

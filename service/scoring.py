@@ -10,6 +10,7 @@ import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,7 +37,7 @@ from service.engines.bridge import gather_all, wait_for
 from service.engines.checks import check_sampling
 from service.errors import NonFiniteReadout
 from service.guard import GATE, Decision, Policy, Verdict, judge
-from service.prompts import Message, as_prompt_format, render
+from service.prompts import Message, as_prompt_format, chat_ending, render
 from service.readout import Probes, Site
 from service.risk import depth_mean, served_risk
 from service.uncertainty import Uncertain, uncertain
@@ -103,6 +104,11 @@ class Scorer:
     def render(self, prompt: str | None = None, messages: Sequence[Message] | None = None) -> list[int]:
         """Token ids, rendered the way this bundle's training prompts were."""
         return render(self.engine, prompt, messages, self.prompt_format)
+
+    @cached_property
+    def chat_ending(self) -> tuple[int, ...]:
+        """How every question ends that the chat template renders."""
+        return chat_ending(self.engine)
 
     def score(self, prompts: Sequence[TokenIds], policy: Policy = GATE) -> list[RiskReport]:
         """Prefill and report; nothing is decoded."""

@@ -23,7 +23,6 @@ from service.engines.vllm.wire import KEY
 from service.errors import AuditUnavailable, HalluTracerError, NotReady
 from service.guarantee import NO_TEMPLATE, OTHER_ENDING
 from service.guard import Action, Decision, Policy
-from service.prompts import chat_ending
 from service.scoring import RiskReport, Scorer
 from service.serving.auditing import decision_line
 from service.serving.choice import untemplated
@@ -228,7 +227,7 @@ def _rendering(note: Note, scorer: Scorer, prompt: Any) -> tuple[str, ...]:
         return (NO_TEMPLATE,)
     if note.moves or note.answered:
         return (*(f"rendering: the request's own {name!r}" for name in note.moves), *note.answered)
-    ids, ending = prompt.get("prompt_token_ids") if isinstance(prompt, Mapping) else None, chat_ending(scorer.engine)
+    ids, ending = prompt.get("prompt_token_ids") if isinstance(prompt, Mapping) else None, scorer.chat_ending
     return () if ids and tuple(ids[max(0, len(ids) - len(ending)) :]) == ending else (OTHER_ENDING,)
 
 

@@ -24,8 +24,14 @@ from service.vllm_plugin.note import CURRENT, NO_PLACE, OURS, Note
 PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/chat/completions/batch", "/invocations")
 STREAMS_FIRST = ("/v1/responses",)  # begins its stream before it generates: a later refusal would cut it off
 RENDERED = ("messages", "tools", "documents", "functions", "chat_template_kwargs")  # what a chat template may write
-AS_TRAINED = {"continue_final_message": False, "add_generation_prompt": True, "chat_template": None,
-              "chat_template_kwargs": {}, "add_special_tokens": False, "truncate_prompt_tokens": None}  # fmt: skip
+AS_TRAINED: dict[str, Any] = {
+    "continue_final_message": False,
+    "add_generation_prompt": True,
+    "chat_template": None,
+    "chat_template_kwargs": {},
+    "add_special_tokens": False,
+    "truncate_prompt_tokens": None,
+}
 """Fields of a chat's body that change how its messages are rendered -> the values that change nothing, beside null."""
 _FLAG = TypeAdapter(bool)
 RETRY_S = 1
