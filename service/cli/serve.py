@@ -296,9 +296,9 @@ def serve(
     for warning in common.warnings:
         log.warning(warning)
     if not keys.closed and not on_loopback(settings.host):
-        names = ", ".join(settings.allowed_hosts)
+        called = ", ".join(settings.allowed_hosts)
         log.warning("whoever reaches %s may use this service: it asks for no key; it is called by an IP address or by "
-                    "the names %s (--allowed-host)", settings.host, names)  # fmt: skip
+                    "the names %s (--allowed-host)", settings.host, called)  # fmt: skip
     # uvicorn raises the signal that ended it once more: a service that drained in order has not failed.
     signal.signal(signal.SIGTERM, lambda *_: None)
     hangups: list[int] = []
