@@ -92,7 +92,7 @@ def ours() -> dict[str, set[str]]:
     metrics.bundles([("m", "demo:1", "sha256:ab")])
     metrics.guarantees([("m", "demo:1", 0.1, 0.05)])
     metrics.rollout("m", "demo:1", "demo:2", ["demo:3"])
-    metrics.watched("m", "demo:1", Drift(1000, 0.1, 0.1, 0.1, 0.01), ())
+    metrics.watched("m", "demo:1", Drift(1000, 900.0, 0.1, 0.1, 0.1, 0.01), ())
     families = list(text_string_to_metric_families(metrics.render()[0].decode()))
     process = {name: {"job", "instance"} for name in PROCESS}  # which prometheus_client has on Linux only
     return process | {
