@@ -173,7 +173,8 @@ def carry_out(made: Plan, engine: Engine, store: Store, console: Console) -> Bun
         raise NoThreshold("\n".join(_missing(promise, len(label)) for promise in promises), param="data")
     guarantee = _guarantee(made, served or promises[0], label, value, group, cast(DType, engine.identity.dtype))
     controls = [_control(label, value, group, promise.alpha) for promise in promises]
-    bundle = store.publish(_draft(made, guarantee, served and served.passed, _record(made, data, promises, controls)))
+    step = None if served is None else served.passed
+    bundle = store.publish(_draft(made, guarantee, step, _record(made, data, promises, controls)))
     console.print(f"published {bundle.reference}")
     return bundle
 
