@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated
 
-from service.cli.options import UsageError
+from service.cli.options import FeedbackDatabase, UsageError
 from service.cli.output import note, print_line
 from service.options import Common
-from service.settings import DATABASE, option
-
-Place = Annotated[str, option("Where the service keeps its feedback, a file or a URL.", metavar=DATABASE)]
 
 
-def feedback(*, feedback_db: Place = "", common: Common = Common()) -> None:
+def feedback(*, feedback_db: FeedbackDatabase = "", common: Common = Common()) -> None:
     """List the answers that the service drew at random and that have no label yet, oldest first, as JSON lines.
 
     A guarantee is held against the labels of these alone, and an answer without one is taken for right: label them all,

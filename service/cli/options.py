@@ -14,6 +14,7 @@ from service.errors import HalluTracerError, ModelLoadError
 from service.library.default_model import SHIPPED, default_model, model_folder
 from service.settings import (
     AT_LEAST_1,
+    DATABASE,
     DEFAULT_STORE,
     AllowOpenStore,
     BundleNames,
@@ -50,6 +51,11 @@ Threads = Annotated[
         limits=AT_LEAST_1,
     ),
 ]
+FeedbackDatabase = Annotated[
+    str,
+    option("Where each prompt's risk is kept with the labels that POST /v1/feedback takes: a file (SQLite) or "
+           "postgresql://USER@HOST/DATABASE.  Without it serve keeps nothing.", metavar=DATABASE),
+]  # fmt: skip
 Seed = Annotated[int, option("Another seed draws others; of calibrate, the order of the rows.", limits=Range(0))]
 BatchRows = Annotated[int, option("Prompts in one call of the engine.", limits=AT_LEAST_1)]
 RunDir = Annotated[

@@ -15,14 +15,13 @@ from service.access.ring import KeyRing
 from service.cli.access import load_keys
 from service.cli.listening import in_url, known_hosts, listen, make_server, on_loopback
 from service.cli.loading import LeaveOut, bundle_names, load_bundles, load_engine, load_scorers, open_store
-from service.cli.options import BundleOptions, EngineChoice, UsageError
+from service.cli.options import BundleOptions, EngineChoice, FeedbackDatabase, UsageError
 from service.cli.output import print_line
 from service.cli.reload import load_again, on_hangup, replay, stamps, watch
 from service.cli.tracing import TraceOptions
 from service.options import Common
 from service.policies import load_policies
 from service.settings import (
-    DATABASE,
     DEFAULT_DRAWN,
     DEFAULT_MESSAGE,
     DEFAULT_SHARE,
@@ -129,14 +128,7 @@ class RolloutOptions:
 class FeedbackOptions:
     """Whether answers and what users say of them are kept, and where."""
 
-    feedback_db: Annotated[
-        str,
-        option(
-            "Keep each prompt's risk and the labels that POST /v1/feedback takes: a file (SQLite) or "
-            "postgresql://USER@HOST/DATABASE.  Default: nothing is kept.",
-            metavar=DATABASE,
-        ),
-    ] = ""
+    feedback_db: FeedbackDatabase = ""
     feedback_prompts: Annotated[bool, option("Keep the prompts too; needs --feedback-days.")] = False
     feedback_days: Annotated[
         float | None,

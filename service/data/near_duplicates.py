@@ -77,7 +77,7 @@ def near_duplicates(prompts: Sequence[Sequence[str]]) -> NDArray[np.int64]:
         if len(found[0]) == 1:  # a word that no other prompt has
             continue
         for other in set.intersection(*found):
-            if weight[number] >= SHARE * weight[other]:
+            if weight[number] >= SHARE * weight[other] and _in_order(digits, contents[other][1]):
                 joined.merge(number, other)
     place = {content: joined[number] for number, content in enumerate(contents)}
     return np.array([place[content] for content in compared], np.int64)

@@ -31,25 +31,25 @@ def test_a_fold_s_classifier_and_threshold_come_from_its_training_side(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fitted: list[tuple[np.ndarray, np.ndarray, FinalClassifier]] = []
-    used: list[tuple[np.ndarray, float]] = []
+    used: list[np.ndarray] = []
     fit, summarise = nested_cv.fit_classifier, nested_cv.summary
 
     def watched(signals: np.ndarray, label: np.ndarray, share: np.ndarray | None) -> FinalClassifier:
         fitted.append((signals, label, fit(signals, label, share)))
         return fitted[-1][-1]
 
-    def summary(label: np.ndarray, risk: np.ndarray, threshold: float) -> Any:
-        used.append((label, threshold))
-        return summarise(label, risk, threshold)
+    def summary(label: np.ndarray, risk: np.ndarray) -> Any:
+        used.append(label)
+        return summarise(label, risk)
 
     monkeypatch.setattr(nested_cv, "fit_classifier", watched)
     monkeypatch.setattr(nested_cv, "summary", summary)
     run(tmp_path)
     assert len(fitted) == len(used) == 2 * 3 * len(nested_cv.NAMES)  # seeds, folds, signals
-    for (signals, label, classifier), (test_label, threshold) in zip(fitted, used, strict=True):
+    for (signals, label, classifier), test_label in zip(fitted, used, strict=True):
         assert len(label) + len(test_label) == 240
-        assert label.sum() + test_label.sum() == fitted[0][1].sum() + used[0][0].sum()
-        assert threshold == classifier.threshold == youden_threshold(label, classifier.risk(signals))
+        assert label.sum() + test_label.sum() == fitted[0][1].sum() + used[0].sum()
+        assert classifier.threshold == youden_threshold(label, classifier.risk(signals))
 
 
 def test_the_references_of_a_held_out_file_are_fitted_on_the_training_rows(
