@@ -130,7 +130,7 @@ def _bind_cores(arguments: dict[str, Any], threads: int | None) -> None:
     ranks = math.prod(int(arguments.get(f"{kind}_parallel_size", 1)) for kind in kinds)
     allowed = sorted(os.sched_getaffinity(0))
     cores = allowed[: threads or cpu_count()]
-    if (ranks == 1 and cores == allowed) or "VLLM_CPU_OMP_THREADS_BIND" in os.environ:
+    if (ranks == 1 and threads is None and cores == allowed) or "VLLM_CPU_OMP_THREADS_BIND" in os.environ:
         return
     if ranks > len(cores):
         raise ModelLoadError(

@@ -155,7 +155,8 @@ def test_a_quota_of_cpus_binds_fewer_cores(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(launch.os, "sched_getaffinity", lambda _: set(range(8)))
     bound = "VLLM_CPU_OMP_THREADS_BIND"
     for quota, threads, ranks, expected in [
-        (8, None, 1, None), (2, None, 1, "0,1"), (2, 3, 1, "0,1,2"), (4, None, 2, "0,1|2,3"), (8, 8, 1, None),
+        (8, None, 1, None), (2, None, 1, "0,1"), (2, 3, 1, "0,1,2"), (4, None, 2, "0,1|2,3"),
+        (8, 8, 1, "0,1,2,3,4,5,6,7"),
     ]:  # fmt: skip
         monkeypatch.setattr("joblib.cpu_count", lambda quota=quota: quota)
         monkeypatch.delenv(bound, raising=False)
