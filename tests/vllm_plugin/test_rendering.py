@@ -134,11 +134,13 @@ def test_what_the_operator_allows_is_answered_and_voids_the_guarantee(open_url: 
     for field in ("continue_final_message", "add_generation_prompt", "chat_template"):
         body = asked(UNKNOWN) | MOVES[field]
         response = ask(open_url, CHAT, "open", **body)
-        assert row(response)["decision"] == "continue"
+        told = row(response)
+        assert told["decision"] == ("abstain" if told["flagged"] else "continue"), field
         assert f"rendering: the request's own '{field}'" in void(response)
         told = row(ask(open_url, CHAT, **body))  # the built-in gate says nothing of what lies outside
-        assert told["decision"] == ("abstain" if told["outside_training"] else "continue")
-    assert row(ask(open_url, TEXT, "open", prompt=f"Q: {UNKNOWN}\nA:"))["decision"] == "continue"
+        assert told["decision"] == ("abstain" if told["flagged"] or told["outside_training"] else "continue"), field
+    told = row(ask(open_url, TEXT, "open", prompt=f"Q: {UNKNOWN}\nA:"))
+    assert (told["flagged"], told["outside_training"], told["decision"]) == (False, True, "continue")
 
 
 @pytest.mark.long
