@@ -24,6 +24,7 @@ from service.prompts import Message
 from service.routes import canonical
 from service.scoring import RiskReport, Scorer
 from service.serving.auditing import decision_line
+from service.serving.choice import untemplated
 from service.serving.deadline import Deadline
 from service.serving.feedback import Content, Feedback, Kept
 from service.serving.state import ServiceState
@@ -46,7 +47,7 @@ class Asked:
     stream: bool = False
     deadline: Deadline | None = None  # None: the service's own
     include: Sequence[Include] = ()
-    departures: tuple[str, ...] = ()  # from what a guarantee was calibrated on
+    departures: tuple[str, ...] = ()  # of its rendering, from what a guarantee was calibrated on
     retrieval_of: str | None = None  # id of an earlier answer
 
 
@@ -57,6 +58,8 @@ async def answer(request: Request, state: ServiceState, asked: Asked) -> tuple[R
     """
     check_count(asked, state.settings)
     asked = _asked_again(asked, state)
+    if asked.departures:
+        asked = replace(asked, policy=untemplated(asked.scorer, asked.policy))
     # Before any work is spent on what would be refused.
     handle = state.dispatcher.admit(
         asked.count,

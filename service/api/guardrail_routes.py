@@ -32,7 +32,6 @@ from service.guard import Action
 from service.prompts import Message
 from service.routes import CLASSIFY_ROUTE, LITELLM_ROUTE
 from service.scoring import RiskReport
-from service.serving.choice import untemplated
 from service.serving.feedback import Content
 
 router = APIRouter(tags=["guardrail"], route_class=JsonRoute)
@@ -66,7 +65,7 @@ async def litellm(body: Annotated[GuardrailRequest, Body()], request: Request, s
     texts, departures = body.texts or [], chat_departures(conversation or ())
     asked = Asked(
         scorer,
-        untemplated(scorer, policy) if departures else policy,
+        policy,
         caller,
         count=len(texts) if conversation is None else 1,
         field="texts",

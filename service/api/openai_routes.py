@@ -31,7 +31,6 @@ from service.guarantee import NO_TEMPLATE, TOKEN_IDS, chat_departures
 from service.guard import Action, Decision
 from service.routes import CHAT_ROUTE, TEXT_ROUTE
 from service.scoring import Scorer
-from service.serving.choice import untemplated
 from service.serving.feedback import Content
 from service.serving.state import ServiceState
 
@@ -128,7 +127,7 @@ async def _served(
         departures = tuple(one for one in departures if one != NO_TEMPLATE)
     asked = Asked(
         scorer,
-        untemplated(scorer, policy) if departures else policy,
+        policy,
         caller,
         count=count,
         field="messages" if kind == "chat" else "prompt",

@@ -18,7 +18,6 @@ from service.errors import RequestError
 from service.guarantee import TOKEN_IDS, chat_departures
 from service.routes import SCORE_ROUTES
 from service.scoring import Scorer
-from service.serving.choice import untemplated
 from service.serving.deadline import Deadline
 from service.settings import ServiceSettings
 
@@ -44,11 +43,11 @@ async def score(
         threshold=body.threshold,
         session=session_of(request, body.contents),
     )
-    messages = [message.model_dump() for message in body.messages or ()]
-    departures = chat_departures(messages) if body.input_ids is None else (TOKEN_IDS,)
+    last = [message.model_dump() for message in (body.messages or [])[-1:]]
+    departures = chat_departures(last) if body.input_ids is None else (TOKEN_IDS,)
     asked = Asked(
         scorer,
-        untemplated(scorer, policy) if departures else policy,
+        policy,
         caller,
         count=body.prompt_count(),
         field="input_ids" if body.prompt is None else "prompt",

@@ -10,7 +10,6 @@ last line of the same process, where another one wrote since), ``no_head`` (noth
 from __future__ import annotations
 
 import errno
-import hashlib
 import json
 import logging
 import os
@@ -19,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from service.audit.events import Line
-from service.audit.head import FIRST, Followed, HeadFile, Last, follow, is_moved, open_own
+from service.audit.head import FIRST, Followed, HeadFile, Last, digest_of, follow, is_moved, open_own
 from service.errors import AuditUnavailable
 
 log = logging.getLogger("hallutracer")
@@ -102,7 +101,7 @@ class AuditFile:
         ends: list[tuple[str, int, int]] = []  # each line's digest, and its place in what is written
         for line in lines:
             text = json.dumps({"prev": head, **line, **notes}, separators=(",", ":")).encode()
-            head, notes = hashlib.sha256(text).hexdigest(), {}
+            head, notes = digest_of(text), {}
             start = len(encoded)
             encoded += text + b"\n"
             ends.append((head, start, len(encoded)))

@@ -65,13 +65,13 @@ def _transformers(
 
     _refuse_other_weights(options, bundles)
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    adapt = threads is None and "OMP_NUM_THREADS" not in os.environ
+    adapt, most = threads is None and "OMP_NUM_THREADS" not in os.environ, threads or cpu_count()
     if threads is not None or adapt:
-        torch.set_num_threads(threads or cpu_count())
+        torch.set_num_threads(most)
     batch = TransformersEngine.load(options)
     loaded = batch.torch_model
-    if adapt and loaded is not None and loaded.device.type == "cpu" and cpu_count() > 1:
-        AdaptiveThreads(loaded.model, cpu_count())
+    if adapt and loaded is not None and loaded.device.type == "cpu" and most > 1:
+        AdaptiveThreads(loaded.model, most)
     return Scheduled(batch, max_kv_tokens=max_kv_tokens, max_wait_s=max_wait_s)
 
 
