@@ -116,7 +116,9 @@ def test_no_token_of_a_withheld_answer_and_every_byte_of_the_others(
         text, reason, note, message = ask(client, url + one.path, one, model)
         (row,) = note["data"]
         withheld = row["decision"] != "continue"
-        assert withheld == (one.policy != "observe" and row["flagged"]), (one, row)
+        # A prompt that went through no template is withheld outside training, too (docs/serving.md).
+        closed = row["flagged"] or (not one.chat and row["outside_training"])
+        assert withheld == (one.policy != "observe" and closed), (one, row)
         if withheld:
             assert text == "", (one, text)
             assert reason == "content_filter", (one, reason)
