@@ -36,10 +36,14 @@ class Timings:
 
     def next(self) -> int:
         """The index of the number of threads that the next pass is to use."""
-        if self._trial is None and len(self._seconds[self.best]) == RECENT:
+        if self._trial is None and self._seconds[self.best]:
             place = self._neighbour()
             known = self._seconds[place]
-            if place != self.best and (not known or self._spent > PATIENCE * statistics.median(known)):
+            # What was never tried is tried at once: beside neighbours the first passes would all be slow ones.
+            due = not known or (
+                len(self._seconds[self.best]) == RECENT and self._spent > PATIENCE * statistics.median(known)
+            )
+            if place != self.best and due:
                 self._up, self._spent, self._trial, self._tries = place > self.best, 0.0, place, 0
         return self.best if self._trial is None else self._trial
 

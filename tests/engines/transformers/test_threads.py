@@ -56,6 +56,11 @@ def test_on_two_cores_two_slow_passes_are_enough() -> None:
     assert Counter(run(timings, (1, 2), TWO_BUSY_NEIGHBOURS, 10, 0.0)) == {1: 8, 2: 2}
 
 
+def test_a_service_that_starts_beside_neighbours_is_slow_once() -> None:
+    timings = Timings((1, 2), 1)
+    assert run(timings, (1, 2), TWO_BUSY_NEIGHBOURS, 6, 0.1) == [2, 1, 1, 1, 1, 1]
+
+
 def test_threads_that_do_not_pay_are_left_to_others() -> None:
     counts = (1, 2, 4, 8)
     timings = Timings(counts, 3)
@@ -88,8 +93,8 @@ def test_each_pass_has_its_threads_and_the_process_keeps_its_own(first_token: bo
     model.register_forward_pre_hook(lambda *_: inside.append(torch.get_num_threads()))
     for _ in range(12):
         after = engine.score([prompt], probes, first_token=first_token)[0]
-    assert inside[:3] == [2, 2, 2]  # it begins with all
-    assert set(inside) == {1, 2}  # and tries fewer
+    assert inside[:2] == [2, 1]  # it begins with all, and tries fewer at once
+    assert set(inside) == {1, 2}
     assert set(between) == {3}
     assert torch.get_num_threads() == 3
     (timings,) = adaptive._sizes.values()
