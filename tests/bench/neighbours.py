@@ -88,6 +88,7 @@ def main() -> None:
                         together, single = turn(clients[name])
                     seconds.setdefault((name, count), []).append(together)
                     risks.setdefault((name, count), []).extend(single)
+                    print(f"{name}, {count} busy: {together:.2f} s", file=sys.stderr, flush=True)
     print(f"{os.cpu_count()} CPUs, {options.model}, {options.rounds} rounds")
     print(
         f"{'service':<16} {'busy':>4} {'5 x 24 tokens s':>16} {'over quiet':>10} {'risk p50 ms':>12} {'over quiet':>10}"

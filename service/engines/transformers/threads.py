@@ -17,7 +17,7 @@ import torch
 
 # A larger number of threads has to be this much faster, so that noise does not decide and cores stay free for others.
 GRACE = 1.03
-# A number of threads that is not in use is tried again after this many times of what a try costs: 4 % at most.
+# A number of threads that is not in use is tried again after this many times of the slowest try: 4 % at most.
 PATIENCE = 25
 RECENT = 3  # the median of so many passes counts, so one slow pass changes nothing
 
@@ -40,9 +40,7 @@ class Timings:
             place = self._neighbour()
             known = self._seconds[place]
             # What was never tried is tried at once: beside neighbours the first passes would all be slow ones.
-            due = not known or (
-                len(self._seconds[self.best]) == RECENT and self._spent > PATIENCE * statistics.median(known)
-            )
+            due = not known or (len(self._seconds[self.best]) == RECENT and self._spent > PATIENCE * max(known))
             if place != self.best and due:
                 self._up, self._spent, self._trial, self._tries = place > self.best, 0.0, place, 0
         return self.best if self._trial is None else self._trial
