@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from service.api.error_handlers import error_body
+from service.api.one_write import OneWrite
 from service.errors import HalluTracerError, HeadersTooLarge, HeadersTooSlow, NotHttp
 from service.settings import LEAST_CONNECTIONS, SPARE_FILES
 
@@ -43,7 +44,7 @@ class Connection(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Make room for it, or end it."""
-        super().connection_made(transport)
+        super().connection_made(OneWrite(transport, self.loop))
         self._wait()
         if len(self.connections) > self.most:
             oldest = next(iter(self.idle))
