@@ -129,9 +129,13 @@ class ScriptedEngine:
         """Each runs by itself."""
 
     def extract(
-        self, prompts: Sequence[TokenIds], sites: Sequence[Site], poolings: Sequence[Pooling] = (Pooling.LAST_1,)
+        self,
+        prompts: Sequence[TokenIds],
+        sites: Sequence[Site],
+        poolings: Sequence[Pooling] = (Pooling.LAST_1,),
+        sampling: Sampling | None = None,
     ) -> Extraction:
-        """Activations [n, m, width].  Raises EngineError for any pooling but last_1."""
+        """Activations [n, m, width], and answers.  Raises EngineError for any pooling but last_1."""
         check_onset_only(poolings, "scripted")
         self._forward("extract", prompts)
         geometry = self.identity.geometry
@@ -140,7 +144,8 @@ class ScriptedEngine:
             shape = len(prompts), geometry.num_layers, geometry.width(site)
             rows = [self.activations(prompt, site) for prompt in prompts]
             activations[site] = np.array(rows, np.float32).reshape(shape)
-        return Extraction(activations, tuple(self.first_token(prompt) for prompt in prompts))
+        completions = () if sampling is None else tuple(self.generate(prompts, sampling))
+        return Extraction(activations, tuple(map(self.first_token, prompts)), completions=completions)
 
     def generate(self, prompts: Sequence[TokenIds], sampling: Sampling) -> list[Completion]:
         """``answer``, for every prompt."""

@@ -25,6 +25,7 @@ from service.cli.options import (
     UsageError,
 )
 from service.cli.output import note
+from service.data.options import BATCH_ROWS
 from service.options import Common
 from service.settings import option, section
 
@@ -103,7 +104,7 @@ class DiagnoseChoices:
     data: Data = ()
     labels: GeneratedLabels = None
     run_dir: RunDir = None
-    batch_rows: BatchRows = 32
+    batch_rows: BatchRows = BATCH_ROWS
     output: Annotated[Output, Parameter(name=("--output", "--json"))] = None
     shrinkage: Annotated[
         str | None,

@@ -23,6 +23,7 @@ from service.cli.options import (
     Seed,
     UsageError,
 )
+from service.data.options import BATCH_ROWS
 from service.settings import option, section
 
 if TYPE_CHECKING:
@@ -51,7 +52,7 @@ class NewRowsChoices:
     ] = ()  # fmt: skip
     seed: Seed = 0
     dry_run: DryRun = False
-    batch_rows: BatchRows = 32
+    batch_rows: BatchRows = BATCH_ROWS
     run_dir: RunDir = None
 
     def bundle_of(self, bundles: BundleOptions, doing: str) -> tuple[Store, Bundle]:

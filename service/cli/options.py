@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import Parameter
 
-from service.data.options import JudgeName, TrainingLabels
+from service.data.options import BATCH_ROWS, JudgeName, TrainingLabels
 from service.errors import HalluTracerError, ModelLoadError
 from service.library.default_model import SHIPPED, default_model, model_folder
 from service.settings import (
@@ -202,7 +202,7 @@ class FitChoices:
                limits=Range(positive=True)),
     ] = None  # fmt: skip
     jobs: Annotated[int, option("Processes for the probe fits; 0: all cores.", limits=Range(0))] = 0
-    batch_rows: BatchRows = 32
+    batch_rows: BatchRows = BATCH_ROWS
 
 
 @section("Prompts and generated labels", 30)

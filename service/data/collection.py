@@ -10,7 +10,7 @@ import os
 import shutil
 import sys
 from collections.abc import Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing, nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,13 +22,13 @@ from tqdm import tqdm
 from probes_store.durable import atomic_write
 from service.data.run_folder import AppendLog, RowsFile, claim, write_at
 from service.data.training_rows import Dataset
-from service.engines.base import Engine, Sampling
+from service.engines.base import Completion, Engine, Sampling
 from service.engines.checks import beyond_onset
 from service.errors import DataError, NonFiniteReadout, RequestError, RunMismatch, TrainingError
 from service.prompts import PromptFormat, render
 from service.readout import Pooling, Site
 
-ANSWERED_TOGETHER = 256  # prompts in one call, which the engine cuts as its memory allows; a kill loses at most these
+SAMPLED_TOGETHER = 256  # prompts in one call, which the engine cuts as its memory allows; a kill loses at most these
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,7 +71,7 @@ def collect(
     max_new_tokens: int | None = None,
     poolings: Sequence[Pooling] = (),
 ) -> Collection:
-    """Extract every prompt's activations at ``sites`` and, with ``max_new_tokens``, generate its greedy answer.
+    """Extract every prompt's activations at ``sites`` and, with ``max_new_tokens``, its greedy answer from one prefill.
 
     ``poolings`` adds activations pooled over other positions (App. pooling) from the same forward passes, one file for
     each site and pooling; the engine must support pooling.
@@ -111,16 +111,20 @@ def collect(
         for pooling in others
     }
     plan = batches(prompts.lengths, batch_rows)
+    greedy = None if max_new_tokens is None else Sampling(max_tokens=max_new_tokens, temperature=0.0)
     first_token = folder / "first_token.f64"
     sizes = {file.path: file.nbytes for file in (*files.values(), *pooled.values())} | {first_token: len(dataset) * 16}
     with closing(AppendLog(folder / "journal.jsonl")) as journal:
         _reserve(folder, sizes, started=journal.count > 0)
         if [record["batch"] for record in journal.read()] != list(range(min(journal.count, len(plan)))):
             raise RunMismatch(f"{journal.path} is not the journal of one run: delete {folder} and start again")
-        _extract(engine, prompts, plan, files, pooled, first_token, journal)
-    if max_new_tokens is not None:
-        greedy = Sampling(max_tokens=max_new_tokens, temperature=0.0)
-        write_answers(engine, dataset, prompts, folder / "answers.jsonl", [greedy])
+        with closing(AppendLog(folder / "answers.jsonl")) if greedy is not None else nullcontext() as answers:
+            if answers is not None:
+                finished = sum(map(len, plan[: journal.count]))
+                if answers.count < finished:
+                    raise RunMismatch(f"{answers.path} lacks answers of batches that are done: delete {folder}")
+                answers.keep(finished)
+            _extract(engine, dataset, prompts, plan, files, pooled, first_token, journal, answers, greedy)
     return Collection(folder, prompts, files, np.fromfile(first_token, "<f8").reshape(-1, 2), pooled)
 
 
@@ -179,52 +183,63 @@ def _reserve(folder: Path, sizes: dict[Path, int], *, started: bool) -> None:
 
 def _extract(
     engine: Engine,
+    dataset: Dataset,
     prompts: Prompts,
     plan: Sequence[NDArray[np.int64]],
     files: dict[Site, RowsFile],
     pooled: dict[tuple[Site, Pooling], RowsFile],
     first_token: Path,
     journal: AppendLog,
+    answers: AppendLog | None,
+    greedy: Sampling | None,
 ) -> None:
-    targets = {file.path: os.open(file.path, os.O_WRONLY) for file in (*files.values(), *pooled.values())}
-    # Passed only where it is needed: an engine that reads t* alone may lack the argument.
-    others = ((Pooling.LAST_1, *dict.fromkeys(pooling for _, pooling in pooled)),) if pooled else ()
-    tokens = os.open(first_token, os.O_WRONLY)
-    try:
-        with _bar("readouts", prompts, plan, journal.count) as bar:
-            for number, batch in list(enumerate(plan))[journal.count :]:
-                extraction = engine.extract([prompts.of(int(row)) for row in batch], list(files), *others)
-                outputs = [(file, extraction.activations[site], str(site)) for site, file in files.items()]
-                outputs += [(file, extraction.pooled[key], ", ".join(key)) for key, file in pooled.items()]
-                for file, activations, where in outputs:
-                    if not np.all(np.isfinite(activations)):
-                        raise NonFiniteReadout(
-                            f"batch {number} of {len(plan)} gave a NaN or an infinity at {where}: try another dtype "
-                            f"(float16 overflows where bfloat16 and float32 do not)"
-                        )
-                    file.write(targets[file.path], batch, activations)
-                signals = np.array([[t.log_max_prob, t.entropy] for t in extraction.first_tokens], "<f8")
-                if not np.all(np.isfinite(signals)):
-                    raise NonFiniteReadout(f"batch {number} of {len(plan)} gave a first token without a probability")
-                for place, row in enumerate(batch):
-                    write_at(tokens, signals[place].tobytes(), int(row) * 16)
-                for descriptor in (*targets.values(), tokens):
-                    os.fsync(descriptor)
-                journal.append([{"batch": number, "rows": len(batch)}])
-                bar.update(int(prompts.lengths[batch].sum()))
-    finally:
-        for descriptor in (*targets.values(), tokens):
-            os.close(descriptor)
+    """Readouts of all batches and, with ``greedy``, their answers: a batch that the journal names has all on disk."""
+    others = (Pooling.LAST_1, *dict.fromkeys(pooling for _, pooling in pooled))
+    done = journal.count
+    with ExitStack() as stack:
+        targets = {file.path: _opened(stack, file.path) for file in (*files.values(), *pooled.values())}
+        tokens = _opened(stack, first_token)
+        bar = stack.enter_context(_bar("readouts" + (" and answers" if answers else ""), prompts, plan, done))
+        for number, batch in list(enumerate(plan))[done:]:
+            own = [prompts.of(int(row)) for row in batch]
+            extraction = engine.extract(own, list(files), others, greedy)
+            outputs = [(file, extraction.activations[site], str(site)) for site, file in files.items()]
+            outputs += [(file, extraction.pooled[key], ", ".join(key)) for key, file in pooled.items()]
+            for file, activations, where in outputs:
+                if not np.all(np.isfinite(activations)):
+                    raise NonFiniteReadout(
+                        f"batch {number} of {len(plan)} gave a NaN or an infinity at {where}: try another dtype "
+                        f"(float16 overflows where bfloat16 and float32 do not)"
+                    )
+                file.write(targets[file.path], batch, activations)
+            signals = np.array([[t.log_max_prob, t.entropy] for t in extraction.first_tokens], "<f8")
+            if not np.all(np.isfinite(signals)):
+                raise NonFiniteReadout(f"batch {number} of {len(plan)} gave a first token without a probability")
+            for place, row in enumerate(batch):
+                write_at(tokens, signals[place].tobytes(), int(row) * 16)
+            for descriptor in (*targets.values(), tokens):
+                os.fsync(descriptor)
+            if answers is not None:
+                answers.append(_records(dataset, batch, extraction.completions))
+            journal.append([{"batch": number, "rows": len(batch)}])
+            bar.update(int(prompts.lengths[batch].sum()))
 
 
-def write_answers(
+def _opened(stack: ExitStack, path: Path) -> int:
+    """A descriptor to write ``path``, which ``stack`` closes."""
+    descriptor = os.open(path, os.O_WRONLY)
+    stack.callback(os.close, descriptor)
+    return descriptor
+
+
+def write_samples(
     engine: Engine, dataset: Dataset, prompts: Prompts, path: Path, samplings: Sequence[Sampling]
 ) -> None:
     """One line for each of ``samplings`` and row, in this order: its number and the answer.
 
     What the file has already is kept: a run that was killed goes on, and with further samplings adds theirs.
     """
-    plan = batches(prompts.lengths, ANSWERED_TOGETHER)
+    plan = batches(prompts.lengths, SAMPLED_TOGETHER)
     calls = [(number, batch) for number in range(len(samplings)) for batch in plan]
     with closing(AppendLog(path)) as answers:
         ends = np.cumsum([len(batch) for _, batch in calls])
@@ -235,19 +250,19 @@ def write_answers(
             for number, batch in calls[done:]:
                 sampling = samplings[number]
                 completions = engine.generate([prompts.of(int(row)) for row in batch], sampling)
-                answers.append(
-                    [
-                        {
-                            "id": dataset.rows[row].id,
-                            "row": row,
-                            "answer": completion.text,
-                            "finish": completion.finish_reason,
-                        }
-                        | ({"sample": number, "tokens": completion.token_ids} if sampling.temperature > 0 else {})
-                        for row, completion in zip(batch.tolist(), completions, strict=True)
-                    ]
-                )
+                answers.append([
+                    record | {"sample": number, "tokens": completion.token_ids}
+                    for record, completion in zip(_records(dataset, batch, completions), completions, strict=True)
+                ])  # fmt: skip
                 bar.update(int(prompts.lengths[batch].sum()))
+
+
+def _records(dataset: Dataset, batch: NDArray[np.int64], completions: Sequence[Completion]) -> list[dict[str, Any]]:
+    """Lines of ``answers.jsonl``."""
+    return [
+        {"id": dataset.rows[row].id, "row": row, "answer": completion.text, "finish": completion.finish_reason}
+        for row, completion in zip(batch.tolist(), completions, strict=True)
+    ]
 
 
 def _bar(name: str, prompts: Prompts, plan: Sequence[NDArray[np.int64]], done: int) -> tqdm[Any]:

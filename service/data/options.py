@@ -1,4 +1,4 @@
-"""Options of labels and judges."""
+"""Options of collection, labels and judges."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ ABSTAIN = (
     r"|\b(no|not enough|insufficient)\s+(idea|information)\b|\bunknown to me\b"
     r"|\bi\s+(do\s+not|don't|dont)\s+have\s+((that|any|enough|this)\s+)?information\b"
 )
+
+BATCH_ROWS = 128  # prompts in one call of the engine: answers of fewer read all weights more often, to little use
 
 Labels = Literal["given", "generate"]
 TrainingLabels = Literal["given", "generate", "sample"]  # sample: K sampled answers beside the greedy one

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from service.data.collection import Prompts, write_answers
+from service.data.collection import Prompts, write_samples
 from service.data.training_rows import Dataset
 from service.engines.base import Engine, Sampling
 
@@ -45,7 +45,7 @@ def sample_answers(
     seeds = range(SEED, SEED + options.samples)
     samplings = [Sampling(max_tokens=max_new_tokens, temperature=options.temperature, seed=seed) for seed in seeds]
     path = samples_path(folder, options)
-    write_answers(engine, dataset, prompts, path, samplings)
+    write_samples(engine, dataset, prompts, path, samplings)
     return path
 
 

@@ -67,15 +67,6 @@ class PrefillResult:
     prompt_tokens: int
 
 
-@dataclass(frozen=True)
-class Extraction:
-    """Activations of a batch, for training."""
-
-    activations: dict[Site, NDArray[np.float32]]  # site -> [n, m, width], at t*
-    first_tokens: tuple[FirstToken, ...]
-    pooled: dict[tuple[Site, Pooling], NDArray[np.float32]] = field(default_factory=dict)  # [n, m, width]; no last_1
-
-
 @dataclass(frozen=True, slots=True)
 class Sampling:
     """How to decode.  ``temperature`` 0 is greedy."""
@@ -94,6 +85,16 @@ class Completion:
     text: str
     token_ids: tuple[int, ...]
     finish_reason: str  # "stop" | "length" | "cancelled"
+
+
+@dataclass(frozen=True)
+class Extraction:
+    """Activations of a batch, for training."""
+
+    activations: dict[Site, NDArray[np.float32]]  # site -> [n, m, width], at t*
+    first_tokens: tuple[FirstToken, ...]
+    pooled: dict[tuple[Site, Pooling], NDArray[np.float32]] = field(default_factory=dict)  # [n, m, width]; no last_1
+    completions: tuple[Completion, ...] = ()  # with ``sampling``
 
 
 @dataclass(frozen=True, eq=False)
@@ -217,12 +218,16 @@ class LoadedModel(Protocol):
         """Prefill all prompts and wait.  Without ``first_token`` the forward pass may end at the last readout."""
 
     def extract(
-        self, prompts: Sequence[TokenIds], sites: Sequence[Site], poolings: Sequence[Pooling] = (Pooling.LAST_1,)
+        self,
+        prompts: Sequence[TokenIds],
+        sites: Sequence[Site],
+        poolings: Sequence[Pooling] = (Pooling.LAST_1,),
+        sampling: Sampling | None = None,
     ) -> Extraction:
         """Prefill and return every layer's activations, all heads; other poolings come from the same forward pass.
 
-        ``activations`` are those at t*, whether ``poolings`` names last_1 or not.  Raises EngineError if the engine
-        cannot pool.
+        ``activations`` are those at t*, whether ``poolings`` names last_1 or not.  With ``sampling`` every prompt is
+        answered, too, from the same prefill.  Raises EngineError if the engine cannot pool.
         """
 
     def generate(self, prompts: Sequence[TokenIds], sampling: Sampling) -> list[Completion]:

@@ -99,10 +99,14 @@ class Scheduled:
         return self._call(lambda: self.batch.score(prompts, probes, first_token=first_token))
 
     def extract(
-        self, prompts: Sequence[TokenIds], sites: Sequence[Site], poolings: Sequence[Pooling] = (Pooling.LAST_1,)
+        self,
+        prompts: Sequence[TokenIds],
+        sites: Sequence[Site],
+        poolings: Sequence[Pooling] = (Pooling.LAST_1,),
+        sampling: Sampling | None = None,
     ) -> Extraction:
-        """Every layer's activations; runs between turns while prompts are being served."""
-        return self._call(lambda: self.batch.extract(prompts, sites, poolings))
+        """Every layer's activations, and answers; runs between turns while prompts are being served."""
+        return self._call(lambda: self.batch.extract(prompts, sites, poolings, sampling))
 
     def generate(self, prompts: Sequence[TokenIds], sampling: Sampling) -> list[Completion]:
         """Batched decoding; runs between turns while prompts are being served."""

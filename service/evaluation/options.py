@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from service.data.options import JudgeName
+from service.data.options import BATCH_ROWS, JudgeName
 from service.errors import TrainingError
 from service.evaluation.cost import CLASSES, cost_class
 from service.evaluation.methods import METHODS
@@ -55,7 +55,7 @@ class EvaluateOptions:
     prompt_format: Literal["auto", "chat", "text"] = "auto"
     per_subset: bool = True  # also the main table inside each sub-dataset, and its mean
     skip_long: bool = False  # leave out, and count, rows that the model's context cannot hold
-    batch_rows: int = 32
+    batch_rows: int = BATCH_ROWS
     jobs: int = 0  # processes for the fits; 0: all cores
 
     def __post_init__(self) -> None:

@@ -11,7 +11,7 @@ from typing import Any, Literal, Protocol, cast, get_args
 from joblib import cpu_count
 
 from probes_store.manifest import Signal
-from service.data.options import ABSTAIN, JudgeName, JudgeOptions, Labels, TrainingLabels
+from service.data.options import ABSTAIN, BATCH_ROWS, JudgeName, JudgeOptions, Labels, TrainingLabels
 from service.data.sampled_answers import SampleOptions
 from service.errors import TrainingError
 from service.fitting.calibration import FitOptions
@@ -85,7 +85,7 @@ class NewRowsOptions:
     judge: JudgeOptions | None = None  # None: the judge that the bundle records
     abstain_pattern: str = ABSTAIN
     max_new_tokens: int = 48
-    batch_rows: int = 32
+    batch_rows: int = BATCH_ROWS
     dry_run: bool = False  # say what would be done, and look at no label
 
     def preparation(self, labels: Labels, judged_by: str | None, site: Site) -> Preparation:
@@ -152,7 +152,7 @@ class TrainOptions:
     c: float | Literal["auto"] = "auto"  # inverse strength of the probes' regularisation
     c_grid: tuple[float, ...] = C_GRID  # what "auto" chooses from
     class_balance: ClassBalance = "weights"  # probe fit only: class weights, or drop rows of the larger class
-    batch_rows: int = 32  # prompts in one call of the engine; part of the run's identity, since padding rounds
+    batch_rows: int = BATCH_ROWS  # prompts in one call of the engine; part of the run's identity, since padding rounds
     evaluate: bool = True  # the nested evaluation; without it the card reports no performance
     uncertainty: bool = True  # an interval for each risk, and a flag for prompts outside training
     allow_no_signal: bool = False  # publish although the interval of the nested AUROC reaches chance

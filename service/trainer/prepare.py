@@ -9,7 +9,7 @@ import numpy as np
 
 from service.data.collection import Collection, collect
 from service.data.labels import Labelled, given_labels, judged_labels, sampled_labels
-from service.data.options import ABSTAIN, JudgeOptions, Labels
+from service.data.options import ABSTAIN, BATCH_ROWS, JudgeOptions, Labels
 from service.data.sampled_answers import SampleOptions, sample_answers
 from service.data.training_rows import Dataset, class_problems
 from service.engines.base import Engine
@@ -31,7 +31,7 @@ class Preparation:
     judge: JudgeOptions = JudgeOptions()
     abstain_pattern: str = ABSTAIN
     max_new_tokens: int = 48
-    batch_rows: int = 32
+    batch_rows: int = BATCH_ROWS
     sampled: SampleOptions | None = None  # soft labels from sampled answers, too
 
 

@@ -45,16 +45,18 @@ class PoolingEngine(PlantedEngine):
         rows = np.random.default_rng(int.from_bytes(seed[:8], "big")).standard_normal(shape, dtype=np.float32)
         return rows * np.nan if (site, pooling) == self.nan_at else rows
 
-    def extract(self, prompts: Any, sites: Any, poolings: Sequence[Pooling] = (Pooling.LAST_1,)) -> Extraction:
+    def extract(
+        self, prompts: Any, sites: Any, poolings: Sequence[Pooling] = (Pooling.LAST_1,), sampling: Any = None
+    ) -> Extraction:
         if not prompts:
             return Extraction({}, ())
-        found = super().extract(prompts, sites)
+        found = super().extract(prompts, sites, (Pooling.LAST_1,), sampling)
         pooled = {
             (site, pooling): np.stack([self.pooled(prompt, site, pooling) for prompt in prompts])
             for site in sites
             for pooling in beyond_onset(poolings)
         }
-        return Extraction(found.activations, found.first_tokens, pooled)
+        return Extraction(found.activations, found.first_tokens, pooled, found.completions)
 
 
 @pytest.fixture
@@ -99,16 +101,13 @@ def test_rows_are_the_engines_own_in_the_order_of_the_data(dataset: Dataset, tmp
 
 
 @pytest.mark.parametrize("finished", [0, 1, 4, 7])
-def test_a_torn_folder_is_completed_to_the_same_bytes(
-    dataset: Dataset, tmp_path: Path, finished: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(collecting, "ANSWERED_TOGETHER", 8)
+def test_a_torn_folder_is_completed_to_the_same_bytes(dataset: Dataset, tmp_path: Path, finished: int) -> None:
     whole = contents(pooled(dataset, tmp_path / "whole", max_new_tokens=4).folder)
     torn = shutil.copytree(tmp_path / "whole", tmp_path / "torn")
     lines = (torn / "journal.jsonl").read_bytes().splitlines(keepends=True)
     (torn / "journal.jsonl").write_bytes(b"".join(lines[:finished]) + lines[finished - 1][:9])
     answers = (torn / "answers.jsonl").read_bytes().splitlines(keepends=True)
-    (torn / "answers.jsonl").write_bytes(b"".join(answers[: max(0, 8 * finished - 3)]) + b'{"torn')
+    (torn / "answers.jsonl").write_bytes(b"".join(answers[: 8 * finished + 5]) + b'{"torn')
     plan = batches(np.diff(np.fromfile(torn / "offsets.i64", "<i8")), 8)
     for name in [*BOTH, *("-".join(key) for key in KEYS)]:  # overwrite everything that the journal does not vouch for
         shape = (GEOMETRY.num_layers, 50, GEOMETRY.width(Site(name.split("-")[0])))
@@ -119,9 +118,14 @@ def test_a_torn_folder_is_completed_to_the_same_bytes(
     engine = PoolingEngine()
     pooled(dataset, torn, engine, max_new_tokens=4)
     assert contents(torn) == whole
-    assert engine.extracts == len(plan) - finished
-    kept = min(50, max(0, 8 * finished - 3))
-    assert engine.generates == sum(end > kept for end in np.cumsum([len(batch) for batch in plan]))
+    assert engine.extracts == engine.generates == len(plan) - finished
+
+
+def test_answers_that_were_removed_are_missed(dataset: Dataset, tmp_path: Path) -> None:
+    answers = run(dataset, tmp_path / "run").folder / "answers.jsonl"
+    answers.write_bytes(b"".join(answers.read_bytes().splitlines(keepends=True)[:-1]))
+    with pytest.raises(RunMismatch, match=r"answers\.jsonl lacks answers"):
+        run(dataset, tmp_path / "run")
 
 
 def test_a_finished_run_asks_the_engine_for_nothing(dataset: Dataset, tmp_path: Path) -> None:

@@ -205,7 +205,7 @@ def test_kill_9_and_resume_give_the_same_bundle(tmp_path: Path) -> None:
     folders = tmp_path / "whole", tmp_path / "killed"
     folders[1].mkdir()
     write_rows(folders[1] / "rows.jsonl", rows)
-    for kill_at in (5, 8, 2):  # in the readouts; in the answers, after the other readouts; in the answers
+    for kill_at in (5, 8, 2):  # each batch is two calls of this engine: in the readouts; in the answers, twice
         killed(folders[1], kill_at, **options)
     whole, resumed = (run(folder, rows=rows, **options)[0].manifest.digest for folder in folders)
     assert whole == resumed

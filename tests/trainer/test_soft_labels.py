@@ -95,7 +95,7 @@ def test_the_risk_is_that_of_a_sampled_answer(tmp_path: Path) -> None:
 def test_an_interrupted_run_goes_on_with_the_sample_where_it_stopped(
     soft: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(collection, "ANSWERED_TOGETHER", 100)  # three calls for each sample
+    monkeypatch.setattr(collection, "SAMPLED_TOGETHER", 100)  # three calls for each sample
     engine = SamplingEngine()
     engine.fail_at = 7
     with pytest.raises(KeyboardInterrupt):

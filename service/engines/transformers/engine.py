@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any, cast
 
 import numpy as np
@@ -180,12 +181,17 @@ class TransformersEngine:
             ]
 
     def extract(
-        self, prompts: Sequence[TokenIds], sites: Sequence[Site], poolings: Sequence[Pooling] = (Pooling.LAST_1,)
+        self,
+        prompts: Sequence[TokenIds],
+        sites: Sequence[Site],
+        poolings: Sequence[Pooling] = (Pooling.LAST_1,),
+        sampling: Sampling | None = None,
     ) -> Extraction:
         """Activations of every layer at t*, [n, m, width] float32 per site, and each prompt's first-token distribution.
 
-        Other ``poolings`` come from the same forward passes and do not change the activations at t*.  Raises as
-        ``score`` does.
+        Other ``poolings`` come from the same forward passes and do not change the activations at t*.  With ``sampling``
+        each prompt is answered from the same prefill; an answer equals the one that its prompt gets alone, and sampled
+        ones share the seed.  Raises as ``score`` does.
         """
         geometry = self._modules.geometry
         shapes = {site: (len(prompts), geometry.num_layers, geometry.width(site)) for site in sites}
@@ -193,32 +199,42 @@ class TransformersEngine:
         others = beyond_onset(poolings)
         pooled = {(site, pooling): np.empty(shapes[site], np.float32) for site in shapes for pooling in others}
         first: dict[int, FirstToken] = {}
+        answers: dict[int, Completion] = {}
+
+        def read(batch: Batch, cache: Any, rows: Sequence[int]) -> Tensor:
+            """Run a batch of prompts, of which prompt i is ``rows[i]`` of all, and keep what was read."""
+            index = [rows[place] for place in batch.index]
+            sink = ActivationBuffer(list(shapes), geometry, len(index), self._device)
+            pooled_sink = None
+            if others:
+                counted = windows(batch, [prompts[row] for row in rows], others, self._content_words)
+                pooled_sink = PooledBuffer(sink.sites, geometry, batch, counted, self._device)
+            logits = self._prefill(batch, sink, full=True, cache=cache, states_sink=pooled_sink)
+            assert logits is not None
+            for site, buffer in sink.buffers.items():
+                _scatter(buffer, index, activations[site], site)
+            for (site, pooling), buffer in (pooled_sink.buffers if pooled_sink else {}).items():
+                _scatter(buffer, index, pooled[site, pooling], f"{site}, {pooling}")
+            first.update(zip(index, first_tokens(summarise(logits).cpu().numpy()), strict=True))
+            return logits
+
         with self._running(prompts):
-            for batch in self._batches(prompts, shared=not others):
-                sink = ActivationBuffer(list(shapes), geometry, len(batch.index), self._device)
-                pooled_sink = None
-                if others:
-                    counted = windows(batch, prompts, others, self._content_words)
-                    pooled_sink = PooledBuffer(sink.sites, geometry, batch, counted, self._device)
-                logits = self._prefill(batch, sink, full=True, states_sink=pooled_sink)
-                assert logits is not None
-                for site, buffer in sink.buffers.items():
-                    _scatter(buffer, batch, activations[site], site)
-                for (site, pooling), buffer in (pooled_sink.buffers if pooled_sink else {}).items():
-                    _scatter(buffer, batch, pooled[site, pooling], f"{site}, {pooling}")
-                first |= zip(batch.index, first_tokens(summarise(logits).cpu().numpy()), strict=True)
-        return Extraction(activations, tuple(first[index] for index in sorted(first)), pooled)
+            if sampling is None:
+                for batch in self._batches(prompts, shared=not others):
+                    read(batch, None, range(len(prompts)))
+            else:
+                check_sampling(sampling)
+                for group in self._answered_together(prompts, sampling):
+                    own = [prompts[row] for row in group]
+                    begun = self._begin_together(own, partial(read, rows=group), shared=not others)
+                    answers |= zip(group, decode_batch(self, self._model, begun, sampling), strict=True)
+        inorder = range(len(prompts))
+        completions = tuple(answers[row] for row in inorder) if sampling is not None else ()
+        return Extraction(activations, tuple(first[row] for row in inorder), pooled, completions)
 
     def generate(self, prompts: Sequence[TokenIds], sampling: Sampling) -> list[Completion]:
-        """Batched decoding.  Each answer equals the one that its prompt gets alone; sampled ones share the seed."""
-        check_sampling(sampling)
-        with self._running(prompts):
-            answers: dict[int, Completion] = {}
-            budgets = [len(prompt) + min(sampling.max_tokens, self.max_tokens) for prompt in prompts]
-            for group in micro_batches(budgets, self.max_decode_tokens, equal_lengths=self._equal_lengths):
-                begun = self._begin_together([prompts[index] for index in group])
-                answers |= zip(group, decode_batch(self, self._model, begun, sampling), strict=True)
-            return [answers[index] for index in sorted(answers)]
+        """The answers of ``extract``."""
+        return list(self.extract(prompts, (), sampling=sampling).completions)
 
     def sample(
         self, prompts: Sequence[TokenIds], sampling: Sampling, seeds: Sequence[Sequence[int]]
@@ -230,13 +246,12 @@ class TransformersEngine:
             raise EngineError(f"{len(prompts)} prompts need as many lists of seeds, none empty and all of one length")
         with self._running(prompts):
             answers: dict[int, list[TracedAnswer]] = {}
-            budgets = [len(prompt) + min(sampling.max_tokens, self.max_tokens) for prompt in prompts]
-            most = self.max_decode_tokens // max(times, default=1)
-            for group in micro_batches(budgets, most, equal_lengths=self._equal_lengths):
-                onset: list[Tensor] = []
-                begun = self._begin_together([prompts[index] for index in group], onset)
+            for group in self._answered_together(prompts, sampling, max(times, default=1)):
+                onset: dict[int, Tensor] = {}
+                begun = self._begin_together([prompts[index] for index in group], partial(self._onset_states, onset))
+                states = torch.stack([onset[place] for place in range(len(group))], dim=1)
                 count = len(seeds[group[0]])
-                tracer = Tracer(self._modules, self._head, onset[0].repeat_interleave(count, dim=1))
+                tracer = Tracer(self._modules, self._head, states.repeat_interleave(count, dim=1))
                 own = [seed for index in group for seed in seeds[index]]
                 done = decode_batch(self, self._model, begun.repeated(count), sampling, own, tracer)
                 traced = tracer.answers(done)
@@ -249,7 +264,7 @@ class TransformersEngine:
         found = np.empty((len(prompts), len(candidates)))
         with self._running(prompts):
             for batch in self._batches(prompts):
-                logits = self._first_logits(batch, None).double()
+                logits = self._first_logits(batch).double()
                 chosen = logits[:, list(candidates)] - logits.logsumexp(dim=-1, keepdim=True)
                 found[list(batch.index)] = chosen.cpu().numpy()
         return found
@@ -301,34 +316,40 @@ class TransformersEngine:
                 index = [rows[place] for place in group]
                 yield pad(prompts, index, self._options.padding_side, self._filler(), self._device, prefix)
 
-    def _begin_together(self, prompts: Sequence[TokenIds], onset: list[Tensor] | None = None) -> Begun:
+    def _answered_together(self, prompts: Sequence[TokenIds], sampling: Sampling, times: int = 1) -> list[list[int]]:
+        """The prompts in groups whose answers, ``times`` of each, are decoded together."""
+        budgets = [len(prompt) + min(sampling.max_tokens, self.max_tokens) for prompt in prompts]
+        return micro_batches(budgets, self.max_decode_tokens // times, equal_lengths=self._equal_lengths)
+
+    def _begin_together(
+        self, prompts: Sequence[TokenIds], read: Callable[[Batch, Any], Tensor], *, shared: bool = True
+    ) -> Begun:
         """Prefill prompts for ``decode_batch``, in micro-batches where their caches can be joined afterwards.
 
-        ``onset`` gets the residual stream at t*, [m, prompts, hidden_size].
+        ``read`` runs a batch into a cache and returns its logits at t*.
         """
-        states: list[Tensor] | None = None if onset is None else []
         if self._windows:
             batch = pad(prompts, range(len(prompts)), "left", self._filler(), self._device)
             cache = DynamicCache(config=self._model.config)
-            begun = Begun(batch.lengths, cache, self._first_logits(batch, cache, states), batch.attention_mask)
-            order = torch.arange(len(prompts), device=self._device)
-        else:
-            parts = [(self._new_cache(batch), batch) for batch in self._batches(prompts)]
-            logits = torch.cat([self._first_logits(batch, cache, states) for cache, batch in parts])
-            order = torch.tensor([index for _, batch in parts for index in batch.index], device=self._device).argsort()
-            begun = joined(parts, logits[order])
-        if onset is not None and states is not None:
-            onset.append(torch.cat(states, dim=1)[:, order])
-        return begun
+            return Begun(batch.lengths, cache, read(batch, cache), batch.attention_mask)
+        parts = [(self._new_cache(batch), batch) for batch in self._batches(prompts, shared=shared)]
+        logits = torch.cat([read(batch, cache) for cache, batch in parts])
+        order = torch.tensor([index for _, batch in parts for index in batch.index], device=self._device).argsort()
+        return joined(parts, logits[order])
 
-    def _first_logits(self, batch: Batch, cache: Any, states: list[Tensor] | None = None) -> Tensor:
-        """Float32 logits at t* [batch, vocab]; ``cache`` then holds the prompts, ``states`` those at t*."""
-        sites = [] if states is None else [Site.RESIDUAL_STREAM]
-        sink = ActivationBuffer(sites, self._modules.geometry, len(batch.index), self._device)
+    def _onset_states(self, onset: dict[int, Tensor], batch: Batch, cache: Any) -> Tensor:
+        """``read`` of ``_begin_together``: ``onset`` gets the residual stream at t*, [m, hidden_size], by prompt."""
+        sink = ActivationBuffer([Site.RESIDUAL_STREAM], self._modules.geometry, len(batch.index), self._device)
         logits = self._prefill(batch, sink, full=True, cache=cache)
         assert logits is not None
-        if states is not None:
-            states.append(sink.buffers[Site.RESIDUAL_STREAM])
+        onset.update(zip(batch.index, sink.buffers[Site.RESIDUAL_STREAM].unbind(1), strict=True))
+        return logits
+
+    def _first_logits(self, batch: Batch) -> Tensor:
+        """Float32 logits at t* [batch, vocab]."""
+        sink = ActivationBuffer([], self._modules.geometry, len(batch.index), self._device)
+        logits = self._prefill(batch, sink, full=True)
+        assert logits is not None
         return logits
 
     def _new_cache(self, batch: Batch) -> Any:
@@ -370,8 +391,8 @@ class TransformersEngine:
         return stack
 
 
-def _scatter(buffer: Tensor, batch: Batch, target: NDArray[np.float32], what: str) -> None:
-    """Write a batch's activations [m, batch, width] into ``target`` [n, m, width].  Raises NonFiniteReadout."""
+def _scatter(buffer: Tensor, rows: Sequence[int], target: NDArray[np.float32], what: str) -> None:
+    """Write activations [m, batch, width] into ``rows`` of ``target`` [n, m, width].  Raises NonFiniteReadout."""
     activations = buffer.cpu().numpy()
-    refuse_non_finite(activations, batch.index, what)
-    target[list(batch.index)] = activations.swapaxes(0, 1)
+    refuse_non_finite(activations, rows, what)
+    target[list(rows)] = activations.swapaxes(0, 1)

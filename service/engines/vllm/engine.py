@@ -31,6 +31,7 @@ from service.engines.base import (
     Turn,
     Update,
     prefill_of,
+    unfinished,
 )
 from service.engines.bridge import Outboxes, gather_all, relay, run_on
 from service.engines.checks import check_onset_only, check_prompts, check_sampling, refuse_tracing
@@ -166,26 +167,41 @@ class VllmEngine:
         return self._run_all([prefill(prompt) for prompt in prompts])
 
     def extract(
-        self, prompts: Sequence[TokenIds], sites: Sequence[Site], poolings: Sequence[Pooling] = (Pooling.LAST_1,)
+        self,
+        prompts: Sequence[TokenIds],
+        sites: Sequence[Site],
+        poolings: Sequence[Pooling] = (Pooling.LAST_1,),
+        sampling: Sampling | None = None,
     ) -> Extraction:
         """Activations of every layer at t*, [n, m, width] float32 per site, and each prompt's first-token distribution.
 
-        Raises as ``score`` does, and EngineError if the engine was not loaded with ``rows`` and these sites, or for
-        any pooling but last_1: tokens found in vLLM's prefix cache are not computed again.
+        With ``sampling`` prefill and answer are one request.  Raises as ``score`` and ``check_sampling`` do, and
+        EngineError if the engine was not loaded with ``rows`` and these sites, or for any pooling but last_1: tokens
+        found in vLLM's prefix cache are not computed again.
         """
         check_onset_only(poolings, "vllm")
         if not self._plan.activations or not set(sites) <= set(self._plan.sites):
             raise EngineError(
                 "this engine was started for scoring; start it for training (rows=True) to extract activations"
             )
+        if sampling is not None:
+            check_sampling(sampling)
         self._begin(prompts)
         directive = Directive(activations=True)
+        parameters = partial(score_only, directive) if sampling is None else partial(answering, sampling, directive)
 
-        async def extract_one(prompt: TokenIds) -> Payload:
-            async with aclosing(self._client.outputs(prompt, score_only(directive))) as outputs:
-                return payload_of(await anext(outputs, None), self._plan, directive)
+        async def extract_one(prompt: TokenIds) -> tuple[Payload, Completion]:
+            payload, answer = None, AnswerBuilder()
+            async with aclosing(self._client.outputs(prompt, parameters())) as outputs:
+                async for output in outputs:
+                    payload = payload or payload_of(output, self._plan, directive)
+                    answer.add(output)
+            if payload is None:
+                raise unfinished()
+            return payload, answer.completion()
 
-        payloads = self._run_all([extract_one(prompt) for prompt in prompts])
+        found = self._run_all([extract_one(prompt) for prompt in prompts])
+        payloads = [payload for payload, _ in found]
         activations = {
             site: np.stack([payload.activations[site] for payload in payloads])
             if payloads
@@ -193,7 +209,8 @@ class VllmEngine:
             for site in sites
         }
         first_tokens = tuple(payload.first_token for payload in payloads if payload.first_token is not None)
-        return Extraction(activations, first_tokens)
+        completions = () if sampling is None else tuple(completion for _, completion in found)
+        return Extraction(activations, first_tokens, completions=completions)
 
     def generate(self, prompts: Sequence[TokenIds], sampling: Sampling) -> list[Completion]:
         """Answers, batched by vLLM.  Raises as ``check`` and ``check_sampling`` do."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from service.engines.base import Sampling
+from service.readout import Pooling, Site
 from tests.engines import tiny
 from tests.engines.transformers.test_continuation import reference
 
@@ -18,6 +20,26 @@ def test_mixed_lengths_equal_single_prompts(name: str):
     for prompt, completion in zip(prompts, engine.generate(prompts, Sampling(max_tokens=12)), strict=True):
         assert list(completion.token_ids) == reference(tiny.modules(engine).model, prompt, 12)
         assert completion.finish_reason == ("stop" if completion.token_ids[-1] == tiny.EOS else "length")
+
+
+@pytest.mark.parametrize("name", tiny.ALL)
+def test_readouts_and_answers_come_from_one_prefill(name: str):
+    engine = tiny.engine(name, max_batch_tokens=90)
+    prompts, sampling = tiny.prompts(LENGTHS), Sampling(max_tokens=12)
+    sites, poolings = list(Site), (Pooling.MEAN, Pooling.CONTENT_MAX)
+    apart, answers = engine.extract(prompts, sites, poolings), engine.generate(prompts, sampling)
+    before = engine.counters.prefills
+    together = engine.extract(prompts, sites, poolings, sampling)
+    assert engine.counters.prefills == before + len(prompts)
+    assert list(together.completions) == answers
+    assert apart.completions == ()
+    for ours, theirs in ((together.activations, apart.activations), (together.pooled, apart.pooled)):
+        assert ours.keys() == theirs.keys()
+        for key in ours:
+            np.testing.assert_allclose(ours[key], theirs[key], rtol=0, atol=1e-5)
+    for here, there in zip(together.first_tokens, apart.first_tokens, strict=True):
+        assert here.token == there.token
+        assert here.entropy == pytest.approx(there.entropy, abs=1e-5)
 
 
 def test_rows_that_finish_early_leave_and_the_rest_go_on_rightly():

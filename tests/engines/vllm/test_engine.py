@@ -127,6 +127,13 @@ def test_activations_are_the_references(engine: VllmEngine, reference: Transform
         for site in sites:
             np.testing.assert_allclose(here.activations[site], there.activations[site], rtol=0, atol=2e-4)
         assert [first.token for first in here.first_tokens] == [first.token for first in there.first_tokens]
+    before, sampling = engine.counters.prefills, Sampling(max_tokens=9)
+    answered = engine.extract(PROMPTS, list(Site), sampling=sampling)
+    assert engine.counters.prefills == before + len(PROMPTS)
+    assert list(answered.completions) == engine.generate(PROMPTS, sampling)
+    for site in Site:
+        expected_rows = reference.extract(PROMPTS, [site]).activations[site]
+        np.testing.assert_allclose(answered.activations[site], expected_rows, rtol=0, atol=2e-4)
     empty, expected = (loaded.extract([], list(Site)) for loaded in (engine, reference))
     assert empty.activations[Site.ATTENTION_HEAD].shape == expected.activations[Site.ATTENTION_HEAD].shape
     assert empty.first_tokens == ()
