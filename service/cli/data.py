@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -12,7 +13,7 @@ from cyclopts import Parameter
 
 from service.cli.options import Json, Seed, UsageError
 from service.cli.output import note, print_json, print_line
-from service.data import judge_audit, mixture
+from service.data import forms, judge_audit, mixture
 from service.data.sets.registry import SETS, SetInfo, read_set
 from service.data.training_rows import read_dataset
 from service.errors import HalluTracerError
@@ -92,6 +93,41 @@ def mix(
     shown = ", ".join(f"{name} {count:,}" for name, count in found.by_source.items())
     met = found.groups_before - found.groups
     note(f"{len(found.rows):,} rows ({shown}) in {found.groups:,} groups; {met:,} groups met in a question")
+
+
+def in_forms(
+    file: Annotated[Path, Parameter(help="JSONL rows, questions asked by themselves.", show_env_var=False)],
+    /,
+    *,
+    form: Annotated[
+        tuple[str, ...],
+        option(f"Forms to draw from, repeatable: {', '.join(forms.families())}, one form's own name, or all."),
+    ] = ("all",),
+    per_row: Annotated[int, option("In how many forms each question is asked.", limits=Range(1))] = 1,
+    said: Annotated[
+        Path | None,
+        option("answers.jsonl of a run on these questions, for forms with the model's own earlier answers."),
+    ] = None,
+    seed: Seed = 0,
+    common: Common = Common(),
+) -> None:
+    """Print the questions as people ask them: in a chat, under a system prompt, beside a passage, in other words.
+
+    A risk that was trained on lone questions is wrong in a conversation.  Each row has messages and names its form; its
+    group, kind and answers stay.  The label has to come from the model's answer in that form (--labels generate).
+
+      hallutracer data forms questions.jsonl > rows.jsonl
+
+      hallutracer data forms questions.jsonl --form turns --form passages --per-row 2 > rows.jsonl
+    """
+    wanted, rows = forms.chosen(form), mixture.read_rows(file)
+    own = {} if said is None else forms.read_said(said)
+    made = forms.in_forms(rows, wanted, per_row=per_row, seed=seed, said=own)
+    for row in made:
+        print_line(json.dumps(row, ensure_ascii=False))
+    counts = Counter(row["form"] for row in made)
+    shown = ", ".join(f"{name} {count:,}" for name, count in counts.most_common())
+    note(f"{len(made):,} rows of {len(rows):,} questions ({shown})")
 
 
 def audit(
@@ -192,4 +228,7 @@ def _described(info: SetInfo) -> dict[str, Any]:
     )
 
 
-COMMANDS = ("Turn public sets into training rows.", {"convert": convert, "list": list_, "mix": mix, "audit": audit})
+COMMANDS = (
+    "Turn public sets into training rows.",
+    {"convert": convert, "list": list_, "mix": mix, "forms": in_forms, "audit": audit},
+)

@@ -53,8 +53,8 @@ def mix(sources: Sequence[Source], seed: int = 0, without: Path | None = None) -
     if repeated := [name for name in names if names.count(name) > 1]:
         path = sources[names.index(repeated[0])].path
         raise DataError(str(path), [f"two files are called {repeated[0]!r}: rename one"])
-    read = {source.name: _read(source) for source in sources}
-    used = [] if without is None else _read(Source(without))
+    read = {source.name: read_rows(source.path) for source in sources}
+    used = [] if without is None else read_rows(without)
     joined: DisjointSet = DisjointSet()
     for name, rows in [*read.items(), (_USED, used)]:
         for row in rows:
@@ -100,12 +100,13 @@ def content_words(question: str) -> tuple[str, ...]:
     return tuple(words) if len(words) > 1 else ()
 
 
-def _read(source: Source) -> list[Row]:
+def read_rows(path: Path) -> list[Row]:
+    """The rows as they are, each with an id.  Raises DataError: every problem of the file, by line number."""
     problems: list[str] = []
     rows: list[Row] = []
     seen: dict[str, int] = {}
     numbered: set[int] = set()
-    for line, row in objects(source.path, problems):
+    for line, row in objects(path, problems):
         found = [*check_id(row), *check_text(row, "group", required=False), *check_prompt(row)]
         found = found or list(id_problem(row, line, seen, numbered))
         problems += [f"line {line}: {problem}" for problem in found]
@@ -113,7 +114,7 @@ def _read(source: Source) -> list[Row]:
     if not rows and not problems:
         problems.append("the file has no rows")
     if problems:
-        raise DataError(str(source.path), problems)
+        raise DataError(str(path), problems)
     return rows
 
 

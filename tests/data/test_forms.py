@@ -1,0 +1,155 @@
+"""Questions in forms: every form asks the question, in company that is not its own, and says which form it is."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from service.data.forms import FORMS, chosen, families, in_forms, read_said
+from service.data.training_rows import read_dataset
+from service.errors import DataError, HalluTracerError
+from tests.fitting.planted import write_rows
+
+KINDS = ("capital", "river")
+
+
+def made(count: int = 60) -> list[dict[str, Any]]:
+    """Questions with names of their own, two to a group."""
+    return [
+        {
+            "id": f"q{number}",
+            "prompt": f"What is known about the {KINDS[number % 2]} of Land{number:02}?",
+            "answers": [f"Answer{number:02}"],
+            "group": f"g{number // 2}",
+            "kind": KINDS[number % 2],
+        }
+        for number in range(count)
+    ]
+
+
+SAID = {f"q{number}": f"Said{number:02}" for number in range(60)}
+
+
+def texts(row: dict[str, Any]) -> str:
+    return "\n".join(message["content"] for message in row["messages"])
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_a_form_asks_the_question_last_and_keeps_the_row(name: str) -> None:
+    rows = made()
+    found = in_forms(rows, chosen([name]), said=SAID)
+    assert len(found) == len(rows)
+    for before, row in zip(rows, found, strict=True):
+        assert row["form"] == name
+        assert row["id"] == f"{before['id']}+{name}"
+        assert {key: row[key] for key in ("answers", "group", "kind")} == {
+            key: before[key] for key in ("answers", "group", "kind")
+        }
+        assert "prompt" not in row
+        roles = [message["role"] for message in row["messages"]]
+        assert roles[-1] == "user"
+        turns = roles[1:] if roles[0] == "system" else roles
+        assert turns == ["user", "assistant"] * (len(turns) // 2) + ["user"]
+        asked = row["messages"][-1]["content"]
+        assert before["prompt"].rpartition(" ")[2].strip("?").lower() in asked.lower()
+        assert "{" not in texts(row) or '{"answer": "..."}' in texts(row)
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_company_is_never_of_the_questions_own_group(name: str) -> None:
+    rows = made()
+    for number, row in enumerate(in_forms(rows, chosen([name]), said=SAID)):
+        sibling = number + 1 if number % 2 == 0 else number - 1
+        for word in (f"Land{sibling:02}", f"Answer{sibling:02}", f"Said{sibling:02}"):
+            assert word not in texts(row), (name, number)
+        if name != "lone" and not name.startswith(("passage", "context", "lower")):
+            assert f"Answer{number:02}" not in texts(row)
+
+
+@pytest.mark.parametrize(
+    ("name", "own", "other"),
+    [
+        ("passage_right", True, True),
+        ("passage_unrelated", False, True),
+        ("fact_behind", False, False),
+        ("lone", False, False),
+    ],
+)
+def test_what_a_passage_tells(name: str, own: bool, other: bool) -> None:
+    for number, row in enumerate(in_forms(made(), chosen([name]))):
+        answers = {word.strip(".") for word in texts(row).split() if word.startswith("Answer") and word[6:7].isdigit()}
+        assert (f"Answer{number:02}" in answers) is own
+        assert len(answers - {f"Answer{number:02}"}) >= 2 * other
+
+
+def test_a_contradicting_passage_has_another_answer_and_not_the_right_one() -> None:
+    rows = [
+        row | {"statement": f"Land{number:02} is known for {row['answers'][0]}."} for number, row in enumerate(made())
+    ]
+    for number, row in enumerate(in_forms(rows, chosen(["passage_contradicting"]))):
+        assert f"Land{number:02} is known for Answer" in texts(row)
+        assert f"is known for Answer{number:02}." not in texts(row)
+
+
+def test_a_mixture_has_all_forms_by_weight_and_the_seed_decides() -> None:
+    rows = made(60)
+    every = in_forms(rows, chosen(["all"]), said=SAID, per_row=len(FORMS))
+    assert Counter(row["form"] for row in every) == dict.fromkeys(FORMS, 60)
+    assert len({row["id"] for row in every}) == len(every)
+    two = in_forms(rows, chosen(["all"]), said=SAID, per_row=2)
+    assert len(two) == 120
+    assert two == in_forms(rows, chosen(["all"]), said=SAID, per_row=2)
+    assert two != in_forms(rows, chosen(["all"]), said=SAID, per_row=2, seed=1)
+    many = Counter(row["form"] for seed in range(40) for row in in_forms(rows, chosen(["all"]), said=SAID, seed=seed))
+    weight = sum(form.weight for form in FORMS.values())
+    for name, form in FORMS.items():
+        expected = 2400 * form.weight / weight
+        assert abs(many[name] - expected) < 5 * expected**0.5, name
+
+
+def test_long_contexts_are_as_long_as_they_say() -> None:
+    for name, low, high in (("context_1k", 700, 760), ("context_4k", 2800, 2860)):
+        lengths = [len(texts(row).split()) for row in in_forms(made(), chosen([name]))]
+        assert low <= min(lengths) <= max(lengths) <= high
+
+
+def test_what_a_form_lacks_is_left_to_the_others(tmp_path: Path) -> None:
+    rows = made()
+    assert in_forms(rows, chosen(["turn_own"])) == []  # nothing is known of what the model says
+    assert {row["form"] for row in in_forms(rows, chosen(["turn_own", "greeting"]))} == {"greeting"}
+    [alone] = in_forms(made(1), chosen(["turns", "greeting"]))
+    assert alone["form"] in ("greeting", "small_talk", "turns_with_system")
+    messages = [{"role": "user", "content": "And Land7?"}]
+    [kept] = in_forms([{"id": "chat", "messages": messages, "answers": ["x"]}], chosen(["all"]))
+    assert (kept["messages"], kept["form"], kept["id"]) == (messages, "messages", "chat")
+
+
+def test_forms_and_families_by_name() -> None:
+    assert {form.name for form in chosen(["turns", "lone", "turn_own"])} >= {"turn_own", "greeting", "lone"}
+    assert chosen(["all"]) == list(FORMS.values())
+    assert {form.family for form in chosen(families())} == set(families())
+    with pytest.raises(HalluTracerError, match="no form is called 'chat'.*passages"):
+        chosen(["chat"])
+
+
+def test_the_trainer_takes_the_rows(tmp_path: Path) -> None:
+    rows = in_forms(made(), chosen(["all"]), said=SAID, per_row=3)
+    random.Random(0).shuffle(rows)
+    dataset = read_dataset(write_rows(tmp_path / "rows.jsonl", rows), "generate", folds=5)
+    assert len(dataset) == 180
+    assert len(set(dataset.groups.tolist())) == 30
+
+
+def test_answers_of_a_run_are_read_or_refused(tmp_path: Path) -> None:
+    path = tmp_path / "answers.jsonl"
+    path.write_text(json.dumps({"id": "q1", "row": 0, "answer": "", "finish": "stop"}) + "\n")
+    assert read_said(path) == {"q1": ""}
+    path.write_text('{"id": "q1", "answers": ["x"]}\n{"id": 3\n')
+    with pytest.raises(DataError) as caught:
+        read_said(path)
+    assert [problem.split(":")[0] for problem in caught.value.problems] == ["line 1", "line 2"]
