@@ -139,10 +139,10 @@ def in_forms(
     every = list(questions.values())
     found: list[Row] = []
     for row in rows:
-        question = questions.get(row["id"])
-        if question is None:
+        if row["id"] not in questions:
             found.append(row | {"form": "messages"})
             continue
+        question = questions[row["id"]]
         draw = random.Random(f"{seed} {question.id}")
         same = _others(question, by_kind[question.kind], draw)
         other = [one for one in _others(question, every, draw) if one.kind != question.kind]
