@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from service.data.forms import FORMS, chosen, families, in_forms, read_said
+from service.data.forms.registry import FORMS, chosen, families
+from service.data.forms.spread import in_forms, read_said
 from service.data.training_rows import read_dataset
 from service.errors import DataError, HalluTracerError
 from tests.fitting.planted import write_rows
@@ -124,6 +125,8 @@ def test_what_a_form_lacks_is_left_to_the_others(tmp_path: Path) -> None:
     assert {row["form"] for row in in_forms(rows, chosen(["turn_own", "greeting"]))} == {"greeting"}
     [alone] = in_forms(made(1), chosen(["turns", "greeting"]))
     assert alone["form"] in ("greeting", "small_talk", "turns_with_system")
+    bare = [{key: value for key, value in row.items() if key != "answers"} for row in rows]  # nothing to state
+    assert {row["form"] for row in in_forms(bare, chosen(["passages", "lone"]))} == {"lone"}
     messages = [{"role": "user", "content": "And Land7?"}]
     [kept] = in_forms([{"id": "chat", "messages": messages, "answers": ["x"]}], chosen(["all"]))
     assert (kept["messages"], kept["form"], kept["id"]) == (messages, "messages", "chat")

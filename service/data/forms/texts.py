@@ -1,4 +1,4 @@
-"""What stands around a question in the forms of ``forms.py``: system prompts, greetings, facts, wordings.
+"""What stands around a question in the forms of ``registry.py``: system prompts, greetings, facts, wordings.
 
 In the templates {q} is the question, {f} a fact and {p} a passage.
 """

@@ -1,20 +1,15 @@
 """Forms of conversation: the same question alone, in a chat, under a system prompt, behind a passage, in other wording.
 
-A form makes of a question the messages in which somebody asks it.  What stands around it comes from lists here and from
-the other questions of the file, never from the question's own group.  The group stays the question's, so that no fold
-has one question on both sides, and the row names its form; the label is the model's answer in that form.
+A form makes of a question the messages in which somebody asks it.  What stands around it comes from ``texts`` and from
+the other questions of the file, never from the question's own group.
 """
 
 from __future__ import annotations
 
-import random
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
 
-from service.data.company import (
+from service.data.forms.base import Company, Form, Make, Message, Question, Unfit
+from service.data.forms.texts import (
     BEFORE,
     BEHIND,
     CHATTER,
@@ -31,68 +26,7 @@ from service.data.company import (
     SHORT_SYSTEM,
     SMALL_TALK,
 )
-from service.data.rows import check_text, objects
-from service.errors import DataError, HalluTracerError
-
-Message = dict[str, str]
-Row = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Question:
-    """One row that asks something by itself.  Texts are "" where they are not known."""
-
-    id: str
-    text: str
-    answer: str  # the first accepted one
-    said: str  # what the model answered when it was asked alone
-    statement: str  # a sentence that gives the answer
-    group: str
-    kind: str
-
-    @property
-    def note(self) -> str:
-        """A sentence or two that give the answer."""
-        return self.statement or f"{self.text} {self.answer}."
-
-
-@dataclass(frozen=True)
-class Company:
-    """What may stand around one question: ``same`` are other questions of its kind, ``other`` those of other kinds."""
-
-    random: random.Random
-    same: Sequence[Question]
-    other: Sequence[Question]
-
-    def draw(self, count: int, *, alike: bool | None = None) -> list[Question]:
-        """Different questions, of the same kind, of others, or (None) of all.  Raises _Unfit where there are fewer."""
-        pools = {True: self.same, False: self.other, None: [*self.same, *self.other]}
-        pool = pools[alike] or pools[None]
-        if len(pool) < count:
-            raise _Unfit
-        return self.random.sample(pool, count)
-
-    def fact(self) -> str:
-        """A true sentence that has nothing to do with the question."""
-        return self.random.choice([*FACTS, *(one.note for one in self.draw(min(8, len(self.same) + len(self.other))))])
-
-
-class _Unfit(Exception):  # noqa: N818 - not an error: the question takes another form
-    """The question, or the file around it, lacks what the form needs."""
-
-
-Make = Callable[[Question, Company], list[Message]]
-
-
-@dataclass(frozen=True)
-class Form:
-    """``weight`` is its share in a mixture, beside the others'."""
-
-    name: str
-    family: str
-    weight: float
-    make: Make
-
+from service.errors import HalluTracerError
 
 FORMS: dict[str, Form] = {}
 
@@ -122,86 +56,6 @@ def chosen(names: Iterable[str]) -> list[Form]:
             )
         found |= own
     return list(found.values())
-
-
-def in_forms(
-    rows: Sequence[Row], forms: Sequence[Form], *, per_row: int = 1, seed: int = 0, said: dict[str, str] | None = None
-) -> list[Row]:
-    """Each row in ``per_row`` different forms, drawn by their weights; the same seed and rows give the same.
-
-    ``said`` is what the model answered, by id, for the forms with its own earlier answers.  A row that has ``messages``
-    is what it is: it stays, once.  A row that fits none of the forms is left out.
-    """
-    questions = {row["id"]: _question(row, said or {}) for row in rows if "prompt" in row}
-    by_kind: dict[str, list[Question]] = defaultdict(list)
-    for question in questions.values():
-        by_kind[question.kind].append(question)
-    every = list(questions.values())
-    found: list[Row] = []
-    for row in rows:
-        if row["id"] not in questions:
-            found.append(row | {"form": "messages"})
-            continue
-        question = questions[row["id"]]
-        draw = random.Random(f"{seed} {question.id}")
-        same = _others(question, by_kind[question.kind], draw)
-        other = [one for one in _others(question, every, draw) if one.kind != question.kind]
-        found += _rows(row, question, Company(draw, same, other), forms, per_row)
-    return found
-
-
-def read_said(path: Path) -> dict[str, str]:
-    """What the model answered, by id, of a run's ``answers.jsonl``.  Raises DataError."""
-    problems: list[str] = []
-    said: dict[str, str] = {}
-    for line, value in objects(path, problems):
-        found = [*check_text(value, "id", required=True), *_check_answer(value)]
-        problems += [f"line {line}: {problem}" for problem in found]
-        if not found:
-            said[value["id"]] = value["answer"]
-    if problems:
-        raise DataError(str(path), problems)
-    return said
-
-
-def _check_answer(value: Row) -> Iterator[str]:
-    if not isinstance(value.get("answer"), str):
-        yield "'answer' must be a string: answers.jsonl of a run folder is expected"
-
-
-def _rows(row: Row, question: Question, company: Company, forms: Sequence[Form], per_row: int) -> list[Row]:
-    found: list[Row] = []
-    left = list(forms)
-    while left and len(found) < per_row:
-        [form] = company.random.choices(left, [one.weight for one in left])
-        left.remove(form)
-        try:
-            messages = form.make(question, company)
-        except _Unfit:
-            continue
-        kept = {key: value for key, value in row.items() if key != "prompt"}
-        name = {"id": f"{row['id']}+{form.name}", "group": question.group, "form": form.name}
-        found.append(kept | name | {"messages": messages})
-    return found
-
-
-def _others(question: Question, pool: Sequence[Question], draw: random.Random) -> list[Question]:
-    """Up to 40 of the pool, of other groups and with other answers."""
-    some = draw.sample(pool, min(len(pool), 60))
-    return [one for one in some if one.group != question.group and one.answer != question.answer][:40]
-
-
-def _question(row: Row, said: dict[str, str]) -> Question:
-    answers = row.get("answers") or [""]
-    return Question(
-        id=str(row["id"]),
-        text=str(row["prompt"]).strip(),
-        answer=str(answers[0]),
-        said=said.get(str(row["id"]), "").strip(),
-        statement=str(row.get("statement", "")),
-        group=str(row.get("group") or row["id"]),
-        kind=str(row.get("kind", "")),
-    )
 
 
 def _user(text: str) -> Message:
@@ -253,7 +107,7 @@ def _typos(question: Question, company: Company) -> list[Message]:
     words = question.text.split(" ")
     places = [place for place, word in enumerate(words) if len(word) > 3 and word.islower()]
     if not places:
-        raise _Unfit
+        raise Unfit
     for place in company.random.sample(places, min(len(places), company.random.choice((1, 2)))):
         word, at = words[place], company.random.randrange(1, len(words[place]) - 1)
         swapped = word[:at] + word[at + 1] + word[at] + word[at + 2 :]
@@ -363,7 +217,7 @@ def _turns_with_system(question: Question, company: Company) -> list[Message]:
 def _said(company: Company, count: int) -> list[Question]:
     pool = [one for one in (*company.same, *company.other) if one.said]
     if len(pool) < count:
-        raise _Unfit
+        raise Unfit
     return company.random.sample(pool, count)
 
 
@@ -402,7 +256,7 @@ def _passage_unrelated(question: Question, company: Company) -> list[Message]:
 def _passage_contradicting(question: Question, company: Company) -> list[Message]:
     wrong = company.draw(1, alike=True)[0].answer
     if not question.answer or not wrong:
-        raise _Unfit
+        raise Unfit
     note = question.note.replace(question.answer, wrong) if question.answer in question.note else f"{wrong}."
     return _passage(question, company, [note, *_notes(company, 2)])
 

@@ -1,0 +1,69 @@
+"""What a form is made of: a question, what may stand around it, and the function that makes messages of both."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from service.data.forms.texts import FACTS
+
+Message = dict[str, str]
+
+
+@dataclass(frozen=True)
+class Question:
+    """One row that asks something by itself.  Texts are "" where they are not known."""
+
+    id: str
+    text: str
+    answer: str  # the first accepted one
+    said: str  # what the model answered when it was asked alone
+    statement: str  # a sentence that gives the answer
+    group: str
+    kind: str
+
+    @property
+    def note(self) -> str:
+        """A sentence or two that give the answer.  Raises Unfit where it is not known."""
+        if not (self.statement or self.answer):
+            raise Unfit
+        return self.statement or f"{self.text} {self.answer}."
+
+
+@dataclass(frozen=True)
+class Company:
+    """What may stand around one question: ``same`` are other questions of its kind, ``other`` those of other kinds."""
+
+    random: random.Random
+    same: Sequence[Question]
+    other: Sequence[Question]
+
+    def draw(self, count: int, *, alike: bool | None = None) -> list[Question]:
+        """Different questions, of the same kind, of others, or (None) of all.  Raises Unfit where there are fewer."""
+        pools = {True: self.same, False: self.other, None: [*self.same, *self.other]}
+        pool = pools[alike] or pools[None]
+        if len(pool) < count:
+            raise Unfit
+        return self.random.sample(pool, count)
+
+    def fact(self) -> str:
+        """A true sentence that has nothing to do with the question."""
+        return self.random.choice([*FACTS, *(one.note for one in self.draw(min(8, len(self.same) + len(self.other))))])
+
+
+class Unfit(Exception):  # noqa: N818 - not an error: the question takes another form
+    """The question, or the file around it, lacks what the form needs."""
+
+
+Make = Callable[[Question, Company], list[Message]]
+
+
+@dataclass(frozen=True)
+class Form:
+    """``weight`` is its share in a mixture, beside the others'."""
+
+    name: str
+    family: str
+    weight: float
+    make: Make
