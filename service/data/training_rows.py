@@ -3,7 +3,7 @@
 A row: ``id``, else it is called by the number of its line; ``prompt`` or ``messages``; ``label`` (1 factual,
 0 hallucinated) or ``answers`` (accepted answers, for labels that are generated and judged); ``group`` (rows that folds
 keep together; rows with the same prompt always are, and so are rows without a group that ask the same in other words).
-Other keys are metadata; ``kind`` and ``template`` name strata of the evaluation.
+Other keys are metadata; ``kind``, ``template`` and ``form`` name strata of the evaluation.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from service.data.rows import check_id, check_prompt, check_text, id_of, id_prob
 from service.errors import DataError
 
 Message = dict[str, str]
-STRATA = ("kind", "template")
+STRATA = ("kind", "template", "form")
 SHOWN = 60  # characters of a prompt that is named as an example
 REMARKED = 0.01  # share of rows from which on a likeness between named groups is remarked on
 

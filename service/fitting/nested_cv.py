@@ -57,7 +57,7 @@ NAMES = (
     "first_token_entropy",
     "prompt_length",
 )
-STRATA = {"kind": ("kind",), "kind_x_template": ("kind", "template")}
+STRATA = {"kind": ("kind",), "kind_x_template": ("kind", "template"), "form": ("form",)}
 
 
 @dataclass(frozen=True, eq=False)

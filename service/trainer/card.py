@@ -11,6 +11,7 @@ from typing import Any
 
 from probes_store.manifest import Manifest, TrainingRecord
 from service.fitting.markdown import markdown_table
+from service.trainer.by_form import form_section
 from service.trainer.uncertainty import uncertainty_section
 
 METRICS = {
@@ -39,7 +40,11 @@ SIGNALS = {
     "first_token_entropy": "first-token entropy",
     "prompt_length": "prompt length",
 }
-WITHIN = {"auroc_within_kind": "within kind", "auroc_within_kind_x_template": "within kind x template"}
+WITHIN = {
+    "auroc_within_kind": "within kind",
+    "auroc_within_kind_x_template": "within kind x template",
+    "auroc_within_form": "within form",
+}
 PLOTS = {
     "roc.png": "ROC",
     "precision_recall.png": "Precision and recall",
@@ -75,6 +80,7 @@ def write_card(
         _data(manifest, evaluation["data"], left_out),
         _figures(evaluation, plots),
         _classifier(manifest, signal_std, evaluation),
+        *filter(None, [form_section(evaluation)]),
         *filter(None, [uncertainty_section(manifest)]),
         _limits(manifest.training),
         _load(manifest),
@@ -213,7 +219,7 @@ def _figures(evaluation: Mapping[str, Any], plots: Sequence[str]) -> str:
         parts.append(
             "AUROC is of the risk, hallucinated positive. ECE: 15 equal-mass bins, larger on few rows by its nature. "
             "A `within` column counts only pairs of rows of one kind "
-            "(and template): what is left once the sort of question is known.\n"
+            "(and template), or of one form of conversation: what is left once that is known.\n"
         )
         parts += [_calibration(words, found) for words, found in _lines(evaluation)]
     parts += [f"![{PLOTS[name]}](plots/{name})\n" for name in PLOTS if name in plots]

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -36,6 +37,7 @@ from service.fitting.scores import at_threshold
 from service.fitting.uncertainty import fit_interval, fit_reference
 from service.prompts import default_prompt_format
 from service.readout import Probes
+from service.trainer.by_form import by_form
 from service.trainer.calibrate import carry_out, described, plan
 from service.trainer.card import CHANCE, write_card
 from service.trainer.ledger import Marks
@@ -125,6 +127,7 @@ def _draft(
     if nested is not None:
         gates = [at_threshold(inputs.label, of_seed, classifier.threshold) for of_seed in nested.risk[own]]
         nested.document["at_threshold"] = rounded({key: np.mean([gate[key] for gate in gates]) for key in gates[0]})
+        nested.document.update(_forms(by_form(inputs.label, nested.risk[own], inputs.strata, classifier.threshold)))
         _check_signal(nested.document["signals"][own]["auroc"], options)
     uncertainty = None
     if reference is not None:
@@ -142,6 +145,9 @@ def _draft(
             "digest": held.dataset.digest,
             "left_out": held.counts["left_out"],
         }
+        told = classifier.risk(signal_matrix(logits, held.inputs.first_token, options.signals))
+        forms = by_form(held.inputs.label, told[None], held.inputs.strata, classifier.threshold)
+        document["held_out"] |= _forms(forms)
     plots = draw(plot_data(options, inputs, out_of_fold, class_mean, class_std, nested))
 
     # Publish: golden prompts replayed through the serving path, manifest, card.
@@ -160,6 +166,10 @@ def _draft(
     )
     better = [] if nested is None else list(better_options(inputs, nested, own))
     return BundleDraft(manifest, tensors, golden, document, card, plots), better
+
+
+def _forms(found: dict[str, Any]) -> dict[str, Any]:
+    return {"by_form": found} if found else {}
 
 
 def _check_signal(auroc: dict[str, float], options: TrainOptions) -> None:
