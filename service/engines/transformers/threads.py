@@ -16,9 +16,11 @@ from typing import Any
 import torch
 
 # A larger number of threads has to be this much faster, so that noise does not decide and cores stay free for others.
-GRACE = 1.03
-# A number of threads that is not in use is tried again after this many times of the slowest try: 4 % at most.
+GRACE = 1.01
+# A number of threads that is not in use is tried again after this many times of what its tries cost: 4 % at most.
 PATIENCE = 25
+# A try that takes this much longer than the best number of threads is not repeated: beside neighbours one is enough.
+SLOWER = 1.2
 RECENT = 3  # the median of so many passes counts, so one slow pass changes nothing
 
 
@@ -32,6 +34,7 @@ class Timings:
         self._up = False  # which neighbour was tried last
         self._trial: int | None = None
         self._tries = 0
+        self._cost = [0.0 for _ in counts]  # of the latest try, seconds a token over all its passes
         self.best = start
 
     def next(self) -> int:
@@ -40,20 +43,21 @@ class Timings:
             place = self._neighbour()
             known = self._seconds[place]
             # What was never tried is tried at once: beside neighbours the first passes would all be slow ones.
-            due = not known or (len(self._seconds[self.best]) == RECENT and self._spent > PATIENCE * max(known))
+            wait = PATIENCE * max(self._cost[place], *known, 0.0)
+            due = not known or (len(self._seconds[self.best]) == RECENT and self._spent > wait)
             if place != self.best and due:
                 self._up, self._spent, self._trial, self._tries = place > self.best, 0.0, place, 0
+                self._cost[place] = 0.0
         return self.best if self._trial is None else self._trial
 
     def add(self, place: int, seconds: float) -> None:
         """One pass took so many seconds a token."""
-        known = self._seconds[place]
-        faster = not known or seconds < statistics.median(known) / GRACE
-        known.append(seconds)
+        self._seconds[place].append(seconds)
         if place == self._trial:
-            # What is faster than it was is tried again at once, so that its median follows when neighbours have left.
+            # Otherwise it is tried again at once: so noise does not decide, and its median follows neighbours that left.
             self._tries += 1
-            if not faster or self._tries == RECENT:
+            self._cost[place] += seconds
+            if self._tries == RECENT or seconds > SLOWER * statistics.median(self._seconds[self.best]):
                 self._trial = None
         else:
             self._spent += seconds

@@ -61,6 +61,13 @@ def test_a_service_that_starts_beside_neighbours_is_slow_once() -> None:
     assert run(timings, (1, 2), TWO_BUSY_NEIGHBOURS, 6, 0.1) == [2, 1, 1, 1, 1, 1]
 
 
+@pytest.mark.parametrize("slower", [1.05, 1.08, 1.12])
+def test_noise_does_not_decide_where_little_is_to_be_gained(slower: float) -> None:
+    seconds = {1: slower, 2: 1.0}
+    used = run(Timings((1, 2), 1), (1, 2), seconds, 4000, 0.1)
+    assert sum(seconds[threads] for threads in used) / len(used) <= 1.009
+
+
 def test_threads_that_do_not_pay_are_left_to_others() -> None:
     counts = (1, 2, 4, 8)
     timings = Timings(counts, 3)
