@@ -54,7 +54,7 @@ class Timings:
         """One pass took so many seconds a token."""
         self._seconds[place].append(seconds)
         if place == self._trial:
-            # Otherwise it is tried again at once: so noise does not decide, and its median follows neighbours that left.
+            # Otherwise it is tried again at once, so that noise does not decide and a median follows who has left.
             self._tries += 1
             self._cost[place] += seconds
             if self._tries == RECENT or seconds > SLOWER * statistics.median(self._seconds[self.best]):
