@@ -95,6 +95,28 @@ def test_the_fuzzer_would_tell(reply: bytes, said: str) -> None:
     assert any(said in fault for fault in tally.faults), tally.faults[:3]
 
 
+@pytest.mark.parametrize("rest", [b"}", b"GET", b"\0" * 100])
+def test_what_follows_a_request_in_a_later_packet_is_refused_and_no_answer_to_it(service: Running, rest: bytes) -> None:
+    with socket.create_connection(("127.0.0.1", service.port), timeout=30) as connection:
+        connection.sendall(http_fuzz.PLAIN)
+        answer = b""
+        while not list(http_fuzz.responses(answer)):
+            answer += connection.recv(65_536)
+        connection.sendall(rest + b"\r\n\r\n")
+        while piece := connection.recv(65_536):
+            answer += piece
+    found = list(http_fuzz.responses(answer))
+    assert [status for status, _ in found] == [200, 400]
+    assert http_fuzz.answers_to_requests(found) == found[:1]
+
+
+def test_only_the_last_refusal_is_no_answer() -> None:
+    refusal = (400, b'{"error": {"code": "invalid_http"}}')
+    for found in ([refusal], [refusal, (200, b"{}")], [(200, b"{}"), (400, b'{"error": {"code": "invalid_json"}}')]):
+        assert http_fuzz.answers_to_requests(found) == found
+    assert http_fuzz.answers_to_requests([refusal, refusal]) == [refusal]
+
+
 def test_responses_are_read_one_after_the_other() -> None:
     assert list(http_fuzz.responses(OK + LOST + OK)) == [(200, b"{}"), (404, b""), (200, b"{}")]
     assert list(http_fuzz.responses(b"HTTP/1.1 100 Continue\r\n\r\n" + OK)) == [(200, b"{}")]
