@@ -24,6 +24,11 @@ class Question:
     kind: str
 
     @property
+    def reply(self) -> str:
+        """A right answer, as a sentence where there is one."""
+        return self.statement or self.answer
+
+    @property
     def note(self) -> str:
         """A sentence or two that give the answer.  Raises Unfit where it is not known."""
         if not (self.statement or self.answer):
@@ -46,6 +51,13 @@ class Company:
         if len(pool) < count:
             raise Unfit
         return self.random.sample(pool, count)
+
+    def wrong(self, question: Question) -> str:
+        """An answer to another question of the kind, which is not this one's.  Raises Unfit where there is none."""
+        answers = [one.answer for one in self.same or self.other if one.answer not in ("", question.answer)]
+        if not answers:
+            raise Unfit
+        return self.random.choice(answers)
 
     def fact(self) -> str:
         """A true sentence that has nothing to do with the question."""

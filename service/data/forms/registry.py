@@ -13,6 +13,7 @@ from service.data.forms.texts import (
     BEFORE,
     BEHIND,
     CHATTER,
+    ENDINGS,
     FACTS,
     FORMATS,
     GREETINGS,
@@ -115,6 +116,13 @@ def _typos(question: Question, company: Company) -> list[Message]:
     return [_user(" ".join(words))]
 
 
+@_form("wording")
+def _ending(question: Question, company: Company) -> list[Message]:
+    """What asks for nothing more behind the question: "Answer:", three dots, a few letters."""
+    junk = "".join(company.random.choices("abcdefghijklmnopqrstuvwxyz!.;[]=+/ ", k=company.random.randint(4, 24)))
+    return [_user(_filled(ENDINGS, question, company, j=junk))]
+
+
 @_form("formats")
 def _format(question: Question, company: Company) -> list[Message]:
     return [_user(_filled(FORMATS, question, company))]
@@ -170,13 +178,13 @@ def _small_talk(question: Question, company: Company) -> list[Message]:
 @_form("turns")
 def _turn_right(question: Question, company: Company) -> list[Message]:
     [other] = company.draw(1, alike=company.random.random() < 0.5)
-    return [*_turn(other, other.statement or other.answer), _user(question.text)]
+    return [*_turn(other, other.reply), _user(question.text)]
 
 
 @_form("turns")
 def _turn_wrong(question: Question, company: Company) -> list[Message]:
-    other, third = company.draw(2, alike=True)
-    return [*_turn(other, third.answer), _user(question.text)]
+    [other] = company.draw(1, alike=True)
+    return [*_turn(other, company.wrong(other)), _user(question.text)]
 
 
 @_form("turns")
@@ -202,9 +210,8 @@ def _turns_mixed(question: Question, company: Company) -> list[Message]:
     """Right, wrong and refused ones, in any order."""
     before: list[Message] = []
     for other in company.draw(company.random.choice((2, 3, 3, 8))):
-        wrong = company.draw(1, alike=True)[0].answer
-        right = other.statement or other.answer
-        before += _turn(other, company.random.choice((right, right, wrong, company.random.choice(REFUSALS))))
+        answers = (other.reply, other.reply, company.wrong(other), company.random.choice(REFUSALS))
+        before += _turn(other, company.random.choice(answers))
     return [*before, _user(question.text)]
 
 
@@ -239,7 +246,8 @@ def _fact_before(question: Question, company: Company) -> list[Message]:
 
 @_form("facts", 2.5)
 def _fact_behind(question: Question, company: Company) -> list[Message]:
-    return [_user(_filled(BEHIND, question, company, f=company.fact()))]
+    facts = " ".join(company.fact() for _ in range(company.random.choice((1, 1, 1, 2, 3))))
+    return [_user(_filled(BEHIND, question, company, f=facts))]
 
 
 @_form("passages", 2.0)
@@ -254,9 +262,9 @@ def _passage_unrelated(question: Question, company: Company) -> list[Message]:
 
 @_form("passages")
 def _passage_contradicting(question: Question, company: Company) -> list[Message]:
-    wrong = company.draw(1, alike=True)[0].answer
-    if not question.answer or not wrong:
+    if not question.answer:
         raise Unfit
+    wrong = company.wrong(question)
     note = question.note.replace(question.answer, wrong) if question.answer in question.note else f"{wrong}."
     return _passage(question, company, [note, *_notes(company, 2)])
 
@@ -293,8 +301,10 @@ def _long(question: Question, company: Company, words: int) -> list[str]:
     """Notes of so many words; in half of the cases one has the answer.  A word is about 1.4 tokens."""
     notes = [question.note] if company.random.random() < 0.5 else []
     pool = [*NOTES, *FACTS, *(one.note for one in (*company.same, *company.other))]
-    while sum(len(note.split()) for note in notes) < words:
+    left = words - sum(len(note.split()) for note in notes)
+    while left > 0:
         notes.append(company.random.choice(pool))
+        left -= len(notes[-1].split())
     return notes
 
 
