@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from service.data.forms.texts import FACTS
 
 Message = dict[str, str]
+INSTRUCTION = re.compile(r"\s+Answer [^.?!]*\.$")  # behind a question: "Answer briefly."
+STATED = 8  # other questions with a statement, from which on facts and passages are made of statements alone
 
 
 @dataclass(frozen=True)
@@ -33,7 +36,7 @@ class Question:
         """A sentence or two that give the answer.  Raises Unfit where it is not known."""
         if not (self.statement or self.answer):
             raise Unfit
-        return self.statement or f"{self.text} {self.answer}."
+        return self.statement or f"{INSTRUCTION.sub('', self.text)} {self.answer}."
 
 
 @dataclass(frozen=True)
@@ -61,7 +64,20 @@ class Company:
 
     def fact(self) -> str:
         """A true sentence that has nothing to do with the question."""
-        return self.random.choice([*FACTS, *(one.note for one in self.draw(min(8, len(self.same) + len(self.other))))])
+        return self.random.choice([*FACTS, *(one.note for one in self.noted[:STATED])])
+
+    @property
+    def noted(self) -> list[Question]:
+        """Other questions to make notes of: those that have a statement, where there are some."""
+        pool = [*self.same, *self.other]
+        stated = [one for one in pool if one.statement]
+        return stated if len(stated) >= STATED else pool
+
+    def notes(self, count: int) -> list[str]:
+        """Notes of different other questions.  Raises Unfit where there are fewer."""
+        if len(self.noted) < count:
+            raise Unfit
+        return [one.note for one in self.random.sample(self.noted, count)]
 
 
 class Unfit(Exception):  # noqa: N818 - not an error: the question takes another form

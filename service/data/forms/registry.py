@@ -252,27 +252,27 @@ def _fact_behind(question: Question, company: Company) -> list[Message]:
 
 @_form("passages", 2.0)
 def _passage_right(question: Question, company: Company) -> list[Message]:
-    return _passage(question, company, [question.note, *_notes(company, 2)])
+    return _passage(question, company, [question.note, *company.notes(2)])
 
 
 @_form("passages", 1.5)
 def _passage_unrelated(question: Question, company: Company) -> list[Message]:
-    return _passage(question, company, _notes(company, 3))
+    return _passage(question, company, company.notes(3))
 
 
-@_form("passages")
+@_form("passages", 0.3)
 def _passage_contradicting(question: Question, company: Company) -> list[Message]:
     if not question.answer:
         raise Unfit
     wrong = company.wrong(question)
     note = question.note.replace(question.answer, wrong) if question.answer in question.note else f"{wrong}."
-    return _passage(question, company, [note, *_notes(company, 2)])
+    return _passage(question, company, [note, *company.notes(2)])
 
 
 @_form("passages", 1.5)
 def _passages_several(question: Question, company: Company) -> list[Message]:
     """Two to four, of which one may have the answer."""
-    parts = [_notes(company, company.random.randint(2, 4)) for _ in range(company.random.randint(2, 4))]
+    parts = [company.notes(company.random.randint(2, 4)) for _ in range(company.random.randint(2, 4))]
     if company.random.random() < 0.5:
         company.random.choice(parts).append(question.note)
     numbered = [f"[{number}] {_shuffled(part, company)}" for number, part in enumerate(parts, 1)]
@@ -293,14 +293,10 @@ def _passage(question: Question, company: Company, notes: list[str]) -> list[Mes
     return [_user(_filled(PASSAGES, question, company, p=_shuffled(notes, company)))]
 
 
-def _notes(company: Company, count: int) -> list[str]:
-    return [one.note for one in company.draw(count)]
-
-
 def _long(question: Question, company: Company, words: int) -> list[str]:
     """Notes of so many words; in half of the cases one has the answer.  A word is about 1.4 tokens."""
     notes = [question.note] if company.random.random() < 0.5 else []
-    pool = [*NOTES, *FACTS, *(one.note for one in (*company.same, *company.other))]
+    pool = [*NOTES, *FACTS, *(one.note for one in company.noted)]
     left = words - sum(len(note.split()) for note in notes)
     while left > 0:
         notes.append(company.random.choice(pool))
