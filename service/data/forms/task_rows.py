@@ -15,7 +15,7 @@ from service.data.forms.task_asked import ASKED
 from service.data.forms.tasks import TASKS, Request, Task
 
 ALONE = 0.45
-AROUND = ("system", "turns", "facts", "passage_unrelated", "context_1k")
+AROUND = ("system", "turns", "few_shot", "facts", "passage_unrelated", "context_1k")
 BEFORE_FOLLOW_UP = ("turn_right", "turn_wrong", "turn_own", "turns_own", "turns_mixed")
 
 

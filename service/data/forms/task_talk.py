@@ -29,7 +29,7 @@ LEADS = (
     "Help me {lower}.",
     "How would you {lower}?",
     "Will you {lower} for me?",
-    "You should {lower} now.",
+    "I wonder if you could {lower}.",
     "Your task: {lower}.",
     "Let's {lower}.",
 )

@@ -16,7 +16,7 @@ from service.data.forms import task_handed as handed
 from service.data.forms import task_making as making
 from service.data.forms import task_talk as talk
 from service.data.forms import task_texts as texts
-from service.data.forms.texts import ENDINGS, FACTS, NOTES, PASSAGES
+from service.data.forms.texts import ENDINGS, FACTS, FORMATS, NOTES, PASSAGES, POLITE
 
 SLOTS = {
     "topic": texts.TOPICS, "place": texts.PLACES, "person": texts.PEOPLE, "matter": texts.MATTERS, "role": texts.ROLES,
@@ -25,6 +25,11 @@ SLOTS = {
     "chat": texts.CHAT, "bye": texts.BYES, "you": texts.ABOUT_YOU, "meta": texts.META, "name": given.FIRST_NAMES,
     "job": given.CODE_JOBS, "query": given.QUERIES,
 }  # fmt: skip
+
+# Wordings of questions that suit any request: were they left to the questions, they would give them away.
+_AROUND_QUESTIONS = [
+    one for one in (*POLITE, *FORMATS) if not any(word in one for word in ("tell me", "several answers"))
+]
 
 
 @dataclass(frozen=True)
@@ -240,8 +245,6 @@ def _aside(draw: random.Random, text: str, share: float = 0.4) -> str:
         return text
     if draw.random() < 0.4:
         junk = "".join(draw.choices(string.ascii_lowercase + "!.;[]=+/ ", k=draw.randint(4, 24)))
-        wording = draw.choice((*talk.ASIDES, *talk.ASIDES, *ENDINGS))
+        wording = draw.choice((*talk.ASIDES, *talk.ASIDES, *ENDINGS, *_AROUND_QUESTIONS))
         return wording.format(q=text, j=junk)
-    return draw.choice(
-        (text.lower(), text.lower().rstrip("?.! "), text.rstrip(".?! "), f"{text} Please.", f"Hey! {text}")
-    )
+    return draw.choice((text.lower(), text.lower().rstrip("?.! "), text.rstrip(".?! "), f"{text} :)", f"Hey! {text}"))
