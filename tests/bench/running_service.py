@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import argparse
 import re
+import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -99,7 +101,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 @contextmanager
 def answers(options: argparse.Namespace) -> Iterator[Answers]:
-    """With ``add_options``'s choices."""
+    """With ``add_options``'s choices.  SIGTERM ends the service, too."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     with ExitStack() as stack:
 
         def start() -> Ask:
