@@ -186,7 +186,7 @@ def test_verdicts_are_trainings(tmp_path: Path) -> None:
 
 
 def test_a_refused_conversation_is_a_line_and_any_other_refusal_an_error() -> None:
-    errors = {
+    errors: dict[str, tuple[int, dict[str, str | None]]] = {
         "long": (413, {"code": "prompt_too_long", "param": "prompt"}),
         "odd": (422, {"code": "invalid_request", "param": "messages.1.content"}),
         "policy": (422, {"code": "invalid_request", "param": "policy"}),
@@ -207,7 +207,7 @@ def test_a_refused_conversation_is_a_line_and_any_other_refusal_an_error() -> No
         assert post(client, {}, {"prompt": "long"}) == {"refused": "prompt_too_long"}
         assert post(client, {}, {"prompt": "odd"}) == {"refused": "invalid_request"}
         for name in ("policy", "busy"):
-            with pytest.raises(RuntimeError, match=errors[name][1]["code"]):
+            with pytest.raises(RuntimeError, match=str(errors[name][1]["code"])):
                 post(client, {}, {"prompt": name})
 
 

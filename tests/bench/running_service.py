@@ -90,7 +90,7 @@ def together(one: Callable[[One], Found], many: Sequence[One], what: str, worker
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Which service answers, and where its answers are kept."""
-    parser.add_argument("--url", help="a service that already runs; else one is started")
+    parser.add_argument("--url", help="one that runs and lets callers choose policy (and bundle); else one starts")
     parser.add_argument("--model", default="smollm2", help="of the service that is started")
     parser.add_argument("--bundle", help="else the service's first")
     parser.add_argument("--store", help="of the service that is started")
