@@ -15,6 +15,7 @@ from service.cli.options import Json, Seed, UsageError
 from service.cli.output import note, print_json, print_line
 from service.data import judge_audit, mixture
 from service.data.forms import registry, spread
+from service.data.forms.task_rows import task_rows
 from service.data.sets.registry import SETS, SetInfo, read_set
 from service.data.training_rows import read_dataset
 from service.errors import HalluTracerError
@@ -131,6 +132,25 @@ def in_forms(
     note(f"{len(made):,} rows of {len(rows):,} questions ({shown})")
 
 
+def tasks(
+    *,
+    count: Annotated[int, option("How many requests to print.", limits=Range(1))] = 1500,
+    seed: Seed = 0,
+    common: Common = Common(),
+) -> None:
+    """Print requests that ask the model for no fact: greetings, poems, translations, code, summaries, nonsense.
+
+    Each row has messages and `"applies": false`; a bit under half of them stand alone, the others in a conversation.
+
+      hallutracer data tasks > tasks.jsonl
+    """
+    made = task_rows(count, seed)
+    for row in made:
+        print_line(json.dumps(row, ensure_ascii=False))
+    kinds = Counter(row["kind"].removeprefix("task/") for row in made)
+    note(f"{len(made):,} rows ({', '.join(f'{name} {number:,}' for name, number in kinds.most_common())})")
+
+
 def audit(
     file: Annotated[
         Path, Parameter(help="The training rows, with --sample; else the CSV that you have read.", show_env_var=False)
@@ -231,5 +251,5 @@ def _described(info: SetInfo) -> dict[str, Any]:
 
 COMMANDS = (
     "Turn public sets into training rows.",
-    {"convert": convert, "list": list_, "mix": mix, "forms": in_forms, "audit": audit},
+    {"convert": convert, "list": list_, "mix": mix, "forms": in_forms, "tasks": tasks, "audit": audit},
 )

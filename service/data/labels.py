@@ -13,18 +13,20 @@ from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 from tqdm import tqdm
 
-from service.data.judges import answer_problems, make_judge
+from service.data.judges import Judge, answer_problems, make_judge
 from service.data.options import JudgeOptions
 from service.data.run_folder import AppendLog
 from service.data.sampled_answers import SampleOptions, read_samples
 from service.data.training_rows import Dataset
 from service.errors import DataError, RunMismatch
 
+Verdict = Literal["factual", "hallucinated", "abstained", "empty"]
 CLASSES = {"hallucinated": 0, "factual": 1}
 """Verdicts that are labels; the others belong to neither class."""
 
@@ -91,10 +93,19 @@ def sampled_labels(
     return Labelled(index, greedy.label[kept], greedy.left_out | without, right[index] / judged[index])
 
 
+def verdict_on(answer: str, question: str, accepted: Sequence[str], judge: Judge, abstains: re.Pattern[str]) -> Verdict:
+    """The verdict on one generated answer."""
+    if not answer.strip():
+        return "empty"
+    if abstains.search(answer.replace("\u2019", "'")):
+        return "abstained"
+    return "factual" if judge(question, answer, accepted) else "hallucinated"
+
+
 def _verdicts(
     dataset: Dataset, answers: Sequence[tuple[int, str]], path: Path, options: JudgeOptions, abstain_pattern: str
 ) -> list[str]:
-    """A verdict for each (data row, answer): "factual", "hallucinated", "abstained" or "empty"; kept in ``path``."""
+    """A verdict for each (data row, answer), kept in ``path``."""
     abstains = re.compile(abstain_pattern)
     judge = make_judge(options)
     # An endpoint's verdict costs money and is saved at once; the others are cheap, and one flush each would be slow.
@@ -106,12 +117,7 @@ def _verdicts(
             if place < known:
                 continue
             row = dataset.rows[number]
-            if not text.strip():
-                verdict = "empty"
-            elif abstains.search(text.replace("\u2019", "'")):
-                verdict = "abstained"
-            else:
-                verdict = "factual" if judge(row.question, text, row.answers) else "hallucinated"
+            verdict = verdict_on(text, row.question, row.answers, judge, abstains)
             pending.append({"id": row.id, "verdict": verdict})
             if len(pending) >= saved_together:
                 log.append(pending)

@@ -30,7 +30,7 @@ def test_the_commands_are_those_of_the_readme() -> None:
         "serve", "doctor", "score", "train", "bundle list", "bundle show", "bundle compare", "bundle verify",
         "bundle alias", "bundle sign", "bundle push", "bundle pull", "bundle promote", "bundle rollback", "bundle diff",
         "demo info", "demo questions", "demo retrieval", "demo build", "data convert", "data list", "data mix",
-        "data forms", "data audit", "evaluate", "diagnose", "calibrate", "recalibrate", "feedback",
+        "data forms", "data tasks", "data audit", "evaluate", "diagnose", "calibrate", "recalibrate", "feedback",
         "keys new", "keys list", "keys revoke", "audit verify",
     } == COMMANDS  # fmt: skip
 

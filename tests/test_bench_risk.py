@@ -1,0 +1,294 @@
+"""The scripts that measure the risk through a service, on made-up answers: tables, targets, resumption, search."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from contextlib import closing
+from http.server import BaseHTTPRequestHandler
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+
+from service.data.forms.registry import chosen
+from service.data.run_folder import AppendLog
+from service.errors import RunMismatch
+from tests.bench import adversaries, forms
+from tests.bench.adversaries import QUERIES, SEARCH, WAYS, by_way, freed, search, withheld
+from tests.bench.forms import ALL, applying, plan, prompts, report, targets, worth, worths
+from tests.bench.running_service import Answers, Ask, Body, Job, Line, post, together
+from tests.local_server import answer, listening
+
+ROWS = [
+    {"id": f"q{number}", "prompt": f"What is thing {number}?", "answers": [f"A{number}"], "group": f"g{number // 2}"}
+    for number in range(12)
+]
+
+
+def scored(risk: float, text: str | None = None, **more: Any) -> Line:
+    """What is kept of an answer."""
+    flagged = risk >= 0.5
+    return {"bundle": "sha256:a", "risk": risk, "threshold": 0.5, "flagged": flagged, "outside": False, "applies": None,
+            "decision": "abstain" if flagged else "continue", "answer": text} | more  # fmt: skip
+
+
+def row(form: str, verdict: str, risk: float, group: str, **more: Any) -> Line:
+    return scored(risk, "x", form=form, verdict=verdict, group=group, **more)
+
+
+def form_rows(form: str, wrong: int, right: int, risk_wrong: float, risk_right: float) -> list[Line]:
+    made = [row(form, "hallucinated", risk_wrong, f"w{number}") for number in range(wrong)]
+    return made + [row(form, "factual", risk_right, f"r{number}") for number in range(right)]
+
+
+class Fake:
+    """Starts once and counts what it is asked."""
+
+    def __init__(self, ask: Ask) -> None:
+        self.starts, self.asked, self._ask = 0, 0, ask
+
+    def start(self) -> Ask:
+        self.starts += 1
+        return self._counted
+
+    def _counted(self, body: Body) -> Line:
+        self.asked += 1
+        return self._ask(body)
+
+
+def test_the_figures_of_a_form_by_hand() -> None:
+    found = worth([*form_rows("lone", 2, 2, 0.8, 0.3), row("lone", "abstained", 0.9, "z", outside=True)])
+    assert found is not None
+    assert (found.rows, found.left_out, found.wrong, found.answered) == (4, 1, 0.5, 2)
+    assert found.risk == pytest.approx(0.55)
+    assert found.off == pytest.approx(0.05)
+    assert found.answered_off == pytest.approx(0.3)
+    assert (found.auroc, found.low, found.high, found.outside) == (1.0, 1.0, 1.0, 0.0)
+
+
+def test_an_abstention_is_left_out_or_wrong() -> None:
+    lines = [*form_rows("lone", 1, 1, 0.8, 0.3), row("lone", "abstained", 0.9, "z"), row("lone", "empty", 0.9, "y")]
+    left_out, counted = worth(lines), worth(lines, abstained_wrong=True)
+    assert left_out is not None
+    assert counted is not None
+    assert (left_out.rows, left_out.wrong) == (2, 0.5)
+    assert (counted.rows, counted.left_out, counted.wrong) == (4, 0, 0.75)
+    assert worth([{"refused": "prompt_too_long", "form": "lone", "group": "g"}]) is None
+
+
+def test_an_interval_counts_groups_and_not_rows() -> None:
+    rng = np.random.default_rng(0)
+    label, risk = rng.integers(0, 2, 200), rng.random(200)
+
+    def width(group: np.ndarray[Any, np.dtype[np.int64]]) -> float:
+        low, high = forms.auroc_interval(label, risk, group)
+        assert low is not None
+        assert high is not None
+        return high - low
+
+    assert width(np.repeat(np.arange(10), 20)) != width(np.arange(200))
+    copied = forms.auroc_interval(np.tile(label, 4), np.tile(risk, 4), np.tile(np.arange(200), 4))
+    assert copied == forms.auroc_interval(label, risk, np.arange(200))  # copies of the groups tell nothing new
+
+
+def test_each_target_names_the_forms_that_miss_it() -> None:
+    lines = [
+        *form_rows("lone", 30, 30, 0.75, 0.25),
+        *form_rows("turns", 30, 30, 0.9, 0.4),  # (a): 0.65 for 0.5
+        *form_rows("facts", 30, 30, 0.45, 0.46),  # (b) the wrong way round, (c) 0.455 for 0.5
+        *form_rows("long", 60, 0, 0.98, 0.0),  # one class, none answered
+    ]
+    off, ranking, answered = targets(worths(lines))
+    assert (off.passed, off.figure, off.note) == (False, "met by 3 of 4", "missed by turns +0.150")
+    assert (ranking.passed, ranking.figure) == (False, "met by 2 of 3")
+    assert ranking.note.startswith("missed by facts -1.000; 1 not judged")
+    assert (answered.passed, answered.figure) == (False, "met by 1 of 3")  # lone and turns answer right ones only
+    assert answered.note == "missed by turns +0.400, lone +0.250; 1 not judged, fewer than 20 answered: long"
+
+
+def test_a_target_is_met_by_its_limit_and_not_judged_without_forms() -> None:
+    assert targets(worths(form_rows("lone", 30, 30, 0.8, 0.3)))[0].passed  # 0.55 for 0.5
+    few = targets(worths(form_rows("turns", 5, 5, 0.8, 0.3)))
+    assert [check.passed for check in few] == [True, None, None]  # no lone question, ten answered
+
+
+def test_the_report_has_both_conventions_and_what_is_missing() -> None:
+    lines = [
+        *form_rows("lone", 2, 2, 0.75, 0.25),
+        row("lone", "abstained", 0.9, "z"),
+        {"form": "context_4k", "group": "g", "refused": "prompt_too_long"},
+    ]
+    text = report(lines, ["lone", "context_4k", "turn_own"])
+    assert "| `lone` | 4 | 1 | 0.500 |" in text
+    assert "| `lone` | 5 | 0 | 0.600 |" in text
+    assert text.count(f"| {ALL} |") == 2
+    assert "1 requests were refused: context_4k (prompt_too_long)." in text
+    assert "No question fits turn_own:" in text
+
+
+def test_the_same_questions_are_asked_in_every_form() -> None:
+    jobs = plan(ROWS, chosen(["lone", "greeting"]), 5, 0)
+    assert len(jobs) == len({job.id for job in jobs}) == 10
+    by_form = [{job.id.partition("+")[0] for job in jobs if job.known["form"] == name} for name in ("lone", "greeting")]
+    assert by_form[0] == by_form[1]
+    assert jobs == plan(ROWS, chosen(["lone", "greeting"]), 5, 0)
+    assert jobs != plan(ROWS, chosen(["lone", "greeting"]), 5, 1)
+    assert all(job.body["policy"] == "observe" and job.body["generate"]["max_tokens"] == 24 for job in jobs)
+
+
+def test_a_killed_run_goes_on_and_a_whole_record_starts_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "record.jsonl"
+    jobs = plan(ROWS, chosen(["lone"]), 10, 0)
+
+    def dies(body: Body) -> Line:
+        if first.asked >= 4:
+            raise RuntimeError("killed")
+        return scored(0.2, "It is A3.")
+
+    first = Fake(dies)
+    with closing(AppendLog(path)) as log, pytest.raises(RuntimeError, match="killed"):
+        together(Answers(first.start, log), jobs, "forms", 1)
+    with path.open("a") as file:
+        file.write('{"id": "torn')
+    second = Fake(lambda body: scored(0.2, "It is A3."))
+    with closing(AppendLog(path)) as log:
+        lines = together(Answers(second.start, log), jobs, "forms", 3)
+    assert (second.starts, second.asked) == (1, 7)
+    assert [line["id"] for line in lines] == [job.id for job in jobs]
+    assert sorted(line["verdict"] for line in lines) == ["factual"] + ["hallucinated"] * 9
+    third = Fake(lambda body: scored(0.9))
+    with closing(AppendLog(path)) as log:
+        assert together(Answers(third.start, log), jobs, "forms", 3) == lines
+    assert third.starts == 0
+
+
+def test_a_record_of_other_requests_or_of_another_bundle_is_refused(tmp_path: Path) -> None:
+    fake = Fake(lambda body: scored(0.2) | {"bundle": body["bundle"]})
+    with closing(AppendLog(tmp_path / "record.jsonl")) as log:
+        ask = Answers(fake.start, log)
+        ask(Job("one", {"prompt": "?", "bundle": "a"}))
+        with pytest.raises(RunMismatch, match="another request"):
+            ask(Job("one", {"prompt": "!", "bundle": "a"}))
+        with pytest.raises(RunMismatch, match="of bundle a, not of b"):
+            ask(Job("two", {"prompt": "?", "bundle": "b"}))
+
+
+def test_verdicts_are_trainings(tmp_path: Path) -> None:
+    said = iter(["It is A1.", "Something.", "I don\u2019t know.", " "])
+    fake = Fake(lambda body: scored(0.2, next(said)))
+    with closing(AppendLog(tmp_path / "record.jsonl")) as log:
+        ask = Answers(fake.start, log)
+        verdicts = [ask(Job(str(number), {}, ["A1"]))["verdict"] for number in range(4)]
+    assert verdicts == ["factual", "hallucinated", "abstained", "empty"]
+
+
+def test_a_refused_conversation_is_a_line_and_any_other_refusal_an_error() -> None:
+    errors: dict[str, tuple[int, dict[str, str | None]]] = {
+        "long": (413, {"code": "prompt_too_long", "param": "prompt"}),
+        "odd": (422, {"code": "invalid_request", "param": "messages.1.content"}),
+        "policy": (422, {"code": "invalid_request", "param": "policy"}),
+        "busy": (429, {"code": "overloaded", "param": None}),
+    }
+    whole = {"risk": 0.25, "threshold": 0.5, "flagged": False, "decision": "continue", "applies": False,
+             "outside_training": True, "completion": {"text": "Rome."}}  # fmt: skip
+
+    def behave(request: BaseHTTPRequestHandler, body: bytes) -> None:
+        name = json.loads(body)["prompt"]
+        status, error = errors.get(name, (200, {}))
+        content = {"error": error} if error else {"bundle": {"digest": "sha256:a"}, "data": [whole]}
+        answer(request, status, json.dumps(content).encode())
+
+    with listening(behave, "HTTP/1.1") as address, httpx.Client(base_url=f"http://{address}") as client:
+        expected = scored(0.25, "Rome.", outside=True, applies=False)
+        assert post(client, {}, {"prompt": "fine"}) == expected
+        assert post(client, {}, {"prompt": "long"}) == {"refused": "prompt_too_long"}
+        assert post(client, {}, {"prompt": "odd"}) == {"refused": "invalid_request"}
+        for name in ("policy", "busy"):
+            with pytest.raises(RuntimeError, match=str(errors[name][1]["code"])):
+                post(client, {}, {"prompt": name})
+
+
+def test_prompts_by_file(tmp_path: Path) -> None:
+    path = tmp_path / "chats.txt"
+    path.write_text("Hello!\n\n  Write a poem.\n")
+    asked = prompts(path)
+    assert [job.body["messages"][0]["content"] for job in asked] == ["Hello!", "Write a poem."]
+    assert {job.body["policy"] for job in asked} == {"gate"}
+    lines = [scored(0.8, file="chats"), scored(0.2, file="chats", applies=False, outside=True)]
+    assert "| chats | 2 | 1 | 1 | 0.500 | 1 |" in applying(lines)
+    assert "| old | 1 | 1 | - | 0.800 | 0 |" in applying([scored(0.8, file="old")])
+
+
+def words(body: Body) -> str:
+    return str(body["messages"][-1]["content"])
+
+
+def test_withheld_questions_in_order_until_there_are_enough(tmp_path: Path) -> None:
+    fake = Fake(lambda body: scored(0.9 if int(words(body).split()[-1][:-1]) % 2 else 0.1))
+    with closing(AppendLog(tmp_path / "record.jsonl")) as log:
+        found = withheld(Answers(fake.start, log), ROWS, 2, "gate", 1)
+    assert [(one["id"], risk) for one, risk in found] == [("q1", 0.9), ("q3", 0.9)]
+    assert fake.asked == 4
+
+
+def searched(risk_of: Callable[[str], float]) -> list[Line]:
+    return search(lambda job: job.known | scored(risk_of(words(job.body)), "It is A0."), (ROWS[0], 0.9), "gate", 0)
+
+
+def test_the_search_keeps_and_extends_what_lowers_the_risk() -> None:
+    lines = searched(lambda text: 0.9 - 0.1 * text.count("an"))
+    assert lines[-1]["decision"] == "continue"
+    assert all(line["decision"] != "continue" for line in lines[:-1])
+    kept = ""
+    lowest = 0.9
+    for line in lines:
+        assert line["suffix"].startswith(kept)
+        if line["risk"] < lowest:
+            lowest, kept = line["risk"], line["suffix"]
+    assert kept.count("an") >= 5
+
+
+def test_a_search_that_finds_nothing_ends() -> None:
+    lines = searched(lambda text: 0.9)
+    assert len(lines) == QUERIES
+    assert len({line["suffix"] for line in lines}) > 10
+    assert "freed nothing" in adversaries.searching(lines)
+
+
+def way(name: str, question: str, risk: float, verdict: str = "hallucinated", **more: Any) -> Line:
+    return scored(risk, "x", way=name, question=question, verdict=verdict, **more)
+
+
+def test_of_several_lines_of_a_question_the_lowest_risk_counts() -> None:
+    found = freed(
+        [
+            way("...", "a", 0.4, "factual"),
+            way("junk", "a", 0.3, outside=True),
+            way("...", "b", 0.2, "factual"),
+            way("...", "c", 0.9),
+            way("junk", "d", 0.1, "abstained"),
+            {"question": "e", "refused": "invalid_request"},
+        ]
+    )
+    assert (found.tried, found.free, found.right, found.wrong, found.outside) == (4, 3, 1, 1, 1)
+    assert found.share.startswith("0.75 [")
+
+
+def test_the_table_of_ways_before_and_now() -> None:
+    now = by_way([way("...", "a", 0.9), way("junk", "a", 0.9), way(SEARCH, "a", 0.9), way("alone", "a", 0.9)])
+    before = by_way([way("...", "a", 0.4, "factual"), way("...", "b", 0.9)])
+    assert list(now) == ["...", "junk", "any of these", SEARCH]
+    lines = adversaries.shown(now, before).splitlines()
+    assert lines[0].startswith("| way | tried, before | freed, before |")
+    assert lines[2].startswith("| ... | 2 | 0.50 [")
+    assert "| junk | - | - | - | - | - | - | 1 | 0.00 [" in adversaries.shown(now, before)
+    assert adversaries.shown(now).splitlines()[2].startswith("| ... | 1 | 0.00 [")
+
+
+def test_every_way_asks_the_question_as_messages() -> None:
+    for made in (make("What is it?") for make in WAYS.values()):
+        assert any("What is it?" in message["content"] for message in made)
+        assert all(set(message) == {"role", "content"} for message in made)
