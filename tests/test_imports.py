@@ -33,7 +33,7 @@ LAYERS = [
     ["service.options"],
     ["service.settings"],
     ["service.routes"],
-    ["service.errors", "service.callers", "service.progress"],
+    ["service.errors", "service.callers", "service.progress", "service.conversation"],
 ]
 RANK = {name: rank for rank, layer in enumerate(LAYERS) for name in layer}
 
