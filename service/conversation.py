@@ -1,8 +1,8 @@
 """The shape of a conversation, for ``/metrics``: how far it has come and what stands around its question.
 
-A passage is guessed from the last user message's form, in at most ``LONG`` characters of it: cheap enough for every
-request, and right often enough for a mean over many.  Examples in front of the question, or the options of a multiple
-choice, look the same and count too; a passage in a system prompt does not, which ``system`` shows.
+A passage is guessed from the form of the last user message, and never looked for in more than ``LONG`` characters, so
+that it is cheap enough for every request.  Examples in front of the question, or the options of a multiple choice, look
+the same and count too; a passage in a system prompt does not, which ``system`` shows.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 Turns = Literal["0", "1", "2-4", "5+"]
-LONG = 400  # characters, about 60 words: nobody's question alone is longer
+LONG = 400  # characters, about 60 words: hardly any question alone is longer
 BESIDE = 60  # characters, about ten words, on other lines than the question's: more than a greeting or "Answer:"
 QUESTION = ("?", "\uff1f", "\u061f")  # as Chinese and Arabic write it, too
 _MARKER = re.compile(
