@@ -114,7 +114,7 @@ class Metrics:
         text = "Risk by a conversation's shape: the assistant's earlier turns, a passage, a system prompt."
         shape = (*BUNDLE, "turns", "passage", "system")
         self._by_shape = Summary("hallutracer_risk_by_conversation", text, shape, registry=registry)
-        text = "Prompts that the model did not answer, by a conversation's shape."
+        text = "Prompts that the policy did not let the model answer, by a conversation's shape."
         self._gated_by_shape = counter("gated_by_conversation_total", text, shape)
         text = "Prompts outside what training saw; stays 0 where the bundle cannot tell."
         self._outside = counter("outside_training_total", text, BUNDLE)
