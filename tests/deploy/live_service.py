@@ -76,7 +76,7 @@ class Traffic:
             self.flagged[name] += row["flagged"]
 
     def round(self) -> None:
-        """Scores, gated, blocked, generated and streamed answers, and a chat, of both bundles; requests that must fail."""
+        """Scores, gated, blocked, generated and streamed answers, and a chat, of both bundles; requests that fail."""
         answer = {"max_tokens": 8}
         for bundle in BUNDLES:
             self.post(prompt=[KNOWN, UNKNOWN], bundle=bundle, generate=answer)
