@@ -32,7 +32,7 @@ LAYERS = [
     ["probes_store"],
     ["service.options"],
     ["service.settings"],
-    ["service.routes"],
+    ["service.routes", "service.conversation"],
     ["service.errors", "service.callers", "service.progress"],
 ]
 RANK = {name: rank for rank, layer in enumerate(LAYERS) for name in layer}

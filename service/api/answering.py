@@ -15,6 +15,7 @@ from service.api.reply import Reply
 from service.api.request_log import record_of
 from service.api.request_schema import Include
 from service.callers import Caller
+from service.conversation import Shape, shape_of
 from service.engines.base import Sampling
 from service.engines.checks import check_length, check_special_tokens
 from service.errors import ClientGone, EmptyPrompt, RequestError
@@ -42,7 +43,7 @@ class Asked:
     field: str  # that they came in, for messages
     size: int  # characters or token ids of them all, templates included
     token_ids: Callable[[], list[list[int]]]  # renders and checks them; slow, and run beside the event loop
-    contents: Callable[[], list[Content]]  # each prompt as the caller gave it, for feedback
+    contents: Callable[[], list[Content]]  # each prompt as the caller gave it, for feedback and its shape
     sampling: Sampling | None = None
     stream: bool = False
     deadline: Deadline | None = None  # None: the service's own
@@ -78,8 +79,9 @@ async def answer(request: Request, state: ServiceState, asked: Asked) -> tuple[R
     try:
         async with while_connected(request):
             async with handle.deadline.enforced():
-                token_ids, kept = await state.tokenizing.run(asked.size, lambda: _read(asked, state.feedback))
+                token_ids, kept, shapes = await state.tokenizing.run(asked.size, lambda: _read(asked, state.feedback))
             allowance_of(request, state.keys)(sum(map(len, token_ids)))
+            reply.shapes = shapes
             handle.start(token_ids)
             reports = await (handle.risks() if asked.stream else handle.answers())
             route = canonical(reply.record.path)
@@ -109,10 +111,20 @@ async def answer(request: Request, state: ServiceState, asked: Asked) -> tuple[R
         raise
 
 
-def _read(asked: Asked, feedback: Feedback | None) -> tuple[list[list[int]], list[Kept]]:
-    """Token ids, and what feedback keeps of the prompts that have some."""
-    token_ids = asked.token_ids()
-    return token_ids, [] if feedback is None else feedback.kept(asked.contents())
+def _read(asked: Asked, feedback: Feedback | None) -> tuple[list[list[int]], list[Kept], list[Shape | None]]:
+    """Token ids, and of the prompts that have some what feedback keeps, and their shapes."""
+    token_ids, contents = asked.token_ids(), asked.contents()
+    kept = [] if feedback is None else feedback.kept(contents)
+    return token_ids, kept, [_shape(one, asked.scorer) for one in contents]
+
+
+def _shape(content: Content, scorer: Scorer) -> Shape | None:
+    """None for token ids and for text that goes through no template: it may hold a whole conversation."""
+    if "messages" in content:
+        return shape_of(content["messages"])
+    if "prompt" in content and scorer.prompt_format == "chat":  # rendered as one user turn
+        return shape_of([{"role": "user", "content": content["prompt"]}])
+    return None
 
 
 def check_count(asked: Asked, settings: ServiceSettings) -> None:

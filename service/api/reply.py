@@ -18,6 +18,7 @@ from service.api.response_schema import (
     ScoreResponse,
     Usage,
 )
+from service.conversation import Shape
 from service.engines.base import Completion
 from service.guarantee import decoding_departures, standing
 from service.guard import Policy
@@ -40,6 +41,7 @@ class Reply:
     departures: tuple[str, ...] = ()  # of the request from what a guarantee was calibrated on
     retrieval: Retrieval | None = None  # where the request names an earlier one
     monitor: Monitor | None = None  # of the bundle
+    shapes: Sequence[Shape | None] = ()  # of its prompts, once these are read
     created: int = field(default_factory=lambda: int(time.time()))
 
     @property
@@ -89,14 +91,19 @@ class Reply:
         """Tell the log and the metrics of every prompt that was scored.  Once, when nothing more will be sent."""
         # What was decoded before a reader left was decoded all the same.
         scored = [
-            (job.timings, job.report, len(job.report.completion.token_ids) if job.report.completion else job.tokens)
-            for job in self.handle.jobs
+            (
+                job.timings,
+                job.report,
+                len(job.report.completion.token_ids) if job.report.completion else job.tokens,
+                shape,
+            )
+            for job, shape in zip(self.handle.jobs, self.shapes, strict=False)  # no jobs where it ended before
             if job.report is not None
         ]
-        reports = [report for _, report, _ in scored]
+        reports = [report for _, report, _, _ in scored]
         model, reference = self.handle.scorer.engine.identity.model, self.handle.scorer.bundle.reference
-        for timings, report, tokens in scored:
-            self.metrics.prompt(model, reference, report, timings, tokens, route=self.record.path)
+        for timings, report, tokens, shape in scored:
+            self.metrics.prompt(model, reference, report, timings, tokens, route=self.record.path, shape=shape)
         if self.monitor is not None:
             prompts = [digest_of(job.token_ids) for job in self.handle.jobs if job.report is not None]
             self.monitor.observe(reports, prompts)
@@ -110,11 +117,11 @@ class Reply:
         if scored:
             record.threshold = reports[0].verdict.threshold
             record.prompt_tokens = sum(report.prompt_tokens for report in reports)
-            record.completion_tokens = sum(tokens for _, _, tokens in scored)
-            record.queue_ms = max(timings.queue for timings, _, _ in scored) * 1e3
-            record.prefill_ms = max(timings.prefill for timings, _, _ in scored) * 1e3
-            record.probe_ms = max(timings.probe for timings, _, _ in scored) * 1e3
-            decodes = [timings.decode for timings, _, _ in scored if timings.decode is not None]
+            record.completion_tokens = sum(tokens for _, _, tokens, _ in scored)
+            record.queue_ms = max(timings.queue for timings, *_ in scored) * 1e3
+            record.prefill_ms = max(timings.prefill for timings, *_ in scored) * 1e3
+            record.probe_ms = max(timings.probe for timings, *_ in scored) * 1e3
+            decodes = [timings.decode for timings, *_ in scored if timings.decode is not None]
             record.decode_ms = max(decodes) * 1e3 if decodes else None
 
 

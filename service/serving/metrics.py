@@ -1,9 +1,10 @@
 """Prometheus metrics.
 
 Labels are ``model_name``, ``bundle`` and ``shadow`` ("name:version"), ``role``, ``route``, ``flagged``, ``decision``,
-``verdict``, ``cause``, ``statistic``, ``status``, ``code``, ``outcome``, and of feedback ``label`` and ``fate``; no
-label holds user input, so the number of series is bounded.  Series known in advance exist as 0 from the first scrape,
-because a rate over a missing series is an empty panel and an alert that cannot fire.
+``verdict``, ``cause``, ``statistic``, ``status``, ``code``, ``outcome``, of conversations ``turns``, ``passage`` and
+``system``, and of feedback ``label`` and ``fate``; no label holds user input, so the number of series is bounded.
+Series known in advance exist as 0 from the first scrape, because a rate over a missing series is an empty panel and an
+alert that cannot fire.
 
 For several processes on one machine, set ``PROMETHEUS_MULTIPROC_DIR`` to an empty folder before they start: each writes
 its values there, and each serves the sum.  The variable belongs to ``prometheus_client``, which reads it on import.
@@ -18,12 +19,22 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Literal, get_args
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest, values
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    ProcessCollector,
+    Summary,
+    generate_latest,
+    values,
+)
 from prometheus_client.metrics_core import Metric
 from prometheus_client.multiprocess import MultiProcessCollector, mark_process_dead
 
 from service import __version__
 from service.audit.auditor import Fate as AuditFate
+from service.conversation import SHAPES, Shape
 from service.drift import Drift
 from service.errors import HalluTracerError
 from service.feedback.rows import LABELS, Label
@@ -99,6 +110,12 @@ class Metrics:
         self._flagged = counter("flagged_total", "Prompts whose risk reached the threshold.", BUNDLE)
         text = "Prompts scored, by the route they came by: did the risk reach the threshold?"
         self._by_route = counter("route_prompts_total", text, (*BUNDLE, "route", "flagged"))
+        # A sum and a count: buckets would be ten series more for each of the 17 shapes.
+        text = "Risk by a conversation's shape: the assistant's earlier turns, a passage, a system prompt."
+        shape = (*BUNDLE, "turns", "passage", "system")
+        self._by_shape = Summary("hallutracer_risk_by_conversation", text, shape, registry=registry)
+        text = "Prompts that the policy did not let the model answer, by a conversation's shape."
+        self._gated_by_shape = counter("gated_by_conversation_total", text, shape)
         text = "Prompts outside what training saw; stays 0 where the bundle cannot tell."
         self._outside = counter("outside_training_total", text, BUNDLE)
         self._prompt_tokens = counter("prompt_tokens_total", "Prompt tokens of scored prompts.", BUNDLE)
@@ -186,9 +203,20 @@ class Metrics:
         self._decoding.set(decoding)
 
     def prompt(
-        self, model_name: str, bundle: str, report: RiskReport, timings: Timings, answer_tokens: int, *, route: str
+        self,
+        model_name: str,
+        bundle: str,
+        report: RiskReport,
+        timings: Timings,
+        answer_tokens: int,
+        *,
+        route: str,
+        shape: Shape | None = None,
     ) -> None:
-        """One prompt is done.  ``bundle`` is "name:version"; ``answer_tokens`` were decoded; it came by ``route``."""
+        """One prompt is done.  ``bundle`` is "name:version"; ``answer_tokens`` were decoded; it came by ``route``.
+
+        ``shape`` None: it is not known, as of token ids.
+        """
         own = self._of(model_name, bundle)
         own.routes.get((canonical(route), report.verdict.flagged), own.routes[OTHER, report.verdict.flagged]).inc()
         own.prompts[report.decision.value].inc()
@@ -202,6 +230,9 @@ class Metrics:
             if shadow.risk is not None:
                 self._shadow_apart.labels(model_name, bundle, shadow.bundle).observe(abs(shadow.risk - report.risk))
         own.risk.observe(report.risk)
+        own.by_shape[shape].observe(report.risk)
+        if report.decision is not Decision.CONTINUE:
+            own.gated_by_shape[shape].inc()
         own.prompt_tokens.inc(report.prompt_tokens)
         own.completion_tokens.inc(answer_tokens)
         self._length.observe(report.prompt_tokens)
@@ -348,10 +379,21 @@ class _PerBundle:
             for route in COUNTED
             for flagged in (True, False)
         }
+        shapes = {shape: _shape_labels(shape) for shape in (*SHAPES, None)}
+        self.by_shape = {shape: metrics._by_shape.labels(model_name, bundle, *own) for shape, own in shapes.items()}
+        self.gated_by_shape = {
+            shape: metrics._gated_by_shape.labels(model_name, bundle, *own) for shape, own in shapes.items()
+        }
 
 
 def _yes(value: bool) -> str:
     return "yes" if value else "no"
+
+
+def _shape_labels(shape: Shape | None) -> tuple[str, str, str]:
+    if shape is None:
+        return ("unknown",) * 3
+    return shape.turns, _yes(shape.passage), _yes(shape.system)
 
 
 def _shared_folder() -> Path | None:

@@ -169,7 +169,8 @@ class _JudgedPrompt:
 
     def _account(self, report: RiskReport, tokens: int) -> None:
         model, reference = self.scorer.engine.identity.model, self.scorer.bundle.reference
-        self.state.metrics.prompt(model, reference, report, self.timings, tokens, route=self.note.route)
+        shape = self.note.shapes[self.place] if self.place < len(self.note.shapes) else None
+        self.state.metrics.prompt(model, reference, report, self.timings, tokens, route=self.note.route, shape=shape)
         if self.note.monitor is not None:
             self.note.monitor.observe([report], [self.prompt])
 

@@ -17,6 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from service.api.openai_response import WITHHELD
 from service.audit.events import Who
+from service.conversation import Shape, shape_of
 from service.errors import NotReady
 from service.guarantee import chat_departures
 from service.vllm_plugin.note import CURRENT, NO_PLACE, OURS, Note
@@ -96,6 +97,8 @@ class _BodyReader:
         chats = "messages" in content and note.route != PATHS[0]
         note.templated = chats and not ("prompt" in content and note.route == PATHS[3])  # which may read either
         note.moves, note.answered = (tuple(_moves(content)), _answered(content["messages"])) if chats else ((), ())
+        # Where its prompts are made of something else than its messages, their shape says nothing.
+        note.shapes = _shapes(content["messages"]) if note.templated and not note.moves else ()
         note.beams = _truth(content.get("use_beam_search"))
         xargs = content.get("vllm_xargs")
         if note.beams and isinstance(xargs, dict):
@@ -224,6 +227,14 @@ def _answered(messages: Any) -> tuple[str, ...]:
     chats = messages if isinstance(messages[0], list) else [messages]
     ends = [chat[-1] for chat in chats if isinstance(chat, list) and chat and isinstance(chat[-1], dict)]
     return next(filter(None, (chat_departures([end]) for end in ends)), ())
+
+
+def _shapes(messages: Any) -> tuple[Shape, ...]:
+    """Of a chat, or of each one of a batch."""
+    if not isinstance(messages, list):
+        return ()
+    chats = messages if messages and isinstance(messages[0], list) else [messages]
+    return tuple(shape_of(chat if isinstance(chat, list) else []) for chat in chats)
 
 
 def _truth(value: Any) -> bool:

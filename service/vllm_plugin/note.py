@@ -12,6 +12,7 @@ from typing import Any
 
 from service.api.reply import risk_headers, risk_note, risk_out
 from service.audit.events import Who
+from service.conversation import Shape
 from service.guard import Decision, Policy
 from service.scoring import RiskReport, Scorer
 from service.serving.monitor import Monitor
@@ -39,6 +40,7 @@ class Note:
     templated: bool = True  # whether its prompts go through the chat template
     moves: tuple[str, ...] = ()  # its fields that render its messages otherwise than training's were
     answered: tuple[str, ...] = ()  # ``chat_departures`` of its messages
+    shapes: tuple[Shape, ...] = ()  # of its chats, in the order of its prompts; empty where they are not known
     beams: bool = False  # whether it asks for a beam search
     forges: str | None = None  # a special token that a message spells out: vLLM's renderer would take it for one
     misplaced: tuple[str, ...] = ()  # arguments of ours outside vllm_xargs

@@ -13,11 +13,13 @@ from typing import Any
 import pytest
 from fastapi.routing import APIRoute
 from fastapi.testclient import TestClient
+from prometheus_client.parser import text_string_to_metric_families
 
 from service.api.auth import HEALTH, METRICS
 from service.api.pages import pages
 from service.api.request_log import JsonLines
 from service.guard import Action, Policy
+from service.routes import CHAT_ROUTE, CLASSIFY_ROUTE, LITELLM_ROUTE, TEXT_ROUTE
 from tests.running import App
 
 KEY = {"authorization": "Bearer sesame"}
@@ -232,3 +234,49 @@ def test_what_is_counted(tmp_path: Path) -> None:
         "hallutracer_ready 1.0",
     ):
         assert line in text
+
+
+def test_risks_are_counted_by_the_shape_of_what_was_asked(tmp_path: Path) -> None:
+    question = {"role": "user", "content": "What is the capital of Nauru?"}
+    answered = [question, {"role": "assistant", "content": "Yaren."}] * 2
+    system = {"role": "developer", "content": "Be brief."}
+    beside = "Documents:\nYaren is a district of Nauru.\n\n" + question["content"]
+    parts = [{"type": "text", "text": "Background: Yaren is in Nauru. "}, {"type": "text", "text": question["content"]}]
+    chat, texts = {"model": "scripted", "max_tokens": 2}, {"input_type": "request", "texts": [beside]}
+    with client(tmp_path, policy="observe") as opened:
+        for path, body in (
+            ("/score", {"prompt": [question["content"], beside], "policy": "gate", "threshold": 0}),
+            ("/score", {"prompt": question["content"], "generate": {"max_tokens": 2}, "stream": True}),
+            ("/score", {"messages": [*answered, question]}),
+            ("/score", {"input_ids": [[1, 2], [3]]}),
+            (CHAT_ROUTE, chat | {"messages": [system, *answered, {"role": "user", "content": parts}]}),
+            (TEXT_ROUTE, chat | {"prompt": beside}),
+            (CLASSIFY_ROUTE, {"inputs": question["content"]}),
+            (LITELLM_ROUTE, texts),
+            (LITELLM_ROUTE, texts | {"structured_messages": [question]}),
+        ):
+            assert opened.post(path, json=body).status_code == 200, path
+        for messages in ([], [question | {"content": None}]):
+            assert opened.post("/score", json={"messages": messages}).status_code == 422
+        (scorer,) = opened.app.state.service.scorers  # type: ignore[attr-defined]
+        scorer.prompt_format = "text"  # a prompt of such a bundle may hold a whole conversation
+        opened.post("/score", json={"prompt": beside})
+        text = opened.get("/metrics").text
+    found: dict[str, dict[tuple[str, ...], float]] = {
+        "risk_by_conversation_count": {},
+        "gated_by_conversation_total": {},
+    }
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            if sample.value and (own := found.get(sample.name.removeprefix("hallutracer_"))) is not None:
+                own[tuple(sample.labels[name] for name in ("turns", "passage", "system"))] = sample.value
+    asked, gated = found.values()
+    assert asked == {
+        ("0", "no", "no"): 4,
+        ("0", "yes", "no"): 2,
+        ("2-4", "no", "no"): 1,
+        ("2-4", "yes", "yes"): 1,
+        ("unknown", "unknown", "unknown"): 4,  # token ids, and texts that go through no template
+    }
+    assert gated == {("0", "no", "no"): 1, ("0", "yes", "no"): 1}
+    assert "Nauru" not in text

@@ -18,6 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from service import __version__
 from service.api import error_handlers as problems
+from service.conversation import SHAPES, Shape
 from service.errors import DeadlineExceeded, HalluTracerError, Overloaded
 from service.guard import Decision, Verdict
 from service.scoring import RiskReport
@@ -70,6 +71,26 @@ def test_a_prompt_moves_every_number_it_should() -> None:
     for phase, times in {"queue": 2, "prefill": 2, "probe": 2, "decode": 1}.items():
         assert value(body, f"{phase}_seconds_count") == times
     assert value(body, "decode_seconds_sum") == 0.3
+
+
+def test_risks_are_counted_by_the_shape_of_the_conversation() -> None:
+    metrics = Metrics()
+    withheld, shape = replace(REPORT, risk=0.75, verdict=FLAGGED), Shape("2-4", passage=True, system=False)
+    metrics.prompt(*PROMPT, route="/score", shape=shape)
+    metrics.prompt("m", "demo:1", withheld, Timings(), 0, route="/score", shape=shape)
+    metrics.prompt("m", "demo:1", withheld, Timings(), 0, route="/score")
+    body, _ = metrics.render()
+    for (turns, passage, system), (risk, count, gated) in {
+        ("2-4", "yes", "no"): (1.0, 2, 1),
+        ("unknown",) * 3: (0.75, 1, 1),
+        ("2-4", "yes", "yes"): (0, 0, 0),
+    }.items():
+        labels = LABELS | {"turns": turns, "passage": passage, "system": system}
+        assert value(body, "risk_by_conversation_sum", **labels) == risk
+        assert value(body, "risk_by_conversation_count", **labels) == count
+        assert value(body, "gated_by_conversation_total", **labels) == gated
+    series = [name for name, _ in samples(body) if "_by_conversation_" in name]
+    assert len(series) == 3 * (len(SHAPES) + 1) == 51
 
 
 def test_batches_and_the_queue() -> None:
@@ -208,9 +229,9 @@ def test_names_end_in_their_unit_and_nothing_is_said_twice() -> None:
     assert not [name for name in names if name.endswith("_created")]
     labels = {label for family in families for sample in family.samples for label in sample.labels}
     feedback = {"label", "flagged", "fate"}
-    assert (
-        labels == {"model_name", "bundle", "decision", "route", "status", "code", "outcome", "le", "version"} | feedback
-    )
+    shape = {"turns", "passage", "system"}
+    own = {"model_name", "bundle", "decision", "route", "status", "code", "outcome", "le", "version"}
+    assert labels == own | feedback | shape
 
 
 # --- several processes, one folder ---
@@ -281,6 +302,9 @@ def test_processes_that_share_a_folder_add_up(writers: tuple[Path, list[subproce
     assert value(body, "risk_bucket", **LABELS, le="0.7") == 0
     assert value(body, "risk_bucket", **LABELS, le="0.8") == 7
     assert value(body, "risk_count", **LABELS) == 7
+    unknown = dict.fromkeys(("turns", "passage", "system"), "unknown")
+    assert value(body, "risk_by_conversation_count", **LABELS, **unknown) == 7
+    assert value(body, "gated_by_conversation_total", **LABELS, **unknown) == 7
     assert (value(body, "queue_depth"), value(body, "running_decodes")) == (10, 4)
     assert value(body, "requests_in_flight") == 2
     assert value(body, "ready") == 1

@@ -19,6 +19,11 @@ from tests.serve_process import MAY_CHOOSE, serve
 
 MAX_QUEUE = 8
 BUNDLES = ("demo", "demo-fused")
+CHAT = [
+    {"role": "user", "content": KNOWN},
+    {"role": "assistant", "content": "I am not sure."},
+    {"role": "user", "content": UNKNOWN},
+]
 
 
 @contextmanager
@@ -71,7 +76,7 @@ class Traffic:
             self.flagged[name] += row["flagged"]
 
     def round(self) -> None:
-        """Scores, gated, blocked, generated and streamed answers of both bundles, and requests that must fail."""
+        """Scores, gated, blocked, generated and streamed answers, and a chat, of both bundles; requests that fail."""
         answer = {"max_tokens": 8}
         for bundle in BUNDLES:
             self.post(prompt=[KNOWN, UNKNOWN], bundle=bundle, generate=answer)
@@ -79,6 +84,7 @@ class Traffic:
             self.post(prompt=UNKNOWN, bundle=bundle, policy="observe")
             self.post(prompt=KNOWN, bundle=bundle, generate=answer, stream=True)
             self.post(prompt=UNKNOWN, bundle=bundle, generate=answer, stream=True)
+            self.post(messages=CHAT, bundle=bundle, policy="block")
             self.judge(bundle)
         self.post(prompt=KNOWN, bundle="absent")
         self.post(prompt=KNOWN, temperature=1)

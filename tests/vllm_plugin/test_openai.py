@@ -260,6 +260,9 @@ def test_our_series_are_among_vllms(url: str) -> None:
     for route, some in (("/v1/completions", True), ("/v1/chat/completions", True), ("/classify", False)):
         found = [float(line.rsplit(" ", 1)[1]) for line in routes if f'route="{route}"' in line]
         assert (sum(found) > 0) is some, route
+    shapes = [line for line in lines if line.startswith("hallutracer_risk_by_conversation_count")]
+    for turns in ("0", "unknown"):  # chats, and texts
+        assert sum(float(line.rsplit(" ", 1)[1]) for line in shapes if f'turns="{turns}"' in line) > 0, turns
 
 
 def test_a_reader_who_leaves_ends_the_request(url: str) -> None:
