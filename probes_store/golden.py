@@ -58,7 +58,9 @@ class Deviation:
 def check_golden(
     bundle: Bundle, trajectories: NDArray[np.floating], risks: NDArray[np.floating], *, dtype: str
 ) -> Deviation:
-    """Compare a replay's trajectories [G, m] and risks [G], computed in ``dtype``, with the recorded ones.
+    """Compare a replay's logits [G, (1 + A) m] and risks [G], computed in ``dtype``, with the recorded ones.
+
+    The logits of each probe are compared in units of their own spread.
 
     The tolerance is that of the looser dtype, the bundle's or the engine's.  float32: 1e-3; two correct engines differ
     by about 1e-6.  Half types: a bfloat16 rounding is 0.4 %, which over a few dozen blocks grows to some percent of the
@@ -69,11 +71,13 @@ def check_golden(
     """
     golden, reference = bundle.golden, bundle.reference
     tolerance = tolerance_for(bundle.manifest.dtype, dtype)
-    scale = spread(golden.trajectory)
+    layers = bundle.manifest.model.num_layers
+    probes = golden.trajectory.shape[1] // layers
+    scale = np.repeat([spread(of_probe) for of_probe in np.split(golden.trajectory, probes, axis=1)], layers)
     worst_of: dict[str, float] = {}
-    for what, found, recorded, limit in (
-        ("trajectory", trajectories, golden.trajectory, tolerance.trajectory * scale),
-        ("risk", risks, golden.risk, tolerance.risk),
+    for what, found, recorded, unit, limit in (
+        ("trajectory", trajectories, golden.trajectory, scale, tolerance.trajectory),
+        ("risk", risks, golden.risk, np.ones(()), tolerance.risk),
     ):
         replayed, expected = np.asarray(found, np.float64), np.asarray(recorded, np.float64)
         if replayed.shape != expected.shape:
@@ -83,16 +87,21 @@ def check_golden(
                 expected=list(expected.shape),
                 found=list(replayed.shape),
             )
-        deviation = np.abs(replayed - expected)
+        deviation = np.abs(replayed - expected) / unit
         worst_of[what] = float(deviation.max())
         worst = np.unravel_index(int(np.argmax(deviation)), deviation.shape)
         if not deviation[worst] <= limit:  # argmax finds NaN first, and this comparison rejects it
-            place = f"golden prompt {worst[0]}" + (f", layer {worst[1]}" if len(worst) > 1 else "")
+            place = f"golden prompt {worst[0]}"
+            if len(worst) > 1:
+                probe, layer = divmod(int(worst[1]), layers)
+                place += f", layer {layer}" + (f" of context probe {probe}" if probe else "")
+            size = float(np.broadcast_to(unit, deviation.shape)[worst])
             raise GoldenMismatch(
                 f"bundle {reference}: the engine ({dtype}) does not reproduce {place}, recorded in"
-                f" {bundle.manifest.dtype}; the deviation is {deviation[worst]:.3g} and {limit:.3g} would pass",
+                f" {bundle.manifest.dtype}; the deviation is {deviation[worst] * size:.3g} and"
+                f" {limit * size:.3g} would pass",
                 field=what,
                 expected=f"{expected[worst]:.6g}",
                 found=f"{replayed[worst]:.6g}",
             )
-    return Deviation(Tolerance(worst_of["risk"], worst_of["trajectory"] / scale), tolerance)
+    return Deviation(Tolerance(worst_of["risk"], worst_of["trajectory"]), tolerance)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, Final, Literal
 
+from probes_store.context import CONTEXT_SIGNALS, Context, check_context
 from probes_store.errors import BadValue, DigestMismatch, MissingField, Truncated, UnknownField, WrongShape
 from probes_store.guarantee import Guarantee, check_guarantee
 from probes_store.recalibration import Recalibration, check_recalibration
@@ -21,7 +22,12 @@ from probes_store.uncertainty import Uncertainty, check_uncertainty
 
 FORMAT: Final = "hallutracer-bundle"
 FORMAT_VERSION: Final = 1  # of a bundle with none of these
-OPTIONAL: Final = {"guarantee": 2, "uncertainty": 3, "recalibration": 3}  # field -> the format version that brought it
+OPTIONAL: Final = {
+    "guarantee": 2,
+    "uncertainty": 3,
+    "recalibration": 3,
+    "context": 4,
+}  # field -> the format version that brought it
 LATER_SCALES: Final = {"weighted": 3}  # logit scale -> the format version that brought it
 UNSET_TIME = "1970-01-01T00:00:00Z"
 MAX_FILE = 64 * 1024 * 1024  # bytes of any file: a file is read whole
@@ -30,11 +36,12 @@ PROBES, GOLDEN, EVALUATION, CARD = "probes.safetensors", "golden.safetensors", "
 REQUIRED = (PROBES, GOLDEN, EVALUATION, CARD)
 NAME = re.compile(r"[a-z0-9](?!.*\.\.)[a-z0-9._-]{0,63}")  # of a bundle and of an alias
 PLOT = re.compile(r"plots/[A-Za-z0-9][A-Za-z0-9_-]{0,99}\.png")
-SIGNALS = ("depth_mean", "log_max_prob", "entropy")
+FIRST_TOKEN_SIGNALS = ("log_max_prob", "entropy")
+SIGNALS = ("depth_mean", *FIRST_TOKEN_SIGNALS, *CONTEXT_SIGNALS)
 _HEX = re.compile(r"[0-9a-f]{64}")
 _NOT_CONTENT = ("version", "created", "digest", "seal")
 
-Signal = Literal["depth_mean", "log_max_prob", "entropy"]
+Signal = Literal["depth_mean", "log_max_prob", "entropy", "passage", "stated"]
 DType = Literal["float32", "bfloat16", "float16"]
 SiteName = Literal["attention_head", "residual_stream"]
 LogitScale = Literal["unit_norm", "standardized", "weighted"]
@@ -123,7 +130,7 @@ class Manifest:
     """bundle.json.  Fields with a default are set on publishing; a file must have every field."""
 
     format: Literal["hallutracer-bundle"] = FORMAT
-    format_version: Literal[1, 2, 3] = FORMAT_VERSION  # ``version_of``; set on publishing
+    format_version: Literal[1, 2, 3, 4] = FORMAT_VERSION  # ``version_of``; set on publishing
     name: str
     version: int = 1
     created: str = UNSET_TIME  # ISO 8601, UTC, whole seconds: 2026-01-31T12:00:00Z
@@ -142,6 +149,7 @@ class Manifest:
     guarantee: Guarantee | None = None  # these: ``OPTIONAL``
     uncertainty: Uncertainty | None = None
     recalibration: Recalibration | None = None
+    context: Context | None = None
     training: TrainingRecord
     files: dict[str, FileRecord] = dataclasses.field(default_factory=dict)  # relative name -> size and hash
 
@@ -163,7 +171,17 @@ class Manifest:
     @property
     def needs_first_token(self) -> bool:
         """Whether the classifier reads the first token's distribution."""
-        return len(self.signals) > 1
+        return any(name in self.signals for name in FIRST_TOKEN_SIGNALS)
+
+    @property
+    def context_probes(self) -> int:
+        """A, the number of probes besides the risk's own."""
+        return 0 if self.context is None else len(self.context.probes)
+
+    @property
+    def logits(self) -> int:
+        """(1 + A) m: the truth logits of a prompt, then those of each context probe."""
+        return self.model.num_layers * (1 + self.context_probes)
 
 
 def manifest_bytes(manifest: Manifest) -> bytes:
@@ -322,6 +340,10 @@ def check_fields(manifest: Manifest, file: str = MANIFEST) -> None:
         check_uncertainty(manifest.uncertainty, require)
     if manifest.recalibration is not None:
         check_recalibration(manifest.recalibration, require)
+    read = [name for name in CONTEXT_SIGNALS if name in signals]
+    require(manifest.context is not None or not read, "context", f"the probes of the signals {read}", None)
+    if manifest.context is not None:
+        check_context(manifest.context, signals, require)
     _check_training(training, require)
     _check_files(manifest, file, require)
 

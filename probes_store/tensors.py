@@ -21,7 +21,7 @@ from probes_store.strict import parse_json
 TensorLayout = dict[str, tuple[str, tuple[int | None, ...]]]  # tensor -> element type, shape; None: any length
 _NUMPY: dict[str, np.dtype[Any]] = {"I32": np.dtype("<i4"), "F32": np.dtype("<f4"), "F64": np.dtype("<f8")}
 UNIT_NORM_TOLERANCE = 1e-4
-MAX_HEADER = 64 * 1024  # bytes; there are at most eight tensors
+MAX_HEADER = 64 * 1024  # bytes; there are at most twelve tensors
 ALIGNMENT = 8  # of the header, in bytes
 
 
@@ -35,8 +35,13 @@ class ProbeTensors:
     scale: NDArray[np.float32]  # [m] divides the logit; all ones under unit_norm
     trajectory_mean: NDArray[np.float32]  # [2, m] out-of-fold; row 0 hallucinated, row 1 factual
     trajectory_std: NDArray[np.float32]  # [2, m]
-    reference_mean: NDArray[np.float32] | None = None  # [m] of training trajectories; with an uncertainty record
-    reference_whitening: NDArray[np.float32] | None = None  # [m, m] distance = |whitening (L - mean)|, cutoff 1
+    # Of a prompt's logits L [(1 + A) m], those of the context probes behind its trajectory: with an uncertainty record.
+    reference_mean: NDArray[np.float32] | None = None  # [(1 + A) m]
+    reference_whitening: NDArray[np.float32] | None = None  # [that, that] distance = |whitening (L - mean)|, cutoff 1
+    context_head: NDArray[np.int32] | None = None  # [A, m] these four: of the A context probes, as the fields above
+    context_direction: NDArray[np.float32] | None = None  # [A, m, d]
+    context_bias: NDArray[np.float32] | None = None  # [A, m]
+    context_scale: NDArray[np.float32] | None = None  # [A, m]
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,7 +50,7 @@ class Golden:
 
     input_ids: NDArray[np.int32]  # [total] all prompts, one after the other
     offsets: NDArray[np.int32]  # [G + 1] prompt g is input_ids[offsets[g] : offsets[g + 1]]
-    trajectory: NDArray[np.float32]  # [G, m] scaled logits
+    trajectory: NDArray[np.float32]  # [G, (1 + A) m] scaled logits, those of the context probes last
     risk: NDArray[np.float64]  # [G]
     first_token: NDArray[np.float32] | None = None  # [G, 2] log_max_prob (nats), entropy (nats)
 
@@ -75,7 +80,7 @@ class Golden:
 def pack(tensors: ProbeTensors | Golden, file: str) -> bytes:
     """Tensors -> safetensors bytes.  Raises WrongShape where an element type would lose something (int64 ids, say)."""
     layout = (
-        probe_layout(1, 1, tensors.reference_mean is not None)
+        probe_layout(1, 1, tensors.reference_mean is not None, 0 if tensors.context_head is None else 1)
         if isinstance(tensors, ProbeTensors)
         else golden_layout(1, tensors.first_token is not None)
     )
@@ -94,8 +99,11 @@ def pack(tensors: ProbeTensors | Golden, file: str) -> bytes:
     return save(arrays)
 
 
-def probe_layout(layers: int, dim: int, reference: bool) -> TensorLayout:
-    """Tensors of probes.safetensors for m layers and directions of length d; ``reference``: with uncertainty."""
+def probe_layout(layers: int, dim: int, reference: bool, context: int = 0) -> TensorLayout:
+    """Tensors of probes.safetensors for m layers, directions of length d and A context probes.
+
+    ``reference``: with uncertainty.
+    """
     layout: TensorLayout = {
         "head": ("I32", (layers,)),
         "direction": ("F32", (layers, dim)),
@@ -104,19 +112,25 @@ def probe_layout(layers: int, dim: int, reference: bool) -> TensorLayout:
         "trajectory_mean": ("F32", (2, layers)),
         "trajectory_std": ("F32", (2, layers)),
     }
-    further: TensorLayout = {
-        "reference_mean": ("F32", (layers,)),
-        "reference_whitening": ("F32", (layers, layers)),
-    }
-    return layout | further if reference else layout
+    logits = (1 + context) * layers
+    if reference:
+        layout |= {"reference_mean": ("F32", (logits,)), "reference_whitening": ("F32", (logits, logits))}
+    if context:
+        layout |= {
+            "context_head": ("I32", (context, layers)),
+            "context_direction": ("F32", (context, layers, dim)),
+            "context_bias": ("F32", (context, layers)),
+            "context_scale": ("F32", (context, layers)),
+        }
+    return layout
 
 
-def golden_layout(layers: int, first_token: bool) -> TensorLayout:
-    """Tensors of golden.safetensors for m layers; ``first_token`` where the classifier reads those signals."""
+def golden_layout(logits: int, first_token: bool) -> TensorLayout:
+    """Tensors of golden.safetensors for (1 + A) m logits; ``first_token`` where the classifier reads those signals."""
     layout: TensorLayout = {
         "input_ids": ("I32", (None,)),
         "offsets": ("I32", (None,)),
-        "trajectory": ("F32", (None, layers)),
+        "trajectory": ("F32", (None, logits)),
         "risk": ("F64", (None,)),
     }
     return layout | {"first_token": ("F32", (None, 2))} if first_token else layout
@@ -124,23 +138,29 @@ def golden_layout(layers: int, first_token: bool) -> TensorLayout:
 
 def read_probes(data: bytes, manifest: Manifest, file: str = PROBES) -> ProbeTensors:
     """Bytes -> ProbeTensors of the manifest's geometry and records.  Raises a subclass of BundleDamaged."""
-    reference = manifest.uncertainty is not None
-    arrays = _unpack(data, probe_layout(manifest.model.num_layers, manifest.probe_dim, reference), file)
-    heads = manifest.probe_heads
-    head, scale, std = arrays["head"], arrays["scale"], arrays["trajectory_std"]
-    norm = np.linalg.norm(arrays["direction"].astype(np.float64), axis=1)
-    _require(np.all(np.abs(norm - 1.0) <= UNIT_NORM_TOLERANCE), file, "direction", "unit norm in every layer", norm)
-    _require(np.all((head >= 0) & (head < heads)), file, "head", f"heads from 0 to {heads - 1}", head)
-    _require(np.all(scale > 0), file, "scale", "positive numbers", scale)
+    reference, layers, dim = manifest.uncertainty is not None, manifest.model.num_layers, manifest.probe_dim
+    arrays = _unpack(data, probe_layout(layers, dim, reference, manifest.context_probes), file)
+    std = arrays["trajectory_std"]
+    for prefix in ("", "context_") if manifest.context_probes else ("",):
+        _check_probe(arrays, prefix, manifest.probe_heads, file)
     if manifest.logit_scale == "unit_norm":
-        _require(np.all(scale == 1), file, "scale", "all ones under logit_scale unit_norm", scale)
+        _require(np.all(arrays["scale"] == 1), file, "scale", "all ones under logit_scale unit_norm", arrays["scale"])
     _require(np.all(std >= 0), file, "trajectory_std", "no negative number", std.min())
     return ProbeTensors(**arrays)
 
 
+def _check_probe(arrays: Mapping[str, NDArray[Any]], prefix: str, heads: int, file: str) -> None:
+    head, scale = arrays[f"{prefix}head"], arrays[f"{prefix}scale"]
+    norm = np.linalg.norm(arrays[f"{prefix}direction"].astype(np.float64), axis=-1)
+    unit = np.all(np.abs(norm - 1.0) <= UNIT_NORM_TOLERANCE)
+    _require(unit, file, f"{prefix}direction", "unit norm in every layer", norm)
+    _require(np.all((head >= 0) & (head < heads)), file, f"{prefix}head", f"heads from 0 to {heads - 1}", head)
+    _require(np.all(scale > 0), file, f"{prefix}scale", "positive numbers", scale)
+
+
 def read_golden(data: bytes, manifest: Manifest, file: str = GOLDEN) -> Golden:
     """Bytes -> Golden, with ``first_token`` where the signals need it.  Raises a subclass of BundleDamaged."""
-    arrays = _unpack(data, golden_layout(manifest.model.num_layers, manifest.needs_first_token), file)
+    arrays = _unpack(data, golden_layout(manifest.logits, manifest.needs_first_token), file)
     ids, offsets, risk = arrays["input_ids"], arrays["offsets"], arrays["risk"]
     count = len(offsets) - 1
     _require(count >= 1, file, "offsets", "at least one prompt: two offsets", offsets)

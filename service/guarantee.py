@@ -42,8 +42,10 @@ def standing(manifest: Manifest, policy: Policy, dtype: str, departures: tuple[s
     void = []
     if not policy.action.withholds:
         void.append(f"policy: {policy.name!r} withholds nothing")
-    if policy.withhold_outside:
-        void.append(f"policy: {policy.name!r} also withholds prompts outside training, the calibration did not")
+    calibrated = manifest.context is not None and manifest.uncertainty is not None  # with outside prompts withheld
+    if policy.withhold_outside is not None and policy.withhold_outside != calibrated:
+        does, did = ("does not withhold", "did") if calibrated else ("also withholds", "did not")
+        void.append(f"policy: {policy.name!r} {does} prompts outside training, the calibration {did}")
     if policy.threshold is not None and policy.threshold != guarantee.threshold:
         void.append(f"threshold: {policy.threshold:g} applies, {guarantee.threshold:g} is guaranteed")
     if dtype != guarantee.dtype:

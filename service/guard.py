@@ -71,7 +71,8 @@ class Policy:
     ``message`` is shown instead of the answer, or before an annotated one; ``{risk}`` in it becomes the risk.
 
     ``withhold_outside``: prompts outside what training saw are treated as flagged ones are, whatever their risk; None,
-    which nobody chose: those alone that went through no chat template where training's did (``choice.untemplated``).
+    which nobody chose: where the policy withholds and the bundle can tell well enough (``Scorer.withholds_outside``).
+    ``withhold_no_fact``: a prompt that asks for no fact is judged by its risk as any other; otherwise it continues.
     """
 
     name: str
@@ -79,6 +80,7 @@ class Policy:
     threshold: float | None = None
     message: str | None = None
     withhold_outside: bool | None = None
+    withhold_no_fact: bool = False
     upstream: Upstream | None = None  # of a fallback
 
     def __post_init__(self) -> None:
@@ -98,7 +100,7 @@ BLOCK = Policy("block", Action.BLOCK)
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The decision on one prompt.  ``flagged``: the risk reached the threshold, whatever the policy.
+    """The decision on one prompt.  ``flagged``: the risk applies and reached the threshold, whatever the action.
 
     ``message`` stands in for the answer, or where the decision is to continue before it.
     """
@@ -116,15 +118,19 @@ def check_threshold(threshold: float) -> float:
     return threshold
 
 
-def judge(risk: float, policy: Policy, default_threshold: float, outside: bool | None = None) -> Verdict:
+def judge(
+    risk: float, policy: Policy, default_threshold: float, *, outside: bool = False, applies: bool = True
+) -> Verdict:
     """Flag risks >= threshold: threshold 0 flags every prompt, and a risk of 1 is flagged at every threshold.
 
-    ``default_threshold``, the bundle's, applies if the policy has none.  ``outside``: whether the prompt lies outside
-    what training saw; None, unknown, is as good as outside where the policy asks.
+    A prompt to which the risk does not apply, since it asks for no fact, is not flagged unless the policy wants it so.
+
+    ``default_threshold``, the bundle's, applies if the policy has none.  ``outside``: the prompt is, or may be, outside
+    what training saw, and the policy treats such prompts as flagged ones (``Scorer.withholds_outside``).
     """
     threshold = check_threshold(default_threshold if policy.threshold is None else policy.threshold)
-    flagged = risk >= threshold
-    stopped = flagged or (policy.withhold_outside is True and outside is not False)
+    flagged = risk >= threshold and (applies or policy.withhold_no_fact)
+    stopped = flagged or outside
     decision = DECISIONS[policy.action] if stopped else Decision.CONTINUE
     says = policy.message if stopped and policy.action.says else None
     return Verdict(decision, flagged, threshold, None if says is None else says.replace("{risk}", f"{risk:.2f}"))

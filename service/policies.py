@@ -36,7 +36,7 @@ from service.upstreams import KEYS as UPSTREAM_KEYS
 from service.upstreams import read_upstream
 
 NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
-KEYS = {"action", "threshold", "message", "withhold_outside"}
+KEYS = {"action", "threshold", "message", "withhold_outside", "withhold_no_fact"}
 MESSAGES = {
     Action.ANNOTATE: "Caution: this answer may be wrong (risk {risk}).",
     Action.RETRIEVE: "I cannot tell this from memory. Fetch a passage about it and ask again.",
@@ -145,11 +145,16 @@ def _policy(path: Path, name: str, table: Any, message: str) -> Policy:
         raise HalluTracerError(
             f"{where}: withhold_outside must be true or false, and false with action {action.value!r}"
         )
+    no_fact = table.get("withhold_no_fact", False)
+    if not isinstance(no_fact, bool) or (no_fact and not action.withholds):
+        raise HalluTracerError(
+            f"{where}: withhold_no_fact must be true or false, and false with action {action.value!r}"
+        )
     if misplaced := sorted(set(table) & UPSTREAM_KEYS) if action is not Action.FALLBACK else []:
         raise HalluTracerError(f"{where}: only action fallback has {misplaced[0]}; remove it or change the action")
     upstream = read_upstream(table, where) if action is Action.FALLBACK else None
     says = (own_message or MESSAGES.get(action, message)) if action.says else None
     try:
-        return Policy(name, action, threshold, says, outside, upstream)
+        return Policy(name, action, threshold, says, outside, no_fact, upstream)
     except RequestError as error:
         raise HalluTracerError(f"{where}: {error}") from None

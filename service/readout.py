@@ -88,5 +88,12 @@ class Probes:
 
     @classmethod
     def of(cls, site: Site, stored: ProbeTensors) -> Probes:
-        """The stored probes of one site."""
+        """The stored probes of the risk."""
         return cls(site, stored.head, stored.direction, stored.bias, stored.scale)
+
+    @classmethod
+    def all_of(cls, site: Site, stored: ProbeTensors) -> tuple[Probes, ...]:
+        """The stored probes of the risk, and behind them the A context probes."""
+        arrays = (stored.context_head, stored.context_direction, stored.context_bias, stored.context_scale)
+        context = [] if arrays[0] is None else [cls(site, *of_probe) for of_probe in zip(*arrays, strict=True)]  # type: ignore[arg-type]
+        return (cls.of(site, stored), *context)

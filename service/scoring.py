@@ -11,6 +11,7 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import accumulate
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,7 +19,9 @@ from numpy.typing import NDArray
 from probes_store.bundle import Bundle
 from probes_store.golden import check_golden
 from probes_store.identity import check_identity
+from probes_store.manifest import SIGNALS
 from probes_store.recalibration import least_reaching
+from service.context import UNKNOWN, PromptContext, prompt_context
 from service.engines.base import (
     FIRST_COME,
     Completion,
@@ -56,15 +59,21 @@ class ShadowRisk:
 
 @dataclass(frozen=True)
 class RiskReport:
-    """One prompt's result.  ``trajectory`` [m] holds the truth logits whose mean is ``depth_mean``."""
+    """One prompt's result.
+
+    ``trajectory`` [m] holds the truth logits whose mean is ``depth_mean``; ``logits`` [(1 + A) m] also those of the A
+    context probes.
+    """
 
     risk: float
     depth_mean: float
     trajectory: NDArray[np.float64]
+    logits: NDArray[np.float64]
     verdict: Verdict
     prompt_tokens: int
     signals: tuple[float, ...] = ()  # what the classifier read, in the manifest's order
     uncertain: Uncertain | None = None  # if the bundle has an uncertainty record
+    context: PromptContext = UNKNOWN
     completion: Completion | None = None
     cached_tokens: int = 0  # of the prompt, found in the engine's prefix cache
     judge_s: float = 0.0  # from truth logits to the verdict
@@ -76,9 +85,11 @@ class RiskReport:
         return self.verdict.decision
 
 
-def signal_vector(mean: float, first_token: FirstToken | None, signals: Sequence[str]) -> NDArray[np.float64]:
+def signal_vector(
+    mean: float, first_token: FirstToken | None, context: PromptContext, signals: Sequence[str]
+) -> NDArray[np.float64]:
     """The classifier's input [k] in the manifest's order; ``mean`` is the depth mean."""
-    values = {"depth_mean": mean}
+    values = {"depth_mean": mean, "passage": context.passage, "stated": context.stated}
     if first_token is not None:
         values |= {"log_max_prob": first_token.log_max_prob, "entropy": first_token.entropy}
     return np.array([values[name] for name in signals], np.float64)
@@ -93,13 +104,13 @@ class Scorer:
         self.engine = engine
         self.bundle = bundle
         self.prompt_format = as_prompt_format(bundle.manifest.prompt_format)
-        self.probes = Probes.of(Site(bundle.manifest.readout.site), bundle.probes)
+        self.probes = Probes.all_of(Site(bundle.manifest.readout.site), bundle.probes)  # the risk's, then the context's
         self._signals = bundle.manifest.signals
         self.needs_first_token = bundle.manifest.needs_first_token
         reports = self.score(bundle.golden.prompts())
-        trajectories = np.stack([report.trajectory for report in reports])
         risks = np.array([report.risk for report in reports])
-        self.golden = check_golden(bundle, trajectories, risks, dtype=engine.identity.dtype)
+        logits = np.stack([report.logits for report in reports])
+        self.golden = check_golden(bundle, logits, risks, dtype=engine.identity.dtype)
 
     def render(self, prompt: str | None = None, messages: Sequence[Message] | None = None) -> list[int]:
         """Token ids, rendered the way this bundle's training prompts were."""
@@ -112,7 +123,7 @@ class Scorer:
 
     def score(self, prompts: Sequence[TokenIds], policy: Policy = GATE) -> list[RiskReport]:
         """Prefill and report; nothing is decoded."""
-        results = self.engine.score(prompts, [self.probes], first_token=self.needs_first_token)
+        results = self.engine.score(prompts, self.probes, first_token=self.needs_first_token)
         return [self.judge(result, policy) for result in results]
 
     def score_or_continue(
@@ -153,7 +164,7 @@ class Scorer:
         """
         updates = self.engine.answer(
             prompt,
-            [self.probes, *(shadow.probes for shadow in shadows)],
+            [*self.probes, *(probes for shadow in shadows for probes in shadow.probes)],
             first_token=self.needs_first_token or any(shadow.needs_first_token for shadow in shadows),
             sampling=sampling,
             turn=turn,
@@ -166,7 +177,8 @@ class Scorer:
                     prefill = prefill_of(update)
                     report = self.judge(prefill, policy, cached_tokens=update.cached_tokens)
                     if shadows:
-                        seen = [shadow.shadowed(prefill, policy, place) for place, shadow in enumerate(shadows, 1)]
+                        places = accumulate((len(shadow.probes) for shadow in shadows), initial=len(self.probes))
+                        seen = [shadow.shadowed(prefill, policy, place) for shadow, place in zip(shadows, places)]  # noqa: B905 - one place more
                         report = replace(report, shadows=tuple(seen))
                     if sampling is None:
                         yield report, update
@@ -184,6 +196,17 @@ class Scorer:
         """The risk from which on ``policy`` flags a prompt of this bundle."""
         return self.bundle.manifest.threshold if policy.threshold is None else policy.threshold
 
+    def withholds_outside(self, policy: Policy) -> bool:
+        """Whether ``policy`` treats prompts outside training as flagged ones.
+
+        Where it does not say, it does if it withholds and the bundle's reference has seen more than the trajectory: one
+        that has not misses most of what is new.
+        """
+        if policy.withhold_outside is not None:
+            return policy.withhold_outside
+        manifest = self.bundle.manifest
+        return policy.action.withholds and manifest.uncertainty is not None and manifest.context is not None
+
     def gate(self, policy: Policy) -> Gate | None:
         """When an engine that decodes by itself must not begin; None where ``policy`` ends no answer.
 
@@ -195,9 +218,12 @@ class Scorer:
             threshold = least_reaching(manifest.recalibration, threshold) * (1 + _ROUNDING)
         if not policy.action.withholds or threshold >= 1.0:
             return None
-        weight = dict(zip(self._signals, manifest.classifier.weight, strict=True))
-        depth, probability, entropy = (weight.get(name, 0.0) for name in ("depth_mean", "log_max_prob", "entropy"))
-        return Gate((depth, probability, entropy), manifest.classifier.intercept, threshold)
+        given: dict[str, float] = dict(zip(self._signals, manifest.classifier.weight, strict=True))
+        weight = tuple(given.get(name, 0.0) for name in SIGNALS)
+        context = manifest.context
+        if context is not None and policy.withhold_no_fact:
+            context = replace(context, applicability=None)
+        return Gate(weight, manifest.classifier.intercept, threshold, context)
 
     def shadowed(self, result: PrefillResult, policy: Policy, place: int) -> ShadowRisk:
         """What this bundle would have said; nothing that is wrong with it is the request's fault."""
@@ -208,26 +234,30 @@ class Scorer:
         return ShadowRisk(self.bundle.reference, report.risk, report.verdict.flagged)
 
     def judge(self, result: PrefillResult, policy: Policy, *, cached_tokens: int = 0, place: int = 0) -> RiskReport:
-        """The one place where a risk becomes a decision.  ``place``: of this bundle's trajectory in the result.
+        """The one place where a risk becomes a decision.  ``place``: of this bundle's first trajectory in the result.
 
         Raises NonFiniteReadout rather than report a NaN.
         """
         started = time.perf_counter()
-        trajectory = result.trajectories[place]
+        trajectory, *others = result.trajectories[place : place + len(self.probes)]
         mean = float(depth_mean(trajectory))
-        vector = signal_vector(mean, result.first_token, self._signals)
+        context = prompt_context(self.bundle.manifest.context, [float(depth_mean(one)) for one in others])
+        vector = signal_vector(mean, result.first_token, context, self._signals)
         value = float(served_risk(vector, self.bundle.manifest))
         if not np.isfinite(value):
             raise NonFiniteReadout("the forward pass gave a NaN or an infinity at the answer onset; no risk is served")
-        known = uncertain(self.bundle, trajectory, vector)
-        outside = None if known is None else known.outside
+        logits = np.concatenate([trajectory, *others])
+        known = uncertain(self.bundle, logits, vector)
+        outside = (known is None or known.outside) and self.withholds_outside(policy)
         return RiskReport(
             risk=value,
             depth_mean=mean,
             trajectory=trajectory,
-            verdict=judge(value, policy, self.bundle.manifest.threshold, outside),
+            logits=logits,
+            verdict=judge(value, policy, self.bundle.manifest.threshold, outside=outside, applies=context.applies),
             signals=tuple(vector.tolist()),
             uncertain=known,
+            context=context,
             prompt_tokens=result.prompt_tokens,
             cached_tokens=cached_tokens,
             judge_s=time.perf_counter() - started,

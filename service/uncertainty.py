@@ -16,7 +16,7 @@ from service.risk import Floats, served_risk
 
 
 def distance(trajectory: Floats, mean: Floats, whitening: Floats) -> NDArray[np.float64]:
-    """|whitening (L - mean)|, a Mahalanobis distance: trajectory [..., m], mean [m], whitening [m, m] -> [...]."""
+    """|whitening (L - mean)|, a Mahalanobis distance: L [..., n], mean [n], whitening [n, n] -> [...]."""
     away = np.asarray(trajectory, np.float64) - mean
     return np.asarray(np.linalg.norm(away @ np.asarray(whitening, np.float64).T, axis=-1))
 
@@ -25,23 +25,23 @@ def distance(trajectory: Floats, mean: Floats, whitening: Floats) -> NDArray[np.
 class Uncertain:
     """The uncertainty of one prompt's risk."""
 
-    distance: float  # of the trajectory to those of training, in units of the cutoff
+    distance: float  # of the logits to those of training, in units of the cutoff
     interval: tuple[float, float] | None  # risks that hold those of refits; None where the bundle has no model of them
 
     @property
     def outside(self) -> bool:
-        """Whether the trajectory lies outside what training saw."""
+        """Whether the prompt lies outside what training saw."""
         return self.distance >= OUTSIDE
 
 
-def uncertain(bundle: Bundle, trajectory: Floats, signals: Floats) -> Uncertain | None:
-    """Of a trajectory [m] and the classifier's input [k]; None where the bundle has no uncertainty record."""
+def uncertain(bundle: Bundle, logits: Floats, signals: Floats) -> Uncertain | None:
+    """Of a prompt's logits [(1 + A) m] and the classifier's input [k]; None where the bundle has no such record."""
     record, probes, classifier = bundle.manifest.uncertainty, bundle.probes, bundle.manifest.classifier
     if record is None:
         return None
     assert probes.reference_mean is not None, "its reader wants the tensors with the record"
     assert probes.reference_whitening is not None, "its reader wants the tensors with the record"
-    away = float(distance(trajectory, probes.reference_mean, probes.reference_whitening))
+    away = float(distance(logits, probes.reference_mean, probes.reference_whitening))
     if record.interval is None:
         return Uncertain(away, None)
     weight = np.array(classifier.weight, np.float64)

@@ -14,6 +14,8 @@ from typing import Any, Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from probes_store.context import Context
+from service.context import prompt_context
 from service.errors import EngineError
 from service.readout import Geometry, Pooling, Probes, Site
 from service.risk import depth_mean, risk
@@ -121,23 +123,31 @@ class Counters:
 class Gate:
     """An engine begins the answer only if ``risk < threshold``.
 
-    The risk is the classifier's, from (depth mean of the first probe, log max probability, entropy), with weight 0 for
-    signals that it does not use (``risk.risk``).
+    The risk is the classifier's, from the depth mean of the first probe and the other signals, with weight 0 for those
+    that it does not use (``risk.risk``).  ``context``: what the request's next probes tell; where the prompt asks
+    for no fact, the gate stays open.
     """
 
-    weight: tuple[float, float, float]
+    weight: tuple[float, ...]  # in the order of ``probes_store.manifest.SIGNALS``
     intercept: float
     threshold: float
+    context: Context | None = None
 
     def closes(self, result: PrefillResult) -> bool:
         """Whether the answer must not begin; a NaN risk closes the gate, too."""
         first = result.first_token
+        probes = 0 if self.context is None else len(self.context.probes)
+        means = [float(depth_mean(trajectory)) for trajectory in result.trajectories[: 1 + probes]]
+        told = prompt_context(self.context, means[1:])
         signals = (
-            float(depth_mean(result.trajectories[0])),
+            means[0],
             first.log_max_prob if first is not None else 0.0,
             first.entropy if first is not None else 0.0,
+            told.passage or 0.0,
+            told.stated or 0.0,
         )
-        return not float(risk(np.array(signals), np.array(self.weight), self.intercept)) < self.threshold
+        withheld = not float(risk(np.array(signals), np.array(self.weight), self.intercept)) < self.threshold
+        return withheld and told.applies
 
 
 @dataclass(frozen=True, slots=True)

@@ -85,8 +85,9 @@ def _vllm(
         from service.readout import Site
 
         sites = {Site(bundle.manifest.readout.site) for bundle in bundles} | set(rows)
+        probes = sum(1 + bundle.manifest.context_probes for bundle in bundles)
         return VllmEngine.load(
-            options, sites=sorted(sites), slots=max(SLOTS, 2 * len(bundles)), rows=bool(rows), threads=threads
+            options, sites=sorted(sites), slots=max(SLOTS, 2 * probes), rows=bool(rows), threads=threads
         )
 
 

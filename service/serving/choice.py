@@ -60,6 +60,8 @@ def check_choice(scorer: Scorer, policy: Policy, own_scorer: Scorer, own: Policy
         return
     if _outside(scorer, policy) < _outside(scorer, own) and "policy" not in caller.may:
         raise NotAllowed(f"policy {policy.name!r} lets prompts outside training through", param="policy")
+    if policy.withhold_no_fact < own.withhold_no_fact and "policy" not in caller.may:
+        raise NotAllowed(f"policy {policy.name!r} lets prompts that ask for no fact through", param="policy")
     highest, wanted = scorer.threshold(own), scorer.threshold(policy)
     if wanted > highest and "threshold" not in caller.may:
         raise NotAllowed(f"the threshold may be at most {highest:g} here, not {wanted:g}", param="threshold")
@@ -67,4 +69,4 @@ def check_choice(scorer: Scorer, policy: Policy, own_scorer: Scorer, own: Policy
 
 def _outside(scorer: Scorer, policy: Policy) -> int:
     """How much of what lies outside training it withholds: nothing, what went through no chat template, or all."""
-    return bool(policy.withhold_outside) + bool(untemplated(scorer, policy).withhold_outside)
+    return scorer.withholds_outside(policy) + scorer.withholds_outside(untemplated(scorer, policy))

@@ -223,7 +223,7 @@ class ServiceState:
             monitor = self.monitors[scorer.bundle.reference]
             try:
                 reports = [await _only(scorer, prompt) for prompt in scorer.bundle.golden.prompts()]
-                trajectories = np.stack([report.trajectory for report in reports])
+                trajectories = np.stack([report.logits for report in reports])
                 risks = np.array([report.risk for report in reports])
                 deviation = check_golden(scorer.bundle, trajectories, risks, dtype=scorer.engine.identity.dtype)
             except (GoldenMismatch, NonFiniteReadout) as error:

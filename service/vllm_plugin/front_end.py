@@ -135,11 +135,12 @@ def read_by_default(arguments: Any) -> None:
     additional = {**(arguments.additional_config or {}), GATED: True}
     if KEY not in additional:
         try:
-            bundles = read_options().bundles.values()
+            bundles = list(read_options().bundles.values())
         except (HalluTracerError, BundleError) as error:
             raise SystemExit(f"hallutracer: {error}") from error
         sites = sorted({str(bundle.manifest.readout.site) for bundle in bundles})
-        additional[KEY] = {"sites": sites, "slots": max(SLOTS, len(bundles))}
+        probes = sum(1 + bundle.manifest.context_probes for bundle in bundles)
+        additional[KEY] = {"sites": sites, "slots": max(SLOTS, probes)}
     arguments.additional_config = additional
 
 

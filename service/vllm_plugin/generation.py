@@ -128,7 +128,7 @@ class _JudgedPrompt:
         gate = self.scorer.gate(self.policy)
         in_engine = gate is not None and _ends_at_an_end_token(parameters)
         lease = await self.engine.lease(
-            [self.scorer.probes],
+            self.scorer.probes,
             first_token=self.scorer.needs_first_token,
             gate=gate if in_engine else None,
         )

@@ -141,7 +141,7 @@ def test_another_number_of_weights() -> None:
 
 def test_a_newer_format_is_named_as_such() -> None:
     with pytest.raises(BadValue, match="newer version.*Upgrade"):
-        read_manifest(readable_json({"format": "hallutracer-bundle", "format_version": 4, "new": 1}))
+        read_manifest(readable_json({"format": "hallutracer-bundle", "format_version": 5, "new": 1}))
 
 
 @pytest.mark.parametrize("text", ["NaN", "Infinity", "-Infinity", "1e999"])

@@ -44,7 +44,7 @@ from service.engines.vllm.requests import AnswerBuilder, ProbeLease, answering, 
 from service.engines.vllm.self_test import self_test
 from service.engines.vllm.slots import Slots
 from service.engines.vllm.stages import say
-from service.engines.vllm.wire import Directive, Payload, Plan
+from service.engines.vllm.wire import ContextTerms, Directive, Payload, Plan
 from service.errors import EngineError
 from service.readout import Geometry, Pooling, Probes, Site
 
@@ -308,6 +308,7 @@ class VllmEngine:
             slot=columns[0] if columns else 0,
             gate=gate if gated else None,
             end_token=self.end_token if gated else None,
+            context=ContextTerms.made(None if gate is None else gate.context, columns[1:]),
             probes=self._slots.digests(columns),
         )
         return ProbeLease(directive, self._plan, columns, self._slots)

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from probes_store.manifest import SIGNALS
 from service.engines.transformers.results import summarise
 from service.engines.vllm.sites import SiteReadout
 from service.engines.vllm.wire import EXTRAS, REPLACED, Directive, Plan
@@ -85,7 +86,7 @@ class Reader:
         self._step: list[OnsetRow] = []
         self._keeps = False
         self._replaced: list[int] = []  # places in the step whose directives name other probes
-        self._numbers: Tensor | None = None  # [n, 9] on the device: ``_numbers``
+        self._numbers: Tensor | None = None  # [n, 21] on the device: ``_numbers``
         self._values: Tensor | None = None  # [columns, n, layers + 1]
         self._activations: list[Tensor] = []
         self._summary: Tensor | None = None  # [n, 3]
@@ -153,15 +154,20 @@ class Reader:
             return sampled
         numbers, count = self._numbers, len(self._step)
         weights, intercept, bound = numbers[:, WEIGHTS], numbers[:, INTERCEPT], numbers[:, BOUND]
-        signals = torch.zeros(count, 3, dtype=torch.float64, device=self.device)
+        signals = torch.zeros(count, len(SIGNALS), dtype=torch.float64, device=self.device)
         # Computed from the trajectory, as on the request side, so that both get the same number.
         rows = torch.arange(count, device=self.device)
-        signals[:, 0] = self._values[numbers[:, SLOT].long(), rows, :-1].double().mean(-1)
+        slots = numbers[:, SLOTS].long().T  # [4, n]
+        means = self._values[slots, rows].double()[..., :-1].mean(-1).T  # [n, 4]
+        told = torch.sigmoid(numbers[:, CONTEXT_WEIGHTS] * means[:, 1:] + numbers[:, CONTEXT_INTERCEPTS])
+        signals[:, 0] = means[:, 0]
         if self._summary is not None:
-            signals[:, 1:] = self._summary[:, :2].float().to(signals)  # rounded as the payload's are
+            signals[:, 1:3] = self._summary[:, :2].float().to(signals)  # rounded as the payload's are
+        signals[:, 3], signals[:, 4] = told[:, 1], told[:, 1] * told[:, 2]
         # A signal with weight 0 may be anything, including a NaN.
         used = torch.where(weights == 0, torch.zeros_like(signals), signals)
-        self._gated = (weights * used).sum(-1) + intercept < bound - GATE_MARGIN
+        applies = told[:, 0] >= numbers[:, APPLIES_FROM] + GATE_MARGIN
+        self._gated = ((weights * used).sum(-1) + intercept < bound - GATE_MARGIN) & applies
         targets = numbers[:, REQUEST_ROW].long()
         kept = sampled[targets, 0]
         sampled[targets, 0] = torch.where(self._gated, numbers[:, END_TOKEN].to(kept), kept)
@@ -192,15 +198,18 @@ class Reader:
 
 
 # Columns of the numbers that a step copies to the device, for each onset; float64 holds every index and token id.
-TOKEN_ROW, REQUEST_ROW, SLOT, END_TOKEN, INTERCEPT, BOUND = range(6)
-WEIGHTS = slice(6, 9)
+TOKEN_ROW, REQUEST_ROW, END_TOKEN, INTERCEPT, BOUND = range(5)
+WEIGHTS = slice(5, 10)
+SLOTS, CONTEXT_WEIGHTS, CONTEXT_INTERCEPTS, APPLIES_FROM = slice(10, 14), slice(14, 17), slice(17, 20), 20
 
 
 def _numbers(row: OnsetRow) -> list[float]:
     """A row without a gate gets one that never closes."""
     directive, gate = row.directive, row.directive.gate
-    terms = [0.0, -math.inf, 0.0, 0.0, 0.0] if gate is None else [gate.intercept, _bound(gate.threshold), *gate.weight]
-    return [row.token_row, row.request_row, directive.slot, directive.end_token or 0, *terms]
+    terms = [0.0, -math.inf] if gate is None else [gate.intercept, _bound(gate.threshold)]
+    weights = [0.0] * len(SIGNALS) if gate is None else gate.weight
+    tokens = [row.token_row, row.request_row, directive.end_token or 0]
+    return [*tokens, *terms, *weights, directive.slot, *directive.context.flat]
 
 
 def _bound(threshold: float) -> float:

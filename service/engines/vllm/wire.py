@@ -15,6 +15,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from probes_store.context import Context, ContextName
+from probes_store.manifest import SIGNALS
 from service.engines.base import FirstToken, Gate
 from service.errors import EngineError, NonFiniteReadout, ProbeReplaced
 from service.readout import Geometry, Site
@@ -23,6 +25,8 @@ KEY = "hallutracer"
 GATED = f"{KEY}_gated"  # in an engine's ``additional_config``: requests reach it through our gate only
 MAX_TOKEN = 2**31 - 1
 EXTRAS = 4  # log max probability, entropy, greedy token, and 1 where the gate closed or REPLACED
+CONTEXT_NAMES: tuple[ContextName, ...] = ("asks", "passage", "stated")
+CERTAIN = 50.0  # log odds of a probability that is 1 in float64
 REPLACED = -1.0  # a slot holds another probe than the request side has written
 
 
@@ -54,13 +58,54 @@ class Plan:
         return sum(self.geometry.num_layers * self.geometry.width(site) for site in self.sites)
 
 
+Three = tuple[float, float, float]
+
+
+@dataclass(frozen=True, slots=True)
+class ContextTerms:
+    """What a gate reads of the probes asks, passage, stated: P = sigmoid(weight . depth mean of the slot + intercept).
+
+    By default each is 1, whatever its slot holds: the bundle has no such probe.
+    """
+
+    slot: tuple[int, int, int] = (0, 0, 0)
+    weight: Three = (0.0, 0.0, 0.0)
+    intercept: Three = (CERTAIN, CERTAIN, CERTAIN)
+    applies_from: float = 0.0  # the gate stays open where P(asks) is below
+
+    @classmethod
+    def made(cls, context: Context | None, columns: Sequence[int]) -> ContextTerms:
+        """For a record whose probes are in the first of ``columns``, in its order."""
+        slot, weight, intercept = [0, 0, 0], [0.0, 0.0, 0.0], [CERTAIN, CERTAIN, CERTAIN]
+        if context is None:
+            return cls()
+        for probe, column in zip(context.probes, columns, strict=False):
+            place = CONTEXT_NAMES.index(probe.name)
+            slot[place], weight[place], intercept[place] = column, probe.weight, probe.intercept
+        applicability = context.applicability
+        applies_from = 0.0 if applicability is None else applicability.threshold
+        return cls.of([*map(float, slot), *weight, *intercept, applies_from])
+
+    @classmethod
+    def of(cls, flat: Sequence[float]) -> ContextTerms:
+        """Of the ten numbers on the wire.  Raises ValueError for another number of them."""
+        a, b, c, d, e, f, g, h, i, applies_from = flat
+        return cls((int(a), int(b), int(c)), (d, e, f), (g, h, i), applies_from)
+
+    @property
+    def flat(self) -> list[float]:
+        """Ten numbers."""
+        return [*self.slot, *self.weight, *self.intercept, self.applies_from]
+
+
 @dataclass(frozen=True, slots=True)
 class Directive:
     """What one request asks of the worker.
 
-    ``slot`` is the gated probe's index in ``sites`` x ``slots``; ``end_token`` is the token that a closed gate samples
-    instead of an answer's first token.  ``probes`` are (column, ``probe_digest``) of what the request side has written
-    there: where a worker finds something else, it reports no number.
+    ``slot`` is the gated probe's index in ``sites`` x ``slots``, ``context`` what the gate reads of the context probes;
+    ``end_token`` is the token that a closed gate samples instead of an answer's first token.  ``probes`` are (column,
+    ``probe_digest``) of what the request side has written there: where a worker finds something else, it reports no
+    number.
     """
 
     first_token: bool = False
@@ -68,6 +113,7 @@ class Directive:
     slot: int = 0
     gate: Gate | None = None
     end_token: int | None = None
+    context: ContextTerms = ContextTerms()
     probes: tuple[tuple[int, str], ...] = ()
 
     def encode(self) -> dict[str, Any]:
@@ -76,6 +122,7 @@ class Directive:
                                 "probes": [list(probe) for probe in self.probes]}  # fmt: skip
         if self.gate is not None:
             wire["gate"] = [*self.gate.weight, self.gate.intercept, self.gate.threshold]
+            wire["context"] = self.context.flat
             wire["end_token"] = self.end_token
         return {KEY: wire}
 
@@ -88,22 +135,27 @@ class Directive:
         """
         try:
             wire = (extra_args or {})[KEY]
-            gate = end_token = None
+            gate, end_token, context = None, None, ContextTerms()
             if wire.get("gate") is not None:
                 end_token = int(wire["end_token"])
-                first, second, third, intercept, threshold = (float(value) for value in wire["gate"])
-                gate = Gate((first, second, third), intercept, threshold)
+                *weight, intercept, threshold = (float(value) for value in wire["gate"])
+                gate = Gate(tuple(weight), intercept, threshold)
+                context = ContextTerms.of([float(value) for value in wire["context"]])
+                if len(weight) != len(SIGNALS):
+                    return None
             probes = tuple((int(column), str(digest)) for column, digest in wire["probes"])
-            directive = cls(bool(wire["first_token"]), bool(wire["rows"]), int(wire["slot"]), gate, end_token, probes)
+            first, rows, slot = bool(wire["first_token"]), bool(wire["rows"]), int(wire["slot"])
+            directive = cls(first, rows, slot, gate, end_token, context, probes)
         except (AttributeError, KeyError, OverflowError, TypeError, ValueError):
             return None
-        fits = 0 <= directive.slot < len(plan.sites) * plan.slots and 0 <= (end_token or 0) <= MAX_TOKEN
+        columns = len(plan.sites) * plan.slots
+        fits = all(0 <= slot < columns for slot in (slot, *context.slot)) and 0 <= (end_token or 0) <= MAX_TOKEN
         return directive if fits and plan.activations >= directive.activations else None
 
     @property
     def needs_first_token(self) -> bool:
         """Whether the first token's distribution must be summarised."""
-        return self.first_token or self.activations or (self.gate is not None and any(self.gate.weight[1:]))
+        return self.first_token or self.activations or (self.gate is not None and any(self.gate.weight[1:3]))
 
 
 @dataclass(frozen=True)
