@@ -138,7 +138,7 @@ class Manifest:
     logit_scale: LogitScale
     signals: tuple[Signal, ...]  # depth_mean first
     classifier: Classifier
-    # By cost, t = 1 / (1 + K), or by a target, on out-of-fold training risks; with a guarantee, the one that it is about.
+    # By cost, t = 1 / (1 + K), or by a target, on out-of-fold training risks; with a guarantee, the one it is about.
     threshold: float
     guarantee: Guarantee | None = None  # these: ``OPTIONAL``
     uncertainty: Uncertainty | None = None

@@ -115,8 +115,8 @@ def test_a_target_out_of_reach_is_said_so_and_does_not_open_the_gate(missed: tup
         assert gate["wrong_among_answered"] < row["wrong_among_answered"]
     words = (
         "he target wrong<=0.01 is out of reach. What is reachable is the lowest share of wrong with at least 20 "
-        f"answered rows: threshold {found['threshold']:.4f}, which was published, answers {gate['answered']:.1%} of the "
-        f"training rows by out-of-fold risks, and {gate['wrong_among_answered']:.1%} of these answers are wrong"
+        f"answered rows: threshold {found['threshold']:.4f}, which was published, answers {gate['answered']:.1%} of "
+        f"the training rows by out-of-fold risks, and {gate['wrong_among_answered']:.1%} of these answers are wrong"
     )
     assert f"t{words}" in console.lines
     assert f"**T{words}.**" in section(bundle)
