@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
@@ -162,7 +163,7 @@ def points(given: PlotData) -> tuple[list[tuple[float, float]], list[str]]:
     _coverage(axes, given)
     marked = [line for line in axes.lines if line.get_marker() == "o"]
     labels = [str(line.get_label()) for line in axes.lines]
-    return [(float(line.get_xdata()[0]), float(line.get_ydata()[0])) for line in marked], labels
+    return [tuple(np.asarray(line.get_xydata())[0].tolist()) for line in marked], labels
 
 
 def test_the_curve_shows_the_chosen_point() -> None:
