@@ -145,7 +145,8 @@ class Manifest:
     logit_scale: LogitScale
     signals: tuple[Signal, ...]  # depth_mean first
     classifier: Classifier
-    threshold: float  # Youden's J on out-of-fold training risks; with a guarantee, the one that it is about
+    # By cost, t = 1 / (1 + K), or by a target, on out-of-fold training risks; with a guarantee, the one it is about.
+    threshold: float
     guarantee: Guarantee | None = None  # these: ``OPTIONAL``
     uncertainty: Uncertainty | None = None
     recalibration: Recalibration | None = None

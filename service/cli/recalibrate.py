@@ -35,9 +35,10 @@ class RecalibrateChoices:
                "be scored."),
     ] = None  # fmt: skip
     threshold_rule: Annotated[
-        Literal["map", "keep", "youden"],
+        Literal["map", "keep"],
         option("map: the threshold is carried along, so that the same prompts are flagged.  keep: the same number on "
-               "the new scale.  youden: chosen anew on the labelled rows."),
+               "the new scale, right for a threshold by --wrong-costs: what a wrong answer costs has not changed, and "
+               "the new risk is a probability of your traffic."),
     ] = "map"  # fmt: skip
     allow_other_shift: Annotated[
         bool, option("Use the traffic although prior shift alone does not explain it, or although nobody can tell.")

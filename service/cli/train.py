@@ -57,6 +57,18 @@ class TrainChoices:
     ] = "unit_norm"
     signals: Annotated[str, option("depth_mean, or depth_mean,first_token.")] = "depth_mean"
     class_balance: Annotated[ClassBalance, option("In the probe fit only.")] = "weights"
+    wrong_costs: Annotated[
+        float | None,
+        option("K: a wrong answer costs as much as K withheld right ones, and the threshold is 1 / (1 + K).  Default: "
+               "1, answer what is more likely right than wrong.", limits=Range(positive=True)),
+    ] = None  # fmt: skip
+    target: Annotated[
+        str | None,
+        option("Instead of --wrong-costs, by out-of-fold risks: \"wrong<=0.2\" is the largest threshold with at most "
+               "this share of wrong among the answered (20 rows or more), \"answered>=0.5\" the smallest that answers "
+               "this share.  Out of reach: the closest threshold is published, and run and card say so.",
+               metavar="TARGET"),
+    ] = None  # fmt: skip
     evaluate: Annotated[
         bool, option("Nested cross-validation for the model card; without it the card reports no performance.")
     ] = True
@@ -99,6 +111,8 @@ def train(
     """
     if len(options.data) != 1:
         raise UsageError("--data", "name one JSONL file")
+    if options.target is not None and options.wrong_costs is not None:
+        raise UsageError("--target", "excludes --wrong-costs: the threshold has one rule, so give one of them")
     alphas = promise.alphas
     from rich.console import Console
 
@@ -133,6 +147,8 @@ def train(
         seeds=tuple(range(fit.seeds)),
         class_balance=options.class_balance,
         batch_rows=fit.batch_rows,
+        wrong_costs=options.wrong_costs,
+        target=options.target,
         evaluate=options.evaluate,
         uncertainty=options.uncertainty,
         allow_no_signal=options.allow_no_signal,

@@ -20,7 +20,6 @@ from service.errors import NoDirection
 from service.fitting.fit import Floats, Index, ProbeFit, Readouts, Task, fit_probes, require
 from service.fitting.folds import group_folds
 from service.fitting.options import SEVERAL, ClassBalance
-from service.fitting.scores import youden_threshold
 from service.fitting.soft_labels import copies_of
 from service.risk import depth_mean, risk
 
@@ -62,7 +61,6 @@ class FinalClassifier:
 
     weight: Floats  # [k]
     intercept: float
-    threshold: float  # Youden's J on the rows it was fitted on
 
     def risk(self, signals: Floats) -> Floats:
         """Signals [..., k] -> [...]."""
@@ -160,8 +158,7 @@ def fit_classifier(signals: Floats, label: NDArray[np.integer], share: Floats | 
 
     Signals are standardised for the solver, and the standardisation is folded into weight and intercept.  C = 1e4 only
     matters where the classes are separable and the weights would be infinite.  No class weights: the risk is a
-    probability at the training data's share of hallucinations.  ``share`` [n]: soft labels to fit on; the threshold
-    remains one for ``label``.
+    probability at the training data's share of hallucinations.  ``share`` [n]: soft labels to fit on.
     """
     mean, std = signals.mean(axis=0), signals.std(axis=0)
     std = np.where(std > 0, std, 1.0)
@@ -171,7 +168,7 @@ def fit_classifier(signals: Floats, label: NDArray[np.integer], share: Floats | 
         model.fit(((signals - mean) / std)[copies.row], copies.label, sample_weight=copies.weight)
     weight = model.coef_[0] / std
     intercept = float(model.intercept_[0] - weight @ mean)
-    return FinalClassifier(weight, intercept, youden_threshold(label, risk(signals, weight, intercept)))
+    return FinalClassifier(weight, intercept)
 
 
 def stacked(signals: Floats, label: NDArray[np.integer]) -> tuple[Floats, NDArray[np.integer]]:

@@ -189,7 +189,12 @@ def evaluate(inputs: Inputs, *, folds: int, seeds: Sequence[int], options: FitOp
 
 
 def held_out(
-    inputs: Inputs, classifier: FinalClassifier, trajectory: Floats, signals: Sequence[str], references: Inputs
+    inputs: Inputs,
+    classifier: FinalClassifier,
+    threshold: float,
+    trajectory: Floats,
+    signals: Sequence[str],
+    references: Inputs,
 ) -> dict[str, Any]:
     """The final bundle on rows that took no part: trajectory [n, m] already scaled.
 
@@ -210,7 +215,7 @@ def held_out(
     return {
         **counts,
         "signals": rounded(scores),
-        "at_threshold": rounded(at_threshold(label, own, model.threshold)),
+        "at_threshold": rounded(at_threshold(label, own, threshold)),
         "calibration": rounded(recalibration(label, inputs.group, own[None])),
     }
 

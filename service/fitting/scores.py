@@ -1,4 +1,4 @@
-"""Scores of a risk: ranking, calibration, threshold.
+"""Scores of a risk: ranking, calibration, what a threshold does.
 
 Labels: 1 factual, 0 hallucinated.  A risk is P(hallucinated).  AUPRC is given with either class as the positive one,
 because the paper does not say which it uses.
@@ -100,27 +100,13 @@ def debiased_calibration_error(label: Labels, risk: Floats, bins: int = ECE_BINS
     return float(np.sqrt(max(0.0, float(np.sum(size * squared) / np.sum(size)))))
 
 
-def youden_threshold(label: Labels, risk: Floats) -> float:
-    """The cut with the largest J = TPR - FPR for "hallucinated where risk >= cut", strictly between 0 and 1.
-
-    Half-way between two adjacent distinct risks; of equally good cuts the lowest, which flags more.  If all risks are
-    equal, that risk.
-    """
-    hallucinated = _two_classes(label) == 0
-    levels, index = np.unique(np.asarray(risk, np.float64), return_inverse=True)
-    bad = np.bincount(index, hallucinated, len(levels))
-    good = np.bincount(index, ~hallucinated, len(levels))
-    if len(levels) == 1:
-        return float(np.clip(levels[0], 1e-9, 1 - 1e-9))
-    flagged_bad = np.cumsum(bad[::-1])[::-1][1:] / bad.sum()  # cut between level i - 1 and level i
-    flagged_good = np.cumsum(good[::-1])[::-1][1:] / good.sum()
-    best = int(np.argmax(np.round(flagged_bad - flagged_good, 12)))
-    return float(np.clip((levels[best] + levels[best + 1]) / 2, 1e-9, 1 - 1e-9))
-
-
 def at_threshold(label: Labels, risk: Floats, threshold: float) -> dict[str, float]:
-    """What a gate at ``threshold`` does: share answered, wrong among the answered (0 where none is), right withheld."""
-    answered, factual = np.asarray(risk) < threshold, np.asarray(label) == 1
+    """What a gate at ``threshold`` does: share answered, wrong among the answered (0 where none is), right withheld.
+
+    label [n], risk [n]; or risk [seeds, n], of which every seed's rows count.
+    """
+    answered = np.asarray(risk) < threshold
+    factual = np.broadcast_to(np.asarray(label) == 1, answered.shape)
     return {
         "answered": float(answered.mean()),
         "wrong_among_answered": float(1 - factual[answered].mean()) if answered.any() else 0.0,

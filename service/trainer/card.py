@@ -12,6 +12,7 @@ from typing import Any
 from probes_store.manifest import Manifest, TrainingRecord
 from service.fitting.markdown import markdown_table
 from service.trainer.by_form import form_section
+from service.trainer.threshold_card import threshold_section
 from service.trainer.uncertainty import uncertainty_section
 
 METRICS = {
@@ -79,7 +80,8 @@ def write_card(
         _what(manifest),
         _data(manifest, evaluation["data"], left_out),
         _figures(evaluation, plots),
-        _classifier(manifest, signal_std, evaluation),
+        _classifier(manifest, signal_std),
+        threshold_section(evaluation),
         *filter(None, [form_section(evaluation)]),
         *filter(None, [uncertainty_section(manifest)]),
         _limits(manifest.training),
@@ -187,7 +189,7 @@ def _soft(data: Mapping[str, Any]) -> str:
         f"| fitted on | the share of right ones among {soft['samples']} answers sampled at temperature "
         f"{soft['temperature']:g}: {soft['right']:.1%} of them, rows with right and wrong ones "
         f"{soft['rows_with_right_and_wrong_answers']:.1%}. So the risk is that of such an answer. All figures below, "
-        f"and the threshold, are by the greedy answers' labels |\n"
+        f"and a target of the threshold, are by the greedy answers' labels |\n"
     )
 
 
@@ -285,7 +287,7 @@ def group_warning(data: Mapping[str, Any]) -> str | None:
     return f"One group has {share:.0%} of the rows: how well the bundle does elsewhere is hardly known"
 
 
-def _classifier(manifest: Manifest, signal_std: Sequence[float], evaluation: Mapping[str, Any]) -> str:
+def _classifier(manifest: Manifest, signal_std: Sequence[float]) -> str:
     classifier = manifest.classifier
     lines = ["## Classifier\n", "| signal | weight | weight x standard deviation |", "| --- | --- | --- |"]
     strength: dict[str, float] = {}
@@ -294,20 +296,8 @@ def _classifier(manifest: Manifest, signal_std: Sequence[float], evaluation: Map
         lines.append(f"| {name} | {weight:+.4f} | {weight * std:+.3f} |")
     text = (
         f"\nrisk = 1 - sigmoid(sum of weight x signal {classifier.intercept:+.4f}); flagged at a risk of "
-        f"{manifest.threshold:.4f} or more (the largest Youden's J on out-of-fold training risks).\n"
+        f"{manifest.threshold:.4f} or more.\n"
     )
-    for key, rows in (
-        ("cross_validation", "by the risks of folds that never saw the row"),
-        ("held_out", "held-out rows"),
-    ):
-        if (found := evaluation.get(key)) is not None:
-            gate, counts = found["at_threshold"], found if key == "held_out" else evaluation["data"]
-            wrong = counts["hallucinated"] / (counts["factual"] + counts["hallucinated"])
-            text += (
-                f"\nA gate at this threshold, {rows}: {gate['answered']:.0%} of the prompts are answered, "
-                f"{gate['wrong_among_answered']:.0%} of these answers are wrong ({wrong:.0%} without a gate), and "
-                f"{gate['right_withheld']:.0%} of the right answers are withheld.\n"
-            )
     if len(strength) > 1:
         carrier = max(strength, key=lambda name: strength[name])
         share = strength[carrier] / (sum(strength.values()) or 1.0)

@@ -44,7 +44,7 @@ LEAST_TRAFFIC = 100  # answers, for an estimate without labels
 
 @dataclass(frozen=True, kw_only=True)
 class FeedbackOptions:
-    """One recalibration by feedback.  Raises TrainingError for an invalid value."""
+    """One recalibration by feedback."""
 
     bundle: str
     feedback: Location
@@ -54,14 +54,6 @@ class FeedbackOptions:
     allow_other_shift: bool = False  # use unlabelled answers although prior shift alone does not explain them
     seed: int = 0
     dry_run: bool = False
-
-    def __post_init__(self) -> None:
-        """Check values, not types."""
-        if self.threshold == "youden":
-            raise TrainingError(
-                "a threshold chosen on feedback would be that of whoever labels: use map or keep",
-                param="threshold_rule",
-            )
 
 
 @dataclass(frozen=True, eq=False)

@@ -16,10 +16,11 @@ from service.data.sampled_answers import SampleOptions
 from service.errors import TrainingError
 from service.fitting.calibration import FitOptions
 from service.fitting.options import C_GRID, DEPTH_MEAN, FIRST_TOKEN, ClassBalance, LogitScale
+from service.fitting.thresholds import Rule, Target, WrongCosts
 from service.readout import Site
 from service.trainer.prepare import Preparation
 
-ThresholdRule = Literal["map", "keep", "youden"]
+ThresholdRule = Literal["map", "keep"]
 
 
 def parse_signals(text: str) -> tuple[Signal, ...]:
@@ -122,7 +123,7 @@ class RecalibrateOptions(NewRowsOptions):
 
     data: Path  # labelled JSONL rows, drawn at random from the traffic
     traffic: Path | None = None  # unlabelled: risks, or rows to be scored
-    threshold: ThresholdRule = "map"  # the same decisions; the same number; or chosen anew on the labelled rows
+    threshold: ThresholdRule = "map"  # the same decisions; or the same number
     allow_other_shift: bool = False  # use the traffic although prior shift alone does not explain it
     seed: int = 0  # of folds and draws
 
@@ -153,6 +154,8 @@ class TrainOptions:
     c_grid: tuple[float, ...] = C_GRID  # what "auto" chooses from
     class_balance: ClassBalance = "weights"  # probe fit only: class weights, or drop rows of the larger class
     batch_rows: int = BATCH_ROWS  # prompts in one call of the engine; part of the run's identity, since padding rounds
+    wrong_costs: float | None = None  # K of the threshold 1 / (1 + K), in withheld right answers; None: 1, or `target`
+    target: str | None = None  # "wrong<=0.2" or "answered>=0.5": the threshold, by out-of-fold risks
     evaluate: bool = True  # the nested evaluation; without it the card reports no performance
     uncertainty: bool = True  # an interval for each risk, and a flag for prompts outside training
     allow_no_signal: bool = False  # publish although the interval of the nested AUROC reaches chance
@@ -186,6 +189,7 @@ class TrainOptions:
         require(self.batch_rows >= 1, "batch_rows", "1 or more")
         require(self.max_new_tokens >= 1, "max_new_tokens", "1 or more")
         require(self.jobs >= 0, "jobs", "0 (all cores) or more")
+        _ = self.rule
         for field, pattern in (
             ("abstain_pattern", self.abstain_pattern),
             ("answer_pattern", self.judge.answer_pattern),
@@ -234,6 +238,15 @@ class TrainOptions:
             batch_rows=self.batch_rows,
             sampled=self.sampled,
         )
+
+    @property
+    def rule(self) -> Rule:
+        """Of the threshold.  Raises TrainingError where there are two, or one that cannot be read."""
+        if self.target is None:
+            return WrongCosts() if self.wrong_costs is None else WrongCosts(self.wrong_costs)
+        if self.wrong_costs is not None:
+            raise TrainingError("target and wrong_costs exclude each other: give one of them", param="target")
+        return Target.parse(self.target)
 
     @property
     def workers(self) -> int:

@@ -21,7 +21,16 @@ from sklearn.metrics import precision_recall_curve, roc_curve
 
 from service.fitting.group_statistics import share_interval
 from service.fitting.plotting import BLUE, GREEN, GREY, ORANGE, PURPLE, STYLE, class_bands, layer_ticks, thinned
-from service.fitting.scores import auprc, coverage_curve, ece, equal_mass_bins, reliability, risk_auroc, shown_bins
+from service.fitting.scores import (
+    at_threshold,
+    auprc,
+    coverage_curve,
+    ece,
+    equal_mass_bins,
+    reliability,
+    risk_auroc,
+    shown_bins,
+)
 
 Floats = NDArray[np.float64]
 Numbers = TypeVar("Numbers")  # what a figure is drawn from
@@ -48,6 +57,7 @@ class PlotData:
     depth_mean_auroc: Floats  # [seeds]
     logit_unit: str  # of the truth logit: what one step on its axis is
     own: str  # the name in ``risk`` of what the bundle serves
+    threshold: float  # the bundle's
     ranking_only: Sequence[str] = ()  # names whose risks hardly vary, left out of the reliability plot
 
 
@@ -123,11 +133,18 @@ def _coverage(axes: Axes, data: PlotData) -> None:
         answered, wrong = coverage_curve(data.label, data.risk[name])
         thin = thinned(len(wrong), _MAX_POINTS)
         axes.plot(answered[thin], wrong[thin], line, color=colour, label=name, linewidth=1.4)
+    gate = at_threshold(data.label, data.risk[data.own], data.threshold)
+    if gate["answered"]:
+        axes.plot(gate["answered"], gate["wrong_among_answered"], "o", color=_LINES[list(data.risk).index(data.own)][0],
+                  markersize=8, markeredgecolor="black", zorder=4, clip_on=False,
+                  label=f"the bundle's threshold, {data.threshold:.3f}")  # fmt: skip
+    else:
+        axes.plot([], [], " ", label=f"the bundle's threshold, {data.threshold:.3f}, answers nothing")
     share = float(np.mean(data.label == 0))
     axes.axhline(share, color=GREY, linewidth=0.8, label=f"everything answered ({share:.2f})")
     axes.set(title="Coverage and error, lowest risks answered first", xlabel="prompts answered (share)",
              ylabel="hallucinated among the answered (share)", xlim=(-0.01, 1.01), ylim=(0, None))  # fmt: skip
-    axes.legend(loc="lower right")
+    axes.legend(loc="best")
 
 
 def _trajectories(axes: Axes, data: PlotData) -> None:

@@ -120,6 +120,7 @@ def manifest_of(
     identity: ModelIdentity,
     prompt_format: PromptFormat,
     classifier: FinalClassifier,
+    threshold: float,
     training: TrainingRecord,
     uncertainty: Uncertainty | None = None,
 ) -> Manifest:
@@ -135,7 +136,7 @@ def manifest_of(
         logit_scale=options.logit_scale,
         signals=options.signals,
         classifier=Classifier(tuple(classifier.weight.tolist()), classifier.intercept),
-        threshold=classifier.threshold,
+        threshold=threshold,
         uncertainty=uncertainty,
         training=training,
     )

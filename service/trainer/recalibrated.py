@@ -14,7 +14,7 @@ from probes_store.recalibration import Recalibration
 from service.errors import TrainingError
 from service.fitting.map_choice import Choice
 from service.fitting.nested_cv import rounded
-from service.fitting.scores import at_threshold, youden_threshold
+from service.fitting.scores import at_threshold
 from service.trainer.ledger import Marks
 from service.trainer.new_rows import draft_of
 from service.trainer.options import ThresholdRule
@@ -97,8 +97,6 @@ def recalibrated(learnt: Learnt) -> BundleDraft:
 def _threshold(learnt: Learnt, recalibration: Recalibration) -> float:
     """Of the new version, by the rule that was asked for."""
     old = learnt.bundle.manifest.threshold
-    if learnt.rule == "youden":
-        return youden_threshold(learnt.label, recalibration(learnt.risk))
     return float(np.clip(recalibration(old) if learnt.rule == "map" else old, _OPEN, 1 - _OPEN))
 
 

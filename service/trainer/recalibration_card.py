@@ -57,8 +57,7 @@ def recalibrated_card(card: str, manifest: Manifest, record: Mapping[str, Any], 
     data, before, after = record["data"], *(record["candidates"][name] for name in ("identity", record["chosen"]))
     share = data["hallucinated"] / (data["factual"] + data["hallucinated"])
     thresholds, gate = record["thresholds"], record["at_threshold"]["after"]
-    rules = {"map": "carried along, so that the same prompts are flagged", "keep": "the same number, other decisions",
-             "youden": "chosen anew, by Youden's J on the labelled rows"}  # fmt: skip
+    rules = {"map": "carried along, so that the same prompts are flagged", "keep": "the same number, other decisions"}
     rows = {
         "map": f"{NAMES[record['chosen']]}: {formula(manifest.recalibration)}",
         "labelled rows": f"`{data['file']}`, `{data['digest']}`: {data['factual'] + data['hallucinated']} in "

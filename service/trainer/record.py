@@ -124,6 +124,7 @@ def plot_data(
     class_mean: Floats,
     class_std: Floats,
     nested: Evaluation | None,
+    threshold: float,
 ) -> PlotData:
     """The numbers of the card's plots: trajectories [seeds, n, m], their mean and deviation by class [2, m]."""
     layers, means = layer_aurocs(inputs.label, out_of_fold)
@@ -146,5 +147,6 @@ def plot_data(
         means,
         logit_unit=unit,
         own="depth mean" if len(options.signals) == 1 else "depth mean and first token",
+        threshold=threshold,
         ranking_only=("prompt length",),
     )

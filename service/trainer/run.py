@@ -34,6 +34,7 @@ from service.fitting.folds import group_folds, outer_folds
 from service.fitting.nested_cv import evaluate, held_out, name_of, rounded
 from service.fitting.promise import profile
 from service.fitting.scores import at_threshold
+from service.fitting.thresholds import by_wrong_costs, choose_threshold
 from service.fitting.uncertainty import fit_interval, fit_reference
 from service.prompts import default_prompt_format
 from service.readout import Probes
@@ -121,34 +122,40 @@ def _draft(
     share = inputs.readouts.share
     classifier = fit_classifier(signals, label, None if share is None else np.tile(share, len(options.seeds)))
 
+    # Choose the threshold, on every seed's out-of-fold risks.
+    risks = classifier.risk(signals).reshape(len(options.seeds), -1)
+    cut = choose_threshold(options.rule, inputs.label, risks)
+    threshold = cut.threshold
+
     # Evaluate.  Of the bundle's numbers only the width of its intervals comes from here.
     nested = evaluate(inputs, folds=options.folds, seeds=options.seeds, options=fit) if options.evaluate else None
     own = name_of(options.signals, options.logit_scale)
     if nested is not None:
-        gates = [at_threshold(inputs.label, of_seed, classifier.threshold) for of_seed in nested.risk[own]]
-        nested.document["at_threshold"] = rounded({key: np.mean([gate[key] for gate in gates]) for key in gates[0]})
-        nested.document.update(_forms(by_form(inputs.label, nested.risk[own], inputs.strata, classifier.threshold)))
+        crossed_risk = nested.risk[own]
+        nested.document["at_threshold"] = rounded(at_threshold(inputs.label, crossed_risk, threshold))
+        nested.document["by_wrong_costs"] = rounded(by_wrong_costs(inputs.label, crossed_risk))
+        nested.document.update(_forms(by_form(inputs.label, crossed_risk, inputs.strata, threshold)))
         _check_signal(nested.document["signals"][own]["auroc"], options)
     uncertainty = None
     if reference is not None:
         interval = None if nested is None else fit_interval(nested.risk[own], reference, options.folds)
         uncertainty = uncertainty_record(reference, interval)
-    risks = classifier.risk(signals[: len(rows)])  # of the first seed
-    answering = profile(inputs.label, risks, inputs.group)
-    document = evaluation_document(options, data, out_of_fold, refitted, choice.auroc, nested, answering, risks)
-    document |= scaled.document
+    first = risks[0]  # of one seed, so that each row counts once
+    answering = profile(inputs.label, first, inputs.group)
+    document = evaluation_document(options, data, out_of_fold, refitted, choice.auroc, nested, answering, first)
+    document |= scaled.document | {"threshold": cut.document() | {"out_of_fold": rounded(cut.gate)}}
     if held is not None:
         document["rows_seen"]["held-out"] = Marks.of(held.dataset).document()
         logits = trajectories(held.inputs.readouts, probes)
-        document["held_out"] = held_out(held.inputs, classifier, logits, options.signals, inputs) | {
+        document["held_out"] = held_out(held.inputs, classifier, threshold, logits, options.signals, inputs) | {
             "file": held.dataset.path.name,
             "digest": held.dataset.digest,
             "left_out": held.counts["left_out"],
         }
         told = classifier.risk(signal_matrix(logits, held.inputs.first_token, options.signals))
-        forms = by_form(held.inputs.label, told[None], held.inputs.strata, classifier.threshold)
+        forms = by_form(held.inputs.label, told[None], held.inputs.strata, threshold)
         document["held_out"] |= _forms(forms)
-    plots = draw(plot_data(options, inputs, out_of_fold, class_mean, class_std, nested))
+    plots = draw(plot_data(options, inputs, out_of_fold, class_mean, class_std, nested, threshold))
 
     # Publish: golden prompts replayed through the serving path, manifest, card.
     chosen = golden_rows(classifier.risk(signal_matrix(refitted, inputs.first_token, options.signals)))
@@ -156,7 +163,7 @@ def _draft(
     collected = trajectories(inputs.readouts.subset(chosen), probes)
     golden = record_golden(engine, prompts, probes, classifier, options.signals, collected)
     training = training_record(options, data, choice.c)
-    manifest = manifest_of(options, engine.identity, prompt_format, classifier, training, uncertainty)
+    manifest = manifest_of(options, engine.identity, prompt_format, classifier, threshold, training, uncertainty)
     card = write_card(
         manifest,
         document,

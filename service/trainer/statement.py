@@ -77,7 +77,7 @@ def guaranteed_card(card: str, manifest: Manifest, step: Step | None = None) -> 
     rows = {
         "promise": f"at most {guarantee.alpha:g} hallucinated among the answered question groups, counted equally, at "
         f"confidence {1 - guarantee.delta:g}",
-        "threshold": f"{guarantee.threshold:g}, in place of training's (see the classifier)",
+        "threshold": f"{guarantee.threshold:g}, in place of training's (see the threshold)",
         "answering groups": f"{guarantee.groups} of {guarantee.all_groups}, {guarantee.hallucinated} of their first "
         f"answered rows hallucinated, p = {guarantee.p_value:.2g}",
         "answered": f"{guarantee.answered:.0%} of {guarantee.rows} rows",

@@ -9,6 +9,7 @@ from service.fitting.jackknife import gain
 from service.fitting.markdown import aligned_table
 from service.fitting.nested_cv import NAMES, Evaluation, Inputs
 from service.trainer.card import SIGNALS, WITHIN, group_warning
+from service.trainer.threshold_card import rule_in_words
 
 OPTIONS = {
     "depth_mean_unit_norm": "--logit-scale unit_norm --signals depth_mean",
@@ -22,7 +23,8 @@ OPTIONS = {
 
 
 def closing(evaluation: Mapping[str, Any]) -> Iterator[str]:
-    """What a run says once its bundle is published, from the bundle's evaluation: how well it works, and warnings."""
+    """What a run says once its bundle is published, from the bundle's evaluation: how well it works, its
+    threshold, and warnings."""
     crossed, held = evaluation.get("cross_validation"), evaluation.get("held_out")
     if crossed is not None:
         yield "Nested cross-validation, on rows that no fit saw:"
@@ -32,6 +34,7 @@ def closing(evaluation: Mapping[str, Any]) -> Iterator[str]:
         yield f"Held-out rows: AUROC {row['auroc']:.3f}, ECE {row['ece']:.3f}, {held['rows']} rows"
     if crossed is None and held is None:
         yield "Not evaluated: how well this bundle works is not known"
+    yield rule_in_words(evaluation["threshold"])
     if warning := group_warning(evaluation["data"]):
         yield warning
 

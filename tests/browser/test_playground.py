@@ -315,10 +315,18 @@ def test_the_slider_tells_what_the_bundle_counted(service: Running, opened: Open
         expect(page.locator("#gate-at")).to_contain_text(
             "50 % of the questions are answered, 25 % of these answers are wrong"
         )
+        expect(page.locator("#gate-cost")).to_contain_text("costs as much as 1 withheld right ones")
+        marks = page.locator("#gate-plot circle.at")
+        expect(marks).to_have_count(2)
+        heights = {mark.get_attribute("class"): float(mark.get_attribute("cy") or 0) for mark in marks.all()}
+        assert heights["at answered"] < heights["at wrong"]  # 50 % answered, 25 % of them wrong; y points down
+        middle = marks.first.get_attribute("cx")
         slider = page.locator("#threshold")
         slider.focus()
         for _ in range(13):
             page.keyboard.press("ArrowLeft")
+        assert float(marks.first.get_attribute("cx") or 0) < float(middle or 0)
+        expect(page.locator("#gate-cost")).to_contain_text("costs as much as 1.7 withheld right ones")
         expect(page.locator("#threshold-value")).to_have_text("0.37")
         below = [wrong for risk, wrong in zip(RISKS, WRONG, strict=True) if risk < 0.37]
         text = (

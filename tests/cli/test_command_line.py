@@ -194,6 +194,26 @@ def test_train_reports_bad_data_before_a_model_is_loaded(
     assert "line 1" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("more", "code", "said"),
+    [
+        (["--target", "wrong<=0.2", "--wrong-costs", "1"], 2, ["--target", "--wrong-costs", "one of them"]),
+        (["--target", "wrong=0.2"], 1, ["target must be", "wrong<=SHARE", "'wrong=0.2'", '--target "wrong<=0.2"']),
+        (["--wrong-costs", "0"], 2, ["--wrong-costs", "> 0"]),
+        (["--wrong-costs", "much"], 2, ["--wrong-costs", "much"]),
+    ],
+)
+def test_train_reports_a_threshold_s_rule_before_rows_are_read(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, more: list[str], code: int, said: list[str]
+) -> None:
+    assert (
+        run("train", "--data", str(tmp_path / "none.jsonl"), "--name", "x", "--model", "owner/nowhere", *more) == code
+    )
+    error = capsys.readouterr().err
+    assert [words for words in said if words not in error] == []
+    assert "none.jsonl" not in error
+
+
 @pytest.mark.parametrize("name", ["../x", "X", ""])
 def test_bundle_names_that_leave_the_store(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str

@@ -36,7 +36,8 @@ def test_a_dry_run_loads_no_model_and_writes_nothing(
     [
         (["--judge", "openai"], "--judge-url"),
         (["--prompt-format", "text"], "rendered as the bundle's"),
-        (["--threshold-rule", "loose"], "youden"),
+        (["--threshold-rule", "loose"], "keep"),
+        (["--threshold-rule", "youden"], "keep"),
         (["--traffic", "nowhere.jsonl"], "nowhere.jsonl"),
     ],
 )

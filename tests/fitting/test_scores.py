@@ -34,21 +34,6 @@ def test_auroc_is_the_share_of_ordered_pairs(sample: tuple[np.ndarray, np.ndarra
     assert measures.auroc(label, -risk) == pytest.approx(pair_auroc(label, risk))
 
 
-@given(labelled())
-@settings(max_examples=100, deadline=None)
-def test_youden_is_the_best_of_all_cuts(sample: tuple[np.ndarray, np.ndarray]) -> None:
-    label, risk = sample
-
-    def j(cut: float) -> float:
-        return float(np.mean(risk[label == 0] >= cut) - np.mean(risk[label == 1] >= cut))
-
-    threshold = measures.youden_threshold(label, risk)
-    assert 0 < threshold < 1
-    cuts = [*(np.unique(risk)[1:] - 1e-6)]
-    if cuts:
-        assert j(threshold) == pytest.approx(max(j(cut) for cut in cuts))
-
-
 @given(labelled(), st.lists(st.integers(0, 3), min_size=40, max_size=40))
 @settings(max_examples=100, deadline=None)
 def test_within_stratum_auroc_counts_only_pairs_of_one_stratum(

@@ -256,8 +256,6 @@ def test_a_bundle_without_recorded_risks_has_labels_alone(tmp_path: Path, store:
 
 def test_what_is_refused(tmp_path: Path, store: Store, trained: Bundle) -> None:
     where = kept(tmp_path, trained, mixed(50, 5), 20)
-    with pytest.raises(TrainingError, match="whoever labels"):
-        run(store, where, threshold="youden")
     database = where.open()
     database.run("UPDATE hallutracer_answers SET probes = 'others'")
     database.close()

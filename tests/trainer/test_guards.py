@@ -13,7 +13,9 @@ import pytest
 
 from service.fitting import nested_cv
 from service.fitting.calibration import FinalClassifier
-from service.fitting.scores import youden_threshold
+from service.fitting.thresholds import Chosen, Rule
+from service.trainer import run as trainer_run
+from service.trainer.record import read_risks
 from tests.fitting.planted import PlantedEngine, planted_rows, write_rows
 from tests.trainer.test_run import run
 
@@ -27,9 +29,7 @@ def test_the_served_classifier_is_fitted_on_logits_that_its_probes_never_saw(tmp
     assert found["signals"]["bundle"]["brier"] < share * (1 - share) + 0.01  # no worse than the share alone
 
 
-def test_a_fold_s_classifier_and_threshold_come_from_its_training_side(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_fold_s_classifier_comes_from_its_training_side(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fitted: list[tuple[np.ndarray, np.ndarray, FinalClassifier]] = []
     used: list[np.ndarray] = []
     fit, summarise = nested_cv.fit_classifier, nested_cv.summary
@@ -49,7 +49,29 @@ def test_a_fold_s_classifier_and_threshold_come_from_its_training_side(
     for (signals, label, classifier), test_label in zip(fitted, used, strict=True):
         assert len(label) + len(test_label) == 240
         assert label.sum() + test_label.sum() == fitted[0][1].sum() + used[0].sum()
-        assert classifier.threshold == youden_threshold(label, classifier.risk(signals))
+        again = fit(signals, label, None)
+        assert (classifier.weight.tolist(), classifier.intercept) == (again.weight.tolist(), again.intercept)
+
+
+def test_the_threshold_is_chosen_once_on_every_seed_s_out_of_fold_risks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not on the nested risks, which are there to measure it, and not on those of the refitted probes."""
+    chosen: list[tuple[np.ndarray, np.ndarray]] = []
+    choose = trainer_run.choose_threshold
+
+    def watched(rule: Rule, label: np.ndarray, risk: np.ndarray) -> Chosen:
+        chosen.append((label, risk))
+        return choose(rule, label, risk)
+
+    monkeypatch.setattr(trainer_run, "choose_threshold", watched)
+    bundle, _ = run(tmp_path, target="wrong<=0.2")
+    [(label, risk)] = chosen
+    assert risk.shape == (2, 240)
+    assert not np.array_equal(risk[0], risk[1])
+    recorded = read_risks(bundle.evaluation()["out_of_fold"]["risks"])
+    np.testing.assert_allclose(recorded.risk, risk[0], atol=1e-6)
+    np.testing.assert_array_equal(recorded.label, label)
 
 
 def test_the_references_of_a_held_out_file_are_fitted_on_the_training_rows(

@@ -22,7 +22,7 @@ def data(layers: int = 6, count: int = 500, seed: int = 0) -> PlotData:
     risks = {"depth mean": risk, "first-token probability": rng.random(count)}
     aurocs = 0.6 + 0.2 * rng.random((3, layers))
     group, deep = np.arange(count) // 2, np.array([0.8, 0.81, 0.79])
-    return PlotData(label, group, risks, mean, np.ones_like(mean), aurocs, deep, "a unit", "depth mean")
+    return PlotData(label, group, risks, mean, np.ones_like(mean), aurocs, deep, "a unit", "depth mean", 0.5)
 
 
 def test_the_same_numbers_draw_the_same_bytes() -> None:

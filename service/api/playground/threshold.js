@@ -68,6 +68,10 @@ export class Threshold {
     } else if (gate) {
       lines.push(el("p", { id: "gate-at" }, `${modelled ? "Approximately: " : ""}${words(gate)}`));
     }
+    if (at > 0 && at < 1) {
+      const cost = Number(((1 - at) / at).toPrecision(2));
+      lines.push(el("p", { id: "gate-cost", class: "note" }, `Right where a wrong answer costs as much as ${cost} withheld right ones.`));
+    }
     if (this.#risk !== null) {
       const passes = this.#risk < at;
       lines.push(el("p", { id: "gate-here" }, `The last question, risk ${fixed(this.#risk)}, would be ${passes ? "answered" : "withheld"}.`));
@@ -101,6 +105,10 @@ export class Threshold {
     if (this.#detail) {
       const at = x(this.value);
       drawing.append(svg("line", { class: "cut", x1: at, x2: at, y1: MARGIN.top, y2: height - MARGIN.bottom }));
+      const gate = this.#gate(this.value);
+      for (const [kind, share] of gate ? [["answered", gate.answered], ["wrong", gate.answered < 0.005 ? null : gate.wrong_among_answered]] : []) {
+        if (share !== null) drawing.append(svg("circle", { class: `at ${kind}`, cx: at, cy: y(share), r: 4 }));
+      }
     }
     return drawing;
   }
