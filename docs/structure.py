@@ -47,6 +47,7 @@ ROLES = {
     "service.settings": ("settings", GROUND),
     "service.callers": ("who asks, and what it may choose", GROUND),
     "service.routes": ("the routes, and what a key needs for each", GROUND),
+    "service.context": ("what a prompt is", REQUEST),
     "service.conversation": ("the shape of a conversation", GROUND),
     "service.progress": ("lines about long steps", GROUND),
 }

@@ -21,6 +21,11 @@ class PromptContext:
     stated: float | None = None  # P(passage) P(that text states the answer)
     applies: bool = True  # False: it asks for no fact, so the risk does not apply; True where nothing tells
 
+    @property
+    def said(self) -> bool | None:
+        """``applies``, None where the bundle cannot tell."""
+        return None if self.asks is None else self.applies
+
 
 UNKNOWN = PromptContext()
 

@@ -42,15 +42,23 @@ def standing(manifest: Manifest, policy: Policy, dtype: str, departures: tuple[s
     void = []
     if not policy.action.withholds:
         void.append(f"policy: {policy.name!r} withholds nothing")
-    calibrated = manifest.context is not None and manifest.uncertainty is not None  # with outside prompts withheld
-    if policy.withhold_outside is not None and policy.withhold_outside != calibrated:
-        does, did = ("does not withhold", "did") if calibrated else ("also withholds", "did not")
+    if not outside_as_calibrated(manifest, policy):
+        does, did = ("also withholds", "did not") if policy.withhold_outside else ("does not withhold", "did")
         void.append(f"policy: {policy.name!r} {does} prompts outside training, the calibration {did}")
     if policy.threshold is not None and policy.threshold != guarantee.threshold:
         void.append(f"threshold: {policy.threshold:g} applies, {guarantee.threshold:g} is guaranteed")
     if dtype != guarantee.dtype:
         void.append(f"dtype: the engine computes in {dtype}, the calibration did in {guarantee.dtype}")
     return Standing(guarantee.alpha, guarantee.delta, (*void, *departures))
+
+
+def outside_as_calibrated(manifest: Manifest, policy: Policy) -> bool:
+    """Whether ``policy`` treats prompts outside training as the bundle's calibration did.
+
+    It withheld them exactly where a policy that says nothing does (``Scorer.withholds_outside``).
+    """
+    withheld = manifest.context is not None and manifest.uncertainty is not None
+    return policy.withhold_outside in (None, withheld)
 
 
 def chat_departures(messages: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:

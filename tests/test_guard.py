@@ -42,13 +42,20 @@ def test_only_an_abstaining_verdict_carries_the_message() -> None:
 
 @pytest.mark.parametrize("action", [Action.ABSTAIN, Action.BLOCK])
 def test_a_policy_that_withholds_what_lies_outside(action: Action) -> None:
-    policy, plain = Policy("careful", action, withhold_outside=True), Policy("plain", action)
-    for outside in (True, None):  # not known is not let through
-        verdict = judge(0.3, policy, 0.5, outside)
-        assert (verdict.decision.value, verdict.flagged) == (action.value, False)
-        assert judge(0.3, plain, 0.5, outside).decision is Decision.CONTINUE
-    assert judge(0.3, policy, 0.5, False).decision is Decision.CONTINUE
-    assert judge(0.7, policy, 0.5, False).decision.value == action.value
+    policy = Policy("careful", action)
+    verdict = judge(0.3, policy, 0.5, outside=True)
+    assert (verdict.decision.value, verdict.flagged) == (action.value, False)
+    assert judge(0.3, policy, 0.5).decision is Decision.CONTINUE
+    assert judge(0.7, policy, 0.5).decision.value == action.value
+
+
+@pytest.mark.parametrize("action", [Action.ABSTAIN, Action.BLOCK])
+def test_a_prompt_that_asks_for_no_fact_continues_unless_the_policy_wants_it_judged(action: Action) -> None:
+    verdict = judge(0.9, Policy("gate", action), 0.5, applies=False)
+    assert (verdict.decision, verdict.flagged) == (Decision.CONTINUE, False)
+    verdict = judge(0.9, Policy("all", action, withhold_no_fact=True), 0.5, applies=False)
+    assert (verdict.decision.value, verdict.flagged) == (action.value, True)
+    assert judge(0.9, Policy("gate", action), 0.5, outside=True, applies=False).decision.value == action.value
 
 
 def test_a_file_adds_to_the_built_in_policies(tmp_path: Path) -> None:

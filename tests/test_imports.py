@@ -27,7 +27,7 @@ LAYERS = [
     ["service.guard"],
     ["service.upstreams", "service.feedback", "service.access", "service.audit"],
     ["service.engines"],
-    ["service.risk"],
+    ["service.risk", "service.context"],
     ["service.readout"],
     ["probes_store"],
     ["service.options"],

@@ -130,10 +130,10 @@ def test_the_gate_closes_where_the_verdict_says_so(scorer: Scorer) -> None:
     for policy in (GATE, BLOCK.at(0.3), GATE.at(0.0)):
         gate = scorer.gate(policy)
         assert gate is not None
-        assert gate.weight == (WEIGHT, 0.0, 0.0)
+        assert gate.weight == (WEIGHT, 0.0, 0.0, 0.0, 0.0)
         assert gate.intercept == INTERCEPT
         for depth in np.linspace(-3, 3, 61):
-            value = float(risk(np.array([depth, -0.5, 0.7]), np.array(gate.weight), gate.intercept))
+            value = float(risk(np.array([depth, -0.5, 0.7, 0.0, 0.0]), np.array(gate.weight), gate.intercept))
             verdict = judge(value, policy, scorer.bundle.manifest.threshold)
             assert (value >= gate.threshold) == (verdict.decision is not Decision.CONTINUE)
 
@@ -172,7 +172,7 @@ def test_weights_go_to_their_signals(tmp_path: Path, script: ScriptedEngine) -> 
     scorer = Scorer(engine, bundle)
     gate = scorer.gate(GATE)
     assert gate is not None
-    assert gate.weight == (2.0, -0.25, 0.5)
+    assert gate.weight == (2.0, -0.25, 0.5, 0.0, 0.0)
     ids = [scorer.render(prompt=f"prompt {n}") for n in range(20)]
     middle = sorted(report.risk for report in scorer.score(ids))[10]
     reports = scorer.score_or_continue(ids, Sampling(), GATE.at(middle))

@@ -44,7 +44,7 @@ class RiskOut(Strict):
     risk: Risk
     depth_mean: float
     decision: Literal["continue", "abstain", "block", "retrieve", "fallback"]
-    flagged: bool = Field(description="the risk reached the threshold, whatever the policy")
+    flagged: bool = Field(description="the risk applies and reached the threshold, whatever the policy's action")
     threshold: float
     interval: list[Risk] | None = Field(
         None,
@@ -52,8 +52,13 @@ class RiskOut(Strict):
         max_length=2,
         description="where 95 % of refits on other training rows would put the risk; not where the truth lies",
     )
-    outside_training: bool | None = Field(None, description="the trajectory lies outside what training saw")
-    distance: float | None = Field(None, description="of the trajectory to training's; outside from 1 on")
+    outside_training: bool | None = Field(None, description="the prompt lies outside what training saw")
+    distance: float | None = Field(None, description="of the prompt's logits to training's; outside from 1 on")
+    applies: bool | None = Field(
+        None,
+        description="false: the prompt asks for no fact, so the risk says nothing of it; null: the bundle cannot tell",
+    )
+    asks: Risk | None = Field(None, description="the probability that the prompt asks for a fact")
     message: str | None = Field(None, description="to show instead of an answer; before it, if that is given")
     trajectory: list[float] | None = Field(None, description="truth logit of each layer")
     running_mean: list[float] | None = Field(None, description="mean of the truth logits up to each layer")

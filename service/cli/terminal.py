@@ -34,6 +34,8 @@ def draw_report(bundle: Bundle, report: RiskReport, console: Console | None = No
     console.print(verdict)
     if report.uncertain is not None:
         console.print(_uncertainty(report.uncertain))
+    if not report.context.applies:
+        console.print(f"asks for no fact (P(asks) {report.context.asks:.2f}): the risk does not apply")
     if report.completion is not None:
         console.print(Text.assemble(("answer ", "bold"), report.completion.text.strip()))
     means = np.asarray(bundle.probes.trajectory_mean, np.float64)

@@ -35,6 +35,7 @@ class Risk:
     trajectory: NDArray[np.float64] = field(repr=False)  # [m] truth logit of each layer, read-only
     interval: tuple[float, float] | None  # would hold 95 % of what other training rows would say; None: not recorded
     outside_training: bool | None  # unlike everything in training; None: the bundle does not know
+    applies: bool | None  # False: it asks for no fact, so the risk says nothing; None: the bundle does not know
     answer: str | None  # None where none was asked for, or the prompt is flagged
     prompt_tokens: int
 
@@ -92,6 +93,7 @@ class Risks(Sequence[Risk]):
             "high": [row.interval[1] if row.interval else np.nan for row in self.rows],
             "flagged": [row.flagged for row in self.rows],
             "outside_training": [row.outside_training for row in self.rows],
+            "applies": [row.applies for row in self.rows],
             "decision": [row.decision for row in self.rows],
             "threshold": [row.threshold for row in self.rows],
             "depth_mean": [row.depth_mean for row in self.rows],
@@ -139,6 +141,7 @@ def risk_of(prompt: str | Sequence[Message], report: RiskReport) -> Risk:
         trajectory=trajectory,
         interval=None if known is None else known.interval,
         outside_training=None if known is None else known.outside,
+        applies=report.context.said,
         answer=None if report.completion is None else report.completion.text.strip(),
         prompt_tokens=report.prompt_tokens,
     )

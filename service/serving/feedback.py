@@ -19,6 +19,7 @@ from service.feedback.databases import Location
 from service.feedback.rows import Answer, Given, Label, Stored, Tally
 from service.feedback.statements import tally_of
 from service.feedback.writer import Writer
+from service.guarantee import outside_as_calibrated
 from service.guard import Decision, Policy
 from service.scoring import RiskReport, Scorer
 from service.serving.metrics import Metrics
@@ -79,7 +80,8 @@ class Feedback:
         """
         try:
             manifest, now = scorer.bundle.manifest, time.time()
-            promised = not departures and not policy.withhold_outside and scorer.threshold(policy) == manifest.threshold
+            same = outside_as_calibrated(manifest, policy) and scorer.threshold(policy) == manifest.threshold
+            promised = same and not departures
             self._writer.record([
                 Answer(
                     uid=uuid.uuid4().hex,
@@ -100,7 +102,7 @@ class Feedback:
                     signals=dict(zip(manifest.signals, report.signals, strict=True)),
                     mark=own.mark,
                     prompt=own.prompt,
-                    drawn=promised and _is_given(report) and _CHANCE.random() < self._share,
+                    drawn=promised and report.context.applies and _is_given(report) and _CHANCE.random() < self._share,
                 )
                 for index, (report, own) in enumerate(zip(reports, kept, strict=True))
             ])  # fmt: skip

@@ -118,6 +118,8 @@ class Metrics:
         self._gated_by_shape = counter("gated_by_conversation_total", text, shape)
         text = "Prompts outside what training saw; stays 0 where the bundle cannot tell."
         self._outside = counter("outside_training_total", text, BUNDLE)
+        text = "Prompts that ask for no fact, whose risk is not counted; stays 0 where the bundle cannot tell."
+        self._no_fact = counter("no_fact_total", text, BUNDLE)
         self._prompt_tokens = counter("prompt_tokens_total", "Prompt tokens of scored prompts.", BUNDLE)
         self._completion_tokens = counter("completion_tokens_total", "Answer tokens decoded.", BUNDLE)
         self._errors = counter("errors_total", "Requests that ended in an error, by wire code.", ("code",))
@@ -229,8 +231,11 @@ class Metrics:
             self._shadow.labels(model_name, bundle, shadow.bundle, verdict).inc()
             if shadow.risk is not None:
                 self._shadow_apart.labels(model_name, bundle, shadow.bundle).observe(abs(shadow.risk - report.risk))
-        own.risk.observe(report.risk)
-        own.by_shape[shape].observe(report.risk)
+        if report.context.applies:
+            own.risk.observe(report.risk)
+            own.by_shape[shape].observe(report.risk)
+        else:
+            own.no_fact.inc()
         if report.decision is not Decision.CONTINUE:
             own.gated_by_shape[shape].inc()
         own.prompt_tokens.inc(report.prompt_tokens)
@@ -365,6 +370,7 @@ class _PerBundle:
     def __init__(self, metrics: Metrics, model_name: str, bundle: str) -> None:
         self.flagged = metrics._flagged.labels(model_name, bundle)
         self.outside = metrics._outside.labels(model_name, bundle)
+        self.no_fact = metrics._no_fact.labels(model_name, bundle)
         self.risk = metrics._risk.labels(model_name, bundle)
         self.prompt_tokens = metrics._prompt_tokens.labels(model_name, bundle)
         self.completion_tokens = metrics._completion_tokens.labels(model_name, bundle)

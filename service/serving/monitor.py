@@ -59,11 +59,16 @@ class Monitor:
         return tuple(f"{cause}: {text}" for cause, text in self.void.items())
 
     def observe(self, reports: Sequence[RiskReport], prompts: Sequence[bytes]) -> None:
-        """Prompts that this bundle judged, with the ``digest_of`` each: one that comes again is counted once."""
+        """Prompts that this bundle judged, with the ``digest_of`` each: one that comes again is counted once.
+
+        Those that ask for no fact are none that the bundle's risks were fitted on.
+        """
         reference, limits = self.reference, self.limits
         if reference is None:
             return
         for report, prompt in zip(reports, prompts, strict=True):
+            if not report.context.applies:
+                continue
             self._window[prompt] = (report.risk, report.uncertain is not None and report.uncertain.outside)
             self._window.move_to_end(prompt)
             if len(self._window) > limits.window:

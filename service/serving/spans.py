@@ -134,6 +134,8 @@ class _JobSpans:
             )
             if report.uncertain is not None:
                 gate.set_attribute("hallutracer.outside_training", report.uncertain.outside)
+            if report.context.said is not None:
+                gate.set_attribute("hallutracer.applies", report.context.applies)
         gate.end(self.judged)
         if self.decodes:
             decode = tracer.start_span("decode", context, SpanKind.INTERNAL, start_time=self.judged)

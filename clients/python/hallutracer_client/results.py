@@ -105,6 +105,8 @@ class Risk(Checked):
     interval: tuple[Share, Share] | None = None  # where 95 % of refits on other training rows would put the risk
     outside_training: bool | None = None  # the prompt is unlike what training saw; None: the bundle cannot tell
     distance: float | None = None  # to what training saw; outside from 1 on
+    applies: bool | None = None  # False: the prompt asks for no fact, so the risk says nothing; None: it cannot tell
+    asks: Share | None = None  # the probability that it asks for a fact
     message: str | None = None  # the policy's text to show instead of an answer, or before it
     trajectory: tuple[float, ...] | None = None
     running_mean: tuple[float, ...] | None = None

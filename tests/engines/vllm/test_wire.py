@@ -35,8 +35,8 @@ def wire(*, activations: bool = False) -> np.ndarray:
         Directive(first_token=True, slot=3),
         Directive(probes=((0, "a1"), (3, "b2"))),
         Directive(activations=True),
-        Directive(gate=Gate((0.1, 0.0, -2.5), 1e-3, 0.7), end_token=5, slot=1),
-        Directive(first_token=True, gate=Gate((1 / 3, 0.0, 0.0), -7.0, 1.0), end_token=0),
+        Directive(gate=Gate((0.1, 0.0, -2.5, 0.0, 0.0), 1e-3, 0.7), end_token=5, slot=1),
+        Directive(first_token=True, gate=Gate((1 / 3, 0.0, 0.0, 0.0, 0.0), -7.0, 1.0), end_token=0),
     ],
 )
 def test_a_directive_round_trips(directive: Directive) -> None:
@@ -51,7 +51,7 @@ def test_a_request_without_a_directive_has_none(extra_args: dict[str, object] | 
     assert Directive.decode(extra_args, PLAN) is None
 
 
-GATED = Directive(gate=Gate((0.1, 0.0, -2.5), 1e-3, 0.7), end_token=5, slot=1).encode()[KEY]
+GATED = Directive(gate=Gate((0.1, 0.0, -2.5, 0.0, 0.0), 1e-3, 0.7), end_token=5, slot=1).encode()[KEY]
 
 
 @pytest.mark.parametrize(
@@ -85,8 +85,8 @@ def test_what_a_caller_could_write_never_raises_in_a_worker(wrong: dict[str, obj
     ("directive", "needed"),
     [
         (Directive(), False),
-        (Directive(gate=Gate((1.0, 0.0, 0.0), 0.0, 0.5), end_token=1), False),
-        (Directive(gate=Gate((1.0, 0.0, 0.1), 0.0, 0.5), end_token=1), True),
+        (Directive(gate=Gate((1.0, 0.0, 0.0, 0.0, 0.0), 0.0, 0.5), end_token=1), False),
+        (Directive(gate=Gate((1.0, 0.0, 0.1, 0.0, 0.0), 0.0, 0.5), end_token=1), True),
         (Directive(first_token=True), True),
         (Directive(activations=True), True),
     ],
