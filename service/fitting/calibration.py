@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from sklearn.linear_model import LogisticRegression
 from threadpoolctl import threadpool_limits
 
+from probes_store.context import CONTEXT_SIGNALS
 from service.errors import NoDirection
 from service.fitting.fit import Floats, Index, ProbeFit, Readouts, Task, fit_probes, require
 from service.fitting.folds import group_folds
@@ -180,14 +181,18 @@ def stacked(signals: Floats, label: NDArray[np.integer]) -> tuple[Floats, NDArra
     return signals.reshape(-1, signals.shape[-1]), np.tile(label, len(signals))
 
 
-def signal_matrix(trajectory: Floats, first_token: Floats, signals: Sequence[str]) -> Floats:
-    """The classifier's input [..., n, k]: trajectory [..., n, m] already scaled, first_token [n, 2]."""
+def signal_matrix(
+    trajectory: Floats, first_token: Floats, signals: Sequence[str], context: Floats | None = None
+) -> Floats:
+    """The classifier's input [..., n, k]: trajectory [..., n, m] already scaled, first_token and context [n, 2]."""
     mean = depth_mean(trajectory)
     columns = {
         "depth_mean": mean,
         "log_max_prob": np.broadcast_to(first_token[:, 0], mean.shape),
         "entropy": np.broadcast_to(first_token[:, 1], mean.shape),
     }
+    if context is not None:
+        columns |= {name: np.broadcast_to(context[:, place], mean.shape) for place, name in enumerate(CONTEXT_SIGNALS)}
     return np.stack([columns[name] for name in signals], axis=-1)
 
 

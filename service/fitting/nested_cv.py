@@ -16,6 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 from tqdm import tqdm
 
+from probes_store.context import CONTEXT_SIGNALS
+from probes_store.manifest import Signal
 from service.fitting.calibration import (
     FinalClassifier,
     FitOptions,
@@ -25,6 +27,7 @@ from service.fitting.calibration import (
     refit,
     signal_matrix,
 )
+from service.fitting.context import LEAST, PromptLabels, context_columns, fit_passage_probes
 from service.fitting.fit import Floats, Index, Readouts
 from service.fitting.folds import OuterFold, outer_folds
 from service.fitting.jackknife import Tests, auroc_interval
@@ -42,7 +45,15 @@ from service.fitting.scores import (
     within_stratum_auroc,
 )
 
-FUSED = (DEPTH_MEAN, *FIRST_TOKEN)
+FUSED: tuple[Signal, ...] = (DEPTH_MEAN, *FIRST_TOKEN)
+CONTEXT_NAMES = (
+    "context_unit_norm",
+    "context_standardized",
+    "context_weighted",
+    "fused_context_unit_norm",
+    "fused_context_standardized",
+    "fused_context_weighted",
+)  # where rows tell of passages
 NAMES = (
     "depth_mean_unit_norm",
     "depth_mean_standardized",
@@ -51,6 +62,7 @@ NAMES = (
     "fused_standardized",
     "fused_weighted",
     *(f"depth_mean_{heads}_heads" for heads in SEVERAL),
+    *CONTEXT_NAMES,
     "best_head",
     "best_layer",
     "first_token_max_prob",
@@ -107,6 +119,7 @@ class Inputs:
     first_token: Floats  # [n, 2] log maximum probability, entropy
     prompt_tokens: NDArray[np.int64]  # [n]
     strata: tuple[Mapping[str, str], ...]  # [n] metadata that names strata
+    prompts: PromptLabels | None = None  # None: no passage is told from other prompts
 
     @property
     def label(self) -> NDArray[np.int64]:
@@ -125,7 +138,9 @@ class Evaluation:
 
 def name_of(signals: Sequence[str], scale: LogitScale) -> str:
     """The name in ``NAMES`` of a bundle with these signals."""
-    return f"{'depth_mean' if len(signals) == 1 else 'fused'}_{scale}"
+    fused, context = (any(name in signals for name in names) for names in (FIRST_TOKEN, CONTEXT_SIGNALS))
+    kind = {(False, False): "depth_mean", (True, False): "fused", (False, True): "context"}
+    return f"{kind.get((fused, context), 'fused_context')}_{scale}"
 
 
 def evaluate(inputs: Inputs, *, folds: int, seeds: Sequence[int], options: FitOptions) -> Evaluation:
@@ -148,9 +163,11 @@ def evaluate(inputs: Inputs, *, folds: int, seeds: Sequence[int], options: FitOp
 
     outer = outer_folds(label, inputs.group, folds=folds, seeds=seeds)
     scores = nested_cv(tqdm(outer, "evaluation", mininterval=1), fit)
-    risks = {name: by_row(scores[name], len(label)) for name in NAMES}
-    tests = {name: test_sides(scores[name]) for name in NAMES}
-    intervals = {name: auroc_interval(label, inputs.group, tests[name]) for name in NAMES}
+    # A fold whose training side has too few passages has none of ``CONTEXT_NAMES``: then the run has none.
+    names = [name for name in NAMES if len(scores.get(name, ())) == len(outer)]
+    risks = {name: by_row(scores[name], len(label)) for name in names}
+    tests = {name: test_sides(scores[name]) for name in names}
+    intervals = {name: auroc_interval(label, inputs.group, tests[name]) for name in names}
     document: dict[str, Any] = {
         "protocol": {
             "folds": folds,
@@ -179,7 +196,7 @@ def evaluate(inputs: Inputs, *, folds: int, seeds: Sequence[int], options: FitOp
                 "calibration_debiased": _over([debiased_calibration_error(label, risk) for risk in risks[name]]),
             }
             | rounded(recalibration(label, inputs.group, risks[name], folds))
-            for name in NAMES
+            for name in names
         },
         "folds": rounded(records),
     }
@@ -233,11 +250,18 @@ Columns = list[tuple[str, tuple[Floats, Floats]]]  # signal, its columns of the 
 
 
 def probe_columns(
-    readouts: Readouts, group: Index, first_token: Floats, train: Index, test: Index, seed: int, options: FitOptions
+    readouts: Readouts,
+    group: Index,
+    first_token: Floats,
+    train: Index,
+    test: Index,
+    seed: int,
+    options: FitOptions,
+    prompts: PromptLabels | None = None,
 ) -> tuple[float, Columns]:
     """C and the probes' signals in one outer fold, fitted on ``train``, whose own columns are out of fold.
 
-    group [n], first_token [n, 2].
+    group [n], first_token [n, 2].  Without ``prompts`` none of ``CONTEXT_NAMES``.
     """
     label = readouts.label
     c = choose_c(readouts, group, train, seed, options, must=False).c  # the run's own C was chosen before
@@ -252,11 +276,18 @@ def probe_columns(
         "standardized": (inner.standardized[0], fit.standardized),
         "weighted": (weights.out_of_fold, fit.trajectory * weights.weight),
     }
+    kinds: list[tuple[Signal, ...]] = [(DEPTH_MEAN,), FUSED]
+    context = None
+    if prompts is not None:
+        found = fit_passage_probes(readouts, prompts, group, train, options.inner_folds, seed, options, LEAST // 2)
+        context = None if found is None else context_columns(found)
+        kinds += [] if context is None else [(DEPTH_MEAN, *CONTEXT_SIGNALS), (*FUSED, *CONTEXT_SIGNALS)]
     columns: Columns = []
-    for names in ((DEPTH_MEAN,), FUSED):
+    for names in kinds:
         for scale, sides in trajectories.items():
             of_train, of_test = (
-                signal_matrix(side, first_token[rows], names) for side, rows in zip(sides, (train, test), strict=True)
+                signal_matrix(side, first_token[rows], names, None if context is None else context[rows])
+                for side, rows in zip(sides, (train, test), strict=True)
             )
             columns.append((name_of(names, scale), (of_train, of_test)))
     for place, heads in enumerate(SEVERAL):
@@ -270,7 +301,9 @@ def probe_columns(
 
 def _signals(inputs: Inputs, train: Index, test: Index, seed: int, options: FitOptions) -> tuple[float, Columns]:
     """C and every signal in ``NAMES``."""
-    c, columns = probe_columns(inputs.readouts, inputs.group, inputs.first_token, train, test, seed, options)
+    c, columns = probe_columns(
+        inputs.readouts, inputs.group, inputs.first_token, train, test, seed, options, inputs.prompts
+    )
     return c, columns + [(name, (column[train], column[test])) for name, column in _references(inputs)]
 
 

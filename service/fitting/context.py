@@ -1,0 +1,117 @@
+"""Context probes: what a prompt is, by the same heads, layers and depth mean that the risk is read from.
+
+Of each, out-of-fold logits of the rows it is fitted on, one probe on all of them to serve, and the map from its depth
+mean to a probability.  Their labels come from the prompts alone, so they cost no answer and no judge.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from probes_store.context import CONTEXT_SIGNALS, ContextName, ContextProbe
+from service.fitting.calibration import FitOptions, cross_fit, fit_classifier, refit
+from service.fitting.fit import Floats, Index, ProbeFit, Readouts
+from service.fitting.scores import auroc
+from service.risk import depth_mean, risk
+
+# Fixed, so that nothing of a nested evaluation is chosen by its test side.  Whether a prompt asks or has a passage is
+# read by any; whether the passage states the answer by weak penalties only.
+C: Final[Mapping[ContextName, float]] = {"asks": 0.03, "passage": 0.03, "stated": 0.3}
+LEAST = 40  # groups of each class, below which no such probe is fitted
+SIDES = 3  # rows of the larger class for each of the smaller, at most: more cost time and tell nothing new
+
+
+@dataclass(frozen=True, eq=False)
+class ContextFit:
+    """One context probe, fitted."""
+
+    record: ContextProbe
+    probe: ProbeFit  # on all rows that it learns from
+    logits: Floats  # [n, m] standardised, of every row: out of fold where it learnt from it
+
+    @property
+    def probability(self) -> Floats:
+        """P(name) of every row, [n]."""
+        return 1.0 - risk(depth_mean(self.logits)[:, None], np.array([self.record.weight]), self.record.intercept)
+
+
+def fit_context_probe(
+    name: ContextName,
+    readouts: Readouts,
+    group: Index,
+    rows: Index,
+    folds: int,
+    seed: int,
+    options: FitOptions,
+    least: int = LEAST,
+) -> ContextFit | None:
+    """Learn from ``rows`` [r] of ``readouts`` [n], whose labels say of which it is true; group [n].
+
+    None where a class has fewer than ``least`` groups.
+    """
+    label = readouts.label
+    if any(len(np.unique(group[rows[label[rows] == value]])) < least for value in (0, 1)):
+        return None
+    rows = _balanced(label, rows, seed)
+    own = replace(options, c=C[name])
+    crossed = cross_fit(readouts, group, rows, C[name], folds, (seed,), own)
+    probe = refit(readouts, rows, np.arange(len(label)), C[name], own, blank=True)
+    logits = probe.standardized
+    logits[rows] = crossed.standardized[0]
+    mean = depth_mean(logits[rows])
+    found = fit_classifier(mean[:, None], label[rows])
+    weight = max(float(found.weight[0]), 1e-6)  # a probe that tells nothing must still be a rising map
+    rated = float(auroc(label[rows], mean))
+    record = ContextProbe(name, weight, found.intercept, len(rows), int(label[rows].sum()), rated)
+    return ContextFit(record, probe, logits)
+
+
+@dataclass(frozen=True, eq=False)
+class PromptLabels:
+    """What is known of the labelled rows' prompts, [n] each."""
+
+    passage: NDArray[np.bool_]  # text to answer from stands beside the question
+    stated: NDArray[np.bool_]  # an accepted answer stands in the prompt
+
+
+def fit_passage_probes(
+    readouts: Readouts,
+    labels: PromptLabels,
+    group: Index,
+    rows: Index,
+    folds: int,
+    seed: int,
+    options: FitOptions,
+    least: int = LEAST,
+) -> tuple[ContextFit, ContextFit] | None:
+    """``passage`` and, of the rows with one, ``stated``, learnt from ``rows``.  None where there are too few."""
+    own = _labelled(readouts, labels.passage)
+    passage = fit_context_probe("passage", own, group, rows, folds, seed, options, least)
+    own, inside = _labelled(readouts, labels.stated), rows[labels.passage[rows]]
+    stated = fit_context_probe("stated", own, group, inside, folds, seed, options, least)
+    return None if passage is None or stated is None else (passage, stated)
+
+
+def context_columns(fits: Sequence[ContextFit]) -> Floats:
+    """What a classifier reads of ``fit_passage_probes``, in the order of ``CONTEXT_SIGNALS``: [n, 2]."""
+    passage, stated = (fit.probability for fit in fits)
+    assert [fit.record.name for fit in fits] == list(CONTEXT_SIGNALS)
+    return np.stack([passage, passage * stated], axis=1)
+
+
+def _labelled(readouts: Readouts, label: NDArray[np.bool_]) -> Readouts:
+    return Readouts(readouts.file, readouts.index, label.astype(np.int64))
+
+
+def _balanced(label: NDArray[np.int64], rows: Index, seed: int) -> Index:
+    """All rows of the smaller class and a seeded draw of at most ``SIDES`` times as many of the other, in order."""
+    small, large = sorted((rows[label[rows] == value] for value in (0, 1)), key=len)
+    most = SIDES * len(small)
+    if len(large) > most:
+        large = np.random.default_rng(seed).choice(large, most, replace=False)
+    return np.sort(np.concatenate([small, large]))
