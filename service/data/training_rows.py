@@ -23,7 +23,8 @@ from scipy.cluster.hierarchy import DisjointSet
 
 from service.data.near_duplicates import near_duplicates
 from service.data.options import Labels
-from service.data.rows import check_id, check_prompt, check_text, id_of, id_problem, objects, prompt_digest
+from service.data.row_checks import check_row
+from service.data.rows import id_of, id_problem, objects, prompt_digest
 from service.errors import DataError
 
 Message = dict[str, str]
@@ -124,7 +125,7 @@ def read_dataset(path: Path, labels: Labels, *, folds: int | None) -> Dataset:
     first: dict[str, int] = {}
     numbered: set[int] = set()
     for line, value in objects(path, problems):
-        of_line = [f"line {line}: {problem}" for problem in _check(value, labels)]
+        of_line = [f"line {line}: {problem}" for problem in check_row(value, labels)]
         problems += of_line
         if of_line:
             continue
@@ -269,43 +270,6 @@ def _remarks(rows: Sequence[Row], alike: NDArray[np.int64]) -> list[str]:
 def _shown(row: Row) -> str:
     """The end of what a row asks, as an example."""
     return json.dumps(" ".join(row.texts[-1].split())[-SHOWN:], ensure_ascii=False)
-
-
-def _check(value: dict[str, Any], labels: Labels) -> Iterator[str]:
-    """Problems of one object."""
-    yield from check_id(value)
-    yield from check_text(value, "group", required=False)
-    yield from check_prompt(value)
-    applies = value.get("applies", True)
-    if not isinstance(applies, bool):
-        yield f"'applies' must be true or false, found {json.dumps(applies)[:60]}"
-    elif not applies:
-        for key in ("label", "answers"):
-            if key in value:
-                yield f'has {key!r} and "applies": false: what asks for no fact has no right answer, remove one'
-    else:
-        yield from _check_label(value) if labels == "given" else _check_answers(value)
-
-
-def _check_label(value: dict[str, Any]) -> Iterator[str]:
-    if "label" not in value:
-        cure = " (there are 'answers': generate the labels, --labels generate)" if "answers" in value else ""
-        yield f"'label' is missing{cure}"
-    elif type(value["label"]) is not int or value["label"] not in (0, 1):
-        yield f"'label' must be the number 1 (factual) or 0 (hallucinated), found {json.dumps(value['label'])[:60]}"
-
-
-def _check_answers(value: dict[str, Any]) -> Iterator[str]:
-    answers = value.get("answers")
-    if "answers" not in value:
-        cure = " (there is a 'label': use the given labels, --labels given)" if "label" in value else ""
-        yield f"'answers' is missing{cure}"
-    elif not isinstance(answers, list) or not answers:
-        yield "'answers' must be a non-empty list of strings"
-    elif not all(isinstance(answer, str) and answer.strip() for answer in answers):
-        yield "'answers' must hold non-empty strings only"
-    elif any("\ud800" <= char <= "\udfff" for answer in answers for char in answer):
-        yield "'answers' has half of a surrogate pair (\\ud800 to \\udfff): it is not text"
 
 
 def _across(rows: list[Row]) -> Iterator[str]:

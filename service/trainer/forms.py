@@ -71,7 +71,7 @@ class Fits:
             f"{name} {count} of {self.tried[name]}" for name, count in self.refused.most_common() if count
         )
         limit = self.engine.identity.max_tokens
-        return f"asked in another form, since {limit} tokens or the chat template have no room for it: {shown}"
+        return f"beyond the model's {limit} tokens or its chat template, so asked in other forms: {shown}"
 
 
 def spread(
