@@ -45,6 +45,12 @@ class TrainChoices:
     temperature: Annotated[
         float, option("With --labels sample: of the sampled answers.", limits=Range(positive=True))
     ] = 1.0
+    forms: Annotated[
+        str | None,
+        option("Forms of conversation that questions are asked in.  mixture: all, by weight, and requests that ask for "
+               "no fact.  none: as they are.  Else families or names of 'hallutracer data forms', with commas.  "
+               "Default: mixture; none with given labels, which belong to the prompts as they are.", metavar="NAMES"),
+    ] = None  # fmt: skip
     readout: Annotated[
         Literal["attention_head", "residual_stream"], option("attention_head is the paper's default.")
     ] = "attention_head"
@@ -119,7 +125,7 @@ def train(
     from service.data.options import JudgeOptions
     from service.library.training import run_training
     from service.readout import Site
-    from service.trainer.options import PromiseOptions, TrainOptions, parse_signals
+    from service.trainer.options import PromiseOptions, TrainOptions, parse_forms, parse_signals
 
     optional: dict[str, Any] = {
         "abstain_pattern": judge.abstain_pattern, "c": fit.c, "max_new_tokens": labels.max_new_tokens,
@@ -142,6 +148,7 @@ def train(
             judge.judge_key,
             answer_pattern=judge.answer_pattern,
         ),
+        forms=parse_forms(options.forms),
         prompt_format=labels.prompt_format,
         folds=fit.folds,
         seeds=tuple(range(fit.seeds)),

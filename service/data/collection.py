@@ -73,6 +73,8 @@ def collect(
 ) -> Collection:
     """Extract every prompt's activations at ``sites`` and, with ``max_new_tokens``, its greedy answer from one prefill.
 
+    A row that does not apply has activations, and no answer.
+
     ``poolings`` adds activations pooled over other positions (App. pooling) from the same forward passes, one file for
     each site and pooling; the engine must support pooling.
 
@@ -86,7 +88,7 @@ def collect(
     others = beyond_onset(poolings)
     if others:
         engine.extract([], (), others)  # raises before the folder is made
-    prompts = _render(engine, dataset, prompt_format, max_new_tokens or 0)
+    prompts = render_all(engine, dataset, prompt_format, max_new_tokens or 0)
     geometry = engine.identity.geometry
     identity = asdict(engine.identity)
     del identity["model"]  # one folder may have two names; the fingerprint identifies the model
@@ -110,7 +112,7 @@ def collect(
         for site in sites
         for pooling in others
     }
-    plan = batches(prompts.lengths, batch_rows)
+    plan = _plan(dataset, prompts, batch_rows)
     greedy = None if max_new_tokens is None else Sampling(max_tokens=max_new_tokens, temperature=0.0)
     first_token = folder / "first_token.f64"
     sizes = {file.path: file.nbytes for file in (*files.values(), *pooled.values())} | {first_token: len(dataset) * 16}
@@ -120,7 +122,7 @@ def collect(
             raise RunMismatch(f"{journal.path} is not the journal of one run: delete {folder} and start again")
         with closing(AppendLog(folder / "answers.jsonl")) if greedy is not None else nullcontext() as answers:
             if answers is not None:
-                finished = sum(map(len, plan[: journal.count]))
+                finished = sum(int(dataset.applies[batch].sum()) for batch in plan[: journal.count])
                 if answers.count < finished:
                     raise RunMismatch(f"{answers.path} lacks answers of batches that are done: delete {folder}")
                 answers.keep(finished)
@@ -137,8 +139,21 @@ def batches(lengths: NDArray[np.integer], batch_rows: int) -> list[NDArray[np.in
     return [order[start : start + batch_rows] for start in range(0, len(order), batch_rows)]
 
 
-def _render(engine: Engine, dataset: Dataset, prompt_format: PromptFormat, reserve: int) -> Prompts:
-    """Token ids of all prompts; those the model cannot take are reported together."""
+def _plan(dataset: Dataset, prompts: Prompts, batch_rows: int) -> list[NDArray[np.int64]]:
+    """The batches of the rows that apply, then those of the others, which are read without an answer.
+
+    No batch has both: one call of the engine either answers all of its prompts or none, and is done or not done.
+    """
+    return [
+        rows[batch] for rows in (dataset.asking, dataset.others) for batch in batches(prompts.lengths[rows], batch_rows)
+    ]
+
+
+def render_all(engine: Engine, dataset: Dataset, prompt_format: PromptFormat, reserve: int) -> Prompts:
+    """Token ids of all prompts, which leave room for ``reserve`` tokens of an answer to a row that applies.
+
+    Raises DataError naming all that the model cannot take.
+    """
     problems: list[str] = []
     parts: list[NDArray[np.int32]] = []
     limit = engine.identity.max_tokens
@@ -150,8 +165,9 @@ def _render(engine: Engine, dataset: Dataset, prompt_format: PromptFormat, reser
             continue
         if not ids:
             problems.append(f"line {row.line}: the tokenizer makes no token of it")
-        if len(ids) + reserve > limit:
-            answer = f" and {reserve} of the answer" if reserve else ""
+        reserved = reserve if row.applies else 0
+        if len(ids) + reserved > limit:
+            answer = f" and {reserved} of the answer" if reserved else ""
             problems.append(
                 f"line {row.line}: {len(ids)} tokens{answer} are more than the model's {limit}; shorten the prompt"
             )
@@ -202,7 +218,8 @@ def _extract(
         bar = stack.enter_context(_bar("readouts" + (" and answers" if answers else ""), prompts, plan, done))
         for number, batch in list(enumerate(plan))[done:]:
             own = [prompts.of(int(row)) for row in batch]
-            extraction = engine.extract(own, list(files), others, greedy)
+            answered = bool(dataset.applies[batch[0]])  # ``_plan``: then all of them are
+            extraction = engine.extract(own, list(files), others, greedy if answered else None)
             outputs = [(file, extraction.activations[site], str(site)) for site, file in files.items()]
             outputs += [(file, extraction.pooled[key], ", ".join(key)) for key, file in pooled.items()]
             for file, activations, where in outputs:
@@ -219,7 +236,7 @@ def _extract(
                 write_at(tokens, signals[place].tobytes(), int(row) * 16)
             for descriptor in (*targets.values(), tokens):
                 os.fsync(descriptor)
-            if answers is not None:
+            if answers is not None and answered:
                 answers.append(_records(dataset, batch, extraction.completions))
             journal.append([{"batch": number, "rows": len(batch)}])
             bar.update(int(prompts.lengths[batch].sum()))
@@ -235,11 +252,11 @@ def _opened(stack: ExitStack, path: Path) -> int:
 def write_samples(
     engine: Engine, dataset: Dataset, prompts: Prompts, path: Path, samplings: Sequence[Sampling]
 ) -> None:
-    """One line for each of ``samplings`` and row, in this order: its number and the answer.
+    """One line for each of ``samplings`` and row that applies, in this order: its number and the answer.
 
     What the file has already is kept: a run that was killed goes on, and with further samplings adds theirs.
     """
-    plan = batches(prompts.lengths, SAMPLED_TOGETHER)
+    plan = [dataset.asking[batch] for batch in batches(prompts.lengths[dataset.asking], SAMPLED_TOGETHER)]
     calls = [(number, batch) for number in range(len(samplings)) for batch in plan]
     with closing(AppendLog(path)) as answers:
         ends = np.cumsum([len(batch) for _, batch in calls])

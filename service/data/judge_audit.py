@@ -16,6 +16,7 @@ from typing import TextIO
 
 import numpy as np
 
+from service.data.run_folder import IN_FORMS
 from service.data.training_rows import Dataset
 from service.errors import DataError, RunMismatch
 
@@ -56,8 +57,11 @@ def sample(dataset: Dataset, run: Path, rows: int, seed: int = 0) -> Rows:
     """
     folder = run / "train" if (run / "train").is_dir() else run
     answers, verdicts = _answers(folder), _verdicts(folder)
-    if [record["id"] for record in verdicts] != [row.id for row in dataset.rows]:
-        raise RunMismatch(f"{folder} judged other rows than {dataset.path} has: give the file of that run")
+    judged_rows = [(place, row) for place, row in enumerate(dataset.rows) if row.applies]
+    if [record["id"] for record in verdicts] != [row.id for _, row in judged_rows]:
+        spread = run / IN_FORMS.format(folder.name)  # of a run that asked in forms
+        file = str(spread) if spread.is_file() else "the file of that run"
+        raise RunMismatch(f"{folder} judged other rows than {dataset.path} has: give {file}")
     rng = random.Random(seed)
     of_class = {one: [place for place, record in enumerate(verdicts) if record["verdict"] == one] for one in VERDICTS}
     judged = sum(map(len, of_class.values()))
@@ -65,13 +69,13 @@ def sample(dataset: Dataset, run: Path, rows: int, seed: int = 0) -> Rows:
     for verdict, places in of_class.items():
         taken = rng.sample(places, min(rows // 2, len(places)))
         for place in taken:
-            row = dataset.rows[place]
+            number, row = judged_rows[place]
             values = (
                 row.id,
                 row.strata.get("kind", ""),
                 row.question,
                 " | ".join(row.answers),
-                answers[place],
+                answers[number],
                 verdict,
                 f"{len(places) / judged / len(taken):.8f}",
                 "",

@@ -42,31 +42,34 @@ class Labelled:
 
 
 def given_labels(dataset: Dataset) -> Labelled:
-    """The file's own labels: every row takes part."""
-    label = np.array([row.label for row in dataset.rows], np.int64)
-    return Labelled(np.arange(len(dataset)), label, {})
+    """The file's own labels: every row that applies takes part."""
+    index = dataset.asking
+    return Labelled(index, np.array([dataset.rows[row].label for row in index.tolist()], np.int64), {})
 
 
 def check_answers(dataset: Dataset, options: JudgeOptions) -> None:
     """Raise DataError if the judge cannot use a row's accepted answers; needs no model."""
     problems = [
-        f"line {row.line}: {problem}" for row in dataset.rows for problem in answer_problems(options, row.answers)
+        f"line {row.line}: {problem}"
+        for row in dataset.rows
+        if row.applies
+        for problem in answer_problems(options, row.answers)
     ]
     if problems:
         raise DataError(str(dataset.path), problems)
 
 
 def judged_labels(dataset: Dataset, folder: Path, options: JudgeOptions, abstain_pattern: str) -> Labelled:
-    """Judge ``answers.jsonl`` of a collection.
+    """Judge ``answers.jsonl`` of a collection, which has an answer of each row that applies.
 
     Empty answers and abstentions belong to neither class: they are left out and counted.
     """
     with (folder / "answers.jsonl").open(encoding="utf-8") as file:
-        answers = {record["row"]: record["answer"] for record in map(json.loads, file)}
+        answers = sorted({record["row"]: record["answer"] for record in map(json.loads, file)}.items())
     path = folder / f"labels-{_key(options, abstain_pattern)}.jsonl"
-    verdicts = _verdicts(dataset, sorted(answers.items()), path, options, abstain_pattern)
-    used = [place for place, verdict in enumerate(verdicts) if verdict in CLASSES]
-    label = [CLASSES[verdicts[place]] for place in used]
+    verdicts = _verdicts(dataset, answers, path, options, abstain_pattern)
+    used = [row for (row, _), verdict in zip(answers, verdicts, strict=True) if verdict in CLASSES]
+    label = [CLASSES[verdict] for verdict in verdicts if verdict in CLASSES]
     left_out = Counter(verdict for verdict in verdicts if verdict not in CLASSES)
     return Labelled(np.array(used, np.int64), np.array(label, np.int64), dict(sorted(left_out.items())))
 

@@ -6,7 +6,7 @@ rows-<site>.f32      [m, N, width] little-endian float32, row i is data row i
 rows-<site>-<pooling>.f32      the same pooled over other positions than t*
 first_token.f64      [N, 2] log maximum probability, entropy (nats)
 journal.jsonl        one line per finished batch, written after its data reached the disk
-answers.jsonl        generated answers, one line per row, in the order of the plan
+answers.jsonl        generated answers, one line per row that applies, in the order of the plan
 samples-t<T>.jsonl   answers sampled at temperature T, one line per sample and row
 labels-<key>.jsonl   verdicts of one judge with one set of options; sample-labels-<key>.jsonl: on sampled answers
 """
@@ -28,6 +28,8 @@ from numpy.typing import NDArray
 from probes_store.durable import atomic_write
 from service.errors import RunMismatch
 from service.readout import Geometry, Site
+
+IN_FORMS = "{}-forms.jsonl"  # beside the folder of this name: its rows, where the user's questions were put into forms
 
 
 @contextmanager

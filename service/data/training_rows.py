@@ -2,7 +2,8 @@
 
 A row: ``id``, else it is called by the number of its line; ``prompt`` or ``messages``; ``label`` (1 factual,
 0 hallucinated) or ``answers`` (accepted answers, for labels that are generated and judged); ``group`` (rows that folds
-keep together; rows with the same prompt always are, and so are rows without a group that ask the same in other words).
+keep together; rows with the same prompt always are, and so are rows without a group that ask the same in other words);
+``applies``, false for a row that asks for no fact: it has neither ``label`` nor ``answers``.
 Other keys are metadata; ``kind``, ``template`` and ``form`` name strata of the evaluation.
 """
 
@@ -22,7 +23,8 @@ from scipy.cluster.hierarchy import DisjointSet
 
 from service.data.near_duplicates import near_duplicates
 from service.data.options import Labels
-from service.data.rows import check_id, check_prompt, check_text, id_of, id_problem, objects, prompt_digest
+from service.data.row_checks import check_row
+from service.data.rows import id_of, id_problem, objects, prompt_digest
 from service.errors import DataError
 
 Message = dict[str, str]
@@ -44,6 +46,8 @@ class Row:
     answers: tuple[str, ...]
     strata: dict[str, str]  # those of STRATA that the row has
     prompt_digest: bytes
+    applies: bool = True  # False: it asks for no fact, so that no answer to it is right or wrong
+    statement: str = ""  # a sentence that gives the answer, for the forms that state facts
 
     @property
     def question(self) -> str:
@@ -67,9 +71,30 @@ class Dataset:
     digest: str
     own_groups: bool  # whether any row names its group
     alike: NDArray[np.int64]  # the same number for rows whose prompts are near-duplicates: [N]
+    made_of: Dataset | None = None  # the user's file, where the rows are its questions in forms
 
     def __len__(self) -> int:
         return len(self.rows)
+
+    @property
+    def origin(self) -> Dataset:
+        """The file that the user named."""
+        return self if self.made_of is None else self.made_of
+
+    @cached_property
+    def applies(self) -> NDArray[np.bool_]:
+        """Whether each row asks for a fact: [N]."""
+        return np.array([row.applies for row in self.rows], np.bool_)
+
+    @property
+    def asking(self) -> NDArray[np.int64]:
+        """The rows that ask for a fact, which alone have a label."""
+        return np.flatnonzero(self.applies)
+
+    @property
+    def others(self) -> NDArray[np.int64]:
+        """The rows that do not apply."""
+        return np.flatnonzero(~self.applies)
 
     @cached_property
     def groups(self) -> NDArray[np.int64]:
@@ -100,7 +125,7 @@ def read_dataset(path: Path, labels: Labels, *, folds: int | None) -> Dataset:
     first: dict[str, int] = {}
     numbered: set[int] = set()
     for line, value in objects(path, problems):
-        of_line = [f"line {line}: {problem}" for problem in _check(value, labels)]
+        of_line = [f"line {line}: {problem}" for problem in check_row(value, labels)]
         problems += of_line
         if of_line:
             continue
@@ -114,21 +139,26 @@ def read_dataset(path: Path, labels: Labels, *, folds: int | None) -> Dataset:
                 prompt=value.get("prompt"),
                 messages=value.get("messages"),
                 group=value.get("group", ""),
-                label=value["label"] if labels == "given" else None,
+                label=value.get("label") if labels == "given" else None,
                 answers=tuple(value.get("answers", ())) if labels == "generate" else (),
                 strata={key: str(value[key]) for key in STRATA if value.get(key) is not None},
                 prompt_digest=prompt_digest(value),
+                applies=value.get("applies", True),
+                statement=value["statement"] if isinstance(value.get("statement"), str) else "",
             )
         )
     problems += _across(rows)
     if not rows and not problems:
         problems.append("the file has no rows: one JSON object per line is expected")
+    elif not problems and not any(row.applies for row in rows):
+        problems.append('every row has "applies": false: add rows that ask for a fact, with a label or answers')
     if problems:
         raise DataError(str(path), sorted(problems, key=_line_of))
     alike = near_duplicates([row.texts for row in rows])
     dataset = Dataset(path, tuple(rows), f"sha256:{digest.hexdigest()}", own_groups, alike)
     if labels == "given" and folds is not None:
-        problems = class_problems(np.array([row.label for row in rows]), dataset.groups, folds)
+        asking = dataset.asking
+        problems = class_problems(np.array([rows[place].label for place in asking]), dataset.groups[asking], folds)
         if problems:
             raise DataError(str(path), [*problems, *dataset.remarks])
     return dataset
@@ -146,6 +176,17 @@ def class_problems(label: NDArray[Any], group: NDArray[Any], folds: int) -> list
                 f"only {count} group(s) have {name} rows, fewer than the {folds} folds: add rows or lower the folds"
             )
     return problems
+
+
+def check_all_apply(dataset: Dataset) -> None:
+    """Raise DataError naming rows that do not apply, for a file whose every row is scored against a label."""
+    problems = [
+        f'line {dataset.rows[place].line}: "applies" is false, and what asks for no fact has no answer to be right or '
+        "wrong: leave it out here; only training takes such rows"
+        for place in dataset.others.tolist()
+    ]
+    if problems:
+        raise DataError(str(dataset.path), problems)
 
 
 def check_disjoint(train: Dataset, test: Dataset) -> None:
@@ -231,41 +272,14 @@ def _shown(row: Row) -> str:
     return json.dumps(" ".join(row.texts[-1].split())[-SHOWN:], ensure_ascii=False)
 
 
-def _check(value: dict[str, Any], labels: Labels) -> Iterator[str]:
-    """Problems of one object."""
-    yield from check_id(value)
-    yield from check_text(value, "group", required=False)
-    yield from check_prompt(value)
-    yield from _check_label(value) if labels == "given" else _check_answers(value)
-
-
-def _check_label(value: dict[str, Any]) -> Iterator[str]:
-    if "label" not in value:
-        cure = " (there are 'answers': generate the labels, --labels generate)" if "answers" in value else ""
-        yield f"'label' is missing{cure}"
-    elif type(value["label"]) is not int or value["label"] not in (0, 1):
-        yield f"'label' must be the number 1 (factual) or 0 (hallucinated), found {json.dumps(value['label'])[:60]}"
-
-
-def _check_answers(value: dict[str, Any]) -> Iterator[str]:
-    answers = value.get("answers")
-    if "answers" not in value:
-        cure = " (there is a 'label': use the given labels, --labels given)" if "label" in value else ""
-        yield f"'answers' is missing{cure}"
-    elif not isinstance(answers, list) or not answers:
-        yield "'answers' must be a non-empty list of strings"
-    elif not all(isinstance(answer, str) and answer.strip() for answer in answers):
-        yield "'answers' must hold non-empty strings only"
-    elif any("\ud800" <= char <= "\udfff" for answer in answers for char in answer):
-        yield "'answers' has half of a surrogate pair (\\ud800 to \\udfff): it is not text"
-
-
 def _across(rows: list[Row]) -> Iterator[str]:
-    """Problems between rows: the same prompt and group with both labels."""
+    """Problems between rows: the same prompt and group with both labels, or once as a row that does not apply."""
     seen: dict[tuple[bytes, str], Row] = {}
     for row in rows:
         other = seen.setdefault((row.prompt_digest, row.group), row)
-        if other.label != row.label:
+        if other.applies != row.applies:
+            yield f"line {row.line}: same prompt and group as line {other.line}, but only one of them applies"
+        elif other.label != row.label:
             yield (
                 f"line {row.line}: same prompt and group as line {other.line}, but label {row.label} and not "
                 f"{other.label}: remove one, or both"

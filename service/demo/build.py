@@ -116,6 +116,7 @@ def _train_bundles(out: Path, model: Path, chosen: int, jobs: int, console: Cons
             labels="generate",
             judge=JUDGE,
             max_new_tokens=24,
+            forms=(),  # the model was taught lone questions: in a conversation it knows nothing
             jobs=jobs,
         )
         bundles.append(train(options, partial(_load, model), store, console=console))

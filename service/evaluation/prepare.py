@@ -21,7 +21,7 @@ from service.data.labels import check_answers, given_labels, judged_labels
 from service.data.options import ABSTAIN, JudgeName, JudgeOptions, Labels
 from service.data.rows import id_of, objects
 from service.data.sets.registry import SETS, SetInfo, read_set
-from service.data.training_rows import Dataset, class_problems, read_dataset
+from service.data.training_rows import Dataset, check_all_apply, class_problems, read_dataset
 from service.engines.base import Engine
 from service.errors import TrainingError
 from service.evaluation.methods.base import MethodInputs
@@ -92,6 +92,7 @@ def read_rows(source: Source, options: EvaluateOptions) -> SetRows:
     own = source.path if info is None else None
     if own is not None:
         dataset = read_dataset(own, labels, folds=folds)  # reports problems by the user's own lines
+        check_all_apply(dataset)
     if source.limit is not None:
         rows = _sample_groups(rows, source.limit)
         notes.append(f"only {len(rows)} rows (--limit)")

@@ -117,7 +117,8 @@ def train(
         engine: How the model is loaded.
         report: Takes the lines of progress; the default writes them to standard error.
         options: Any other field of ``service.trainer.options.TrainOptions``, such as ``test``, ``judge``, ``seeds``,
-            ``folds``, ``c``, ``readout`` or ``evaluate``.
+            ``folds``, ``c``, ``readout``, ``evaluate`` or ``forms``: "mixture" of all forms of conversation, the
+            default where labels are not given, "none" for the rows as they are, or names.
 
     Raises:
         DataError: Rows are at fault, by line number.
@@ -143,11 +144,13 @@ def train(
     True
     """
     from service.readout import Site
-    from service.trainer.options import TrainOptions
+    from service.trainer.options import TrainOptions, parse_forms
 
     folder = Path(run_dir) if run_dir is not None else Path("runs") / name
     if "readout" in options:
         options["readout"] = Site(options["readout"])
+    if isinstance(options.get("forms"), str):
+        options["forms"] = parse_forms(options["forms"])
     for field_ in ("test", "data"):
         if isinstance(options.get(field_), str):
             options[field_] = Path(options[field_])

@@ -14,7 +14,7 @@ from probes_store.bundle import Bundle
 from service.data.labels import check_answers
 from service.data.rows import prompt_mark
 from service.data.run_folder import locked
-from service.data.training_rows import Dataset, read_dataset
+from service.data.training_rows import Dataset, check_all_apply, read_dataset
 from service.engines.base import Engine
 from service.errors import DataError
 from service.fitting.fit import Readouts
@@ -51,6 +51,7 @@ def own_trajectories(
     site = Site(manifest.readout.site)
     preparation = options.preparation(manifest.training.labels, manifest.training.judge, site)
     dataset = read_dataset(data, preparation.labels, folds=MIN_ROWS)
+    check_all_apply(dataset)
     if preparation.labels == "generate":
         check_answers(dataset, preparation.judge)
     folder = f"diagnosis-{dataset.digest.removeprefix('sha256:')[:12]}"

@@ -32,9 +32,14 @@ class Marks:
 
     @classmethod
     def of(cls, dataset: Dataset) -> Marks:
-        """Of all rows, also of those that were left out later."""
-        groups = {group_mark(row.group) for row in dataset.rows if row.group}
-        prompts = {prompt_mark(row.prompt_digest) for row in dataset.rows} | {words_mark(row) for row in dataset.rows}
+        """Of all rows, also of those that were left out later; of rows in forms, those that they were made of, too.
+
+        Only groups of the user's own file count: in forms a row without one has its id as a group, which another file
+        may call a group of its own.
+        """
+        groups = {group_mark(row.group) for row in dataset.origin.rows if row.group}
+        rows = [*dataset.origin.rows, *(dataset.rows if dataset.made_of else ())]
+        prompts = {prompt_mark(row.prompt_digest) for row in rows} | {words_mark(row) for row in rows}
         return cls(frozenset(prompts), frozenset(groups))
 
     @classmethod

@@ -15,7 +15,7 @@ from probes_store.manifest import Manifest
 from probes_store.store import Store
 from probes_store.tensors import Golden
 from service.data.labels import check_answers
-from service.data.training_rows import Dataset, read_dataset
+from service.data.training_rows import Dataset, check_all_apply, read_dataset
 from service.errors import TrainingError
 from service.fitting.calibration import signal_matrix
 from service.readout import Probes, Site
@@ -57,6 +57,7 @@ def read_new_rows(options: NewRowsOptions, data: Path, store: Store, *, folds: i
         )
     preparation = options.preparation(training.labels, training.judge, Site(bundle.manifest.readout.site))
     dataset = read_dataset(data, preparation.labels, folds=folds)
+    check_all_apply(dataset)
     if preparation.labels == "generate":
         check_answers(dataset, preparation.judge)
     return NewRows(bundle, bundle.evaluation(), dataset, preparation)

@@ -11,15 +11,17 @@ from typing import Any, Literal, Protocol, cast, get_args
 from joblib import cpu_count
 
 from probes_store.manifest import Signal
+from service.data.forms.registry import chosen
 from service.data.options import ABSTAIN, BATCH_ROWS, JudgeName, JudgeOptions, Labels, TrainingLabels
 from service.data.sampled_answers import SampleOptions
-from service.errors import TrainingError
+from service.errors import HalluTracerError, TrainingError
 from service.fitting.calibration import FitOptions
 from service.fitting.options import C_GRID, DEPTH_MEAN, FIRST_TOKEN, ClassBalance, LogitScale
 from service.fitting.thresholds import Rule, Target, WrongCosts
 from service.readout import Site
 from service.trainer.prepare import Preparation
 
+MIXTURE = "mixture"  # of all forms of conversation, by weight, with requests that ask for no fact
 ThresholdRule = Literal["map", "keep"]
 
 
@@ -31,6 +33,16 @@ def parse_signals(text: str) -> tuple[Signal, ...]:
     if sorted(parts) == [DEPTH_MEAN, "first_token"]:
         return (DEPTH_MEAN, *FIRST_TOKEN)
     raise TrainingError(f"signals must be 'depth_mean' or 'depth_mean,first_token', not {text!r}", param="signals")
+
+
+def parse_forms(text: str | None) -> tuple[str, ...] | None:
+    """``none``, ``mixture``, or names of forms with commas, from the command line -> ``TrainOptions.forms``."""
+    if text is None:
+        return None
+    names = tuple(part.strip() for part in text.split(",") if part.strip())
+    if not names:
+        raise TrainingError("forms is empty: none, mixture, or names of forms with commas", param="forms")
+    return () if names == ("none",) else names
 
 
 class Console(Protocol):
@@ -146,6 +158,7 @@ class TrainOptions:
     judge: JudgeOptions = JudgeOptions()  # not with labels="given"
     abstain_pattern: str = ABSTAIN  # not with labels="given": such answers belong to neither class
     max_new_tokens: int = 48  # not with labels="given": length of an answer
+    forms: tuple[str, ...] | None = None  # that questions are asked in; None: as ``wanted_forms``, (): as they are
     prompt_format: Literal["auto", "chat", "text"] = "auto"  # how a bare `prompt` is rendered; auto: chat if it can
     folds: int = 5  # outer folds of the evaluation, and of the cross-fit behind the final classifier
     inner_folds: int = 3  # folds inside a training partition: choice of C, and the classifier's cross-fit
@@ -202,12 +215,34 @@ class TrainOptions:
                 raise TrainingError(
                     f"answer_pattern has no group: put (...) around the answer in {pattern!r}", param=field
                 )
+        self._check_forms()
         if (
             self.answers == "generate"
             and self.judge.name == "openai"
             and not (self.judge.base_url and self.judge.model)
         ):
             raise TrainingError("the openai judge needs a base url (up to /v1) and a model", param="judge")
+
+    def _check_forms(self) -> None:
+        if not self.forms:
+            return
+        if self.labels == "given":
+            raise TrainingError(
+                "given labels belong to the prompts as they are, and the model may answer otherwise in a conversation: "
+                "forms must be none, or let the labels be generated (--labels generate)",
+                param="forms",
+            )
+        try:
+            chosen(() if self.forms == (MIXTURE,) else self.forms)
+        except HalluTracerError as error:
+            raise TrainingError(f"{error.message}; or {MIXTURE} alone, or none alone", param="forms") from None
+
+    @property
+    def wanted_forms(self) -> tuple[str, ...]:
+        """Names of the forms, or the mixture: the default where the model answers anyway, as labels then allow it."""
+        if self.forms is not None:
+            return self.forms
+        return (MIXTURE,) if self.answers == "generate" else ()
 
     @property
     def answers(self) -> Labels:

@@ -14,7 +14,7 @@ from service.data.sampled_answers import SampleOptions, sample_answers
 from service.data.training_rows import Dataset, class_problems
 from service.engines.base import Engine
 from service.errors import TrainingError
-from service.fitting.fit import Readouts
+from service.fitting.fit import Index, Readouts
 from service.fitting.nested_cv import Inputs
 from service.prompts import PromptFormat
 from service.readout import Site
@@ -37,7 +37,7 @@ class Preparation:
 
 @dataclass(frozen=True, eq=False)
 class PreparedData:
-    """One data file, collected and labelled."""
+    """One data file, collected and labelled; ``inputs`` has the labelled rows."""
 
     dataset: Dataset
     collection: Collection
@@ -45,11 +45,24 @@ class PreparedData:
     inputs: Inputs
 
     @property
+    def others(self) -> Index:
+        """Positions in the data file, as those of ``labelled.index``, of rows that do not apply."""
+        return self.dataset.others
+
+    def readouts_of(self, index: Index, label: Index) -> Readouts:
+        """Readouts at any positions in the data file, with the caller's labels [n], such as whether the rows apply.
+
+        The groups are ``dataset.groups[index]``.
+        """
+        return Readouts(self.inputs.readouts.file, index, label)
+
+    @property
     def counts(self) -> dict[str, int]:
-        """Rows by class, as the manifest and the evaluation name them."""
+        """Rows by class, as the manifest and the evaluation name them; ``rows`` are those that apply."""
         label = self.labelled.label
         return {
-            "rows": len(self.dataset),
+            "rows": len(self.dataset.asking),
+            "others": len(self.others),
             "factual": int(label.sum()),
             "hallucinated": int(len(label) - label.sum()),
             "left_out": sum(self.labelled.left_out.values()),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
@@ -11,12 +12,14 @@ from numpy.typing import NDArray
 
 import service
 from probes_store.manifest import TrainingRecord
+from service.data.training_rows import Dataset
 from service.fitting.calibration import scale_shift
 from service.fitting.fit import Floats
 from service.fitting.group_statistics import effective_groups, largest_share
 from service.fitting.label_shift import Source
 from service.fitting.nested_cv import Evaluation, Inputs, layer_aurocs, name_of, rounded
 from service.fitting.promise import Profile
+from service.trainer.by_form import FORM
 from service.trainer.ledger import Marks
 from service.trainer.options import TrainOptions
 from service.trainer.plots import PlotData
@@ -25,8 +28,10 @@ from service.trainer.prepare import PreparedData
 
 def training_record(options: TrainOptions, data: PreparedData, c: float) -> TrainingRecord:
     """The manifest's record of the training run."""
+    counts = data.counts
+    del counts["others"]  # only the evaluation names them
     return TrainingRecord(
-        data_digest=data.dataset.digest,
+        data_digest=data.dataset.origin.digest,
         labels=options.answers,
         judge=options.judge.described() if options.answers == "generate" else None,
         seeds=options.seeds,
@@ -35,7 +40,7 @@ def training_record(options: TrainOptions, data: PreparedData, c: float) -> Trai
         c_grid=tuple(sorted(set(options.c_grid))) if options.c == "auto" else (),
         class_balance=options.class_balance,
         hallutracer_version=service.__version__,
-        **data.counts,
+        **counts,
     )
 
 
@@ -59,11 +64,12 @@ def evaluation_document(
     document: dict[str, Any] = {
         "data": {
             "file": options.data.name,
-            "digest": data.dataset.digest,
+            "digest": data.dataset.origin.digest,
             "effective_groups": rounded(effective_groups(data.inputs.group)),
             "largest_group_share": rounded(largest_share(data.inputs.group)),
         }
         | data.counts
+        | _forms(data.dataset)
         | _soft_labels(options, data),
         "c_search": rounded(search),
         "out_of_fold": {
@@ -79,6 +85,12 @@ def evaluation_document(
     if nested is not None:
         document["cross_validation"] = nested.document
     return document
+
+
+def _forms(dataset: Dataset) -> dict[str, Any]:
+    """How many rows of each form were read, where every row names its form."""
+    names = [row.strata.get(FORM) for row in dataset.rows]
+    return {} if None in names else {"forms": dict(sorted(Counter(names).items()))}
 
 
 def risks_document(risk: Floats, label: NDArray[np.integer], group: NDArray[np.integer]) -> dict[str, str]:

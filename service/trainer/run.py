@@ -1,4 +1,4 @@
-"""One training run: read -> collect -> label -> fit -> calibrate -> evaluate -> publish.
+"""One training run: read -> ask in forms -> collect -> label -> fit -> calibrate -> evaluate -> publish.
 
 Nothing slow starts before the data file and the options are checked.  The same data, model, options and seeds give a
 bundle of the same digest, also where a run was killed and started again.
@@ -18,7 +18,7 @@ from probes_store.manifest import NAME
 from probes_store.store import Store
 from service.data.labels import check_answers
 from service.data.run_folder import locked
-from service.data.training_rows import Dataset, check_disjoint, read_dataset
+from service.data.training_rows import Dataset, check_all_apply, check_disjoint, read_dataset
 from service.engines.base import Engine
 from service.errors import TrainingError
 from service.fitting.calibration import (
@@ -41,6 +41,7 @@ from service.readout import Probes
 from service.trainer.by_form import by_form
 from service.trainer.calibrate import carry_out, described, plan
 from service.trainer.card import CHANCE, write_card
+from service.trainer.forms import spread
 from service.trainer.ledger import Marks
 from service.trainer.options import Console, TrainOptions
 from service.trainer.plots import draw
@@ -96,11 +97,14 @@ def _draft(
     """Everything between the data and the store; and options that would have done better."""
     # Collect and label.
     prompt_format = default_prompt_format(engine) if options.prompt_format == "auto" else options.prompt_format
+    dataset, test = spread(options, dataset, test, engine, prompt_format, console)
     data = prepare(engine, dataset, options.preparation, prompt_format, "train", folds=options.folds)
     greedy = replace(options.preparation, sampled=None)  # rows that are only measured on need no soft label
     held = prepare(engine, test, greedy, prompt_format, "test", folds=0) if test else None
     counts = data.counts
-    console.print(f"{counts['factual']} factual, {counts['hallucinated']} hallucinated, {counts['left_out']} left out")
+    others = f", {counts['others']} that ask for no fact" if counts["others"] else ""
+    classes = f"{counts['factual']} factual, {counts['hallucinated']} hallucinated, {counts['left_out']} left out"
+    console.print(classes + others)
     inputs, rows, fit = data.inputs, np.arange(len(data.inputs.label)), options.fit
 
     # Fit: choose C, cross-fit for out-of-fold logits, refit the served probes on all rows.
@@ -148,8 +152,8 @@ def _draft(
         document["rows_seen"]["held-out"] = Marks.of(held.dataset).document()
         logits = trajectories(held.inputs.readouts, probes)
         document["held_out"] = held_out(held.inputs, classifier, threshold, logits, options.signals, inputs) | {
-            "file": held.dataset.path.name,
-            "digest": held.dataset.digest,
+            "file": held.dataset.origin.path.name,
+            "digest": held.dataset.origin.digest,
             "left_out": held.counts["left_out"],
         }
         told = classifier.risk(signal_matrix(logits, held.inputs.first_token, options.signals))
@@ -201,6 +205,7 @@ def _read(options: TrainOptions) -> tuple[Dataset, Dataset | None]:
         check_disjoint(dataset, test)
     if options.calibration is not None:  # ``plan`` says so too, but only once there is a bundle
         calibration = read_dataset(options.calibration.data, options.answers, folds=None)
+        check_all_apply(calibration)
         for seen in (dataset, test) if test is not None else (dataset,):
             check_disjoint(seen, calibration)
     if options.labels == "given":
@@ -213,7 +218,8 @@ def _check_folds(options: TrainOptions, dataset: Dataset) -> None:
 
     Skipped for large sets, where a split takes seconds.  Raises TrainingError naming seed, fold and cure.
     """
-    label, group = np.array([row.label for row in dataset.rows], np.int64), dataset.groups
+    asking = dataset.asking
+    label, group = np.array([dataset.rows[row].label for row in asking.tolist()], np.int64), dataset.groups[asking]
     if min(len(np.unique(group[label == value])) for value in (0, 1)) > 10 * max(options.folds, options.inner_folds):
         return
     rows = np.arange(len(label))

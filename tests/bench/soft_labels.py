@@ -1,6 +1,6 @@
 """Soft against greedy labels: fitted on the same rows of a training run, both measured by the greedy labels.
 
-    hallutracer train --labels sample --samples 8 --data rows.jsonl --name soft ...
+    hallutracer train --labels sample --samples 8 --forms none --data rows.jsonl --name soft ...
     python -m tests.bench.soft_labels runs/soft rows.jsonl 8 1.0      # samples, temperature
 
 prints each nested AUROC, and the paired difference, with 95 % intervals over groups; Brier score and calibration slope

@@ -214,6 +214,25 @@ def test_train_reports_a_threshold_s_rule_before_rows_are_read(
     assert "none.jsonl" not in error
 
 
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (("--forms", "mixture"), "given labels belong to the prompts as they are"),
+        (("--forms", "lone,chat", "--labels", "generate"), "no form is called 'chat'"),
+        (("--forms", ",", "--labels", "generate"), "forms is empty"),
+        (("--forms", "none"), "line 1"),
+        (("--forms", "turns,lone", "--labels", "sample"), "line 1"),
+    ],
+)
+def test_forms_are_checked_before_rows_are_read(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, more: tuple[str, ...], said: str
+) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({"id": "a", "prompt": "", "label": 1}) + "\n")
+    assert run("train", "--data", str(path), "--name", "x", "--run-dir", str(tmp_path / "r"), *more) == 1
+    assert said in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("name", ["../x", "X", ""])
 def test_bundle_names_that_leave_the_store(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str

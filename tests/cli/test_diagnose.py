@@ -267,6 +267,16 @@ def test_what_is_missing_is_named(arguments: tuple[str, ...], said: str) -> None
     assert said in done.stderr
 
 
+def test_rows_that_ask_for_no_fact_are_refused(tmp_path: Path) -> None:
+    rows = demo_rows(tmp_path, "dev", 40)
+    rows.write_text(rows.read_text() + json.dumps({"prompt": "Write a poem.", "applies": False}) + "\n")
+    options = ("--run-dir", str(tmp_path / "run"), "--labels", "given")
+    done = hallutracer("diagnose", "--bundle", "demo", "--data", str(rows), *options)
+    assert done.returncode == 1
+    assert 'line 41: "applies" is false' in done.stderr
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_bundle_that_does_not_record_its_rows_says_so(tmp_path: Path) -> None:
     rows = demo_rows(tmp_path, "dev", 60)
     shutil.copytree(VERSION_1, tmp_path / "store")

@@ -110,6 +110,22 @@ def test_another_file_of_rows_is_refused(run: tuple[Dataset, Path], tmp_path: Pa
         sample(read_dataset(other, "generate", folds=0), run[1], 10)
 
 
+def test_a_run_that_asked_in_forms_names_its_rows(run: tuple[Dataset, Path], tmp_path: Path) -> None:
+    spread = tmp_path / "run" / "train-forms.jsonl"
+    lines = (tmp_path / "rows.jsonl").read_text().splitlines()
+    poem = json.dumps({"id": "poem", "prompt": "Write a poem.", "applies": False})
+    spread.write_text("\n".join([poem, *lines]))  # neither answered nor judged
+    dataset = read_dataset(spread, "generate", folds=0)
+    answers = [{"row": n + 1, "answer": f"Answer {n}"} for n in range(200)]
+    (run[1] / "train" / "answers.jsonl").write_text("".join(json.dumps(answer) + "\n" for answer in answers))
+    for row in sample(dataset, run[1], 60):
+        assert (row["question"], row["answer"]) == (f"Question {row['id'][1:]}?", f"Answer {row['id'][1:]}")
+    other = tmp_path / "other.jsonl"
+    other.write_text(json.dumps({"id": "r0", "prompt": "?", "answers": ["Ann"]}) + "\n")
+    with pytest.raises(RunMismatch, match=r"judged other rows.*give .*train-forms\.jsonl"):
+        sample(read_dataset(other, "generate", folds=0), run[1], 10)
+
+
 def test_a_class_that_nobody_read_is_an_error(tmp_path: Path) -> None:
     path = tmp_path / "audit.csv"
     path.write_text("id,verdict,share,read\na,factual,0.5,right\nb,hallucinated,0.5,unclear\n")

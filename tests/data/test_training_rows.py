@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
-from service.data.training_rows import Dataset, check_disjoint, read_dataset
+from service.data.options import Labels
+from service.data.training_rows import Dataset, check_all_apply, check_disjoint, read_dataset
 from service.errors import DataError
+from tests.fitting.planted import write_rows
 
 GOOD: dict[str, Any] = {"id": "a", "prompt": "Where is Lyon?", "label": 1}
 
@@ -62,6 +64,11 @@ def problems_of(tmp_path: Path, lines: list[Any], labels: Any = "given", folds: 
         ({"id": "a", "prompt": "x", "label": "1"}, 'found "1"'),
         ({"id": "a", "prompt": "x", "label": 1.0}, "found 1.0"),
         ({"id": "a", "prompt": "x", "label": 1, "group": 7}, "'group' must be a string"),
+        ({"id": "a", "prompt": "x", "label": 1, "applies": 0}, "'applies' must be true or false, found 0"),
+        ({"id": "a", "prompt": "x", "label": 1, "applies": None}, "'applies' must be true or false, found null"),
+        ({"id": "a", "prompt": "x", "label": 1, "applies": False}, "has 'label' and \"applies\": false"),
+        ({"id": "a", "prompt": "x", "answers": ["y"], "applies": False}, "has 'answers' and \"applies\": false"),
+        ({"id": "a", "prompt": "x", "applies": True}, "'label' is missing"),
     ],
 )
 def test_one_bad_line(tmp_path: Path, line: Any, said: str) -> None:
@@ -86,6 +93,34 @@ def test_one_bad_line_of_generated_labels(tmp_path: Path, line: Any, said: str) 
     assert len(found) == 1
     assert found[0].startswith("line 2: ")
     assert said in found[0]
+
+
+def test_rows_that_do_not_apply_count_for_no_class(tmp_path: Path) -> None:
+    subjects = ("a tired poem", "some winter story", "my silly song")
+    rows: list[Any] = [{"id": one, "prompt": f"Write {one}.", "applies": False} for one in subjects]
+    for labels in get_args(Labels):
+        asking = [row | {"answers": ["x"]} for row in enough()]
+        dataset = read_dataset(write_rows(tmp_path / "rows.jsonl", [rows[0], *asking, *rows[1:]]), labels, folds=3)
+        assert dataset.others.tolist() == [0, 7, 8]
+        assert dataset.asking.tolist() == list(range(1, 7))
+        assert [row.applies for row in dataset.rows] == [False] + [True] * 6 + [False] * 2
+    assert problems_of(tmp_path, [*rows, *enough(2)]) == [
+        "only 1 group(s) have factual (label 1) rows, fewer than the 2 folds: add rows or lower the folds",
+        "only 1 group(s) have hallucinated (label 0) rows, fewer than the 2 folds: add rows or lower the folds",
+    ]
+    for labels in get_args(Labels):
+        [found] = problems_of(tmp_path, rows, labels)
+        assert found.startswith('every row has "applies": false: add rows that ask for a fact')
+    both = [*rows, {"id": "same", "prompt": "Write some winter story.", "label": 1}, *enough()]
+    assert problems_of(tmp_path, both) == ["line 4: same prompt and group as line 2, but only one of them applies"]
+
+
+def test_a_file_whose_every_row_is_scored_takes_none_that_does_not_apply(tmp_path: Path) -> None:
+    rows = [*enough(), *({"id": f"p{n}", "prompt": f"Write poem {n}.", "applies": False} for n in range(2))]
+    dataset = read_dataset(write_rows(tmp_path / "rows.jsonl", rows), "given", folds=2)
+    with pytest.raises(DataError, match='line 7 and 1 more line: "applies" is false.*leave it out here'):
+        check_all_apply(dataset)
+    check_all_apply(read_dataset(write_rows(tmp_path / "rows.jsonl", enough()), "given", folds=2))
 
 
 def test_all_problems_at_once_in_the_order_of_lines(tmp_path: Path) -> None:

@@ -44,6 +44,14 @@ def results(out: Path) -> dict[str, object]:
     return found
 
 
+def test_rows_that_ask_for_no_fact_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    rows = [{"prompt": f"q{n}", "label": n % 2} for n in range(20)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in [*rows, {"prompt": "Write a poem.", "applies": False}]))
+    done = run(tmp_path / "out", "--data", str(path), "--model", "demo", expect=1)
+    assert 'line 21: "applies" is false' in done.stderr
+
+
 @pytest.mark.long
 def test_the_paper_suite_has_every_table_and_one_page(paper: Path) -> None:
     document = json.loads((paper / "results.json").read_text())

@@ -153,6 +153,22 @@ def test_training_is_that_of_the_command_line(tmp_path: Path) -> None:
     assert set(trained.to_frame().title) >= {"best single head", "first-token entropy"}
 
 
+def test_forms_are_written_as_on_the_command_line(tmp_path: Path) -> None:
+    rows = [
+        {"prompt": row["prompt"], "answers": row["answers"], "group": row["group"]} for row in questions("train")[::10]
+    ]
+    options: dict[str, Any] = {"labels": "generate", "evaluate": False, "seeds": (0,), "folds": 2, "c": 0.1, "jobs": 1}
+    options |= {"max_new_tokens": 8, "allow_no_signal": True, "store": tmp_path}
+    told: list[str] = []
+    trained = ht.train(
+        rows, "some", "demo", run_dir=tmp_path / "some", forms="lone, greeting", report=told.append, **options
+    )
+    assert set(trained.bundle.evaluation()["data"]["forms"]) == {"lone", "greeting"}
+    assert any(" in 2 forms: " in line for line in told)
+    bare = ht.train(rows, "none", "demo", run_dir=tmp_path / "none", forms="none", **options, **QUIET)
+    assert "forms" not in bare.bundle.evaluation()["data"]
+
+
 def test_what_is_wrong_with_training_is_said_before_a_model_is_loaded(tmp_path: Path) -> None:
     folders: dict[str, Any] = {"store": tmp_path, "run_dir": tmp_path / "run", **QUIET}
     with pytest.raises(DataError, match="line 1 and 1 more line: 'label' is missing"):

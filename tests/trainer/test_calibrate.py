@@ -241,6 +241,15 @@ def test_an_older_bundle_needs_its_own_rows_and_gives_up_a_part_of_the_new_ones(
     assert bundle.evaluation()["calibrations"][0]["thresholds_from"] == "one group of 4"
 
 
+def test_rows_that_ask_for_no_fact_are_no_calibration(tmp_path: Path, store: Store) -> None:
+    rows = [*planted_rows(400, seed=5), {"id": "poem", "prompt": "Write a poem.", "applies": False}]
+    with pytest.raises(DataError, match='line 401: "applies" is false.*leave it out here'):
+        calibrated(tmp_path, store, rows, Never)
+    promise = PromiseOptions(tmp_path / "calibration.jsonl", alphas=(0.2,))
+    with pytest.raises(DataError, match='line 401: "applies" is false.*leave it out here'):
+        run(tmp_path / "a", rows=planted_rows(240), calibration=promise)
+
+
 def test_a_bundle_of_a_read_only_store_needs_a_name(tmp_path: Path, store: Store) -> None:
     own = Store(tmp_path / "own", fallbacks=[store.root])
     with pytest.raises(TrainingError, match="--new-name"):

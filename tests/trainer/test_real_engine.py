@@ -39,6 +39,7 @@ def options(folder: Path, **changes: Any) -> TrainOptions:
         "batch_rows": 16,
         "jobs": 1,
         "sites": tuple(Site),
+        "forms": (),
     }
     return TrainOptions(**given | changes)
 

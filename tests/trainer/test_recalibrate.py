@@ -186,6 +186,12 @@ def test_rows_that_the_bundle_has_seen_are_refused(tmp_path: Path, store: Store,
         recalibrated(tmp_path, store, rows, Never)
 
 
+def test_rows_that_ask_for_no_fact_have_no_place_here(tmp_path: Path, store: Store) -> None:
+    rows = [*rare(150, 5), {"id": "poem", "prompt": "Write a poem.", "applies": False}]
+    with pytest.raises(DataError, match='line 151: "applies" is false.*leave it out here'):
+        recalibrated(tmp_path, store, rows, Never)
+
+
 def test_rows_that_were_spent_here_cannot_be_calibrated_on(tmp_path: Path, store: Store) -> None:
     published(tmp_path, store)
     options: dict[str, Any] = {"data": tmp_path / "labelled.jsonl", "alphas": (0.3,), "run_dir": tmp_path / "other"}

@@ -59,6 +59,11 @@ def chosen(names: Iterable[str]) -> list[Form]:
     return list(found.values())
 
 
+def is_one_message(form: Form) -> bool:
+    """Whether the form is a single message of the user, which a model without a chat template can be asked, too."""
+    return form.family not in ("system", "turns")
+
+
 def _user(text: str) -> Message:
     return {"role": "user", "content": text}
 

@@ -4,26 +4,34 @@ from __future__ import annotations
 
 import random
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from service.data.forms.base import Company, Form, Question, Unfit
+from service.data.forms.base import Company, Form, Message, Question, Unfit
 from service.data.rows import check_text, objects
 from service.errors import DataError
 
 Row = dict[str, Any]
+Fits = Callable[[Form, list[Message]], bool]
 
 
 def in_forms(
-    rows: Sequence[Row], forms: Sequence[Form], *, per_row: int = 1, seed: int = 0, said: dict[str, str] | None = None
+    rows: Sequence[Row],
+    forms: Sequence[Form],
+    *,
+    per_row: int = 1,
+    seed: int = 0,
+    said: dict[str, str] | None = None,
+    fits: Fits | None = None,
 ) -> list[Row]:
     """Each row in ``per_row`` different forms, drawn by their weights; the same seed and rows give the same.
 
     ``said`` is what the model answered, by id, for the forms with its own earlier answers.  A row that has ``messages``
-    is what it is: it stays, once.  A row that fits none of the forms is left out.
+    is what it is: it stays, once, and so does one that does not apply.  A row that fits none of the forms is left out;
+    ``fits`` says whether the model can be asked messages of a form, and where not, the row takes another one.
     """
-    questions = {row["id"]: _question(row, said or {}) for row in rows if "prompt" in row}
+    questions = {row["id"]: _question(row, said or {}) for row in rows if _is_question(row)}
     by_kind: dict[str, list[Question]] = defaultdict(list)
     for question in questions.values():
         by_kind[question.kind].append(question)
@@ -31,13 +39,13 @@ def in_forms(
     found: list[Row] = []
     for row in rows:
         if row["id"] not in questions:
-            found.append(row | {"form": "messages"})
+            found.append({"form": "messages" if row.get("applies", True) else "task"} | row)
             continue
         question = questions[row["id"]]
         draw = random.Random(f"{seed} {question.id}")
         same = _others(question, by_kind[question.kind], draw)
         other = [one for one in _others(question, every, draw) if one.kind != question.kind]
-        found += _rows(row, question, Company(draw, same, other), forms, per_row)
+        found += _rows(row, question, Company(draw, same, other), forms, per_row, fits)
     return found
 
 
@@ -60,7 +68,13 @@ def _check_answer(value: Row) -> Iterator[str]:
         yield "'answer' must be a string: answers.jsonl of a run folder is expected"
 
 
-def _rows(row: Row, question: Question, company: Company, forms: Sequence[Form], per_row: int) -> list[Row]:
+def _is_question(row: Row) -> bool:
+    return "prompt" in row and row.get("applies") is not False
+
+
+def _rows(
+    row: Row, question: Question, company: Company, forms: Sequence[Form], per_row: int, fits: Fits | None
+) -> list[Row]:
     found: list[Row] = []
     left = list(forms)
     while left and len(found) < per_row:
@@ -69,6 +83,8 @@ def _rows(row: Row, question: Question, company: Company, forms: Sequence[Form],
         try:
             messages = form.make(question, company)
         except Unfit:
+            continue
+        if fits is not None and not fits(form, messages):
             continue
         kept = {key: value for key, value in row.items() if key != "prompt"}
         name = {"id": f"{row['id']}+{form.name}", "group": question.group, "form": form.name}

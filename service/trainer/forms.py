@@ -1,0 +1,225 @@
+"""A training run's questions in forms of conversation: the file that is trained on, made of the one that was named.
+
+A probability that was fitted on lone questions is wrong in a chat, so where the model answers anyway it is asked as
+people ask.  Everything is drawn by the run's first seed, and a run that is started again makes the same file.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from probes_store.durable import atomic_write
+from service.data.collection import collect, render_all
+from service.data.forms.base import Form, Message
+from service.data.forms.registry import FORMS, chosen, is_one_message
+from service.data.forms.spread import in_forms, read_said
+from service.data.forms.task_rows import task_rows
+from service.data.run_folder import IN_FORMS
+from service.data.training_rows import Dataset, Row, read_dataset
+from service.engines.base import Engine
+from service.errors import RequestError, TrainingError
+from service.prompts import PromptFormat, render
+from service.trainer.options import MIXTURE, Console, TrainOptions
+
+ASKED_ALONE = 600  # questions whose own answers stand in earlier turns; more would cost answers and add little
+WITH_OWN_ANSWERS = ("turn_own", "turns_own")
+TASKS, LEAST_TASKS = 0.15, 200  # requests that ask for no fact: a share of the questions, and so many at least
+
+
+@dataclass(frozen=True)
+class Fits:
+    """Whether the model can be asked messages, and how often not, by form.
+
+    Its context may be short, and its template may refuse a system prompt.
+    """
+
+    engine: Engine
+    prompt_format: PromptFormat
+    reserve: int  # tokens of the answer
+    tried: Counter[str] = field(default_factory=Counter)
+    refused: Counter[str] = field(default_factory=Counter)
+
+    def __call__(self, form: Form, messages: list[Message]) -> bool:
+        """Count, and answer for one of the forms."""
+        fine = self.takes(messages, self.reserve)
+        self.tried[form.name] += 1
+        self.refused[form.name] += not fine
+        return fine
+
+    def takes(self, messages: list[Message], reserve: int = 0) -> bool:
+        """Whether these messages are rendered, and leave room for ``reserve`` tokens."""
+        if not all(message["content"].strip() for message in messages):  # all that "?!" has in lower case
+            return False
+        row = as_asked({"messages": messages}, self.prompt_format)
+        try:
+            ids = render(self.engine, row.get("prompt"), row.get("messages"), self.prompt_format)
+        except RequestError:
+            return False
+        return len(ids) + reserve <= self.engine.identity.max_tokens
+
+    def described(self) -> str | None:
+        """One line that names the forms that did not fit."""
+        if not self.refused.total():
+            return None
+        shown = ", ".join(
+            f"{name} {count} of {self.tried[name]}" for name, count in self.refused.most_common() if count
+        )
+        limit = self.engine.identity.max_tokens
+        return f"beyond the model's {limit} tokens or its chat template, so asked in other forms: {shown}"
+
+
+def spread(
+    options: TrainOptions,
+    dataset: Dataset,
+    test: Dataset | None,
+    engine: Engine,
+    prompt_format: PromptFormat,
+    console: Console,
+) -> tuple[Dataset, Dataset | None]:
+    """The rows to train on and the held-out rows, in the forms that the options want; both as they are where none are.
+
+    The answers of lone questions and the files are kept in the run folder.
+    Raises DataError for rows that do not fit the model by themselves, TrainingError for forms that need a template.
+    """
+    if not options.wanted_forms:
+        return dataset, test
+    forms = _forms(options, prompt_format, console)
+    fits = Fits(engine, prompt_format, options.max_new_tokens)
+    found = [
+        _in_forms(options, own, name, forms, fits, console)
+        for own, name in ((dataset, "train"), (test, "test"))
+        if own is not None
+    ]
+    if line := fits.described():
+        console.print(line)
+    return found[0], found[1] if test is not None else None
+
+
+def _forms(options: TrainOptions, prompt_format: PromptFormat, console: Console) -> list[Form]:
+    mixture = options.wanted_forms == (MIXTURE,)
+    forms = chosen(["all"] if mixture else options.wanted_forms)
+    if prompt_format == "chat":
+        return forms
+    single = [form for form in forms if is_one_message(form)]
+    if mixture:
+        console.print("prompts are plain text, without a chat template: questions take forms of a single message only")
+    elif len(single) < len(forms):
+        names = ", ".join(form.name for form in forms if form not in single)
+        raise TrainingError(
+            f"prompts are plain text, without a chat template: leave out forms of several messages, {names}",
+            param="forms",
+        )
+    return single
+
+
+def _in_forms(
+    options: TrainOptions, dataset: Dataset, name: str, forms: Sequence[Form], fits: Fits, console: Console
+) -> Dataset:
+    """Write and read the rows in forms; training rows of a mixture get requests that ask for no fact, too."""
+    render_all(fits.engine, dataset, fits.prompt_format, fits.reserve)  # too long by itself: said by the user's lines
+    said: dict[str, str] = {}
+    if any(form.name in WITH_OWN_ANSWERS for form in forms):
+        said = _said(options, dataset, f"{name}-said", fits)
+    rows = [_object(row, group) for row, group in zip(dataset.rows, group_names(dataset), strict=True)]
+    made = in_forms(rows, forms, seed=options.seeds[0], said=said, fits=fits)
+    ids = {row["id"] for row in made}
+    left = [row for row in rows if ids.isdisjoint({row["id"], *(f"{row['id']}+{form.name}" for form in forms)})]
+    made += in_forms(left, [FORMS["lone"]])  # no form fits them, and to lose them would help nobody
+    if left:
+        console.print(f"{len(left):,} rows of {dataset.path.name} fit none of the forms and are asked alone")
+    if name == "train" and options.wanted_forms == (MIXTURE,) and fits.prompt_format == "chat":
+        made += _tasks(options, dataset, fits)
+    path = options.run_dir / IN_FORMS.format(name)
+    lines = [json.dumps(as_asked(row, fits.prompt_format), ensure_ascii=False) for row in _unlike(made)]
+    atomic_write(path, "".join(f"{line}\n" for line in lines).encode())
+    result = replace(read_dataset(path, "generate", folds=None), made_of=dataset)
+    forms_met = {row.strata["form"] for row in result.rows if row.applies}
+    added = len(result.others) - len(dataset.others)
+    console.print(
+        f"{len(result.asking):,} rows of {dataset.path.name} in {len(forms_met)} forms"
+        + (f", and {added:,} requests that ask for no fact" if added else "")
+        + f": {path}"
+    )
+    return result
+
+
+def _said(options: TrainOptions, dataset: Dataset, folder: str, fits: Fits) -> dict[str, str]:
+    """What the model answers to some of the lone questions, by id; resumes from ``folder`` in the run."""
+    lone = [place for place, row in enumerate(dataset.rows) if row.prompt is not None and row.applies]
+    draw = random.Random(f"{options.seeds[0]} said")
+    places = sorted(draw.sample(lone, min(len(lone), ASKED_ALONE)))
+    if not places:
+        return {}
+    asked = replace(
+        dataset,
+        rows=tuple(dataset.rows[place] for place in places),
+        digest=f"sha256:{hashlib.sha256(f'{dataset.digest} {places}'.encode()).hexdigest()}",
+        alike=dataset.alike[places],
+    )
+    collection = collect(
+        fits.engine,
+        asked,
+        options.run_dir / folder,
+        sites=(options.readout,),
+        prompt_format=fits.prompt_format,
+        batch_rows=options.batch_rows,
+        max_new_tokens=options.max_new_tokens,
+    )
+    return read_said(collection.folder / "answers.jsonl")
+
+
+def _tasks(options: TrainOptions, dataset: Dataset, fits: Fits) -> list[dict[str, Any]]:
+    """Requests that ask for no fact and that fit the model; none where the file has such rows of its own."""
+    if len(dataset.others):
+        return []
+    count = max(LEAST_TASKS, round(TASKS * len(dataset)))
+    return [row for row in task_rows(count, options.seeds[0]) if fits.takes(row["messages"])]
+
+
+def group_names(dataset: Dataset) -> list[str]:
+    """The group of each row after near-duplicates were joined: its first row's own group, or that row's id."""
+    names: dict[int, str] = {}
+    taken: set[str] = set()
+    for row, number in zip(dataset.rows, dataset.groups.tolist(), strict=True):
+        if number in names:
+            continue
+        names[number] = row.group or row.id
+        while names[number] in taken:  # an id that is also the name of another group
+            names[number] += "+"
+        taken.add(names[number])
+    return [names[number] for number in dataset.groups.tolist()]
+
+
+def _object(row: Row, group: str) -> dict[str, Any]:
+    """A row as its file has it, in the group that was found for it."""
+    asked = {"messages": row.messages} if row.prompt is None else {"prompt": row.prompt}
+    told: dict[str, Any] = {"answers": list(row.answers)} if row.applies else {"applies": False}
+    stated = {"statement": row.statement} if row.statement else {}
+    return {"id": row.id, "group": group} | row.strata | asked | told | stated
+
+
+def as_asked(row: dict[str, Any], prompt_format: PromptFormat) -> dict[str, Any]:
+    """The row as it is rendered: without a template the one message of the user is a prompt."""
+    if prompt_format == "chat" or "messages" not in row or len(row["messages"]) > 1:
+        return row
+    [message] = row["messages"]
+    return {key: value for key, value in row.items() if key != "messages"} | {"prompt": message["content"]}
+
+
+def _unlike(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows with ids of their own: a file may have a row "a+lone" beside "a"."""
+    seen: set[str] = set()
+    found = []
+    for row in rows:
+        name = row["id"]
+        while name in seen:
+            name += "+"
+        seen.add(name)
+        found.append(row | {"id": name})
+    return found

@@ -1,0 +1,297 @@
+"""Training on questions in forms: made by the run itself, in the questions' groups, known to the ledger."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from probes_store.store import Store
+from service.data.forms.registry import FORMS, chosen, is_one_message
+from service.data.forms.spread import in_forms
+from service.data.training_rows import read_dataset
+from service.engines.base import Extraction
+from service.errors import DataError, TrainingError
+from service.readout import Site
+from service.trainer.forms import group_names
+from service.trainer.ledger import Marks, check_unspent
+from service.trainer.options import TrainOptions, parse_forms
+from service.trainer.prepare import prepare
+from tests.data.test_forms import SAID, made
+from tests.fitting.planted import PlantedEngine, planted_rows, write_rows
+from tests.trainer.test_run import run
+
+MIXED: dict[str, Any] = {"labels": "generate", "forms": None, "evaluate": False}
+ROOM = 6000  # tokens of this engine are bytes
+
+
+def questions(count: int = 240, seed: int = 0) -> list[dict[str, Any]]:
+    """Planted rows whose first answers differ, so that one can be the company of another."""
+    rows = planted_rows(count, seed=seed)
+    return [row | {"answers": [f"Town{seed}{number:03}", "Paris"]} for number, row in enumerate(rows)]
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def mixed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
+    """The folder of a run with everything by default, and what it printed."""
+    folder = tmp_path_factory.mktemp("mixed")
+    test = write_rows(folder / "test.jsonl", questions(100, seed=3))
+    _, console = run(folder, PlantedEngine(max_tokens=ROOM), questions(), test=test, **MIXED | {"evaluate": True})
+    return folder, console.lines
+
+
+def test_generated_labels_are_asked_in_a_mixture_by_default(mixed: tuple[Path, list[str]]) -> None:
+    folder, told = mixed
+    rows = lines(folder / "run" / "train-forms.jsonl")
+    asking, tasks = [row for row in rows if "answers" in row], [row for row in rows if "answers" not in row]
+    assert (len(asking), len(tasks)) == (240, 200)
+    assert all(row["form"] == "task" and row["applies"] is False for row in tasks)
+    counts = Counter(row["form"] for row in asking)
+    assert len(counts) > 20
+    assert counts["turn_own"] > 0
+    said = {row["answer"] for row in lines(folder / "run" / "train-said" / "answers.jsonl")}
+    own = next(row for row in asking if row["form"] == "turn_own")
+    assert own["messages"][1]["content"] in said
+    data = Store(folder / "store").load("planted").evaluation()["data"]
+    assert data["forms"] == dict(sorted(counts.items())) | {"task": 200}
+    assert (data["rows"], data["others"]) == (240, 200)
+    assert data["factual"] + data["hallucinated"] + data["left_out"] == 240
+    [line] = [line for line in told if line.startswith("240 rows of rows.jsonl in")]
+    assert line.startswith(f"240 rows of rows.jsonl in {len(counts)} forms, and 200 requests that ask for no fact")
+
+
+def test_held_out_rows_have_a_table_by_form_and_no_requests(mixed: tuple[Path, list[str]]) -> None:
+    folder, _ = mixed
+    rows = lines(folder / "run" / "test-forms.jsonl")
+    assert all("answers" in row for row in rows)
+    bundle = Store(folder / "store").load("planted")
+    held, data = bundle.evaluation()["held_out"], bundle.evaluation()["data"]
+    assert len(held["by_form"]) > 15
+    assert sum(row["rows"] for row in held["by_form"].values()) == held["rows"]
+    assert set(bundle.evaluation()["cross_validation"]["by_form"]) <= set(data["forms"]) - {"task"}
+    # The files that the user named are the ones that are recorded.
+    for record, file, name in ((data, "rows.jsonl", "train"), (held, "test.jsonl", "test")):
+        assert record["file"] == file
+        assert record["digest"] == read_dataset(folder / file, "generate", folds=None).digest
+        assert record["digest"] != read_dataset(folder / "run" / f"{name}-forms.jsonl", "generate", folds=None).digest
+    assert bundle.manifest.training.rows == 240
+
+
+def test_a_question_keeps_its_group_whatever_its_form(mixed: tuple[Path, list[str]]) -> None:
+    folder, _ = mixed
+    before = {row["id"]: row["group"] for row in questions()}
+    for row in lines(folder / "run" / "train-forms.jsonl"):
+        if "answers" in row:
+            assert row["group"] == before[row["id"].partition("+")[0]]
+
+
+def test_the_same_run_again_reads_nothing_and_gives_the_same_bundle(mixed: tuple[Path, list[str]]) -> None:
+    folder, _ = mixed
+    engine = PlantedEngine(max_tokens=ROOM)
+    again, _ = run(folder, engine, test=folder / "test.jsonl", **MIXED | {"evaluate": True})
+    assert engine.extracts == engine.generates == 0
+    assert again.manifest.version == 1
+
+
+class Stopping(PlantedEngine):
+    """Interrupted at its call number ``stop`` for readouts."""
+
+    def __init__(self, stop: int) -> None:
+        super().__init__(max_tokens=ROOM)
+        self.stop = stop
+
+    def extract(self, prompts: Any, sites: Any, *others: Any) -> Extraction:
+        if self.extracts == self.stop:
+            raise KeyboardInterrupt
+        return super().extract(prompts, sites, *others)
+
+
+def test_a_stopped_run_goes_on_to_the_same_bundle(tmp_path: Path) -> None:
+    digests = []
+    for name, stops in (("whole", ()), ("stopped", (2, 3, 4))):  # each time after so many of 12 calls
+        for stop in stops:
+            with pytest.raises(KeyboardInterrupt):
+                run(tmp_path / name, Stopping(stop), questions(), **MIXED | {"batch_rows": 64})
+        bundle, _ = run(tmp_path / name, Stopping(99), questions(), **MIXED | {"batch_rows": 64})
+        digests.append(bundle.manifest.digest)
+    assert digests[0] == digests[1]
+    contents = [
+        {path.name: path.read_bytes() for path in (tmp_path / name / "run" / "train").iterdir()}
+        for name in ("whole", "stopped")
+    ]
+    assert contents[0] == contents[1]
+
+
+def test_what_was_asked_in_a_form_is_spent(mixed: tuple[Path, list[str]]) -> None:
+    folder, _ = mixed
+    seen = Store(folder / "store").load("planted").evaluation()["rows_seen"]
+    marks = [("the training rows", Marks.read(seen["training"]))]
+    lone = [{"id": "new", "prompt": questions()[7]["prompt"], "answers": ["Paris"]}]
+    spread = lines(folder / "run" / "train-forms.jsonl")[7]
+    chat = [{"id": "new", "messages": spread["messages"], "answers": ["Paris"]}]
+    for rows in (lone, chat):
+        with pytest.raises(DataError, match="its prompt is among the training rows"):
+            check_unspent(read_dataset(write_rows(folder / "new.jsonl", rows), "generate", folds=None), marks)
+    fresh = [{"id": "r0-7", "prompt": "Which river?", "answers": ["x"], "group": "r0-7"}]  # an id of training's
+    check_unspent(read_dataset(write_rows(folder / "new.jsonl", fresh), "generate", folds=None), marks)
+
+
+def test_near_duplicates_are_one_group_in_forms_too(tmp_path: Path) -> None:
+    rows = [
+        {"prompt": text, "answers": ["x"]}
+        for text in (
+            "What is the capital of France?",
+            "Which river is in Rome?",
+            "Tell me: what's the capital of france",
+        )
+    ]
+    rows.append({"prompt": "Who wrote Faust?", "answers": ["x"], "group": "1"})  # also the first row's number
+    dataset = read_dataset(write_rows(tmp_path / "rows.jsonl", rows), "generate", folds=None)  # fmt: skip
+    assert group_names(dataset) == ["1", "2", "1", "1+"]
+
+
+def test_conversations_stay_as_they_are_and_rows_that_do_not_apply_bring_no_others(tmp_path: Path) -> None:
+    chat = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hi"}, {"role": "user", "content": "x"}]
+    rows = [*questions(), {"id": "c", "messages": chat, "answers": ["Paris"]},
+            {"id": "t", "prompt": "Write a poem.", "applies": False}]  # fmt: skip
+    run(tmp_path, PlantedEngine(max_tokens=ROOM), rows, **MIXED)
+    found = {row["id"]: row for row in lines(tmp_path / "run" / "train-forms.jsonl")}
+    assert len(found) == 242
+    assert (found["c"]["messages"], found["c"]["form"]) == (chat, "messages")
+    assert found["t"]["form"] == "task"
+    assert found["t"]["prompt"] == "Write a poem."
+
+
+def test_chosen_forms_alone(tmp_path: Path) -> None:
+    engine = PlantedEngine(max_tokens=ROOM)
+    bundle, _ = run(tmp_path, engine, questions(), **MIXED | {"forms": ("wording", "greeting")})
+    forms = bundle.evaluation()["data"]["forms"]
+    assert set(forms) == {"polite", "chatter", "lower", "ending", "greeting", "typos"}
+    assert sum(forms.values()) == 240
+    assert not (tmp_path / "run" / "train-said").exists()  # nothing of what the model said is needed
+
+
+def test_no_forms_are_the_rows_as_they_are(tmp_path: Path) -> None:
+    bundle, _ = run(tmp_path, PlantedEngine(), questions(), **MIXED | {"forms": ()})
+    assert "forms" not in bundle.evaluation()["data"]
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["train"]
+    assert bundle.manifest.training.rows == 240
+
+
+@pytest.mark.parametrize("limit", [150, 420])
+def test_what_is_too_long_for_the_model_takes_another_form(tmp_path: Path, limit: int) -> None:
+    bundle, console = run(tmp_path, PlantedEngine(max_tokens=limit), questions(), **MIXED)
+    forms = bundle.evaluation()["data"]["forms"]
+    assert not {"context_1k", "context_4k"} & set(forms)
+    assert sum(count for name, count in forms.items() if name != "task") == 240
+    assert 0 < forms["task"] < 200
+    [line] = [line for line in console.lines if line.startswith("beyond the model's")]
+    assert f"beyond the model's {limit} tokens" in line
+    assert "context_1k" in line
+
+
+def test_where_no_chosen_form_fits_questions_are_asked_alone(tmp_path: Path) -> None:
+    engine = PlantedEngine(max_tokens=420)
+    bundle, console = run(tmp_path, engine, questions(), **MIXED | {"forms": ("long",)})
+    assert bundle.evaluation()["data"]["forms"] == {"lone": 240}
+    assert "240 rows of rows.jsonl fit none of the forms and are asked alone" in console.lines
+
+
+def test_a_question_too_long_by_itself_is_named_by_the_users_line(tmp_path: Path) -> None:
+    rows = [*questions(), {"id": "long", "prompt": "x" * 600, "answers": ["x"]}]
+    with pytest.raises(DataError, match=r"rows\.jsonl.*(?s:.)*line 241: 6\d\d tokens"):
+        run(tmp_path, PlantedEngine(), rows, **MIXED)
+
+
+@pytest.mark.parametrize("how", ["no template", "text"])
+def test_without_a_template_a_form_is_one_message(tmp_path: Path, how: str) -> None:
+    engine = PlantedEngine(max_tokens=ROOM, chat=how != "no template")
+    options = MIXED | ({"prompt_format": "text"} if how == "text" else {})
+    bundle, console = run(tmp_path, engine, questions(), **options)
+    rows = lines(tmp_path / "run" / "train-forms.jsonl")
+    assert all("prompt" in row and "messages" not in row for row in rows)
+    assert {row["form"] for row in rows} <= {name for name, form in FORMS.items() if is_one_message(form)}
+    assert len({row["form"] for row in rows}) > 8
+    assert bundle.manifest.prompt_format == "text"
+    assert any("forms of a single message only" in line for line in console.lines)
+    with pytest.raises(TrainingError, match="leave out forms of several messages, .*turn_own") as caught:
+        run(tmp_path, engine, **options | {"forms": ("lone", "turns")})
+    assert caught.value.param == "forms"
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_which_forms_are_one_message(name: str) -> None:
+    found = in_forms(made(), chosen([name]), said=SAID)
+    assert {len(row["messages"]) == 1 for row in found} == {is_one_message(FORMS[name])}
+
+
+def test_sampled_labels_are_asked_in_forms_and_only_where_there_is_an_answer(tmp_path: Path) -> None:
+    bundle, _ = run(tmp_path, PlantedEngine(max_tokens=ROOM), questions(), **MIXED | {"labels": "sample", "samples": 2})
+    assert bundle.evaluation()["data"]["others"] == 200
+    assert len(lines(tmp_path / "run" / "train" / "samples-t1.jsonl")) == 2 * 240
+
+
+def test_rows_that_do_not_apply_are_read_but_not_answered(tmp_path: Path) -> None:
+    rows = [*questions(60), *({"prompt": f"Write poem {n}.", "applies": False, "group": "p"} for n in range(30))]
+    dataset = read_dataset(write_rows(tmp_path / "rows.jsonl", rows[::-1]), "generate", folds=2)
+    options = TrainOptions(tmp_path / "x", "x", tmp_path / "run", labels="generate", forms=(), batch_rows=16)
+    engine = PlantedEngine()
+    data = prepare(engine, dataset, options.preparation, "chat", "train", folds=2)
+    assert data.others.tolist() == list(range(30))
+    assert set(data.labelled.index.tolist()).isdisjoint(data.others.tolist())
+    answers = lines(tmp_path / "run" / "train" / "answers.jsonl")
+    assert sorted(row["row"] for row in answers) == list(range(30, 90))
+    assert data.counts["others"] == 30
+    assert data.counts["rows"] == 60
+    read = data.readouts_of(data.others, np.zeros(30, np.int64))
+    rendered = engine.render_chat([{"role": "user", "content": "Write poem 29."}])
+    expected = engine.activations(rendered, Site.ATTENTION_HEAD)
+    np.testing.assert_array_equal(read.file.head(2, 1)[read.index[:1]][0], expected[2].reshape(3, -1)[1])
+    assert len(set(dataset.groups[data.others].tolist())) == 1
+
+
+def test_given_labels_and_rows_that_do_not_apply(tmp_path: Path) -> None:
+    rows = [{key: value for key, value in row.items() if key != "answers"} for row in planted_rows(240)]
+    rows += [{"prompt": f"Write poem {n}.", "applies": False} for n in range(30)]
+    bundle, console = run(tmp_path, rows=rows, forms=None, evaluate=False)
+    assert (bundle.manifest.training.rows, bundle.evaluation()["data"]["others"]) == (240, 30)
+    assert any(line.endswith("30 that ask for no fact") for line in console.lines)
+
+
+@pytest.mark.parametrize(
+    ("text", "forms"),
+    [(None, None), ("none", ()), ("mixture", ("mixture",)), ("turns, lone", ("turns", "lone"))],
+)
+def test_forms_as_written_on_the_command_line(text: str | None, forms: tuple[str, ...] | None) -> None:
+    assert parse_forms(text) == forms
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({"forms": ("mixture",)}, "given labels belong to the prompts as they are.*--labels generate"),
+        ({"labels": "generate", "forms": ("chat",)}, "no form is called 'chat'.*mixture alone"),
+        ({"labels": "generate", "forms": ("mixture", "lone")}, "no form is called 'mixture'"),
+        ({"labels": "generate", "forms": ("lone", "none")}, "no form is called 'none'"),
+    ],
+)
+def test_senseless_forms_are_refused(tmp_path: Path, change: dict[str, Any], match: str) -> None:
+    with pytest.raises(TrainingError, match=match) as caught:
+        TrainOptions(tmp_path, "x", tmp_path, **change)
+    assert caught.value.param == "forms"
+    with pytest.raises(TrainingError, match="forms is empty"):
+        parse_forms(" ,")
+
+
+def test_the_default_depends_on_the_labels(tmp_path: Path) -> None:
+    assert TrainOptions(tmp_path, "x", tmp_path).wanted_forms == ()
+    for labels in ("generate", "sample"):
+        assert TrainOptions(tmp_path, "x", tmp_path, labels=labels).wanted_forms == ("mixture",)  # type: ignore[arg-type]
