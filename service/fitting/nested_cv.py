@@ -209,17 +209,16 @@ def held_out(
     inputs: Inputs,
     classifier: FinalClassifier,
     threshold: float,
-    trajectory: Floats,
-    signals: Sequence[str],
+    signals: Floats,
     references: Inputs,
 ) -> dict[str, Any]:
-    """The final bundle on rows that took no part: trajectory [n, m] already scaled.
+    """The final bundle on rows that took no part, by its classifier's signals [n, k].
 
     The reference signals are fitted on all training rows (``references``).  ``at_threshold`` and ``calibration`` are
     the bundle's.
     """
     label = inputs.label
-    fitted = {"bundle": (classifier, signal_matrix(trajectory, inputs.first_token, signals))}
+    fitted = {"bundle": (classifier, signals)}
     for (name, of_train), (_, of_test) in zip(_references(references), _references(inputs), strict=True):
         fitted[name] = (fit_classifier(of_train, references.label, references.readouts.share), of_test)
     scores: dict[str, Any] = {}

@@ -36,8 +36,8 @@ _TINY = 1e-12  # a risk's distance from 0 and 1
 class Reference:
     """Where the trajectories of training lie; the distance is 1 at the cutoff."""
 
-    mean: Floats  # [m]
-    whitening: Floats  # [m, m]
+    mean: Floats  # [M], M = (1 + A) m logits of a prompt
+    whitening: Floats  # [M, M]
     distance: Floats  # [seeds, n] of the training rows, each by folds that never saw it
 
     @property
@@ -52,16 +52,29 @@ class Reference:
 
 
 def fit_reference(
-    trajectory: Floats, label: NDArray[np.integer], group: Index, folds: int, seeds: Sequence[int]
+    trajectory: Floats,
+    label: NDArray[np.integer],
+    group: Index,
+    folds: int,
+    seeds: Sequence[int],
+    others: tuple[Floats, Index] | None = None,
 ) -> Reference:
-    """From out-of-fold trajectories [seeds, n, m], with the folds that they came from: label [n], group [n]."""
-    away = np.empty(trajectory.shape[:2])
+    """From out-of-fold logits [seeds, n, M], with the folds that they came from: label [n], group [n].
+
+    ``others``: logits [k, M] and groups [k] of prompts without a label, which belong to training as well.
+    """
+    more, more_group = (np.empty((0, trajectory.shape[-1])), np.empty(0, np.int64)) if others is None else others
+    fold_of = np.unique(more_group, return_inverse=True)[1] % folds
+    away, further = np.empty(trajectory.shape[:2]), np.empty((len(seeds), len(more)))
     for place, seed in enumerate(seeds):
         rows = trajectory[place]
-        for train, test in group_folds(label, group, np.arange(len(label)), folds, seed, what="cross-fit fold"):
-            away[place, test] = distance(rows[test], *_whitened(rows[train]))
-    cutoff = _cutoff(away)
-    mean, whitening = _whitened(trajectory[0])
+        pairs = group_folds(label, group, np.arange(len(label)), folds, seed, what="cross-fit fold")
+        for fold, (train, test) in enumerate(pairs):
+            own = _whitened(np.concatenate([rows[train], more[fold_of != fold]]))
+            away[place, test] = distance(rows[test], *own)
+            further[place, fold_of == fold] = distance(more[fold_of == fold], *own)
+    cutoff = _cutoff(np.concatenate([away, further], axis=1))
+    mean, whitening = _whitened(np.concatenate([trajectory[0], more]))
     return Reference(mean, whitening / cutoff, away / cutoff)
 
 

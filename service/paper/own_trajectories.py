@@ -25,8 +25,7 @@ from service.readout import Probes, Site
 from service.scoring import Scorer
 from service.trainer.ledger import Marks, group_mark
 from service.trainer.options import NewRowsOptions
-from service.trainer.prepare import PreparedData, prepare
-from service.trainer.publish import trajectories
+from service.trainer.prepare import PreparedData, prepare, trajectories
 
 MOST_BYTES = 1 << 31  # of readouts in memory; the sections that need them are left out above it
 
@@ -71,7 +70,7 @@ def _read(bundle: Bundle, prepared: PreparedData, probes: Probes) -> OwnSet:
     if readout is None:
         remarks.append("the readouts take more than 2 GiB: the sections on geometry and class means are left out")
     labelled = LabelledSet(
-        trajectory=trajectories(inputs.readouts, probes),
+        trajectory=trajectories(inputs.readouts, [probes]),
         label=inputs.label,
         group=np.unique(inputs.group, return_inverse=True)[1].astype(np.int64),
         readout=readout,

@@ -154,7 +154,7 @@ def carry_out(made: Plan, engine: Engine, store: Store, console: Console) -> Bun
     prompt_format = as_prompt_format(made.bundle.manifest.prompt_format)
     data = prepare(engine, made.dataset, made.rows.preparation, prompt_format, made.rows.folder, folds=None)
     _note_question(made, made.options.run_dir / made.rows.folder)
-    value, label, group = risks_of(made.bundle, data), data.inputs.label, data.inputs.group
+    value, label, group = risks_of(made.bundle, data, withhold_outside=True), data.inputs.label, data.inputs.group
     gates, tested = made.gates, np.arange(len(label))
     if gates is None:
         pilot = _pilot(group, made.options.seed)

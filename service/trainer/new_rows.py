@@ -14,15 +14,16 @@ from probes_store.bundle import Bundle, BundleDraft
 from probes_store.manifest import Manifest
 from probes_store.store import Store
 from probes_store.tensors import Golden
+from probes_store.uncertainty import OUTSIDE
 from service.data.labels import check_answers
 from service.data.training_rows import Dataset, check_all_apply, read_dataset
 from service.errors import TrainingError
-from service.fitting.calibration import signal_matrix
 from service.readout import Probes, Site
 from service.risk import served_risk
 from service.trainer.options import NewRowsOptions
-from service.trainer.prepare import Preparation, PreparedData
-from service.trainer.publish import trajectories
+from service.trainer.prepare import Preparation, PreparedData, trajectories
+from service.trainer.publish import served_signals
+from service.uncertainty import distance
 
 QUESTION = "question.json"  # in the folder of the rows: what they were asked, once a label was looked at
 
@@ -63,11 +64,22 @@ def read_new_rows(options: NewRowsOptions, data: Path, store: Store, *, folds: i
     return NewRows(bundle, bundle.evaluation(), dataset, preparation)
 
 
-def risks_of(bundle: Bundle, data: PreparedData) -> NDArray[np.float64]:
-    """The bundle's risk of each labelled row, as it would be served: [n]."""
-    manifest, inputs = bundle.manifest, data.inputs
-    logits = trajectories(inputs.readouts, Probes.of(Site(manifest.readout.site), bundle.probes))
-    return served_risk(signal_matrix(logits, inputs.first_token, manifest.signals), manifest)
+def risks_of(bundle: Bundle, data: PreparedData, *, withhold_outside: bool = False) -> NDArray[np.float64]:
+    """The bundle's risk of each labelled row, as it would be served: [n].
+
+    With ``withhold_outside`` 1 for a prompt outside training, where a policy that says nothing withholds these
+    (``Scorer.withholds_outside``).
+    """
+    manifest, inputs, layers = bundle.manifest, data.inputs, bundle.manifest.model.num_layers
+    logits = trajectories(inputs.readouts, Probes.all_of(Site(manifest.readout.site), bundle.probes))
+    signals = served_signals(logits, inputs.first_token, manifest.signals, manifest.context, layers)
+    found = served_risk(signals, manifest)
+    if not withhold_outside or manifest.context is None:
+        return found
+    if bundle.probes.reference_mean is None or bundle.probes.reference_whitening is None:
+        return found
+    away = distance(logits, bundle.probes.reference_mean, bundle.probes.reference_whitening)
+    return np.where(away >= OUTSIDE, 1.0, found)
 
 
 def draft_of(

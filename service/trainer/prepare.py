@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,10 +15,12 @@ from service.data.sampled_answers import SampleOptions, sample_answers
 from service.data.training_rows import Dataset, class_problems
 from service.engines.base import Engine
 from service.errors import TrainingError
-from service.fitting.fit import Index, Readouts
+from service.fitting.fit import Floats, Index, Readouts
 from service.fitting.nested_cv import Inputs
 from service.prompts import PromptFormat
-from service.readout import Site
+from service.readout import Probes, Site
+from service.risk import truth_logits
+from service.trainer.prompt_labels import prompt_labels
 
 
 @dataclass(frozen=True)
@@ -113,5 +116,17 @@ def prepare(
         first_token=collection.first_token[index],
         prompt_tokens=collection.prompts.lengths[index],
         strata=tuple(dataset.rows[row].strata for row in index.tolist()),
+        prompts=prompt_labels(dataset, index),
     )
     return PreparedData(dataset, collection, labelled, inputs)
+
+
+def trajectories(readouts: Readouts, probes: Sequence[Probes]) -> Floats:
+    """Scaled logits of collected rows as a server computes them: [n, probes m], one probe's behind the other's."""
+    columns = []
+    for probe in probes:
+        for layer, head in enumerate(probe.head.tolist()):
+            a = readouts.file.head(layer, head)[readouts.index]
+            own = slice(layer, layer + 1)
+            columns.append(truth_logits(a[:, None], probe.direction[own], probe.bias[own], probe.scale[own]))
+    return np.concatenate(columns, axis=1)

@@ -8,6 +8,7 @@ from typing import cast
 
 import numpy as np
 
+from probes_store.context import Context
 from probes_store.golden import spread, tolerance_for
 from probes_store.manifest import (
     ChatTemplateRecord,
@@ -16,6 +17,7 @@ from probes_store.manifest import (
     Manifest,
     ModelRecord,
     ReadoutRecord,
+    Signal,
     TokenizerRecord,
     TrainingRecord,
 )
@@ -24,18 +26,24 @@ from probes_store.uncertainty import Uncertainty
 from service.engines.base import Engine, ModelIdentity
 from service.errors import EngineError
 from service.fitting.calibration import FinalClassifier, signal_matrix
-from service.fitting.fit import Floats, Index, ProbeFit, Readouts
+from service.fitting.fit import Floats, Index, ProbeFit
+from service.fitting.options import FIRST_TOKEN
 from service.fitting.uncertainty import Reference
 from service.prompts import PromptFormat
 from service.readout import Probes
-from service.risk import truth_logits
+from service.trainer.context import BundleContext, served_columns, with_context
 from service.trainer.options import TrainOptions
 
 GOLDEN_PROMPTS = 8
 
 
 def probe_tensors(
-    fit: ProbeFit, scale: Floats, class_mean: Floats, class_std: Floats, reference: Reference | None = None
+    fit: ProbeFit,
+    scale: Floats,
+    class_mean: Floats,
+    class_std: Floats,
+    reference: Reference | None = None,
+    context: BundleContext | None = None,
 ) -> ProbeTensors:
     """A fit in the element types that are stored and served: scale [m]; class_mean, class_std [2, m] out of fold."""
     return ProbeTensors(
@@ -47,17 +55,15 @@ def probe_tensors(
         trajectory_std=class_std.astype(np.float32),
         reference_mean=None if reference is None else reference.mean.astype(np.float32),
         reference_whitening=None if reference is None else reference.whitening.astype(np.float32),
+        **({} if context is None else context.tensors()),
     )
 
 
-def trajectories(readouts: Readouts, probes: Probes) -> Floats:
-    """Scaled logits of collected rows as a server computes them, one layer at a time: [n, m]."""
-    columns = []
-    for layer, head in enumerate(probes.head.tolist()):
-        a = readouts.file.head(layer, head)[readouts.index]
-        own = slice(layer, layer + 1)
-        columns.append(truth_logits(a[:, None], probes.direction[own], probes.bias[own], probes.scale[own]))
-    return np.concatenate(columns, axis=1)
+def served_signals(
+    logits: Floats, first_token: Floats, signals: Sequence[Signal], context: Context | None, layers: int
+) -> Floats:
+    """The classifier's input [n, k] of logits [n, (1 + A) m], as a server computes it."""
+    return signal_matrix(logits[:, :layers], first_token, signals, served_columns(context, logits, layers))
 
 
 def golden_rows(risk: Floats, count: int = GOLDEN_PROMPTS) -> Index:
@@ -70,19 +76,20 @@ def golden_rows(risk: Floats, count: int = GOLDEN_PROMPTS) -> Index:
 def record_golden(
     engine: Engine,
     prompts: Sequence[Sequence[int]],
-    probes: Probes,
+    probes: Sequence[Probes],
     classifier: FinalClassifier,
-    signals: Sequence[str],
+    signals: Sequence[Signal],
     collected: Floats,
+    context: Context | None = None,
 ) -> Golden:
     """Replay G prompts of token ids through ``Engine.score`` and record what a server must reproduce.
 
-    ``collected`` [G, m] are the same prompts' logits from the run folder.
+    ``collected`` [G, (1 + A) m] are the same prompts' logits from the run folder.
     Raises EngineError: the two differ, so the probes were fitted on something that serving does not read.
     """
-    needs_first_token = len(signals) > 1
-    onsets = engine.score(prompts, [probes], first_token=needs_first_token)
-    replayed = np.stack([onset.trajectories[0] for onset in onsets])
+    needs_first_token = any(name in signals for name in FIRST_TOKEN)
+    onsets = engine.score(prompts, probes, first_token=needs_first_token)
+    replayed = np.stack([np.concatenate(onset.trajectories) for onset in onsets])
     dtype = engine.identity.dtype
     limit = tolerance_for(dtype).trajectory * spread(collected)
     worst = float(np.max(np.abs(replayed - collected)))
@@ -94,7 +101,8 @@ def record_golden(
     first_token = np.zeros((len(prompts), 2))
     if needs_first_token:
         first_token = np.array([[t.log_max_prob, t.entropy] for t in (onset.first_token for onset in onsets) if t])
-    risk = classifier.risk(signal_matrix(replayed, first_token, signals))
+    layers = engine.identity.geometry.num_layers
+    risk = classifier.risk(served_signals(replayed, first_token, signals, context, layers))
     return Golden.record(prompts, replayed, risk, first_token if needs_first_token else None)
 
 
@@ -123,6 +131,7 @@ def manifest_of(
     threshold: float,
     training: TrainingRecord,
     uncertainty: Uncertainty | None = None,
+    context: BundleContext | None = None,
 ) -> Manifest:
     """The manifest, without what publishing adds: version, time, digests and files."""
     return Manifest(
@@ -134,9 +143,10 @@ def manifest_of(
         dtype=cast(DType, identity.dtype),  # checked on publishing
         readout=ReadoutRecord(options.readout.value, "last"),
         logit_scale=options.logit_scale,
-        signals=options.signals,
+        signals=with_context(options.signals, context),
         classifier=Classifier(tuple(classifier.weight.tolist()), classifier.intercept),
         threshold=threshold,
         uncertainty=uncertainty,
+        context=None if context is None else context.record(),
         training=training,
     )

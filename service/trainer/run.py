@@ -41,12 +41,13 @@ from service.readout import Probes
 from service.trainer.by_form import by_form
 from service.trainer.calibrate import carry_out, described, plan
 from service.trainer.card import CHANCE, write_card
+from service.trainer.context import all_logits, fit_context, with_context
 from service.trainer.forms import spread
 from service.trainer.ledger import Marks
 from service.trainer.options import Console, TrainOptions
 from service.trainer.plots import draw
-from service.trainer.prepare import prepare
-from service.trainer.publish import golden_rows, manifest_of, probe_tensors, record_golden, trajectories
+from service.trainer.prepare import prepare, trajectories
+from service.trainer.publish import golden_rows, manifest_of, probe_tensors, record_golden, served_signals
 from service.trainer.record import evaluation_document, plot_data, training_record
 from service.trainer.scaling import scale_logits
 from service.trainer.summary import better_options
@@ -115,14 +116,20 @@ def _draft(
     scaled = scale_logits(inputs, crossed, final, options)
     out_of_fold, refitted = scaled.out_of_fold, final.trajectory / scaled.scale
     class_mean, class_std = class_statistics(out_of_fold, inputs.label)
+
+    # What a prompt is: does it ask for a fact, has it a passage?  And where the prompts of training lie.
+    context = fit_context(data, options.folds, options.seeds[0], fit)
+    names, columns = with_context(options.signals, context), None if context is None else context.columns
     reference = None
     if options.uncertainty:
-        reference = fit_reference(out_of_fold, inputs.label, inputs.group, options.folds, options.seeds)
-    tensors = probe_tensors(final, scaled.scale, class_mean, class_std, reference)
-    probes = Probes.of(options.readout, tensors)
+        logits, more = all_logits(out_of_fold, data, final, scaled.scale, context)
+        reference = fit_reference(logits, inputs.label, inputs.group, options.folds, options.seeds, more)
+    tensors = probe_tensors(final, scaled.scale, class_mean, class_std, reference, context)
+    probes = Probes.all_of(options.readout, tensors)
+    record = None if context is None else context.record()
 
     # Calibrate: the classifier sees out-of-fold signals only.
-    signals, label = stacked(signal_matrix(out_of_fold, inputs.first_token, options.signals), inputs.label)
+    signals, label = stacked(signal_matrix(out_of_fold, inputs.first_token, names, columns), inputs.label)
     share = inputs.readouts.share
     classifier = fit_classifier(signals, label, None if share is None else np.tile(share, len(options.seeds)))
 
@@ -133,7 +140,7 @@ def _draft(
 
     # Evaluate.  Of the bundle's numbers only the width of its intervals comes from here.
     nested = evaluate(inputs, folds=options.folds, seeds=options.seeds, options=fit) if options.evaluate else None
-    own = name_of(options.signals, options.logit_scale)
+    own = name_of(names, options.logit_scale)
     if nested is not None:
         crossed_risk = nested.risk[own]
         nested.document["at_threshold"] = rounded(at_threshold(inputs.label, crossed_risk, threshold))
@@ -147,27 +154,30 @@ def _draft(
     first = risks[0]  # of one seed, so that each row counts once
     answering = profile(inputs.label, first, inputs.group)
     document = evaluation_document(options, data, out_of_fold, refitted, choice.auroc, nested, answering, first)
-    document |= scaled.document | {"threshold": cut.document() | {"out_of_fold": rounded(cut.gate)}}
+    document |= scaled.document | ({} if context is None else context.document())
+    document |= {"threshold": cut.document() | {"out_of_fold": rounded(cut.gate)}}
     if held is not None:
         document["rows_seen"]["held-out"] = Marks.of(held.dataset).document()
         logits = trajectories(held.inputs.readouts, probes)
-        document["held_out"] = held_out(held.inputs, classifier, threshold, logits, options.signals, inputs) | {
+        read = served_signals(logits, held.inputs.first_token, names, record, len(final.head))
+        document["held_out"] = held_out(held.inputs, classifier, threshold, read, inputs) | {
             "file": held.dataset.origin.path.name,
             "digest": held.dataset.origin.digest,
             "left_out": held.counts["left_out"],
         }
-        told = classifier.risk(signal_matrix(logits, held.inputs.first_token, options.signals))
-        forms = by_form(held.inputs.label, told[None], held.inputs.strata, threshold)
+        forms = by_form(held.inputs.label, classifier.risk(read)[None], held.inputs.strata, threshold)
         document["held_out"] |= _forms(forms)
     plots = draw(plot_data(options, inputs, out_of_fold, class_mean, class_std, nested, threshold))
 
     # Publish: golden prompts replayed through the serving path, manifest, card.
-    chosen = golden_rows(classifier.risk(signal_matrix(refitted, inputs.first_token, options.signals)))
+    chosen = golden_rows(classifier.risk(signal_matrix(refitted, inputs.first_token, names, columns)))
     prompts = [data.collection.prompts.of(int(row)) for row in inputs.readouts.index[chosen]]
     collected = trajectories(inputs.readouts.subset(chosen), probes)
-    golden = record_golden(engine, prompts, probes, classifier, options.signals, collected)
+    golden = record_golden(engine, prompts, probes, classifier, names, collected, record)
     training = training_record(options, data, choice.c)
-    manifest = manifest_of(options, engine.identity, prompt_format, classifier, threshold, training, uncertainty)
+    manifest = manifest_of(
+        options, engine.identity, prompt_format, classifier, threshold, training, uncertainty, context
+    )
     card = write_card(
         manifest,
         document,

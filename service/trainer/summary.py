@@ -41,10 +41,10 @@ def closing(evaluation: Mapping[str, Any]) -> Iterator[str]:
 
 def summary_table(signals: Mapping[str, Any], own: str) -> str:
     """AUROC with its interval, AUROC within a kind where the rows have kinds, and calibration; ours is marked."""
-    within = [key for key in WITHIN if any(signals[name].get(key) for name in NAMES)]
+    within = [key for key in WITHIN if any(row.get(key) for row in signals.values())]
     header = ["", "AUROC [95 %]", *(WITHIN[key] for key in within), "ECE", "debiased"]
     lines = []
-    for name in NAMES:
+    for name in (name for name in NAMES if name in signals):
         row = signals[name]
         auroc = row["auroc"]
         lines.append(

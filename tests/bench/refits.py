@@ -39,7 +39,8 @@ from service.fitting.options import C_GRID
 from service.fitting.uncertainty import fit_interval, fit_reference
 from service.readout import Geometry, Probes, Site
 from service.risk import depth_mean
-from service.trainer.publish import probe_tensors, trajectories
+from service.trainer.prepare import trajectories
+from service.trainer.publish import probe_tensors
 from service.uncertainty import distance
 
 Floats = NDArray[np.float64]
@@ -121,11 +122,11 @@ def trained(
     reference = fit_reference(crossed, label, group, FOLDS, SEEDS)
     interval = fit_interval(by_row(scores["own"], len(label)), reference, FOLDS)
     assert interval is not None
-    trajectory = trajectories(fresh, probes)
+    trajectory = trajectories(fresh, [probes])
     away = distance(trajectory, reference.mean, reference.whitening)
     far = np.empty(0)
     if elsewhere is not None:
-        far = distance(trajectories(elsewhere, probes), reference.mean, reference.whitening)
+        far = distance(trajectories(elsewhere, [probes]), reference.mean, reference.whitening)
     log_odds = depth_mean(trajectory) * classifier.weight[0] + classifier.intercept
     return Said(log_odds, away, far, half_widths(interval, log_odds, away))
 
