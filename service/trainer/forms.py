@@ -29,6 +29,7 @@ from service.trainer.options import MIXTURE, Console, TrainOptions
 
 ASKED_ALONE = 600  # questions whose own answers stand in earlier turns; more would cost answers and add little
 WITH_OWN_ANSWERS = ("turn_own", "turns_own")
+ANSWERS, PATTERNS = "answers", "patterns"  # the latter are a judge's alone: no passage and no earlier turn states them
 TASKS, LEAST_TASKS = 0.15, 200  # requests that ask for no fact: a share of the questions, and so many at least
 
 
@@ -126,7 +127,8 @@ def _in_forms(
     said: dict[str, str] = {}
     if any(form.name in WITH_OWN_ANSWERS for form in forms):
         said = _said(options, dataset, f"{name}-said", fits)
-    rows = [_object(row, group) for row, group in zip(dataset.rows, group_names(dataset), strict=True)]
+    key = PATTERNS if options.judge.name == "regex" else ANSWERS
+    rows = [_object(row, group, key) for row, group in zip(dataset.rows, group_names(dataset), strict=True)]
     made = in_forms(rows, forms, seed=options.seeds[0], said=said, fits=fits)
     ids = {row["id"] for row in made}
     left = [row for row in rows if ids.isdisjoint({row["id"], *(f"{row['id']}+{form.name}" for form in forms)})]
@@ -135,6 +137,7 @@ def _in_forms(
         console.print(f"{len(left):,} rows of {dataset.path.name} fit none of the forms and are asked alone")
     if name == "train" and options.wanted_forms == (MIXTURE,) and fits.prompt_format == "chat":
         made += _tasks(options, dataset, fits)
+    made = [{ANSWERS if name == PATTERNS else name: value for name, value in row.items()} for row in made]
     path = options.run_dir / IN_FORMS.format(name)
     lines = [json.dumps(as_asked(row, fits.prompt_format), ensure_ascii=False) for row in _unlike(made)]
     atomic_write(path, "".join(f"{line}\n" for line in lines).encode())
@@ -196,10 +199,10 @@ def group_names(dataset: Dataset) -> list[str]:
     return [names[number] for number in dataset.groups.tolist()]
 
 
-def _object(row: Row, group: str) -> dict[str, Any]:
-    """A row as its file has it, in the group that was found for it."""
+def _object(row: Row, group: str, key: str) -> dict[str, Any]:
+    """A row as its file has it, in the group that was found for it, with its answers under ``key``."""
     asked = {"messages": row.messages} if row.prompt is None else {"prompt": row.prompt}
-    told: dict[str, Any] = {"answers": list(row.answers)} if row.applies else {"applies": False}
+    told: dict[str, Any] = {key: list(row.answers)} if row.applies else {"applies": False}
     stated = {"statement": row.statement} if row.statement else {}
     return {"id": row.id, "group": group} | row.strata | asked | told | stated
 

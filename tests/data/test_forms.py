@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from service.data.forms.base import Form
 from service.data.forms.registry import FORMS, chosen, families
 from service.data.forms.spread import in_forms, read_said
 from service.data.training_rows import read_dataset
@@ -130,6 +131,37 @@ def test_what_a_form_lacks_is_left_to_the_others(tmp_path: Path) -> None:
     messages = [{"role": "user", "content": "And Land7?"}]
     [kept] = in_forms([{"id": "chat", "messages": messages, "answers": ["x"]}], chosen(["all"]))
     assert (kept["messages"], kept["form"], kept["id"]) == (messages, "messages", "chat")
+
+
+def test_what_only_a_judge_reads_is_not_stated() -> None:
+    false = '{"incorrect": "Wrong"}'
+    rows = [row | {"answers": [false, *row["answers"]]} for row in made()]
+    for before, row in zip(rows, in_forms(rows, chosen(["passage_right"])), strict=True):
+        assert before["answers"][1] in texts(row)
+        assert "incorrect" not in texts(row)
+        assert row["answers"] == before["answers"]
+    expected = [row | {"answers": ['{"expect": "no_call"}']} for row in made()]
+    assert in_forms(expected, chosen(["few_shot", "passages"])) == []
+
+
+def test_rows_that_do_not_apply_are_no_questions() -> None:
+    poem = {"id": "poem", "prompt": "Write a poem about Land01.", "applies": False}
+    named = {"id": "chat", "messages": [{"role": "user", "content": "And?"}], "form": "mine", "answers": ["x"]}
+    found = in_forms([*made(), poem, named], chosen(["polite"]))
+    assert found[-2:] == [poem | {"form": "task"}, named]
+
+
+def test_a_form_that_does_not_fit_gives_way() -> None:
+    tried: list[str] = []
+
+    def fits(form: Form, messages: list[dict[str, str]]) -> bool:
+        tried.append(form.name)
+        return form.name == "lone"
+
+    found = in_forms(made(), chosen(["lone", "context_1k", "greeting"]), fits=fits)
+    assert {row["form"] for row in found} == {"lone"}
+    assert {"context_1k", "greeting"} < set(tried)
+    assert in_forms(made(), chosen(["greeting"]), fits=fits) == []
 
 
 def test_forms_and_families_by_name() -> None:

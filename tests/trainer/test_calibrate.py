@@ -248,6 +248,7 @@ def test_rows_that_ask_for_no_fact_are_no_calibration(tmp_path: Path, store: Sto
     promise = PromiseOptions(tmp_path / "calibration.jsonl", alphas=(0.2,))
     with pytest.raises(DataError, match='line 401: "applies" is false.*leave it out here'):
         run(tmp_path / "a", rows=planted_rows(240), calibration=promise)
+    assert not (tmp_path / "a" / "run").exists()  # said before a model is loaded
 
 
 def test_a_bundle_of_a_read_only_store_needs_a_name(tmp_path: Path, store: Store) -> None:

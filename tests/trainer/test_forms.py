@@ -13,6 +13,7 @@ import pytest
 from probes_store.store import Store
 from service.data.forms.registry import FORMS, chosen, is_one_message
 from service.data.forms.spread import in_forms
+from service.data.options import JudgeOptions
 from service.data.training_rows import read_dataset
 from service.engines.base import Extraction
 from service.errors import DataError, TrainingError
@@ -140,8 +141,16 @@ def test_what_was_asked_in_a_form_is_spent(mixed: tuple[Path, list[str]]) -> Non
     for rows in (lone, chat):
         with pytest.raises(DataError, match="its prompt is among the training rows"):
             check_unspent(read_dataset(write_rows(folder / "new.jsonl", rows), "generate", folds=None), marks)
-    fresh = [{"id": "r0-7", "prompt": "Which river?", "answers": ["x"], "group": "r0-7"}]  # an id of training's
-    check_unspent(read_dataset(write_rows(folder / "new.jsonl", fresh), "generate", folds=None), marks)
+
+
+def test_an_id_that_became_a_group_is_no_spent_group(tmp_path: Path) -> None:
+    lone = [{key: value for key, value in row.items() if key != "group"} for row in questions()]
+    bundle, _ = run(tmp_path, PlantedEngine(max_tokens=ROOM), lone, **MIXED | {"forms": ("wording",)})
+    assert {row["group"] for row in lines(tmp_path / "run" / "train-forms.jsonl")} >= {"r0-7"}
+    marks = Marks.read(bundle.evaluation()["rows_seen"]["training"])
+    fresh = [{"prompt": "Which river?", "answers": ["x"], "group": "r0-7"}]
+    dataset = read_dataset(write_rows(tmp_path / "new.jsonl", fresh), "generate", folds=None)
+    check_unspent(dataset, [("the training rows", marks)])
 
 
 def test_near_duplicates_are_one_group_in_forms_too(tmp_path: Path) -> None:
@@ -225,6 +234,15 @@ def test_without_a_template_a_form_is_one_message(tmp_path: Path, how: str) -> N
     with pytest.raises(TrainingError, match="leave out forms of several messages, .*turn_own") as caught:
         run(tmp_path, engine, **options | {"forms": ("lone", "turns")})
     assert caught.value.param == "forms"
+
+
+def test_patterns_of_the_judge_are_nothing_to_state(tmp_path: Path) -> None:
+    rows = [row | {"answers": [f"(Paris|Town{number})"]} for number, row in enumerate(questions())]
+    run(tmp_path, PlantedEngine(max_tokens=ROOM), rows, **MIXED | {"judge": JudgeOptions("regex")})
+    found = [row for row in lines(tmp_path / "run" / "train-forms.jsonl") if row["form"] != "task"]
+    assert len({row["form"] for row in found}) > 10
+    assert not any("Town" in message["content"] for row in found for message in row["messages"])
+    assert {row["answers"][0] for row in found} == {row["answers"][0] for row in rows}
 
 
 @pytest.mark.parametrize("name", FORMS)

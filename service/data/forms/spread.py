@@ -10,6 +10,7 @@ from typing import Any
 
 from service.data.forms.base import Company, Form, Message, Question, Unfit
 from service.data.rows import check_text, objects
+from service.data.sets.references import split
 from service.errors import DataError
 
 Row = dict[str, Any]
@@ -99,11 +100,11 @@ def _others(question: Question, pool: Sequence[Question], draw: random.Random) -
 
 
 def _question(row: Row, said: dict[str, str]) -> Question:
-    answers = row.get("answers") or [""]
+    accepted, _ = split([str(one) for one in row.get("answers") or ()])  # what else a judge needs is no text to state
     return Question(
         id=str(row["id"]),
         text=str(row["prompt"]).strip(),
-        answer=str(answers[0]),
+        answer=accepted[0] if accepted else "",
         said=said.get(str(row["id"]), "").strip(),
         statement=str(row.get("statement", "")),
         group=str(row.get("group") or row["id"]),
