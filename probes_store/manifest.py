@@ -27,6 +27,7 @@ OPTIONAL: Final = {
     "uncertainty": 3,
     "recalibration": 3,
     "context": 4,
+    "guarantee_shapes": 4,
 }  # field -> the format version that brought it
 LATER_SCALES: Final = {"weighted": 3}  # logit scale -> the format version that brought it
 UNSET_TIME = "1970-01-01T00:00:00Z"
@@ -151,6 +152,7 @@ class Manifest:
     uncertainty: Uncertainty | None = None
     recalibration: Recalibration | None = None
     context: Context | None = None
+    guarantee_shapes: tuple[str, ...] | None = None  # of conversations, that the guarantee was calibrated on
     training: TrainingRecord
     files: dict[str, FileRecord] = dataclasses.field(default_factory=dict)  # relative name -> size and hash
 
@@ -345,6 +347,11 @@ def check_fields(manifest: Manifest, file: str = MANIFEST) -> None:
     require(manifest.context is not None or not read, "context", f"the probes of the signals {read}", None)
     if manifest.context is not None:
         check_context(manifest.context, signals, require)
+    shapes = manifest.guarantee_shapes
+    if shapes is not None:
+        require(guarantee is not None, "guarantee_shapes", "null without a guarantee", shapes)
+        named = bool(shapes) and all(shapes) and len(set(shapes)) == len(shapes)
+        require(named, "guarantee_shapes", "one or more, each once, none empty", shapes)
     _check_training(training, require)
     _check_files(manifest, file, require)
 

@@ -31,6 +31,11 @@ class Shape:
     passage: bool  # the last user message brings text along
     system: bool  # a system prompt stands above it
 
+    def __str__(self) -> str:
+        """As a guarantee names it."""
+        passage, system = ("a" if there else "no" for there in (self.passage, self.system))
+        return f"{self.turns} earlier turns, {passage} passage, {system} system prompt"
+
 
 SHAPES = tuple(
     Shape(turns, passage, system)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from probes_store.manifest import Manifest
+from service.conversation import Shape
 from service.engines.base import Sampling
 from service.guard import Policy
 
@@ -64,6 +65,18 @@ def outside_as_calibrated(manifest: Manifest, policy: Policy) -> bool:
 def chat_departures(messages: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
     """How a conversation departs from a question: an answer's beginning moves the risk of what follows it."""
     return (ANSWERED,) if messages and messages[-1].get("role") == "assistant" else ()
+
+
+def shape_departures(manifest: Manifest, shapes: Sequence[Shape | None]) -> tuple[str, ...]:
+    """Shapes of conversation that no row of the calibration had; of one that is not known, that it is not.
+
+    Nothing of a bundle that does not name its own.
+    """
+    known = manifest.guarantee_shapes
+    if known is None:
+        return ()
+    others = dict.fromkeys("not known" if shape is None else str(shape) for shape in shapes)
+    return tuple(f"conversation: {shape}; the calibration had none like it" for shape in others if shape not in known)
 
 
 def decoding_departures(sampling: Sampling | None) -> tuple[str, ...]:

@@ -20,7 +20,7 @@ from service.api.response_schema import (
 )
 from service.conversation import Shape
 from service.engines.base import Completion
-from service.guarantee import decoding_departures, standing
+from service.guarantee import decoding_departures, shape_departures, standing
 from service.guard import Policy
 from service.risk import running_means
 from service.scoring import RiskReport, Scorer
@@ -77,7 +77,8 @@ class Reply:
     def all_departures(self) -> tuple[str, ...]:
         """The request's own, those of its decoding, and what is known of the bundle while it serves."""
         found = () if self.monitor is None else self.monitor.reasons
-        return (*self.departures, *decoding_departures(self.handle.sampling), *found)
+        shapes = shape_departures(self.handle.scorer.bundle.manifest, self.shapes)
+        return (*self.departures, *decoding_departures(self.handle.sampling), *shapes, *found)
 
     def headers(self, reports: list[RiskReport]) -> dict[str, str]:
         """Times in ms, of the prompt that took longest, and ``risk_headers``."""

@@ -22,6 +22,7 @@ from probes_store.durable import atomic_write
 from probes_store.guarantee import CLOSED, Guarantee
 from probes_store.manifest import DType
 from probes_store.store import Store
+from service.conversation import shape_of
 from service.data.run_folder import locked
 from service.data.training_rows import Dataset
 from service.engines.base import Engine
@@ -69,6 +70,14 @@ class Plan:
             "labels": preparation.labels, "judge": judge,
             "max_new_tokens": None if judge is None else preparation.max_new_tokens,
         }  # fmt: skip
+
+    @property
+    def shapes(self) -> tuple[str, ...] | None:
+        """Of the rows' conversations; None where prompts go through no chat template and have none."""
+        if self.bundle.manifest.prompt_format != "chat":
+            return None
+        asked = [row.messages or [{"role": "user", "content": row.prompt or ""}] for row in self.dataset.rows]
+        return tuple(sorted({str(shape_of(messages)) for messages in asked}))
 
     @property
     def each_delta(self) -> float:
@@ -261,7 +270,8 @@ def _guarantee(
         seed=made.options.seed,
         statement="",
     )
-    text = statement(guarantee, made.bundle.manifest, made.rows.preparation.max_new_tokens, step)
+    manifest = replace(made.bundle.manifest, guarantee_shapes=made.shapes)
+    text = statement(guarantee, manifest, made.rows.preparation.max_new_tokens, step)
     return replace(guarantee, statement=text)
 
 
@@ -304,6 +314,7 @@ def _draft(made: Plan, guarantee: Guarantee, step: Step | None, record: dict[str
         name=made.options.name or bundle.manifest.name,
         threshold=guarantee.threshold,
         guarantee=guarantee,
+        guarantee_shapes=made.shapes,
     )
     evaluation = bundle.evaluation()
     evaluation["calibrations"] = [*evaluation.get("calibrations", []), record]

@@ -76,6 +76,7 @@ def recalibrated(learnt: Learnt) -> BundleDraft:
         name=learnt.name or bundle.manifest.name,
         threshold=new,
         guarantee=None,
+        guarantee_shapes=None,
         recalibration=recalibration,
     )
     evaluation = learnt.evaluation

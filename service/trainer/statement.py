@@ -48,6 +48,9 @@ def statement(guarantee: Guarantee, manifest: Manifest, max_new_tokens: int, ste
         f"under a policy that lets flagged prompts through, or at another threshold; and once a drift alarm says that "
         f"the questions are no longer those of the calibration."
     )
+    if manifest.guarantee_shapes is not None:
+        holds += f" The calibration's conversations: {'; '.join(manifest.guarantee_shapes)}."
+        void += " It is void for conversations of another shape."
     control = guarantee.risk_control_threshold
     second = (
         f"Second promise, by conformal risk control: no threshold keeps the questions that are answered and "

@@ -21,7 +21,7 @@ from service.engines.vllm.engine import VllmEngine
 from service.engines.vllm.requests import ProbeLease, times
 from service.engines.vllm.wire import KEY
 from service.errors import AuditUnavailable, HalluTracerError, NotReady
-from service.guarantee import NO_TEMPLATE, OTHER_ENDING
+from service.guarantee import NO_TEMPLATE, OTHER_ENDING, shape_departures
 from service.guard import Action, Decision, Policy
 from service.scoring import RiskReport, Scorer
 from service.serving.auditing import decision_line
@@ -73,7 +73,9 @@ def judging_generate(generate: Generate, state: ServiceState, engine_of: Callabl
             policy = untemplated(scorer, policy)
         note.scorer, note.policy, note.choices = scorer, policy, parameters.n
         note.monitor = state.monitors.get(scorer.bundle.reference)
-        note.departures = tuple(dict.fromkeys((*note.departures, *_departures(parameters), *rendering)))
+        place_shape = note.shapes[place] if place < len(note.shapes) else None
+        shapes = shape_departures(scorer.bundle.manifest, [place_shape])
+        note.departures = tuple(dict.fromkeys((*note.departures, *_departures(parameters), *rendering, *shapes)))
         judged = _JudgedPrompt(state, engine_of(), scorer, policy, note, place, parameters, request_id)
         return judged.run(lambda: generate(prompt, parameters, request_id, *args, **kwargs))
 

@@ -68,7 +68,7 @@ def test_the_promise_is_published_and_served(tmp_path: Path, store: Store, train
     bundle = published(tmp_path, store)
     manifest, guarantee = bundle.manifest, bundle.manifest.guarantee
     assert guarantee is not None
-    assert (bundle.reference, manifest.format_version) == ("planted:2", 3)
+    assert (bundle.reference, manifest.format_version) == ("planted:2", 4)
     assert (guarantee.alpha, guarantee.delta, guarantee.rows, guarantee.all_groups) == (0.2, 0.05, 400, 200)
     assert guarantee.threshold == manifest.threshold != trained.manifest.threshold
     assert guarantee.p_value <= 0.05
