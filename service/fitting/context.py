@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from probes_store.context import CONTEXT_SIGNALS, ContextName, ContextProbe
 from service.fitting.calibration import FitOptions, cross_fit, fit_classifier, refit
 from service.fitting.fit import Floats, Index, ProbeFit, Readouts
+from service.fitting.layer_weights import fit_layer_weights
 from service.fitting.scores import auroc
 from service.risk import depth_mean, risk
 
@@ -32,7 +33,7 @@ class ContextFit:
 
     record: ContextProbe
     probe: ProbeFit  # on all rows that it learns from
-    logits: Floats  # [n, m] standardised, of every row: out of fold where it learnt from it
+    logits: Floats  # [n, m] standardised and weighted, of every row: out of fold where it learnt from it
 
     @property
     def probability(self) -> Floats:
@@ -61,8 +62,11 @@ def fit_context_probe(
     own = replace(options, c=C[name])
     crossed = cross_fit(readouts, group, rows, C[name], folds, (seed,), own)
     probe = refit(readouts, rows, np.arange(len(label)), C[name], own, blank=True)
+    # Weights over layers: whether a passage states the answer is known in the middle of a model and forgotten later.
+    layers = fit_layer_weights(crossed.standardized[0], label[rows], group[rows], folds=folds, seed=seed)
+    probe = replace(probe, scale=probe.scale / layers.weight)
     logits = probe.standardized
-    logits[rows] = crossed.standardized[0]
+    logits[rows] = layers.out_of_fold
     mean = depth_mean(logits[rows])
     found = fit_classifier(mean[:, None], label[rows])
     weight = max(float(found.weight[0]), 1e-6)  # a probe that tells nothing must still be a rising map

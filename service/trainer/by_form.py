@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from service.fitting.markdown import markdown_table
 from service.fitting.nested_cv import rounded
-from service.fitting.scores import risk_auroc
+from service.fitting.scores import debiased_calibration_error, risk_auroc
 
 Floats = NDArray[np.floating]
 FORM = "form"  # the key of a row that names its form
@@ -19,10 +19,10 @@ FORM = "form"  # the key of a row that names its form
 def by_form(
     label: NDArray[np.int64], risk: Floats, strata: Sequence[Mapping[str, str]], threshold: float
 ) -> dict[str, dict[str, float | int | None]]:
-    """label [n], risk [seeds, n]: of each form its rows, share wrong, mean risk, AUROC, and what ``threshold`` does.
+    """label [n], risk [seeds, n]: of each form its rows, share wrong, mean risk, how far it is off, AUROC, and the gate.
 
-    Means over seeds; no AUROC where a form has one class only, nothing of answered rows where there are none.  Empty
-    unless every row names its form.
+    ``calibration_error`` is debiased.  Means over seeds; no AUROC where a form has one class only, nothing of answered
+    rows where there are none.  Empty unless every row names its form.
     """
     names = [row.get(FORM) for row in strata]
     if None in names:
@@ -37,6 +37,7 @@ def by_form(
             "rows": len(own),
             "wrong": float(1 - own.mean()),
             "mean_risk": float(risks.mean()),
+            "calibration_error": float(np.mean([debiased_calibration_error(own, of_seed) for of_seed in risks])),
             "auroc": float(np.mean([risk_auroc(own, of_seed) for of_seed in risks])) if both else None,
             "answered": float(answered.mean()),
             "wrong_among_answered": (1 - own)[np.nonzero(answered)[1]].mean() if answered.any() else None,
@@ -52,7 +53,17 @@ def form_section(evaluation: Mapping[str, Any]) -> str | None:
     if not found:
         return None
     rows = "held-out rows" if held_out else "by folds that never saw the row"
-    header = ["form", "rows", "wrong", "mean risk", "AUROC", "answered", "wrong among answered", "their mean risk"]
+    header = [
+        "form",
+        "rows",
+        "wrong",
+        "mean risk",
+        "calibration error",
+        "AUROC",
+        "answered",
+        "wrong among answered",
+        "their mean risk",
+    ]
     shown = [
         [f"`{name}`", f"{row['rows']}", *(_number(row[column]) for column in list(row)[1:])]
         for name, row in found.items()
