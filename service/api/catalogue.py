@@ -11,6 +11,7 @@ from fastapi import APIRouter
 
 from probes_store.bundle import Bundle
 from service.api.catalogue_schema import (
+    BundleApplicability,
     BundleCard,
     BundleDetail,
     BundleGuarantee,
@@ -122,6 +123,7 @@ def _coverage(bundle: Bundle) -> CoverageOut:
 
 def _card(scorer: Scorer, state: ServiceState) -> BundleCard:
     manifest, golden, rollout = scorer.bundle.manifest, scorer.golden, state.rollout
+    applies = None if manifest.context is None else manifest.context.applicability
     monitor = state.monitors.get(manifest.reference)
     role = rollout.role(scorer, state.scorers[0])
     shadowed = rollout.shadowed(manifest.digest)
@@ -140,6 +142,8 @@ def _card(scorer: Scorer, state: ServiceState) -> BundleCard:
         threshold=manifest.threshold,
         guarantee=None if manifest.guarantee is None else BundleGuarantee(**asdict(manifest.guarantee)),
         uncertainty=None if manifest.uncertainty is None else BundleUncertainty(**asdict(manifest.uncertainty)),
+        applicability=None if applies is None else BundleApplicability(**asdict(applies)),
+        guarantee_shapes=None if manifest.guarantee_shapes is None else list(manifest.guarantee_shapes),
         default=role == "default",
         role=role,
         share=share,

@@ -72,6 +72,15 @@ class BundleUncertainty(Strict):
     statement: str
 
 
+class BundleApplicability(Strict):
+    """Where P(asks) is below the threshold, a prompt asks for no fact; the statement says what it means."""
+
+    threshold: float
+    questions_below: float = Field(description="share of the training questions that are taken for no question")
+    others_above: float = Field(description="share of the other training prompts that are taken for questions")
+    statement: str
+
+
 Role = Literal["default", "canary", "shadow", "none"]
 
 
@@ -147,6 +156,12 @@ class BundleCard(Strict):
     threshold: float
     guarantee: BundleGuarantee | None = None
     uncertainty: BundleUncertainty | None = None
+    applicability: BundleApplicability | None = Field(
+        None, description="tells prompts that ask for no fact; null where the bundle cannot"
+    )
+    guarantee_shapes: list[str] | None = Field(
+        None, description="shapes of conversation that the guarantee was calibrated on; null where it does not say"
+    )
     role: Role = Field(description="what it does for requests that name no bundle; none: nothing")
     share: float | None = Field(None, description="of these requests, that a default or a canary judges")
     compared: ComparedOut | None = Field(None, description="of a shadow, since the service started")

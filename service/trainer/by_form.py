@@ -19,7 +19,7 @@ FORM = "form"  # the key of a row that names its form
 def by_form(
     label: NDArray[np.int64], risk: Floats, strata: Sequence[Mapping[str, str]], threshold: float
 ) -> dict[str, dict[str, float | int | None]]:
-    """label [n], risk [seeds, n]: of each form its rows, share wrong, mean risk, how far it is off, AUROC, and the gate.
+    """label [n], risk [seeds, n]: of each form its rows, share wrong, mean risk, its error, AUROC, and the gate.
 
     ``calibration_error`` is debiased.  Means over seeds; no AUROC where a form has one class only, nothing of answered
     rows where there are none.  Empty unless every row names its form.

@@ -12,6 +12,7 @@ from typing import Any
 from probes_store.manifest import Manifest, TrainingRecord
 from service.fitting.markdown import markdown_table
 from service.trainer.by_form import form_section
+from service.trainer.context_card import context_section
 from service.trainer.threshold_card import threshold_section
 from service.trainer.uncertainty import uncertainty_section
 
@@ -89,7 +90,7 @@ def write_card(
         _classifier(manifest, signal_std),
         threshold_section(evaluation),
         *filter(None, [form_section(evaluation)]),
-        *filter(None, [uncertainty_section(manifest)]),
+        *filter(None, [context_section(manifest), uncertainty_section(manifest)]),
         _limits(manifest.training),
         _load(manifest),
     )
