@@ -39,12 +39,18 @@ def tolerance_for(*dtypes: str) -> Tolerance:
 
 
 def spread(trajectory: NDArray[np.floating]) -> float:
-    """Standard deviation over all golden logits [G, m]; at least 1 % of their root mean square.
+    """Standard deviation over all golden logits of a probe [G, m]; at least 1 % of their root mean square.
 
     The lower bound keeps a constant trajectory (one layer and one prompt) from requiring exact equality.
     """
     values = np.asarray(trajectory, np.float64)
     return float(max(values.std(), 0.01 * np.sqrt(np.mean(values**2))))
+
+
+def spreads(trajectory: NDArray[np.floating], layers: int) -> NDArray[np.float64]:
+    """The spread of each logit's own probe, [(1 + A) m], of golden logits [G, (1 + A) m] with m ``layers``."""
+    probes = np.split(trajectory, trajectory.shape[1] // layers, axis=1)
+    return np.repeat([spread(of_probe) for of_probe in probes], layers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,9 +77,8 @@ def check_golden(
     """
     golden, reference = bundle.golden, bundle.reference
     tolerance = tolerance_for(bundle.manifest.dtype, dtype)
-    layers = bundle.manifest.model.num_layers
-    probes = golden.trajectory.shape[1] // layers
-    scale = np.repeat([spread(of_probe) for of_probe in np.split(golden.trajectory, probes, axis=1)], layers)
+    layers, context = bundle.manifest.model.num_layers, bundle.manifest.context
+    scale = spreads(golden.trajectory, layers)
     worst_of: dict[str, float] = {}
     for what, found, recorded, unit, limit in (
         ("trajectory", trajectories, golden.trajectory, scale, tolerance.trajectory),
@@ -94,7 +99,8 @@ def check_golden(
             place = f"golden prompt {worst[0]}"
             if len(worst) > 1:
                 probe, layer = divmod(int(worst[1]), layers)
-                place += f", layer {layer}" + (f" of context probe {probe}" if probe else "")
+                place += f", layer {layer}"
+                place += f" of context probe {context.probes[probe - 1].name}" if probe and context is not None else ""
             size = float(np.broadcast_to(unit, deviation.shape)[worst])
             raise GoldenMismatch(
                 f"bundle {reference}: the engine ({dtype}) does not reproduce {place}, recorded in"

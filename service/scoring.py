@@ -244,9 +244,9 @@ class Scorer:
         context = prompt_context(self.bundle.manifest.context, [float(depth_mean(one)) for one in others])
         vector = signal_vector(mean, result.first_token, context, self._signals)
         value = float(served_risk(vector, self.bundle.manifest))
-        if not np.isfinite(value):
-            raise NonFiniteReadout("the forward pass gave a NaN or an infinity at the answer onset; no risk is served")
         logits = np.concatenate([trajectory, *others])
+        if not np.isfinite(value) or not np.isfinite(logits).all():
+            raise NonFiniteReadout("the forward pass gave a NaN or an infinity at the answer onset; no risk is served")
         known = uncertain(self.bundle, logits, vector)
         outside = (known is None or known.outside) and self.withholds_outside(policy)
         return RiskReport(

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 
 from probes_store.bundle import Bundle, BundleDraft
+from probes_store.context import Applicability, Context, ContextName, ContextProbe
 from probes_store.manifest import Classifier
 from probes_store.tensors import Golden
 from service.engines.base import LoadedModel
@@ -16,6 +20,7 @@ from service.readout import Probes, Site
 from service.risk import depth_mean, risk
 from service.trainer.publish import model_record
 from tests.probes_store.factory import make_draft, write_bundle
+from tests.probes_store.test_uncertainty import UNCERTAINTY
 from tests.scripted_engine import ScriptedEngine
 
 GOLDEN = [[256, 65, 66], [256, 67]]
@@ -54,6 +59,86 @@ def scripted(tmp_path: Path, **options: object) -> tuple[ScriptedEngine, Bundle]
     """A script and a bundle of its own; ``Scheduled`` makes an engine of the script."""
     script = ScriptedEngine(**options)  # type: ignore[arg-type]
     return script, matching_bundle(script, tmp_path)
+
+
+PROBES: tuple[ContextName, ...] = ("asks", "passage", "stated")
+
+
+def with_context(
+    draft: BundleDraft,
+    engine: LoadedModel,
+    names: Sequence[ContextName] = PROBES,
+    *,
+    applies_from: float = 0.5,
+    reach: float | None = None,
+    signals: Mapping[str, float] = MappingProxyType({"depth_mean": WEIGHT}),
+    prompts: list[list[int]] = GOLDEN,
+) -> BundleDraft:
+    """The draft with random context probes; ``signals``: the classifier's weights.
+
+    ``reach``: with a reference that ends at this distance from 0, and no guarantee of its own.
+    """
+    generator, shape = np.random.default_rng(len(names)), draft.probes.direction.shape
+    drawn = generator.standard_normal((len(names), *shape))
+    probes = tuple(
+        ContextProbe(name, 3.0, 0.05 * place, rows=90, positive=40, auroc=0.9) for place, name in enumerate(names)
+    )
+    asks = Applicability(applies_from, 0.01, 0.02, "What it means.") if "asks" in names else None
+    draft.manifest = replace(
+        draft.manifest,
+        context=Context(probes, asks),
+        signals=tuple(signals),
+        classifier=Classifier(tuple(signals.values()), INTERCEPT),
+    )
+    layers = draft.manifest.logits
+    draft.probes = replace(
+        draft.probes,
+        context_head=generator.integers(0, draft.manifest.probe_heads, drawn.shape[:2]).astype(np.int32),
+        context_direction=(drawn / np.linalg.norm(drawn, axis=-1, keepdims=True)).astype(np.float32),
+        context_bias=generator.standard_normal(drawn.shape[:2]).astype(np.float32) / 4,
+        context_scale=np.ones(drawn.shape[:2], np.float32),
+    )
+    if reach is not None:
+        draft.manifest = replace(draft.manifest, uncertainty=UNCERTAINTY)
+        draft.probes = replace(
+            draft.probes,
+            reference_mean=np.zeros(layers, np.float32),
+            reference_whitening=np.eye(layers, dtype=np.float32) / reach,
+        )
+    read = Probes.all_of(Site(draft.manifest.readout.site), draft.probes)
+    results = engine.score(prompts, read, first_token=True)
+    means = np.array([[depth_mean(one) for one in result.trajectories] for result in results])
+    chance = {
+        probe.name: 1 / (1 + np.exp(-probe.weight * means[:, place] - probe.intercept))
+        for place, probe in enumerate(probes, 1)
+    }
+    columns = {"depth_mean": means[:, 0], "passage": chance.get("passage")}
+    if "stated" in chance:
+        columns["stated"] = chance["passage"] * chance["stated"]
+    read_by = np.stack([columns[name] for name in signals], axis=1)
+    risks = risk(read_by, np.array(list(signals.values())), INTERCEPT)
+    recalibration = draft.manifest.recalibration
+    draft.golden = Golden.record(
+        prompts,
+        np.stack([np.concatenate(result.trajectories) for result in results]),
+        risks if recalibration is None else recalibration(risks),
+    )
+    return draft
+
+
+def contextual_bundle(
+    engine: LoadedModel,
+    folder: Path,
+    name: str = "context",
+    seed: int = 0,
+    *,
+    manifest: Mapping[str, Any] = MappingProxyType({}),
+    **options: Any,
+) -> Bundle:
+    """A bundle that tells of a prompt what it is; ``manifest``: fields to replace, ``options`` of ``with_context``."""
+    draft = matching_draft(engine, name, seed)
+    draft.manifest = replace(draft.manifest, **manifest)
+    return write_bundle(with_context(draft, engine, **options), folder / name)
 
 
 class Held:

@@ -63,12 +63,16 @@ def test_a_file_adds_to_the_built_in_policies(tmp_path: Path) -> None:
     path.write_text(
         '[gate]\naction = "abstain"\nthreshold = 0\n[strict]\naction = "block"\nthreshold = 0.2\n'
         '[careful]\naction = "block"\nwithhold_outside = true\n'
+        '[all]\naction = "block"\nwithhold_outside = false\nwithhold_no_fact = true\n'
+        '[seen]\naction = "observe"\nwithhold_no_fact = false\n'
     )
     policies = read_policies(path, "No.").named
-    assert set(policies) == {"observe", "gate", "block", "strict", "careful"}
+    assert set(policies) == {"observe", "gate", "block", "strict", "careful", "all", "seen"}
     assert policies["gate"] == Policy("gate", Action.ABSTAIN, 0, "No.")
     assert policies["strict"] == Policy("strict", Action.BLOCK, 0.2, None)
     assert policies["careful"] == Policy("careful", Action.BLOCK, None, None, withhold_outside=True)
+    assert policies["all"] == Policy("all", Action.BLOCK, withhold_outside=False, withhold_no_fact=True)
+    assert policies["seen"] == Policy("seen", Action.OBSERVE)
 
 
 FALLBACK = '[a]\naction = "fallback"\nupstream = "http://b/v1"\nupstream_model = "m"\n'
@@ -85,6 +89,10 @@ FALLBACK = '[a]\naction = "fallback"\nupstream = "http://b/v1"\nupstream_model =
         ('[a]\naction = "block"\ntreshold = 1', "unknown key 'treshold'"),
         ('[a]\naction = "block"\nwithhold_outside = 1', "withhold_outside must be true or false"),
         ('[a]\naction = "observe"\nwithhold_outside = true', "false with action 'observe'"),
+        ('[a]\naction = "block"\nwithhold_no_fact = 1', "withhold_no_fact must be true or false"),
+        ('[a]\naction = "block"\nwithhold_no_fact = "true"', "withhold_no_fact must be true or false"),
+        ('[a]\naction = "observe"\nwithhold_no_fact = true', "withhold_no_fact must be true or false, and false with"),
+        ('[a]\naction = "annotate"\nwithhold_no_fact = true', "false with action 'annotate'"),
         ('[a]\naction = "block"\nthreshold = 2', "must lie in [0, 1]"),
         ('[a]\naction = "block"\nthreshold = nan', "must lie in [0, 1]"),
         ('[a]\naction = "block"\nthreshold = true', "must be a number"),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
+from contextlib import aclosing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ import numpy as np
 import pytest
 
 from probes_store.bundle import Bundle
+from probes_store.context import ContextName
 from probes_store.errors import GoldenMismatch, WrongModel
 from probes_store.manifest import Classifier
 from probes_store.recalibration import Recalibration
@@ -18,12 +21,12 @@ from probes_store.tensors import Golden
 from service.engines.base import Gate, Sampling
 from service.engines.scheduler import Scheduled
 from service.errors import EmptyPrompt, EngineError, NonFiniteReadout, RequestError
-from service.guard import BLOCK, GATE, OBSERVE, Decision, judge
+from service.guard import BLOCK, GATE, OBSERVE, Action, Decision, Policy, judge
 from service.readout import Probes, Site
 from service.risk import depth_mean, risk, truth_logits
-from service.scoring import Scorer
+from service.scoring import RiskReport, Scorer
 from tests.engine_kinds import KINDS, engine_of
-from tests.matching import GOLDEN, INTERCEPT, WEIGHT, matching_bundle, matching_draft
+from tests.matching import GOLDEN, INTERCEPT, WEIGHT, contextual_bundle, matching_bundle, matching_draft
 from tests.probes_store.factory import write_bundle
 from tests.scripted_engine import ScriptedEngine
 
@@ -235,3 +238,164 @@ def test_nan_is_no_risk_of_a_recalibrated_bundle_either(tmp_path: Path, script: 
         with pytest.raises(NonFiniteReadout):
             scorer.score([[256, 65]])
         script.nan_layer = None
+
+
+def asked(scorer: Scorer, count: int = 60) -> list[list[int]]:
+    return [scorer.render(prompt=f"prompt {n}") for n in range(count)]
+
+
+CONTEXT_SIGNALS = {"depth_mean": WEIGHT, "stated": 1.5, "passage": -1.0}
+
+
+@pytest.mark.parametrize("names", [("asks",), ("passage", "stated", "asks")])
+def test_context_probes_are_read_with_the_risks(
+    tmp_path: Path, script: ScriptedEngine, names: tuple[ContextName, ...]
+) -> None:
+    signals = CONTEXT_SIGNALS if "stated" in names else {"depth_mean": WEIGHT}
+    bundle = contextual_bundle(script, tmp_path, names=names, signals=signals)
+    scorer, layers = Scorer(Scheduled(script), bundle), script.identity.geometry.num_layers
+    context = bundle.manifest.context
+    assert context is not None
+    assert len(scorer.probes) == 1 + len(names)
+    ids, before = asked(scorer), script.counters.prefills
+    reports = scorer.score(ids)
+    assert script.counters.prefills == before + len(ids)
+    for prompt, report in zip(ids, reports, strict=True):
+        (result,) = script.score([prompt], scorer.probes)
+        np.testing.assert_allclose(report.logits, np.concatenate(result.trajectories), atol=1e-6)
+        np.testing.assert_array_equal(report.trajectory, report.logits[:layers])
+        means = [float(one.mean()) for one in result.trajectories]
+        chance = {
+            probe.name: 1 / (1 + np.exp(-probe.weight * mean - probe.intercept))
+            for probe, mean in zip(context.probes, means[1:], strict=True)
+        }
+        passage = chance.get("passage")
+        stated = chance["passage"] * chance["stated"] if "stated" in names else None
+        told = report.context
+        found = {"asks": told.asks, "passage": told.passage, "stated": told.stated}
+        assert found == pytest.approx({"asks": chance["asks"], "passage": passage, "stated": stated}, abs=1e-6)
+        values = {"depth_mean": means[0], "passage": passage, "stated": stated}
+        z = sum(weight * values[name] for name, weight in signals.items()) + INTERCEPT
+        assert report.risk == pytest.approx(1 / (1 + np.exp(z)), abs=1e-6)
+        assert report.context.applies is bool(chance["asks"] >= 0.5)
+
+
+def test_a_nan_of_a_context_probe_is_never_told(tmp_path: Path, script: ScriptedEngine) -> None:
+    scorer = Scorer(Scheduled(script), contextual_bundle(script, tmp_path))
+    (result,) = script.score(GOLDEN[:1], scorer.probes)
+    risks, asks, *others = result.trajectories
+    broken = replace(result, trajectories=(risks, asks * np.nan, *others))
+    with pytest.raises(NonFiniteReadout):
+        scorer.judge(broken, GATE)
+
+
+def test_shadows_read_their_own_places_behind_context_probes(tmp_path: Path, script: ScriptedEngine) -> None:
+    engine = Scheduled(script)
+    own = Scorer(engine, contextual_bundle(script, tmp_path, "own"))
+    plain = Scorer(engine, matching_bundle(script, tmp_path, "plain", 1))
+    shadows = [
+        plain,
+        Scorer(engine, contextual_bundle(script, tmp_path, "asking", 2, names=("asks",))),
+        Scorer(engine, matching_bundle(script, tmp_path, "last", 3)),
+        Scorer(engine, contextual_bundle(script, tmp_path, "reading", 4, names=("passage", "stated"),
+                                         signals=CONTEXT_SIGNALS)),
+    ]  # fmt: skip
+
+    async def read(scorer: Scorer, prompt: list[int], others: list[Scorer]) -> RiskReport:
+        async with aclosing(scorer.run(prompt, GATE, shadows=others)) as steps:
+            async for report, _ in steps:
+                return report
+        raise AssertionError
+
+    for scorer in (own, plain):
+        others = [own, *shadows] if scorer is plain else shadows
+        for prompt in asked(scorer, 5):
+            report = asyncio.run(read(scorer, prompt, others))
+            assert report.risk == pytest.approx(scorer.score([prompt])[0].risk, abs=1e-9)
+            alone = [other.score([prompt])[0] for other in others]
+            assert [one.risk for one in report.shadows] == pytest.approx([one.risk for one in alone], abs=1e-9)
+            assert [one.flagged for one in report.shadows] == [one.verdict.flagged for one in alone]
+    engine.close()
+
+
+@pytest.mark.parametrize("no_fact", [False, True])
+@pytest.mark.parametrize("recalibration", [None, *RECALIBRATIONS], ids=lambda one: str(one and one.method))
+def test_gate_and_verdict_agree_on_every_kind_of_prompt(
+    tmp_path: Path, script: ScriptedEngine, recalibration: Recalibration | None, no_fact: bool
+) -> None:
+    manifest = {"recalibration": recalibration}
+    bundle = contextual_bundle(script, tmp_path, signals=CONTEXT_SIGNALS, manifest=manifest)
+    scorer = Scorer(Scheduled(script), bundle)
+    ids = asked(scorer)
+    middle = sorted(report.risk for report in scorer.score(ids))[30]
+    policy = replace(GATE, threshold=middle, withhold_no_fact=no_fact)
+    gate, seen = scorer.gate(policy), set()
+    assert gate is not None
+    reports = scorer.score_or_continue(ids, Sampling(), policy)
+    for prompt, report in zip(ids, reports, strict=True):
+        (result,) = script.score([prompt], scorer.probes)
+        high, applies = report.risk >= middle, (report.context.asks or 0.0) >= 0.5
+        assert report.context.applies is applies
+        assert report.verdict.flagged is (high and (applies or no_fact))
+        assert (report.completion is None) is report.verdict.flagged is (report.decision is Decision.ABSTAIN)
+        if report.risk != middle:  # there the gate leaves it to the verdict
+            assert gate.closes(result) is report.verdict.flagged
+        seen.add((high, applies))
+    assert len(seen) == 4
+
+
+def test_a_prompt_that_asks_for_no_fact_decodes_behind_a_gate_for_all(tmp_path: Path, script: ScriptedEngine) -> None:
+    """The embedded engine's own gate is open for it: one prefill, and the answer from it."""
+    scorer = Scorer(Scheduled(script), contextual_bundle(script, tmp_path))
+    ids = asked(scorer)
+    none = [prompt for prompt, report in zip(ids, scorer.score(ids), strict=True) if not report.context.applies]
+    before = script.counters.prefills
+    reports = scorer.score_or_continue(none, Sampling(), GATE.at(0.0))
+    assert script.counters.prefills == before + len(none)
+    assert {report.completion and report.completion.text for report in reports} == {script.answer}
+    assert all(report.decision is Decision.CONTINUE and not report.verdict.flagged for report in reports)
+    for report in scorer.score_or_continue(none, Sampling(), replace(GATE, threshold=0.0, withhold_no_fact=True)):
+        assert (report.decision, report.completion, report.context.applies) == (Decision.ABSTAIN, None, False)
+
+
+ANNOTATE = Policy("annotate", Action.ANNOTATE)
+
+
+@pytest.mark.parametrize("policy", [GATE, BLOCK, OBSERVE, ANNOTATE], ids=lambda policy: policy.name)
+@pytest.mark.parametrize("said", [None, True, False])
+@pytest.mark.parametrize(("context", "record"), [(True, True), (True, False), (False, True), (False, False)])
+def test_who_withholds_what_lies_outside_training(
+    tmp_path: Path, script: ScriptedEngine, policy: Policy, said: bool | None, context: bool, record: bool
+) -> None:
+    reach = 1e-3 if record else None  # everything lies outside
+    bundle = contextual_bundle(script, tmp_path, reach=reach, applies_from=0.01)
+    if not context:
+        bundle = replace(bundle, manifest=replace(bundle.manifest, context=None))
+    scorer = object.__new__(Scorer)
+    scorer.bundle = bundle
+    expected = said if said is not None else policy.action.withholds and context and record
+    assert scorer.withholds_outside(replace(policy, withhold_outside=said)) is expected
+
+
+@pytest.mark.parametrize("said", [None, True, False])
+def test_what_lies_outside_is_withheld_by_default_where_the_bundle_can_tell(
+    tmp_path: Path, script: ScriptedEngine, said: bool | None
+) -> None:
+    policy = replace(GATE, threshold=1.0, withhold_outside=said)
+    for reach, outside in ((1e-3, True), (1e3, False)):
+        scorer = Scorer(Scheduled(script), contextual_bundle(script, tmp_path / str(reach), reach=reach))
+        for report in scorer.score(asked(scorer, 8), policy):
+            assert report.uncertain is not None
+            assert report.uncertain.outside is outside
+            withheld = outside and said is not False
+            assert (report.decision is Decision.ABSTAIN, report.verdict.flagged) == (withheld, False)
+
+
+@pytest.mark.parametrize("place", range(3))
+def test_the_replay_finds_a_wrong_context_probe(tmp_path: Path, script: ScriptedEngine, place: int) -> None:
+    bundle = contextual_bundle(script, tmp_path)
+    bias = np.array(bundle.probes.context_bias)
+    bias[place, 1] += 0.1
+    wrong = replace(bundle, probes=replace(bundle.probes, context_bias=bias))
+    with pytest.raises(GoldenMismatch, match=f"layer 1 of context probe {place + 1}"):
+        Scorer(Scheduled(script), wrong)

@@ -27,7 +27,7 @@ from service.fitting.calibration import (
     refit,
     signal_matrix,
 )
-from service.fitting.context import LEAST, PromptLabels, context_columns, fit_passage_probes
+from service.fitting.context import PromptLabels, context_columns, fit_passage_probes
 from service.fitting.fit import Floats, Index, Readouts
 from service.fitting.folds import OuterFold, outer_folds
 from service.fitting.jackknife import Tests, auroc_interval
@@ -278,7 +278,8 @@ def probe_columns(
     kinds: list[tuple[Signal, ...]] = [(DEPTH_MEAN,), FUSED]
     context = None
     if prompts is not None:
-        found = fit_passage_probes(readouts, prompts, group, train, options.inner_folds, seed, options, LEAST // 2)
+        least = options.inner_folds  # fewer than ``LEAST``, which all rows have where the run reads the context
+        found = fit_passage_probes(readouts, prompts, group, train, options.inner_folds, seed, options, least)
         context = None if found is None else context_columns(found)
         kinds += [] if context is None else [(DEPTH_MEAN, *CONTEXT_SIGNALS), (*FUSED, *CONTEXT_SIGNALS)]
     columns: Columns = []

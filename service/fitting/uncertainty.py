@@ -38,12 +38,13 @@ class Reference:
 
     mean: Floats  # [M], M = (1 + A) m logits of a prompt
     whitening: Floats  # [M, M]
-    distance: Floats  # [seeds, n] of the training rows, each by folds that never saw it
+    distance: Floats  # [seeds, n] of the labelled training rows, each by folds that never saw it
+    others: int = 0  # prompts without a label whose distances gave the cutoff, too
 
     @property
     def rows(self) -> int:
         """Rows whose distances gave the cutoff."""
-        return int(self.distance.shape[1])
+        return int(self.distance.shape[1]) + self.others
 
     @property
     def share(self) -> float:
@@ -75,7 +76,7 @@ def fit_reference(
             further[place, fold_of == fold] = distance(more[fold_of == fold], *own)
     cutoff = _cutoff(np.concatenate([away, further], axis=1))
     mean, whitening = _whitened(np.concatenate([trajectory[0], more]))
-    return Reference(mean, whitening / cutoff, away / cutoff)
+    return Reference(mean, whitening / cutoff, away / cutoff, len(more))
 
 
 def _whitened(rows: Floats) -> tuple[Floats, Floats]:

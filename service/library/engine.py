@@ -81,14 +81,11 @@ def _vllm(
     from service.engines.vllm.stages import stages
 
     with stages() as told, progress(f"loading {_shown(options)} with vllm", report, told.last):
-        from service.engines.vllm.engine import SLOTS, VllmEngine
+        from service.engines.vllm.engine import VllmEngine, slots_for
         from service.readout import Site
 
         sites = {Site(bundle.manifest.readout.site) for bundle in bundles} | set(rows)
-        probes = sum(1 + bundle.manifest.context_probes for bundle in bundles)
-        return VllmEngine.load(
-            options, sites=sorted(sites), slots=max(SLOTS, 2 * probes), rows=bool(rows), threads=threads
-        )
+        return VllmEngine.load(options, sites=sorted(sites), slots=slots_for(bundles), rows=bool(rows), threads=threads)
 
 
 def refuse_another_model(options: EngineOptions, bundles: Sequence[Bundle]) -> None:

@@ -74,7 +74,11 @@ def fit_context(data: PreparedData, folds: int, seed: int, options: FitOptions) 
     assert labels is not None, "prepared rows have them"
     padded = PromptLabels(*(np.pad(one, (0, k)) for one in (labels.passage, labels.stated)))
     passages = fit_passage_probes(every, padded, group, np.arange(n), folds, seed, options)
+    if passages is not None and not all(map(_has_directions, passages)):
+        passages = None
     asking = fit_context_probe("asks", every, group, np.arange(n + k), folds, seed, options)
+    if asking is not None and not _has_directions(asking):
+        asking = None
     fits = (*(() if asking is None else (asking,)), *(passages or ()))
     if not fits:
         return None
@@ -121,6 +125,11 @@ def served_columns(context: Context | None, logits: Floats, layers: int) -> Floa
 def with_context(signals: Sequence[Any], context: BundleContext | None) -> tuple[Any, ...]:
     """The classifier's signals, with those of the context where there are some."""
     return (*signals, *(CONTEXT_SIGNALS if context is not None and context.columns is not None else ()))
+
+
+def _has_directions(fit: ContextFit) -> bool:
+    """Whether every layer has one: a layer that is constant on the rows of this probe has none to serve."""
+    return bool(np.all(np.any(fit.probe.direction, axis=1)))
 
 
 def _applicability(probability: Floats, labelled: int) -> Applicability:

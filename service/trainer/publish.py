@@ -9,7 +9,7 @@ from typing import cast
 import numpy as np
 
 from probes_store.context import Context
-from probes_store.golden import spread, tolerance_for
+from probes_store.golden import spreads, tolerance_for
 from probes_store.manifest import (
     ChatTemplateRecord,
     Classifier,
@@ -91,17 +91,16 @@ def record_golden(
     onsets = engine.score(prompts, probes, first_token=needs_first_token)
     replayed = np.stack([np.concatenate(onset.trajectories) for onset in onsets])
     dtype = engine.identity.dtype
-    limit = tolerance_for(dtype).trajectory * spread(collected)
-    worst = float(np.max(np.abs(replayed - collected)))
+    layers, limit = engine.identity.geometry.num_layers, tolerance_for(dtype).trajectory
+    worst = float(np.max(np.abs(replayed - collected) / spreads(collected, layers)))
     if not worst <= limit:
         raise EngineError(
-            f"serving and training read different logits: they differ by {worst:.3g}, {limit:.3g} would pass in "
-            f"{dtype}. Nothing was published; run again, and if it persists the engine does not fit this model"
+            f"serving and training read different logits: they differ by {worst:.3g} spreads, {limit:.3g} would pass "
+            f"in {dtype}. Nothing was published; run again, and if it persists the engine does not fit this model"
         )
     first_token = np.zeros((len(prompts), 2))
     if needs_first_token:
         first_token = np.array([[t.log_max_prob, t.entropy] for t in (onset.first_token for onset in onsets) if t])
-    layers = engine.identity.geometry.num_layers
     risk = classifier.risk(served_signals(replayed, first_token, signals, context, layers))
     return Golden.record(prompts, replayed, risk, first_token if needs_first_token else None)
 

@@ -139,7 +139,8 @@ def _draft(
     threshold = cut.threshold
 
     # Evaluate.  Of the bundle's numbers only the width of its intervals comes from here.
-    nested = evaluate(inputs, folds=options.folds, seeds=options.seeds, options=fit) if options.evaluate else None
+    seen = inputs if columns is not None else replace(inputs, prompts=None)  # only what the bundle can read
+    nested = evaluate(seen, folds=options.folds, seeds=options.seeds, options=fit) if options.evaluate else None
     own = name_of(names, options.logit_scale)
     if nested is not None:
         crossed_risk = nested.risk[own]

@@ -7,7 +7,7 @@ from typing import Any
 
 from service.fitting.jackknife import gain
 from service.fitting.markdown import aligned_table
-from service.fitting.nested_cv import NAMES, Evaluation, Inputs
+from service.fitting.nested_cv import CONTEXT_NAMES, NAMES, Evaluation, Inputs
 from service.trainer.card import SIGNALS, WITHIN, group_warning
 from service.trainer.threshold_card import rule_in_words
 
@@ -64,9 +64,15 @@ def better_options(inputs: Inputs, nested: Evaluation, own: str) -> Iterator[str
 
     The variants were compared on the rows that would also judge the winner: its own figure is a little too good.
     """
-    for name, flags in OPTIONS.items():
+    for plain, flags in OPTIONS.items():
+        name = _with_context(plain) if own in CONTEXT_NAMES else plain  # these flags read the context as well
         if name == own:
             continue
         found = gain(inputs.label, inputs.group, nested.tests[name], nested.tests[own])
         if found.low > 0:
             yield f"{flags} gains {found.difference:.3f} [{found.low:.3f}, {found.high:.3f}] of AUROC"
+
+
+def _with_context(name: str) -> str:
+    """The signal of ``CONTEXT_NAMES`` that also reads what a prompt is."""
+    return name.replace("depth_mean", "context").replace("fused", "fused_context")

@@ -127,7 +127,7 @@ def name_plugins(environment: MutableMapping[str, str]) -> None:
 
 def read_by_default(arguments: Any) -> None:
     """Have vLLM start our worker, at the bundles' sites alone, where its command line says nothing else."""
-    from service.engines.vllm.engine import SLOTS
+    from service.engines.vllm.engine import slots_for
     from service.vllm_plugin.options import read_options
 
     if arguments.worker_cls == "auto":
@@ -139,8 +139,7 @@ def read_by_default(arguments: Any) -> None:
         except (HalluTracerError, BundleError) as error:
             raise SystemExit(f"hallutracer: {error}") from error
         sites = sorted({str(bundle.manifest.readout.site) for bundle in bundles})
-        probes = sum(1 + bundle.manifest.context_probes for bundle in bundles)
-        additional[KEY] = {"sites": sites, "slots": max(SLOTS, probes)}
+        additional[KEY] = {"sites": sites, "slots": slots_for(bundles)}
     arguments.additional_config = additional
 
 

@@ -28,7 +28,7 @@ from service.serving.request_handle import Timings
 ROOT = Path(__file__).parent.parent.parent
 LABELS = {"model_name": "m", "bundle": "demo:1"}
 PASSED, FLAGGED = Verdict(Decision.CONTINUE, False, 0.5, None), Verdict(Decision.ABSTAIN, True, 0.5, None)
-REPORT = RiskReport(0.25, 0.0, np.zeros(1), PASSED, prompt_tokens=11)
+REPORT = RiskReport(0.25, 0.0, np.zeros(1), np.zeros(1), PASSED, prompt_tokens=11)
 PROMPT = ("m", "demo:1", REPORT, Timings(queue=0.002, prefill=0.02, probe=0.0002, decode=0.3), 5)
 
 
@@ -249,7 +249,7 @@ metrics.ready(True)
 metrics.request_started()
 metrics.queue(5, 2)
 for _ in range({times}):
-    report = RiskReport(0.75, 0.0, np.zeros(1), Verdict(Decision.ABSTAIN, True, 0.5, None), prompt_tokens=10)
+    report = RiskReport(0.75, 0.0, np.zeros(1), np.zeros(1), Verdict(Decision.ABSTAIN, True, 0.5, None), prompt_tokens=10)
     metrics.prompt("m", "demo:1", report, Timings(0.001, 0.01, 0.0001), 0, route="/score")
 print("written", flush=True)
 if sys.stdin.readline().strip() == "close":

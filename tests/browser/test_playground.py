@@ -20,7 +20,7 @@ from service.errors import EngineError
 from service.guard import Action, Policy
 from tests.api.test_uncertainty import known
 from tests.browser.chromium import WAIT_MS, Tab, chromium, faults, sideways, tab
-from tests.matching import matching_draft
+from tests.matching import contextual_bundle, matching_draft
 from tests.probes_store.factory import write_bundle
 from tests.running import Running, running, until
 from tests.scripted_engine import ScriptedEngine
@@ -174,6 +174,30 @@ def test_the_interval_and_what_lies_outside_training(service: Running, opened: O
         expect(page.locator(".reading svg rect.interval")).to_have_count(1)
         outside = page.locator(".facts.warn")
         expect(outside).to_have_count(int(wanted["outside_training"]))
+
+
+@pytest.mark.parametrize("own", ["gate", "all"])
+def test_a_prompt_that_asks_for_no_fact(browser: Browser, tmp_path: Path, own: str) -> None:
+    policies = {"all": Policy("all", Action.BLOCK, threshold=0.0, withhold_no_fact=True)}
+
+    def asking(engine: ScriptedEngine, folder: Path) -> Bundle:
+        return contextual_bundle(engine, folder, applies_from=0.999999)
+
+    with running(tmp_path, names=(), add=[asking], policy=own, policies=policies) as service:
+        wanted = reply(service)
+        assert wanted["applies"] is False
+        with tab(browser, service.url) as open_tab:
+            page = ready(open_tab)
+            ask(page)
+            finished(page)
+            said = "Asks for no fact: the risk does not apply"
+            decided = said if own == "gate" else "Blocked before the first token"
+            expect(page.locator(".decision")).to_have_text(decided)
+            facts = page.locator(".facts", has_text=said)
+            expect(facts).to_contain_text(f"The probability that it asks for one is {wanted['asks']:.2f}.")
+            if own == "gate":
+                expect(page.locator(".answer")).to_have_text("It is so.")
+            expect(page.locator("#announce")).to_contain_text(decided)
 
 
 class Slow:

@@ -76,6 +76,59 @@ def test_few_rows_place_no_small_quantile() -> None:
     assert made.distance.max() == 1
 
 
+OTHER = 4.0  # shift of prompts that do not apply
+
+
+def with_others(rng: np.random.Generator, count: int = 600, others: int = 200) -> tuple[Reference, Reference]:
+    """Of labelled rows alone, and with prompts elsewhere that belong to training as well, five to a group."""
+    rows, more = trajectories(rng, count), trajectories(rng, others, shift=OTHER)
+    label, group = np.arange(count) % 2, np.arange(count)
+    given = more, 10_000 + np.arange(others) // 5
+    return reference(rows, 0), fit_reference(np.stack([rows, rows]), label, group, 5, (0, 1), given)
+
+
+def test_prompts_without_a_label_belong_to_training() -> None:
+    rng = np.random.default_rng(6)
+    alone, both = with_others(rng)
+    like_others, fresh = trajectories(rng, 2000, shift=OTHER), trajectories(rng, 2000)
+    stranger = trajectories(rng, 500) + 4 * (-1.0) ** np.arange(LAYERS) * np.exp(np.linspace(0, 3, LAYERS))
+    assert np.mean(distance(like_others, alone.mean, alone.whitening) >= 1) > 0.9
+    for rows in (like_others, fresh):
+        assert np.mean(distance(rows, both.mean, both.whitening) >= 1) < 0.06
+    assert np.mean(distance(stranger, both.mean, both.whitening) >= 1) > 0.5
+    assert both.distance.shape == (2, 600)  # of the labelled rows
+
+
+def test_the_share_outside_holds_over_all_prompts_of_training() -> None:
+    found = []
+    for seed in range(8):
+        rng = np.random.default_rng(100 + seed)
+        _, both = with_others(rng, 300, 100)
+        fresh = np.concatenate([trajectories(rng, 3000), trajectories(rng, 1000, shift=OTHER)])
+        found.append(np.mean(distance(fresh, both.mean, both.whitening) >= 1))
+    assert 0.5 * OUTSIDE_SHARE < np.mean(found) < 1.5 * OUTSIDE_SHARE
+
+
+def test_rows_that_gave_the_cutoff_are_counted_with_those_without_a_label() -> None:
+    alone, both = with_others(np.random.default_rng(7), 60, 200)
+    assert (alone.rows, both.rows) == (60, 260)
+    assert alone.share == pytest.approx(1 / 61)
+    assert both.share == OUTSIDE_SHARE
+
+
+def test_a_group_of_others_is_compared_with_a_reference_that_lacks_all_of_it() -> None:
+    """Copies in one group would otherwise vouch for each other, and move the cutoff to where they lie."""
+    rng = np.random.default_rng(8)
+    rows, away = trajectories(rng, 300), trajectories(rng, 1, shift=12.0)
+    label, group = np.arange(300) % 2, np.arange(300)
+    copies = np.repeat(away, 40, axis=0) * (1 + 0.01 * rng.standard_normal((40, LAYERS)))
+    largest = [
+        fit_reference(rows[None], label, group, 5, (0,), (copies, number)).distance.max()
+        for number in (np.zeros(40, np.int64), np.arange(40))
+    ]
+    assert largest[0] < 0.5 * largest[1]  # one group: the cutoff lies far out, at its distance from all others
+
+
 def spread(rng: np.random.Generator, deviation: np.ndarray, folds: int, seeds: int) -> np.ndarray:
     """Risks [seeds, n] of fits that lack one fold each, where fits on other rows have ``deviation`` [n] in log odds."""
     z = np.linspace(-3, 3, len(deviation))

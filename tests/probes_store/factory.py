@@ -57,7 +57,8 @@ def make_draft(seed: int = 0, **changes: Any) -> BundleDraft:
     """A draft that publishes.
 
     ``changes`` are fields of BundleDraft or of its manifest; ``model`` may be a dict of ModelRecord fields to change,
-    ``site``, ``tokenizer`` and ``chat_template`` stand for their records.  Arrays follow the manifest.
+    ``site``, ``tokenizer`` and ``chat_template`` stand for their records.  Arrays follow the manifest, those of a
+    ``context`` included.
     """
     model = changes.pop("model", MODEL)
     if isinstance(model, dict):
@@ -79,7 +80,8 @@ def make_draft(seed: int = 0, **changes: Any) -> BundleDraft:
         "threshold": 0.5,
         "training": TRAINING,
     }
-    manifest = Manifest(**records, **{name: changes.pop(name, value) for name, value in fields.items()})
+    fields = {name: changes.pop(name, value) for name, value in fields.items()}
+    manifest = Manifest(**records, **fields, context=changes.pop("context", None))
     generator = np.random.default_rng(seed)
     layers = model.num_layers
     direction = generator.standard_normal((layers, manifest.probe_dim))
@@ -87,28 +89,47 @@ def make_draft(seed: int = 0, **changes: Any) -> BundleDraft:
     trajectory = generator.standard_normal((2, layers)).astype(np.float32)
     log_max_prob, entropy = np.array([-0.25, -1.5]), np.array([0.5, 2.0])
     columns = {"depth_mean": trajectory.mean(axis=1), "log_max_prob": log_max_prob, "entropy": entropy}
+    columns |= {"passage": np.array([0.9, 0.2]), "stated": np.array([0.7, 0.1])}
     classifier, scaled = manifest.classifier, manifest.logit_scale == "standardized"
     logit = sum(w * columns[s] for w, s in zip(classifier.weight, signals, strict=False)) + classifier.intercept
+    head, bias = generator.integers(0, manifest.probe_heads, layers), generator.standard_normal(layers)
+    context, others = context_arrays(manifest)
     contents: dict[str, Any] = {
         "probes": ProbeTensors(
-            head=generator.integers(0, manifest.probe_heads, layers).astype(np.int32),
+            head=head.astype(np.int32),
             direction=direction.astype(np.float32),
-            bias=generator.standard_normal(layers).astype(np.float32),
+            bias=bias.astype(np.float32),
             scale=np.linspace(1, 2, layers, dtype=np.float32) if scaled else np.ones(layers, np.float32),
             trajectory_mean=np.stack([np.full(layers, -0.5), np.full(layers, 0.5)]).astype(np.float32),
             trajectory_std=np.ones((2, layers), np.float32),
+            **context,
         ),
         "golden": Golden.record(
             [[1, 5, 9], [1, 7, 2, 3]],
-            trajectory,
+            np.concatenate([trajectory, others], axis=1),
             1.0 / (1.0 + np.exp(logit)),
-            np.stack([log_max_prob, entropy], axis=1) if len(signals) > 1 else None,
+            np.stack([log_max_prob, entropy], axis=1) if manifest.needs_first_token else None,
         ),
         "evaluation": {"auroc": 0.75, "folds": [0.7, 0.8]},
         "card": "# tiny\n\nA bundle for tests.\n",
         "plots": {"roc.png": b"\x89PNG\r\n\x1a\n not really a picture"},
     }
     return BundleDraft(manifest, **(contents | changes))
+
+
+def context_arrays(manifest: Manifest) -> tuple[dict[str, Any], np.ndarray]:
+    """The tensors of A context probes, and their logits of two golden prompts [2, A m]; of none, nothing."""
+    layers, count = manifest.model.num_layers, manifest.context_probes
+    generator = np.random.default_rng(count)
+    direction = generator.standard_normal((count, layers, manifest.probe_dim))
+    direction /= np.linalg.norm(direction, axis=-1, keepdims=True)
+    arrays = {
+        "context_head": generator.integers(0, manifest.probe_heads, (count, layers)).astype(np.int32),
+        "context_direction": direction.astype(np.float32),
+        "context_bias": generator.standard_normal((count, layers)).astype(np.float32),
+        "context_scale": generator.uniform(1, 2, (count, layers)).astype(np.float32),
+    }
+    return arrays if count else {}, generator.standard_normal((2, count * layers)).astype(np.float32)
 
 
 def write_bundle(draft: BundleDraft, into: Path, *, version: int = 1, created: datetime | None = None) -> Bundle:

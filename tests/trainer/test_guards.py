@@ -45,7 +45,8 @@ def test_a_fold_s_classifier_comes_from_its_training_side(tmp_path: Path, monkey
     monkeypatch.setattr(nested_cv, "fit_classifier", watched)
     monkeypatch.setattr(nested_cv, "summary", summary)
     run(tmp_path)
-    assert len(fitted) == len(used) == 2 * 3 * len(nested_cv.NAMES)  # seeds, folds, signals
+    names = len(nested_cv.NAMES) - len(nested_cv.CONTEXT_NAMES)  # no row has a passage
+    assert len(fitted) == len(used) == 2 * 3 * names  # seeds, folds, signals
     for (signals, label, classifier), test_label in zip(fitted, used, strict=True):
         assert len(label) + len(test_label) == 240
         assert label.sum() + test_label.sum() == fitted[0][1].sum() + used[0].sum()

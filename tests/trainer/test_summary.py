@@ -63,6 +63,15 @@ def test_a_variant_is_recommended_where_its_gain_is_beyond_chance() -> None:
     assert list(better_options(inputs, nested, FUSED)) == []
 
 
+def test_a_bundle_that_reads_the_context_is_compared_with_those_that_do() -> None:
+    """The flags choose scale and first token only: what they publish reads the context, too."""
+    context, fused = "context_unit_norm", "fused_context_unit_norm"
+    inputs, nested = made(dict.fromkeys(NAMES, 3.0) | {context: 1.5, fused: 0.8, FUSED: 0.8, OWN: 0.8})
+    [line] = better_options(inputs, nested, context)
+    assert line.startswith("--logit-scale unit_norm --signals depth_mean,first_token gains 0.")
+    assert list(better_options(inputs, nested, fused)) == []
+
+
 def test_nothing_is_recommended_among_equals() -> None:
     names = (OWN, FUSED, "depth_mean_standardized", "fused_standardized")
     assert list(better_options(*made(dict.fromkeys(names, 1.5)), OWN)) == []

@@ -100,7 +100,7 @@ class Risk(Checked):
     risk: Share
     depth_mean: float
     decision: str  # continue, abstain, block, retrieve or fallback; an unknown decision is gated too
-    flagged: bool  # risk >= threshold, whatever the policy
+    flagged: bool  # the risk applies and reached the threshold, whatever the policy
     threshold: Share
     interval: tuple[Share, Share] | None = None  # where 95 % of refits on other training rows would put the risk
     outside_training: bool | None = None  # the prompt is unlike what training saw; None: the bundle cannot tell

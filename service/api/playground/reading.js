@@ -3,6 +3,7 @@ import { scale } from "./axes.js";
 import { drawn, el, fixed, svg } from "./dom.js";
 import { trajectoryPlot } from "./trajectory.js";
 
+const NO_FACT = "Asks for no fact: the risk does not apply";
 const WITHHELD = { abstain: "withheld", block: "blocked", retrieve: "sent to fetch a passage", fallback: "left to another server" };
 
 export class Reading {
@@ -45,7 +46,8 @@ export class Reading {
   }
 
   decision() {
-    const { decision, flagged, outside_training: outside } = this.risk;
+    const { decision, flagged, applies, outside_training: outside } = this.risk;
+    if (applies === false && decision === "continue" && !flagged) return NO_FACT;
     const be = this.answered ? (done) => done[0].toUpperCase() + done.slice(1) : (done) => `Would be ${done}`;
     const does = this.risk.message ? "warns" : "only watches";
     if (decision === "continue") return flagged ? `${be("answered")} although flagged: the policy ${this.policy} ${does}` : be("answered");
@@ -78,10 +80,11 @@ export class Reading {
   }
 
   #facts(document) {
-    const { interval, outside_training: outside, distance, threshold } = this.risk;
+    const { applies, asks, interval, outside_training: outside, distance, threshold } = this.risk;
     const lines = [el("p", { class: "facts" }, `Threshold ${fixed(threshold, 3)}, policy ${document.policy}. ` + (interval
       ? `Trainings on other rows would put the risk between ${fixed(interval[0])} and ${fixed(interval[1])} (95 %).`
       : "This bundle records no interval for its risks."))];
+    if (applies === false) lines.push(el("p", { class: "facts" }, `${NO_FACT}. The probability that it asks for one is ${fixed(asks)}.`));
     if (outside) lines.push(el("p", { class: "facts warn" }, `Unlike all that training saw (distance ${fixed(distance, 1)}, its cutoff is 1): the risk is a guess here.`));
     if (document.guarantee) {
       const { alpha, delta, holds, void: reasons } = document.guarantee;

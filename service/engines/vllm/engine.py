@@ -7,7 +7,7 @@ the coroutines here run on one event loop; the synchronous methods of ``base.Eng
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from functools import partial
@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from probes_store.bundle import Bundle
 from service.engines import loading
 from service.engines.base import (
     FIRST_COME,
@@ -44,13 +45,19 @@ from service.engines.vllm.requests import AnswerBuilder, ProbeLease, answering, 
 from service.engines.vllm.self_test import self_test
 from service.engines.vllm.slots import Slots
 from service.engines.vllm.stages import say
-from service.engines.vllm.wire import ContextTerms, Directive, Payload, Plan
+from service.engines.vllm.wire import CONTEXT_NAMES, ContextTerms, Directive, Payload, Plan
 from service.errors import EngineError
 from service.readout import Geometry, Pooling, Probes, Site
 
 T = TypeVar("T")
 SLOTS = 4  # probe slots per site
+MOST_PROBES = 1 + len(CONTEXT_NAMES)  # of one bundle
 MAX_IN_FLIGHT = 256  # prompts of one synchronous call that are inside vLLM at a time
+
+
+def slots_for(bundles: Iterable[Bundle]) -> int:
+    """Probe slots per site: for the bundles, and for any that replace them while prompts of the old ones wait."""
+    return max(SLOTS, sum(1 + bundle.manifest.context_probes + MOST_PROBES for bundle in bundles))
 
 
 class VllmEngine:
@@ -123,7 +130,7 @@ class VllmEngine:
     ) -> VllmEngine:
         """Start vLLM on a model folder or hub name, on an event loop of its own, and run the self-test.
 
-        sites, slots: what is compiled in; a site's slots bound how many bundles can be read there at the same time.
+        sites, slots: what is compiled in; a site's slots bound how many probes can be read there at the same time.
         rows: also compile in the return of whole activations (``extract``), for training.
         threads: CPU threads, shared by all ranks.
         Raises ModelLoadError naming the cause, or UnknownFamily.

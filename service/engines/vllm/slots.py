@@ -89,8 +89,9 @@ class Slots:
         free = [column for column, slot in enumerate(self._slots) if slot.site is probe.site and not slot.users]
         if not free:
             raise EngineError(
-                f"all {self._plan.slots} probe slots at {probe.site} are in use; load fewer bundles, or start with "
-                "more: 'slots' of the key 'hallutracer' in vLLM's --additional-config, or VllmEngine.load(slots=...)"
+                f"all {self._plan.slots} probe slots at {probe.site} are in use; load fewer bundles (one with context "
+                "probes needs up to four), or start with more: 'slots' of the key 'hallutracer' in vLLM's "
+                "--additional-config, or VllmEngine.load(slots=...)"
             )
         column = min(free, key=lambda column: self._slots[column].last_used)
         slot = self._slots[column]

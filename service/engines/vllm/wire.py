@@ -8,6 +8,7 @@ end: a risk and its first token arrive in one message and cannot be matched with
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -142,6 +143,8 @@ class Directive:
                 gate = Gate(tuple(weight), intercept, threshold)
                 context = ContextTerms.of([float(value) for value in wire["context"]])
                 if len(weight) != len(SIGNALS):
+                    return None
+                if not all(map(math.isfinite, (*weight, intercept, threshold, *context.flat))):
                     return None
             probes = tuple((int(column), str(digest)) for column, digest in wire["probes"])
             first, rows, slot = bool(wire["first_token"]), bool(wire["rows"]), int(wire["slot"])

@@ -11,19 +11,26 @@ import sys
 import time
 from collections.abc import AsyncGenerator, Coroutine, Iterator
 from contextlib import aclosing
-from typing import Any
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 import pytest
 from prometheus_client import REGISTRY
 
+from probes_store.context import Applicability
 from service.demo import MODEL_DIR
 from service.engines.base import Engine, EngineOptions, Gate, Sampling, Update
 from service.engines.transformers.engine import TransformersEngine
 from service.errors import EmptyPrompt, EngineError, PromptTooLong, RequestError
+from service.guard import GATE
 from service.readout import Probes, Site
+from service.scoring import Scorer
 from tests.engines import tiny
 from tests.engines.vllm.installed import vllm_or_skip
+from tests.matching import matching_draft, with_context
+from tests.probes_store.factory import write_bundle
 
 vllm_or_skip()
 
@@ -179,6 +186,32 @@ def test_an_open_gate_changes_nothing(engine: VllmEngine, probes: list[Probes]) 
         engine, engine.answer(PROMPTS[1], probes[:1], sampling=sampling, gate=Gate((1.0, 0.0, 0.0, 0.0, 0.0), 0.0, 1.0))
     )
     assert found[-1].completion == engine.generate([PROMPTS[1]], sampling)[0]
+
+
+def test_a_bundle_with_context_reads_and_gates_as_the_reference_does(
+    engine: VllmEngine, reference: TransformersEngine, tmp_path: Path
+) -> None:
+    prompts = PROMPTS[:5]
+    draft = matching_draft(reference, "asking", 0, prompts[:2])
+    bundle = write_bundle(with_context(draft, reference, ("asks",), prompts=prompts[:2]), tmp_path / "asking")
+    expected = Scorer(cast(Any, reference), bundle).score(prompts)
+    low, high = sorted(report.context.asks or 0.0 for report in expected)[2:4]
+    assert high - low > 1e-4, "choose other prompts: these are too much alike"
+    applicability = Applicability((low + high) / 2, 0.01, 0.02, "What it means.")
+    assert bundle.manifest.context is not None
+    context = replace(bundle.manifest.context, applicability=applicability)
+    scorer = Scorer(engine, replace(bundle, manifest=replace(bundle.manifest, context=context)))
+    reports = scorer.score_or_continue(prompts, Sampling(max_tokens=2), GATE.at(0.0))
+    for ours, theirs in zip(reports, expected, strict=True):
+        assert ours.risk == pytest.approx(theirs.risk, abs=1e-4)
+        assert ours.context.asks == pytest.approx(theirs.context.asks, abs=1e-4)
+        assert (ours.completion is None) is ours.verdict.flagged is ours.context.applies
+    assert [report.context.applies for report in reports].count(True) == 2
+    before = engine.counters.decode_steps
+    judged = scorer.score_or_continue(prompts, Sampling(), replace(GATE, threshold=0.0, withhold_no_fact=True))
+    assert all(report.completion is None for report in judged)
+    assert engine.counters.decode_steps == before
+    assert idle(engine)
 
 
 @pytest.mark.parametrize("count", [1, 3])

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
+from service.engines.base import EngineOptions
+from service.engines.vllm.engine import SLOTS, VllmEngine, slots_for
 from service.engines.vllm.slots import Slots
-from service.engines.vllm.wire import Plan
+from service.engines.vllm.wire import KEY, Plan
 from service.errors import EngineError
+from service.library import engine as library
 from service.readout import Geometry, Probes, Site
+from service.vllm_plugin import options
+from service.vllm_plugin.front_end import read_by_default
 from tests.engines import tiny
 
 GEOMETRY = Geometry(num_layers=2, num_heads=2, head_dim=4, hidden_size=8)
@@ -140,3 +148,48 @@ async def test_unknown_sites_and_geometries_are_refused() -> None:
         await slots.hold([wrong])
     assert written.count == 0
     assert await slots.hold([]) == []
+
+
+class Loaded:
+    """A bundle of which only the number of context probes is known."""
+
+    def __init__(self, context_probes: int) -> None:
+        self.manifest = SimpleNamespace(context_probes=context_probes, readout=SimpleNamespace(site="attention_head"))
+        self.probes = [probes(next(SEEDS)) for _ in range(1 + context_probes)]
+
+
+SEEDS = itertools.count()
+FLEETS = [[0], [3], [0, 0], [1, 3], [3, 3], [0, 1, 2, 3]]
+
+
+@pytest.mark.parametrize("fleet", FLEETS, ids=str)
+async def test_bundles_are_replaced_by_larger_ones_while_prompts_of_the_old_ones_wait(fleet: list[int]) -> None:
+    old, new = [Loaded(count) for count in fleet], [Loaded(3) for _ in fleet]
+    slots, _ = made(slots_for(cast(Any, old)))
+    before = await slots.hold([probe for bundle in old for probe in bundle.probes])
+    after = await slots.hold([probe for bundle in new for probe in bundle.probes])
+    assert not set(before) & set(after)
+
+
+def test_an_engine_without_bundles_has_some_slots() -> None:
+    assert slots_for([]) == SLOTS
+
+
+@pytest.mark.parametrize("fleet", FLEETS, ids=str)
+def test_the_library_and_vllms_own_server_make_room_alike(fleet: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    bundles, asked = {str(n): Loaded(count) for n, count in enumerate(fleet)}, []
+    monkeypatch.setattr(VllmEngine, "load", lambda *_, slots, **__: asked.append(slots))
+    monkeypatch.setattr(library, "refuse_another_model", lambda *_: None)
+    library.load_engine(EngineOptions("model", engine="vllm"), bundles=cast(Any, list(bundles.values())))
+    monkeypatch.setattr(options, "read_options", lambda: SimpleNamespace(bundles=bundles))
+    arguments = SimpleNamespace(worker_cls="auto", additional_config=None)
+    read_by_default(arguments)
+    assert arguments.additional_config[KEY] == {"sites": ["attention_head"], "slots": asked[0]}
+    assert asked == [slots_for(cast(Any, list(bundles.values())))]
+
+
+async def test_a_plan_with_too_few_slots_names_the_cure() -> None:
+    slots, _ = made(slots=3)
+    with pytest.raises(EngineError, match=r"context probes needs up to four.*\'slots\' of the key \'hallutracer\'"):
+        await slots.hold(Loaded(3).probes)
+    assert await slots.hold(Loaded(2).probes) == [0, 1, 2]

@@ -9,8 +9,20 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from probes_store.context import Applicability, Context, ContextName, ContextProbe
+from service.context import sigmoid
 from service.engines.base import Gate
-from service.engines.vllm.wire import EXTRAS, KEY, REPLACED, Directive, Payload, Plan
+from service.engines.vllm.wire import (
+    CERTAIN,
+    CONTEXT_NAMES,
+    EXTRAS,
+    KEY,
+    REPLACED,
+    ContextTerms,
+    Directive,
+    Payload,
+    Plan,
+)
 from service.errors import EngineError, NonFiniteReadout, ProbeReplaced
 from service.readout import Geometry, Site
 
@@ -36,6 +48,11 @@ def wire(*, activations: bool = False) -> np.ndarray:
         Directive(probes=((0, "a1"), (3, "b2"))),
         Directive(activations=True),
         Directive(gate=Gate((0.1, 0.0, -2.5, 0.0, 0.0), 1e-3, 0.7), end_token=5, slot=1),
+        Directive(
+            gate=Gate((0.1, 0.0, 0.0, 1.5, -2.5), 1e-3, 0.7),
+            end_token=5,
+            context=ContextTerms((3, 0, 2), (0.1, 1 / 3, 7.0), (-1e-9, 2.0, 50.0), 0.25),
+        ),
         Directive(first_token=True, gate=Gate((1 / 3, 0.0, 0.0, 0.0, 0.0), -7.0, 1.0), end_token=0),
     ],
 )
@@ -44,6 +61,23 @@ def test_a_directive_round_trips(directive: Directive) -> None:
     plan = replace(PLAN, activations=True)
     assert Directive.decode(sent, plan) == directive
     assert Directive.decode({"other": "plugin", **sent}, plan) == directive
+
+
+def probe(name: ContextName) -> ContextProbe:
+    place = CONTEXT_NAMES.index(name)
+    return ContextProbe(name, 1.5 + place, -0.5 - place, rows=9, positive=4, auroc=0.9)
+
+
+def test_the_terms_of_a_record_are_by_name_not_by_its_order() -> None:
+    asks = Applicability(0.3, questions_below=0.01, others_above=0.02, statement="What it means.")
+    made = ContextTerms.made(Context((probe("stated"), probe("asks"), probe("passage")), asks), [3, 1, 2, 0])
+    assert made == ContextTerms((1, 2, 3), (1.5, 2.5, 3.5), (-0.5, -1.5, -2.5), 0.3)
+    assert ContextTerms.of(made.flat) == made
+    # Of a probe that is not there the probability is 1, and where none tells, the risk applies.
+    made = ContextTerms.made(Context((probe("passage"),), None), [2])
+    assert made == ContextTerms((0, 2, 0), (0.0, 2.5, 0.0), (CERTAIN, -1.5, CERTAIN), 0.0)
+    assert ContextTerms.made(None, [1, 2, 3]) == ContextTerms()
+    assert sigmoid(CERTAIN) == 1.0
 
 
 @pytest.mark.parametrize("extra_args", [None, {}, {"other": 1}, {KEY: None}, {KEY: "text"}])
@@ -79,6 +113,28 @@ def test_what_a_caller_could_write_never_raises_in_a_worker(wrong: dict[str, obj
         assert found.gate is None or 0 <= (found.end_token or 0) < 2**31
     for missing in GATED:
         Directive.decode({KEY: {name: value for name, value in GATED.items() if name != missing}}, PLAN)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, "nan", None, [], "x"])
+@pytest.mark.parametrize(("name", "place"), [*(("context", n) for n in range(10)), *(("gate", n) for n in range(7))])
+def test_a_number_that_is_none_makes_no_directive(name: str, place: int, bad: object) -> None:
+    numbers = [*GATED[name]]
+    assert Directive.decode({KEY: GATED | {name: numbers}}, PLAN) is not None
+    numbers[place] = bad
+    assert Directive.decode({KEY: GATED | {name: numbers}}, PLAN) is None
+
+
+@pytest.mark.parametrize("slot", [-1, COLUMNS, 2**40, -(2**70), 1e300])
+@pytest.mark.parametrize("place", range(3))
+def test_a_slot_that_is_not_there_makes_no_directive(place: int, slot: float) -> None:
+    context = [*ContextTerms().flat]
+    context[place] = slot
+    assert Directive.decode({KEY: GATED | {"context": context}}, PLAN) is None
+
+
+@pytest.mark.parametrize("length", [0, 9, 11])
+def test_another_number_of_context_terms_makes_no_directive(length: int) -> None:
+    assert Directive.decode({KEY: GATED | {"context": [0.0] * length}}, PLAN) is None
 
 
 @pytest.mark.parametrize(
