@@ -99,7 +99,7 @@ class Strange(ReadingEngine):
 
     def activations(self, prompt: TokenIds, site: Site) -> NDArray[np.float32]:
         rows = super().activations(prompt, site)
-        return rows * np.float32(8.0) if "strange" in self.detokenize(prompt) else rows
+        return rows * np.float32(2.5) if "strange" in self.detokenize(prompt) else rows
 
 
 def test_the_bundle_has_the_probes_that_its_rows_allow(trained: Bundle) -> None:
