@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -11,13 +11,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 import service
-from probes_store.manifest import TrainingRecord
+from probes_store.context import CONTEXT_SIGNALS
+from probes_store.manifest import Signal, TrainingRecord
 from service.data.training_rows import Dataset
 from service.fitting.calibration import scale_shift
 from service.fitting.fit import Floats
 from service.fitting.group_statistics import effective_groups, largest_share
 from service.fitting.label_shift import Source
 from service.fitting.nested_cv import Evaluation, Inputs, layer_aurocs, name_of, rounded
+from service.fitting.options import FIRST_TOKEN
 from service.fitting.promise import Profile
 from service.trainer.by_form import FORM
 from service.trainer.ledger import Marks
@@ -46,6 +48,7 @@ def training_record(options: TrainOptions, data: PreparedData, c: float) -> Trai
 
 def evaluation_document(
     options: TrainOptions,
+    signals: Sequence[Signal],
     data: PreparedData,
     out_of_fold: Floats,
     refitted: Floats,
@@ -54,8 +57,9 @@ def evaluation_document(
     gates: Profile,
     risks: Floats,
 ) -> dict[str, Any]:
-    """evaluation.json: out_of_fold [seeds, n, m] and refitted [n, m] trajectories of the training rows.
+    """evaluation.json of a bundle with these ``signals``.
 
+    ``out_of_fold`` [seeds, n, m] and ``refitted`` [n, m] are trajectories of the training rows.
     ``search`` is the out-of-fold AUROC by value of C; ``gates`` is what thresholds would answer, by the
     out-of-fold ``risks`` [n].
     """
@@ -80,7 +84,7 @@ def evaluation_document(
             "risks": risks_document(risks, data.inputs.label, data.inputs.group),
         },
         "rows_seen": {"training": Marks.of(data.dataset).document()},
-        "signal_of_the_bundle": name_of(options.signals, options.logit_scale),
+        "signal_of_the_bundle": name_of(signals, options.logit_scale),
     }
     if nested is not None:
         document["cross_validation"] = nested.document
@@ -131,6 +135,7 @@ def _soft_labels(options: TrainOptions, data: PreparedData) -> dict[str, Any]:
 
 def plot_data(
     options: TrainOptions,
+    signals: Sequence[Signal],
     inputs: Inputs,
     out_of_fold: Floats,
     class_mean: Floats,
@@ -138,13 +143,16 @@ def plot_data(
     nested: Evaluation | None,
     threshold: float,
 ) -> PlotData:
-    """The numbers of the card's plots: trajectories [seeds, n, m], their mean and deviation by class [2, m]."""
+    """The numbers of the plots on the card of a bundle with these ``signals``.
+
+    Trajectories [seeds, n, m], their mean and deviation by class [2, m].
+    """
     layers, means = layer_aurocs(inputs.label, out_of_fold)
+    own = _in_words(signals)
     risks: dict[str, Floats] = {}
     if nested is not None:  # the first seed's folds; together they cover every row once
-        own = name_of(options.signals, options.logit_scale)
         shown = {"depth mean": name_of(options.signals[:1], options.logit_scale)}
-        shown |= {"depth mean and first token": own} if len(options.signals) > 1 else {}
+        shown |= {own: name_of(signals, options.logit_scale)}
         shown |= {"first-token probability": "first_token_max_prob", "prompt length": "prompt_length"}
         risks = {text: nested.risk[name][0] for text, name in shown.items()}
     units = {"unit_norm": "distance from the probe's plane", "standardized": "within-class std", "weighted": "weighted"}
@@ -158,7 +166,13 @@ def plot_data(
         layers,
         means,
         logit_unit=unit,
-        own="depth mean" if len(options.signals) == 1 else "depth mean and first token",
+        own=own,
         threshold=threshold,
         ranking_only=("prompt length",),
     )
+
+
+def _in_words(signals: Sequence[Signal]) -> str:
+    groups = {"first token": FIRST_TOKEN, "passage": CONTEXT_SIGNALS}
+    read = (words for words, names in groups.items() if any(name in signals for name in names))
+    return " and ".join(["depth mean", *read])

@@ -154,7 +154,7 @@ def _draft(
         uncertainty = uncertainty_record(reference, interval)
     first = risks[0]  # of one seed, so that each row counts once
     answering = profile(inputs.label, first, inputs.group)
-    document = evaluation_document(options, data, out_of_fold, refitted, choice.auroc, nested, answering, first)
+    document = evaluation_document(options, names, data, out_of_fold, refitted, choice.auroc, nested, answering, first)
     document |= scaled.document | ({} if context is None else context.document())
     document |= {"threshold": cut.document() | {"out_of_fold": rounded(cut.gate)}}
     if held is not None:
@@ -168,7 +168,7 @@ def _draft(
         }
         forms = by_form(held.inputs.label, classifier.risk(read)[None], held.inputs.strata, threshold)
         document["held_out"] |= _forms(forms)
-    plots = draw(plot_data(options, inputs, out_of_fold, class_mean, class_std, nested, threshold))
+    plots = draw(plot_data(options, names, inputs, out_of_fold, class_mean, class_std, nested, threshold))
 
     # Publish: golden prompts replayed through the serving path, manifest, card.
     chosen = golden_rows(classifier.risk(signal_matrix(refitted, inputs.first_token, names, columns)))

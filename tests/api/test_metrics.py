@@ -249,7 +249,8 @@ metrics.ready(True)
 metrics.request_started()
 metrics.queue(5, 2)
 for _ in range({times}):
-    report = RiskReport(0.75, 0.0, np.zeros(1), np.zeros(1), Verdict(Decision.ABSTAIN, True, 0.5, None), prompt_tokens=10)
+    verdict = Verdict(Decision.ABSTAIN, True, 0.5, None)
+    report = RiskReport(0.75, 0.0, np.zeros(1), np.zeros(1), verdict, prompt_tokens=10)
     metrics.prompt("m", "demo:1", report, Timings(0.001, 0.01, 0.0001), 0, route="/score")
 print("written", flush=True)
 if sys.stdin.readline().strip() == "close":

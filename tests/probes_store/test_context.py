@@ -240,7 +240,11 @@ def test_each_tensor_is_checked(tmp_path: Path, name: str) -> None:
     if name != "context_head":
         cases.append(("nan", BundleDamaged, lambda a: np.full_like(a, np.nan)))
     for what, error, damage in cases:
-        edit_tensors(folder, "probes.safetensors", lambda t, damage=damage: t.update({name: damage(t[name])}))
+
+        def edit(tensors: dict[str, Any], damage: Any = damage) -> None:
+            tensors[name] = damage(tensors[name])
+
+        edit_tensors(folder, "probes.safetensors", edit)
         with pytest.raises(error) as caught:
             load_bundle(folder)
         assert (caught.value.field or "").partition("[")[0] == name, what

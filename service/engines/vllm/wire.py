@@ -72,7 +72,7 @@ class ContextTerms:
     slot: tuple[int, int, int] = (0, 0, 0)
     weight: Three = (0.0, 0.0, 0.0)
     intercept: Three = (CERTAIN, CERTAIN, CERTAIN)
-    applies_from: float = 0.0  # the gate stays open where P(asks) is below
+    applies_from: float = -1.0  # the gate stays open where P(asks) is below; -1: nowhere
 
     @classmethod
     def made(cls, context: Context | None, columns: Sequence[int]) -> ContextTerms:
@@ -84,7 +84,7 @@ class ContextTerms:
             place = CONTEXT_NAMES.index(probe.name)
             slot[place], weight[place], intercept[place] = column, probe.weight, probe.intercept
         applicability = context.applicability
-        applies_from = 0.0 if applicability is None else applicability.threshold
+        applies_from = -1.0 if applicability is None else applicability.threshold
         return cls.of([*map(float, slot), *weight, *intercept, applies_from])
 
     @classmethod

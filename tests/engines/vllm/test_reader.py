@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 
 import numpy as np
@@ -382,6 +382,10 @@ def test_the_gate_reads_the_context_as_the_request_side_does(columns: tuple[int,
         gate = Gate(weight, 0.2, threshold, Context(CONTEXT.probes, applicability))
         found, result = read(gate)
         assert found.gated is gate.closes(result) is (threshold < exact and applies_from < told.asks)
+    never = Context((replace(CONTEXT.probes[0], intercept=-99.0), *CONTEXT.probes[1:]), CONTEXT.applicability)
+    for context, closes in ((never, False), (replace(never, applicability=None), True)):  # None: a policy wants it so
+        found, result = read(Gate(weight, 0.2, exact - 1e-4, context))
+        assert found.gated is Gate(weight, 0.2, exact - 1e-4, context).closes(result) is closes
 
 
 def gated(gate: Gate, *, slot: int = 0, seed: int = 0) -> tuple[bool, int, float]:

@@ -75,7 +75,7 @@ def test_the_terms_of_a_record_are_by_name_not_by_its_order() -> None:
     assert ContextTerms.of(made.flat) == made
     # Of a probe that is not there the probability is 1, and where none tells, the risk applies.
     made = ContextTerms.made(Context((probe("passage"),), None), [2])
-    assert made == ContextTerms((0, 2, 0), (0.0, 2.5, 0.0), (CERTAIN, -1.5, CERTAIN), 0.0)
+    assert made == ContextTerms((0, 2, 0), (0.0, 2.5, 0.0), (CERTAIN, -1.5, CERTAIN), -1.0)
     assert ContextTerms.made(None, [1, 2, 3]) == ContextTerms()
     assert sigmoid(CERTAIN) == 1.0
 

@@ -1,0 +1,295 @@
+"""Training on prompts of every kind: the bundle tells which ask for a fact, which show a passage, which state it."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from probes_store.bundle import Bundle
+from probes_store.context import CONTEXT_SIGNALS
+from probes_store.golden import check_golden
+from service.data.forms.registry import FORMS, chosen, families
+from service.data.forms.spread import in_forms
+from service.data.forms.task_rows import task_rows
+from service.data.training_rows import read_dataset
+from service.engines.base import Completion, Sampling, TokenIds
+from service.fitting.nested_cv import CONTEXT_NAMES
+from service.readout import Site
+from service.scoring import Scorer
+from service.trainer.new_rows import risks_of
+from service.trainer.options import TrainOptions
+from service.trainer.prepare import PreparedData, prepare
+from service.trainer.prompt_labels import WITH_PASSAGE, prompt_labels
+from tests.data.test_forms import SAID, made
+from tests.fitting.planted import PlantedEngine, planted_rows, write_rows
+from tests.trainer.test_run import run
+
+QUESTIONS, OTHERS = 360, 120
+WORDS = {"poem": (0, -2.0), "Context:": (1, 1.5), "states": (2, 1.5)}  # head and strength of what a prompt is
+QUICK: dict[str, Any] = {
+    "signals": ("depth_mean", "log_max_prob", "entropy"),
+    "seeds": (0, 1),
+    "c": 0.3,
+    "labels": "generate",
+    "forms": (),
+}
+
+
+class ReadingEngine(PlantedEngine):
+    """Readouts that also tell what a prompt is: a direction for each of ``WORDS``, added where the word is met."""
+
+    def activations(self, prompt: TokenIds, site: Site) -> NDArray[np.float32]:
+        rows = super().activations(prompt, site)
+        geometry, text = self.identity.geometry, self.detokenize(prompt)
+        rng = np.random.default_rng(11)
+        heads = rows.reshape(geometry.num_layers, geometry.heads(site), -1)
+        for layer in range(geometry.num_layers):
+            for word, (head, strength) in WORDS.items():
+                direction = rng.standard_normal(heads.shape[-1])
+                sign = strength if word in text else -strength
+                heads[layer, head] += (1 + layer) * sign * direction / np.linalg.norm(direction)
+        return rows
+
+    def generate(self, prompts: Any, sampling: Sampling) -> list[Completion]:
+        """Never a refusal, so that every row has a label."""
+        said = ["Paris" if "known" in self.detokenize(prompt) else "Rome" for prompt in prompts]
+        return [Completion(f"It is {city}.", (1, 2), "stop") for city in said]
+
+
+def reading_rows(count: int = QUESTIONS, others: int = OTHERS, seed: int = 0) -> list[dict[str, Any]]:
+    """Planted rows, of which two thirds show a passage and one third one that states the answer; and poems to write."""
+    rows, rng = planted_rows(count, seed=seed), random.Random(seed)
+    for number, row in enumerate(rows):
+        if number % 3:
+            fact = "this states that it is Paris" if number % 3 == 1 else "this tells of something else"
+            words = " ".join("".join(rng.choices("abcdefgh", k=5)) for _ in range(12))  # no two of them are alike
+            row["prompt"] = f"Context: {fact}, {words}.\n\n{row['prompt']}"
+    poems = [
+        {"id": f"p{seed}-{number}", "prompt": f"Write a poem about tree {seed} {number}.", "applies": False}
+        for number in range(others)
+    ]
+    return [*rows, *poems]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
+    return run(tmp_path_factory.mktemp("trained"), ReadingEngine(), reading_rows(), **QUICK)[0]
+
+
+def fresh(folder: Path) -> tuple[list[dict[str, Any]], PreparedData]:
+    """Rows that no fit saw, prepared; every tenth is unlike everything in training."""
+    rows = reading_rows(90, 0, seed=3)
+    for row in rows[::10]:
+        row["prompt"] += " strange"
+    data = read_dataset(write_rows(folder / "fresh.jsonl", rows), "generate", folds=None)
+    options = TrainOptions(folder / "x", "x", folder / "new", labels="generate")
+    engine = Strange()
+    return rows, prepare(engine, data, options.preparation, "chat", "fresh", folds=None)
+
+
+class Strange(ReadingEngine):
+    """Reads other numbers of prompts that end in this word."""
+
+    def activations(self, prompt: TokenIds, site: Site) -> NDArray[np.float32]:
+        rows = super().activations(prompt, site)
+        return rows * np.float32(2.5) if "strange" in self.detokenize(prompt) else rows
+
+
+def test_the_bundle_has_the_probes_that_its_rows_allow(trained: Bundle) -> None:
+    manifest, context = trained.manifest, trained.manifest.context
+    assert context is not None
+    assert (manifest.format_version, manifest.signals) == (4, (*QUICK["signals"], *CONTEXT_SIGNALS))
+    asks, passage, stated = context.probes
+    assert [probe.name for probe in context.probes] == ["asks", "passage", "stated"]
+    assert (asks.rows, asks.positive) == (QUESTIONS + OTHERS, QUESTIONS)
+    assert (passage.rows, passage.positive) == (QUESTIONS, 2 * QUESTIONS // 3)
+    assert (stated.rows, stated.positive) == (2 * QUESTIONS // 3, QUESTIONS // 3)
+    assert min(probe.auroc for probe in context.probes) > 0.95
+    assert trained.probes.context_head is not None
+    assert [set(row) for row in trained.probes.context_head.tolist()] == [{head} for head, _ in WORDS.values()]
+    assert len(manifest.classifier.weight) == 5
+
+
+def test_the_applicability_is_that_of_rows_out_of_fold(trained: Bundle) -> None:
+    assert trained.manifest.context is not None
+    found = trained.manifest.context.applicability
+    assert found is not None
+    assert 0 < found.threshold <= 0.5
+    assert found.questions_below <= 0.01 + 1 / QUESTIONS
+    assert found.others_above < 0.1
+    assert f"{found.questions_below:.1%} of {QUESTIONS} training questions" in found.statement
+    assert f"of {OTHERS} other prompts" in found.statement
+
+
+def test_the_evaluation_says_how_well_they_tell(trained: Bundle) -> None:
+    evaluation, context = trained.evaluation(), trained.manifest.context
+    assert context is not None
+    assert evaluation["context"] == {
+        probe.name: {"auroc": pytest.approx(probe.auroc, abs=1e-6), "rows": probe.rows} for probe in context.probes
+    }
+    assert evaluation["signal_of_the_bundle"] == "fused_context_unit_norm"
+    assert set(CONTEXT_NAMES) <= set(evaluation["cross_validation"]["signals"])
+    assert evaluation["data"]["others"] == OTHERS
+
+
+def test_the_reference_sees_all_logits_and_all_prompts(trained: Bundle) -> None:
+    uncertainty, probes = trained.manifest.uncertainty, trained.probes
+    assert uncertainty is not None
+    assert uncertainty.outside_rows == QUESTIONS + OTHERS
+    assert probes.reference_mean is not None
+    assert probes.reference_whitening is not None
+    assert probes.reference_mean.shape == (trained.manifest.logits,) == (16,)
+    scorer = Scorer(ReadingEngine(), trained)
+    poems = [row for row in reading_rows(2, 300, seed=5) if not row.get("applies", True)]
+    reports = scorer.score([scorer.render(prompt=row["prompt"]) for row in poems])
+    assert np.mean([report.uncertain is not None and report.uncertain.outside for report in reports]) < 0.05
+
+
+def test_what_is_served_is_what_training_computed(trained: Bundle, tmp_path: Path) -> None:
+    engine = ReadingEngine()
+    scorer = Scorer(engine, trained)  # replays the golden prompts
+    onsets = engine.score(trained.golden.prompts(), scorer.probes, first_token=True)
+    logits = np.stack([np.concatenate(onset.trajectories) for onset in onsets])
+    check_golden(trained, logits, trained.golden.risk, dtype="float32")
+    assert trained.golden.risk[-1] - trained.golden.risk[0] > 0.5
+    rows, data = fresh(tmp_path)
+    assert [row["id"] for row in rows] == [row.id for row in data.dataset.rows]
+    reports = Scorer(Strange(), trained).score([scorer.render(prompt=row["prompt"]) for row in rows])
+    np.testing.assert_allclose(risks_of(trained, data), [report.risk for report in reports], atol=1e-6)
+    away = np.array([report.uncertain is not None and report.uncertain.outside for report in reports])
+    for number, report in enumerate(reports):
+        if not away[number]:
+            assert report.context.passage is not None
+            assert (report.context.passage > 0.5) == bool(number % 3), number
+            assert report.context.applies
+
+
+def test_rows_outside_count_as_withheld_and_no_others(trained: Bundle, tmp_path: Path) -> None:
+    rows, data = fresh(tmp_path)
+    plain, withheld = risks_of(trained, data), risks_of(trained, data, withhold_outside=True)
+    scorer = Scorer(Strange(), trained)
+    reports = scorer.score([scorer.render(prompt=row["prompt"]) for row in rows])
+    outside = np.array([report.uncertain is not None and report.uncertain.outside for report in reports])
+    assert outside[::10].all()
+    assert 9 <= outside.sum() < 20
+    assert np.all(withheld[outside] == 1.0)
+    assert np.array_equal(withheld[~outside], plain[~outside])
+    assert np.any(plain[outside] < 0.9)
+
+
+def test_requests_that_ask_for_no_fact_do_not_apply_when_served(trained: Bundle) -> None:
+    scorer = Scorer(ReadingEngine(), trained)
+    rows = reading_rows(300, 100, seed=4)
+    reports = scorer.score([scorer.render(prompt=row["prompt"]) for row in rows])
+    asking = np.array([row.get("applies", True) for row in rows])
+    applies = np.array([report.context.applies for report in reports])
+    assert applies[asking].mean() > 0.96
+    assert applies[~asking].mean() < 0.1
+
+
+def test_without_such_rows_a_bundle_has_none_and_its_former_version(tmp_path: Path) -> None:
+    for name, rows, changes, version in (
+        ("plain", planted_rows(240), {}, 3),
+        ("few", [*planted_rows(240), *reading_rows(1, 39)[1:]], {}, 3),  # one less than a probe needs
+        ("no-reference", planted_rows(240), {"uncertainty": False}, 1),
+    ):
+        bundle, _ = run(tmp_path / name, ReadingEngine(), rows, **QUICK | {"evaluate": False} | changes)
+        manifest = bundle.manifest
+        assert (manifest.context, manifest.format_version, manifest.signals) == (None, version, QUICK["signals"])
+        assert "context" not in bundle.evaluation()
+        assert "context" not in json.loads((bundle.path / "bundle.json").read_bytes())
+        assert bundle.probes.context_head is None
+        if changes:
+            continue
+        engine = ReadingEngine()
+        rows_read = read_dataset(tmp_path / name / "rows.jsonl", "generate", folds=None)
+        options = TrainOptions(tmp_path / "x", "x", tmp_path / name / "run-again", labels="generate")
+        data = prepare(engine, rows_read, options.preparation, "chat", "again", folds=None)
+        assert np.array_equal(risks_of(bundle, data, withhold_outside=True), risks_of(bundle, data))
+
+
+def test_each_kind_of_row_brings_its_own_probes(tmp_path: Path) -> None:
+    poems = [*planted_rows(240), *reading_rows(1, 60)[1:]]
+    quick = QUICK | {"evaluate": False}
+    asking = run(tmp_path / "poems", ReadingEngine(), poems, **quick)[0].manifest
+    assert asking.context is not None
+    assert [probe.name for probe in asking.context.probes] == ["asks"]
+    assert (asking.signals, asking.context.applicability is None) == (QUICK["signals"], False)
+    passages = run(tmp_path / "passages", ReadingEngine(), reading_rows(360, 0), **quick)[0].manifest
+    assert passages.context is not None
+    assert [probe.name for probe in passages.context.probes] == ["passage", "stated"]
+    assert passages.signals == (*QUICK["signals"], *CONTEXT_SIGNALS)
+    assert passages.context.applicability is None
+
+
+class Constant(ReadingEngine):
+    """One layer reads the same of every prompt with a passage."""
+
+    def activations(self, prompt: TokenIds, site: Site) -> NDArray[np.float32]:
+        rows = super().activations(prompt, site)
+        if "Context:" in self.detokenize(prompt):
+            rows[2] = 3.0
+        return rows
+
+
+def test_a_probe_without_a_direction_in_some_layer_is_not_published(tmp_path: Path) -> None:
+    bundle, _ = run(tmp_path, Constant(), reading_rows(), **QUICK | {"seeds": (0,)})
+    context = bundle.manifest.context
+    assert context is not None
+    assert [probe.name for probe in context.probes] == ["asks"]
+    assert bundle.evaluation()["signal_of_the_bundle"] == "fused_unit_norm"
+    assert not set(CONTEXT_NAMES) & set(bundle.evaluation()["cross_validation"]["signals"])
+
+
+@pytest.mark.parametrize("family", families())
+def test_labels_of_each_family_of_forms(tmp_path: Path, family: str) -> None:
+    rows = [row for form in chosen([family]) for row in in_forms(made(), [form], said=SAID)]
+    dataset = read_dataset(write_rows(tmp_path / "rows.jsonl", rows), "generate", folds=None)
+    found = prompt_labels(dataset, np.arange(len(rows)))
+    assert found.passage.tolist() == [family in WITH_PASSAGE] * len(rows)
+    for row, stated in zip(rows, found.stated.tolist(), strict=True):
+        text = "\n".join(message["content"] for message in row["messages"])
+        own = re.search(rf"\b{row['answers'][0]}\b", text) is not None
+        assert stated == (own and family in WITH_PASSAGE), row["form"]
+    by_form = {name: found.stated[[row["form"] == name for row in rows]] for name in {row["form"] for row in rows}}
+    for name, share in {"passage_right": (1, 1), "passage_unrelated": (0, 0), "passage_contradicting": (0, 0),
+                        "passages_several": (0.2, 0.8), "context_1k": (0.2, 0.8)}.items():  # fmt: skip
+        if name in by_form:
+            assert share[0] <= by_form[name].mean() <= share[1], name
+    assert set(by_form) == {name for name, form in FORMS.items() if form.family == family}
+
+
+def test_rows_without_a_form_are_told_by_their_shape(tmp_path: Path) -> None:
+    passage = "Context: It rains in Oslo. Anna lives in Rome.\n\nWhere does Anna live?"
+    rows: list[dict[str, Any]] = [
+        {"prompt": passage, "answers": ["Rome"]},
+        {"prompt": passage, "answers": ["Paris"]},
+        {"prompt": "Is Rome or Milan older?", "answers": ["Rome"]},  # stated, but by no passage
+        {"prompt": passage, "answers": ["Rom"]},  # whole words only
+        {"messages": [{"role": "system", "content": "The answer is Oslo."}, {"role": "user", "content": passage}],
+         "answers": ["Oslo"]},
+        {"messages": [{"role": "user", "content": passage}, {"role": "assistant", "content": "Rome."},
+                      {"role": "user", "content": "And who is Anna?"}], "answers": ["Rome"]},
+        {"prompt": passage, "answers": ["Rome"], "form": "lone"},  # what the form says goes before the shape
+    ]  # fmt: skip
+    dataset = read_dataset(write_rows(tmp_path / "rows.jsonl", rows), "generate", folds=None)
+    found = prompt_labels(dataset, np.arange(len(rows)))
+    assert found.passage.tolist() == [True, True, False, True, True, False, False]
+    assert found.stated.tolist() == [True, False, False, False, True, False, False]
+    some = prompt_labels(dataset, np.array([4, 1]))
+    assert (some.passage.tolist(), some.stated.tolist()) == ([True, True], [True, False])
+
+
+def test_requests_that_ask_for_no_fact_are_told_by_their_own_word(tmp_path: Path) -> None:
+    rows = [*made(4), *task_rows(20)]
+    dataset = read_dataset(write_rows(tmp_path / "rows.jsonl", rows), "generate", folds=None)
+    assert dataset.others.tolist() == list(range(4, 24))
+    found = prompt_labels(dataset, dataset.others)
+    assert not found.stated.any()  # there is no answer to state
