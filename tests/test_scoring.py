@@ -397,5 +397,5 @@ def test_the_replay_finds_a_wrong_context_probe(tmp_path: Path, script: Scripted
     bias = np.array(bundle.probes.context_bias)
     bias[place, 1] += 0.1
     wrong = replace(bundle, probes=replace(bundle.probes, context_bias=bias))
-    with pytest.raises(GoldenMismatch, match=f"layer 1 of context probe {place + 1}"):
+    with pytest.raises(GoldenMismatch, match=f"layer 1 of context probe {('asks', 'passage', 'stated')[place]}"):
         Scorer(Scheduled(script), wrong)

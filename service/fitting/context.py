@@ -58,7 +58,7 @@ def fit_context_probe(
     label = readouts.label
     if any(len(np.unique(group[rows[label[rows] == value]])) < least for value in (0, 1)):
         return None
-    rows = _balanced(label, rows, seed)
+    rows = _balanced(label, group, rows, seed)
     own = replace(options, c=C[name])
     crossed = cross_fit(readouts, group, rows, C[name], folds, (seed,), own)
     probe = refit(readouts, rows, np.arange(len(label)), C[name], own, blank=True)
@@ -112,10 +112,15 @@ def _labelled(readouts: Readouts, label: NDArray[np.bool_]) -> Readouts:
     return Readouts(readouts.file, readouts.index, label.astype(np.int64))
 
 
-def _balanced(label: NDArray[np.int64], rows: Index, seed: int) -> Index:
-    """All rows of the smaller class and a seeded draw of at most ``SIDES`` times as many of the other, in order."""
+def _balanced(label: NDArray[np.int64], group: Index, rows: Index, seed: int) -> Index:
+    """All rows of the smaller class and, of a seeded draw of groups, at most ``SIDES`` times as many of the other.
+
+    Whole groups, so that the probe has not seen the sibling of a row that it is going to read.
+    """
     small, large = sorted((rows[label[rows] == value] for value in (0, 1)), key=len)
     most = SIDES * len(small)
     if len(large) > most:
-        large = np.random.default_rng(seed).choice(large, most, replace=False)
+        names, member = np.unique(group[large], return_inverse=True)
+        rank = np.random.default_rng(seed).permutation(len(names))[member]
+        large = large[(np.cumsum(np.bincount(rank)) <= most)[rank]]
     return np.sort(np.concatenate([small, large]))

@@ -24,6 +24,7 @@ from service.readout import Probes
 from service.risk import depth_mean, risk
 from service.trainer.prepare import PreparedData, trajectories
 
+LEAST_AUROC = 0.9  # of ``asks``: one that tells less would let questions pass for something else
 QUESTIONS_BELOW = 0.01  # share of the training questions that may be taken for prompts that ask for no fact
 
 
@@ -77,7 +78,7 @@ def fit_context(data: PreparedData, folds: int, seed: int, options: FitOptions) 
     if passages is not None and not all(map(_has_directions, passages)):
         passages = None
     asking = fit_context_probe("asks", every, group, np.arange(n + k), folds, seed, options)
-    if asking is not None and not _has_directions(asking):
+    if asking is not None and not (_has_directions(asking) and asking.record.auroc >= LEAST_AUROC):
         asking = None
     fits = (*(() if asking is None else (asking,)), *(passages or ()))
     if not fits:

@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tqdm import tqdm
 
+from service.context import UNKNOWN
 from service.drift import DriftLimits, LabelTest
 from service.fitting.markdown import markdown_table
 from service.serving.monitor import Monitor
@@ -109,7 +110,7 @@ def watching(draw: np.random.Generator, limits: DriftLimits) -> Monitor:
 
 def void_after(monitor: Monitor, served: Floats, prompts: NDArray[np.int64]) -> Iterator[bool]:
     """Whether the monitor cries, after each ``every`` requests."""
-    reports: list[Any] = [SimpleNamespace(risk=risk, uncertain=None) for risk in served.tolist()]
+    reports: list[Any] = [SimpleNamespace(risk=risk, uncertain=None, context=UNKNOWN) for risk in served.tolist()]
     names, step = [number.to_bytes(8, signed=True) for number in prompts.tolist()], monitor.limits.every
     for start in range(0, len(reports), step):
         monitor.observe(reports[start : start + step], names[start : start + step])

@@ -110,7 +110,7 @@ def test_rows_that_took_part_have_logits_by_probes_that_never_saw_them(tmp_path:
         inside = Readouts(file, np.arange(ROWS), label.astype(np.int64))
         a = np.stack([file.head(layer, int(head)) for layer, head in enumerate(found.probe.head)], axis=1)
         seen = np.einsum("nld,ld->nl", a[inside.index], found.probe.direction) + found.probe.bias
-        assert auroc(inside.label, (seen / found.probe.scale).mean(axis=1)) > 0.75  # what is avoided
+        assert auroc(inside.label, (seen / found.probe.scale).mean(axis=1)) > 0.7  # what is avoided
         assert 0.38 < auroc(inside.label, found.logits.mean(axis=1)) < 0.6
         assert found.record.auroc < 0.6
         assert found.record.weight > 0  # of a probe that tells nothing, too
@@ -147,20 +147,26 @@ def test_too_few_groups_of_a_class_give_none(tmp_path: Path) -> None:
     ) is None  # fmt: skip
 
 
+GROUP = np.arange(4000) // 2  # pairs, which stay together
+
+
 def test_the_larger_class_is_cut_to_three_rows_for_one() -> None:
     label = (np.arange(1000) % 20 == 0).astype(np.int64)
     rows = np.arange(0, 1000)
-    kept = _balanced(label, rows, 7)
+    kept = _balanced(label, GROUP, rows, 7)
     assert (label[kept] == 1).sum() == 50
-    assert (label[kept] == 0).sum() == SIDES * 50
+    assert SIDES * 50 - 1 <= (label[kept] == 0).sum() <= SIDES * 50  # groups are whole
+    zeros = kept[label[kept] == 0]
+    siblings = np.flatnonzero(np.isin(GROUP[:1000], GROUP[zeros]) & (label == 0))
+    assert np.array_equal(siblings, zeros)
     assert np.all(np.diff(kept) > 0)
-    assert np.array_equal(kept, _balanced(label, rows, 7))
-    assert not np.array_equal(kept, _balanced(label, rows, 8))
-    assert set(_balanced(label, rows[::2], 7).tolist()) <= set(rows[::2].tolist())
-    other = _balanced(1 - label, rows, 7)
+    assert np.array_equal(kept, _balanced(label, GROUP, rows, 7))
+    assert not np.array_equal(kept, _balanced(label, GROUP, rows, 8))
+    assert set(_balanced(label, GROUP, rows[::2], 7).tolist()) <= set(rows[::2].tolist())
+    other = _balanced(1 - label, GROUP, rows, 7)
     assert np.array_equal(other, kept)
     even = (np.arange(400) % 4 == 0).astype(np.int64)
-    assert np.array_equal(_balanced(even, np.arange(400), 7), np.arange(400))  # 3:1 already
+    assert np.array_equal(_balanced(even, GROUP, np.arange(400), 7), np.arange(400))  # 3:1 already
 
 
 def both(folder: Path, count: int = ROWS) -> tuple[RowsFile, PromptLabels]:

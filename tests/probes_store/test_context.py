@@ -74,7 +74,7 @@ def test_reference_and_other_records_stand_beside_it(tmp_path: Path) -> None:
     assert read.probes.reference_whitening is not None
     assert read.probes.reference_whitening.shape == (4 * LAYERS, 4 * LAYERS)
     found = document(made)
-    assert {field for field in OPTIONAL if found[field] is None} == {"recalibration"}
+    assert {field for field in OPTIONAL if found[field] is None} == {"recalibration", "guarantee_shapes"}
     # A reference of the risk's own logits alone is none.
     narrow = {"reference_mean": np.full(LAYERS, 0.5), "reference_whitening": np.eye(LAYERS)}
     with pytest.raises(WrongShape, match="reference_mean"):

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from service.context import UNKNOWN
 from service.drift import DriftLimits, Reference
 from service.feedback.rows import Tally
 from service.serving.monitor import Monitor, digest_of
@@ -44,7 +45,8 @@ def prompts(
     risks[: round(top * count)] = 1.0
     others = np.linspace(0, 1, count - round(top * count), endpoint=False)
     risks[round(top * count) :] = others
-    reports = [SimpleNamespace(risk=float(risk), uncertain=SimpleNamespace(outside=number < round(outside * count)))
+    reports = [SimpleNamespace(risk=float(risk), context=UNKNOWN,
+                               uncertain=SimpleNamespace(outside=number < round(outside * count)))
                for number, risk in enumerate(risks)]  # fmt: skip
     order = np.arange(count) if alike else np.random.default_rng(0).permutation(count)
     names = named or [next(NUMBERS) for _ in range(count)]
