@@ -16,6 +16,16 @@ POLITE = (
     "Excuse me, {q}",
     "Thanks for your help so far. {q}",
     "Quick question: {q}",
+    "hello, quick one: {q}",
+    "Hey, thanks for earlier. One more thing: {q}",
+    "Sorry to bother you again. {q}",
+    "Do you happen to know this? {q}",
+    "One more, please: {q}",
+    "ok next question. {q}",
+    "thx! and now: {q}",
+    "Just curious: {q}",
+    "Can you help me out here? {q} Cheers.",
+    "{q} pls",
 )
 
 CHATTER = (
@@ -29,6 +39,21 @@ CHATTER = (
     "It's raining here and I have nothing better to do, so I'm going through a trivia book. {q}",
     "Okay, new topic. {q}",
     "{q} I need to know it for a presentation that I am giving tomorrow morning.",
+    "I have a pub quiz tonight. {q}",
+    "For a crossword: {q}",
+    "I'm trying to remember something and it drives me mad. {q}",
+    "My daughter wants to know this, and I am out of answers. {q}",
+    "We are making a school poster and one box is still empty. {q}",
+    "You seem to know a lot, so I thought I would try you. {q}",
+    "{q} I have been wondering about it since this morning.",
+    "My neighbour asked me on the stairs, and I promised to find out. {q}",
+    "I'm writing a story and want to get one detail right. {q}",
+    "Let's play a game: I ask and you answer. {q}",
+    "I know I could look it up, but I am lazy today. {q}",
+    "there was something on the radio just now, half of which i missed. {q}",
+    "Long day at work, and now my head is full of useless questions. {q}",
+    "I made a bet with my brother about it. {q}",
+    "{q} Asking for a friend.",
 )
 
 ENDINGS = (
