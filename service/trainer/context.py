@@ -25,7 +25,7 @@ from service.risk import depth_mean, risk
 from service.trainer.prepare import PreparedData, trajectories
 
 LEAST_AUROC = 0.9  # of ``asks``: one that tells less would let questions pass for something else
-QUESTIONS_BELOW = 0.01  # share of the training questions that may be taken for prompts that ask for no fact
+QUESTIONS_BELOW = 0.003  # share of the training questions that may pass for no question: users ask in more ways
 
 
 @dataclass(frozen=True, eq=False)
