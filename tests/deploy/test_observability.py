@@ -341,10 +341,11 @@ def test_every_panel_query_has_finite_values(scene: Scene, query: dashboards.Que
 
 def expects_zero(query: dashboards.Query) -> bool:
     """No failure is ours in this traffic, nothing is sent on, reloaded or void, a gauge is what it happens to be, and
-    the shipped bundles cannot tell which prompts are unlike training."""
+    the shipped bundles cannot tell which prompts are unlike training, or ask for no fact."""
     sampled = {"hallutracer_queue_depth", "hallutracer_running_decodes", "hallutracer_requests_in_flight"}
     never = (
-        "server_errors", "outside_training", "upstream_requests", "keys_stale", "reloads_total", "hallutracer_void"
+        "server_errors", "outside_training", "upstream_requests", "keys_stale", "reloads_total", "hallutracer_void",
+        "no_fact",
     )  # fmt: skip
     return any(name in query.expression for name in never) or dashboards.names(query.expression) <= sampled
 
