@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, get_args
 
 from probes_store.context import CONTEXT_SIGNALS, Context, check_context
 from probes_store.errors import BadValue, DigestMismatch, MissingField, Truncated, UnknownField, WrongShape
@@ -37,12 +37,12 @@ PROBES, GOLDEN, EVALUATION, CARD = "probes.safetensors", "golden.safetensors", "
 REQUIRED = (PROBES, GOLDEN, EVALUATION, CARD)
 NAME = re.compile(r"[a-z0-9](?!.*\.\.)[a-z0-9._-]{0,63}")  # of a bundle and of an alias
 PLOT = re.compile(r"plots/[A-Za-z0-9][A-Za-z0-9_-]{0,99}\.png")
-FIRST_TOKEN_SIGNALS = ("log_max_prob", "entropy")
-SIGNALS = ("depth_mean", *FIRST_TOKEN_SIGNALS, *CONTEXT_SIGNALS)
 _HEX = re.compile(r"[0-9a-f]{64}")
 _NOT_CONTENT = ("version", "created", "digest", "seal")
 
 Signal = Literal["depth_mean", "log_max_prob", "entropy", "passage", "stated"]
+FIRST_TOKEN_SIGNALS: tuple[Signal, Signal] = ("log_max_prob", "entropy")
+SIGNALS: tuple[Signal, ...] = get_args(Signal)
 DType = Literal["float32", "bfloat16", "float16"]
 SiteName = Literal["attention_head", "residual_stream"]
 LogitScale = Literal["unit_norm", "standardized", "weighted"]
@@ -180,6 +180,11 @@ class Manifest:
     def context_probes(self) -> int:
         """A, the number of probes besides the risk's own."""
         return 0 if self.context is None else len(self.context.probes)
+
+    @property
+    def tells_outside(self) -> bool:
+        """Whether its reference has seen more than the trajectory; one that has not misses most of what is new."""
+        return self.uncertainty is not None and self.context is not None
 
     @property
     def logits(self) -> int:

@@ -58,8 +58,7 @@ def outside_as_calibrated(manifest: Manifest, policy: Policy) -> bool:
 
     It withheld them exactly where a policy that says nothing does (``Scorer.withholds_outside``).
     """
-    withheld = manifest.context is not None and manifest.uncertainty is not None
-    return policy.withhold_outside in (None, withheld)
+    return policy.withhold_outside in (None, manifest.tells_outside)
 
 
 def chat_departures(messages: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:

@@ -199,13 +199,11 @@ class Scorer:
     def withholds_outside(self, policy: Policy) -> bool:
         """Whether ``policy`` treats prompts outside training as flagged ones.
 
-        Where it does not say, it does if it withholds and the bundle's reference has seen more than the trajectory: one
-        that has not misses most of what is new.
+        Where it does not say, it does if it withholds and the bundle ``tells_outside``.
         """
         if policy.withhold_outside is not None:
             return policy.withhold_outside
-        manifest = self.bundle.manifest
-        return policy.action.withholds and manifest.uncertainty is not None and manifest.context is not None
+        return policy.action.withholds and self.bundle.manifest.tells_outside
 
     def gate(self, policy: Policy) -> Gate | None:
         """When an engine that decodes by itself must not begin; None where ``policy`` ends no answer.

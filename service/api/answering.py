@@ -19,7 +19,6 @@ from service.conversation import Shape, shape_of
 from service.engines.base import Sampling
 from service.engines.checks import check_length, check_special_tokens
 from service.errors import ClientGone, EmptyPrompt, RequestError
-from service.guarantee import decoding_departures, shape_departures
 from service.guard import Action, Decision, Policy
 from service.prompts import Message
 from service.routes import canonical
@@ -99,11 +98,7 @@ async def answer(request: Request, state: ServiceState, asked: Asked) -> tuple[R
                     asked.policy,
                     reports,
                     kept,
-                    (
-                        *asked.departures,
-                        *decoding_departures(asked.sampling),
-                        *shape_departures(asked.scorer.bundle.manifest, shapes),
-                    ),
+                    reply.own_departures,
                 )
             if asked.count == 1 and reports[0].decision is Decision.RETRIEVE:
                 digest = asked.scorer.bundle.manifest.digest

@@ -74,11 +74,15 @@ class Reply:
         return RetrievalOut(of=self.retrieval.of, known=True, risk_before=first.risk, drop=drop)
 
     @property
-    def all_departures(self) -> tuple[str, ...]:
-        """The request's own, those of its decoding, and what is known of the bundle while it serves."""
-        found = () if self.monitor is None else self.monitor.reasons
+    def own_departures(self) -> tuple[str, ...]:
+        """The request's: of its rendering, its decoding, and its conversations once these are read."""
         shapes = shape_departures(self.handle.scorer.bundle.manifest, self.shapes)
-        return (*self.departures, *decoding_departures(self.handle.sampling), *shapes, *found)
+        return (*self.departures, *decoding_departures(self.handle.sampling), *shapes)
+
+    @property
+    def all_departures(self) -> tuple[str, ...]:
+        """The request's own, and what is known of the bundle while it serves."""
+        return (*self.own_departures, *(() if self.monitor is None else self.monitor.reasons))
 
     def headers(self, reports: list[RiskReport]) -> dict[str, str]:
         """Times in ms, of the prompt that took longest, and ``risk_headers``."""

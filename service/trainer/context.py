@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from probes_store.context import CONTEXT_SIGNALS, Applicability, Context, ContextName
+from probes_store.context import CONTEXT_SIGNALS, Applicability, Context
+from service.context import prompt_context
 from service.fitting.calibration import FitOptions
 from service.fitting.context import (
     ContextFit,
@@ -21,7 +22,7 @@ from service.fitting.context import (
 from service.fitting.fit import Floats, Index, ProbeFit
 from service.fitting.nested_cv import rounded
 from service.readout import Probes
-from service.risk import depth_mean, risk
+from service.risk import depth_mean
 from service.trainer.prepare import PreparedData, trajectories
 
 LEAST_AUROC = 0.9  # of ``asks``: one that tells less would let questions pass for something else
@@ -109,18 +110,11 @@ def served_columns(context: Context | None, logits: Floats, layers: int) -> Floa
 
     None where the bundle has no such probes.
     """
-    if context is None or any(context.place(name) is None for name in ("passage", "stated")):
+    if context is None or any(context.place(name) is None for name in CONTEXT_SIGNALS):
         return None
-
-    def probability(name: ContextName) -> Floats:
-        place = context.place(name)
-        assert place is not None
-        probe, start = context.probes[place], (1 + place) * layers
-        mean = depth_mean(logits[:, start : start + layers])
-        return 1.0 - risk(mean[:, None], np.array([probe.weight]), probe.intercept)
-
-    passage, stated = (probability(name) for name in CONTEXT_SIGNALS)
-    return np.stack([passage, passage * stated], axis=1)
+    means = depth_mean(logits.reshape(len(logits), -1, layers))[:, 1:]
+    told = (prompt_context(context, row) for row in means.tolist())
+    return np.array([(one.passage, one.stated) for one in told], np.float64).reshape(-1, len(CONTEXT_SIGNALS))
 
 
 def with_context(signals: Sequence[Any], context: BundleContext | None) -> tuple[Any, ...]:

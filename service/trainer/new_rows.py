@@ -74,11 +74,12 @@ def risks_of(bundle: Bundle, data: PreparedData, *, withhold_outside: bool = Fal
     logits = trajectories(inputs.readouts, Probes.all_of(Site(manifest.readout.site), bundle.probes))
     signals = served_signals(logits, inputs.first_token, manifest.signals, manifest.context, layers)
     found = served_risk(signals, manifest)
-    if not withhold_outside or manifest.context is None:
+    if not (withhold_outside and manifest.tells_outside):
         return found
-    if bundle.probes.reference_mean is None or bundle.probes.reference_whitening is None:
-        return found
-    away = distance(logits, bundle.probes.reference_mean, bundle.probes.reference_whitening)
+    mean, whitening = bundle.probes.reference_mean, bundle.probes.reference_whitening
+    assert mean is not None, "its reader wants the tensors with the record"
+    assert whitening is not None, "its reader wants the tensors with the record"
+    away = distance(logits, mean, whitening)
     return np.where(away >= OUTSIDE, 1.0, found)
 
 

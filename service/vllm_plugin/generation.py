@@ -73,8 +73,7 @@ def judging_generate(generate: Generate, state: ServiceState, engine_of: Callabl
             policy = untemplated(scorer, policy)
         note.scorer, note.policy, note.choices = scorer, policy, parameters.n
         note.monitor = state.monitors.get(scorer.bundle.reference)
-        place_shape = note.shapes[place] if place < len(note.shapes) else None
-        shapes = shape_departures(scorer.bundle.manifest, [place_shape])
+        shapes = shape_departures(scorer.bundle.manifest, [note.shape(place)])
         note.departures = tuple(dict.fromkeys((*note.departures, *_departures(parameters), *rendering, *shapes)))
         judged = _JudgedPrompt(state, engine_of(), scorer, policy, note, place, parameters, request_id)
         return judged.run(lambda: generate(prompt, parameters, request_id, *args, **kwargs))
@@ -171,7 +170,7 @@ class _JudgedPrompt:
 
     def _account(self, report: RiskReport, tokens: int) -> None:
         model, reference = self.scorer.engine.identity.model, self.scorer.bundle.reference
-        shape = self.note.shapes[self.place] if self.place < len(self.note.shapes) else None
+        shape = self.note.shape(self.place)
         self.state.metrics.prompt(model, reference, report, self.timings, tokens, route=self.note.route, shape=shape)
         if self.note.monitor is not None:
             self.note.monitor.observe([report], [self.prompt])

@@ -52,6 +52,10 @@ class Note:
         self.reports.append(None)
         return len(self.reports) - 1
 
+    def shape(self, place: int) -> Shape | None:
+        """Of this prompt's chat; None where it is not known."""
+        return self.shapes[place] if place < len(self.shapes) else None
+
     def gated(self, place: int) -> bool:
         """Whether this prompt's answer was withheld."""
         report = self.reports[place] if place < len(self.reports) else None

@@ -11,7 +11,7 @@ import hashlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,7 +26,7 @@ KEY = "hallutracer"
 GATED = f"{KEY}_gated"  # in an engine's ``additional_config``: requests reach it through our gate only
 MAX_TOKEN = 2**31 - 1
 EXTRAS = 4  # log max probability, entropy, greedy token, and 1 where the gate closed or REPLACED
-CONTEXT_NAMES: tuple[ContextName, ...] = ("asks", "passage", "stated")
+CONTEXT_NAMES: tuple[ContextName, ...] = get_args(ContextName)
 CERTAIN = 50.0  # log odds of a probability that is 1 in float64
 REPLACED = -1.0  # a slot holds another probe than the request side has written
 
