@@ -23,11 +23,13 @@ from tests.running import App
 from tests.scripted_engine import ScriptedEngine
 
 
-def guaranteed(engine: ScriptedEngine, folder: Path, **changes: Any) -> Bundle:
-    draft = matching_draft(engine, "sure", 0, threshold=GUARANTEE.threshold)
+def guaranteed(
+    engine: ScriptedEngine, folder: Path, name: str = "sure", shapes: tuple[str, ...] | None = None, **changes: Any
+) -> Bundle:
+    draft = matching_draft(engine, name, 0, threshold=GUARANTEE.threshold)
     promise = dataclasses.replace(GUARANTEE, **changes)
-    draft.manifest = dataclasses.replace(draft.manifest, guarantee=promise)
-    return write_bundle(draft, folder / "sure")
+    draft.manifest = dataclasses.replace(draft.manifest, guarantee=promise, guarantee_shapes=shapes)
+    return write_bundle(draft, folder / name)
 
 
 @pytest.fixture(scope="module")
@@ -72,6 +74,50 @@ def test_it_holds(service: App, body: dict[str, Any]) -> None:
 )  # fmt: skip
 def test_it_is_void_and_says_why(service: App, body: dict[str, Any], reasons: list[str]) -> None:
     assert told(service, **body) == HOLDS | {"holds": False, "void": reasons}
+
+
+ALONE = "0 earlier turns, no passage, no system prompt"
+SYSTEM = {"role": "system", "content": "Be brief."}
+ASKS, SAYS = {"role": "user", "content": "Why?"}, {"role": "assistant", "content": "So."}
+
+
+@pytest.fixture(scope="module")
+def calibrated_alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[App]:
+    """The bundle's calibration had lone questions alone."""
+    folder = tmp_path_factory.mktemp("shapes")
+    app = App(folder)
+    app.bundles.insert(0, guaranteed(app.engine, folder, "alone", (ALONE,)))
+    with app.started():
+        yield app
+
+
+@pytest.mark.parametrize(
+    ("body", "other"),
+    [
+        ({}, None),
+        ({"messages": [ASKS]}, None),
+        ({"messages": [SYSTEM, ASKS]}, "0 earlier turns, no passage, a system prompt"),
+        ({"messages": [ASKS, SAYS, ASKS]}, "1 earlier turns, no passage, no system prompt"),
+        ({"prompt": f"Context: {'A fact. ' * 60}\n\nWhy?"}, "0 earlier turns, a passage, no system prompt"),
+    ],
+)
+def test_a_conversation_that_the_calibration_had_none_like_departs_from_it(
+    calibrated_alone: App, body: dict[str, Any], other: str | None
+) -> None:
+    asked = body | ({"prompt": None} if "messages" in body else {})
+    reasons = [] if other is None else [f"conversation: {other}; the calibration had none like it"]
+    assert told(calibrated_alone, **asked) == HOLDS | {"holds": not reasons, "void": reasons}
+
+
+def test_a_shape_that_is_not_known_departs_too(calibrated_alone: App) -> None:
+    found = told(calibrated_alone, prompt=None, input_ids=[1, 2])
+    assert found["void"] == [TOKEN_IDS, "conversation: not known; the calibration had none like it"]
+
+
+def test_the_list_of_bundles_names_the_shapes(calibrated_alone: App) -> None:
+    listed = calibrated_alone.client.get("/v1/bundles").json()["data"]
+    assert listed[0]["guarantee_shapes"] == [ALONE]
+    assert {one["guarantee_shapes"] for one in listed[1:]} == {None}
 
 
 def test_a_stream_tells_it_with_the_risk(service: App) -> None:

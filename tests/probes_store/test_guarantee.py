@@ -100,3 +100,23 @@ def test_the_threshold_is_the_manifests() -> None:
     made = draft()
     with pytest.raises(BadValue, match=r"guarantee\.threshold"):
         render(dataclasses.replace(made, manifest=dataclasses.replace(made.manifest, threshold=0.3)))
+
+
+def with_shapes(shapes: tuple[str, ...], made: BundleDraft) -> BundleDraft:
+    return dataclasses.replace(made, manifest=dataclasses.replace(made.manifest, guarantee_shapes=shapes))
+
+
+def test_the_shapes_of_its_calibration_are_of_version_4(tmp_path: Path) -> None:
+    bundle = write_bundle(with_shapes(("alone", "a chat"), draft()), tmp_path / "tiny" / "1")
+    assert (bundle.manifest.guarantee_shapes, bundle.manifest.format_version) == (("alone", "a chat"), 4)
+
+
+@pytest.mark.parametrize("shapes", [(), ("alone", "alone"), ("alone", "")], ids=str)
+def test_senseless_shapes_are_refused(shapes: tuple[str, ...]) -> None:
+    with pytest.raises(BadValue, match="guarantee_shapes"):
+        render(with_shapes(shapes, draft()))
+
+
+def test_shapes_without_a_guarantee_are_refused() -> None:
+    with pytest.raises(BadValue, match="guarantee_shapes"):
+        render(with_shapes(("alone",), make_draft()))
