@@ -36,7 +36,7 @@ def scored(risk: float, text: str | None = None, **more: Any) -> Line:
 
 
 def row(form: str, verdict: str, risk: float, group: str, **more: Any) -> Line:
-    return scored(risk, "x", form=form, verdict=verdict, group=group, **more)
+    return scored(risk, "x", **{"form": form, "verdict": verdict, "group": group, "id": group, **more})
 
 
 def form_rows(form: str, wrong: int, right: int, risk_wrong: float, risk_right: float) -> list[Line]:
@@ -107,6 +107,18 @@ def test_each_target_names_the_forms_that_miss_it() -> None:
     assert ranking.note.startswith("missed by facts -1.000; 1 not judged")
     assert (answered.passed, answered.figure) == (False, "met by 1 of 3")  # lone and turns answer right ones only
     assert answered.note == "missed by turns +0.400, lone +0.250; 1 not judged, fewer than 20 answered: long"
+
+
+def test_the_examples_are_the_middle_ones_of_lone_questions() -> None:
+    def line(name: str, risk: float, verdict: str, form: str = "lone") -> Line:
+        return row(form, verdict, risk, name, id=name, flagged=risk >= 0.5)
+
+    right = [line(f"r{number}", number / 10, "factual") for number in range(10)]
+    wrong = [line(f"w{number}", number / 10, "hallucinated") for number in range(10)]
+    other = [line("x", 0.2, "factual", "polite"), line("y", 0.2, "empty")]
+    table = forms.examples([*wrong, *other, *right]).splitlines()
+    assert [row.split(" | ")[1:4] for row in table[2:]] == [["5", "r2", "0.200"], ["5", "w7", "0.700"]]
+    assert forms.examples(right).splitlines()[3].split(" | ")[1:4] == ["0", "-", "-"]
 
 
 def test_a_target_is_met_by_its_limit_and_not_judged_without_forms() -> None:

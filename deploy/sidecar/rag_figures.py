@@ -61,41 +61,71 @@ async def _outcomes(rows: Sequence[dict[str, Any]], bundle: str) -> list[Outcome
         return await asyncio.gather(*map(limited, rows))
 
 
-def _share(of: Sequence[bool]) -> str:
-    return f"{sum(of)} of {len(of)}" + (f" ({sum(of) / len(of):.1%})" if of else "")
+def _withheld(risk: Risk) -> bool:
+    """What the service's own gate would do: a prompt outside training is withheld, too."""
+    return risk.flagged or bool(risk.outside_training)
 
 
-def _mean(values: Sequence[float]) -> str:
-    return f"{sum(values) / len(values):.2f}" if values else "-"
+@dataclass(frozen=True)
+class Way:
+    """What one way of using retrieval and guard comes to; sums over questions, which may be expectations."""
+
+    name: str
+    retrievals: float
+    answered: float
+    right: float
+    risk: float  # summed over the answered
+
+    def row(self, count: int) -> list[str]:
+        """Cells of the table, shares of ``count`` questions."""
+        wrong = f"{1 - self.right / self.answered:.3f}" if self.answered else "-"
+        told = f"{self.risk / self.answered:.3f}" if self.answered else "-"
+        return [self.name, f"{self.retrievals:.0f}", f"{self.answered / count:.3f}", wrong, told,
+                f"{self.right / count:.3f}"]  # fmt: skip
+
+
+def ways(outcomes: Sequence[Outcome]) -> list[Way]:
+    """Without and with a guard: retrieve never, where the first look flags, as often at random, and always."""
+
+    def way(name: str, looks: Sequence[tuple[bool, Risk, bool]], guarded: bool) -> Way:
+        kept = [(risk, right) for _, risk, right in looks if not (guarded and _withheld(risk))]
+        retrievals = sum(retrieved for retrieved, _, _ in looks)
+        return Way(name, retrievals, len(kept), sum(right for _, right in kept), sum(risk.risk for risk, _ in kept))
+
+    def between(name: str, never: Way, always: Way, share: float) -> Way:
+        """Retrieving for this share of the questions, drawn at random: what is to be expected."""
+        pairs = ((never.retrievals, always.retrievals), (never.answered, always.answered),
+                 (never.right, always.right), (never.risk, always.risk))  # fmt: skip
+        return Way(name, *((1 - share) * low + share * high for low, high in pairs))
+
+    found = []
+    before = [(False, one.before, one.right_before) for one in outcomes]
+    after = [(True, one.after, one.right_after) for one in outcomes]
+    chosen = [second if _withheld(first[1]) else first for first, second in zip(before, after, strict=True)]
+    for guard, guarded in (("no guard", False), ("guard", True)):
+        never, app, always = (
+            way(f"{name}, {guard}", looks, guarded)
+            for name, looks in (("never", before), ("where the first look withholds", chosen), ("always", after))
+        )
+        at_random = between(f"as often, at random, {guard}", never, always, app.retrievals / len(outcomes))
+        found += [never, at_random, app, always]
+    return found
 
 
 def report(outcomes: Sequence[Outcome]) -> str:
-    """The figures, one a line."""
-    passed, flagged = ([o for o in outcomes if o.before.flagged is value] for value in (False, True))
-    released = [o for o in flagged if not o.after.flagged]
-    withheld = [o for o in flagged if o.after.flagged]
-    shown = [o.right_before for o in passed] + [o.right_after for o in released]
-    lines = {
-        "answers right without a guard": _share([o.right_before for o in outcomes]),
-        "answers right with passages always, no guard": _share([o.right_after for o in outcomes]),
-        "passages always, no model: hold an accepted answer": _share([o.found for o in outcomes]),
-        "flagged without passages": _share([o.before.flagged for o in outcomes]),
-        "  right where not flagged": _share([o.right_before for o in passed]),
-        "  right where flagged": _share([o.right_before for o in flagged]),
-        "mean risk of the flagged, without -> with passages": (
-            f"{_mean([o.before.risk for o in flagged])} -> {_mean([o.after.risk for o in flagged])}"
-        ),
-        "  right with passages": _share([o.right_after for o in flagged]),
-        "  released after retrieval": _share([not o.after.flagged for o in flagged]),
-        "    right of these": _share([o.right_after for o in released]),
-        "  passages shown instead": _share([o.after.flagged for o in flagged]),
-        "    passages hold an accepted answer": _share([o.found for o in withheld]),
-        "answers shown by the whole app": _share([True] * len(shown) + [False] * len(withheld)),
-        "  right of these": _share(shown),
-        "users with a right answer or a passage that has it": _share(shown + [o.found for o in withheld]),
-        "users shown a wrong answer": _share([not right for right in shown] + [False] * len(withheld)),
-    }
-    return "\n".join(f"{name:<52} {value}" for name, value in lines.items())
+    """The table, and what the passages and the risk are worth."""
+    header = ["retrieval", "retrievals", "answered", "wrong among answered", "their mean risk", "right, of all"]
+    rows = [one.row(len(outcomes)) for one in ways(outcomes)]
+    lines = [f"| {' | '.join(cells)} |" for cells in (header, ["---", *["---:"] * (len(header) - 1)], *rows)]
+    found = sum(one.found for one in outcomes)
+    lines += ["", f"passages that hold an accepted answer: {found} of {len(outcomes)}"]
+    for name, risks, right in (
+        ("without", [one.before.risk for one in outcomes], [one.right_before for one in outcomes]),
+        ("with", [one.after.risk for one in outcomes], [one.right_after for one in outcomes]),
+    ):
+        wrong = 1 - sum(right) / len(right)
+        lines.append(f"{name} passages: mean risk {sum(risks) / len(risks):.3f}, share wrong {wrong:.3f}")
+    return "\n".join(lines)
 
 
 def main(

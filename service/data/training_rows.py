@@ -140,7 +140,7 @@ def read_dataset(path: Path, labels: Labels, *, folds: int | None) -> Dataset:
                 messages=value.get("messages"),
                 group=value.get("group", ""),
                 label=value.get("label") if labels == "given" else None,
-                answers=tuple(value.get("answers", ())) if labels == "generate" else (),
+                answers=_answers(value),
                 strata={key: str(value[key]) for key in STRATA if value.get(key) is not None},
                 prompt_digest=prompt_digest(value),
                 applies=value.get("applies", True),
@@ -162,6 +162,13 @@ def read_dataset(path: Path, labels: Labels, *, folds: int | None) -> Dataset:
         if problems:
             raise DataError(str(path), [*problems, *dataset.remarks])
     return dataset
+
+
+def _answers(value: dict[str, Any]) -> tuple[str, ...]:
+    """The accepted answers, also of a row that has its label: they tell whether a passage states one."""
+    answers = value.get("answers")
+    listed = isinstance(answers, list) and all(isinstance(one, str) for one in answers)
+    return tuple(answers) if listed else ()
 
 
 def class_problems(label: NDArray[Any], group: NDArray[Any], folds: int) -> list[str]:

@@ -6,6 +6,7 @@ import random
 from typing import Any
 
 from service.demo.forms import FORMS, SHARED, question_text
+from service.demo.passages import sentence
 from service.demo.world import Fact, build_world, uniform
 
 # Mean number of questions per fact; rare kinds are asked in several forms.
@@ -45,6 +46,7 @@ def questions(split: str) -> list[dict[str, Any]]:
                     "exposures": fact.exposures,
                     "template": form.name,
                     "in_refusals": fact.in_refusals,
+                    "statement": sentence(fact, fact.answers[0]),
                 }
             )
     return rows

@@ -241,7 +241,23 @@ def report(lines: Sequence[Line], forms: Sequence[str]) -> str:
         parts.append(f"{len(refused):,} requests were refused: {names}.")
     if without := [name for name in forms if name not in {line["form"] for line in lines}]:
         parts.append(f"No question fits {', '.join(without)}: some forms need --said.")
+    if LONE in forms:
+        parts.append(examples(lines))
     return "\n\n".join(parts)
+
+
+def examples(lines: Sequence[Line]) -> str:
+    """What most readers would see: of the lone questions the middle one answered right, and withheld and wrong.
+
+    The examples of README, playground and ``serve`` are these two of ``demo questions --split test``.
+    """
+    rows = []
+    for title, flagged, verdict in (("answered, right", False, "factual"), ("withheld, wrong", True, "hallucinated")):
+        own = [line for line in lines if line["form"] == LONE and line.get("verdict") == verdict]
+        own = sorted((line for line in own if line["flagged"] is flagged), key=lambda line: (line["risk"], line["id"]))
+        middle: Line = own[(len(own) - 1) // 2] if own else {"id": "-", "answer": "", "risk": None}
+        rows.append([title, f"{len(own):,}", middle["id"], _number(middle["risk"]), middle["answer"]])
+    return markdown_table(["lone questions", "n", "the middle one", "risk", "answer"], rows, (1, 3))
 
 
 def prompts(path: Path) -> list[Job]:

@@ -106,10 +106,15 @@ def test_the_figures_come_out(guard: str, key_file: str, tmp_path: Path) -> None
     done = cli(*options, script="rag_figures.py", HALLUTRACER_URL=guard, HALLUTRACER_API_KEY_FILE=str(tmp_path / "key"))
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("12 questions of dev")
-    figures = dict(re.findall(r"^ *(\S.*?)  +(\d+ of \d+)", done.stdout, re.MULTILINE))
-    assert figures["answers right without a guard"].endswith(" of 12")
-    flagged = int(figures["flagged without passages"].split()[0])
-    assert figures["passages shown instead"].endswith(f" of {flagged}")
+    rows = [line.strip("| ").split(" | ") for line in done.stdout.splitlines() if line.startswith("|")][2:]
+    retrievals = {name: int(count) for name, count, *_ in rows}
+    assert len(retrievals) == 8
+    assert retrievals["always, no guard"] == retrievals["always, guard"] == 12
+    assert retrievals["never, guard"] == 0
+    assert retrievals["where the first look withholds, guard"] == retrievals["as often, at random, guard"]
+    answered = {name: float(share) for name, _, share, *_ in rows}
+    assert answered["never, no guard"] == answered["always, no guard"] == 1
+    assert answered["never, guard"] <= answered["where the first look withholds, guard"] <= 1
 
 
 def test_the_readmes_code_runs(guard: str, key_file: str, example: Any) -> None:

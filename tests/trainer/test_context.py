@@ -229,6 +229,14 @@ def test_each_kind_of_row_brings_its_own_probes(tmp_path: Path) -> None:
     assert passages.context.applicability is None
 
 
+def test_rows_with_a_label_of_their_own_bring_them_too(tmp_path: Path) -> None:
+    rows = [row | {"label": number % 2} for number, row in enumerate(reading_rows(360, 0))]
+    quick = QUICK | {"evaluate": False, "labels": "given"}
+    manifest = run(tmp_path / "given", ReadingEngine(), rows, **quick)[0].manifest
+    assert manifest.context is not None
+    assert [probe.name for probe in manifest.context.probes] == ["passage", "stated"]
+
+
 class Constant(ReadingEngine):
     """One layer reads the same of every prompt with a passage."""
 

@@ -265,7 +265,7 @@ def _passage_unrelated(question: Question, company: Company) -> list[Message]:
     return _passage(question, company, company.notes(3))
 
 
-@_form("passages", 0.3)
+@_form("passages", 0.1)
 def _passage_contradicting(question: Question, company: Company) -> list[Message]:
     if not question.answer:
         raise Unfit
