@@ -79,8 +79,9 @@ def test_questions_are_stable_unique_and_complete(split):
     assert rows == questions(split)
     assert len({row["id"] for row in rows}) == len(rows)
     assert {row["kind"] for row in rows} == set(FORMS)
-    keys = {"id", "prompt", "answers", "group", "kind", "exposures", "template", "in_refusals"}
-    assert all(set(row) == keys and row["answers"] for row in rows)
+    keys = {"id", "prompt", "answers", "group", "kind", "exposures", "template", "in_refusals",
+            "statement"}  # fmt: skip
+    assert all(set(row) == keys and row["answers"][0] in row["statement"] for row in rows)
 
 
 def test_question_splits_share_no_group():
