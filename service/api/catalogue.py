@@ -21,6 +21,7 @@ from service.api.catalogue_schema import (
     ComparedOut,
     CoverageOut,
     DriftOut,
+    FormsOut,
     GoldenOut,
     LabelsOut,
     LeftOut,
@@ -31,6 +32,7 @@ from service.api.catalogue_schema import (
 from service.api.dependencies import State
 from service.api.response_docs import errors
 from service.coverage import coverage
+from service.form_table import form_table
 from service.scoring import Scorer
 from service.serving.rollout import Comparison
 from service.serving.state import ServiceState
@@ -101,24 +103,30 @@ def _time(seconds: float) -> str:
 
 @router.get("/v1/bundles/{bundle}", responses=RESPONSES | errors(_404="no such bundle is loaded"))
 async def one_bundle(bundle: str, state: State) -> BundleDetail:
-    """One loaded bundle, as name, name:version or name@alias: where its classes lie, what its thresholds would do."""
+    """One loaded bundle, as name, name:version or name@alias: its classes, what its thresholds do, its forms."""
     scorer = state.scorer(bundle, None)
     card = _card(scorer, state)
     probes = scorer.bundle.probes
     hallucinated, factual = probes.trajectory_mean.tolist()
     hallucinated_std, factual_std = probes.trajectory_std.tolist()
+    by_threshold, by_form = await asyncio.to_thread(_evaluated, scorer.bundle)  # reads a file
     return BundleDetail(
         **dict(card),
         trajectories=ClassTrajectories(
             factual=factual, hallucinated=hallucinated, factual_std=factual_std, hallucinated_std=hallucinated_std
         ),
-        coverage=await asyncio.to_thread(_coverage, scorer.bundle),  # reads a file
+        coverage=by_threshold,
+        forms=by_form,
     )
 
 
 @lru_cache(maxsize=32)  # a bundle never changes
-def _coverage(bundle: Bundle) -> CoverageOut:
-    return CoverageOut.model_validate(asdict(coverage(bundle)))
+def _evaluated(bundle: Bundle) -> tuple[CoverageOut, FormsOut | None]:
+    forms = form_table(bundle)
+    return (
+        CoverageOut.model_validate(asdict(coverage(bundle))),
+        None if forms is None else FormsOut.model_validate(asdict(forms)),
+    )
 
 
 def _card(scorer: Scorer, state: ServiceState) -> BundleCard:

@@ -203,11 +203,34 @@ class CoverageOut(Strict):
     own: GateOut | None = Field(description="measured at the bundle's own threshold, by cross-validation")
 
 
+class FormOut(Strict):
+    """What a bundle's risk is worth on questions that were asked in one form of conversation."""
+
+    form: str
+    rows: int
+    wrong: Risk = Field(description="share that the model answers wrong")
+    mean_risk: Risk = Field(description="far from 'wrong', the risk is no probability in this form")
+    calibration_error: Risk = Field(description="debiased")
+    auroc: Risk | None = Field(description="null where the rows are of one class")
+    answered: Risk | None = Field(description="null, as the next, where a calibration has set another threshold since")
+    wrong_among_answered: Risk | None = Field(description="null where nothing is answered")
+
+
+class FormsOut(Strict):
+    """A bundle's risk by form of conversation."""
+
+    source: Literal["held_out", "out_of_fold"] = Field(
+        description="measured on held-out rows, or on the training rows by folds that never saw the row"
+    )
+    data: list[FormOut]
+
+
 class BundleDetail(BundleCard):
     """GET /v1/bundles/{bundle}: the card, and what a picture of a risk needs."""
 
     trajectories: ClassTrajectories
     coverage: CoverageOut
+    forms: FormsOut | None = Field(None, description="null where none is kept, and after a recalibration")
 
 
 class BundleList(Strict):

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from service.fitting.markdown import markdown_table
 from service.fitting.nested_cv import rounded
 from service.fitting.scores import debiased_calibration_error, risk_auroc
+from service.form_table import kept_forms
 
 Floats = NDArray[np.floating]
 FORM = "form"  # the key of a row that names its form
@@ -48,11 +49,10 @@ def by_form(
 
 def form_section(evaluation: Mapping[str, Any]) -> str | None:
     """The card's section: of held-out rows where there are some, else by folds that never saw the row."""
-    held_out, crossed = ((evaluation.get(key) or {}).get("by_form") for key in ("held_out", "cross_validation"))
-    found = held_out or crossed
-    if not found:
+    if (kept := kept_forms(evaluation)) is None:
         return None
-    rows = "held-out rows" if held_out else "by folds that never saw the row"
+    source, found = kept
+    rows = "held-out rows" if source == "held_out" else "by folds that never saw the row"
     header = [
         "form",
         "rows",
