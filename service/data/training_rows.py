@@ -167,8 +167,9 @@ def read_dataset(path: Path, labels: Labels, *, folds: int | None) -> Dataset:
 def _answers(value: dict[str, Any]) -> tuple[str, ...]:
     """The accepted answers, also of a row that has its label: they tell whether a passage states one."""
     answers = value.get("answers")
-    listed = isinstance(answers, list) and all(isinstance(one, str) for one in answers)
-    return tuple(answers) if listed else ()
+    if not isinstance(answers, list) or not all(isinstance(one, str) for one in answers):
+        return ()
+    return tuple(answers)
 
 
 def class_problems(label: NDArray[Any], group: NDArray[Any], folds: int) -> list[str]:

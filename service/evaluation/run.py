@@ -22,6 +22,7 @@ from service.engines.base import Engine, ModelIdentity
 from service.engines.checks import beyond_onset
 from service.errors import EngineError, NoDirection, TrainingError
 from service.evaluation import answers
+from service.evaluation.by_form import form_table
 from service.evaluation.cost import Cost, Lengths, Weights, cost, count_weights
 from service.evaluation.main_table import MEASURES, compare, main_table, measured, rows_of
 from service.evaluation.methods import METHODS, fit_method
@@ -77,6 +78,7 @@ class EvaluationResult:
     main: Table
     subsets: Table | None
     transfer: Table | None
+    forms: Table | None
     titles: dict[str, str]  # method -> its title
     seconds: float
 
@@ -123,7 +125,9 @@ def evaluate(options: EvaluateOptions, engine_factory: Callable[[], Engine], *, 
         by_set = {one_set.rows.name: one_set.inputs for one_set in prepared}
         transfer = transfer_table(by_set, options, options.out / "transfer")
     main = main_table(table_rows, [*_notes(sets, titles, options), *left_out])
-    return EvaluationResult(options, identity, tuple(sets), main, subsets, transfer, titles, time.monotonic() - begun)
+    forms = form_table(sets, titles)
+    seconds = time.monotonic() - begun
+    return EvaluationResult(options, identity, tuple(sets), main, subsets, transfer, forms, titles, seconds)
 
 
 def _prepare(

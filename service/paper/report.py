@@ -77,7 +77,8 @@ def write_report(evaluation: EvaluationResult, command: str) -> list[Path]:
 def report_data(evaluation: EvaluationResult, command: str) -> ReportData:
     """All sections; the main suite has the first only."""
     options, identity, results = evaluation.options, evaluation.identity, evaluation.sets
-    main = [table for table in (evaluation.main, evaluation.subsets, evaluation.transfer) if table is not None]
+    tables = (evaluation.main, evaluation.subsets, evaluation.transfer, evaluation.forms)
+    main = [table for table in tables if table is not None]
     detection = [figure for result in results for figure in _detection(result, evaluation.titles)]
     sections = [Section("Detection", _PAPER, main, detection)]
     judged: list[Claim] = []

@@ -30,12 +30,19 @@ QUESTION = "Is it so?"
 RISKS, WRONG = [0.1, 0.2, 0.35, 0.4, 0.6, 0.7, 0.8, 0.9], [0, 0, 1, 0, 1, 0, 1, 1]
 Open = Callable[..., AbstractContextManager[Tab]]
 
+FORMS = {
+    name: {"rows": rows, "wrong": wrong, "mean_risk": told, "calibration_error": 0.1, "auroc": auroc,
+           "answered": 0.3, "wrong_among_answered": None}
+    for name, rows, wrong, told, auroc in (("lone", 1200, 0.5, 0.51, 0.8), ("<b>turn_own</b>", 90, 0.9, 0.6, None))
+}  # fmt: skip
+
 
 def counted(engine: ScriptedEngine, folder: Path) -> Bundle:
     """A bundle that keeps its training rows' risks."""
     draft = matching_draft(engine, "counted", 7)
     rows = {"risk": " ".join(f"{risk:.6f}" for risk in RISKS), "hallucinated": " ".join(map(str, WRONG)), "group": "0"}
     draft.evaluation = {"out_of_fold": {"risks": rows}}
+    draft.evaluation["cross_validation"] = {"by_form": FORMS}
     return write_bundle(draft, folder / "counted")
 
 
@@ -373,6 +380,21 @@ def test_the_slider_tells_what_the_bundle_counted(service: Running, opened: Open
         with page.expect_request("**/score") as sent:
             ask(page)
         assert "threshold" not in sent.value.post_data_json
+
+
+def test_the_table_by_form_of_conversation(opened: Open) -> None:
+    with opened(width=360) as tab:
+        page = ready(tab)
+        expect(page.locator("#forms")).to_be_hidden()
+        page.select_option("#bundle", "counted:1")
+        page.click("#forms summary")
+        expect(page.locator("#forms-source")).to_contain_text("training rows")
+        cells = [row.locator("th, td").all_text_contents() for row in page.locator("#forms-rows tr").all()]
+        assert cells == [  # what is furthest from a probability first; names stay text
+            ["<b>turn own</b>", "90", "0.90", "0.60", "–", "30 %", "–"],
+            ["lone", "1,200", "0.50", "0.51", "0.80", "30 %", "–"],
+        ]
+        assert page.evaluate("document.documentElement.scrollWidth <= document.documentElement.clientWidth")
 
 
 def test_a_bundle_that_keeps_little_says_so(service: Running, opened: Open) -> None:

@@ -3,6 +3,7 @@ import { gridLine, path, scale } from "./axes.js";
 import { byId, drawn, el, fixed, percent, show, svg } from "./dom.js";
 
 const MARGIN = { left: 44, right: 10, top: 10, bottom: 34 };
+const FORM_ROWS = { held_out: "held-out rows", out_of_fold: "training rows, by probes that never saw the row" };
 const SOURCES = {
   out_of_fold_risks: ({ rows }) => `Counted on the bundle's ${rows.toLocaleString("en")} training rows, each with the risk of probes that never saw it. It holds for questions like those.`,
   normal_model: ({ rows }) => `An approximation: this bundle keeps no risks of its ${rows.toLocaleString("en")} training rows, only mean and spread of the depth mean of each class, read here as two normal distributions. It holds for questions like those rows.`,
@@ -41,6 +42,7 @@ export class Threshold {
     const own = detail.coverage.own && source === "normal_model" ? this.#gate(detail.threshold) : null;
     byId("gate-source").textContent = SOURCES[source](detail.coverage) + (own
       ? ` At the bundle's own threshold it says ${percent(own.answered)} answered and ${percent(own.wrong_among_answered)} of them wrong.` : "");
+    forms(detail.forms);
     this.#reset();
   }
 
@@ -112,6 +114,20 @@ export class Threshold {
     }
     return drawing;
   }
+}
+
+// What the risk is worth in each form of conversation, those first in which it is furthest from a probability.
+function forms(table) {
+  show(byId("forms"), Boolean(table));
+  if (!table) return;
+  const number = (value) => (value === null ? "–" : fixed(value));
+  const off = ({ mean_risk, wrong }) => Math.abs(mean_risk - wrong);
+  byId("forms-source").textContent = `By form of conversation, on ${FORM_ROWS[table.source]}. ` +
+    "Where the mean risk is far from the share of wrong answers, the risk is no probability in that form.";
+  byId("forms-rows").replaceChildren(...[...table.data].sort((a, b) => off(b) - off(a)).map((one) =>
+    el("tr", {}, el("th", { scope: "row" }, one.form.replaceAll("_", " ")),
+      ...[one.rows.toLocaleString("en"), number(one.wrong), number(one.mean_risk), number(one.auroc),
+        one.answered === null ? "–" : percent(one.answered), number(one.wrong_among_answered)].map((cell) => el("td", {}, cell)))));
 }
 
 function words(gate) {
