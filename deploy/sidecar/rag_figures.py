@@ -21,7 +21,7 @@ from hallutracer_client import AsyncClient, Generate, Risk
 from service.data.judges import contains
 from service.demo.questions import questions
 
-MAX_CONCURRENCY = 8
+MAX_CONCURRENCY = 4
 
 
 @dataclass(frozen=True)
