@@ -92,6 +92,7 @@ fetch_chromium() {
         { apt-get "${own[@]}" update && apt-get "${own[@]}" install "$package"; } >"$work/log" 2>&1 ||
             { cat "$work/log" >&2; fail "apt-get could not download the package $package"; }
     fi
+    mkdir -p "$tools"  # dpkg-deb makes the last folder only
     rm -rf "$home.new"
     for deb in "$work"/debs/archives/*.deb; do
         dpkg-deb -x "$deb" "$home.new"
