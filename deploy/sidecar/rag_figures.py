@@ -20,6 +20,7 @@ from rag_app import Retriever, client_from_environment, demo_passages, with_pass
 from hallutracer_client import AsyncClient, Generate, Risk
 from service.data.judges import contains
 from service.demo.questions import questions
+from service.fitting.markdown import markdown_table
 
 MAX_CONCURRENCY = 4
 
@@ -116,7 +117,7 @@ def report(outcomes: Sequence[Outcome]) -> str:
     """The table, and what the passages and the risk are worth."""
     header = ["retrieval", "retrievals", "answered", "wrong among answered", "their mean risk", "right, of all"]
     rows = [one.row(len(outcomes)) for one in ways(outcomes)]
-    lines = [f"| {' | '.join(cells)} |" for cells in (header, ["---", *["---:"] * (len(header) - 1)], *rows)]
+    lines = [markdown_table(header, rows, range(1, len(header)))]
     found = sum(one.found for one in outcomes)
     lines += ["", f"passages that hold an accepted answer: {found} of {len(outcomes)}"]
     for name, risks, right in (

@@ -11,8 +11,8 @@ from service.evaluation.options import OURS
 from service.evaluation.set_result import SetResult
 from service.evaluation.tables import Cell, Column, Table
 from service.fitting.scores import risk_auroc
+from service.trainer.by_form import FORM
 
-FORM = "form"
 RIVALS = ("iti", "text-ngrams")  # the best single head, and what the words alone tell
 
 

@@ -249,7 +249,7 @@ def report(lines: Sequence[Line], forms: Sequence[str]) -> str:
 def examples(lines: Sequence[Line]) -> str:
     """What most readers would see: of the lone questions the middle one answered right, and withheld and wrong.
 
-    The examples of README, playground and ``serve`` are these two of ``demo questions --split test``.
+    The rule by which examples for README, playground and ``serve`` can be drawn.
     """
     rows = []
     for title, flagged, verdict in (("answered, right", False, "factual"), ("withheld, wrong", True, "hallucinated")):
