@@ -10,12 +10,19 @@ probes.safetensors.  From the depth mean of its logits comes P(name) = sigmoid(w
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Final, Literal
 
 ContextName = Literal["asks", "passage", "stated"]
-CONTEXT_SIGNALS: Final = ("passage", "stated")  # what a classifier may read: P(passage), P(passage) P(stated)
+ContextSignal = Literal["passage", "stated", "stated_length"]
+# What a classifier may read: P(passage), P(passage) P(stated), and that times ln(tokens of the prompt).
+CONTEXT_SIGNALS: Final[tuple[ContextSignal, ...]] = ("passage", "stated", "stated_length")
+_NEEDS: Final[Mapping[ContextSignal, set[ContextName]]] = {
+    "passage": {"passage"},
+    "stated": {"passage", "stated"},
+    "stated_length": {"passage", "stated"},
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +71,7 @@ def check_context(
         require(0 < probe.positive < probe.rows, f"{where}.positive", f"1 to {probe.rows - 1}", probe.positive)
         require(0.0 <= probe.auroc <= 1.0, f"{where}.auroc", "a number from 0 to 1", probe.auroc)
     for name in CONTEXT_SIGNALS:
-        needed = {"passage", name} if name in signals else set()
+        needed = _NEEDS[name] if name in signals else set()
         require(needed <= set(names), "context.probes", f"the probes {sorted(needed)} of the signal {name}", names)
     applicability = context.applicability
     require(

@@ -40,7 +40,7 @@ PLOT = re.compile(r"plots/[A-Za-z0-9][A-Za-z0-9_-]{0,99}\.png")
 _HEX = re.compile(r"[0-9a-f]{64}")
 _NOT_CONTENT = ("version", "created", "digest", "seal")
 
-Signal = Literal["depth_mean", "log_max_prob", "entropy", "passage", "stated"]
+Signal = Literal["depth_mean", "log_max_prob", "entropy", "passage", "stated", "stated_length"]
 FIRST_TOKEN_SIGNALS: tuple[Signal, Signal] = ("log_max_prob", "entropy")
 SIGNALS: tuple[Signal, ...] = get_args(Signal)
 DType = Literal["float32", "bfloat16", "float16"]

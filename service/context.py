@@ -19,6 +19,7 @@ class PromptContext:
     asks: float | None = None  # that it asks for a fact
     passage: float | None = None  # that text to answer from stands beside the question
     stated: float | None = None  # P(passage) P(that text states the answer)
+    stated_length: float | None = None  # the same times ln(tokens of the prompt): in longer ones it is found less often
     applies: bool = True  # False: it asks for no fact, so the risk does not apply; True where nothing tells
 
     @property
@@ -30,8 +31,8 @@ class PromptContext:
 UNKNOWN = PromptContext()
 
 
-def prompt_context(context: Context | None, depth_means: Sequence[float]) -> PromptContext:
-    """Of the depth means of the context probes, in the record's order."""
+def prompt_context(context: Context | None, depth_means: Sequence[float], prompt_tokens: int) -> PromptContext:
+    """Of the depth means of the context probes, in the record's order, of a prompt of one token or more."""
     if context is None:
         return UNKNOWN
     told = {
@@ -39,11 +40,13 @@ def prompt_context(context: Context | None, depth_means: Sequence[float]) -> Pro
         for probe, mean in zip(context.probes, depth_means, strict=True)
     }
     asks, passage, stated = (told.get(name) for name in ("asks", "passage", "stated"))
+    stated = None if passage is None or stated is None else passage * stated
     applicability = context.applicability
     return PromptContext(
         asks,
         passage,
-        None if passage is None or stated is None else passage * stated,
+        stated,
+        None if stated is None else stated * math.log(prompt_tokens),
         applies=applicability is None or asks is None or not asks < applicability.threshold,  # a NaN applies
     )
 

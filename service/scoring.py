@@ -90,6 +90,7 @@ def signal_vector(
 ) -> NDArray[np.float64]:
     """The classifier's input [k] in the manifest's order; ``mean`` is the depth mean."""
     values = {"depth_mean": mean, "passage": context.passage, "stated": context.stated}
+    values |= {"stated_length": context.stated_length}
     if first_token is not None:
         values |= {"log_max_prob": first_token.log_max_prob, "entropy": first_token.entropy}
     return np.array([values[name] for name in signals], np.float64)
@@ -239,7 +240,8 @@ class Scorer:
         started = time.perf_counter()
         trajectory, *others = result.trajectories[place : place + len(self.probes)]
         mean = float(depth_mean(trajectory))
-        context = prompt_context(self.bundle.manifest.context, [float(depth_mean(one)) for one in others])
+        means = [float(depth_mean(one)) for one in others]
+        context = prompt_context(self.bundle.manifest.context, means, result.prompt_tokens)
         vector = signal_vector(mean, result.first_token, context, self._signals)
         value = float(served_risk(vector, self.bundle.manifest))
         logits = np.concatenate([trajectory, *others])

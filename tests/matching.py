@@ -115,6 +115,7 @@ def with_context(
     columns = {"depth_mean": means[:, 0], "passage": chance.get("passage")}
     if "stated" in chance:
         columns["stated"] = chance["passage"] * chance["stated"]
+        columns["stated_length"] = columns["stated"] * np.log([len(prompt) for prompt in prompts])
     read_by = np.stack([columns[name] for name in signals], axis=1)
     risks = risk(read_by, np.array(list(signals.values())), INTERCEPT)
     recalibration = draft.manifest.recalibration

@@ -133,10 +133,10 @@ def test_the_gate_closes_where_the_verdict_says_so(scorer: Scorer) -> None:
     for policy in (GATE, BLOCK.at(0.3), GATE.at(0.0)):
         gate = scorer.gate(policy)
         assert gate is not None
-        assert gate.weight == (WEIGHT, 0.0, 0.0, 0.0, 0.0)
+        assert gate.weight == (WEIGHT, 0.0, 0.0, 0.0, 0.0, 0.0)
         assert gate.intercept == INTERCEPT
         for depth in np.linspace(-3, 3, 61):
-            value = float(risk(np.array([depth, -0.5, 0.7, 0.0, 0.0]), np.array(gate.weight), gate.intercept))
+            value = float(risk(np.array([depth, -0.5, 0.7, 0.0, 0.0, 0.0]), np.array(gate.weight), gate.intercept))
             verdict = judge(value, policy, scorer.bundle.manifest.threshold)
             assert (value >= gate.threshold) == (verdict.decision is not Decision.CONTINUE)
 
@@ -175,7 +175,7 @@ def test_weights_go_to_their_signals(tmp_path: Path, script: ScriptedEngine) -> 
     scorer = Scorer(engine, bundle)
     gate = scorer.gate(GATE)
     assert gate is not None
-    assert gate.weight == (2.0, -0.25, 0.5, 0.0, 0.0)
+    assert gate.weight == (2.0, -0.25, 0.5, 0.0, 0.0, 0.0)
     ids = [scorer.render(prompt=f"prompt {n}") for n in range(20)]
     middle = sorted(report.risk for report in scorer.score(ids))[10]
     reports = scorer.score_or_continue(ids, Sampling(), GATE.at(middle))
@@ -244,7 +244,7 @@ def asked(scorer: Scorer, count: int = 60) -> list[list[int]]:
     return [scorer.render(prompt=f"prompt {n}") for n in range(count)]
 
 
-CONTEXT_SIGNALS = {"depth_mean": WEIGHT, "stated": 1.5, "passage": -1.0}
+CONTEXT_SIGNALS = {"depth_mean": WEIGHT, "stated": 1.5, "passage": -1.0, "stated_length": 0.25}
 
 
 @pytest.mark.parametrize("names", [("asks",), ("passage", "stated", "asks")])
@@ -275,6 +275,7 @@ def test_context_probes_are_read_with_the_risks(
         found = {"asks": told.asks, "passage": told.passage, "stated": told.stated}
         assert found == pytest.approx({"asks": chance["asks"], "passage": passage, "stated": stated}, abs=1e-6)
         values = {"depth_mean": means[0], "passage": passage, "stated": stated}
+        values["stated_length"] = None if stated is None else stated * np.log(len(prompt))
         z = sum(weight * values[name] for name, weight in signals.items()) + INTERCEPT
         assert report.risk == pytest.approx(1 / (1 + np.exp(z)), abs=1e-6)
         assert report.context.applies is bool(chance["asks"] >= 0.5)

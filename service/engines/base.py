@@ -138,13 +138,14 @@ class Gate:
         first = result.first_token
         probes = 0 if self.context is None else len(self.context.probes)
         means = [float(depth_mean(trajectory)) for trajectory in result.trajectories[: 1 + probes]]
-        told = prompt_context(self.context, means[1:])
+        told = prompt_context(self.context, means[1:], result.prompt_tokens)
         signals = (
             means[0],
             first.log_max_prob if first is not None else 0.0,
             first.entropy if first is not None else 0.0,
             told.passage or 0.0,
             told.stated or 0.0,
+            told.stated_length or 0.0,
         )
         withheld = not float(risk(np.array(signals), np.array(self.weight), self.intercept)) < self.threshold
         return withheld and told.applies

@@ -184,7 +184,7 @@ def stacked(signals: Floats, label: NDArray[np.integer]) -> tuple[Floats, NDArra
 def signal_matrix(
     trajectory: Floats, first_token: Floats, signals: Sequence[str], context: Floats | None = None
 ) -> Floats:
-    """The classifier's input [..., n, k]: trajectory [..., n, m] already scaled, first_token and context [n, 2]."""
+    """The classifier's input [..., n, k]: trajectory [..., n, m] scaled, first_token [n, 2], context [n, 2 or 3]."""
     mean = depth_mean(trajectory)
     columns = {
         "depth_mean": mean,
@@ -192,7 +192,8 @@ def signal_matrix(
         "entropy": np.broadcast_to(first_token[:, 1], mean.shape),
     }
     if context is not None:
-        columns |= {name: np.broadcast_to(context[:, place], mean.shape) for place, name in enumerate(CONTEXT_SIGNALS)}
+        told = zip(CONTEXT_SIGNALS, context.T, strict=False)  # the length is read where it tells something
+        columns |= {name: np.broadcast_to(column, mean.shape) for name, column in told}
     return np.stack([columns[name] for name in signals], axis=-1)
 
 

@@ -13,7 +13,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from probes_store.context import CONTEXT_SIGNALS, ContextName, ContextProbe
+from probes_store.context import ContextName, ContextProbe
 from service.fitting.calibration import FitOptions, cross_fit, fit_classifier, refit
 from service.fitting.fit import Floats, Index, ProbeFit, Readouts
 from service.fitting.layer_weights import fit_layer_weights
@@ -24,6 +24,7 @@ from service.risk import depth_mean, risk
 # read by any; whether the passage states the answer by weak penalties only.
 C: Final[Mapping[ContextName, float]] = {"asks": 0.03, "passage": 0.03, "stated": 0.3}
 LEAST = 40  # groups of each class, below which no such probe is fitted
+LENGTHS = 4  # of the longer ones to the shorter ones, from which on the classifier reads the length, too
 SIDES = 3  # rows of the larger class for each of the smaller, at most: more cost time and tell nothing new
 
 
@@ -81,6 +82,15 @@ class PromptLabels:
 
     passage: NDArray[np.bool_]  # text to answer from stands beside the question
     stated: NDArray[np.bool_]  # an accepted answer stands in the prompt
+    tokens: NDArray[np.int64]  # of the prompt, 1 or more
+
+    @property
+    def tells_length(self) -> bool:
+        """Whether the prompts that state an answer differ enough in length for its effect to be learnt."""
+        if not self.stated.any():
+            return False
+        low, high = np.quantile(self.tokens[self.stated], (0.05, 0.95))
+        return bool(high >= LENGTHS * low)
 
 
 def fit_passage_probes(
@@ -101,11 +111,12 @@ def fit_passage_probes(
     return None if passage is None or stated is None else (passage, stated)
 
 
-def context_columns(fits: Sequence[ContextFit]) -> Floats:
-    """What a classifier reads of ``fit_passage_probes``, in the order of ``CONTEXT_SIGNALS``: [n, 2]."""
+def context_columns(fits: Sequence[ContextFit], labels: PromptLabels) -> Floats:
+    """What a classifier reads of ``fit_passage_probes``: [n, 3], or [n, 2], the first of ``CONTEXT_SIGNALS``."""
+    assert [fit.record.name for fit in fits] == ["passage", "stated"]
     passage, stated = (fit.probability for fit in fits)
-    assert [fit.record.name for fit in fits] == list(CONTEXT_SIGNALS)
-    return np.stack([passage, passage * stated], axis=1)
+    columns = [passage, passage * stated, passage * stated * np.log(labels.tokens)]
+    return np.stack(columns if labels.tells_length else columns[:2], axis=1)
 
 
 def _labelled(readouts: Readouts, label: NDArray[np.bool_]) -> Readouts:

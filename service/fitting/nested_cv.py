@@ -280,8 +280,10 @@ def probe_columns(
     if prompts is not None:
         least = options.inner_folds  # fewer than ``LEAST``, which all rows have where the run reads the context
         found = fit_passage_probes(readouts, prompts, group, train, options.inner_folds, seed, options, least)
-        context = None if found is None else context_columns(found)
-        kinds += [] if context is None else [(DEPTH_MEAN, *CONTEXT_SIGNALS), (*FUSED, *CONTEXT_SIGNALS)]
+        context = None if found is None else context_columns(found, prompts)
+        if context is not None:
+            read = CONTEXT_SIGNALS[: context.shape[1]]
+            kinds += [(DEPTH_MEAN, *read), (*FUSED, *read)]
     columns: Columns = []
     for names in kinds:
         for scale, sides in trajectories.items():

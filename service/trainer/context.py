@@ -35,7 +35,7 @@ class BundleContext:
 
     fits: tuple[ContextFit, ...]
     labelled: int  # n
-    columns: Floats | None  # [n, 2] what the classifier reads; None where it reads none
+    columns: Floats | None  # [n, 2 or 3] what the classifier reads; None where it reads none
 
     @property
     def logits(self) -> Floats:
@@ -74,7 +74,8 @@ def fit_context(data: PreparedData, folds: int, seed: int, options: FitOptions) 
     every = data.readouts_of(index, np.concatenate([np.ones(n, np.int64), np.zeros(k, np.int64)]))
     labels = data.inputs.prompts
     assert labels is not None, "prepared rows have them"
-    padded = PromptLabels(*(np.pad(one, (0, k)) for one in (labels.passage, labels.stated)))
+    tokens = data.collection.prompts.lengths[index]
+    padded = PromptLabels(np.pad(labels.passage, (0, k)), np.pad(labels.stated, (0, k)), tokens)
     passages = fit_passage_probes(every, padded, group, np.arange(n), folds, seed, options)
     if passages is not None and not all(map(_has_directions, passages)):
         passages = None
@@ -84,7 +85,7 @@ def fit_context(data: PreparedData, folds: int, seed: int, options: FitOptions) 
     fits = (*(() if asking is None else (asking,)), *(passages or ()))
     if not fits:
         return None
-    return BundleContext(fits, n, None if passages is None else context_columns(passages)[:n])
+    return BundleContext(fits, n, None if passages is None else context_columns(passages, padded)[:n])
 
 
 def all_logits(
@@ -105,21 +106,24 @@ def all_logits(
     return np.concatenate([out_of_fold, more], axis=2), (np.concatenate([own, context.logits[n:]], axis=1), group)
 
 
-def served_columns(context: Context | None, logits: Floats, layers: int) -> Floats | None:
-    """What a classifier reads of the context, as a server computes it: logits [n, (1 + A) m] -> [n, 2].
+def served_columns(context: Context | None, logits: Floats, layers: int, tokens: NDArray[np.integer]) -> Floats | None:
+    """What a classifier reads of the context, as a server computes it: logits [n, (1 + A) m], tokens [n] -> [n, 3].
 
     None where the bundle has no such probes.
     """
-    if context is None or any(context.place(name) is None for name in CONTEXT_SIGNALS):
+    if context is None or any(context.place(name) is None for name in ("passage", "stated")):
         return None
     means = depth_mean(logits.reshape(len(logits), -1, layers))[:, 1:]
-    told = (prompt_context(context, row) for row in means.tolist())
-    return np.array([(one.passage, one.stated) for one in told], np.float64).reshape(-1, len(CONTEXT_SIGNALS))
+    told = (prompt_context(context, row, length) for row, length in zip(means.tolist(), tokens.tolist(), strict=True))
+    columns = [(one.passage, one.stated, one.stated_length) for one in told]
+    return np.array(columns, np.float64).reshape(-1, len(CONTEXT_SIGNALS))
 
 
 def with_context(signals: Sequence[Any], context: BundleContext | None) -> tuple[Any, ...]:
     """The classifier's signals, with those of the context where there are some."""
-    return (*signals, *(CONTEXT_SIGNALS if context is not None and context.columns is not None else ()))
+    if context is None or context.columns is None:
+        return tuple(signals)
+    return (*signals, *CONTEXT_SIGNALS[: context.columns.shape[1]])
 
 
 def _has_directions(fit: ContextFit) -> bool:

@@ -72,7 +72,9 @@ def risks_of(bundle: Bundle, data: PreparedData, *, withhold_outside: bool = Fal
     """
     manifest, inputs, layers = bundle.manifest, data.inputs, bundle.manifest.model.num_layers
     logits = trajectories(inputs.readouts, Probes.all_of(Site(manifest.readout.site), bundle.probes))
-    signals = served_signals(logits, inputs.first_token, manifest.signals, manifest.context, layers)
+    signals = served_signals(
+        logits, inputs.first_token, inputs.prompt_tokens, manifest.signals, manifest.context, layers
+    )
     found = served_risk(signals, manifest)
     if not (withhold_outside and manifest.tells_outside):
         return found

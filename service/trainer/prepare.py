@@ -116,7 +116,7 @@ def prepare(
         first_token=collection.first_token[index],
         prompt_tokens=collection.prompts.lengths[index],
         strata=tuple(dataset.rows[row].strata for row in index.tolist()),
-        prompts=prompt_labels(dataset, index),
+        prompts=prompt_labels(dataset, index, collection.prompts.lengths[index]),
     )
     return PreparedData(dataset, collection, labelled, inputs)
 

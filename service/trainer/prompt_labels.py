@@ -15,12 +15,14 @@ from service.trainer.by_form import FORM
 WITH_PASSAGE = ("passages", "long")  # families of forms
 
 
-def prompt_labels(dataset: Dataset, index: Index) -> PromptLabels:
-    """What the prompts of these rows show: a passage, by the row's form or else its shape, and an accepted answer."""
+def prompt_labels(dataset: Dataset, index: Index, tokens: Index) -> PromptLabels:
+    """What the prompts of these rows, of so many ``tokens``, show: a passage, by the row's form or else its shape, and
+    an accepted answer.
+    """
     rows = [dataset.rows[row] for row in index.tolist()]
     passage = np.array([_has_passage(row) for row in rows], np.bool_)
     stated = np.array([contains("", "\n".join(row.texts), row.answers) for row in rows], np.bool_)
-    return PromptLabels(passage, stated & passage)
+    return PromptLabels(passage, stated & passage, tokens)
 
 
 def _has_passage(row: Row) -> bool:

@@ -60,10 +60,16 @@ def probe_tensors(
 
 
 def served_signals(
-    logits: Floats, first_token: Floats, signals: Sequence[Signal], context: Context | None, layers: int
+    logits: Floats,
+    first_token: Floats,
+    tokens: Index,
+    signals: Sequence[Signal],
+    context: Context | None,
+    layers: int,
 ) -> Floats:
-    """The classifier's input [n, k] of logits [n, (1 + A) m], as a server computes it."""
-    return signal_matrix(logits[:, :layers], first_token, signals, served_columns(context, logits, layers))
+    """The classifier's input [n, k] of logits [n, (1 + A) m] and prompts of so many tokens, as a server computes it."""
+    columns = served_columns(context, logits, layers, tokens)
+    return signal_matrix(logits[:, :layers], first_token, signals, columns)
 
 
 def golden_rows(risk: Floats, count: int = GOLDEN_PROMPTS) -> Index:
@@ -101,7 +107,8 @@ def record_golden(
     first_token = np.zeros((len(prompts), 2))
     if needs_first_token:
         first_token = np.array([[t.log_max_prob, t.entropy] for t in (onset.first_token for onset in onsets) if t])
-    risk = classifier.risk(served_signals(replayed, first_token, signals, context, layers))
+    tokens = np.array([onset.prompt_tokens for onset in onsets])
+    risk = classifier.risk(served_signals(replayed, first_token, tokens, signals, context, layers))
     return Golden.record(prompts, replayed, risk, first_token if needs_first_token else None)
 
 

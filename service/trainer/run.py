@@ -160,7 +160,9 @@ def _draft(
     if held is not None:
         document["rows_seen"]["held-out"] = Marks.of(held.dataset).document()
         logits = trajectories(held.inputs.readouts, probes)
-        read = served_signals(logits, held.inputs.first_token, names, record, len(final.head))
+        read = served_signals(
+            logits, held.inputs.first_token, held.inputs.prompt_tokens, names, record, len(final.head)
+        )
         document["held_out"] = held_out(held.inputs, classifier, threshold, read, inputs) | {
             "file": held.dataset.origin.path.name,
             "digest": held.dataset.origin.digest,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -59,7 +60,7 @@ def test_a_form_asks_the_question_last_and_keeps_the_row(name: str) -> None:
         assert turns == ["user", "assistant"] * (len(turns) // 2) + ["user"]
         asked = row["messages"][-1]["content"]
         assert before["prompt"].rpartition(" ")[2].strip("?").lower() in asked.lower()
-        assert "{" not in texts(row) or '{"answer": "..."}' in texts(row)
+        assert not re.search(r"\{[a-z]\}", texts(row))  # each place of a template is filled
 
 
 @pytest.mark.parametrize("name", FORMS)

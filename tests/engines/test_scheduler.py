@@ -23,7 +23,7 @@ from tests.matching import Held
 from tests.scripted_engine import ScriptedEngine
 
 pytestmark = pytest.mark.anyio
-CLOSED, OPEN = Gate((1.0, 0.0, 0.0, 0.0, 0.0), 0.0, 0.0), Gate((1.0, 0.0, 0.0, 0.0, 0.0), 0.0, 1.1)
+CLOSED, OPEN = Gate((1.0, 0.0, 0.0, 0.0, 0.0, 0.0), 0.0, 0.0), Gate((1.0, 0.0, 0.0, 0.0, 0.0, 0.0), 0.0, 1.1)
 
 
 class Bench:
@@ -172,7 +172,7 @@ def test_a_gate_reads_the_signals_it_weighs(bench: Bench) -> None:
     z = 0.3 * result.trajectories[0].mean() + 2.0 * first.log_max_prob - 0.5 * first.entropy + 0.1
     risk = 1 / (1 + np.exp(z))
     for threshold, closes in ((risk - 1e-6, True), (risk + 1e-6, False)):
-        assert Gate((0.3, 2.0, -0.5, 0.0, 0.0), 0.1, threshold).closes(result) is closes
+        assert Gate((0.3, 2.0, -0.5, 0.0, 0.0, 0.0), 0.1, threshold).closes(result) is closes
 
 
 async def test_scores_do_not_wait_for_a_long_answer(bench: Bench) -> None:

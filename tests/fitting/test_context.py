@@ -143,7 +143,7 @@ def test_too_few_groups_of_a_class_give_none(tmp_path: Path) -> None:
     stated = passage & (np.arange(ROWS) % 4 < 2)
     readouts, group = Readouts(file, np.arange(ROWS), passage.astype(np.int64)), np.arange(ROWS) // 2
     assert fit_passage_probes(
-        readouts, PromptLabels(more, stated), group, np.arange(ROWS), 3, 0, OPTIONS
+        readouts, PromptLabels(more, stated, LENGTHS), group, np.arange(ROWS), 3, 0, OPTIONS
     ) is None  # fmt: skip
 
 
@@ -169,14 +169,28 @@ def test_the_larger_class_is_cut_to_three_rows_for_one() -> None:
     assert np.array_equal(_balanced(even, GROUP, np.arange(400), 7), np.arange(400))  # 3:1 already
 
 
+LENGTHS = np.full(ROWS, 50)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "told"), [([20, 80], True), ([21, 80], False), ([50] * 99 + [5000], False), ([50] * 9 + [5000], True)]
+)
+def test_the_length_is_read_where_passages_differ_in_it(tokens: list[int], told: bool) -> None:
+    stated = np.arange(400) < 200
+    lengths = np.where(stated, np.resize(tokens, 400), np.resize([1, 9999], 400))  # the others do not matter
+    assert PromptLabels(stated, stated, lengths).tells_length is told
+    none = np.zeros(400, np.bool_)
+    assert not PromptLabels(stated, none, lengths).tells_length
+
+
 def both(folder: Path, count: int = ROWS) -> tuple[RowsFile, PromptLabels]:
     passage = halves(0.6, 6, count)
     stated = passage & halves(0.5, 7, count)
     values = {PASSAGE: signs(passage), STATED: signs(stated) * passage, KNOWN: signs(halves(0.5, 8, count))}
-    return planted(folder, values), PromptLabels(passage, stated)
+    return planted(folder, values), PromptLabels(passage, stated, np.resize([40, 400], count))
 
 
-def test_passage_probes_learn_from_their_own_rows_and_give_two_columns(tmp_path: Path) -> None:
+def test_passage_probes_learn_from_their_own_rows_and_give_the_columns(tmp_path: Path) -> None:
     file, labels = both(tmp_path)
     everything = np.arange(ROWS)
     readouts = Readouts(file, everything, halves(0.5, 9).astype(np.int64))
@@ -188,17 +202,20 @@ def test_passage_probes_learn_from_their_own_rows_and_give_two_columns(tmp_path:
     assert (stated.record.rows, stated.record.positive) == (int(labels.passage.sum()), int(labels.stated.sum()))
     assert passage.probe.head.tolist() == [PASSAGE] * GEOMETRY.num_layers
     assert stated.probe.head.tolist() == [STATED] * GEOMETRY.num_layers
-    columns = context_columns(found)
-    assert columns.shape == (ROWS, 2)
+    columns = context_columns(found, labels)
+    assert columns.shape == (ROWS, 3)
     assert np.array_equal(columns[:, 0], passage.probability)
     assert np.array_equal(columns[:, 1], passage.probability * stated.probability)
+    assert np.array_equal(columns[:, 2], passage.probability * stated.probability * np.log(labels.tokens))
+    alike = replace(labels, tokens=np.resize([100, 399], ROWS))
+    assert np.array_equal(context_columns(found, alike), columns[:, :2])
     assert columns[labels.stated, 1].mean() > 0.75
-    assert columns[~labels.passage].max(axis=1).mean() < 0.25
+    assert columns[~labels.passage, :2].max(axis=1).mean() < 0.25
     mean = passage.logits.mean(axis=1)
     expected = 1 / (1 + np.exp(-(passage.record.weight * mean + passage.record.intercept)))
     np.testing.assert_allclose(passage.probability, expected, rtol=1e-6)
     with pytest.raises(AssertionError):
-        context_columns((stated, passage))
+        context_columns((stated, passage), labels)
 
 
 @pytest.fixture(scope="module")
@@ -235,7 +252,7 @@ def test_the_nested_evaluation_reads_the_context_where_rows_have_passages(readin
 def test_without_passages_no_signal_reads_the_context(reading: Inputs) -> None:
     expected = tuple(name for name in NAMES if name not in CONTEXT_NAMES)
     no = np.zeros(ROWS, np.bool_)
-    for prompts in (None, PromptLabels(no, no)):
+    for prompts in (None, PromptLabels(no, no, LENGTHS)):
         found = evaluate(replace(reading, prompts=prompts), folds=3, seeds=(0,), options=OPTIONS)
         assert tuple(found.document["signals"]) == expected
         assert set(found.risk) == set(found.tests) == set(expected)
@@ -247,7 +264,7 @@ def test_what_all_rows_allow_every_fold_allows(reading: Inputs) -> None:
     least = np.flatnonzero(reading.prompts.stated)[: LEAST + 5]
     stated = np.zeros(ROWS, np.bool_)
     stated[least] = True
-    prompts = PromptLabels(reading.prompts.passage, stated)
+    prompts = PromptLabels(reading.prompts.passage, stated, reading.prompts.tokens)
     assert fit_passage_probes(reading.readouts, prompts, np.arange(ROWS), np.arange(ROWS), 2, 0, OPTIONS) is not None
     given = replace(reading, group=np.arange(ROWS), prompts=prompts)
     found = evaluate(given, folds=2, seeds=(0, 1, 2), options=OPTIONS)

@@ -76,7 +76,7 @@ def make_draft(seed: int = 0, **changes: Any) -> BundleDraft:
         "dtype": "float32",
         "logit_scale": "unit_norm",
         "signals": signals,
-        "classifier": Classifier((1.5, 0.25, -0.5)[: len(signals)], -0.125),
+        "classifier": Classifier((1.5, 0.25, -0.5, 0.125)[: len(signals)], -0.125),
         "threshold": 0.5,
         "training": TRAINING,
     }
@@ -89,7 +89,7 @@ def make_draft(seed: int = 0, **changes: Any) -> BundleDraft:
     trajectory = generator.standard_normal((2, layers)).astype(np.float32)
     log_max_prob, entropy = np.array([-0.25, -1.5]), np.array([0.5, 2.0])
     columns = {"depth_mean": trajectory.mean(axis=1), "log_max_prob": log_max_prob, "entropy": entropy}
-    columns |= {"passage": np.array([0.9, 0.2]), "stated": np.array([0.7, 0.1])}
+    columns |= {"passage": np.array([0.9, 0.2]), "stated": np.array([0.7, 0.1]), "stated_length": np.array([0.8, 0.2])}
     classifier, scaled = manifest.classifier, manifest.logit_scale == "standardized"
     logit = sum(w * columns[s] for w, s in zip(classifier.weight, signals, strict=False)) + classifier.intercept
     head, bias = generator.integers(0, manifest.probe_heads, layers), generator.standard_normal(layers)

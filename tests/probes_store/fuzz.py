@@ -280,20 +280,27 @@ def check_sound(found: Bundle, origin: Bundle, files: dict[str, bytes], original
     assert all(abs(value) <= 2**53 for value in values if type(value) is int), "a number that readers disagree about"
     layers, dim = found.manifest.model.num_layers, found.manifest.probe_dim
     probes, golden = found.probes, found.golden
+    context = 0 if found.manifest.context is None else len(found.manifest.context.probes)
+    logits = (1 + context) * layers
     shapes = {
         "head": (layers,), "direction": (layers, dim), "bias": (layers,), "scale": (layers,),
-        "trajectory_mean": (2, layers), "trajectory_std": (2, layers), "reference_mean": (layers,),
-        "reference_whitening": (layers, layers),
+        "trajectory_mean": (2, layers), "trajectory_std": (2, layers), "reference_mean": (logits,),
+        "reference_whitening": (logits, logits), "context_head": (context, layers),
+        "context_direction": (context, layers, dim), "context_bias": (context, layers),
+        "context_scale": (context, layers),
     }  # fmt: skip
     assert all(value is None or value.shape == shapes[name] for name, value in vars(probes).items()), "a shape"
-    assert golden.trajectory.shape == (len(golden.risk), layers)
+    assert golden.trajectory.shape == (len(golden.risk), logits)
+    assert (probes.context_head is not None) == (context > 0), "context probes without their tensors, or these alone"
     assert golden.risk.ndim == golden.offsets.ndim == golden.input_ids.ndim == 1
     for name in FILES[1:]:
         check_header(files[name])
     for tensors in (probes, golden):
         assert all(np.isfinite(value).all() for value in vars(tensors).values() if value is not None)
-    assert np.allclose(np.linalg.norm(probes.direction.astype(np.float64), axis=1), 1, atol=1e-3)
-    assert ((probes.head >= 0) & (probes.head < found.manifest.probe_heads)).all()
+    for direction, head in ((probes.direction, probes.head), (probes.context_direction, probes.context_head)):
+        if direction is not None and head is not None:
+            assert np.allclose(np.linalg.norm(direction.astype(np.float64), axis=-1), 1, atol=1e-3)
+            assert ((head >= 0) & (head < found.manifest.probe_heads)).all()
     assert ((golden.risk >= 0) & (golden.risk <= 1)).all()
     assert 0 <= found.manifest.threshold <= 1
     assert all(len(prompt) for prompt in golden.prompts())

@@ -171,12 +171,22 @@ def test_a_senseless_applicability_is_refused_by_name(change: dict[str, Any]) ->
         ((), None, ("depth_mean",), "context.probes"),
         ((PASSAGE, STATED, PASSAGE), None, READING, "context.probes"),
         ((PASSAGE,), None, READING, "context.probes"),
+        ((PASSAGE,), None, ("depth_mean", "passage", "stated_length"), "context.probes"),
         ((STATED,), None, ("depth_mean", "stated"), "context.probes"),  # the signal is P(passage) P(stated)
         ((ASKS,), APPLICABILITY, ("depth_mean", "passage"), "context.probes"),
         ((PASSAGE, STATED), APPLICABILITY, READING, "context.applicability"),
         ((ASKS, PASSAGE, STATED), None, READING, "context.applicability"),
     ],
-    ids=["none", "twice", "no stated", "no passage", "asks alone", "applicability without asks", "asks without it"],
+    ids=[
+        "none",
+        "twice",
+        "no stated",
+        "no stated, length",
+        "no passage",
+        "asks alone",
+        "applicability without asks",
+        "asks without it",
+    ],
 )
 def test_probes_signals_and_applicability_go_together(
     probes: tuple[ContextProbe, ...], applicability: Applicability | None, signals: Sequence[str], field: str
@@ -190,7 +200,7 @@ def test_probes_signals_and_applicability_go_together(
     assert caught.value.field == field
 
 
-@pytest.mark.parametrize("signal", ["passage", "stated"])
+@pytest.mark.parametrize("signal", ["passage", "stated", "stated_length"])
 def test_a_signal_without_any_context_is_refused(signal: str) -> None:
     with pytest.raises(BadValue) as caught:
         render(draft(None, signals=("depth_mean", signal)))
@@ -202,6 +212,7 @@ def test_some_of_the_probes_are_enough() -> None:
     for context, signals in (
         (Context((ASKS,), APPLICABILITY), ("depth_mean", "entropy")),
         (Context((STATED, PASSAGE), None), READING),
+        (Context((STATED, PASSAGE), None), (*READING, "stated_length")),
         (Context((PASSAGE,), None), ("depth_mean", "passage")),
     ):
         manifest, _ = render(draft(context, signals=signals))

@@ -13,7 +13,6 @@ import pytest
 from numpy.typing import NDArray
 
 from probes_store.bundle import Bundle
-from probes_store.context import CONTEXT_SIGNALS
 from probes_store.golden import check_golden
 from service.data.forms.registry import FORMS, chosen, families
 from service.data.forms.spread import in_forms
@@ -105,7 +104,7 @@ class Strange(ReadingEngine):
 def test_the_bundle_has_the_probes_that_its_rows_allow(trained: Bundle) -> None:
     manifest, context = trained.manifest, trained.manifest.context
     assert context is not None
-    assert (manifest.format_version, manifest.signals) == (4, (*QUICK["signals"], *CONTEXT_SIGNALS))
+    assert (manifest.format_version, manifest.signals) == (4, (*QUICK["signals"], "passage", "stated"))
     asks, passage, stated = context.probes
     assert [probe.name for probe in context.probes] == ["asks", "passage", "stated"]
     assert (asks.rows, asks.positive) == (QUESTIONS + OTHERS, QUESTIONS)
@@ -225,7 +224,7 @@ def test_each_kind_of_row_brings_its_own_probes(tmp_path: Path) -> None:
     passages = run(tmp_path / "passages", ReadingEngine(), reading_rows(360, 0), **quick)[0].manifest
     assert passages.context is not None
     assert [probe.name for probe in passages.context.probes] == ["passage", "stated"]
-    assert passages.signals == (*QUICK["signals"], *CONTEXT_SIGNALS)
+    assert passages.signals == (*QUICK["signals"], "passage", "stated")
     assert passages.context.applicability is None
 
 
@@ -260,7 +259,7 @@ def test_a_probe_without_a_direction_in_some_layer_is_not_published(tmp_path: Pa
 def test_labels_of_each_family_of_forms(tmp_path: Path, family: str) -> None:
     rows = [row for form in chosen([family]) for row in in_forms(made(), [form], said=SAID)]
     dataset = read_dataset(write_rows(tmp_path / "rows.jsonl", rows), "generate", folds=None)
-    found = prompt_labels(dataset, np.arange(len(rows)))
+    found = prompt_labels(dataset, np.arange(len(rows)), np.full(len(rows), 9))
     assert found.passage.tolist() == [family in WITH_PASSAGE] * len(rows)
     for row, stated in zip(rows, found.stated.tolist(), strict=True):
         text = "\n".join(message["content"] for message in row["messages"])
@@ -288,16 +287,17 @@ def test_rows_without_a_form_are_told_by_their_shape(tmp_path: Path) -> None:
         {"prompt": passage, "answers": ["Rome"], "form": "lone"},  # what the form says goes before the shape
     ]  # fmt: skip
     dataset = read_dataset(write_rows(tmp_path / "rows.jsonl", rows), "generate", folds=None)
-    found = prompt_labels(dataset, np.arange(len(rows)))
+    found = prompt_labels(dataset, np.arange(len(rows)), np.full(len(rows), 9))
     assert found.passage.tolist() == [True, True, False, True, True, False, False]
     assert found.stated.tolist() == [True, False, False, False, True, False, False]
-    some = prompt_labels(dataset, np.array([4, 1]))
+    some = prompt_labels(dataset, np.array([4, 1]), np.array([30, 20]))
     assert (some.passage.tolist(), some.stated.tolist()) == ([True, True], [True, False])
+    assert some.tokens.tolist() == [30, 20]
 
 
 def test_requests_that_ask_for_no_fact_are_told_by_their_own_word(tmp_path: Path) -> None:
     rows = [*made(4), *task_rows(20)]
     dataset = read_dataset(write_rows(tmp_path / "rows.jsonl", rows), "generate", folds=None)
     assert dataset.others.tolist() == list(range(4, 24))
-    found = prompt_labels(dataset, dataset.others)
+    found = prompt_labels(dataset, dataset.others, np.full(20, 9))
     assert not found.stated.any()  # there is no answer to state

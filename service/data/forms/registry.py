@@ -17,7 +17,9 @@ from service.data.forms.texts import (
     FACTS,
     FORMATS,
     GREETINGS,
+    JUNK,
     LONG_SYSTEM,
+    MARKS,
     NOTES,
     PASSAGES,
     PERSONAS,
@@ -126,6 +128,23 @@ def _ending(question: Question, company: Company) -> list[Message]:
     """What asks for nothing more behind the question: "Answer:", three dots, a few letters."""
     junk = "".join(company.random.choices("abcdefghijklmnopqrstuvwxyz!.;[]=+/ ", k=company.random.randint(4, 24)))
     return [_user(_filled(ENDINGS, question, company, j=junk))]
+
+
+@_form("wording")
+def _junk(question: Question, company: Company) -> list[Message]:
+    """Pieces that make no sense behind the question, seldom before it: markup, symbols, words cut and out of order."""
+    words = [word for other in company.draw(4) for word in other.text.split()]
+    count = company.random.randint(2, 24)
+    pieces = [company.random.choice((company.random.choice(MARKS), _cut(words, company))) for _ in range(count)]
+    junk = "".join(piece + company.random.choice(("", " ", " ")) for piece in pieces).strip()
+    return [_user(_filled(JUNK, question, company, j=junk))]
+
+
+def _cut(words: Sequence[str], company: Company) -> str:
+    """A word of them, half of one, or two in one, in some case."""
+    word, other = company.random.choice(words), company.random.choice(words)
+    changed = (word, word.upper(), word.lower(), word[: len(word) // 2], word[len(word) // 2 :], word + other.title())
+    return company.random.choice(changed)
 
 
 @_form("formats")

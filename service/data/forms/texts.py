@@ -74,6 +74,20 @@ ENDINGS = (
     "{q}\n{j}",
 )
 
+# Behind the question more often than before it.
+JUNK = ("{q} {j}", "{q} {j}", "{q} {j}", "{q}{j}", "{q}\n{j}", "{q}\n\n{j}", "{j} {q}", "{j}\n{q}", "{j} {q} {j}")
+
+_MARKS = r"""
+. .. ... , ; : ! !! ? ?? - -- --- _ __ = == === + ++ * ** *** / // \ \\ | || & && % # ## ### @ ~ ~~ ^ ` ``` ' " ''
+"" ( ) () (( )) [ ] [] [[ ]] { } {} }} < > <> </ /> <br> </p> <div> </div> ]( }( ]) \n \t \" \u00a0 &nbsp; $ $$ € #1
+a) ii. 0 1 2 7 10 42 100 0x1f 3.14 1e9 -> => <- :: := ;; ;} ){ ?! !? @@ ::: //! <!-- --> <b> </b> %s %d {0} \x00
+http:// .com the of is to and not or if else return null None True print( import def var let const function class
+::new await yes no ok sure please now one two step answer assistant system user reply write tell list oh hmm uh etc
+aka via per vs re un ing ed ation ness ly pre non anti ê ñ ü ß ø λ Ω → ✓ ★ ☺ 是 的 の ко не que pour und nicht der las
+por
+"""
+MARKS = tuple(_MARKS.split())
+
 FORMATS = (
     '{q} Reply in JSON as {{"answer": "..."}}.',
     "{q} Answer with one word if you can.",

@@ -35,6 +35,7 @@ class OnsetRow:
     directive: Directive
     token_row: int  # of t*, among the step's tokens
     request_row: int  # of the request, among the step's requests
+    prompt_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +61,7 @@ def onset_rows(step: StepLayout, directive_of: Callable[[str], Directive | None]
     for row in map(int, np.flatnonzero(ends)):
         request = step.requests[row]
         if (directive := directive_of(request)) is not None:
-            onsets.append(OnsetRow(request, directive, int(step.starts[row + 1]) - 1, row))
+            onsets.append(OnsetRow(request, directive, int(step.starts[row + 1]) - 1, row, int(step.prompts[row])))
     return onsets
 
 
@@ -86,7 +87,7 @@ class Reader:
         self._step: list[OnsetRow] = []
         self._keeps = False
         self._replaced: list[int] = []  # places in the step whose directives name other probes
-        self._numbers: Tensor | None = None  # [n, 21] on the device: ``_numbers``
+        self._numbers: Tensor | None = None  # [n, 23] on the device: ``_numbers``
         self._values: Tensor | None = None  # [columns, n, layers + 1]
         self._activations: list[Tensor] = []
         self._summary: Tensor | None = None  # [n, 3]
@@ -164,6 +165,7 @@ class Reader:
         if self._summary is not None:
             signals[:, 1:3] = self._summary[:, :2].float().to(signals)  # rounded as the payload's are
         signals[:, 3], signals[:, 4] = told[:, 1], told[:, 1] * told[:, 2]
+        signals[:, 5] = signals[:, 4] * numbers[:, LOG_TOKENS]
         # A signal with weight 0 may be anything, including a NaN.
         used = torch.where(weights == 0, torch.zeros_like(signals), signals)
         applies = told[:, 0] >= numbers[:, APPLIES_FROM] + GATE_MARGIN
@@ -199,8 +201,8 @@ class Reader:
 
 # Columns of the numbers that a step copies to the device, for each onset; float64 holds every index and token id.
 TOKEN_ROW, REQUEST_ROW, END_TOKEN, INTERCEPT, BOUND = range(5)
-WEIGHTS = slice(5, 10)
-SLOTS, CONTEXT_WEIGHTS, CONTEXT_INTERCEPTS, APPLIES_FROM = slice(10, 14), slice(14, 17), slice(17, 20), 20
+WEIGHTS, LOG_TOKENS = slice(5, 11), 11
+SLOTS, CONTEXT_WEIGHTS, CONTEXT_INTERCEPTS, APPLIES_FROM = slice(12, 16), slice(16, 19), slice(19, 22), 22
 
 
 def _numbers(row: OnsetRow) -> list[float]:
@@ -209,7 +211,7 @@ def _numbers(row: OnsetRow) -> list[float]:
     terms = [0.0, -math.inf] if gate is None else [gate.intercept, _bound(gate.threshold)]
     weights = [0.0] * len(SIGNALS) if gate is None else gate.weight
     tokens = [row.token_row, row.request_row, directive.end_token or 0]
-    return [*tokens, *terms, *weights, directive.slot, *directive.context.flat]
+    return [*tokens, *terms, *weights, math.log(row.prompt_tokens), directive.slot, *directive.context.flat]
 
 
 def _bound(threshold: float) -> float:

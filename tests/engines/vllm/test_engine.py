@@ -172,7 +172,7 @@ def test_an_answer_begins_where_the_context_ends(engine: VllmEngine) -> None:
 
 def test_a_closed_gate_ends_a_request_at_its_onset(engine: VllmEngine, probes: list[Probes]) -> None:
     before = engine.counters.decode_steps
-    for gate in (Gate((1.0, 0.0, 0.0, 0.0, 0.0), 0.0, 0.0), Gate((0.5, 0.2, 0.1, 0.0, 0.0), -99.0, 0.9)):
+    for gate in (Gate((1.0, 0.0, 0.0, 0.0, 0.0, 0.0), 0.0, 0.0), Gate((0.5, 0.2, 0.1, 0.0, 0.0, 0.0), -99.0, 0.9)):
         [update] = updates(engine, engine.answer(PROMPTS[1], probes[:1], sampling=Sampling(), gate=gate))
         assert update.prefill is not None
         assert (update.piece, update.tokens, update.completion) == ("", 0, None)
@@ -183,7 +183,8 @@ def test_a_closed_gate_ends_a_request_at_its_onset(engine: VllmEngine, probes: l
 def test_an_open_gate_changes_nothing(engine: VllmEngine, probes: list[Probes]) -> None:
     sampling = Sampling(max_tokens=6)
     found = updates(
-        engine, engine.answer(PROMPTS[1], probes[:1], sampling=sampling, gate=Gate((1.0, 0.0, 0.0, 0.0, 0.0), 0.0, 1.0))
+        engine,
+        engine.answer(PROMPTS[1], probes[:1], sampling=sampling, gate=Gate((1.0, 0.0, 0.0, 0.0, 0.0, 0.0), 0.0, 1.0)),
     )
     assert found[-1].completion == engine.generate([PROMPTS[1]], sampling)[0]
 

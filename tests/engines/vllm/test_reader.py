@@ -137,7 +137,7 @@ def test_the_row_is_counted_from_the_requests_own_first_row() -> None:
         Part("ends", 4, 8, 12),
         Part("whole", 1, 0, 1),
     ]
-    assert onsets_of(step) == [OnsetRow("ends", OURS, 11, 3), OnsetRow("whole", OURS, 12, 4)]
+    assert onsets_of(step) == [OnsetRow("ends", OURS, 11, 3, 12), OnsetRow("whole", OURS, 12, 4, 1)]
 
 
 def test_an_answer_that_is_computed_again_after_a_preemption_has_no_second_onset() -> None:
@@ -148,9 +148,12 @@ def test_an_answer_that_is_computed_again_after_a_preemption_has_no_second_onset
 # ---- one step
 
 
+PROMPT = 5
+
+
 def step(*directives: Directive) -> list[OnsetRow]:
-    """Onsets at rows 1, 3, 5, ...; requests 1, 2, 3, ..."""
-    return [OnsetRow(f"r{n}", directive, 2 * n + 1, n + 1) for n, directive in enumerate(directives)]
+    """Onsets at rows 1, 3, 5, ...; requests 1, 2, 3, ..., of ``PROMPT`` tokens each."""
+    return [OnsetRow(f"r{n}", directive, 2 * n + 1, n + 1, PROMPT) for n, directive in enumerate(directives)]
 
 
 def run(made: Reader, onsets: list[OnsetRow], logits: torch.Tensor, sampled: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -235,7 +238,7 @@ def test_a_prompt_whose_probe_was_replaced_gets_no_number_and_its_neighbours_the
     made = reader()
     made.digests = {0: "mine", 1: "another server's", 2: "also mine"}
     directives = [Directive(probes=probes) for probes in (((0, "mine"),), ((0, "mine"), (1, "mine")), ((3, "mine"),))]
-    open_at_any_risk = Gate((1.0, 0.0, 0.0, 0.0, 0.0), 0.0, 1.0)
+    open_at_any_risk = Gate((1.0, 0.0, 0.0, 0.0, 0.0, 0.0), 0.0, 1.0)
     directives.append(Directive(probes=((1, "mine"),), slot=1, gate=open_at_any_risk, end_token=7))
     onsets = step(*directives)
     made.before(onsets)
@@ -314,7 +317,7 @@ def test_a_later_stage_adds_its_layers_and_its_part_of_the_mean() -> None:
 def test_a_step_copies_once_to_the_device_and_never_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """On CUDA ``torch.tensor(.., device=)`` and reading a number back would stop vLLM's asynchronous scheduling."""
     made = reader()
-    directive = Directive(first_token=True, gate=Gate((1.0, 0.5, 0.5, 0.0, 0.0), 0.0, 0.5), end_token=END, slot=1)
+    directive = Directive(first_token=True, gate=Gate((1.0, 0.5, 0.5, 0.0, 0.0, 0.0), 0.0, 0.5), end_token=END, slot=1)
     onsets, logits, sampled = (
         step(directive, Directive(), directive),
         torch.randn(4, VOCABULARY),
@@ -362,19 +365,19 @@ CONTEXT = Context(
 
 @pytest.mark.parametrize("columns", [(0, 1, 2, 3), (3, 2, 0, 1)])
 def test_the_gate_reads_the_context_as_the_request_side_does(columns: tuple[int, ...]) -> None:
-    made, weight = reader(), (1.0, 0.0, 0.0, -1.5, 2.5)
+    made, weight = reader(), (1.0, 0.0, 0.0, -1.5, 2.5, 0.7)
 
     def read(gate: Gate) -> tuple[Payload, PrefillResult]:
         terms = ContextTerms.made(gate.context, columns[1:])
         directive = Directive(gate=gate, end_token=END, slot=columns[0], context=terms, first_token=True)
         [payload] = run(made, step(directive), torch.zeros(3, VOCABULARY), torch.tensor([[1], [2], [3]])).values()
         found = Payload.decode(payload.numpy(), made.plan, directive)
-        return found, PrefillResult(tuple(found.trajectories[column] for column in columns), found.first_token, 5)
+        return found, PrefillResult(tuple(found.trajectories[column] for column in columns), found.first_token, PROMPT)
 
     _, result = read(Gate(weight, 0.2, 0.5, CONTEXT))
-    told = prompt_context(CONTEXT, [float(one.mean()) for one in result.trajectories[1:]])
+    told = prompt_context(CONTEXT, [float(one.mean()) for one in result.trajectories[1:]], PROMPT)
     assert told.asks is not None
-    signals = np.array([result.trajectories[0].mean(), 0.0, 0.0, told.passage, told.stated])
+    signals = np.array([result.trajectories[0].mean(), 0.0, 0.0, told.passage, told.stated, told.stated_length])
     exact = float(risk(signals, np.array(weight), 0.2))
     for threshold, applies_from in ((exact - 1e-4, told.asks - 1e-4), (exact + 1e-4, told.asks - 1e-4),
                                     (exact - 1e-4, told.asks + 1e-4)):  # fmt: skip
@@ -397,14 +400,17 @@ def gated(gate: Gate, *, slot: int = 0, seed: int = 0) -> tuple[bool, int, float
     [payload] = run(made, step(directive), logits, sampled).values()
     read = Payload.decode(payload.numpy(), made.plan, directive)
     assert read.first_token is not None
-    signals = [read.trajectories[slot].mean(), read.first_token.log_max_prob, read.first_token.entropy, 0.0, 0.0]
+    signals = [read.trajectories[slot].mean(), read.first_token.log_max_prob, read.first_token.entropy, 0.0, 0.0, 0.0]
     assert sampled[0, 0] == 1
     assert sampled[2, 0] == 3
     return read.gated, int(sampled[1, 0]), float(risk(np.array(signals), np.array(gate.weight), gate.intercept))
 
 
+WEIGHTS = [(1.5, 0.0, 0.0), (1.0, 0.7, -0.4), (0.0, 0.0, 1.0)]
+
+
 @pytest.mark.parametrize("slot", range(4))
-@pytest.mark.parametrize("weight", [(1.5, 0.0, 0.0, 0.0, 0.0), (1.0, 0.7, -0.4, 0.0, 0.0), (0.0, 0.0, 1.0, 0.0, 0.0)])
+@pytest.mark.parametrize("weight", [(*weight, 0.0, 0.0, 0.0) for weight in WEIGHTS])
 @pytest.mark.parametrize("intercept", [-1.0, 0.3])
 def test_a_gate_closes_at_and_above_its_threshold(slot: int, weight: tuple[float, ...], intercept: float) -> None:
     """The risk is computed from exactly the numbers in the payload."""
@@ -415,18 +421,18 @@ def test_a_gate_closes_at_and_above_its_threshold(slot: int, weight: tuple[float
 
 def test_a_threshold_of_0_closes_every_gate_and_one_of_1_none() -> None:
     for intercept in (-50.0, 0.0, 50.0):
-        assert gated(Gate((1.0, 0.0, 0.0, 0.0, 0.0), intercept, 0.0))[:2] == (True, END)
-        assert gated(Gate((1.0, 0.0, 0.0, 0.0, 0.0), intercept, 1.0))[:2] == (False, 2)
+        assert gated(Gate((1.0, 0.0, 0.0, 0.0, 0.0, 0.0), intercept, 0.0))[:2] == (True, END)
+        assert gated(Gate((1.0, 0.0, 0.0, 0.0, 0.0, 0.0), intercept, 1.0))[:2] == (False, 2)
 
 
 def test_a_risk_at_the_threshold_is_left_to_the_request_side() -> None:
-    _, _, exact = gated(Gate((1.0, 0.0, 0.0, 0.0, 0.0), 0.0, 2.0))
-    assert gated(Gate((1.0, 0.0, 0.0, 0.0, 0.0), 0.0, exact))[:2] == (False, 2)
+    _, _, exact = gated(Gate((1.0, 0.0, 0.0, 0.0, 0.0, 0.0), 0.0, 2.0))
+    assert gated(Gate((1.0, 0.0, 0.0, 0.0, 0.0, 0.0), 0.0, exact))[:2] == (False, 2)
 
 
 def test_gates_of_one_step_are_independent() -> None:
     made = reader()
-    opened, closed = Gate((1.0, 0.0, 0.0, 0.0, 0.0), 0.0, 1.0), Gate((1.0, 0.0, 0.0, 0.0, 0.0), 0.0, 0.0)
+    opened, closed = Gate((1.0, 0.0, 0.0, 0.0, 0.0, 0.0), 0.0, 1.0), Gate((1.0, 0.0, 0.0, 0.0, 0.0, 0.0), 0.0, 0.0)
     onsets = step(
         Directive(gate=opened, end_token=END),
         Directive(),
@@ -443,7 +449,7 @@ def test_gates_of_one_step_are_independent() -> None:
 def test_a_gate_on_the_first_token_stays_open_without_logits() -> None:
     """The request side then refuses the NaN."""
     made = reader()
-    directive = Directive(gate=Gate((0.0, 1.0, 1.0, 0.0, 0.0), -5.0, 0.5), end_token=END)
+    directive = Directive(gate=Gate((0.0, 1.0, 1.0, 0.0, 0.0, 0.0), -5.0, 0.5), end_token=END)
     sampled = torch.tensor([[1], [2]])
     made.before(step(directive))
     forward(made)
@@ -456,7 +462,7 @@ def test_a_gate_on_the_first_token_stays_open_without_logits() -> None:
 
 def test_a_nan_closes_no_gate_and_is_refused() -> None:
     made = reader()
-    directive = Directive(gate=Gate((1.0, 0.0, 0.0, 0.0, 0.0), 0.0, 0.5), end_token=END)
+    directive = Directive(gate=Gate((1.0, 0.0, 0.0, 0.0, 0.0, 0.0), 0.0, 0.5), end_token=END)
     made.before(step(directive))
     made.after()
     sampled = torch.tensor([[1], [2]])

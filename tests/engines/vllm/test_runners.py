@@ -246,7 +246,7 @@ def test_v2_runs_no_whole_graph_where_a_prompts_last_token_is_alone(reads: bool,
 def test_v2_drops_ended_requests_and_adds_preempted_ones_again() -> None:
     runner = v2([5])
     runner.add_requests(
-        step([("a", ARGS), ("b", Directive(gate=Gate((1.0, 0.0, 0.0, 0.0, 0.0), 0.0, 0.5), end_token=1).encode())])
+        step([("a", ARGS), ("b", Directive(gate=Gate((1.0, 0.0, 0.0, 0.0, 0.0, 0.0), 0.0, 0.5), end_token=1).encode())])
     )
     runner.finish_requests(step([], finished=("a",), preempted=("b",)))
     assert runner.hallutracer_directives == {}

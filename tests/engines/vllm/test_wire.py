@@ -47,13 +47,13 @@ def wire(*, activations: bool = False) -> np.ndarray:
         Directive(first_token=True, slot=3),
         Directive(probes=((0, "a1"), (3, "b2"))),
         Directive(activations=True),
-        Directive(gate=Gate((0.1, 0.0, -2.5, 0.0, 0.0), 1e-3, 0.7), end_token=5, slot=1),
+        Directive(gate=Gate((0.1, 0.0, -2.5, 0.0, 0.0, 0.0), 1e-3, 0.7), end_token=5, slot=1),
         Directive(
-            gate=Gate((0.1, 0.0, 0.0, 1.5, -2.5), 1e-3, 0.7),
+            gate=Gate((0.1, 0.0, 0.0, 1.5, -2.5, 0.3), 1e-3, 0.7),
             end_token=5,
             context=ContextTerms((3, 0, 2), (0.1, 1 / 3, 7.0), (-1e-9, 2.0, 50.0), 0.25),
         ),
-        Directive(first_token=True, gate=Gate((1 / 3, 0.0, 0.0, 0.0, 0.0), -7.0, 1.0), end_token=0),
+        Directive(first_token=True, gate=Gate((1 / 3, 0.0, 0.0, 0.0, 0.0, 0.0), -7.0, 1.0), end_token=0),
     ],
 )
 def test_a_directive_round_trips(directive: Directive) -> None:
@@ -85,7 +85,7 @@ def test_a_request_without_a_directive_has_none(extra_args: dict[str, object] | 
     assert Directive.decode(extra_args, PLAN) is None
 
 
-GATED = Directive(gate=Gate((0.1, 0.0, -2.5, 0.0, 0.0), 1e-3, 0.7), end_token=5, slot=1).encode()[KEY]
+GATED = Directive(gate=Gate((0.1, 0.0, -2.5, 0.0, 0.0, 0.0), 1e-3, 0.7), end_token=5, slot=1).encode()[KEY]
 
 
 @pytest.mark.parametrize(
@@ -94,8 +94,8 @@ GATED = Directive(gate=Gate((0.1, 0.0, -2.5, 0.0, 0.0), 1e-3, 0.7), end_token=5,
         *({name: value} for name in GATED for value in ("x", [], {}, "nan", 1e400, -1, 2**80)),
         {"slot": len(PLAN.sites) * PLAN.slots},
         {"gate": [0.0] * 4},
-        {"gate": [0.0] * 6},
-        {"gate": [[0.0]] * 5},
+        {"gate": [0.0] * 7},
+        {"gate": [[0.0]] * 8},
         {"end_token": None},
         {"rows": True},
         {"probes": [[0]]},
@@ -116,7 +116,7 @@ def test_what_a_caller_could_write_never_raises_in_a_worker(wrong: dict[str, obj
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, "nan", None, [], "x"])
-@pytest.mark.parametrize(("name", "place"), [*(("context", n) for n in range(10)), *(("gate", n) for n in range(7))])
+@pytest.mark.parametrize(("name", "place"), [*(("context", n) for n in range(10)), *(("gate", n) for n in range(8))])
 def test_a_number_that_is_none_makes_no_directive(name: str, place: int, bad: object) -> None:
     numbers = [*GATED[name]]
     assert Directive.decode({KEY: GATED | {name: numbers}}, PLAN) is not None
