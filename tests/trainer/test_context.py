@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 from numpy.typing import NDArray
 
 from probes_store.bundle import Bundle
+from probes_store.context import CONTEXT_SIGNALS
 from probes_store.golden import check_golden
 from service.data.forms.registry import FORMS, chosen, families
 from service.data.forms.spread import in_forms
@@ -234,6 +236,42 @@ def test_rows_with_a_label_of_their_own_bring_them_too(tmp_path: Path) -> None:
     manifest = run(tmp_path / "given", ReadingEngine(), rows, **quick)[0].manifest
     assert manifest.context is not None
     assert [probe.name for probe in manifest.context.probes] == ["passage", "stated"]
+
+
+class Overlooking(ReadingEngine):
+    """What a long prompt states, it does not find."""
+
+    def generate(self, prompts: Any, sampling: Sampling) -> list[Completion]:
+        found = super().generate(prompts, sampling)
+        lost = ["states" in self.detokenize(prompt) and len(prompt) > 300 for prompt in prompts]
+        return [replace(one, text="It is Rome.") if far else one for one, far in zip(found, lost, strict=True)]
+
+
+def lengthened(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Every second passage a page long."""
+    more = " ".join(f"word{n}" for n in range(38))
+    found = []
+    for number, row in enumerate(rows):
+        head, _, words = row["prompt"].partition(", ")
+        short = f"{head}, {words[50:]}" if "Context:" in head else row["prompt"]
+        found.append(row | {"prompt": row["prompt"].replace("Context:", f"Context: {more}") if number % 2 else short})
+    return found
+
+
+def test_where_passages_differ_in_length_the_classifier_reads_it(tmp_path: Path) -> None:
+    bundle, _ = run(tmp_path, Overlooking(), lengthened(reading_rows()), **QUICK | {"seeds": (0,)})
+    assert bundle.manifest.signals == (*QUICK["signals"], *CONTEXT_SIGNALS)
+    assert bundle.manifest.classifier.weight[-1] < 0  # for being right, of each e-fold of its tokens
+    assert bundle.evaluation()["signal_of_the_bundle"] == "fused_context_unit_norm"
+    path = write_rows(tmp_path / "fresh.jsonl", lengthened(reading_rows(60, 0, seed=3)))
+    options, engine = TrainOptions(tmp_path / "x", "x", tmp_path / "new", labels="generate"), Overlooking()
+    data = prepare(engine, read_dataset(path, "generate", folds=None), options.preparation, "chat", "fresh", folds=None)
+    scorer = Scorer(engine, bundle)
+    reports = scorer.score([scorer.render(prompt=row.prompt) for row in data.dataset.rows])
+    risks = np.array([report.risk for report in reports])
+    np.testing.assert_allclose(risks_of(bundle, data), risks, atol=1e-6)
+    stated, long = (np.array([word in str(row.prompt) for row in data.dataset.rows]) for word in ("states", "word37"))
+    assert risks[stated & long].mean() > risks[stated & ~long].mean() + 0.2
 
 
 class Constant(ReadingEngine):
