@@ -34,7 +34,8 @@ class Shape:
     def __str__(self) -> str:
         """As a guarantee names it."""
         passage, system = ("a" if there else "no" for there in (self.passage, self.system))
-        return f"{self.turns} earlier turns, {passage} passage, {system} system prompt"
+        turns = "1 earlier turn" if self.turns == "1" else f"{self.turns} earlier turns"
+        return f"{turns}, {passage} passage, {system} system prompt"
 
 
 SHAPES = tuple(

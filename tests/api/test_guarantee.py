@@ -97,7 +97,7 @@ def calibrated_alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[App]:
         ({}, None),
         ({"messages": [ASKS]}, None),
         ({"messages": [SYSTEM, ASKS]}, "0 earlier turns, no passage, a system prompt"),
-        ({"messages": [ASKS, SAYS, ASKS]}, "1 earlier turns, no passage, no system prompt"),
+        ({"messages": [ASKS, SAYS, ASKS]}, "1 earlier turn, no passage, no system prompt"),
         ({"prompt": f"Context: {'A fact. ' * 60}\n\nWhy?"}, "0 earlier turns, a passage, no system prompt"),
     ],
 )
