@@ -1,8 +1,8 @@
 """The shape of a conversation, for ``/metrics``: how far it has come and what stands around its question.
 
 A passage is guessed from the form of the last user message, and never looked for in more than ``LONG`` characters, so
-that it is cheap enough for every request.  Examples in front of the question, or the options of a multiple choice, look
-the same and count too; a passage in a system prompt does not, which ``system`` shows.
+that it is cheap enough for every request.  Examples in front of the question, the options of a multiple choice, or much
+junk on lines of its own look the same and count too; a passage in a system prompt does not, which ``system`` shows.
 """
 
 from __future__ import annotations

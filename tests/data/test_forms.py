@@ -63,6 +63,17 @@ def test_a_form_asks_the_question_last_and_keeps_the_row(name: str) -> None:
         assert not re.search(r"\{[a-z]\}", texts(row))  # each place of a template is filled
 
 
+def test_junk_stands_beside_the_question_and_differs() -> None:
+    rows = made()
+    asked = [texts(row) for row in in_forms(rows, chosen(["junk"]))]
+    junk = [text.replace(row["prompt"], "").strip() for text, row in zip(asked, rows, strict=True)]
+    assert all(len(text) > len(one) for text, one in zip(asked, junk, strict=True))  # the question is whole
+    assert min(map(len, junk)) > 0
+    assert len(set(junk)) == len(rows)
+    behind = [text.startswith(row["prompt"]) for text, row in zip(asked, rows, strict=True)]
+    assert len(rows) / 2 < sum(behind) < len(rows)
+
+
 @pytest.mark.parametrize("name", FORMS)
 def test_company_is_never_of_the_questions_own_group(name: str) -> None:
     rows = made()

@@ -130,7 +130,7 @@ def _ending(question: Question, company: Company) -> list[Message]:
     return [_user(_filled(ENDINGS, question, company, j=junk))]
 
 
-@_form("wording")
+@_form("junk")
 def _junk(question: Question, company: Company) -> list[Message]:
     """Pieces that make no sense behind the question, seldom before it: markup, symbols, words cut and out of order."""
     words = [word for other in company.draw(4) for word in other.text.split()]
