@@ -89,8 +89,12 @@ def signal_vector(
     mean: float, first_token: FirstToken | None, context: PromptContext, signals: Sequence[str]
 ) -> NDArray[np.float64]:
     """The classifier's input [k] in the manifest's order; ``mean`` is the depth mean."""
-    values = {"depth_mean": mean, "passage": context.passage, "stated": context.stated}
-    values |= {"stated_length": context.stated_length}
+    values = {
+        "depth_mean": mean,
+        "passage": context.passage,
+        "stated": context.stated,
+        "stated_length": context.stated_length,
+    }
     if first_token is not None:
         values |= {"log_max_prob": first_token.log_max_prob, "entropy": first_token.entropy}
     return np.array([values[name] for name in signals], np.float64)

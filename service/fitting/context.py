@@ -115,7 +115,8 @@ def context_columns(fits: Sequence[ContextFit], labels: PromptLabels) -> Floats:
     """What a classifier reads of ``fit_passage_probes``: [n, 3], or [n, 2], the first of ``CONTEXT_SIGNALS``."""
     assert [fit.record.name for fit in fits] == ["passage", "stated"]
     passage, stated = (fit.probability for fit in fits)
-    columns = [passage, passage * stated, passage * stated * np.log(labels.tokens)]
+    both = passage * stated
+    columns = [passage, both, both * np.log(labels.tokens)]
     return np.stack(columns if labels.tells_length else columns[:2], axis=1)
 
 

@@ -109,8 +109,6 @@ class Risks(Sequence[Risk]):
 
         Into ``ax``, or into a new figure.  Raises ValueError for none, or more than six.
         """
-        from matplotlib.figure import Figure
-
         from service.picture import draw_curves, title_of
 
         if not 1 <= len(self.rows) <= MAX_PLOTTED:
@@ -118,15 +116,15 @@ class Risks(Sequence[Risk]):
                 f"a picture has room for 1 to {MAX_PLOTTED} prompts, and these are {len(self.rows)}: take some, as in "
                 "risks[:6].plot()"
             )
-        own = ax is None
+        figure = None
         if ax is None:
             import matplotlib.pyplot as plt
 
-            _, ax = plt.subplots(figsize=(8, 5), layout="constrained")
+            figure, ax = plt.subplots(figsize=(8, 5), layout="constrained")
         curves = [(title_of(row.text, row.answer, row.risk), row.trajectory) for row in self.rows]
         draw_curves(ax, self.bundle, curves)
-        if own and isinstance(ax.figure, Figure):  # the layout makes room for a legend of the figure only
-            ax.figure.legend(loc="outside lower center", ncols=2, fontsize=8, frameon=False)
+        if figure is not None:  # the layout makes room for a legend of the figure only
+            figure.legend(loc="outside lower center", ncols=2, fontsize=8, frameon=False)
         else:
             ax.legend(loc="upper center", bbox_to_anchor=(0.5, -0.14), ncols=2, fontsize=8, frameon=False)
         return ax

@@ -110,13 +110,14 @@ def prepare(
         if problems:
             raise TrainingError(f"{dataset.path}, labelled by its answers: {'; '.join(problems)}", param="labels")
     index = labelled.index
+    tokens = collection.prompts.lengths[index]
     inputs = Inputs(
         readouts=Readouts(collection.rows[options.readout], index, labelled.label, labelled.share),
         group=dataset.groups[index],
         first_token=collection.first_token[index],
-        prompt_tokens=collection.prompts.lengths[index],
+        prompt_tokens=tokens,
         strata=tuple(dataset.rows[row].strata for row in index.tolist()),
-        prompts=prompt_labels(dataset, index, collection.prompts.lengths[index]),
+        prompts=prompt_labels(dataset, index, tokens),
     )
     return PreparedData(dataset, collection, labelled, inputs)
 
