@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,19 +18,21 @@ if TYPE_CHECKING:
 
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
 """Okabe and Ito's, which colour-blind readers can tell apart.  As many as ``score --plot`` takes prompts."""
+LEGEND: dict[str, Any] = {"ncols": 1, "fontsize": 8, "frameon": False}
+"""One column: a title with its answer is nearly as wide as the figure."""
 
 
 def draw_trajectories(bundle: Bundle, prompts: Sequence[str], reports: Sequence[RiskReport], path: Path) -> None:
     """Write a PNG of ``draw_curves``.  ``prompts`` are the reports' titles, at most ``len(COLOURS)``."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(8, 4.6), dpi=110, layout="constrained")
+    figure = Figure(figsize=(8, 4.4 + 0.16 * len(prompts)), dpi=110, layout="constrained")
     curves = [
         (title_of(text, report.completion.text.strip() if report.completion else None, report.risk), report.trajectory)
         for text, report in zip(prompts, reports, strict=True)
     ]
     draw_curves(figure.subplots(), bundle, curves)
-    figure.legend(loc="outside lower center", ncols=2, fontsize=8, frameon=False)
+    figure.legend(loc="outside lower center", **LEGEND)
     figure.savefig(path, format="png", metadata={"Software": None})
 
 
@@ -57,7 +59,7 @@ def title_of(prompt: str, answer: str | None, risk: float) -> str:
     return "  ".join(filter(None, (_short(prompt), _short(answer or ""), f"risk {risk:.2f}")))
 
 
-def _short(text: str, limit: int = 60) -> str:
+def _short(text: str, limit: int = 48) -> str:
     """One line without ``$``, which matplotlib would read as mathematics."""
     line = " ".join(text.split()).replace("$", r"\$")
     return line if len(line) <= limit else line[: limit - 1] + "…"

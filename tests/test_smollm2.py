@@ -14,8 +14,8 @@ from service.library.default_model import SHIPPED, SMOLLM2
 from tests.command_line import hallutracer
 from tests.serve_process import MAY_CHOOSE, ServeProcess, serve
 
-KNOWN = "Berlin is the capital of which country?"
-CONFABULATED = "Avarua is the capital of which country?"
+KNOWN = "Which city is the capital of Yemen?"
+CONFABULATED = "Do you know the capital of American Samoa?"
 pytestmark = pytest.mark.skipif(not PACKAGED[SMOLLM2].is_installed, reason=f"needs {PACKAGED[SMOLLM2].install}")
 
 
@@ -33,7 +33,7 @@ def test_a_known_fact_passes_and_a_confabulated_one_is_withheld(service: ServePr
     known, confabulated = answer["data"]
     assert answer["model"] == Path(PACKAGED[SMOLLM2].file).stem
     assert known["risk"] < known["threshold"] <= confabulated["risk"]
-    assert "Germany" in known["completion"]["text"]
+    assert "Sana'a" in known["completion"]["text"]
     assert "completion" not in confabulated
 
 
@@ -42,7 +42,7 @@ def test_the_model_would_have_confabulated() -> None:
     done = hallutracer(*arguments, HALLUTRACER_MODEL=SMOLLM2)
     (risk,) = json.loads(done.stdout)["data"]
     assert risk["completion"]["text"].strip()
-    assert "Cook" not in risk["completion"]["text"]
+    assert "Pago" not in risk["completion"]["text"]
 
 
 @pytest.mark.parametrize("bundle", SHIPPED[SMOLLM2])

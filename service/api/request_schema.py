@@ -152,7 +152,7 @@ class ScoreRequest(RequestModel):
 REQUEST_EXAMPLES: dict[str, Any] = {
     "one question": {"value": {"prompt": "What is the capital of France?"}},
     "several questions": {
-        "value": {"prompt": ["What is the capital of Italy?", "What is the capital of the Solomon Islands?"]}
+        "value": {"prompt": ["Which city is the capital of Yemen?", "Do you know the capital of American Samoa?"]}
     },
     "a conversation, answered where the risk allows": {
         "value": {
@@ -165,7 +165,7 @@ REQUEST_EXAMPLES: dict[str, Any] = {
     },
     "a stream": {
         "summary": "the risk first, then the answer's text",
-        "value": {"prompt": "What is the capital of Italy?", "generate": {"max_tokens": 16}, "stream": True},
+        "value": {"prompt": "Which city is the capital of Yemen?", "generate": {"max_tokens": 16}, "stream": True},
     },
     "watch without gating": {
         "summary": "under a policy that withholds, where its operator allows it: --callers-may policy",

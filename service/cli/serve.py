@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("hallutracer")
 EXAMPLE = (
-    '{"prompt": ["What is the capital of Italy?", "What is the capital of the Solomon Islands?"], '
+    '{"prompt": ["Which city is the capital of Yemen?", "Do you know the capital of American Samoa?"], '
     '"generate": {"max_tokens": 16}}'
 )
 

@@ -109,7 +109,7 @@ class Risks(Sequence[Risk]):
 
         Into ``ax``, or into a new figure.  Raises ValueError for none, or more than six.
         """
-        from service.picture import draw_curves, title_of
+        from service.picture import LEGEND, draw_curves, title_of
 
         if not 1 <= len(self.rows) <= MAX_PLOTTED:
             raise ValueError(
@@ -124,9 +124,9 @@ class Risks(Sequence[Risk]):
         curves = [(title_of(row.text, row.answer, row.risk), row.trajectory) for row in self.rows]
         draw_curves(ax, self.bundle, curves)
         if figure is not None:  # the layout makes room for a legend of the figure only
-            figure.legend(loc="outside lower center", ncols=2, fontsize=8, frameon=False)
+            figure.legend(loc="outside lower center", **LEGEND)
         else:
-            ax.legend(loc="upper center", bbox_to_anchor=(0.5, -0.14), ncols=2, fontsize=8, frameon=False)
+            ax.legend(loc="upper center", bbox_to_anchor=(0.5, -0.14), **LEGEND)
         return ax
 
 

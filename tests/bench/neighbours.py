@@ -27,8 +27,8 @@ import httpx
 from tests.bench.service_process import ServiceProcess
 
 QUESTIONS = [
-    "Berlin is the capital of which country?",
-    "Avarua is the capital of which country?",
+    "Which city is the capital of Yemen?",
+    "Do you know the capital of American Samoa?",
     "Who wrote Hamlet?",
     "What is the capital of Italy?",
     "What is the symbol of gold?",

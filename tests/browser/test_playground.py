@@ -426,14 +426,14 @@ def test_two_bundles_on_one_prompt(service: Running, opened: Open) -> None:
 def test_a_passage_stands_before_the_question(service: Running, opened: Open) -> None:
     with opened() as tab:
         page = ready(tab)
-        page.click("text=Avarua, with a passage")
+        page.click("text=American Samoa, with a passage")
         expect(page.locator("#passage")).to_have_value(
-            "Avarua is the capital of the Cook Islands. Suva is the capital of Fiji. Apia is the capital of Samoa."
+            "Pago Pago is the capital of American Samoa. Suva is the capital of Fiji. Apia is the capital of Samoa."
         )
         with page.expect_request("**/score") as sent:
             page.keyboard.press("Enter")  # the example moved the focus to the button
         prompt = sent.value.post_data_json["prompt"]
-        assert prompt.split("\n\n") == [page.input_value("#passage"), "Avarua is the capital of which country?"]
+        assert prompt.split("\n\n") == [page.input_value("#passage"), "Do you know the capital of American Samoa?"]
         finished(page)
         page.click("#examples button >> nth=0")
         expect(page.locator("#passage")).to_have_value("")

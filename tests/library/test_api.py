@@ -99,6 +99,19 @@ def test_a_frame_and_a_picture(detector: ht.Detector) -> None:
         ht.Risks(risks.rows * 3 + risks.rows[:1], detector.bundle).plot()
 
 
+def test_the_longest_titles_lie_inside_the_picture(detector: ht.Detector) -> None:
+    (risk,) = detector.score(ITALY)
+    long = dataclasses.replace(risk, prompt="Which of the two largest cities " * 4, answer="It is the capital of the Republic " * 4)
+    figure = ht.Risks((long,) * 6, detector.bundle).plot().figure
+    figure.draw_without_rendering()
+    (legend,) = figure.legends
+    box = legend.get_window_extent()
+    assert box.x0 >= 0
+    assert box.y0 >= 0
+    assert box.x1 <= figure.bbox.x1
+    assert box.y1 < figure.axes[0].get_tightbbox().y0
+
+
 def test_without_pandas_the_cure_is_named(detector: ht.Detector, monkeypatch: pytest.MonkeyPatch) -> None:
     risks = detector.score(ITALY)
     monkeypatch.setitem(sys.modules, "pandas", None)

@@ -6,12 +6,10 @@ import { Reading } from "./reading.js";
 import { Threshold } from "./threshold.js";
 
 const EXAMPLES = [
-  { question: "Berlin is the capital of which country?" },
-  { question: "Avarua is the capital of which country?" },
-  { question: "Avarua is the capital of which country?", name: "Avarua, with a passage",
-    passage: "Avarua is the capital of the Cook Islands. Suva is the capital of Fiji. Apia is the capital of Samoa." },
-  { question: "What is the capital of Italy?" },
-  { question: "What is the capital of the Solomon Islands?" },
+  { question: "Which city is the capital of Yemen?" },
+  { question: "Do you know the capital of American Samoa?" },
+  { question: "Do you know the capital of American Samoa?", name: "American Samoa, with a passage",
+    passage: "Pago Pago is the capital of American Samoa. Suva is the capital of Fiji. Apia is the capital of Samoa." },
 ];
 const RETRY_S = 2;
 
