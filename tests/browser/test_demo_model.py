@@ -32,7 +32,7 @@ def test_a_known_and_an_unknown_capital(browser: Browser) -> None:
         assert (known["decision"], unknown["decision"]) == ("continue", "abstain")
         page = opened.open()
         expect(page.locator("#gate-source")).to_contain_text("Counted on the bundle's 4,238 training rows")
-        page.click(f"#examples >> text={KNOWN}")
+        page.fill("#question", KNOWN)
         page.keyboard.press("Enter")
         expect(page.locator(".decision")).to_have_text("Answered")
         expect(page.locator(".answer:not([aria-busy])")).to_have_text(known["completion"]["text"].strip())
