@@ -32,6 +32,7 @@ ROLES = {
     "service.guarantee": ("does a guarantee hold", REQUEST),
     "service.uncertainty": ("how sure is a risk", REQUEST),
     "service.coverage": ("what thresholds answer", REQUEST),
+    "service.sample": ("held-out questions that a bundle carries", REQUEST),
     "service.form_table": ("the risk in each form of conversation", REQUEST),
     "service.drift": ("traffic unlike training", REQUEST),
     "service.guard": ("the decision on a risk", REQUEST),

@@ -23,6 +23,7 @@ from service.risk import served_risk
 Source = Literal["out_of_fold_risks", "normal_model", "own_threshold"]
 THRESHOLDS = tuple(round(step / 100, 2) for step in range(101))
 """Where the shares are given: 0, 0.01 ... 1."""
+ENOUGH = 100  # rows: ten in each tenth
 MODELLED_ROWS = 2000  # that stand for the training rows whose risks were not recorded
 
 
@@ -37,6 +38,15 @@ class Gate:
 
 
 @dataclass(frozen=True, slots=True)
+class Tenth:
+    """A tenth of the training rows, ordered by risk."""
+
+    low: float  # its smallest risk
+    high: float  # its largest
+    right: float  # share that the model answered right
+
+
+@dataclass(frozen=True, slots=True)
 class Coverage:
     """A bundle's gates over thresholds."""
 
@@ -45,6 +55,7 @@ class Coverage:
     hallucinated: float  # share of them: what is wrong where everything is answered
     gates: tuple[Gate, ...]  # at ``THRESHOLDS``; empty where the bundle keeps too little
     own: Gate | None  # at the bundle's threshold, by its cross-validation; None where it was not recorded
+    tenths: tuple[Tenth, ...]  # lowest risks first; empty where the rows' risks were not kept, or are too few
 
 
 def coverage(bundle: Bundle) -> Coverage:
@@ -52,24 +63,32 @@ def coverage(bundle: Bundle) -> Coverage:
     evaluation, manifest = bundle.evaluation(), bundle.manifest
     training = manifest.training
     rows = training.factual + training.hallucinated
-    gates, source = _gates(manifest, evaluation)
-    return Coverage(source, rows, training.hallucinated / rows, gates, _own(manifest, evaluation))
+    gates, tenths, source = _gates(manifest, evaluation)
+    return Coverage(source, rows, training.hallucinated / rows, gates, _own(manifest, evaluation), tenths)
 
 
-def _gates(manifest: Manifest, evaluation: dict[str, Any]) -> tuple[tuple[Gate, ...], Source]:
+def _gates(manifest: Manifest, evaluation: dict[str, Any]) -> tuple[tuple[Gate, ...], tuple[Tenth, ...], Source]:
     """The format does not say what evaluation.json holds: what reads otherwise than our trainer's is not used."""
     try:
         return _read(manifest, evaluation.get("out_of_fold", {}))
     except (KeyError, TypeError, ValueError, AttributeError):
-        return (), "own_threshold"
+        return (), (), "own_threshold"
 
 
-def _read(manifest: Manifest, kept: dict[str, Any]) -> tuple[tuple[Gate, ...], Source]:
+def _read(manifest: Manifest, kept: dict[str, Any]) -> tuple[tuple[Gate, ...], tuple[Tenth, ...], Source]:
     if (rows := _recorded(manifest, kept)) is not None:
-        return counted(*rows, THRESHOLDS), "out_of_fold_risks"
+        return counted(*rows, THRESHOLDS), tenths_of(*rows), "out_of_fold_risks"
     if (classes := _classes(manifest, kept)) is None:
-        return (), "own_threshold"
-    return modelled(manifest, *classes, THRESHOLDS), "normal_model"
+        return (), (), "own_threshold"
+    return modelled(manifest, *classes, THRESHOLDS), (), "normal_model"
+
+
+def tenths_of(risk: NDArray[np.floating], wrong: NDArray[np.bool_]) -> tuple[Tenth, ...]:
+    """risk [n], wrong [n] -> ten parts of the rows, by rising risk; none of fewer than ``ENOUGH`` rows."""
+    if len(risk) < ENOUGH:
+        return ()
+    parts = np.array_split(np.argsort(risk, kind="stable"), 10)
+    return tuple(Tenth(float(risk[part[0]]), float(risk[part[-1]]), float((~wrong[part]).mean())) for part in parts)
 
 
 def _recorded(manifest: Manifest, kept: dict[str, Any]) -> tuple[NDArray[np.float64], NDArray[np.bool_]] | None:

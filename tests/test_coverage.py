@@ -106,7 +106,7 @@ def test_means_and_deviations_are_read_as_normal_distributions(
     ],
 )
 def test_too_little_is_said_and_never_an_error(tmp_path: Path, evaluation: dict[str, Any], changes: Any) -> None:
-    assert coverage(bundle_with(tmp_path, evaluation, **changes)) == Coverage("own_threshold", 11, 5 / 11, (), None)
+    assert coverage(bundle_with(tmp_path, evaluation, **changes)) == Coverage("own_threshold", 11, 5 / 11, (), None, ())
 
 
 def test_what_was_measured_at_the_own_threshold(tmp_path: Path) -> None:
@@ -140,3 +140,23 @@ def test_an_older_bundle_is_modelled_by_what_it_kept() -> None:
         assert modelled.threshold == real.threshold
         assert modelled.answered == pytest.approx(real.answered, abs=0.06)
     assert coverage(load_bundle(VERSION_1 / "demo-fused" / "1")).source == "own_threshold"
+
+
+def test_tenths_hold_the_rows_in_their_order_by_risk(tmp_path: Path) -> None:
+    label, risk = rows()
+    kept = {"out_of_fold": {"risks": risks_document(risk, label, np.arange(N))}}
+    found = coverage(bundle_with(tmp_path, kept)).tenths
+    order = np.argsort(risk)
+    assert len(found) == 10
+    for place, tenth in enumerate(found):
+        own = order[place * 200 : (place + 1) * 200]
+        assert (tenth.low, tenth.high) == (pytest.approx(risk[own].min()), pytest.approx(risk[own].max()))
+        assert tenth.right == pytest.approx(label[own].mean())
+    assert found[0].right > 0.5 > found[-1].right
+
+
+def test_few_rows_have_no_tenths(tmp_path: Path) -> None:
+    label, risk = rows()
+    kept = {"out_of_fold": {"risks": risks_document(risk[:99], label[:99], np.arange(99))}}
+    found = coverage(bundle_with(tmp_path, kept))
+    assert (found.source, found.tenths) == ("out_of_fold_risks", ())

@@ -24,7 +24,7 @@ LAYERS = [
     ["service.data"],
     ["service.scoring", "service.drift"],
     ["service.prompts", "service.policies", "service.guarantee", "service.uncertainty", "service.coverage"],
-    ["service.guard", "service.form_table"],
+    ["service.guard", "service.form_table", "service.sample"],
     ["service.upstreams", "service.feedback", "service.access", "service.audit"],
     ["service.engines"],
     ["service.risk", "service.context"],

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
+from cyclopts import Parameter
+
 from service.cli.loading import open_store
 from service.cli.options import (
     Data,
@@ -75,6 +77,13 @@ class TrainChoices:
                "this share.  Out of reach: the closest threshold is published, and run and card say so.",
                metavar="TARGET"),
     ] = None  # fmt: skip
+    keep_sample: Annotated[
+        bool,
+        option("Keep up to 48 questions with their accepted answers in the bundle, for 'hallutracer try' and the "
+               "playground: of --test, else of rows that then leave training (5 % at most).  --no-sample where your "
+               "questions are private."),
+        Parameter(negative="--no-sample"),
+    ] = True  # fmt: skip
     evaluate: Annotated[
         bool, option("Nested cross-validation for the model card; without it the card reports no performance.")
     ] = True
@@ -156,6 +165,7 @@ def train(
         batch_rows=fit.batch_rows,
         wrong_costs=options.wrong_costs,
         target=options.target,
+        sample=options.keep_sample,
         evaluate=options.evaluate,
         uncertainty=options.uncertainty,
         allow_no_signal=options.allow_no_signal,

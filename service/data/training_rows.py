@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -72,6 +72,7 @@ class Dataset:
     own_groups: bool  # whether any row names its group
     alike: NDArray[np.int64]  # the same number for rows whose prompts are near-duplicates: [N]
     made_of: Dataset | None = None  # the user's file, where the rows are its questions in forms
+    part_of: str | None = None  # digest of the whole file, where these are some of its rows
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -80,6 +81,21 @@ class Dataset:
     def origin(self) -> Dataset:
         """The file that the user named."""
         return self if self.made_of is None else self.made_of
+
+    @property
+    def file_digest(self) -> str:
+        """Of all rows of the file."""
+        return self.digest if self.part_of is None else self.part_of
+
+    def part(self, places: Sequence[int]) -> Dataset:
+        """Some of the rows; the digest is of the whole and the places."""
+        return replace(
+            self,
+            rows=tuple(self.rows[place] for place in places),
+            digest=f"sha256:{hashlib.sha256(f'{self.digest} {list(places)}'.encode()).hexdigest()}",
+            alike=self.alike[np.asarray(places, np.int64)],
+            part_of=self.file_digest,
+        )
 
     @cached_property
     def applies(self) -> NDArray[np.bool_]:

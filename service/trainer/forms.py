@@ -6,7 +6,6 @@ people ask.  Everything is drawn by the run's first seed, and a run that is star
 
 from __future__ import annotations
 
-import hashlib
 import json
 import random
 from collections import Counter
@@ -159,15 +158,9 @@ def _said(options: TrainOptions, dataset: Dataset, folder: str, fits: Fits) -> d
     places = sorted(draw.sample(lone, min(len(lone), ASKED_ALONE)))
     if not places:
         return {}
-    asked = replace(
-        dataset,
-        rows=tuple(dataset.rows[place] for place in places),
-        digest=f"sha256:{hashlib.sha256(f'{dataset.digest} {places}'.encode()).hexdigest()}",
-        alike=dataset.alike[places],
-    )
     collection = collect(
         fits.engine,
-        asked,
+        dataset.part(places),
         options.run_dir / folder,
         sites=(options.readout,),
         prompt_format=fits.prompt_format,

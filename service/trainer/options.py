@@ -169,6 +169,7 @@ class TrainOptions:
     batch_rows: int = BATCH_ROWS  # prompts in one call of the engine; part of the run's identity, since padding rounds
     wrong_costs: float | None = None  # K of the threshold 1 / (1 + K), in withheld right answers; None: 1, or `target`
     target: str | None = None  # "wrong<=0.2" or "answered>=0.5": the threshold, by out-of-fold risks
+    sample: bool = True  # keep held-out questions in the bundle, to show what the risk is worth
     evaluate: bool = True  # the nested evaluation; without it the card reports no performance
     uncertainty: bool = True  # an interval for each risk, and a flag for prompts outside training
     allow_no_signal: bool = False  # publish although the interval of the nested AUROC reaches chance

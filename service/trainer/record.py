@@ -33,7 +33,7 @@ def training_record(options: TrainOptions, data: PreparedData, c: float) -> Trai
     counts = data.counts
     del counts["others"]  # only the evaluation names them
     return TrainingRecord(
-        data_digest=data.dataset.origin.digest,
+        data_digest=data.dataset.origin.file_digest,
         labels=options.answers,
         judge=options.judge.described() if options.answers == "generate" else None,
         seeds=options.seeds,
@@ -68,7 +68,7 @@ def evaluation_document(
     document: dict[str, Any] = {
         "data": {
             "file": options.data.name,
-            "digest": data.dataset.origin.digest,
+            "digest": data.dataset.origin.file_digest,
             "effective_groups": rounded(effective_groups(data.inputs.group)),
             "largest_group_share": rounded(largest_share(data.inputs.group)),
         }

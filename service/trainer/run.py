@@ -38,6 +38,8 @@ from service.fitting.thresholds import by_wrong_costs, choose_threshold
 from service.fitting.uncertainty import fit_interval, fit_reference
 from service.prompts import default_prompt_format
 from service.readout import Probes
+from service.sample import KEY as SAMPLE
+from service.sample import Sample
 from service.trainer.by_form import by_form
 from service.trainer.calibrate import carry_out, described, plan
 from service.trainer.card import CHANCE, write_card
@@ -49,6 +51,7 @@ from service.trainer.plots import draw
 from service.trainer.prepare import prepare, trajectories
 from service.trainer.publish import golden_rows, manifest_of, probe_tensors, record_golden, served_signals
 from service.trainer.record import evaluation_document, plot_data, training_record
+from service.trainer.sample import draw_sample
 from service.trainer.scaling import scale_logits
 from service.trainer.summary import better_options
 from service.trainer.summary import closing as closing_lines
@@ -77,9 +80,10 @@ def train(options: TrainOptions, engine_factory: Callable[[], Engine], store: St
     for data in (dataset, test) if test is not None else (dataset,):
         for remark in data.remarks:
             console.print(f"{data.path.name}: {remark}")
+    dataset, sample = draw_sample(options, dataset, test, console)
 
     with locked(options.run_dir), closing(engine_factory()) as engine:
-        draft, better = _draft(options, dataset, test, engine, console)
+        draft, better = _draft(options, dataset, test, sample, engine, console)
         bundle = store.publish(draft)
         console.print(f"published {bundle.reference}")
         for line in (*closing_lines(bundle.evaluation()), *better):
@@ -93,7 +97,12 @@ def train(options: TrainOptions, engine_factory: Callable[[], Engine], store: St
 
 
 def _draft(
-    options: TrainOptions, dataset: Dataset, test: Dataset | None, engine: Engine, console: Console
+    options: TrainOptions,
+    dataset: Dataset,
+    test: Dataset | None,
+    sample: Sample | None,
+    engine: Engine,
+    console: Console,
 ) -> tuple[BundleDraft, list[str]]:
     """Everything between the data and the store; and options that would have done better."""
     # Collect and label.
@@ -156,6 +165,7 @@ def _draft(
     answering = profile(inputs.label, first, inputs.group)
     document = evaluation_document(options, names, data, out_of_fold, refitted, choice.auroc, nested, answering, first)
     document |= scaled.document | ({} if context is None else context.document())
+    document |= {} if sample is None else {SAMPLE: sample.document()}
     document |= {"threshold": cut.document() | {"out_of_fold": rounded(cut.gate)}}
     if held is not None:
         document["rows_seen"]["held-out"] = Marks.of(held.dataset).document()
@@ -165,7 +175,7 @@ def _draft(
         )
         document["held_out"] = held_out(held.inputs, classifier, threshold, read, inputs) | {
             "file": held.dataset.origin.path.name,
-            "digest": held.dataset.origin.digest,
+            "digest": held.dataset.origin.file_digest,
             "left_out": held.counts["left_out"],
         }
         forms = by_form(held.inputs.label, classifier.risk(read)[None], held.inputs.strata, threshold)

@@ -80,7 +80,7 @@ def example(argument: Argument) -> tuple[Any, list[str]]:
 
 def flags(argument: Argument, words: list[str]) -> list[str]:
     if argument.field_info.default is True:
-        return [f"--no-{argument.name.removeprefix('--')}"]
+        return list(argument.negatives)[:1]
     return [part for word in words for part in (argument.name, word)] or [argument.name]
 
 

@@ -25,7 +25,9 @@ from service.trainer.options import TrainOptions, parse_signals
 from service.trainer.run import train
 from tests.fitting.planted import PlantedEngine, Quiet, planted_rows, write_rows
 
-FAST: dict[str, Any] = {"folds": 3, "inner_folds": 2, "seeds": (0, 1), "c_grid": (0.1, 0.3), "jobs": 1, "forms": ()}
+FAST: dict[str, Any] = {
+    "folds": 3, "inner_folds": 2, "seeds": (0, 1), "c_grid": (0.1, 0.3), "jobs": 1, "forms": (), "sample": False,
+}  # fmt: skip
 FUSED = ("depth_mean", "log_max_prob", "entropy")
 
 
