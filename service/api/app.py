@@ -19,6 +19,7 @@ from service.api import (
     guardrail_routes,
     health,
     openai_routes,
+    sample_routes,
     score,
 )
 from service.api.auth import BearerKeys
@@ -92,7 +93,16 @@ def create_app(state: ServiceState, on_loaded: Callable[[ServiceState], None] | 
         tracing=state.tracing,
     )
     error_handlers.install(app)
-    for module in (score, openai_routes, guardrail_routes, feedback_routes, catalogue, admin_routes, health):
+    for module in (
+        score,
+        openai_routes,
+        guardrail_routes,
+        feedback_routes,
+        catalogue,
+        sample_routes,
+        admin_routes,
+        health,
+    ):
         app.include_router(module.router)
     app.router.routes += routes(settings.playground)
     return app

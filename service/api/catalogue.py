@@ -28,11 +28,14 @@ from service.api.catalogue_schema import (
     LoadedOut,
     ModelCard,
     ModelList,
+    SampleOut,
+    SampleQuestionOut,
 )
 from service.api.dependencies import State
 from service.api.response_docs import errors
 from service.coverage import coverage
 from service.form_table import form_table
+from service.sample import sample_of
 from service.scoring import Scorer
 from service.serving.rollout import Comparison
 from service.serving.state import ServiceState
@@ -109,7 +112,7 @@ async def one_bundle(bundle: str, state: State) -> BundleDetail:
     probes = scorer.bundle.probes
     hallucinated, factual = probes.trajectory_mean.tolist()
     hallucinated_std, factual_std = probes.trajectory_std.tolist()
-    by_threshold, by_form = await asyncio.to_thread(_evaluated, scorer.bundle)  # reads a file
+    by_threshold, by_form, sample = await asyncio.to_thread(_evaluated, scorer.bundle)  # reads a file
     return BundleDetail(
         **dict(card),
         trajectories=ClassTrajectories(
@@ -117,15 +120,21 @@ async def one_bundle(bundle: str, state: State) -> BundleDetail:
         ),
         coverage=by_threshold,
         forms=by_form,
+        sample=sample,
     )
 
 
 @lru_cache(maxsize=32)  # a bundle never changes
-def _evaluated(bundle: Bundle) -> tuple[CoverageOut, FormsOut | None]:
-    forms = form_table(bundle)
+def _evaluated(bundle: Bundle) -> tuple[CoverageOut, FormsOut | None, SampleOut | None]:
+    forms, sample = form_table(bundle), sample_of(bundle)
     return (
         CoverageOut.model_validate(asdict(coverage(bundle))),
         None if forms is None else FormsOut.model_validate(asdict(forms)),
+        None
+        if sample is None
+        else SampleOut(
+            file=sample.file, questions=[SampleQuestionOut.model_validate(asdict(one)) for one in sample.questions]
+        ),
     )
 
 

@@ -190,6 +190,14 @@ class GateOut(Strict):
     right_withheld: Risk = Field(description="of the rows that the model answers right")
 
 
+class TenthOut(Strict):
+    """A tenth of the training rows, ordered by risk."""
+
+    low: Risk = Field(description="its smallest risk")
+    high: Risk = Field(description="its largest")
+    right: Risk = Field(description="share that the model answered right")
+
+
 class CoverageOut(Strict):
     """What a bundle would answer and get wrong over thresholds, on questions like its training rows."""
 
@@ -201,6 +209,40 @@ class CoverageOut(Strict):
     hallucinated: Risk = Field(description="share of the rows: what is wrong where everything is answered")
     gates: list[GateOut] = Field(description="at the thresholds 0, 0.01 ... 1; may be empty")
     own: GateOut | None = Field(description="measured at the bundle's own threshold, by cross-validation")
+    tenths: list[TenthOut] = Field(
+        description="lowest risks first; empty where the rows' risks were not kept, or are too few"
+    )
+
+
+class SampleQuestionOut(Strict):
+    """A held-out question that the bundle carries."""
+
+    prompt: str
+    answers: list[str] = Field(description="accepted ones")
+    kind: str = Field(description="'' where the data name none")
+
+
+class SampleOut(Strict):
+    """Held-out questions that were drawn before any risk was known: what the risk is worth, for a stranger to see."""
+
+    file: str = Field(description="of the rows that they were drawn from")
+    questions: list[SampleQuestionOut]
+
+
+class SampleAnswerOut(Strict):
+    """What the model answers to a question of the sample, judged, and the risk that was read before it."""
+
+    object: Literal["sample.answer"] = "sample.answer"
+    number: int = Field(description="of the question, from 0")
+    prompt: str
+    kind: str
+    risk: Risk
+    threshold: Risk
+    flagged: bool = Field(description="what a gate would withhold")
+    outside_training: bool | None = Field(description="null where the bundle cannot tell")
+    answer: str
+    verdict: Literal["right", "wrong", "abstained"]
+    accepted: list[str] = Field(description="answers that are right")
 
 
 class FormOut(Strict):
@@ -231,6 +273,7 @@ class BundleDetail(BundleCard):
     trajectories: ClassTrajectories
     coverage: CoverageOut
     forms: FormsOut | None = Field(None, description="null where none is kept, and after a recalibration")
+    sample: SampleOut | None = Field(None, description="null where the bundle carries none (train --no-sample)")
 
 
 class BundleList(Strict):

@@ -23,6 +23,7 @@ from service.cli import (
     doctor,
     evaluate,
     feedback,
+    held_out,
     keys,
     recalibrate,
     score,
@@ -44,6 +45,7 @@ HELP = (
 COMMANDS: dict[str, Any] = {  # name -> function, or for a group its help and commands
     "serve": serve.serve,
     "doctor": doctor.doctor,
+    "try": held_out.held_out,
     "score": score.score,
     "train": train.train,
     "calibrate": calibrate.calibrate,

@@ -267,6 +267,7 @@ def serve(
         print_line(f"ready: {identity.model} ({identity.dtype}) read by {references}\n\nTry it:\n")
         key = ' -H "Authorization: Bearer $KEY"' if keys.closed else ""
         print_line(f"  curl -s {address}/score{key} -H 'Content-Type: application/json' -d {shlex.quote(EXAMPLE)}\n")
+        print_line(f"  hallutracer try --url {address}     # held-out questions, sorted by risk\n")
         if settings.playground:
             print_line(f"Playground: {address}/")
         print_line(f"API reference: {address}/docs    Stop: Ctrl-C")

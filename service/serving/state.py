@@ -35,6 +35,7 @@ from service.serving.metrics import Metrics
 from service.serving.monitor import Monitor
 from service.serving.retrievals import Retrievals
 from service.serving.rollout import Rollout, RolloutPlan, rolled_out
+from service.serving.sampled import Sampled
 from service.serving.tokenizing import Tokenizing
 from service.settings import DEFAULT_MESSAGE, ServiceSettings
 
@@ -82,6 +83,7 @@ class ServiceState:
     limits: DriftLimits = field(default_factory=DriftLimits)
     monitors: Mapping[str, Monitor] = field(default_factory=dict)  # by "name:version"
     retrievals: Retrievals = field(default_factory=Retrievals)
+    sampled: Sampled = field(init=False)
     feedback: Feedback | None = None  # None: nothing is kept, and no label taken
     keys: KeyRing = field(default_factory=KeyRing)  # none: open to all that reach the port
     audit: Auditor | None = None  # None: nothing is written
@@ -93,6 +95,7 @@ class ServiceState:
     def __post_init__(self) -> None:
         """As many requests may be tokenized as prompts may wait."""
         self.tokenizing = Tokenizing(self.settings.max_queue)
+        self.sampled = Sampled(self.settings.threshold)
 
     async def start(self) -> None:
         """Load in the background: live at once, ready once every bundle has matched its golden prompts."""

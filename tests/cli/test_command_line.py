@@ -27,7 +27,7 @@ COMMANDS = {" ".join(path) for path, _ in commands_of(make_app(Sources({})))}
 
 def test_the_commands_are_those_of_the_readme() -> None:
     assert {
-        "serve", "doctor", "score", "train", "bundle list", "bundle show", "bundle compare", "bundle verify",
+        "serve", "doctor", "try", "score", "train", "bundle list", "bundle show", "bundle compare", "bundle verify",
         "bundle alias", "bundle sign", "bundle push", "bundle pull", "bundle promote", "bundle rollback", "bundle diff",
         "demo info", "demo questions", "demo retrieval", "demo build", "data convert", "data list", "data mix",
         "data forms", "data tasks", "data audit", "evaluate", "diagnose", "calibrate", "recalibrate", "feedback",

@@ -1,0 +1,85 @@
+"""What a bundle's model answers to the questions that the bundle carries, and how risky each was before.
+
+Answered once for each bundle, whoever asks, a few at a time: no caller can make the model work for it twice.  They are
+not traffic: neither metrics nor drift count them, and no policy withholds them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Mapping
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Literal
+
+from service.data.judges import make_judge
+from service.data.labels import verdict_on
+from service.data.options import JudgeOptions
+from service.engines.base import Sampling, unfinished
+from service.guard import OBSERVE, Policy
+from service.sample import Sample, SampleQuestion
+from service.scoring import RiskReport, Scorer
+
+TOGETHER = 4  # questions; more would crowd out traffic
+Verdict = Literal["right", "wrong", "abstained"]
+VERDICTS: Mapping[str, Verdict] = {
+    "factual": "right",
+    "hallucinated": "wrong",
+    "abstained": "abstained",
+    "empty": "abstained",
+}
+
+
+@dataclass(frozen=True)
+class Answered:
+    """One question of the sample, answered and judged as in training."""
+
+    question: SampleQuestion
+    report: RiskReport
+    verdict: Verdict
+
+    @property
+    def answer(self) -> str:
+        """What the model said."""
+        assert self.report.completion is not None
+        return self.report.completion.text.strip()
+
+
+async def ask(scorer: Scorer, sample: Sample, number: int, threshold: float | None = None) -> Answered:
+    """Score and answer question ``number``, whatever the risk.  Raises what ``Scorer.run`` raises.
+
+    ``threshold``: that of the service, where it has one of its own.
+    """
+    question = sample.questions[number]
+    report = await _answered(scorer, question.prompt, OBSERVE.at(threshold), Sampling(max_tokens=sample.max_tokens))
+    assert report.completion is not None
+    judge = make_judge(JudgeOptions(name="exact" if sample.judge == "exact" else "contains"))
+    abstains = re.compile(sample.abstain_pattern)
+    verdict = verdict_on(report.completion.text, question.prompt, question.answers, judge, abstains)
+    return Answered(question, report, VERDICTS[verdict])
+
+
+async def _answered(scorer: Scorer, prompt: str, policy: Policy, sampling: Sampling) -> RiskReport:
+    async with aclosing(scorer.run(scorer.render(prompt), policy, sampling)) as steps:
+        async for report, _ in steps:
+            if report.completion is not None:
+                return report
+    raise unfinished()
+
+
+@dataclass
+class Sampled:
+    """The answers of the running service, by the bundle's digest and the question's number."""
+
+    threshold: float | None = None  # the service's own
+    answers: dict[tuple[str, int], Answered] = field(default_factory=dict)
+    _turn: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(TOGETHER))
+
+    async def answer(self, scorer: Scorer, sample: Sample, number: int) -> Answered:
+        """As ``ask``, or what it gave before."""
+        key = scorer.bundle.manifest.digest, number
+        async with self._turn:
+            if key not in self.answers:
+                self.answers[key] = await ask(scorer, sample, number, self.threshold)
+        return self.answers[key]

@@ -1,0 +1,99 @@
+"""hallutracer try: the demo model on held-out questions, here and through a service."""
+
+from __future__ import annotations
+
+import json
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from probes_store.bundle import BundleDraft, load_bundle
+from probes_store.store import SHIPPED, Store
+from service.cli.sorted_table import Seen, Tried, draw_sorted
+from service.coverage import Tenth
+from tests.command_line import hallutracer
+from tests.serve_process import ServeProcess
+
+
+@pytest.fixture(scope="module")
+def here() -> dict[str, Any]:
+    done = hallutracer("try", "--json")
+    assert done.returncode == 0, done.stderr
+    return dict(json.loads(done.stdout))
+
+
+def test_the_demo_model_is_right_more_often_where_the_risk_is_low(here: dict[str, Any]) -> None:
+    risks = [one["risk"] for one in here["seen"]]
+    assert (len(risks), risks) == (24, sorted(risks))
+    assert all(one["flagged"] is (one["risk"] >= here["threshold"]) for one in here["seen"])
+    for one in here["seen"]:
+        assert (one["verdict"] == "right") is any(word.lower() in one["answer"].lower() for word in one["accepted"])
+    for half, own in (("lower_half", here["seen"][:12]), ("upper_half", here["seen"][12:])):
+        assert here[half] == {"questions": 12, "right": sum(one["verdict"] == "right" for one in own)}
+    assert here["lower_half"]["right"] > here["upper_half"]["right"]
+    right = [tenth["right"] for tenth in here["tenths"]]
+    assert len(right) == 10
+    assert right == sorted(right, reverse=True)
+
+
+def test_a_service_tells_the_same(here: dict[str, Any]) -> None:
+    with ServeProcess() as service:
+        done = hallutracer("try", "--url", service.url, "--json")
+        assert done.returncode == 0, done.stderr
+        there = json.loads(done.stdout)
+        other = hallutracer("try", "--url", service.url, "--bundle", "absent")
+        assert (other.returncode, "absent" in other.stderr) == (1, True)
+    for mine, its in zip(here["seen"], there["seen"], strict=True):
+        assert mine["risk"] == pytest.approx(its["risk"], abs=1e-4)
+        assert mine | {"risk": 0} == its | {"risk": 0}
+    assert here | {"seen": 0} == there | {"seen": 0}
+
+
+def test_the_table_is_sorted_and_has_the_gates_line() -> None:
+    seen = [
+        Seen("Capital of\nFrance?", "It is Paris.", ("Paris",), 0.1, False, "right"),
+        Seen("Capital of Palau?", "It is [red]Koror.", ("Ngerulmud", "Melekeok"), 0.7, True, "wrong"),
+        Seen("Capital of Chad?", "I do not know.", ("N'Djamena",), 0.9, True, "abstained"),
+    ]
+    tenths = tuple(Tenth(place / 10, (place + 1) / 10, 1 - place / 10) for place in range(10))
+    console = Console(file=StringIO(), width=100)
+    draw_sorted(Tried("probe:1", "model", 0.5, tuple(seen), tenths), console)
+    assert isinstance(console.file, StringIO)
+    lines = console.file.getvalue().splitlines()
+    assert [line.split()[0] for line in lines[:5]] == ["risk", "0.10", "a", "0.70", "0.90"]
+    assert "a gate withholds 0.50 and more:" in lines[2]
+    assert "Capital of France?" in lines[1]
+    assert "It is [red]Koror." in lines[3]  # the model's words are no markup
+    assert lines[1].rstrip().endswith("\u2713")
+    assert lines[3].rstrip().endswith("\u2717 Ngerulmud")
+    bars = [line.count("\u2588") for line in lines if "\u2588" in line]
+    assert bars == [40, 36, 32, 28, 24, 20, 16, 12, 8, 4]
+    assert lines[-1].endswith("right in 1 of the 2 with the lower risks, in 0 of the 1 with the higher.")
+    assert max(map(len, lines[:-1])) <= 100
+
+
+def test_a_bundle_without_questions_says_what_to_do(tmp_path: Path) -> None:
+    bundle = load_bundle(SHIPPED / "demo" / "1")
+    older = {key: value for key, value in bundle.evaluation().items() if key != "sample"}
+    Store(tmp_path).publish(BundleDraft(bundle.manifest, bundle.probes, bundle.golden, older, "card"))
+    done = hallutracer("try", "--bundle", "demo", "--store", str(tmp_path))
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "demo:1 carries no questions to try" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "word"),
+    [
+        (("--url", "http://127.0.0.1:9"), 1, "did not answer"),
+        (("--url", "nowhere"), 1, "did not answer"),
+        (("--show", "0"), 2, "--show"),
+        (("--url", "http://127.0.0.1:9", "--bundle", "a", "--bundle", "b"), 2, "--bundle"),
+    ],
+)
+def test_errors_name_the_cause(arguments: tuple[str, ...], status: int, word: str) -> None:
+    done = hallutracer("try", *arguments)
+    assert (done.returncode, done.stdout) == (status, "")
+    assert word in done.stderr
