@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from difflib import get_close_matches
+from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -10,8 +12,11 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
 
+from service.api.openai_request import Arguments, ChatRequest, TextRequest
 from service.api.request_log import record_of
+from service.api.request_schema import Generate, RequestModel, ScoreRequest
 from service.errors import BodiesFull, BodyTooLarge, BodyTooSlow, HalluTracerError, Unauthorized
+from service.routes import CHAT_ROUTE, SCORE_ROUTES, TEXT_ROUTE
 
 _FIELD = re.compile(r"[A-Za-z_]\w*")
 _TAGS = ("body", "str", "int", "float")
@@ -23,8 +28,19 @@ CODES = {
 }
 NO_ROUTE = (
     "no such route; this service has /v1/risk/score, and of OpenAI's API /v1/chat/completions, /v1/completions and "
-    "/v1/models: the base URL of OpenAI's clients ends in /v1"
+    "/v1/models: the base URL of OpenAI's clients ends in /v1.  Health checks are /health/live and /health/ready"
 )
+_REQUESTS: dict[str, type[RequestModel]] = {
+    CHAT_ROUTE: ChatRequest,
+    TEXT_ROUTE: TextRequest,
+    SCORE_ROUTES[0]: ScoreRequest,
+    SCORE_ROUTES[1]: ScoreRequest,
+}
+_INNER: dict[type[RequestModel], tuple[str, type[RequestModel]]] = {
+    ScoreRequest: ("generate", Generate),
+    ChatRequest: ("vllm_xargs", Arguments),
+    TextRequest: ("vllm_xargs", Arguments),
+}
 MAX_ERRORS = 100  # of a body's validation errors that are looked at
 
 
@@ -71,9 +87,29 @@ async def _validation_error(request: Request, error: Exception) -> JSONResponse:
         reason = first.get("ctx", {}).get("error", "invalid")
         return _answer(request, 400, f"the body is not valid JSON: {reason}", "invalid_json")
     # Without the invalid value, which may be a prompt.
-    message = str(first["msg"]).removeprefix("Value error, ")
+    message = _in_words(request.url.path, first)
     path = ".".join(_field_path(first["loc"]))
     return _answer(request, 422, f"{path}: {message}" if path else message, "invalid_request", path or None)
+
+
+def _in_words(route: str, error: Any) -> str:
+    """A field's error; of one that does not exist, which was meant."""
+    model, path = _REQUESTS.get(route), _field_path(error["loc"])
+    if error["type"] in ("model_type", "model_attributes_type") and path[-1:] == ["generate"]:
+        return 'expected an object, such as {"max_tokens": 64}'
+    if error["type"] != "extra_forbidden":
+        return str(error["msg"]).removeprefix("Value error, ")
+    if model is None or path[-1:] != [str(error["loc"][-1])]:  # a name that is none would not be in the path
+        return "no such field"
+    name, (outer, inner) = path[-1], _INNER[model]
+    for own in (name, f"hallutracer_{name}") if len(path) == 1 else ():
+        if own in inner.model_fields:
+            return f'no such field here: put it into {outer}, {{"{outer}": {{"{own}": ...}}}}'
+    if path[:-1] not in ([], [outer]):
+        return "no such field"
+    known = list((inner if path[:-1] else model).model_fields)
+    close = get_close_matches(name, known, n=1)
+    return f"no such field; did you mean {close[0]!r}?" if close else f"no such field; there are {', '.join(known)}"
 
 
 def _field_path(location: tuple[int | str, ...]) -> list[str]:
@@ -86,6 +122,8 @@ async def _http_error(request: Request, error: Exception) -> JSONResponse:
     code = CODES.get(error.status_code, "http_error")
     headers = dict(error.headers) if error.headers else None
     message = NO_ROUTE if error.status_code == 404 else str(error.detail)
+    if error.status_code == 405:
+        message = f"{request.method} is not for this route; it takes {(headers or {}).get('allow', 'POST')}"
     return _answer(request, error.status_code, message, code, headers=headers)
 
 
