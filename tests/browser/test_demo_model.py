@@ -31,12 +31,22 @@ def test_a_known_and_an_unknown_capital(browser: Browser) -> None:
         known, unknown = httpx.post(f"{service.url}/score", json=body, timeout=60).json()["data"]
         assert (known["decision"], unknown["decision"]) == ("continue", "abstain")
         page = opened.open()
+        rows = page.locator("#sample-rows tr[data-number]")
+        expect(rows).to_have_count(24)
+        marks = [row.get_attribute("data-verdict") for row in rows.all()]
+        assert {"right", "wrong"} <= set(marks)
+        assert marks[:12].count("right") > marks[12:].count("right")
+        assert rows.first.is_visible()
+        box = rows.first.bounding_box()
+        assert box is not None
+        assert box["y"] + box["height"] < 800  # a phone shows the first answer without scrolling
         expect(page.locator("#gate-source")).to_contain_text("Counted on the bundle's 4,238 training rows")
         page.fill("#question", KNOWN)
         page.keyboard.press("Enter")
         expect(page.locator(".decision")).to_have_text("Answered")
         expect(page.locator(".answer:not([aria-busy])")).to_have_text(known["completion"]["text"].strip())
         assert float(page.get_attribute(".risk", "data-risk") or "") == pytest.approx(known["risk"], abs=1e-4)
+        page.click("#choices > summary")
         page.select_option("#compare", "demo-fused:1")
         page.fill("#question", UNKNOWN)
         page.click("#ask")

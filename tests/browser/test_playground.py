@@ -78,10 +78,12 @@ def opened(browser: Browser, service: Running) -> Open:
     return open_
 
 
-def ready(tab: Tab) -> Page:
+def ready(tab: Tab, *, details: bool = True) -> Page:
     page = tab.open()
     expect(page.locator("#ask")).to_be_enabled()
     expect(page.locator("#gate-body")).to_be_visible()
+    if details:
+        page.click("#choices > summary")
     return page
 
 
@@ -426,12 +428,11 @@ def test_two_bundles_on_one_prompt(service: Running, opened: Open) -> None:
 def test_a_passage_stands_before_the_question(service: Running, opened: Open) -> None:
     with opened() as tab:
         page = ready(tab)
-        page.click("text=American Samoa, with a passage")
+        with page.expect_request("**/score") as sent:  # one tap asks
+            page.click("text=American Samoa, with a passage")
         expect(page.locator("#passage")).to_have_value(
             "Pago Pago is the capital of American Samoa. Suva is the capital of Fiji. Apia is the capital of Samoa."
         )
-        with page.expect_request("**/score") as sent:
-            page.keyboard.press("Enter")  # the example moved the focus to the button
         prompt = sent.value.post_data_json["prompt"]
         assert prompt.split("\n\n") == [page.input_value("#passage"), "Do you know the capital of American Samoa?"]
         finished(page)
@@ -485,7 +486,7 @@ def test_the_policy_of_the_page_refuses_scripts_inside_it(opened: Open) -> None:
 
 def test_by_keyboard_alone(opened: Open) -> None:
     with opened() as tab:
-        page = ready(tab)
+        page = ready(tab, details=False)
         page.keyboard.press("Tab")
         expect(page.locator(".skip")).to_be_focused()
         page.keyboard.press("Enter")
@@ -501,6 +502,8 @@ def test_by_keyboard_alone(opened: Open) -> None:
         page.keyboard.press("Enter")
         finished(page)
         expect(page.locator(".answer")).to_have_text("It is so.")
+        page.locator("#choices > summary").focus()
+        page.keyboard.press("Enter")
         reached = set()
         for _ in range(40):
             page.keyboard.press("Tab")

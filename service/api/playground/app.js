@@ -3,6 +3,7 @@ import { getJson, key, score, ServiceError, stream } from "./api.js";
 import { byId, el, fixed, show, tell } from "./dom.js";
 import { History } from "./history.js";
 import { Reading } from "./reading.js";
+import { Sample } from "./sample.js";
 import { Threshold } from "./threshold.js";
 
 const EXAMPLES = [
@@ -16,6 +17,7 @@ const RETRY_S = 2;
 const details = new Map(); // bundle -> what GET /v1/bundles/{bundle} told
 const threshold = new Threshold();
 const history = new History((entry) => fill(entry));
+const sample = new Sample((entry) => { fill(entry); ask(); });
 let asking = null; // the AbortController of the request under way
 let fetching; // the question that was sent to fetch a passage, and the id of that answer
 
@@ -23,7 +25,7 @@ async function connect() {
   try {
     const [models, bundles] = await Promise.all([getJson("v1/models"), getJson("v1/bundles")]);
     connected(models.data[0], bundles);
-    threshold.use(await detail(byId("bundle").value));
+    await chosen();
   } catch (error) {
     if (!(error instanceof ServiceError)) throw error;
     if (error.status === 401) askForKey();
@@ -61,6 +63,12 @@ function others() {
 async function detail(bundle) {
   if (!details.has(bundle)) details.set(bundle, await getJson(`v1/bundles/${encodeURIComponent(bundle)}`));
   return details.get(bundle);
+}
+
+async function chosen() {
+  const found = await detail(byId("bundle").value);
+  threshold.use(found);
+  sample.use(found); // its answers come one by one
 }
 
 function askForKey() {
@@ -162,7 +170,7 @@ function busy(working) {
 
 byId("examples").replaceChildren(...EXAMPLES.map((example) => {
   const button = el("button", { type: "button" }, example.name ?? example.question);
-  button.addEventListener("click", () => fill(example));
+  button.addEventListener("click", () => { fill(example); ask(); });
   return button;
 }));
 byId("ask-form").addEventListener("submit", (event) => { event.preventDefault(); ask(); });
@@ -177,7 +185,7 @@ byId("forget").addEventListener("click", () => { key.forget(); askForKey(); });
 byId("bundle").addEventListener("change", async () => {
   others();
   try {
-    threshold.use(await detail(byId("bundle").value));
+    await chosen();
   } catch (error) {
     failed(error, null);
   }

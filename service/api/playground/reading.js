@@ -1,6 +1,6 @@
 // One bundle's reading of a prompt: the risk, the decision, the answer or its withholding, the trajectory.
 import { scale } from "./axes.js";
-import { drawn, el, fixed, svg } from "./dom.js";
+import { drawn, el, fixed, percent, svg } from "./dom.js";
 import { trajectoryPlot } from "./trajectory.js";
 
 const NO_FACT = "Asks for no fact: the risk does not apply";
@@ -81,9 +81,15 @@ export class Reading {
 
   #facts(document) {
     const { applies, asks, interval, outside_training: outside, distance, threshold } = this.risk;
-    const lines = [el("p", { class: "facts" }, `Threshold ${fixed(threshold, 3)}, policy ${document.policy}. ` + (interval
-      ? `Trainings on other rows would put the risk between ${fixed(interval[0])} and ${fixed(interval[1])} (95 %).`
-      : "This bundle records no interval for its risks."))];
+    const lines = [];
+    const tenth = this.detail.coverage.tenths.findLast(({ low }) => this.risk.risk >= low) ?? this.detail.coverage.tenths[0];
+    if (tenth && applies !== false) {
+      lines.push(el("p", { class: "facts tenth" }, `Of training questions at risks like this one (${fixed(tenth.low)} to ${fixed(tenth.high)}) ` +
+        `the model answered ${percent(tenth.right)} right. A gate at ${fixed(threshold)} ${this.risk.risk >= threshold ? "withholds" : "answers"} it.`));
+    }
+    lines.push(el("p", { class: "facts" }, `Threshold ${fixed(threshold, 3)}, policy ${document.policy}. ` + (interval
+      ? `Trained on other rows, the bundle would put the risk between ${fixed(interval[0])} and ${fixed(interval[1])} (95 %).`
+      : "This bundle records no interval for its risks.")));
     if (applies === false) lines.push(el("p", { class: "facts" }, `${NO_FACT}. The probability that it asks for one is ${fixed(asks)}.`));
     if (outside) lines.push(el("p", { class: "facts warn" }, `Unlike all that training saw (distance ${fixed(distance, 1)}, its cutoff is 1): the risk is a guess here.`));
     if (document.guarantee) {

@@ -1,0 +1,53 @@
+"""Draw the pictures of the playground and the terminal, of a service that runs: python docs/screenshots.py URL.
+
+Writes docs/playground.png, docs/playground-phone.png and docs/try.svg.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from playwright.sync_api import Browser, expect
+from rich.console import Console
+from rich.text import Text
+
+from tests.browser.chromium import chromium
+
+DOCS = Path(__file__).parent
+ROWS = 24
+WAIT_MS = 120_000
+
+
+def page(browser: Browser, url: str, target: Path, width: int, height: int) -> None:
+    """The playground as it opens, once all questions are answered."""
+    context = browser.new_context(viewport={"width": width, "height": height}, reduced_motion="reduce")
+    opened = context.new_page()
+    opened.goto(url)
+    expect(opened.locator("#sample-rows tr[data-number]")).to_have_count(ROWS, timeout=WAIT_MS)
+    opened.screenshot(path=target)
+    context.close()
+
+
+def terminal(url: str, target: Path, width: int = 108) -> None:
+    """What ``hallutracer try`` prints, in its colours."""
+    command = [str(Path(sys.executable).with_name("hallutracer")), "try", "--url", url]
+    said = os.environ | {"FORCE_COLOR": "1", "COLUMNS": str(width)}
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=said)
+    console = Console(record=True, width=width, file=open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
+    console.print(Text.from_ansi(done.stdout))
+    target.write_text(console.export_svg(title="hallutracer try"), encoding="utf-8")
+
+
+def main(url: str) -> None:
+    """All three."""
+    with chromium() as browser:
+        page(browser, url, DOCS / "playground.png", 1280, 900)
+        page(browser, url, DOCS / "playground-phone.png", 390, 844)
+    terminal(url, DOCS / "try.svg")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

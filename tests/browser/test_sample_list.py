@@ -1,0 +1,130 @@
+"""The list that the playground opens with: held-out questions, answered as the page loads and sorted by risk."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from playwright.sync_api import Browser, Page, expect
+
+from probes_store.bundle import Bundle
+from service.errors import EngineError
+from service.sample import Sample, SampleQuestion
+from tests.browser.chromium import WAIT_MS, Tab, chromium, faults, sideways, tab
+from tests.matching import matching_bundle
+from tests.running import Running, running
+from tests.scripted_engine import ScriptedEngine
+
+expect.set_options(timeout=WAIT_MS)
+QUESTIONS = tuple(
+    SampleQuestion(f"Question <b>{number}</b> {'x' * number}?", ("so",) if number % 3 else ("not <i>that</i>",), "")
+    for number in range(30)
+)
+SAMPLE = Sample("rows.jsonl", "contains", r"(?i)not sure", 16, QUESTIONS)
+
+
+def carrying(engine: ScriptedEngine, folder: Path) -> Bundle:
+    return matching_bundle(engine, folder, "carrying", evaluation={"sample": SAMPLE.document()})
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with chromium() as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    with running(tmp_path_factory.mktemp("bundles"), names=(), add=[carrying, other], policy="observe") as started:
+        yield started
+
+
+def other(engine: ScriptedEngine, folder: Path) -> Bundle:
+    return matching_bundle(engine, folder, "other")
+
+
+def listed(tab: Tab) -> Page:
+    page = tab.open()
+    expect(page.locator("#sample-rows tr[data-number]")).to_have_count(24)
+    return page
+
+
+def rows(page: Page) -> list[dict[str, Any]]:
+    found = []
+    for row in page.locator("#sample-rows tr").all():
+        cells = row.locator("td").all_inner_texts()
+        number = row.get_attribute("data-number")
+        found.append({"number": number, "risk": float(cells[0]), "cells": cells, "kind": row.get_attribute("class")})
+    return found
+
+
+def test_the_questions_are_answered_and_sorted(service: Running, browser: Browser) -> None:
+    with tab(browser, service.url) as opened:
+        page = listed(opened)
+        assert faults(page) == []
+        found = rows(page)
+        assert [row["risk"] for row in found] == sorted(row["risk"] for row in found)
+        answers = {row["number"]: row["cells"] for row in found if row["number"] is not None}
+        assert set(answers) == {str(number) for number in range(24)}
+        assert answers["1"][1].splitlines() == ["Question <b>1</b> x?", "It is so."]  # text, no markup
+        assert answers["1"][2].strip() == "\u2713 right"
+        assert answers["3"][2].split("\n")[0] == "\u2717 wrong"
+        assert answers["3"][2].split("\n")[-1] == "not <i>that</i>"
+        assert "24 questions" in page.inner_text("#sample-note")
+
+
+def test_the_line_tells_what_a_gate_there_would_do(service: Running, browser: Browser) -> None:
+    with tab(browser, service.url) as opened:
+        page = listed(opened)
+        threshold = service.bundles[0].manifest.threshold
+        assert f"{threshold:.2f}" in page.inner_text("#sample-value")
+        for at in (None, 0.0, 0.4, 1.0):
+            if at is not None:
+                page.locator("#sample-threshold").fill(str(at))
+            found = rows(page)
+            [place] = [place for place, row in enumerate(found) if row["kind"] == "line-row"]
+            passed, stopped = found[:place], found[place + 1 :]
+            value = threshold if at is None else at
+            assert all(row["risk"] <= value + 0.005 for row in passed)
+            assert all(row["risk"] >= value - 0.005 for row in stopped)
+            wrong = sum("wrong" in row["cells"][2] for row in passed)
+            right = sum("right" in row["cells"][2] for row in stopped)
+            assert page.inner_text("#sample-text") == (
+                f"A gate at {value:.2f} answers {len(passed)}, {wrong} of them wrong, "
+                f"and withholds {len(stopped)}, {right} of them right."
+            )
+
+
+def test_a_question_of_the_list_is_asked_by_one_tap(service: Running, browser: Browser) -> None:
+    with tab(browser, service.url, width=360) as opened:
+        page = listed(opened)
+        assert sideways(page) == 0
+        page.click("#sample-rows tr[data-number='4'] button")
+        expect(page.locator("#asked")).to_have_text(QUESTIONS[4].prompt)
+        expect(page.locator(".answer:not([aria-busy])")).to_have_text("It is so.")
+
+
+def test_another_bundle_without_questions_has_no_list(service: Running, browser: Browser) -> None:
+    with tab(browser, service.url) as opened:
+        page = listed(opened)
+        page.click("#choices > summary")
+        page.select_option("#bundle", "other:1")
+        expect(page.locator("#sample")).to_be_hidden()
+        page.select_option("#bundle", "carrying:1")
+        expect(page.locator("#sample-rows tr[data-number]")).to_have_count(24)
+
+
+def test_a_failure_is_told_beside_what_came(browser: Browser, tmp_path: Path) -> None:
+    few = dataclasses.replace(SAMPLE, questions=QUESTIONS[:1])
+
+    def one(engine: ScriptedEngine, folder: Path) -> Bundle:
+        return matching_bundle(engine, folder, "few", evaluation={"sample": few.document()})
+
+    with running(tmp_path, names=(), add=[one]) as service:
+        service.engine.fail = EngineError("the script broke")
+        with tab(browser, service.url, allowed=("the server responded with a status of 5",)) as opened:
+            page = opened.open()
+            expect(page.locator("#sample-problem")).to_contain_text("Not all questions were answered: ")
