@@ -6,6 +6,7 @@ Writes docs/playground.png, docs/playground-phone.png and docs/try.svg.
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -38,7 +39,8 @@ def terminal(url: str, target: Path, width: int = 108) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=True, env=said)
     console = Console(record=True, width=width, file=open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
     console.print(Text.from_ansi(done.stdout))
-    target.write_text(console.export_svg(title="hallutracer try"), encoding="utf-8")
+    drawn = console.export_svg(title="hallutracer try")
+    target.write_text(re.sub(r"@font-face \{.*?\}\s*", "", drawn, flags=re.DOTALL), encoding="utf-8")  # no font of others
 
 
 def main(url: str) -> None:
