@@ -40,7 +40,8 @@ def terminal(url: str, target: Path, width: int = 108) -> None:
     console = Console(record=True, width=width, file=open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
     console.print(Text.from_ansi(done.stdout))
     drawn = console.export_svg(title="hallutracer try")
-    target.write_text(re.sub(r"@font-face \{.*?\}\s*", "", drawn, flags=re.DOTALL), encoding="utf-8")  # no font of others
+    own = re.sub(r"@font-face \{.*?\}\s*", "", drawn, flags=re.DOTALL)  # a font of others would be fetched
+    target.write_text(own, encoding="utf-8")
 
 
 def main(url: str) -> None:
