@@ -103,9 +103,12 @@ def _asked_here(options: TryOptions, bundles: BundleOptions, engine: EngineChoic
 
 
 def _asked_there(options: TryOptions, bundles: BundleOptions) -> Tried:
+    from concurrent.futures import ThreadPoolExecutor
+
     import httpx
 
     from service.coverage import Tenth
+    from service.serving.sampled import TOGETHER
 
     if len(bundles.bundle) > 1:
         raise UsageError("--bundle", "name one")
@@ -118,7 +121,11 @@ def _asked_there(options: TryOptions, bundles: BundleOptions) -> Tried:
             if card["sample"] is None:
                 raise _nothing(card["id"])
             numbers = range(min(options.show, len(card["sample"]["questions"])))
-            found = [_get(client, f"/v1/bundles/{name}/sample/{number}") for number in _through(numbers)]
+            with _bar(len(numbers)) as advance, ThreadPoolExecutor(TOGETHER) as pool:
+                found = []
+                for one in pool.map(lambda number: _get(client, f"/v1/bundles/{name}/sample/{number}"), numbers):
+                    found.append(one)
+                    advance()
     except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, TypeError, StopIteration) as error:
         raise HalluTracerError(
             f"{options.url} did not answer as a HalluTracer service of this version: {error or type(error).__name__}"
@@ -162,10 +169,3 @@ def _bar(total: int) -> Iterator[Any]:
 
     with tqdm(total=total, desc="asking", unit="question", file=sys.stderr, disable=not sys.stderr.isatty()) as bar:
         yield bar.update
-
-
-def _through(numbers: Sequence[int]) -> Iterator[int]:
-    with _bar(len(numbers)) as advance:
-        for number in numbers:
-            yield number
-            advance()
