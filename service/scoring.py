@@ -140,16 +140,17 @@ class Scorer:
         """
         check_sampling(sampling)
 
-        async def last_report(prompt: TokenIds) -> RiskReport:
-            async with aclosing(self.run(prompt, policy, sampling)) as steps:
-                async for report, _ in steps:
-                    last = report
-            return last
-
         async def reports() -> list[RiskReport]:
-            return await gather_all([last_report(prompt) for prompt in prompts])
+            return await gather_all([self.last_report(prompt, policy, sampling) for prompt in prompts])
 
         return wait_for(reports())
+
+    async def last_report(self, prompt: TokenIds, policy: Policy, sampling: Sampling | None = None) -> RiskReport:
+        """The last report of ``run``, with the completion where there is one.  Raises what ``run`` raises."""
+        async with aclosing(self.run(prompt, policy, sampling)) as steps:
+            async for report, _ in steps:
+                last = report
+        return last
 
     async def run(
         self,

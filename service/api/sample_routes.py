@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from functools import lru_cache
 
 from fastapi import APIRouter
 
@@ -14,6 +15,7 @@ from service.errors import NotFound
 from service.sample import sample_of
 
 router = APIRouter(tags=["catalogue"])
+_sample_of = lru_cache(maxsize=32)(sample_of)  # reads a file; a bundle never changes
 DOCUMENTED = RESPONSES | errors(_404="no such bundle is loaded, or it carries no such question")
 
 
@@ -21,7 +23,7 @@ DOCUMENTED = RESPONSES | errors(_404="no such bundle is loaded, or it carries no
 async def sample_answer(bundle: str, number: int, state: State) -> SampleAnswerOut:
     """One question of the bundle's sample: the risk before the answer, the answer, and whether it is right."""
     scorer = state.scorer(bundle, None)
-    sample = await asyncio.to_thread(sample_of, scorer.bundle)  # reads a file
+    sample = await asyncio.to_thread(_sample_of, scorer.bundle)
     if sample is None or not 0 <= number < len(sample.questions):
         count = 0 if sample is None else len(sample.questions)
         raise NotFound(f"{scorer.bundle.reference} carries {count} questions, and none of number {number}")

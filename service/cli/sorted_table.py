@@ -42,18 +42,17 @@ class Tried:
     def document(self) -> dict[str, Any]:
         """For --json."""
         lower, upper = self.halves
-        right = [sum(one.verdict == "right" for one in half) for half in (lower, upper)]
-        return asdict(self) | {"lower_half": _half(lower, right[0]), "upper_half": _half(upper, right[1])}
+        return asdict(self) | {"lower_half": lower, "upper_half": upper}
 
     @property
-    def halves(self) -> tuple[tuple[Seen, ...], tuple[Seen, ...]]:
-        """By risk; the middle one of an odd number is in the lower."""
+    def halves(self) -> tuple[dict[str, int], dict[str, int]]:
+        """Questions and right answers by half of the risks; the middle one of an odd number is in the lower."""
         middle = (len(self.seen) + 1) // 2
-        return self.seen[:middle], self.seen[middle:]
+        return _counted(self.seen[:middle]), _counted(self.seen[middle:])
 
 
-def _half(half: Sequence[Seen], right: int) -> dict[str, int]:
-    return {"questions": len(half), "right": right}
+def _counted(half: Sequence[Seen]) -> dict[str, int]:
+    return {"questions": len(half), "right": sum(one.verdict == "right" for one in half)}
 
 
 def draw_sorted(tried: Tried, console: Console | None = None) -> None:
@@ -110,8 +109,8 @@ def tenth_lines(tenths: Sequence[Tenth]) -> list[Text]:
 def sentence(tried: Tried) -> str:
     """The two numbers that matter."""
     lower, upper = tried.halves
-    right = [sum(one.verdict == "right" for one in half) for half in (lower, upper)]
     return (
-        f"{tried.model}, asked {len(tried.seen)} questions that {tried.bundle} was not fitted on: right in {right[0]} "
-        f"of the {len(lower)} with the lower risks, in {right[1]} of the {len(upper)} with the higher."
+        f"{tried.model}, asked {len(tried.seen)} questions that {tried.bundle} was not fitted on: right in "
+        f"{lower['right']} of the {lower['questions']} with the lower risks, in {upper['right']} of the "
+        f"{upper['questions']} with the higher."
     )

@@ -172,11 +172,8 @@ def read_dataset(path: Path, labels: Labels, *, folds: int | None) -> Dataset:
         raise DataError(str(path), sorted(problems, key=_line_of))
     alike = near_duplicates([row.texts for row in rows])
     dataset = Dataset(path, tuple(rows), f"sha256:{digest.hexdigest()}", own_groups, alike)
-    if labels == "given" and folds is not None:
-        asking = dataset.asking
-        problems = class_problems(np.array([rows[place].label for place in asking]), dataset.groups[asking], folds)
-        if problems:
-            raise DataError(str(path), [*problems, *dataset.remarks])
+    if labels == "given" and folds is not None and (problems := missing_groups(dataset, folds)):
+        raise DataError(str(path), [*problems, *dataset.remarks])
     return dataset
 
 
@@ -200,6 +197,13 @@ def class_problems(label: NDArray[Any], group: NDArray[Any], folds: int) -> list
                 f"only {count} group(s) have {name} rows, fewer than the {folds} folds: add rows or lower the folds"
             )
     return problems
+
+
+def missing_groups(dataset: Dataset, folds: int) -> list[str]:
+    """``class_problems`` of a file's own labels."""
+    asking = dataset.asking
+    label = np.array([dataset.rows[place].label for place in asking.tolist()], np.int64)
+    return class_problems(label, dataset.groups[asking], folds)
 
 
 def check_all_apply(dataset: Dataset) -> None:

@@ -1,7 +1,7 @@
 """What a bundle's model answers to the questions that the bundle carries, and how risky each was before.
 
-Answered once for each bundle, whoever asks, a few at a time: no caller can make the model work for it twice.  They are
-not traffic: neither metrics nor drift count them, and no policy withholds them.
+A few are answered at a time, and an answer is kept for whoever asks next: callers cannot make the model work for them
+without end.  They are not traffic: neither metrics nor drift count them, and no policy withholds them.
 """
 
 from __future__ import annotations
@@ -9,15 +9,14 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Mapping
-from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Literal
 
 from service.data.judges import make_judge
 from service.data.labels import verdict_on
 from service.data.options import JudgeOptions
-from service.engines.base import Sampling, unfinished
-from service.guard import OBSERVE, Policy
+from service.engines.base import Sampling
+from service.guard import OBSERVE
 from service.sample import Sample, SampleQuestion
 from service.scoring import RiskReport, Scorer
 
@@ -52,20 +51,13 @@ async def ask(scorer: Scorer, sample: Sample, number: int, threshold: float | No
     ``threshold``: that of the service, where it has one of its own.
     """
     question = sample.questions[number]
-    report = await _answered(scorer, question.prompt, OBSERVE.at(threshold), Sampling(max_tokens=sample.max_tokens))
+    sampling = Sampling(max_tokens=sample.max_tokens)
+    report = await scorer.last_report(scorer.render(question.prompt), OBSERVE.at(threshold), sampling)
     assert report.completion is not None
     judge = make_judge(JudgeOptions(name="exact" if sample.judge == "exact" else "contains"))
     abstains = re.compile(sample.abstain_pattern)
     verdict = verdict_on(report.completion.text, question.prompt, question.answers, judge, abstains)
     return Answered(question, report, VERDICTS[verdict])
-
-
-async def _answered(scorer: Scorer, prompt: str, policy: Policy, sampling: Sampling) -> RiskReport:
-    async with aclosing(scorer.run(scorer.render(prompt), policy, sampling)) as steps:
-        async for report, _ in steps:
-            if report.completion is not None:
-                return report
-    raise unfinished()
 
 
 @dataclass

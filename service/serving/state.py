@@ -8,7 +8,6 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
 
@@ -22,12 +21,12 @@ from service.audit.auditor import Auditor, recorded
 from service.audit.events import SERVICE, Who
 from service.callers import Caller
 from service.drift import DriftLimits
-from service.engines.base import Engine, TokenIds, unfinished
+from service.engines.base import Engine
 from service.errors import FeedbackUnavailable, NonFiniteReadout, NotFound, NotReady
 from service.feedback.rows import Tally
 from service.guard import OBSERVE, Policy
 from service.policies import Rule, built_in
-from service.scoring import RiskReport, Scorer
+from service.scoring import Scorer
 from service.serving.choice import check_choice, check_tells
 from service.serving.dispatcher import Dispatcher
 from service.serving.feedback import Feedback
@@ -225,7 +224,7 @@ class ServiceState:
         for scorer in {self.scorers[0], self.rollout.canary or self.scorers[0]}:
             monitor = self.monitors[scorer.bundle.reference]
             try:
-                reports = [await _only(scorer, prompt) for prompt in scorer.bundle.golden.prompts()]
+                reports = [await scorer.last_report(prompt, OBSERVE) for prompt in scorer.bundle.golden.prompts()]
                 trajectories = np.stack([report.logits for report in reports])
                 risks = np.array([report.risk for report in reports])
                 deviation = check_golden(scorer.bundle, trajectories, risks, dtype=scorer.engine.identity.dtype)
@@ -388,13 +387,6 @@ class ServiceState:
             )
         policy = self.policies[wanted]
         return policy.at(self.settings.threshold if policy.threshold is None else None).at(threshold)
-
-
-async def _only(scorer: Scorer, prompt: TokenIds) -> RiskReport:
-    async with aclosing(scorer.run(prompt, OBSERVE)) as steps:
-        async for report, _ in steps:
-            return report
-    raise unfinished()
 
 
 def in_own_thread(load: Callable[[], T]) -> Future[T]:

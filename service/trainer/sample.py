@@ -9,12 +9,12 @@ from collections.abc import Sequence
 import numpy as np
 
 from service.data.judges import normalise
-from service.data.training_rows import Dataset, Row, class_problems
+from service.data.training_rows import Dataset, Row, missing_groups
 from service.sample import MOST_TOKENS, Sample, SampleQuestion
 from service.trainer.options import Console, TrainOptions
 
 KEPT = 48  # questions
-FEWEST = 8  # of less nobody would learn anything
+FEWEST = 8  # questions; fewer would show nothing
 SHARE = 0.05  # of the training rows that may leave for it
 JUDGES = ("contains", "exact")  # what a service compares answers with: no endpoint, no pattern
 LONGEST = 400  # characters of a question that a table can show
@@ -40,7 +40,7 @@ def draw_sample(
         return dataset, None
     if test is None:
         left = without(dataset, places)
-        if options.answers == "given" and _too_few(left, options.folds):
+        if options.answers == "given" and missing_groups(left, options.folds):
             return dataset, None
         console.print(
             f"{len(places)} questions are left out of training and kept in the bundle for `hallutracer try` "
@@ -78,7 +78,7 @@ def _within_share(dataset: Dataset, places: Sequence[int]) -> list[int]:
     room = int(SHARE * len(dataset))
     found: list[int] = []
     for place in places:
-        if len(found) < KEPT and sizes[dataset.groups[place]] <= room:
+        if sizes[dataset.groups[place]] <= room:
             room -= int(sizes[dataset.groups[place]])
             found.append(place)
     return found
@@ -94,8 +94,3 @@ def _fits(row: Row) -> bool:
 
 def _asked(row: Row) -> str:
     return row.texts[0]
-
-
-def _too_few(left: Dataset, folds: int) -> bool:
-    label = np.array([left.rows[place].label for place in left.asking.tolist()], np.int64)
-    return bool(class_problems(label, left.groups[left.asking], folds))
