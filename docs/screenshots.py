@@ -1,6 +1,6 @@
-"""Draw the pictures of the playground and the terminal, of a service that runs: python docs/screenshots.py URL.
+"""Draw the pictures of the playground, the terminal and the tenths, of a running service: python docs/screenshots.py URL.
 
-Writes docs/playground.png, docs/playground-phone.png and docs/try.svg.
+Writes docs/playground.png, docs/playground-phone.png, docs/try.svg and docs/tenths.svg.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import httpx
+import matplotlib.pyplot as plt
 from playwright.sync_api import Browser, expect
 from rich.console import Console
 from rich.text import Text
@@ -44,12 +46,30 @@ def terminal(url: str, target: Path, width: int = 108) -> None:
     target.write_text(own, encoding="utf-8")
 
 
+def tenths(url: str, target: Path) -> None:
+    """How often the model is right in each tenth of the training rows by risk."""
+    card = httpx.get(f"{url}/v1/bundles/smollm2").raise_for_status().json()
+    shares = [100 * tenth["right"] for tenth in card["coverage"]["tenths"]]
+    names = [f"{tenth['low']:.2f} to {tenth['high']:.2f}" for tenth in card["coverage"]["tenths"]]
+    with plt.rc_context({"svg.hashsalt": "tenths", "font.size": 8}):
+        figure, axes = plt.subplots(figsize=(8, 1.9), layout="constrained")
+        bars = axes.bar(names, shares, color="#2b6cb0", width=0.8)
+        axes.bar_label(bars, [f"{share:.0f} %" for share in shares], padding=2)
+        axes.set(ylim=(0, 1.25 * max(shares)), yticks=[], xlabel="a tenth of the questions, by risk before the answer",
+                 title="answered right")  # fmt: skip
+        axes.spines[["top", "right", "left"]].set_visible(False)
+        axes.tick_params(axis="x", length=0, labelsize=7)
+        figure.savefig(target, metadata={"Date": None})
+        plt.close(figure)
+
+
 def main(url: str) -> None:
-    """All three."""
+    """All of them."""
     with chromium() as browser:
         page(browser, url, DOCS / "playground.png", 1280, 900)
         page(browser, url, DOCS / "playground-phone.png", 390, 844)
     terminal(url, DOCS / "try.svg")
+    tenths(url, DOCS / "tenths.svg")
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ policy, how much it may ask, and whose answers it may label."""
 from __future__ import annotations
 
 import hashlib
+import ipaddress
 import re
 import time
 from dataclasses import dataclass, field
@@ -12,6 +13,8 @@ from enum import StrEnum
 from typing import Literal
 
 Right = Literal["policy", "threshold", "bundle", "rendering", "feedback"]
+Loosened = Literal[Right, "none"]  # as an operator says it of all callers; "none": that it was said
+OWNERS: frozenset[Right] = frozenset({"policy", "threshold"})  # on loopback, where there are no keys
 
 
 class Scope(StrEnum):
@@ -62,7 +65,7 @@ class Caller:
     """One client: a key's name, or an address where there are no keys.  Callers share the engine evenly."""
 
     name: str = ""
-    may: frozenset[Right] = frozenset()
+    may: frozenset[Loosened] = frozenset()
     policies: tuple[str, ...] | None = None  # None: all
 
 
@@ -89,3 +92,17 @@ def is_placeholder(secret: str) -> bool:
 def digest_of(secret: str) -> str:
     """SHA-256 in hexadecimal: enough for a secret of 256 random bits, which nobody can guess."""
     return hashlib.sha256(secret.encode("utf-8", "surrogateescape")).hexdigest()
+
+
+def address_in(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    """None: a name."""
+    try:
+        return ipaddress.ip_address(host)
+    except ValueError:
+        return None
+
+
+def on_loopback(host: str) -> bool:
+    """Whether ``host`` is this machine alone: where only it can reach a service, or what only it calls from."""
+    address = address_in(host)
+    return host == "localhost" if address is None else address.is_loopback

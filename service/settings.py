@@ -15,7 +15,7 @@ from typing import Annotated, Any
 
 from cyclopts import Group, Parameter
 
-from service.callers import Right
+from service.callers import Loosened
 
 PREFIX = "HALLUTRACER_"
 NO_OPTIONS = frozenset({f"{PREFIX}CACHE"})  # variables alone: where unpacked GGUF files are kept, below all commands
@@ -110,13 +110,18 @@ DeadlineS = Annotated[float, option("Longest time of one request; then 504.", li
 Threshold = Annotated[
     float | None, option("Flag a prompt at or above this risk.  Default: the bundle's own.", limits=Range(0, 1))
 ]
-PolicyName = Annotated[str, option("What happens to a flagged prompt where a request names no policy.")]
+PolicyName = Annotated[
+    str,
+    option("What becomes of a flagged prompt where a request names no policy: observe answers and tells the risk, gate "
+           "says the abstain message, block gives an error; or a name in --policies."),
+]  # fmt: skip
 CallersMay = Annotated[
-    tuple[Right, ...],
+    tuple[Loosened, ...],
     option("What a request may choose although it lets more through than a service that withholds would, repeatable: "
            "an observing policy, a higher threshold, another bundle; rendering: in vLLM's server, fields such as "
            "continue_final_message.  feedback: it may label other callers' answers.  "
-           "Default: none; stricter is always taken."),
+           "Default: policy and threshold for programs and pages of this machine where a service on loopback asks for "
+           "no key, else none (which can be said); stricter is always taken."),
 ]  # fmt: skip
 
 KeysFile = Annotated[
@@ -158,7 +163,10 @@ AllowOpenStore = Annotated[
 ]
 PoliciesFile = Annotated[
     Path | None,
-    option("TOML file of named policies: [name] action = observe|abstain|block, threshold, message."),
+    option(
+        "TOML file of named policies: [name] action = observe|annotate|abstain|block|retrieve|fallback, threshold, "
+        "message."
+    ),
 ]
 AbstainMessage = Annotated[str, option("What an abstaining policy says instead of an answer.")]
 MessageInContent = Annotated[
@@ -208,7 +216,7 @@ class ServiceSettings:
         bool, option("Refuse messages that spell out special tokens of the model, instead of reading them as text.")
     ] = False
     threshold: Threshold = None  # for policies that name none; None: each bundle's own
-    policy: PolicyName = "gate"  # for requests that name none
+    policy: PolicyName = "observe"  # for requests that name none
     protect_metrics: Annotated[bool, option("Require a key on /metrics too.")] = False
     playground: Annotated[
         bool, option("Serve the playground at /, a page to ask questions and look at their risks; else / is a 404.")

@@ -59,7 +59,7 @@ class App:
         self.state = ServiceState(
             lambda: {bundle.reference: Scorer(self.served, bundle) for bundle in self.bundles},
             aliases_of,
-            ServiceSettings(callers_may=tuple(callers_may), **settings),
+            ServiceSettings(callers_may=tuple(callers_may), **{"policy": "gate"} | settings),
             built_in() | policies,
             keys=KeyRing(keys, keys_file, built_in() | policies),
             tracing=tracing,

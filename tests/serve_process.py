@@ -21,9 +21,9 @@ MAY_CHOOSE = {"HALLUTRACER_CALLERS_MAY": "policy threshold bundle"}  # for tests
 
 
 def inherited() -> dict[str, str]:
-    """The environment without variables of ours, but for the model: the demo's, unless a test says otherwise."""
+    """The environment without variables of ours, but for the model, the demo's, and the policy, which gates."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("HALLUTRACER_", "RAG_"))}
-    return kept | {"HALLUTRACER_MODEL": "demo"}
+    return kept | {"HALLUTRACER_MODEL": "demo", "HALLUTRACER_POLICY": "gate"}
 
 
 class ServeProcess:

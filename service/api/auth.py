@@ -5,7 +5,6 @@ Plain ASGI: before the body is read.  Unknown paths need a key too, so that the 
 
 from __future__ import annotations
 
-import ipaddress
 from collections.abc import Callable, Collection
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -15,7 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from service.access.allowance import Allowance
 from service.access.ring import KeyRing
 from service.api.error_handlers import respond
-from service.callers import Key
+from service.callers import Key, on_loopback
 from service.callers import Scope as KeyScope
 from service.errors import HalluTracerError, KeyExpired, KeyRevoked, MissingScope, Unauthorized
 from service.routes import CALLED, METRICS, scopes_of
@@ -89,7 +88,7 @@ def key_of(request: HTTPConnection) -> Key | None:
 def check_scopes(request: HTTPConnection, keys: KeyRing, wanted: Collection[KeyScope]) -> None:
     """Raise Unauthorized or MissingScope unless the request's key has one of these scopes; none: any key will do."""
     if not keys.closed:
-        if KeyScope.ADMIN in wanted and not _from_here(request):
+        if KeyScope.ADMIN in wanted and ("origin" in request.headers or not from_here(request)):
             raise MissingScope(
                 "while there are no keys, only programs on this machine may change the service; to do it from "
                 "elsewhere, make a key: hallutracer keys new NAME --scope admin"
@@ -116,14 +115,12 @@ def allowance_of(request: HTTPConnection, keys: KeyRing) -> Callable[[int], None
     return lambda tokens: allowance.take_tokens(key, tokens)
 
 
-def _from_here(request: HTTPConnection) -> bool:
-    """A connection of this machine that no proxy passes on, and that no web page has a browser make."""
-    if request.client is None or "origin" in request.headers or any(name in request.headers for name in FORWARDED):
+def from_here(request: HTTPConnection) -> bool:
+    """A connection of this machine that no proxy passes on, and that no foreign web page has a browser make."""
+    if request.client is None or any(name in request.headers for name in FORWARDED):
         return False
-    try:
-        return ipaddress.ip_address(request.client.host).is_loopback
-    except ValueError:
-        return False
+    own_page = f"{request.url.scheme}://{request.headers.get('host')}"
+    return request.headers.get("origin", own_page) == own_page and on_loopback(request.client.host)
 
 
 def _over(key: Key) -> bool:

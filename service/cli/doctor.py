@@ -15,7 +15,8 @@ from cyclopts import Parameter
 
 from service.access.key_file import read_keys
 from service.audit.file import AuditFile
-from service.cli.listening import listen, on_loopback
+from service.callers import on_loopback
+from service.cli.listening import listen
 from service.cli.loading import LeaveOut, bundle_names, load_engine, load_scorers, open_store
 from service.cli.options import BundleOptions, EngineChoice, Json
 from service.cli.output import print_json, print_line

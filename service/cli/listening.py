@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import ipaddress
 import logging
 import math
 import re
@@ -11,6 +10,7 @@ import socket
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from service.callers import address_in, on_loopback
 from service.cli.options import UsageError
 from service.errors import HalluTracerError
 from service.settings import ServiceSettings
@@ -70,12 +70,6 @@ def listen(host: str, port: int) -> socket.socket:
     return listener
 
 
-def on_loopback(host: str) -> bool:
-    """Whether only this machine can reach ``host``."""
-    address = _address(host)
-    return host == "localhost" if address is None else address.is_loopback
-
-
 def known_hosts(settings: ServiceSettings, *, keyed: bool) -> tuple[str, ...]:
     """The names that requests may be addressed to; "*": any.  Addresses (``service.api.hosts``) are taken besides.
 
@@ -89,16 +83,8 @@ def known_hosts(settings: ServiceSettings, *, keyed: bool) -> tuple[str, ...]:
         return settings.allowed_hosts
     if on_loopback(settings.host):
         return ("localhost",)
-    own = (settings.host,) if _address(settings.host) is None else ()
+    own = (settings.host,) if address_in(settings.host) is None else ()
     return ("*",) if keyed else ("localhost", socket.gethostname(), *own)
-
-
-def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
-    """None: a name."""
-    try:
-        return ipaddress.ip_address(host)
-    except ValueError:
-        return None
 
 
 def in_url(host: str) -> str:

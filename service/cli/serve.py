@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import logging
-import shlex
 import signal
 from collections.abc import Collection
 from dataclasses import dataclass, replace
@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from service.access.ring import KeyRing
+from service.callers import on_loopback
 from service.cli.access import load_keys
-from service.cli.listening import in_url, known_hosts, listen, make_server, on_loopback
+from service.cli.listening import in_url, known_hosts, listen, make_server
 from service.cli.loading import LeaveOut, bundle_names, load_bundles, load_engine, load_scorers, open_store
 from service.cli.options import BundleOptions, EngineChoice, FeedbackDatabase, UsageError
 from service.cli.output import print_line
@@ -44,10 +45,6 @@ if TYPE_CHECKING:
     from service.serving.state import ServiceState
 
 log = logging.getLogger("hallutracer")
-EXAMPLE = (
-    '{"prompt": ["Which city is the capital of Yemen?", "Do you know the capital of American Samoa?"], '
-    '"generate": {"max_tokens": 16}}'
-)
 
 
 @section("Access and policies", 35)
@@ -186,7 +183,8 @@ def serve(
     SIGHUP, or POST /v1/admin/reload, looks the bundles up again, because an alias may have moved, and swaps them
     without a pause; it also reads --keys again, which otherwise happens a second after the file has changed.
 
-      hallutracer serve --policy observe         # watch /metrics before you gate
+      hallutracer serve                          # observes: risks are told, nothing is withheld
+      hallutracer serve --policy gate            # withholds answers whose risk reaches the bundle's threshold
       hallutracer serve --model ./my-model --bundle my-probe@production
       hallutracer serve --bundle my-probe --canary my-probe@canary --canary-share 0.1 --shadow my-probe:3
       hallutracer serve --host 0.0.0.0 --keys keys.toml --audit-log audit.jsonl --engine vllm
@@ -224,6 +222,7 @@ def serve(
 
     from service.api.app import create_app
     from service.audit.auditor import Auditor
+    from service.cli.greeting import greet, how_to_gate
     from service.serving.state import ServiceState
 
     state = ServiceState(
@@ -262,15 +261,7 @@ def serve(
             return
         gc.collect()
         gc.freeze()  # the model and its libraries stay: collections need not walk them again
-        references = ", ".join(scorer.bundle.reference for scorer in state.scorers)
-        identity = state.scorers[0].engine.identity
-        print_line(f"ready: {identity.model} ({identity.dtype}) read by {references}\n\nTry it:\n")
-        key = ' -H "Authorization: Bearer $KEY"' if keys.closed else ""
-        print_line(f"  curl -s {address}/score{key} -H 'Content-Type: application/json' -d {shlex.quote(EXAMPLE)}\n")
-        print_line(f"  hallutracer try --url {address}     # held-out questions, sorted by risk\n")
-        if settings.playground:
-            print_line(f"Playground: {address}/")
-        print_line(f"API reference: {address}/docs    Stop: Ctrl-C")
+        background.add(asyncio.get_running_loop().create_task(greet(state, address)))
 
         reload = on_hangup(state)
         if hangups:  # while it loaded
@@ -283,6 +274,7 @@ def serve(
     def broken() -> None:
         server.should_exit = True  # with status 1, so that a supervisor starts the service again
 
+    background: set[asyncio.Task[None]] = set()  # asyncio itself keeps no hold of a task
     state.on_broken = broken
     state.load_again = lambda engine: load_again(state, engine, store, names, set(plan.references) - set(own))
     server = make_server(create_app(state, loaded), settings, state.leave)
@@ -296,6 +288,8 @@ def serve(
     signal.signal(signal.SIGTERM, lambda *_: None)
     hangups: list[int] = []
     signal.signal(signal.SIGHUP, lambda number, _: hangups.append(number))
+    if hint := how_to_gate(state.policy(None, None)):
+        print_line(hint)
     print_line(f"listening on {address}, loading {loading.model} ...")
     server.run(sockets=[listener])
     if state.error is not None:

@@ -346,7 +346,7 @@ def test_a_redirect_is_not_followed_and_a_missing_key_is_not_left_out(
 )  # fmt: skip
 def test_a_request_may_only_be_stricter(tmp_path: Path, own: str, wanted: str, status: int) -> None:
     policies = {"warn": WARN, "fetch": FETCH, "send": sends("http://127.0.0.1:9", key=None)}
-    with running(tmp_path, policies=policies, policy=own, callers_may=()) as service:
+    with running(tmp_path, policies=policies, policy=own, callers_may=["none"]) as service:
         service.state.policies = {name: policy.at(0.5) for name, policy in service.state.policies.items()}
         assert service.post(prompt="A", policy=wanted).status_code == status
         assert service.post(prompt="A", threshold=1.0).status_code == (200 if own == "observe" else 403)

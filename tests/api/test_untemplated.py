@@ -43,7 +43,7 @@ def scorer() -> Scorer:
 
 @pytest.fixture(scope="module")
 def client(scorer: Scorer) -> Iterator[TestClient]:
-    settings = ServiceSettings(callers_may=("policy",))
+    settings = ServiceSettings(policy="gate", callers_may=("policy",))
     state = ServiceState(lambda: {"demo": scorer}, settings=settings, policies=built_in() | {"open": OPEN})
     with TestClient(create_app(state)) as client:
         until(lambda: state.is_ready)

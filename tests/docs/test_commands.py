@@ -41,8 +41,9 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The address of a service on SmolLM2."""
-    with serve(HALLUTRACER_STORE=str(tmp_path_factory.mktemp("store")), HALLUTRACER_MODEL="smollm2") as process:
+    """The address of a service on SmolLM2, which observes, as one that is started without options does."""
+    own = {"HALLUTRACER_MODEL": "smollm2", "HALLUTRACER_POLICY": "observe"}
+    with serve(HALLUTRACER_STORE=str(tmp_path_factory.mktemp("store")), **own) as process:
         yield process.url
 
 

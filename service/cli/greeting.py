@@ -1,0 +1,60 @@
+"""What ``serve`` prints once it is ready: a request made of the bundle's own held-out questions, and where to go on."""
+
+from __future__ import annotations
+
+import json
+import shlex
+
+from service.cli.held_out import SHOWN
+from service.cli.output import print_line
+from service.engines.bridge import gather_all
+from service.errors import HalluTracerError
+from service.guard import OBSERVE, Action, Policy
+from service.sample import sample_of
+from service.scoring import Scorer
+from service.serving.state import ServiceState
+
+HOW_TO_GATE = (
+    "policy {name}: every answer passes and its risk is told; --policy gate withholds answers from the threshold on"
+)
+FALLBACK = ("What is the capital of France?",)  # of a bundle without a sample
+
+
+def how_to_gate(policy: Policy) -> str | None:
+    """The first line of a service that withholds nothing by itself."""
+    return HOW_TO_GATE.format(name=policy.name) if policy.action is Action.OBSERVE else None
+
+
+async def greet(state: ServiceState, address: str) -> None:
+    """Print the lines.  The request's questions are read by the model first, as ``example`` says."""
+    scorer = state.scorers[0]
+    identity, own = scorer.engine.identity, state.policy(None, None)
+    references = ", ".join(one.bundle.reference for one in state.scorers)
+    print_line(f"ready: {identity.model} ({identity.dtype}) read by {references}")
+    body = {"prompt": await example(scorer), "generate": {"max_tokens": 16}}
+    if own.action is Action.OBSERVE:
+        body["policy"] = "gate"
+    key = ' -H "Authorization: Bearer $KEY"' if state.keys.closed else ""
+    text = shlex.quote(json.dumps(body, ensure_ascii=False))
+    print_line("\nTry it, on the held-out questions of the lowest and of the highest risk:\n")
+    print_line(f"  curl -s {address}/score{key} -H 'Content-Type: application/json' -d {text}\n")
+    print_line(f"  hallutracer try --url {address}     # all of them, sorted by risk\n")
+    if state.settings.playground:
+        print_line(f"Playground: {address}/")
+    print_line(f"API reference: {address}/docs    Stop: Ctrl-C")
+
+
+async def example(scorer: Scorer) -> list[str]:
+    """Two held-out questions of the bundle, of the lowest and of the highest risk among those that ``try`` shows.
+
+    Their prefills alone, about a second on SmolLM2.  A question that any model is asked where the bundle has no sample.
+    """
+    try:
+        if (sample := sample_of(scorer.bundle)) is None:
+            return list(FALLBACK)
+        prompts = [question.prompt for question in sample.questions[:SHOWN]]
+        reports = await gather_all([scorer.last_report(scorer.render(prompt), OBSERVE) for prompt in prompts])
+    except HalluTracerError:  # an engine that is told to stop, or a question that no longer fits: others may be asked
+        return list(FALLBACK)
+    by_risk = sorted(zip((report.risk for report in reports), prompts, strict=True))
+    return [by_risk[0][1], by_risk[-1][1]]
