@@ -41,7 +41,7 @@ html_theme_options = {"navigation_with_keys": True}
 
 # GitHub shows README.md as it is, so the navigation is not written there.
 NAVIGATION = {
-    "Start": {"Install": "docs/install"},
+    "Start": {"Install": "docs/install", "Where to put it": "docs/choosing"},
     "Use": {
         "Serving": "docs/serving",
         "Keys and the audit log": "docs/access",

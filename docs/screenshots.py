@@ -1,4 +1,4 @@
-"""Draw the pictures of the playground, the terminal and the tenths, of a running service: python docs/screenshots.py URL.
+"""Draw the playground, the terminal and the tenths, of a service that runs: python docs/screenshots.py URL.
 
 Writes docs/playground.png, docs/playground-phone.png, docs/try.svg and docs/tenths.svg.
 """

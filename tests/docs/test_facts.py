@@ -35,6 +35,18 @@ def test_the_readme_is_one_page() -> None:
     assert len(text_of("README.md").splitlines()) <= 150
 
 
+def test_the_first_screen_is_one_screen() -> None:
+    """To the end of the table that says when to use what."""
+    lines = text_of("README.md").splitlines()
+    assert max(place for place, line in enumerate(lines) if line.startswith("| [LettuceDetect]")) < 45
+
+
+def test_the_recipe_is_for_the_vllm_that_the_plugin_reads() -> None:
+    extras = tomllib.loads(text_of("pyproject.toml"))["project"]["optional-dependencies"]
+    pinned = next(iter(Requirement(extras["vllm"][0]).specifier)).version
+    assert f"FROM vllm/vllm-openai:v{pinned}\n" in text_of("docs/choosing.md")
+
+
 def errors(root: type[HalluTracerError]) -> Iterator[type[HalluTracerError]]:
     yield root
     for child in root.__subclasses__():
