@@ -47,7 +47,8 @@ class Common:
     """What every command takes."""
 
     config: Annotated[
-        Path | None, option("TOML file of options: one table per command; keys above the tables are shared.")
+        Path | None,
+        option("TOML file of options: one table per command; keys above the tables are shared.", everyday=True),
     ] = None
     print_config: Annotated[
         bool, option("Print the effective options as TOML, each with its source, and exit."),

@@ -74,18 +74,26 @@ class Range:
 
 
 def option(
-    help: str, *names: str, limits: Range | None = None, secret: bool = False, metavar: str | None = None
+    help: str,
+    *names: str,
+    limits: Range | None = None,
+    secret: bool = False,
+    metavar: str | None = None,
+    everyday: bool = False,
 ) -> Parameter:
     """An option: its help, its name where the field's own will not do (then older names), and its limits.
 
-    A secret is masked wherever options are printed, and an empty variable for one is an error.
+    A secret is masked wherever options are printed, and an empty variable for one is an error.  ``everyday``: shown
+    also where a command with many options shows the few that most people use.
     """
+    shown: dict[str, Any] = {"show": True} if everyday else {}  # None would be a value, and win over the command's own
     return Parameter(
         name=tuple(f"--{name}" for name in names) or None,
         help=f"{help} [{limits}]" if limits else help,
         validator=limits,
         metavar=SECRET if secret else metavar,
         show_default=_shown,
+        **shown,
     )
 
 
@@ -108,12 +116,13 @@ DEFAULT_DRAWN = 0.05  # of the unflagged answers, to be labelled
 MaxQueue = Annotated[int, option("Prompts that may wait; further ones get 429.", limits=AT_LEAST_1)]
 DeadlineS = Annotated[float, option("Longest time of one request; then 504.", limits=Range(positive=True))]
 Threshold = Annotated[
-    float | None, option("Flag a prompt at or above this risk.  Default: the bundle's own.", limits=Range(0, 1))
+    float | None,
+    option("Flag a prompt at or above this risk.  Default: the bundle's own.", limits=Range(0, 1), everyday=True),
 ]
 PolicyName = Annotated[
     str,
     option("What becomes of a flagged prompt where a request names no policy: observe answers and tells the risk, gate "
-           "says the abstain message, block gives an error; or a name in --policies."),
+           "says the abstain message, block gives an error; or a name in --policies.", everyday=True),
 ]  # fmt: skip
 CallersMay = Annotated[
     tuple[Loosened, ...],
@@ -127,7 +136,7 @@ CallersMay = Annotated[
 KeysFile = Annotated[
     Path | None,
     option("TOML file of named keys with scopes, limits and an end; it holds no secrets.  'hallutracer keys new' makes "
-           "it; a running service reads it again when it changes."),
+           "it; a running service reads it again when it changes.", everyday=True),
 ]  # fmt: skip
 AuditLogFile = Annotated[
     Path | None,
@@ -141,12 +150,12 @@ AuditRequired = Annotated[
 BundleNames = Annotated[
     tuple[str, ...],
     option("Bundle that reads the model, as name, name@alias or name:version, with @sha256:DIGEST to pin it; "
-           "repeatable to serve several, the first is the default.", "bundle"),
+           "repeatable to serve several, the first is the default.", "bundle", everyday=True),
 ]  # fmt: skip
 StorePlace = Annotated[
     str,
     option("Folder or URL (s3://BUCKET/PREFIX, gs://, az://, hf://OWNER/NAME) of published bundles; those shipped with "
-           "the package are found as well."),
+           "the package are found as well.", everyday=True),
 ]  # fmt: skip
 StoreCache = Annotated[
     Path | None,
@@ -163,11 +172,9 @@ AllowOpenStore = Annotated[
 ]
 PoliciesFile = Annotated[
     Path | None,
-    option(
-        "TOML file of named policies: [name] action = observe|annotate|abstain|block|retrieve|fallback, threshold, "
-        "message."
-    ),
-]
+    option("TOML file of named policies: [name] action = observe|annotate|abstain|block|retrieve|fallback, threshold, "
+           "message.", everyday=True),
+]  # fmt: skip
 AbstainMessage = Annotated[str, option("What an abstaining policy says instead of an answer.")]
 MessageInContent = Annotated[
     bool, option("Say the abstain message as the answer's text, too, for clients that show nothing else.")
@@ -179,8 +186,10 @@ MessageInContent = Annotated[
 class ServiceSettings:
     """How the service listens, how much it takes on, and what it refuses."""
 
-    host: Annotated[str, option("Address to listen on.")] = "127.0.0.1"  # loopback: opening up is a decision
-    port: Annotated[int, option("0: any free port.", limits=Range(0, 65535))] = 8765
+    host: Annotated[str, option("Address to listen on.", everyday=True)] = (
+        "127.0.0.1"  # opening up is a decision
+    )
+    port: Annotated[int, option("0: any free port.", limits=Range(0, 65535), everyday=True)] = 8765
     max_queue: MaxQueue = 1024
     max_wait_ms: Annotated[
         float, option("Batching delay: how long a batch may wait for further prompts.", limits=Range(0, 1000))

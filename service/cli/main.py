@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from cyclopts import App, CycloptsError
+from cyclopts import App, CycloptsError, Parameter
 
 from probes_store.errors import BundleError
 from service import __version__
@@ -40,8 +40,11 @@ HELP = (
     "A probe in every layer reads the last prompt token; the mean over depth becomes a risk.  Without --model every "
     "command uses SmolLM2 where `make run` has installed it, else the embedded demo model.\n\n"
     "Options come from the command line, then the environment (--max-queue is HALLUTRACER_MAX_QUEUE), then the TOML "
-    "file that --config names."
+    "file that --config names.  --help-all shows also the options that --help leaves out, and every variable."
 )
+HELP_ALL = "--help-all"
+HELP_FLAGS = ("-h", "--help", HELP_ALL)
+MANY_OPTIONS = frozenset({"serve"})  # commands whose --help shows the everyday ones
 COMMANDS: dict[str, Any] = {  # name -> function, or for a group its help and commands
     "serve": serve.serve,
     "doctor": doctor.doctor,
@@ -61,13 +64,14 @@ COMMANDS: dict[str, Any] = {  # name -> function, or for a group its help and co
 }
 
 
-def make_app(sources: Sources) -> App:
-    """The command line, with ``sources`` for what it leaves open."""
+def make_app(sources: Sources, *, whole_help: bool = True) -> App:
+    """The command line, with ``sources`` for what it leaves open.  ``whole_help``: its help leaves nothing out."""
     app = App(
         name="hallutracer",
         help=HELP,
         help_format="plaintext",
-        help_flags=("-h", "--help"),
+        help_flags=HELP_FLAGS,
+        default_parameter=None if whole_help else Parameter(show_env_var=False),
         version=f"hallutracer {__version__}",
         version_flags=("--version",),
         config=[sources],
@@ -76,12 +80,14 @@ def make_app(sources: Sources) -> App:
     for name, entry in COMMANDS.items():
         if isinstance(entry, tuple):
             title, commands = entry
-            group = App(name=name, help=title, version_flags=())
+            group = App(name=name, help=title, help_flags=HELP_FLAGS, version_flags=())
             app.command(group)
             for child, function in commands.items():
                 group.command(function, name=child, help=_paragraphs(function), version_flags=())
         else:
-            app.command(entry, name=name, help=_paragraphs(entry), version_flags=())
+            few = name in MANY_OPTIONS and not whole_help
+            shown = Parameter(show=False) if few else None
+            app.command(entry, name=name, help=_paragraphs(entry), version_flags=(), default_parameter=shown)
     sources.root = app
     return app
 
@@ -89,9 +95,10 @@ def make_app(sources: Sources) -> App:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line; exit 0 done, 1 the work failed, 2 the command line was wrong, 130 interrupted."""
     sources = Sources()
+    given = sys.argv[1:] if arguments is None else arguments
     try:
-        command, bound, _ = make_app(sources).parse_args(
-            sys.argv[1:] if arguments is None else arguments, exit_on_error=False, print_error=False
+        command, bound, _ = make_app(sources, whole_help=HELP_ALL in given).parse_args(
+            given, exit_on_error=False, print_error=False
         )
         common = bound.arguments.get("common", Common())
         if common.print_config:

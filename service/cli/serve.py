@@ -180,11 +180,12 @@ def serve(
 
     Listens at once, is ready once the model is loaded and every bundle's golden prompts gave the recorded risks.
     Standard output is for people; standard error has one JSON line per request, which never holds a prompt.
+    The options for capacity, access, rollout, feedback and traces: hallutracer serve --help-all.
     SIGHUP, or POST /v1/admin/reload, looks the bundles up again, because an alias may have moved, and swaps them
     without a pause; it also reads --keys again, which otherwise happens a second after the file has changed.
 
-      hallutracer serve                          # observes: risks are told, nothing is withheld
-      hallutracer serve --policy gate            # withholds answers whose risk reaches the bundle's threshold
+      hallutracer serve                          # tells risks, withholds nothing
+      hallutracer serve --policy gate            # withholds what is too risky
       hallutracer serve --model ./my-model --bundle my-probe@production
       hallutracer serve --bundle my-probe --canary my-probe@canary --canary-share 0.1 --shadow my-probe:3
       hallutracer serve --host 0.0.0.0 --keys keys.toml --audit-log audit.jsonl --engine vllm
