@@ -18,8 +18,9 @@ HEAD = """\
 
 # Command line
 
-`hallutracer COMMAND --help-all` prints what stands here; `--help` leaves out the variables and, of `serve`, the options that
-few people use. The exit status is 0 when done, 1 when the work failed, 2 when the command line was wrong, 130 when interrupted.
+`hallutracer COMMAND --help-all` prints what stands here; `--help` leaves out the variables and, of `serve`, the options
+that few people use. The exit status is 0 when done, 1 when the work failed, 2 when the command line was wrong, 130 when
+interrupted.
 
 Without `--model` a command uses SmolLM2 where its package is installed, else the demo model.
 

@@ -186,9 +186,7 @@ MessageInContent = Annotated[
 class ServiceSettings:
     """How the service listens, how much it takes on, and what it refuses."""
 
-    host: Annotated[str, option("Address to listen on.", everyday=True)] = (
-        "127.0.0.1"  # opening up is a decision
-    )
+    host: Annotated[str, option("Address to listen on.", everyday=True)] = "127.0.0.1"  # opening up is a decision
     port: Annotated[int, option("0: any free port.", limits=Range(0, 65535), everyday=True)] = 8765
     max_queue: MaxQueue = 1024
     max_wait_ms: Annotated[

@@ -228,7 +228,7 @@ class ScriptedContinuation:
                 if cancelled() or not self._open:
                     return
                 encoded = character.encode()
-                if len(ids) + len(encoded) > limit:
+                if len(ids) + len(encoded) > limit or (ids and time.monotonic() >= sampling.until):
                     reason = "length"
                     return
                 if ids:

@@ -151,6 +151,11 @@ class OpenAIRequest(RequestModel):
         return () if self.stop is None else (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
 
     @property
+    def names_length(self) -> bool:
+        """Whether it says how long an answer may be."""
+        return self.max_tokens is not None
+
+    @property
     def with_usage(self) -> bool:
         """Whether a stream ends with the usage."""
         return self.stream_options is not None and self.stream_options.include_usage
@@ -161,6 +166,11 @@ class ChatRequest(OpenAIRequest):
 
     messages: Annotated[list[ChatMessage], Field(fail_fast=True, min_length=1, max_length=1024)]
     max_completion_tokens: StrictInt | None = Field(None, ge=1, description="OpenAI's newer name of max_tokens")
+
+    @property
+    def names_length(self) -> bool:
+        """Whether it says how long an answer may be."""
+        return self.max_completion_tokens is not None or super().names_length
 
     def limit(self, most: int) -> int:
         """Answer tokens at most; ``most`` where the request names none."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from typing import Annotated, Any
 
@@ -31,6 +32,7 @@ from service.guarantee import NO_TEMPLATE, TOKEN_IDS, chat_departures
 from service.guard import Action, Decision
 from service.routes import CHAT_ROUTE, TEXT_ROUTE
 from service.scoring import Scorer
+from service.serving.deadline import Deadline
 from service.serving.feedback import Content
 from service.serving.state import ServiceState
 
@@ -110,6 +112,7 @@ async def _served(
     departures: tuple[str, ...],
 ) -> Response:
     caller, chosen = caller_of(request, state), body.vllm_xargs or Arguments()
+    deadline = Deadline(state.settings.deadline_s)
     scorer, policy = state.choose(
         caller,
         route := CHAT_ROUTE if kind == "chat" else TEXT_ROUTE,
@@ -133,7 +136,8 @@ async def _served(
         field="messages" if kind == "chat" else "prompt",
         size=length,
         token_ids=lambda: token_ids(scorer),
-        sampling=_sampling(body, limit, state.settings.max_new_tokens),
+        sampling=_sampling(body, limit, state.settings.max_new_tokens, deadline),
+        deadline=deadline,
         stream=bool(body.stream),
         departures=departures,
         retrieval_of=chosen.hallutracer_retrieval_of,
@@ -163,8 +167,9 @@ def _as_trained(content: Content, scorer: Scorer) -> Content:
     return {"prompt": content["text"]} if "text" in content and scorer.prompt_format == "text" else content
 
 
-def _sampling(body: OpenAIRequest, limit: int, most: int) -> Sampling:
+def _sampling(body: OpenAIRequest, limit: int, most: int, deadline: Deadline) -> Sampling:
     if limit > most:
         raise RequestError(f"at most {most} answer tokens here, not {limit}", param="max_tokens")
     temperature = OPENAI_TEMPERATURE if body.temperature is None else body.temperature
-    return Sampling(limit, temperature, 1.0 if body.top_p is None else body.top_p, body.seed, body.stops())
+    until = math.inf if body.names_length else deadline.nearly
+    return Sampling(limit, temperature, 1.0 if body.top_p is None else body.top_p, body.seed, body.stops(), until)

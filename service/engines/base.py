@@ -7,6 +7,7 @@ implements ``Engine`` directly.
 
 from __future__ import annotations
 
+import math
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
@@ -71,13 +72,17 @@ class PrefillResult:
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How to decode.  ``temperature`` 0 is greedy."""
+    """How to decode.  ``temperature`` 0 is greedy.
+
+    ``until``: on the monotonic clock; an answer that goes on then ends there, as one of ``max_tokens`` tokens does.
+    """
 
     max_tokens: int = 64
     temperature: float = 0.0
     top_p: float = 1.0
     seed: int | None = None
     stop: tuple[str, ...] = ()
+    until: float = math.inf
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,8 @@ from contextlib import asynccontextmanager
 
 from service.errors import DeadlineExceeded
 
+SPARE = 0.05  # of the time, to end an answer and to send it
+
 
 class Deadline:
     """``seconds`` from now, on the monotonic clock."""
@@ -16,6 +18,11 @@ class Deadline:
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
         self._at = time.monotonic() + seconds
+
+    @property
+    def nearly(self) -> float:
+        """On the monotonic clock: when an answer without a length of its own has to end, so as to be told in time."""
+        return self._at - SPARE * self.seconds
 
     @property
     def left(self) -> float:

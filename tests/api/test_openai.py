@@ -246,3 +246,19 @@ def test_a_model_answers_to_the_names_that_it_is_given(tmp_path: Path, names: tu
                     client.models.retrieve(name)
         assert client.models.retrieve("scripted").id == "scripted"
         assert [model.id for model in client.models.list()] == ["scripted", *(name for name in names if name != "*")]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_without_a_length_ends_before_the_deadline_and_says_length(
+    tmp_path: Path, kind: str, stream: bool
+) -> None:
+    with running(tmp_path, kind, deadline_s=1.5) as service:
+        service.engine.answer, service.engine.sleep_s = "x" * 800, 0.01
+        found = ask(service, stream=stream)
+        ends = [chunk.choices[0] for chunk in found] if stream else found.choices
+        text = "".join(end.delta.content or "" for end in ends) if stream else ends[0].message.content
+        assert ends[-1].finish_reason == "length"
+        assert 1 < len(text) < 800
+        with pytest.raises(openai.APIError, match="deadline"):  # it named 500 tokens, and cannot have them
+            list(ask(service, stream=True, max_tokens=500))

@@ -7,6 +7,7 @@ native kind, and freeing one frees its memory.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol, cast
 
@@ -97,6 +98,9 @@ class KvContinuation:
             for number in range(limit):
                 if cancelled():
                     return
+                if number and time.monotonic() >= sampling.until:
+                    self._finish = "length"
+                    break
                 if number:
                     if self.cache is None:
                         return  # closed while decoding

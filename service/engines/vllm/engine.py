@@ -7,6 +7,7 @@ the coroutines here run on one event loop; the synchronous methods of ``base.Eng
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import replace
@@ -283,7 +284,10 @@ class VllmEngine:
                 async for output in outputs:
                     piece, tokens = answer.add(output)
                     if answer.steps > 1:
-                        yield Update(None, piece, tokens, answer.completion() if output.finished else None)
+                        ends = output.finished or (sampling is not None and time.monotonic() >= sampling.until)
+                        yield Update(None, piece, tokens, answer.completion("length") if ends else None)
+                        if ends:
+                            return
                         continue
                     result, gated = lease.prefill(output, len(prompt))
                     continues = sampling is not None and not gated

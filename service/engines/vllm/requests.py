@@ -60,9 +60,9 @@ class AnswerBuilder:
         self._finish_reason = new.finish_reason
         return new.text, len(new.token_ids)
 
-    def completion(self) -> Completion:
-        """The answer so far."""
-        finish_reason = self._finish_reason if self._finish_reason in ("stop", "length") else "cancelled"
+    def completion(self, other: str = "cancelled") -> Completion:
+        """The answer so far; ``other``: why it ends, where vLLM has not ended it."""
+        finish_reason = self._finish_reason if self._finish_reason in ("stop", "length") else other
         return Completion("".join(self._text), tuple(self._tokens), finish_reason)
 
 

@@ -156,6 +156,15 @@ def test_cancelling_stops_before_the_next_step():
     assert engine.counters.open_continuations == 0
 
 
+def test_an_answer_ends_at_its_time_as_one_of_full_length():
+    engine = tiny.engine("llama")
+    continuation = engine.begin(tiny.prompts([8]), [])[0]
+    list(continuation.decode(Sampling(max_tokens=50, until=0.0)))
+    assert continuation.completion is not None
+    assert (continuation.completion.finish_reason, len(continuation.completion.token_ids)) == ("length", 1)
+    assert engine.counters.open_continuations == 0
+
+
 def test_closing_the_iterator_frees_the_cache():
     engine = tiny.engine("llama")
     continuation = engine.begin(tiny.prompts([8]), [])[0]

@@ -215,6 +215,15 @@ def test_a_bundle_with_context_reads_and_gates_as_the_reference_does(
     assert idle(engine)
 
 
+def test_an_answer_ends_at_its_time_as_one_of_full_length(engine: VllmEngine, probes: list[Probes]) -> None:
+    *_, last = updates(engine, engine.answer(PROMPTS[1], probes, sampling=Sampling(max_tokens=90, until=0.0)))
+    assert last.completion is not None
+    assert last.completion.finish_reason == "length"
+    assert 1 < len(last.completion.token_ids) < 90
+    assert idle(engine)
+    assert all_slots_are_free(engine)
+
+
 @pytest.mark.parametrize("count", [1, 3])
 def test_closing_the_generator_ends_the_request(engine: VllmEngine, probes: list[Probes], count: int) -> None:
     assert len(updates(engine, engine.answer(PROMPTS[1], probes, sampling=Sampling(max_tokens=90)), count)) == count
