@@ -45,7 +45,7 @@ NAVIGATION = {
     "Use": {
         "Serving": "docs/serving",
         "Keys and the audit log": "docs/access",
-        "When the guard is away": "docs/away",
+        "When HalluTracer is away": "docs/away",
         "Rollout": "docs/rollout",
         "Drift": "docs/drift",
         "Traces": "docs/tracing",

@@ -22,7 +22,7 @@ RESPONSES = errors(
 )
 
 
-@router.post(RELOAD_ROUTE, responses=RESPONSES)
+@router.post(RELOAD_ROUTE, summary="Load keys and bundles again", responses=RESPONSES)
 async def reload(state: State, who: Admin) -> BundleList:
     """Read the keys again, look the bundles up again and swap them; requests under way end with what they began with.
 

@@ -47,7 +47,7 @@ RESPONSES = errors(_401="no bearer key, or an unknown one", _503="not ready: loa
 NAMED = RESPONSES | errors(_404="no such model is loaded")
 
 
-@router.get("/v1/models", responses=RESPONSES)
+@router.get("/v1/models", summary="The loaded model and its names", responses=RESPONSES)
 async def models(state: State) -> ModelList:
     """The loaded model, then the other names that requests may give it."""
     card = loaded(state)
@@ -55,7 +55,7 @@ async def models(state: State) -> ModelList:
     return ModelList(data=[card, *(card.model_copy(update={"id": name}) for name in names)])
 
 
-@router.get("/v1/models/{name:path}", responses=NAMED)
+@router.get("/v1/models/{name:path}", summary="The loaded model, by a name", responses=NAMED)
 async def model(name: str, state: State) -> ModelCard:
     """The loaded model, by one of its names."""
     state.scorer(None, name)
@@ -78,7 +78,7 @@ def loaded(state: ServiceState) -> ModelCard:
     )
 
 
-@router.get("/v1/bundles", responses=RESPONSES)
+@router.get("/v1/bundles", summary="Loaded bundles and policies", responses=RESPONSES)
 async def bundles(state: State) -> BundleList:
     """The loaded bundles, what each does, and the available policies."""
     return bundle_list(state)
@@ -104,7 +104,11 @@ def _time(seconds: float) -> str:
     return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="seconds")
 
 
-@router.get("/v1/bundles/{bundle}", responses=RESPONSES | errors(_404="no such bundle is loaded"))
+@router.get(
+    "/v1/bundles/{bundle}",
+    summary="One bundle: what its thresholds and risks are worth",
+    responses=RESPONSES | errors(_404="no such bundle is loaded"),
+)
 async def one_bundle(bundle: str, state: State) -> BundleDetail:
     """One loaded bundle, as name, name:version or name@alias: its classes, what its thresholds do, its forms."""
     scorer = state.scorer(bundle, None)

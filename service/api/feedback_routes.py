@@ -30,7 +30,7 @@ RESPONSES = errors(
 )
 
 
-@router.post(FEEDBACK_ROUTE, responses=RESPONSES)
+@router.post(FEEDBACK_ROUTE, summary="Say whether an answer was right", responses=RESPONSES)
 async def feedback(body: Annotated[FeedbackRequest, Body()], request: Request, state: State) -> FeedbackResponse:
     """Store whether an answer was right.  The response is sent once the label is on disk."""
     kept = state.feedback

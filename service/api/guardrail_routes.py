@@ -37,7 +37,12 @@ from service.serving.feedback import Content
 router = APIRouter(tags=["guardrail"], route_class=JsonRoute)
 
 
-@router.post(LITELLM_ROUTE, response_model=GuardrailResponse, responses=FAILURES)
+@router.post(
+    LITELLM_ROUTE,
+    summary="Guardrail of LiteLLM's proxy, before a call",
+    response_model=GuardrailResponse,
+    responses=FAILURES,
+)
 async def litellm(body: Annotated[GuardrailRequest, Body()], request: Request, state: State) -> Response:
     """LiteLLM's generic guardrail API, mode pre_call: BLOCKED where the policy withholds the answer."""
     if body.input_type != "request":
@@ -87,7 +92,12 @@ async def litellm(body: Annotated[GuardrailRequest, Body()], request: Request, s
     return _json({"action": "BLOCKED", "blocked_reason": _reason(stopped[0])} | found, reply.headers(reports))
 
 
-@router.post(CLASSIFY_ROUTE, response_model=list[LabelScore] | list[list[LabelScore]], responses=FAILURES)
+@router.post(
+    CLASSIFY_ROUTE,
+    summary="Risk as a classifier's label, for routers",
+    response_model=list[LabelScore] | list[list[LabelScore]],
+    responses=FAILURES,
+)
 async def classify(body: Annotated[ClassifyRequest, Body()], request: Request, state: State) -> Response:
     """The risk of each text as the probability of a label, after text-embeddings-inference; the caller decides."""
     caller = caller_of(request, state)

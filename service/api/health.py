@@ -23,7 +23,12 @@ NOT_READY = errors(_503="loading, loading failed, or shutting down; the message 
 
 
 @router.head("/health/live", include_in_schema=False)
-@router.get("/health/live", response_model_exclude_none=True, responses=errors(_503="the process must be restarted"))
+@router.get(
+    "/health/live",
+    summary="Is the process alive?",
+    response_model_exclude_none=True,
+    responses=errors(_503="the process must be restarted"),
+)
 async def live(state: State, request: Request) -> Status:
     """200 unless the process must be restarted."""
     with _reasons_for(state, request):
@@ -33,8 +38,8 @@ async def live(state: State, request: Request) -> Status:
 
 @router.head("/health/ready", include_in_schema=False)
 @router.head("/health", include_in_schema=False)
-@router.get("/health/ready", response_model_exclude_none=True, responses=NOT_READY)
-@router.get("/health", response_model_exclude_none=True, responses=NOT_READY)
+@router.get("/health/ready", summary="Can it score?", response_model_exclude_none=True, responses=NOT_READY)
+@router.get("/health", summary="Can it score? (/health/ready)", response_model_exclude_none=True, responses=NOT_READY)
 async def ready(state: State, request: Request) -> Status:
     """200 once scores can be served, until then 503 with the reason."""
     with _reasons_for(state, request):
@@ -60,7 +65,7 @@ def _reasons_for(state: ServiceState, request: Request) -> Iterator[None]:
         raise NotReady("not ready; send a key for the reason") from None
 
 
-@router.get("/metrics", response_class=Response, responses=SCRAPED)
+@router.get("/metrics", summary="Prometheus metrics", response_class=Response, responses=SCRAPED)
 def metrics(state: State) -> Response:
     """Counters, histograms and gauges of this service."""
     state.metrics.ready(state.is_ready)

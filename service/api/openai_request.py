@@ -134,8 +134,8 @@ class OpenAIRequest(RequestModel):
             elif name in NEUTRAL:
                 allowed = NEUTRAL[name]
                 if value is not None and value not in allowed:
-                    than = f" other than {', '.join(map(repr, allowed))}" if allowed else ""
-                    raise ValueError(f"{name!r}{than} is not supported here; leave it out")
+                    than = f", except as {' or '.join(map(repr, allowed))}" if allowed else ""
+                    raise ValueError(f"{name!r} is not supported here{than}; leave it out")
             elif name not in IGNORED:
                 kept[name] = value  # refused by its name
         return kept

@@ -54,7 +54,7 @@ _ANSWERED: dict[int | str, dict[str, Any]] = {
 RESPONSES = _ANSWERED | FAILURES
 
 
-@router.post(CHAT_ROUTE, responses=RESPONSES)
+@router.post(CHAT_ROUTE, summary="Chat, as OpenAI's, with the risk beside the answer", responses=RESPONSES)
 async def chat(body: Annotated[ChatRequest, Body()], request: Request, state: State) -> Response:
     """An answer to a conversation; its risk is known before its first token."""
     conversation = body.conversation()
@@ -72,7 +72,7 @@ async def chat(body: Annotated[ChatRequest, Body()], request: Request, state: St
     )
 
 
-@router.post(TEXT_ROUTE, responses=RESPONSES)
+@router.post(TEXT_ROUTE, summary="Text completion, as OpenAI's, with the risk", responses=RESPONSES)
 async def text(body: Annotated[TextRequest, Body()], request: Request, state: State) -> Response:
     """A continuation of each prompt, which goes through no chat template."""
     prompts = body.prompts()

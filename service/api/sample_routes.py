@@ -19,7 +19,9 @@ _sample_of = lru_cache(maxsize=32)(sample_of)  # reads a file; a bundle never ch
 DOCUMENTED = RESPONSES | errors(_404="no such bundle is loaded, or it carries no such question")
 
 
-@router.get("/v1/bundles/{bundle}/sample/{number}", responses=DOCUMENTED)
+@router.get(
+    "/v1/bundles/{bundle}/sample/{number}", summary="A held-out question, answered and judged", responses=DOCUMENTED
+)
 async def sample_answer(bundle: str, number: int, state: State) -> SampleAnswerOut:
     """One question of the bundle's sample: the risk before the answer, the answer, and whether it is right."""
     scorer = state.scorer(bundle, None)

@@ -24,8 +24,11 @@ from service.settings import ServiceSettings
 router = APIRouter(tags=["risk"], route_class=JsonRoute)
 
 
-@router.post(SCORE_ROUTES[0], responses=SCORE_RESPONSES)
-@router.post(SCORE_ROUTES[1], responses=SCORE_RESPONSES)
+SUMMARY = "Risk of each prompt before it is answered, and the answer if the policy lets it"
+
+
+@router.post(SCORE_ROUTES[0], summary=SUMMARY, responses=SCORE_RESPONSES)
+@router.post(SCORE_ROUTES[1], summary=SUMMARY, responses=SCORE_RESPONSES)
 async def score(
     body: Annotated[ScoreRequest, Body(openapi_examples=REQUEST_EXAMPLES)],
     request: Request,

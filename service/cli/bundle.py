@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import closing
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
@@ -13,7 +14,7 @@ from service.cli.loading import load_engine, load_scorers, open_store
 from service.cli.options import EngineChoice, Json, Reference, StoreOptions, UsageError
 from service.cli.output import note, print_json, print_line
 from service.options import Common
-from service.settings import Range, option
+from service.settings import DEFAULT_STORE, Range, option
 
 if TYPE_CHECKING:
     from probes_store.bundle import Bundle
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 
 def list_(*, store: StoreOptions = StoreOptions(), as_json: Json = False, common: Common = Common()) -> None:
     """List every bundle; damaged ones with what is wrong."""
+    if "://" not in store.store and store.store != DEFAULT_STORE and not Path(store.store).expanduser().is_dir():
+        raise UsageError("--store", f"there is no folder {store.store}; without --store the shipped bundles are listed")
     rows = [_described(summary) for summary in open_store(store).list()]
     if as_json:
         print_json(rows)

@@ -43,7 +43,7 @@ def bundle_names(model: str | None, options: BundleOptions) -> tuple[str, ...]:
     try:
         return default_bundles(model)
     except NoDefaultBundle as error:
-        raise UsageError("--bundle", error.message) from None
+        raise UsageError(f"--{error.param}", error.message) from None
 
 
 def load_engine(

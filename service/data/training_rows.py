@@ -194,7 +194,8 @@ def class_problems(label: NDArray[Any], group: NDArray[Any], folds: int) -> list
             problems.append(f"no row is {name}: a probe needs rows of both classes")
         elif count < folds:
             problems.append(
-                f"only {count} group(s) have {name} rows, fewer than the {folds} folds: add rows or lower the folds"
+                f"only {count} group(s) have {name} rows, fewer than the {folds} folds: add rows"
+                + (f", or give --folds {count}" if count > 1 else "")
             )
     return problems
 

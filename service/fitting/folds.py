@@ -79,7 +79,8 @@ def _pairs(
 ) -> list[tuple[Index, Index]]:
     groups = len(np.unique(group[rows]))
     if groups < folds:
-        raise TrainingError(f"{folds} {what}s need {folds} groups, there are {groups}: add rows or lower the folds")
+        lower = {"fold": "--folds", "inner fold": "--inner-folds"}.get(what, "the number of folds")
+        raise TrainingError(f"{folds} {what}s need {folds} groups, there are {groups}: add rows, or lower {lower}")
     chosen = (np.asarray(values[rows], np.int64).tobytes() for values in (label, group))
     return [(rows[train].astype(np.int64), rows[test].astype(np.int64)) for train, test in _split(*chosen, folds, seed)]
 

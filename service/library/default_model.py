@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from types import MappingProxyType
 
 from service.errors import HalluTracerError
@@ -50,9 +51,15 @@ def default_bundles(model: str | None) -> tuple[str, ...]:
     if chosen in SHIPPED:
         return SHIPPED[chosen]
     near = difflib.get_close_matches(chosen.lower(), SHIPPED, n=1, cutoff=0.75)
-    meant = f"did you mean the model {near[0]}?  Else name" if near else "name"
+    if "/" not in chosen and not Path(chosen).exists():
+        meant = f"did you mean {near[0]}?  Else" if near else "for a model of the hub"
+        raise NoDefaultBundle(
+            f"no folder or file is called {chosen!r} here, and the models that come with bundles are "
+            f"{' and '.join(SHIPPED)}; {meant} name the bundle, too, with --bundle ('hallutracer train' makes one)",
+            param="model",
+        )
     raise NoDefaultBundle(
-        f"which bundle reads {chosen}?  {meant[0].upper()}{meant[1:]} one (see 'hallutracer bundle list'), or make one "
-        "with 'hallutracer train'",
+        f"no bundle comes with {chosen}, and a probe belongs to one model: name one that reads it ('hallutracer bundle "
+        "list'), or make one with 'hallutracer train'",
         param="bundle",
     )

@@ -48,7 +48,7 @@ def check_choice(scorer: Scorer, policy: Policy, own_scorer: Scorer, own: Policy
     looser = policy.action.strictness < own.action.strictness
     if looser and "policy" not in caller.may:
         raise NotAllowed(
-            f"policy {policy.name!r} lets through what this service's own, {own.name!r}, withholds or warns of",
+            f"policy {policy.name!r} is less strict than this service's own, {own.name!r}",
             param="policy",
         )
     if scorer is not own_scorer and "bundle" not in caller.may:

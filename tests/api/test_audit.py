@@ -149,7 +149,7 @@ def test_keys_that_change_are_audited_and_without_the_log_none_is_added(
     with audited(tmp_path, keys_file=path) as app:
         ring = app.state.keys
         two = add_key(path, "two", {"scopes": ["score"]})
-        until(lambda: ring.find(two) is not None)
+        until(lambda: ring.find(two) is not None and len(lines(tmp_path, "keys.reload")) > 1)
         begun, done = lines(tmp_path, "keys.reload")
         assert (begun["by"], begun["outcome"], done["outcome"]) == ("file", "begun", "done")
         assert done["what"] == {"added": ["two"], "removed": [], "changed": []}

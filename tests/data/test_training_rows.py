@@ -105,8 +105,8 @@ def test_rows_that_do_not_apply_count_for_no_class(tmp_path: Path) -> None:
         assert dataset.asking.tolist() == list(range(1, 7))
         assert [row.applies for row in dataset.rows] == [False] + [True] * 6 + [False] * 2
     assert problems_of(tmp_path, [*rows, *enough(2)]) == [
-        "only 1 group(s) have factual (label 1) rows, fewer than the 2 folds: add rows or lower the folds",
-        "only 1 group(s) have hallucinated (label 0) rows, fewer than the 2 folds: add rows or lower the folds",
+        "only 1 group(s) have factual (label 1) rows, fewer than the 2 folds: add rows",
+        "only 1 group(s) have hallucinated (label 0) rows, fewer than the 2 folds: add rows",
     ]
     for labels in get_args(Labels):
         [found] = problems_of(tmp_path, rows, labels)

@@ -131,7 +131,7 @@ def test_a_closed_detector_and_models_that_are_not_there() -> None:
         ht.load("./nope", "demo")
     with pytest.raises(ModelLoadError, match=r"there is no folder or GGUF file ./nope"):
         ht.load("./nope")
-    with pytest.raises(ht.HalluTracerError, match="which bundle reads some-model"):
+    with pytest.raises(ht.HalluTracerError, match="no folder or file is called 'some-model' here.*--bundle"):
         ht.load("some-model")
     with pytest.raises(ht.BundleError, match="no bundle mine"):
         ht.load("demo", "mine")
