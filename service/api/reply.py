@@ -108,7 +108,9 @@ class Reply:
         reports = [report for _, report, _, _ in scored]
         model, reference = self.handle.scorer.engine.identity.model, self.handle.scorer.bundle.reference
         for timings, report, tokens, shape in scored:
-            self.metrics.prompt(model, reference, report, timings, tokens, route=self.record.path, shape=shape)
+            self.metrics.prompt(
+                model, reference, report, timings, tokens, route=self.record.path, shape=shape, key=self.record.caller
+            )
         if self.monitor is not None:
             prompts = [digest_of(job.token_ids) for job in self.handle.jobs if job.report is not None]
             self.monitor.observe(reports, prompts)

@@ -110,6 +110,10 @@ class Metrics:
         self._flagged = counter("flagged_total", "Prompts whose risk reached the threshold.", BUNDLE)
         text = "Prompts scored, by the route they came by: did the risk reach the threshold?"
         self._by_route = counter("route_prompts_total", text, (*BUNDLE, "route", "flagged"))
+        text = "Prompts that the policy did not let the model answer, by the route they came by."
+        self._gated_by_route = counter("gated_by_route_total", text, (*BUNDLE, "route"))
+        text = "Prompts scored, by the name of the caller's key, where keys are asked for: was the answer withheld?"
+        self._by_key = counter("key_prompts_total", text, ("key", "withheld"))
         # A sum and a count: buckets would be ten series more for each of the 17 shapes.
         text = "Risk by a conversation's shape: the assistant's earlier turns, a passage, a system prompt."
         shape = (*BUNDLE, "turns", "passage", "system")
@@ -147,6 +151,8 @@ class Metrics:
         self._prefill_s = histogram("prefill_seconds", "The forward pass that a prompt was in.", SECONDS)
         text = "One prompt's truth logits to a verdict; the readout itself is inside the prefill."
         self._probe_s = histogram("probe_seconds", text, SECONDS)
+        text = "A prompt's arrival in the queue to its verdict: what the guard adds before an answer begins."
+        self._risk_s = histogram("risk_seconds", text, SECONDS)
         self._decode_s = histogram("decode_seconds", "Decoding one prompt's answer.", SECONDS)
         text = "Prompts in one forward pass; 1 where the engine makes its own batches."
         self._batch_prompts = histogram("batch_prompts", text, BATCH_SIZES)
@@ -214,10 +220,11 @@ class Metrics:
         *,
         route: str,
         shape: Shape | None = None,
+        key: str | None = None,
     ) -> None:
         """One prompt is done.  ``bundle`` is "name:version"; ``answer_tokens`` were decoded; it came by ``route``.
 
-        ``shape`` None: it is not known, as of token ids.
+        ``shape`` None: it is not known, as of token ids.  ``key``: the name of the caller's key, where it has one.
         """
         own = self._of(model_name, bundle)
         own.routes.get((canonical(route), report.verdict.flagged), own.routes[OTHER, report.verdict.flagged]).inc()
@@ -236,16 +243,24 @@ class Metrics:
             own.by_shape[shape].observe(report.risk)
         else:
             own.no_fact.inc()
-        if report.decision is not Decision.CONTINUE:
+        if withheld := report.decision is not Decision.CONTINUE:
             own.gated_by_shape[shape].inc()
+            own.gated_by_route.get(canonical(route), own.gated_by_route[OTHER]).inc()
+        if key is not None:
+            self.key(key, withheld=withheld)
         own.prompt_tokens.inc(report.prompt_tokens)
         own.completion_tokens.inc(answer_tokens)
         self._length.observe(report.prompt_tokens)
         self._queue_s.observe(timings.queue)
         self._prefill_s.observe(timings.prefill)
         self._probe_s.observe(timings.probe)
+        self._risk_s.observe(timings.queue + timings.prefill + timings.probe)
         if timings.decode is not None:
             self._decode_s.observe(timings.decode)
+
+    def key(self, name: str, *, withheld: bool) -> None:
+        """One prompt of the key of this name is done."""
+        self._by_key.labels(name, _yes(withheld)).inc()
 
     def rollout(self, model_name: str, default: str, canary: str | None, shadows: Sequence[str]) -> None:
         """What each loaded bundle ("name:version") does from now on."""
@@ -385,6 +400,7 @@ class _PerBundle:
             for route in COUNTED
             for flagged in (True, False)
         }
+        self.gated_by_route = {route: metrics._gated_by_route.labels(model_name, bundle, route) for route in COUNTED}
         shapes = {shape: _shape_labels(shape) for shape in (*SHAPES, None)}
         self.by_shape = {shape: metrics._by_shape.labels(model_name, bundle, *own) for shape, own in shapes.items()}
         self.gated_by_shape = {

@@ -264,3 +264,18 @@ def test_a_hangup_reads_the_file_without_a_change(tmp_path: Path) -> None:
     assert app.state.keys.changed_on_disk()  # seen, and not yet read
     assert asyncio.run(reload_keys(app.state, FILE))
     assert app.state.keys.find(two) is not None
+
+
+def test_prompts_are_counted_by_the_name_of_the_key_and_never_by_the_key(tmp_path: Path) -> None:
+    with App(tmp_path, api_keys=[named("app"), named("batch")]).started() as app:
+        for key, threshold in (("app", 1.0), ("app", 0.0), ("batch", 1.0)):
+            body = {"prompt": "A", "threshold": threshold}
+            assert app.client.post("/score", json=body, headers=bearer(key)).status_code == 200
+        lines = [
+            line for line in app.client.get("/metrics").text.splitlines() if "hallutracer_key_prompts_total{" in line
+        ]
+    assert sorted(lines) == [
+        'hallutracer_key_prompts_total{key="app",withheld="no"} 1.0',
+        'hallutracer_key_prompts_total{key="app",withheld="yes"} 1.0',
+        'hallutracer_key_prompts_total{key="batch",withheld="no"} 1.0',
+    ]

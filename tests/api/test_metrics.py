@@ -62,6 +62,8 @@ def test_a_prompt_moves_every_number_it_should() -> None:
     assert value(body, "route_prompts_total", **LABELS, route="/v1/risk/score", flagged="no") == 1  # of its alias
     assert value(body, "route_prompts_total", **LABELS, route="/classify", flagged="yes") == 1
     assert value(body, "route_prompts_total", **LABELS, route="/classify", flagged="no") == 0
+    assert value(body, "gated_by_route_total", **LABELS, route="/classify") == 1
+    assert value(body, "gated_by_route_total", **LABELS, route="/v1/risk/score") == 0
     assert value(body, "prompt_tokens_total", **LABELS) == 22
     assert value(body, "completion_tokens_total", **LABELS) == 5
     assert value(body, "risk_sum", **LABELS) == 1.25

@@ -22,6 +22,7 @@ PROCESS = {
     "process_cpu_seconds_total", "process_max_fds", "process_open_fds", "process_resident_memory_bytes",
     "process_start_time_seconds", "process_virtual_memory_bytes",
 }  # fmt: skip
+SCRAPED = ("job", "namespace", "instance")  # the scraper's labels, by which every dashboard chooses
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ class Query:
         ``$__rate_interval`` is then four seconds, the least that Grafana takes: four scrape intervals.
         """
         values = {
-            "model_name": model_name, "bundle": bundle,
+            "model_name": model_name, "bundle": bundle, "job": "hallutracer", "namespace": ".*", "instance": ".*",
             "__rate_interval": "4s", "__interval": "1s", "__range": f"{round(window)}s",
         }  # fmt: skip
         text = re.sub(r"\$(?:\{(\w+)\}|(\w+))", lambda found: values[found[1] or found[2]], self.expression)
@@ -91,12 +92,13 @@ def ours() -> dict[str, set[str]]:
     metrics = Metrics()
     metrics.bundles([("m", "demo:1", "sha256:ab")])
     metrics.guarantees([("m", "demo:1", 0.1, 0.05)])
+    metrics.key("app", withheld=False)
     metrics.rollout("m", "demo:1", "demo:2", ["demo:3"])
     metrics.watched("m", "demo:1", Drift(1000, 900.0, 0.1, 0.1, 0.1, 0.01), ())
     families = list(text_string_to_metric_families(metrics.render()[0].decode()))
-    process = {name: {"job", "instance"} for name in PROCESS}  # which prometheus_client has on Linux only
+    process = {name: set(SCRAPED) for name in PROCESS}  # which prometheus_client has on Linux only
     return process | {
-        family.name + ("_total" if family.type == "counter" else ""): {"job", "instance"}.union(
+        family.name + ("_total" if family.type == "counter" else ""): set(SCRAPED).union(
             *(sample.labels for sample in family.samples)
         )
         for family in families
