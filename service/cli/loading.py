@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
 
@@ -56,15 +58,46 @@ def load_engine(
     report: Report = note,
 ) -> Engine:
     """The chosen model, as ``service.library.engine.load_engine`` loads it; none named: that of shipped bundles."""
-    return library.load_engine(
-        choice.options_for([bundle.manifest.name for bundle in bundles]),
-        bundles=bundles,
-        rows=rows,
-        threads=choice.threads,
-        max_kv_tokens=max_kv_tokens,
-        max_wait_s=max_wait_s,
-        report=report,
-    )
+    with uncollected():
+        if choice.engine == "transformers":
+            _import_engine()
+        return library.load_engine(
+            choice.options_for([bundle.manifest.name for bundle in bundles]),
+            bundles=bundles,
+            rows=rows,
+            threads=choice.threads,
+            max_kv_tokens=max_kv_tokens,
+            max_wait_s=max_wait_s,
+            report=report,
+        )
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """No garbage collections: those during imports take a second, and find nothing."""
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()
+
+
+def _import_engine() -> None:
+    """The embedded engine's modules, a second faster: transformers also imports scikit-learn and scipy where they are,
+    for assisted decoding and for losses that no command has.  Only here, where the process is ours."""
+    from transformers import utils
+
+    names = ("is_sklearn_available", "is_scipy_available")
+    own = {name: getattr(utils, name) for name in names}
+    try:
+        for name in names:
+            setattr(utils, name, lambda: False)
+        import service.engines.transformers.engine  # noqa: F401
+    finally:
+        for name, function in own.items():
+            setattr(utils, name, function)
 
 
 @dataclass

@@ -215,6 +215,7 @@ def serve(
     tracing = traces.opened()
     loading = engine.engine_options
 
+    gc.disable()  # until it is loaded: collections during imports take a second, and find nothing
     from service.api.connections import places
 
     places(settings.max_connections)  # refused now, and not once the model is loaded
@@ -257,6 +258,7 @@ def serve(
         state.audit = Auditor(access.audit_log, required=access.audit_required, count=metrics.audit_lines)
 
     def loaded(state: ServiceState) -> None:
+        gc.enable()
         if state.failure is not None:
             server.should_exit = True
             return

@@ -20,7 +20,7 @@ from service.guard import OBSERVE
 from service.sample import Sample, SampleQuestion
 from service.scoring import RiskReport, Scorer
 
-TOGETHER = 4  # questions; more would crowd out traffic
+TOGETHER = 8  # questions; more would crowd out traffic
 Verdict = Literal["right", "wrong", "abstained"]
 VERDICTS: Mapping[str, Verdict] = {
     "factual": "right",

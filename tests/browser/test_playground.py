@@ -113,6 +113,7 @@ def test_an_answer_that_may_continue(service: Running, opened: Open) -> None:
         expect(page.locator(".answer")).to_have_text("It is so.")
         assert "It is so." in page.inner_text("#announce")
         expect(page.locator(".facts").last).to_contain_text("9 answer tokens")
+        page.click(".reading .layers > summary")
         dots = page.locator(".reading svg .dot title")
         assert dots.all_text_contents() == [
             f"layer {layer}: {value:.3f}" for layer, value in enumerate(wanted["trajectory"])
@@ -132,7 +133,8 @@ def test_the_trajectory_stands_against_the_bundles_classes(service: Running, ope
         page = ready(tab)
         ask(page)
         finished(page)
-        page.click(".reading summary")
+        page.click(".reading .layers > summary")
+        page.click(".reading .layers details summary")
         cells = [row.split("\t") for row in page.inner_text(".reading tbody").splitlines()]
         assert np.array(cells, float)[:, 3:] == pytest.approx(means[::-1].T, abs=6e-4)  # factual, hallucinated
         for part in (".line.factual", ".line.hallucinated", ".band.factual", ".band.hallucinated"):
@@ -305,12 +307,20 @@ def test_a_service_that_is_loading_is_asked_again(opened: Open) -> None:
 
 
 def test_a_choice_that_is_not_allowed_names_the_cure(browser: Browser, tmp_path: Path) -> None:
-    with running(tmp_path, callers_may=()) as service, tab(browser, service.url, allowed=("403",)) as opened:
+    with running(tmp_path, callers_may=["none"]) as service, tab(browser, service.url, allowed=("403",)) as opened:
         page = ready(opened)
         page.select_option("#policy", "observe")
         ask(page)
         expect(page.locator(".reading .problem")).to_contain_text("--callers-may policy")
         expect(page.locator("#history li")).to_have_count(0)
+
+
+def test_on_this_machine_and_without_keys_the_page_is_the_owners(browser: Browser, tmp_path: Path) -> None:
+    with running(tmp_path, callers_may=(), threshold=0.0) as service, tab(browser, service.url) as opened:
+        page = ready(opened)
+        page.select_option("#policy", "observe")
+        ask(page)
+        expect(page.locator(".answer:not([aria-busy])")).to_have_text("It is so.")
 
 
 def test_keys(browser: Browser, tmp_path: Path) -> None:

@@ -107,6 +107,16 @@ def test_a_question_of_the_list_is_asked_by_one_tap(service: Running, browser: B
         expect(page.locator(".answer:not([aria-busy])")).to_have_text("It is so.")
 
 
+def test_the_keyboards_place_is_kept_while_the_list_is_drawn_anew(service: Running, browser: Browser) -> None:
+    with tab(browser, service.url) as opened:
+        page = listed(opened)
+        page.locator("#sample-rows tr[data-number='7'] button").focus()
+        page.evaluate("""() => { const line = document.getElementById("sample-threshold");
+            line.value = "0.9"; line.dispatchEvent(new Event("input")); }""")
+        kept = page.evaluate("document.activeElement.closest('tr').dataset.number")
+        assert kept == "7"
+
+
 def test_another_bundle_without_questions_has_no_list(service: Running, browser: Browser) -> None:
     with tab(browser, service.url) as opened:
         page = listed(opened)

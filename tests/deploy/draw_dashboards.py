@@ -60,7 +60,7 @@ def _fill(axes: plt.Axes, panel: Any, prometheus: Prometheus, began: float, ende
         return
     for key, values in lines.items():
         axes.plot(np.arange(len(values)), factor * np.array(values), linewidth=1, label=key[:60])
-    axes.legend(fontsize=5, loc="upper left", frameon=False)
+    axes.legend(fontsize=5, loc="upper center", bbox_to_anchor=(0.5, -0.08), ncols=3, frameon=False)
     axes.tick_params(labelsize=6)
     axes.set_ylabel("%" if factor > 1 else unit, fontsize=6)
 

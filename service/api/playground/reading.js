@@ -112,16 +112,20 @@ export class Reading {
       ...[value, risk.running_mean[layer], this.detail.trajectories.factual[layer], this.detail.trajectories.hallucinated[layer]]
         .map((number) => el("td", {}, fixed(number, 3)))));
     const head = ["layer", "this prompt", "running mean", "factual rows", "hallucinated rows"];
-    this.right.append(
+    const inside = el("details", { class: "layers", open: layersOpen }, el("summary", {}, "Details: the truth logit of each layer"),
       el("figure", {}, plot, el("figcaption", { class: "legend" },
         key("own", "this prompt"), key("running", "its running mean, whose last value becomes the risk"),
         key("factual", "factual training rows, ± 1 std"), key("hallucinated", "hallucinated ones"))),
       el("details", {}, el("summary", {}, "The numbers"),
         el("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": `Truth logits by layer, ${this.detail.id}` }, el("table", {},
           el("thead", {}, el("tr", {}, ...head.map((name) => el("th", { scope: "col" }, name)))), el("tbody", {}, ...rows)))));
+    inside.addEventListener("toggle", () => { layersOpen = inside.open; });
+    this.right.append(inside);
     trajectoryPlot(plot, this.detail.trajectories, risk);
   }
 }
+
+let layersOpen = false; // as it was left: the next reading opens so
 
 const key = (name, text) => el("span", {}, el("i", { class: `swatch ${name}` }), text);
 

@@ -2,7 +2,7 @@
 import { getJson } from "./api.js";
 import { byId, el, fixed, show, tell } from "./dom.js";
 
-const SHOWN = 24, TOGETHER = 4;
+const SHOWN = 24, TOGETHER = 6;  // as many connections as a browser opens
 const MARKS = { right: "✓ right", wrong: "✗ wrong", abstained: "– no answer" };
 
 export class Sample {
@@ -55,7 +55,9 @@ export class Sample {
     byId("sample-text").textContent = `${coming}A gate at ${fixed(at)} answers ${passed.length}, ${count(passed, "wrong")} of them wrong, ` +
       `and withholds ${stopped.length}, ${count(stopped, "right")} of them right.`;
     const line = el("tr", { class: "line-row" }, el("td", {}, fixed(at)), el("td", { colspan: 2 }, "withheld from here on"));
+    const held = document.activeElement?.closest("#sample-rows tr")?.dataset.number; // a row that is drawn anew loses the focus
     byId("sample-rows").replaceChildren(...passed.map((row) => this.#row(row)), line, ...stopped.map((row) => this.#row(row, true)));
+    if (held) byId("sample-rows").querySelector(`tr[data-number="${held}"] button`)?.focus({ preventScroll: true });
   }
 
   #row({ number, risk, prompt, answer, verdict, accepted }, stopped = false) {
