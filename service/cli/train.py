@@ -196,6 +196,6 @@ def _next(trained: Trained, engine: EngineChoice, store: StoreOptions) -> Iterat
     for command in (
         ["score", "What is the capital of France?", *model, "--bundle", name, *where],
         ["bundle", "show", name, *where],
-        ["serve", "--policy", "observe", *model, "--bundle", name, *where],
+        ["serve", *model, "--bundle", name, *where],
     ):
         yield f"  {shlex.join(['hallutracer', *command])}"

@@ -64,6 +64,8 @@ PLOTS = {
 
 
 CHANCE = 0.5  # AUROC
+FEW_IN_A_FOLD = 5  # rows of the rarer class: with fewer, the spread over folds says nothing
+CHEAPER = ("first_token_entropy", "first_token_max_prob", "prompt_length")  # signals that need no probes
 LARGE_GROUP = 0.2  # share of the rows
 NO_SIGNAL = (
     "**The interval of the bundle's own AUROC reaches chance: on these rows it is not known to tell anything. It was "
@@ -86,7 +88,7 @@ def write_card(
     sections = (
         _what(manifest),
         _data(manifest, evaluation["data"], left_out),
-        _figures(evaluation, plots),
+        _figures(evaluation, plots, manifest.training),
         _classifier(manifest, signal_std),
         threshold_section(evaluation),
         *filter(None, [form_section(evaluation)]),
@@ -200,7 +202,7 @@ def _soft(data: Mapping[str, Any]) -> str:
     )
 
 
-def _figures(evaluation: Mapping[str, Any], plots: Sequence[str]) -> str:
+def _figures(evaluation: Mapping[str, Any], plots: Sequence[str], training: TrainingRecord) -> str:
     parts = ["## Figures\n"]
     crossed, test = evaluation.get("cross_validation"), evaluation.get("held_out")
     if crossed is not None:
@@ -213,7 +215,13 @@ def _figures(evaluation: Mapping[str, Any], plots: Sequence[str]) -> str:
             f"bold.\n"
         )
         own = evaluation["signal_of_the_bundle"]
-        parts.append(_table(crossed["signals"], _cell, own))
+        if cheaper := cheaper_and_better(crossed["signals"], own):
+            parts.append(f"**{cheaper}**\n")
+        rarer = min(training.factual, training.hallucinated)
+        few = rarer < FEW_IN_A_FOLD * protocol["folds"]
+        if few:
+            parts.append(f"Left out are figures without an interval: {rarer} rows of the rarer class are too few.\n")
+        parts.append(_table(crossed["signals"], _cell_of_few if few else cell, own))
         if crossed["signals"][own]["auroc"].get("low", 1.0) <= CHANCE:
             parts.append(NO_SIGNAL + "\n")
     if test is not None:
@@ -265,15 +273,34 @@ def _calibration(rows: str, found: Mapping[str, Any]) -> str:
     elif not intercept["low"] <= 0 <= intercept["high"]:
         verdict = f"the risks are too {'low' if intercept['mean'] > 0 else 'high'} where they are near one half"
     return (
-        f"Calibration of the bundle's risk on {rows}: slope {_cell(slope)}, intercept {_cell(intercept)} of the log "
+        f"Calibration of the bundle's risk on {rows}: slope {cell(slope)}, intercept {cell(intercept)} of the log "
         f"odds, where 1 and 0 are perfect: {verdict}.\n"
     )
 
 
-def _cell(value: Mapping[str, float]) -> str:
+def cell(value: Mapping[str, float]) -> str:
+    """A mean over folds and seeds with its interval, or else with its standard deviation."""
     if "low" in value:
         return f"{value['mean']:.3f} [{value['low']:.3f}, {value['high']:.3f}]"
     return f"{value['mean']:.3f} +/- {value['std']:.3f}"
+
+
+def _cell_of_few(value: Mapping[str, float]) -> str:
+    return cell(value) if "low" in value else "-"
+
+
+def cheaper_and_better(signals: Mapping[str, Mapping[str, Any]], own: str) -> str | None:
+    """A sentence where something that costs no probes ranks better than what the bundle serves."""
+    served = signals[own]["auroc"]["mean"]
+    found = [name for name in CHEAPER if name in signals and signals[name]["auroc"]["mean"] > served]
+    if not found:
+        return None
+    best = max(found, key=lambda name: signals[name]["auroc"]["mean"])
+    cure = "; --signals depth_mean,first_token reads it, too" if best.startswith("first_token") else ""
+    return (
+        f"On these rows {SIGNALS[best]}, which needs no probes, ranks better than what is published: AUROC "
+        f"{signals[best]['auroc']['mean']:.3f} against {served:.3f}. More rows may change that{cure}."
+    )
 
 
 def _table(signals: Mapping[str, Mapping[str, Any]], show: Callable[[Any], str], own: str) -> str:
@@ -338,9 +365,9 @@ def _load(manifest: Manifest) -> str:
     return (
         "## How to load\n\n"
         "```python\n"
-        "from pathlib import Path\n"
-        "from probes_store.store import Store\n\n"
-        f'bundle = Store(Path("STORE")).load("{manifest.name}")\n'
+        "import hallutracer as ht\n\n"
+        f'detector = ht.load("MODEL", "{manifest.name}", store="STORE")  # a folder, a GGUF file or a hub name\n'
+        'print(detector.score("What is the capital of France?").risk)\n'
         "```\n\n"
         f"`hallutracer serve --model MODEL --bundle {manifest.name}` replays the golden prompts and serves only if the "
         f"model reads what the trainer read. Written by hallutracer {manifest.training.hallutracer_version}.\n"

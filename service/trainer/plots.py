@@ -23,12 +23,9 @@ from service.fitting.group_statistics import share_interval
 from service.fitting.plotting import BLUE, GREEN, GREY, ORANGE, PURPLE, STYLE, class_bands, layer_ticks, thinned
 from service.fitting.scores import (
     at_threshold,
-    auprc,
     coverage_curve,
-    ece,
     equal_mass_bins,
     reliability,
-    risk_auroc,
     shown_bins,
 )
 
@@ -42,6 +39,7 @@ _STYLE = STYLE | {
     "grid.color": "#E5E5E5",
 }
 _MAX_POINTS = 400  # of a curve
+WIDE = 6.0  # inches: room for a legend in one line
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,28 +76,26 @@ def _roc(axes: Axes, data: PlotData) -> None:
     for name, (colour, line) in zip(data.risk, _LINES, strict=False):
         wrong, caught, _ = roc_curve(1 - data.label, data.risk[name])
         thin = thinned(len(wrong), _MAX_POINTS)
-        text = f"{name} (AUROC {risk_auroc(data.label, data.risk[name]):.3f})"
-        axes.plot(wrong[thin], caught[thin], line, color=colour, label=text, linewidth=1.6)
+        axes.plot(wrong[thin], caught[thin], line, color=colour, label=name, linewidth=1.6)
     axes.plot([0, 1], [0, 1], color=GREY, linewidth=0.8, label="chance")
     axes.set(title="ROC, hallucinated is the positive class", xlabel="factual prompts flagged (share)",
              ylabel="hallucinated prompts flagged (share)", xlim=(-0.01, 1.01), ylim=(-0.01, 1.01))  # fmt: skip
     axes.set_aspect("equal")
-    axes.legend(loc="lower right")
+    _legend(axes)
 
 
 def _precision_recall(axes: Axes, data: PlotData) -> None:
     for name, (colour, line) in zip(data.risk, _LINES, strict=False):
         precision, recall, _ = precision_recall_curve(1 - data.label, data.risk[name])
         thin = thinned(len(recall), _MAX_POINTS)
-        text = f"{name} (AUPRC {auprc(data.label, data.risk[name], positive=0):.3f})"
-        axes.step(recall[thin], precision[thin], line, where="post", color=colour, label=text, linewidth=1.4)
+        axes.step(recall[thin], precision[thin], line, where="post", color=colour, label=name, linewidth=1.4)
     share = float(np.mean(data.label == 0))
     axes.axhline(share, color=GREY, linewidth=0.8, label=f"share of hallucinated rows ({share:.2f})")
     axes.set(title="Precision and recall, hallucinated is the positive class",
              xlabel="recall: hallucinated prompts flagged (share)",
              ylabel="precision: flagged prompts that are\nhallucinated (share)",
              xlim=(-0.01, 1.01), ylim=(0, 1.01))  # fmt: skip
-    axes.legend(loc="lower left")
+    _legend(axes)
 
 
 def _reliability(axes: Axes, data: PlotData) -> None:
@@ -110,22 +106,21 @@ def _reliability(axes: Axes, data: PlotData) -> None:
         if name in data.ranking_only:
             continue
         predicted, observed, size = reliability(data.label, risk, count)
-        text = f"{name} (ECE {ece(data.label, risk):.3f})"
         if name != data.own:
-            axes.plot(predicted, observed, line, color=colour, label=text, linewidth=1.2)
+            axes.plot(predicted, observed, line, color=colour, label=name, linewidth=1.2)
             continue
         sizes, bins = size, equal_mass_bins(risk, count)
         bands = [share_interval(float(share), data.group[bins == place]) for place, share in enumerate(observed)]
         ends = np.array(bands).T
         axes.errorbar(predicted, observed, np.abs(ends - observed), linestyle=line, color=colour, zorder=3,
-                      label=f"{text}, 95 % bands", linewidth=1.4, elinewidth=1.0, capsize=2.5)  # fmt: skip
+                      label=f"{name}, 95 % bands", linewidth=1.4, elinewidth=1.0, capsize=2.5)  # fmt: skip
         axes.scatter(predicted, observed, 22.0 * size / size.mean(), color=colour, marker=marker, zorder=3)
     rows = f"{sizes.min()}" if sizes.min() == sizes.max() else f"{sizes.min()} to {sizes.max()}"
     axes.set(title=f"Reliability: {len(sizes)} bins of {rows} rows (marker area)",
              xlabel="mean risk of the bin (probability)", ylabel="hallucinated in the bin (share)",
              xlim=(-0.01, 1.01), ylim=(-0.01, 1.01))  # fmt: skip
     axes.set_aspect("equal")
-    axes.legend(loc="best")
+    _legend(axes)
 
 
 def _coverage(axes: Axes, data: PlotData) -> None:
@@ -144,7 +139,7 @@ def _coverage(axes: Axes, data: PlotData) -> None:
     axes.axhline(share, color=GREY, linewidth=0.8, label=f"everything answered ({share:.2f})")
     axes.set(title="Coverage and error, lowest risks answered first", xlabel="prompts answered (share)",
              ylabel="hallucinated among the answered (share)", xlim=(-0.01, 1.01), ylim=(0, None))  # fmt: skip
-    axes.legend(loc="best")
+    _legend(axes)
 
 
 def _trajectories(axes: Axes, data: PlotData) -> None:
@@ -153,7 +148,7 @@ def _trajectories(axes: Axes, data: PlotData) -> None:
     axes.set(title="Truth logit over depth, out of fold", xlabel="layer (0 is the first block)",
              ylabel=f"truth logit\n({data.logit_unit})")  # fmt: skip
     layer_ticks(axes, data.trajectory_mean.shape[1], 16)
-    axes.legend(loc="best")
+    _legend(axes)
 
 
 def _layers(axes: Axes, data: PlotData) -> None:
@@ -162,21 +157,28 @@ def _layers(axes: Axes, data: PlotData) -> None:
     axes.vlines(layers, 0.5, mean, color=BLUE, linewidth=1.0, alpha=0.5)
     axes.plot(layers, mean, "o", color=BLUE, markersize=5, label="one layer's truth logit")
     best = float(data.depth_mean_auroc.mean())
-    axes.axhline(best, color=ORANGE, linestyle="--", linewidth=1.4, label=f"mean over all layers ({best:.3f})")
+    axes.axhline(best, color=ORANGE, linestyle="--", linewidth=1.4, label="mean over all layers")
     axes.axhline(0.5, color=GREY, linewidth=0.8, label="chance")
     low, high = min(0.5, float(mean.min())), max(best, float(mean.max()), 0.55)
     margin = 0.06 * (high - low)
     axes.set(title="Separation by layer, out of fold", xlabel="layer (0 is the first block)",
              ylabel="AUROC", ylim=(low - margin, min(1.005, high + 4 * margin)))  # fmt: skip
     layer_ticks(axes, len(layers), 16)
-    axes.legend(loc="upper left", ncols=3)
+    _legend(axes)
+
+
+def _legend(axes: Axes) -> None:
+    """Below the axes, where no curve is.  Without figures: the tables have them, as means over folds, not pooled."""
+    figure = axes.get_figure(root=True)
+    assert figure is not None
+    figure.legend(loc="outside lower center", ncols=3 if figure.get_figwidth() > WIDE else 1)
 
 
 def png(plot: Callable[[Axes, Numbers], None], data: Numbers, *, wide: bool = False) -> bytes:
     """Draw, then reduce to a palette: line drawings need few colours, and the file is a third of the size."""
     buffer, reduced = io.BytesIO(), io.BytesIO()
     with rc_context(_STYLE):
-        figure = Figure(figsize=(6.2, 3.4) if wide else (4.8, 4.4), layout="constrained")
+        figure = Figure(figsize=(6.2, 3.8) if wide else (4.8, 5.2), layout="constrained")
         FigureCanvasAgg(figure)
         plot(figure.add_subplot(), data)
         figure.savefig(buffer, format="png", dpi=110, metadata={"Software": None})

@@ -139,4 +139,4 @@ def _before_after(axes: Axes, risks: Mapping[str, Floats], label: Labels, group:
              xlabel="mean risk of the bin (probability)", ylabel="hallucinated in the bin (share)",
              xlim=(-0.01, 1.01), ylim=(-0.01, 1.01))  # fmt: skip
     axes.set_aspect("equal")
-    axes.legend(loc="best")
+    axes.figure.legend(loc="outside lower center")

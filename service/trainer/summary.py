@@ -8,7 +8,7 @@ from typing import Any
 from service.fitting.jackknife import gain
 from service.fitting.markdown import aligned_table
 from service.fitting.nested_cv import CONTEXT_NAMES, NAMES, Evaluation, Inputs
-from service.trainer.card import SIGNALS, WITHIN, group_warning
+from service.trainer.card import SIGNALS, WITHIN, cell, cheaper_and_better, group_warning
 from service.trainer.threshold_card import rule_in_words
 
 OPTIONS = {
@@ -27,6 +27,8 @@ def closing(evaluation: Mapping[str, Any]) -> Iterator[str]:
     threshold, and warnings."""
     crossed, held = evaluation.get("cross_validation"), evaluation.get("held_out")
     if crossed is not None:
+        if cheaper := cheaper_and_better(crossed["signals"], evaluation["signal_of_the_bundle"]):
+            yield cheaper
         yield "Nested cross-validation, on rows that no fit saw:"
         yield summary_table(crossed["signals"], evaluation["signal_of_the_bundle"])
     if held is not None:
@@ -50,7 +52,7 @@ def summary_table(signals: Mapping[str, Any], own: str) -> str:
         lines.append(
             [
                 ("> " if name == own else "") + SIGNALS[name],
-                f"{auroc['mean']:.3f} [{auroc['low']:.3f}, {auroc['high']:.3f}]",
+                cell(auroc),
                 *(f"{row[key]['mean']:.3f}" if row.get(key) else "-" for key in within),
                 f"{row['ece']['mean']:.3f}",
                 f"{row['calibration_debiased']['mean']:.3f}",
