@@ -119,8 +119,12 @@ def from_here(request: HTTPConnection) -> bool:
     """A connection of this machine that no proxy passes on, and that no foreign web page has a browser make."""
     if request.client is None or any(name in request.headers for name in FORWARDED):
         return False
-    own_page = f"{request.url.scheme}://{request.headers.get('host')}"
-    return request.headers.get("origin", own_page) == own_page and on_loopback(request.client.host)
+    page = request.headers.get("origin")
+    if page is not None and (
+        page != f"{request.url.scheme}://{request.headers.get('host')}" or not on_loopback(request.url.hostname or "")
+    ):
+        return False
+    return on_loopback(request.client.host)
 
 
 def _over(key: Key) -> bool:

@@ -3,26 +3,33 @@
 from __future__ import annotations
 
 import json
+import logging
 import shlex
 
 from service.cli.held_out import SHOWN
 from service.cli.output import print_line
 from service.engines.bridge import gather_all
-from service.errors import HalluTracerError
 from service.guard import OBSERVE, Action, Policy
 from service.sample import sample_of
 from service.scoring import Scorer
 from service.serving.state import ServiceState
 
+log = logging.getLogger("hallutracer")
 HOW_TO_GATE = (
     "policy {name}: every answer passes and its risk is told; --policy gate withholds answers from the threshold on"
+)
+OWNED = (
+    "programs of this machine may ask for another policy, since no key is asked for; behind a proxy give --keys, or "
+    "--callers-may none"
 )
 FALLBACK = ("What is the capital of France?",)  # of a bundle without a sample
 
 
-def how_to_gate(policy: Policy) -> str | None:
-    """The first line of a service that withholds nothing by itself."""
-    return HOW_TO_GATE.format(name=policy.name) if policy.action is Action.OBSERVE else None
+def first_line(policy: Policy, *, owned: bool) -> str | None:
+    """How to gate, where nothing is withheld; that callers of this machine may open the gate, where they may."""
+    if policy.action is Action.OBSERVE:
+        return HOW_TO_GATE.format(name=policy.name)
+    return OWNED if owned else None
 
 
 async def greet(state: ServiceState, address: str) -> None:
@@ -54,7 +61,8 @@ async def example(scorer: Scorer) -> list[str]:
             return list(FALLBACK)
         prompts = [question.prompt for question in sample.questions[:SHOWN]]
         reports = await gather_all([scorer.last_report(scorer.render(prompt), OBSERVE) for prompt in prompts])
-    except HalluTracerError:  # an engine that is told to stop, or a question that no longer fits: others may be asked
+    except Exception as error:  # an engine that is told to stop: the lines come all the same
+        log.warning("no request could be made of the held-out questions: %s", error)
         return list(FALLBACK)
     by_risk = sorted(zip((report.risk for report in reports), prompts, strict=True))
     return [by_risk[0][1], by_risk[-1][1]]

@@ -224,7 +224,7 @@ def serve(
 
     from service.api.app import create_app
     from service.audit.auditor import Auditor
-    from service.cli.greeting import greet, how_to_gate
+    from service.cli.greeting import first_line, greet
     from service.serving.state import ServiceState
 
     state = ServiceState(
@@ -291,7 +291,8 @@ def serve(
     signal.signal(signal.SIGTERM, lambda *_: None)
     hangups: list[int] = []
     signal.signal(signal.SIGHUP, lambda number, _: hangups.append(number))
-    if hint := how_to_gate(state.policy(None, None)):
+    owned = not (keys.closed or settings.callers_may) and on_loopback(settings.host)
+    if hint := first_line(state.policy(None, None), owned=owned):
         print_line(hint)
     print_line(f"listening on {address}, loading {loading.model} ...")
     server.run(sockets=[listener])

@@ -7,8 +7,11 @@ from pathlib import Path
 
 import httpx
 import pytest
+from starlette.requests import HTTPConnection
 
-from tests.running import Running, running
+from service.api.dependencies import caller_of
+from service.callers import OWNERS
+from tests.running import App, Running, running
 
 LOOSER = [{"policy": "observe"}, {"threshold": 1.0}]
 
@@ -68,3 +71,12 @@ def test_nor_where_keys_are_asked_for(tmp_path: Path) -> None:
     with running(tmp_path, callers_may=(), api_keys=["secret-one"]) as service:
         for choice in LOOSER:
             assert status(service, choice, authorization="Bearer secret-one") == 403
+
+
+def test_a_request_without_a_key_owns_nothing_where_keys_are_asked_for(tmp_path: Path) -> None:
+    """It is refused before; this holds by itself, too."""
+    request = HTTPConnection({"type": "http", "headers": [], "client": ("127.0.0.1", 9), "server": ("127.0.0.1", 1),
+                              "scheme": "http", "path": "/score", "query_string": b""})  # fmt: skip
+    for keys, rights in (([], OWNERS), (["secret-one"], frozenset())):
+        with App(tmp_path / str(len(keys)), callers_may=(), api_keys=keys).started() as app:
+            assert caller_of(request, app.state).may == rights

@@ -58,6 +58,15 @@ def test_the_printed_request_runs_and_is_about_two_held_out_questions(observing:
         assert question in found
 
 
+def test_a_gate_that_its_own_machine_may_open_says_so(tmp_path: Path) -> None:
+    with serve(HALLUTRACER_STORE=str(tmp_path)) as process:
+        assert "--callers-may none" in process.said.splitlines()[0]
+        body = {"prompt": "Hm?", "threshold": 1.0}
+        assert httpx.post(f"{process.url}/score", json=body, timeout=60).status_code == 200
+        passed_on = httpx.post(f"{process.url}/score", json=body, headers={"x-forwarded-for": "10.0.0.1"}, timeout=60)
+        assert passed_on.status_code == 403
+
+
 def test_a_service_that_gates_does_not_say_that_it_observes(tmp_path: Path) -> None:
     with serve(HALLUTRACER_STORE=str(tmp_path), HALLUTRACER_API_KEY="s" * 32) as process:
         assert process.said.startswith("listening on ")

@@ -19,6 +19,7 @@ from service.settings import ServiceSettings
 from tests.deploy import balancer as b
 from tests.deploy.live_service import serving
 from tests.local_server import answer
+from tests.running import running
 
 NOT_READY = b'{"error":{"code":"not_ready"}}'
 REPEATS: b.Edit = ("proxy_next_upstream error timeout http_503;", "proxy_next_upstream error timeout non_idempotent;")
@@ -138,6 +139,16 @@ def test_nobody_changes_a_replica_through_it(fleet: b.Balancer, path: str) -> No
 
 
 # --- replicas that fail ---
+
+
+def test_no_client_of_it_is_taken_for_the_owner_of_a_replica_without_keys(tmp_path: Path) -> None:
+    with running(tmp_path / "one", callers_may=()) as service:
+        address = service.url.removeprefix("http://")
+        with b.balancing(tmp_path, (address, address)) as nginx:
+            for choice in ({"policy": "observe"}, {"threshold": 1.0}):
+                body = {"prompt": "x"} | choice
+                assert httpx.post(f"{service.url}/score", json=body, timeout=60).status_code == 200
+                assert httpx.post(f"{nginx.url}/score", json=body, timeout=60).status_code == 403
 
 
 def test_an_event_goes_out_before_the_next_is_there(tmp_path: Path) -> None:
