@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 def list_(*, store: StoreOptions = StoreOptions(), as_json: Json = False, common: Common = Common()) -> None:
     """List every bundle; damaged ones with what is wrong."""
     if "://" not in store.store and store.store != DEFAULT_STORE and not Path(store.store).expanduser().is_dir():
-        raise UsageError("--store", f"there is no folder {store.store}; without --store the shipped bundles are listed")
+        note(f"there is no folder {store.store}: only the shipped bundles are listed")
     rows = [_described(summary) for summary in open_store(store).list()]
     if as_json:
         print_json(rows)

@@ -351,3 +351,12 @@ def test_the_help_of_serve_shows_the_dozen_that_people_use_and_help_all_the_rest
     assert {"--model", "--bundle", "--policy", "--threshold", "--host", "--port", "--keys"} <= shown["--help"]
     assert len(shown["--help"]) <= 14
     assert shown["--help-all"] > shown["--help"] | {"--max-queue", "--canary", "--feedback-db"}
+
+
+def test_a_store_that_is_not_there_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("bundle", "list", "--store", str(tmp_path / "nowhere")) == 0
+    told = capsys.readouterr()
+    assert f"there is no folder {tmp_path / 'nowhere'}" in told.err
+    assert "demo:1" in told.out
+    assert run("bundle", "list", "--store", str(tmp_path)) == 0
+    assert capsys.readouterr().err == ""

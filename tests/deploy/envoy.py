@@ -77,9 +77,10 @@ def _knows(process: subprocess.Popen[bytes], port: int, ready: int) -> bool:
     while process.poll() is None:
         try:
             found = httpx.get(f"http://127.0.0.1:{port}/clusters?format=json", timeout=10).json()
+            listens = httpx.get(f"http://127.0.0.1:{port}/ready", timeout=10).status_code == 200
         except (httpx.TransportError, json.JSONDecodeError):
-            found = {}
-        if _healthy(found) == ready:
+            found, listens = {}, False
+        if listens and _healthy(found) == ready:  # it listens only once its clusters are known
             return True
         time.sleep(0.02)
     return False
