@@ -153,7 +153,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         work = Path(temporary)
         log = work / "service.log"
-        command = [sys.executable, "-m", "service.cli", "serve", "--port", "0"]
+        command = [sys.executable, "-m", "service.cli", "serve", "--policy", "gate", "--port", "0"]
         with process(command, log, PYTHONUNBUFFERED="1", HALLUTRACER_STORE=str(work)) as service:
             address = wait_for(service, log, r"listening on (http://\S+),")
             wait_for(service, log, r"(API reference)")

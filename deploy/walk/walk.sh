@@ -145,6 +145,7 @@ app="$(hallutracer keys new app --keys keys.toml)"
 deployer="$(hallutracer keys new deployer --scope admin --keys keys.toml)"
 (umask 077; hallutracer keys new prometheus --scope observe --expires never --keys keys.toml >prometheus.key)
 run hallutracer keys list --keys keys.toml
+export HALLUTRACER_POLICY=gate
 serve=(--store "$store" --require-signature key.pub --canary my-probe@canary --canary-share 0.3
     --shadow my-probe@canary --keys keys.toml --protect-metrics --audit-log audit.jsonl)
 refused "a signature is required here" hallutracer doctor "${serve[@]}" --bundle my-probe:2 --port "$one"

@@ -118,7 +118,7 @@ def demo() -> Iterator[tuple[TestClient, Counters]]:
     store = Store(Path("/nonexistent"), fallbacks=[SHIPPED])
     state = ServiceState(
         lambda: {name: Scorer(engine, store.load(name)) for name in ("demo", "demo-fused")},
-        settings=ServiceSettings(threshold=0.0),
+        settings=ServiceSettings(policy="gate", threshold=0.0),
     )
     with TestClient(create_app(state)) as client:
         until(lambda: state.is_ready)
