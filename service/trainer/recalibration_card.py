@@ -16,7 +16,7 @@ from service.fitting.group_statistics import share_interval
 from service.fitting.jackknife import Interval
 from service.fitting.map_choice import Choice
 from service.fitting.markdown import markdown_table
-from service.fitting.plotting import BLUE, GREY, ORANGE
+from service.fitting.plotting import BLUE, GREY, ORANGE, legend_below
 from service.fitting.scores import equal_mass_bins, reliability
 from service.trainer.feedback_card import feedback_lines, selection
 from service.trainer.plots import png
@@ -139,4 +139,4 @@ def _before_after(axes: Axes, risks: Mapping[str, Floats], label: Labels, group:
              xlabel="mean risk of the bin (probability)", ylabel="hallucinated in the bin (share)",
              xlim=(-0.01, 1.01), ylim=(-0.01, 1.01))  # fmt: skip
     axes.set_aspect("equal")
-    axes.figure.legend(loc="outside lower center")
+    legend_below(axes)

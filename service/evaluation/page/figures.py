@@ -24,7 +24,18 @@ from sklearn.metrics import precision_recall_curve, roc_curve
 from service.evaluation.cost import CLASSES, Cost
 from service.evaluation.page.report_data import Figure
 from service.fitting.group_statistics import share_interval
-from service.fitting.plotting import BLUE, GREEN, GREY, ORANGE, PURPLE, STYLE, class_bands, layer_ticks, thinned
+from service.fitting.plotting import (
+    BLUE,
+    GREEN,
+    GREY,
+    ORANGE,
+    PURPLE,
+    STYLE,
+    class_bands,
+    layer_ticks,
+    legend_below,
+    thinned,
+)
 from service.fitting.scores import ECE_BINS, auprc, ece, equal_mass_bins, risk_auroc, shown_bins
 from service.fitting.scores import reliability as reliability_bins
 
@@ -72,7 +83,7 @@ def depth_subsampling(curves: Mapping[str, tuple[ArrayLike, ArrayLike, ArrayLike
             shown.append(f"{name}: {y[0]:.3f} with {x[0]:.0f}, {y[-1]:.3f} with {x[-1]:.0f}")
         axes.set(xlabel="layers included", ylabel="AUROC")
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-        _legend(figure, axes, columns=3)
+        legend_below(axes, columns=3)
         return Figure(
             "depth_subsampling",
             "Depth subsampling: AUROC of the depth mean against the number of layers it takes, evenly spaced over depth"
@@ -98,7 +109,7 @@ def trajectories(trajectory: ArrayLike, label: ArrayLike, unit: str = "unit-norm
         class_bands(axes, bands)
         axes.set(xlabel="layer (0 is the first block)", ylabel=f"truth logit\n({unit})")
         layer_ticks(axes, values.shape[1], _MAX_TICKS)
-        _legend(figure, axes)
+        legend_below(axes, columns=2)
         return Figure(
             "trajectories",
             "Truth logit over depth: mean of each class, band of one standard deviation.",
@@ -135,7 +146,7 @@ def roc_pr(label: ArrayLike, risks: Mapping[str, ArrayLike]) -> Figure:
         right.set(title="Precision and recall", xlabel="hallucinated prompts flagged (share)",
                   ylabel="flagged prompts that are\nhallucinated (share)",
                   xlim=(-0.01, 1.01), ylim=(-0.01, 1.01))  # fmt: skip
-        _legend(figure, left)
+        legend_below(left, columns=2)
         return Figure(
             "roc_pr",
             f"ROC and precision-recall curves of {len(classes):,} rows, {int(np.sum(classes == 0)):,} of them "
@@ -218,7 +229,7 @@ def reliability(label: ArrayLike, risks: Mapping[str, ArrayLike], group: ArrayLi
         axes.set(xlabel="mean risk of the bin (probability)", ylabel="hallucinated in the bin (share)",
                  xlim=(-0.01, 1.01), ylim=(-0.01, 1.01))  # fmt: skip
         axes.set_aspect("equal")
-        _legend(figure, axes, columns=1)
+        legend_below(axes, columns=1)
         rows = f"{sizes.min():,}" if sizes.min() == sizes.max() else f"{sizes.min():,} to {sizes.max():,}"
         few = "" if bins == ECE_BINS else f" So few rows give {len(sizes)} bins here and {ECE_BINS} in ECE."
         return Figure(
@@ -248,7 +259,7 @@ def geometry(adjacent_cos: ArrayLike, energy: ArrayLike, width: int) -> Figure:
         for axes, count, top in ((left, len(cosines), chance), (right, len(shares), even)):
             layer_ticks(axes, count, _MAX_TICKS)
             axes.set_ylim(0, 1.1 * max(float(axes.dataLim.ymax), top))
-        _legend(figure, right)
+        legend_below(right, columns=2)
         return Figure(
             "geometry",
             f"Geometry of the probes by layer, d = {width}. A random direction has |cos| {chance:.3f} = √(2/(πd)) in"
@@ -269,12 +280,6 @@ def _looks() -> Iterator[tuple[str, str]]:
     """Colour and line style, all pairs differ among the first 28; consecutive ones differ in both."""
     for index in range(len(_COLOURS) * len(_LINES)):
         yield _COLOURS[index % len(_COLOURS)], _LINES[index % len(_LINES)]
-
-
-def _legend(figure: mpl.Figure, axes: Axes, columns: int = 2) -> None:
-    """Under the axes, where it hides no line."""
-    handles, labels = axes.get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=min(columns, max(len(labels), 1)))
 
 
 def _array(values: ArrayLike, name: str, ndim: int = 1) -> Floats:
