@@ -55,7 +55,7 @@ async def greet(state: ServiceState, address: str) -> None:
 async def example(scorer: Scorer) -> list[str]:
     """Two held-out questions of the bundle, of the lowest and of the highest risk among those that ``try`` shows.
 
-    Their prefills alone, about a second on SmolLM2.  ``FALLBACK`` where the bundle has no sample, or none that can be read.
+    Their prefills alone, about a second on SmolLM2.  ``FALLBACK`` where the bundle has no sample that can be read.
     """
     try:
         if (sample := sample_of(scorer.bundle)) is None:
