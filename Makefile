@@ -17,12 +17,12 @@ install: $(VENV)/.tested   ## make .venv/ with everything pinned, what tests nee
 # first.  For a GPU:  make run TORCH_INDEX=
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 
-$(VENV)/.installed: pyproject.toml clients/python/pyproject.toml constraints.txt
+$(VENV)/.installed: pyproject.toml clients/python/pyproject.toml research/pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "HalluTracer needs Python 3.11 or newer; set PYTHON=/path/to/python3.11"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	@test -z '$(TORCH_INDEX)' || $(PIP) --no-deps --retries 2 --timeout 15 --index-url '$(TORCH_INDEX)' torch || \
 		echo "$(TORCH_INDEX) did not give torch; taking the default index's build"
-	$(PIP) --no-compile --editable clients/python --editable .
+	$(PIP) --no-compile --editable clients/python --editable research --editable .
 	@touch $@
 
 # `make run` compiles only what it imports, half a minute less; tests start hundreds of processes, which find all compiled.
@@ -77,7 +77,7 @@ test: install vllm clients $(VENV)/.smollm2   ## ruff, mypy --strict, pytest: th
 		wait $$mypy || { cat $(VENV)/mypy.txt; exit 1; }; exit $$tests
 
 test-long: install vllm clients $(VENV)/.smollm2   ## all model families on vLLM, thousands of generated requests, a soak: forty minutes
-	$(BIN)/python -m tests.bench.service_soak --seconds 120
+	$(BIN)/python -m benchmarks.service_soak --seconds 120
 	$(PYTEST) -m long
 
 docs: install    ## the documentation as a site, build/docs/index.html; a warning is an error
@@ -87,7 +87,7 @@ tools:           ## the real Prometheus, nginx, PostgreSQL and Chromium that tes
 	deploy/tools.sh
 
 bench: install   ## the readout's cost, side by side with the bare forward
-	$(BIN)/python -m tests.bench.readout_cost
+	$(BIN)/python -m benchmarks.readout_cost
 
 UV ?= uv
 RESOLVE = $(UV) pip compile --quiet pyproject.toml --constraint constraints.txt --python-version 3.12 \

@@ -19,7 +19,7 @@ include_patterns = [
     "probes_store/FORMAT.md",
     "service/demo/assets/ATTRIBUTION.md",
     "service/demo/assets/hallutracer-demo/README.md",
-    "tests/bench/LOG.md",
+    "benchmarks/LOG.md",
 ]
 exclude_patterns = [".*", "build", "runs", "probes", "evaluation"]
 
@@ -79,7 +79,7 @@ NAVIGATION = {
         "Architecture": "docs/architecture",
         "Contributing": "docs/contributing",
         "Benchmarks": "docs/benchmarks",
-        "Benchmark log": "tests/bench/LOG",
+        "Benchmark log": "benchmarks/LOG",
         "Dependencies": "docs/dependencies",
         "Licences": "docs/licences",
         "Changelog": "CHANGELOG",

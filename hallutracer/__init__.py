@@ -21,10 +21,10 @@ hallutracer_start.check_import()
 from service import __version__  # noqa: E402
 
 if TYPE_CHECKING:
+    from hallutracer_research.evaluating import Evaluated, MethodFigures, evaluate
     from probes_store.errors import BundleError
     from service.errors import HalluTracerError
     from service.library.detector import Detector, Engine, load
-    from service.library.evaluating import Evaluated, MethodFigures, evaluate
     from service.library.results import Risk, Risks
     from service.library.training import SignalFigures, Trained, train
 
@@ -32,14 +32,14 @@ _HOMES = {
     "BundleError": "probes_store.errors",
     "Detector": "service.library.detector",
     "Engine": "service.library.detector",
-    "Evaluated": "service.library.evaluating",
+    "Evaluated": "hallutracer_research.evaluating",
     "HalluTracerError": "service.errors",
-    "MethodFigures": "service.library.evaluating",
+    "MethodFigures": "hallutracer_research.evaluating",
     "Risk": "service.library.results",
     "Risks": "service.library.results",
     "SignalFigures": "service.library.training",
     "Trained": "service.library.training",
-    "evaluate": "service.library.evaluating",
+    "evaluate": "hallutracer_research.evaluating",
     "load": "service.library.detector",
     "train": "service.library.training",
 }
@@ -53,7 +53,12 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"hallutracer has no {name!r}; it has {', '.join(__all__)}")
-    return getattr(importlib.import_module(_HOMES[name]), name)
+    try:
+        return getattr(importlib.import_module(_HOMES[name]), name)
+    except ModuleNotFoundError as error:
+        if error.name != "hallutracer_research":
+            raise
+        raise ImportError(f"{name} comes with hallutracer-research: pip install ./research") from None
 
 
 def __dir__() -> list[str]:

@@ -21,7 +21,6 @@ from probes_store.golden import check_golden
 from probes_store.identity import check_identity
 from probes_store.manifest import SIGNALS
 from probes_store.recalibration import least_reaching
-from service.context import UNKNOWN, PromptContext, prompt_context
 from service.engines.base import (
     FIRST_COME,
     Completion,
@@ -38,12 +37,13 @@ from service.engines.base import (
 )
 from service.engines.bridge import gather_all, wait_for
 from service.engines.checks import check_sampling
+from service.engines.context import UNKNOWN, PromptContext, prompt_context
 from service.errors import NonFiniteReadout
-from service.guard import GATE, Decision, Policy, Verdict, judge
+from service.judging.uncertainty import Uncertain, uncertain
+from service.policies.guard import GATE, Decision, Policy, Verdict, judge
 from service.prompts import Message, as_prompt_format, chat_ending, render
 from service.readout import Probes, Site
 from service.risk import depth_mean, served_risk
-from service.uncertainty import Uncertain, uncertain
 
 _ROUNDING = 1e-9  # of a recalibrated risk, relative
 

@@ -15,7 +15,7 @@ from typing import Annotated, Any
 
 from cyclopts import Group, Parameter
 
-from service.callers import Loosened
+from service.access.callers import Loosened
 
 PREFIX = "HALLUTRACER_"
 NO_OPTIONS = frozenset({f"{PREFIX}CACHE"})  # variables alone: where unpacked GGUF files are kept, below all commands

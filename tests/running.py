@@ -16,12 +16,12 @@ import uvicorn
 from fastapi.testclient import TestClient
 
 from probes_store.bundle import Bundle
+from service.access.callers import ApiKey, Key, Right
 from service.access.ring import KeyRing
 from service.api.app import create_app
-from service.callers import ApiKey, Key, Right
 from service.cli.listening import make_server
-from service.guard import Policy
-from service.policies import built_in
+from service.policies.guard import Policy
+from service.policies.policy import built_in
 from service.scoring import Scorer
 from service.serving.state import ServiceState
 from service.serving.tracing import Tracing

@@ -12,13 +12,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from benchmarks import capacity
+from benchmarks.chaos import whole_answers
+from benchmarks.fleet import two_versions
+from benchmarks.rollout_soak import Events, grown, judge
+from benchmarks.witness import TOLERANCE, Range, Witness, kept, questions, recorded, replay
 from service.audit.events import Judged, Who, decision
 from service.audit.file import AuditFile
-from tests.bench import capacity
-from tests.bench.chaos import whole_answers
-from tests.bench.fleet import two_versions
-from tests.bench.rollout_soak import Events, grown, judge
-from tests.bench.witness import TOLERANCE, Range, Witness, kept, questions, recorded, replay
 from tests.deploy.prometheus_server import binary
 from tests.local_server import answer, listening
 from tests.serve_process import ROOT
@@ -229,7 +229,7 @@ def test_a_script_runs_and_passes(command: tuple[str, ...], tmp_path: Path) -> N
     binary("nginx")
     name, *options = command
     record = tmp_path / "record.json"
-    run = [sys.executable, "-m", f"tests.bench.{name}", "--quick", "--json", str(record), *options]
+    run = [sys.executable, "-m", f"benchmarks.{name}", "--quick", "--json", str(record), *options]
     done = subprocess.run(run, cwd=ROOT, capture_output=True, text=True, check=False, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
     checks = json.loads(record.read_text())["checks"]

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.bench.http_client import Pool, post
-from tests.bench.load_stats import (
+from benchmarks.http_client import Pool, post
+from benchmarks.load_stats import (
     Check,
     Outcome,
     bad_refusals,
@@ -27,10 +27,10 @@ from tests.bench.load_stats import (
     summarise,
     table,
 )
-from tests.bench.loadgen import MIXES, closed_loop, make_prompts, make_texts, open_loop, score_requests
-from tests.bench.service_load import better
-from tests.bench.service_process import Metrics
-from tests.bench.service_soak import Soak, memory_checks, metric_checks
+from benchmarks.loadgen import MIXES, closed_loop, make_prompts, make_texts, open_loop, score_requests
+from benchmarks.service_load import better
+from benchmarks.service_process import Metrics
+from benchmarks.service_soak import Soak, memory_checks, metric_checks
 
 Exchange = Callable[[tuple[str, int]], Awaitable[None]]
 

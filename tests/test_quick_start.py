@@ -13,8 +13,8 @@ from typing import Any
 import httpx
 import pytest
 
+from hallutracer_research.demo.picture import KNOWN, UNKNOWN
 from service.demo import MODEL_DIR
-from service.demo.picture import KNOWN, UNKNOWN
 from service.demo.questions import questions
 from service.engines.base import EngineOptions, Sampling
 from service.engines.transformers.engine import TransformersEngine

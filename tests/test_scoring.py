@@ -21,7 +21,7 @@ from probes_store.tensors import Golden
 from service.engines.base import Gate, Sampling
 from service.engines.scheduler import Scheduled
 from service.errors import EmptyPrompt, EngineError, NonFiniteReadout, RequestError
-from service.guard import BLOCK, GATE, OBSERVE, Action, Decision, Policy, judge
+from service.policies.guard import BLOCK, GATE, OBSERVE, Action, Decision, Policy, judge
 from service.readout import Probes, Site
 from service.risk import depth_mean, risk, truth_logits
 from service.scoring import RiskReport, Scorer

@@ -10,7 +10,7 @@ import math
 import time
 from collections.abc import Callable
 
-from service.callers import Key
+from service.access.callers import Key
 from service.errors import QuotaExceeded, RateLimited
 
 MINUTE_S, DAY_S = 60.0, 86_400.0

@@ -17,8 +17,8 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
+from service.access.callers import Key, digest_of
 from service.access.key_file import parse_keys, read_keys
-from service.callers import Key, digest_of
 from service.errors import HalluTracerError
 
 PREFIX = "ht-"  # by which scanners for leaked secrets can tell them

@@ -22,7 +22,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, get_args
 
-from service.callers import Key, Right, Scope
+from service.access.callers import Key, Right, Scope
 from service.errors import HalluTracerError
 
 NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,63}")

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from service.access.allowance import Allowance
+from service.access.callers import Key, digest_of, is_placeholder
 from service.access.key_file import read_keys
-from service.callers import Key, digest_of, is_placeholder
 from service.errors import HalluTracerError
 
 Signature = tuple[int, int, int, int] | None

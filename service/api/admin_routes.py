@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from fastapi import APIRouter
 
+from service.access.routes import RELOAD_ROUTE
 from service.api.catalogue import bundle_list
 from service.api.catalogue_schema import BundleList
 from service.api.dependencies import Admin, State
 from service.api.response_docs import errors
 from service.errors import AuditUnavailable, NotFound, NotReady, ReloadFailed
-from service.routes import RELOAD_ROUTE
 from service.serving.reloading import reload_all
 
 router = APIRouter(tags=["admin"])

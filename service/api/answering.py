@@ -9,19 +9,19 @@ from dataclasses import dataclass, replace
 
 from fastapi import Request
 
+from service.access.callers import Caller
+from service.access.routes import canonical
 from service.api.auth import allowance_of
 from service.api.dependencies import who_of
 from service.api.reply import Reply
 from service.api.request_log import record_of
 from service.api.request_schema import Include
-from service.callers import Caller
-from service.conversation import Shape, shape_of
 from service.engines.base import Sampling
 from service.engines.checks import check_length, check_special_tokens
 from service.errors import ClientGone, EmptyPrompt, RequestError
-from service.guard import Action, Decision, Policy
+from service.judging.conversation import Shape, shape_of
+from service.policies.guard import Action, Decision, Policy
 from service.prompts import Message
-from service.routes import canonical
 from service.scoring import RiskReport, Scorer
 from service.serving.auditing import decision_line
 from service.serving.choice import untemplated

@@ -12,12 +12,12 @@ from starlette.requests import HTTPConnection
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from service.access.allowance import Allowance
+from service.access.callers import Key, on_loopback
+from service.access.callers import Scope as KeyScope
 from service.access.ring import KeyRing
+from service.access.routes import CALLED, METRICS, scopes_of
 from service.api.error_handlers import respond
-from service.callers import Key, on_loopback
-from service.callers import Scope as KeyScope
 from service.errors import HalluTracerError, KeyExpired, KeyRevoked, MissingScope, Unauthorized
-from service.routes import CALLED, METRICS, scopes_of
 
 HEALTH = frozenset({"/health", "/health/live", "/health/ready"})
 FORWARDED = ("x-forwarded-for", "forwarded", "x-real-ip", "via")

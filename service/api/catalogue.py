@@ -33,9 +33,9 @@ from service.api.catalogue_schema import (
 )
 from service.api.dependencies import State
 from service.api.response_docs import errors
-from service.coverage import coverage
-from service.form_table import form_table
-from service.sample import sample_of
+from service.judging.coverage import coverage
+from service.judging.form_table import form_table
+from service.judging.sample import sample_of
 from service.scoring import Scorer
 from service.serving.rollout import Comparison
 from service.serving.state import ServiceState

@@ -7,9 +7,9 @@ from typing import Annotated
 from fastapi import Depends, Request
 from starlette.requests import HTTPConnection
 
+from service.access.callers import OWNERS, Caller, Scope
 from service.api.auth import check_scopes, from_here, key_of
 from service.audit.events import Who
-from service.callers import OWNERS, Caller, Scope
 from service.serving.state import ServiceState
 
 

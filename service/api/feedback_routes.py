@@ -7,6 +7,7 @@ from typing import Annotated
 
 from fastapi import APIRouter, Body, Request
 
+from service.access.routes import FEEDBACK_ROUTE
 from service.api.answering import while_connected
 from service.api.body import JsonRoute
 from service.api.dependencies import State, caller_of
@@ -14,7 +15,6 @@ from service.api.feedback_schema import FeedbackRequest, FeedbackResponse
 from service.api.response_docs import errors
 from service.errors import DeadlineExceeded, NotFound
 from service.feedback.rows import Label, Stored
-from service.routes import FEEDBACK_ROUTE
 
 router = APIRouter(tags=["feedback"], route_class=JsonRoute)
 RESPONSES = errors(

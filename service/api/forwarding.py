@@ -12,8 +12,8 @@ from httpx_sse import EventSource, SSEError
 
 from service.api.body import too_many_containers
 from service.errors import HalluTracerError, UpstreamFailed
+from service.policies.upstreams import Upstream
 from service.serving.metrics import Metrics, Outcome
-from service.upstreams import Upstream
 
 if TYPE_CHECKING:
     from service.serving.spans import RequestTrace, UpstreamCall

@@ -12,6 +12,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Body, Request, Response
 from pydantic import ValidationError
 
+from service.access.routes import CLASSIFY_ROUTE, LITELLM_ROUTE
 from service.api.answering import Asked, answer, encoded, rendered_chat
 from service.api.body import JsonRoute
 from service.api.dependencies import State, caller_of
@@ -27,10 +28,9 @@ from service.api.openai_response import note, withheld
 from service.api.response_docs import FAILURES
 from service.api.session import session_of
 from service.errors import EmptyPrompt, RequestError
-from service.guarantee import chat_departures
-from service.guard import Action
+from service.judging.guarantee import chat_departures
+from service.policies.guard import Action
 from service.prompts import Message
-from service.routes import CLASSIFY_ROUTE, LITELLM_ROUTE
 from service.scoring import RiskReport
 from service.serving.feedback import Content
 

@@ -12,10 +12,10 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from service.access.routes import PROMPT_ROUTES
 from service.api.error_handlers import respond
 from service.api.request_log import RequestRecord, log
 from service.errors import BodyTooLarge, BodyTooSlow, ClientGone, HalluTracerError, NotReady
-from service.routes import PROMPT_ROUTES
 from service.serving.metrics import Metrics
 
 if TYPE_CHECKING:

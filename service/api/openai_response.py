@@ -11,7 +11,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, Field
 
 from service.api.reply import Reply, risk_note, risk_out, usage
-from service.guard import Decision
+from service.policies.guard import Decision
 from service.scoring import RiskReport
 
 Kind = Literal["chat", "text"]

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Body, Request, Response
 
+from service.access.routes import CHAT_ROUTE, TEXT_ROUTE
 from service.api.answering import Asked, answer, encoded, rendered_chat, while_connected
 from service.api.body import JsonRoute
 from service.api.dependencies import State, caller_of
@@ -28,9 +29,8 @@ from service.api.session import session_of
 from service.api.stream import EventStream
 from service.engines.base import Sampling
 from service.errors import RequestError
-from service.guarantee import NO_TEMPLATE, TOKEN_IDS, chat_departures
-from service.guard import Action, Decision
-from service.routes import CHAT_ROUTE, TEXT_ROUTE
+from service.judging.guarantee import NO_TEMPLATE, TOKEN_IDS, chat_departures
+from service.policies.guard import Action, Decision
 from service.scoring import Scorer
 from service.serving.deadline import Deadline
 from service.serving.feedback import Content

@@ -18,10 +18,10 @@ from service.api.response_schema import (
     ScoreResponse,
     Usage,
 )
-from service.conversation import Shape
 from service.engines.base import Completion
-from service.guarantee import decoding_departures, shape_departures, standing
-from service.guard import Policy
+from service.judging.conversation import Shape
+from service.judging.guarantee import decoding_departures, shape_departures, standing
+from service.policies.guard import Policy
 from service.risk import running_means
 from service.scoring import RiskReport, Scorer
 from service.serving.metrics import Metrics

@@ -12,7 +12,7 @@ from service.api.catalogue_schema import SampleAnswerOut
 from service.api.dependencies import State
 from service.api.response_docs import errors
 from service.errors import NotFound
-from service.sample import sample_of
+from service.judging.sample import sample_of
 
 router = APIRouter(tags=["catalogue"])
 _sample_of = lru_cache(maxsize=32)(sample_of)  # reads a file; a bundle never changes

@@ -6,6 +6,7 @@ from typing import Annotated
 
 from fastapi import APIRouter, Body, Request, Response
 
+from service.access.routes import SCORE_ROUTES
 from service.api.answering import Asked, answer, encoded, rendered_chat
 from service.api.body import JsonRoute
 from service.api.dependencies import State, caller_of
@@ -15,8 +16,7 @@ from service.api.session import session_of
 from service.api.stream import EventStream, events
 from service.engines.base import Sampling
 from service.errors import RequestError
-from service.guarantee import TOKEN_IDS, chat_departures
-from service.routes import SCORE_ROUTES
+from service.judging.guarantee import TOKEN_IDS, chat_departures
 from service.scoring import Scorer
 from service.serving.deadline import Deadline
 from service.settings import ServiceSettings

@@ -12,10 +12,10 @@ from starlette.exceptions import HTTPException
 from starlette.requests import HTTPConnection
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from service.access.routes import PROMPT_ROUTES
 from service.api.dependencies import caller_of
 from service.api.error_handlers import respond
 from service.errors import BodiesFull, Overloaded
-from service.routes import PROMPT_ROUTES
 from service.serving.state import ServiceState
 
 FREE = 16 * 1024  # bytes of each body that are not counted: most have no more, and ``max_connections`` bounds them

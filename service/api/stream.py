@@ -15,7 +15,7 @@ from service.api.error_handlers import error_body
 from service.api.reply import Reply, usage
 from service.api.response_schema import CompletionChunk, Delta
 from service.errors import ClientGone, DeadlineExceeded, HalluTracerError
-from service.guard import Decision
+from service.policies.guard import Decision
 from service.scoring import RiskReport
 
 DONE = b"data: [DONE]\n\n"

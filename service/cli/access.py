@@ -12,7 +12,7 @@ import stat
 from pathlib import Path
 from typing import get_args
 
-from service.callers import ApiKey, Right, is_placeholder
+from service.access.callers import ApiKey, Right, is_placeholder
 from service.cli.options import UsageError
 from service.errors import HalluTracerError
 

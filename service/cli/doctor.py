@@ -13,9 +13,9 @@ from urllib.parse import urlsplit
 
 from cyclopts import Parameter
 
+from service.access.callers import on_loopback
 from service.access.key_file import read_keys
 from service.audit.file import AuditFile
-from service.callers import on_loopback
 from service.cli.listening import listen
 from service.cli.loading import LeaveOut, bundle_names, load_engine, load_scorers, open_store
 from service.cli.options import BundleOptions, EngineChoice, Json
@@ -26,12 +26,12 @@ from service.doctor import machine, model, packages
 from service.doctor.findings import Finding, fail, ok, run, summary, warn, worst
 from service.errors import HalluTracerError
 from service.options import Common
-from service.policies import load_policies
+from service.policies.policy import load_policies
 from service.settings import ServiceSettings, option
 
 if TYPE_CHECKING:
     from probes_store.bundle import Bundle
-    from service.guard import Policy
+    from service.policies.guard import Policy
 
 
 def doctor(

@@ -9,8 +9,8 @@ import shlex
 from service.cli.held_out import SHOWN
 from service.cli.output import print_line
 from service.engines.bridge import gather_all
-from service.guard import OBSERVE, Action
-from service.sample import sample_of
+from service.judging.sample import sample_of
+from service.policies.guard import OBSERVE, Action
 from service.scoring import Scorer
 from service.serving.state import ServiceState
 

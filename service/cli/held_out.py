@@ -22,7 +22,7 @@ from service.settings import Range, option, section
 if TYPE_CHECKING:
     import httpx
 
-    from service.coverage import Tenth
+    from service.judging.coverage import Tenth
 
 SHOWN = 24  # questions, where the bundle carries more
 
@@ -64,9 +64,9 @@ def held_out(
 
 
 def _asked_here(options: TryOptions, bundles: BundleOptions, engine: EngineChoice) -> Tried:
-    from service.coverage import coverage
     from service.engines.bridge import gather_all, wait_for
-    from service.sample import sample_of
+    from service.judging.coverage import coverage
+    from service.judging.sample import sample_of
     from service.serving.sampled import TOGETHER, Answered, ask
 
     bundle = open_store(bundles).load(bundle_names(engine.model, bundles)[0])
@@ -107,7 +107,7 @@ def _asked_there(options: TryOptions, bundles: BundleOptions) -> Tried:
 
     import httpx
 
-    from service.coverage import Tenth
+    from service.judging.coverage import Tenth
     from service.serving.sampled import TOGETHER
 
     if len(bundles.bundle) > 1:

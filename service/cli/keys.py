@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Parameter
 
-from service.callers import Key, Right, now
+from service.access.callers import Key, Right, now
 from service.cli.options import Json, UsageError
 from service.cli.output import note, print_json, print_line
 from service.options import Common

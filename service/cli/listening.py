@@ -10,7 +10,7 @@ import socket
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from service.callers import address_in, on_loopback
+from service.access.callers import address_in, on_loopback
 from service.cli.options import UsageError
 from service.errors import HalluTracerError
 from service.settings import ServiceSettings

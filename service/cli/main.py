@@ -7,9 +7,10 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from importlib.metadata import entry_points
 from typing import Any
 
-from cyclopts import App, CycloptsError, Parameter
+from cyclopts import App, CycloptsError, Parameter, UnknownCommandError
 
 from probes_store.errors import BundleError
 from service import __version__
@@ -17,11 +18,8 @@ from service.cli import (
     audit,
     bundle,
     calibrate,
-    data,
     demo,
-    diagnose,
     doctor,
-    evaluate,
     feedback,
     held_out,
     keys,
@@ -54,14 +52,25 @@ COMMANDS: dict[str, Any] = {  # name -> function, or for a group its help and co
     "calibrate": calibrate.calibrate,
     "recalibrate": recalibrate.recalibrate,
     "feedback": feedback.feedback,
-    "evaluate": evaluate.evaluate,
-    "diagnose": diagnose.diagnose,
     "bundle": bundle.COMMANDS,
     "demo": demo.COMMANDS,
-    "data": data.COMMANDS,
     "keys": keys.COMMANDS,
     "audit": audit.COMMANDS,
 }
+GROUP = "hallutracer.commands"  # entry points of other distributions: name -> what COMMANDS holds
+RESEARCH = frozenset({"evaluate", "diagnose", "data"})  # commands of hallutracer-research
+
+
+def installed() -> dict[str, Any]:
+    """COMMANDS, and those of distributions with entry points of ``hallutracer.commands``; groups are joined by name."""
+    found = dict(COMMANDS)
+    for point in sorted(entry_points(group=GROUP), key=lambda point: point.name):
+        entry = point.load()
+        own = found.get(point.name)
+        if isinstance(entry, tuple) and isinstance(own, tuple):
+            entry = (entry[0], own[1] | entry[1])
+        found[point.name] = entry
+    return found
 
 
 def make_app(sources: Sources, *, whole_help: bool = True) -> App:
@@ -77,7 +86,7 @@ def make_app(sources: Sources, *, whole_help: bool = True) -> App:
         config=[sources],
         result_action="return_value",
     )
-    for name, entry in COMMANDS.items():
+    for name, entry in installed().items():
         if isinstance(entry, tuple):
             title, commands = entry
             group = App(name=name, help=title, help_flags=HELP_FLAGS, version_flags=())
@@ -108,7 +117,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 bound.arguments["common"] = replace(common, warnings=sources.unknown())
             command(*bound.args, **bound.kwargs)
     except CycloptsError as error:
-        _fail(one_line(error), 2)
+        missing = isinstance(error, UnknownCommandError) and given and given[0] in RESEARCH
+        hint = f".  {given[0]!r} comes with hallutracer-research: pip install ./research" if missing else ""
+        _fail(one_line(error) + hint, 2)
     except UsageError as error:
         _fail(str(error), 2)
     except (HalluTracerError, BundleError) as error:

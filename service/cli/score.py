@@ -19,9 +19,9 @@ from service.cli.options import BundleOptions, EngineChoice, Json, Output, Usage
 from service.cli.output import note, print_line, progress
 from service.data.rows import check_prompt, objects
 from service.errors import DataError, HalluTracerError, RequestError
-from service.guard import Policy
 from service.options import Common
-from service.policies import built_in
+from service.policies.guard import Policy
+from service.policies.policy import built_in
 from service.settings import Range, Threshold, option, section
 
 if TYPE_CHECKING:
@@ -116,7 +116,7 @@ def score(
 
 
 def _plot(bundle: Bundle, prompts: Sequence[str], reports: list[RiskReport], path: Path) -> None:
-    from service.picture import draw_trajectories
+    from service.library.plots import draw_trajectories
 
     try:
         draw_trajectories(bundle, prompts, reports, path)

@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
+from service.access.callers import on_loopback
 from service.access.ring import KeyRing
-from service.callers import on_loopback
 from service.cli.access import load_keys
 from service.cli.listening import in_url, known_hosts, listen, make_server
 from service.cli.loading import LeaveOut, bundle_names, load_bundles, load_engine, load_scorers, open_store
@@ -21,7 +21,7 @@ from service.cli.output import print_line
 from service.cli.reload import load_again, on_hangup, replay, stamps, watch
 from service.cli.tracing import TraceOptions
 from service.options import Common
-from service.policies import load_policies
+from service.policies.policy import load_policies
 from service.settings import (
     DEFAULT_DRAWN,
     DEFAULT_MESSAGE,

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from rich.table import Table
     from rich.text import Text
 
-    from service.coverage import Tenth
+    from service.judging.coverage import Tenth
 
 MARKS = {"right": ("\u2713", "green"), "wrong": ("\u2717", "red"), "abstained": ("-", "dim")}
 BAR = 40  # characters of a bar of 100 %

@@ -9,13 +9,13 @@ from numpy.typing import NDArray
 from rich.console import Console
 from rich.text import Text
 
-from service.guard import Decision
+from service.policies.guard import Decision
 from service.risk import running_means
 
 if TYPE_CHECKING:
     from probes_store.bundle import Bundle
+    from service.judging.uncertainty import Uncertain
     from service.scoring import RiskReport
-    from service.uncertainty import Uncertain
 
 ROWS = 11
 COLUMN = 5  # characters a layer takes, where the terminal is wide enough

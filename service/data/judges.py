@@ -2,7 +2,7 @@
 
 ``exact`` and ``contains`` compare normalised text with the accepted answers, ``regex`` takes these as patterns, and
 ``openai`` asks any endpoint that speaks /v1/chat/completions.  ``similarity`` (TruthfulQA) and ``calls`` (BFCL) need
-more than accepted answers, encoded in the answers' strings (service/data/sets/references.py); incorrect reference
+more than accepted answers, encoded in the answers' strings (service/data/references.py); incorrect reference
 answers are passed to ``similarity`` only.
 """
 
@@ -15,8 +15,8 @@ from collections.abc import Callable, Sequence
 
 import httpx
 
+from service.data import call_check, references, similarity
 from service.data.options import JudgeOptions
-from service.data.sets import call_check, references, similarity
 from service.errors import TrainingError
 
 Judge = Callable[[str, str, Sequence[str]], bool]  # question, answer, accepted answers -> factual

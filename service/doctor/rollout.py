@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, cast
 
 from probes_store.errors import BundleError
 from service.doctor.findings import Finding, fail, ok, warn
-from service.drift import reference_of
 from service.errors import RequestError
-from service.guard import Policy
+from service.judging.drift import reference_of
+from service.policies.guard import Policy
 from service.prompts import as_prompt_format
 from service.serving.choice import check_tells
 from service.serving.rollout import RolloutPlan, rolled_out

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from probes_store.context import Context
-from service.context import prompt_context
+from service.engines.context import prompt_context
 from service.errors import EngineError
 from service.readout import Geometry, Pooling, Probes, Site
 from service.risk import depth_mean, risk

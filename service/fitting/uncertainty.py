@@ -24,7 +24,7 @@ from sklearn.covariance import ledoit_wolf
 from probes_store.uncertainty import RefitInterval
 from service.fitting.fit import Floats, Index
 from service.fitting.folds import group_folds
-from service.uncertainty import distance
+from service.judging.uncertainty import distance
 
 OUTSIDE_SHARE = 0.01  # of fresh prompts like the training rows
 LEVEL = 0.95

@@ -115,7 +115,7 @@ class Detector:
         False
         """
         from service.engines.base import Sampling
-        from service.guard import GATE
+        from service.policies.guard import GATE
 
         given = as_prompts(prompts)
         ids = [

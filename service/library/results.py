@@ -109,7 +109,7 @@ class Risks(Sequence[Risk]):
 
         Into ``ax``, or into a new figure.  Raises ValueError for none, or more than six.
         """
-        from service.picture import LEGEND, draw_curves, title_of
+        from service.library.plots import LEGEND, draw_curves, title_of
 
         if not 1 <= len(self.rows) <= MAX_PLOTTED:
             raise ValueError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from service.audit.events import Judged, Line, Who, decision
-from service.guard import Policy
+from service.policies.guard import Policy
 from service.scoring import RiskReport, Scorer
 
 MOST_ID = 256  # characters: vLLM takes over whatever its client sends

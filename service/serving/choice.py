@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from service.callers import Caller
+from service.access.callers import Caller
 from service.errors import NotAllowed, RequestError
-from service.guard import Action, Policy
+from service.policies.guard import Action, Policy
 from service.scoring import Scorer
 
 

@@ -14,7 +14,7 @@ from contextlib import aclosing
 
 from service.engines.base import Engine, Sampling, Turn, Update, unfinished
 from service.errors import EngineError, NonFiniteReadout, NotReady, ProbeReplaced, RequestError
-from service.guard import OBSERVE, Decision, Policy
+from service.policies.guard import OBSERVE, Decision, Policy
 from service.scoring import RiskReport, Scorer
 from service.serving import admission
 from service.serving.deadline import Deadline

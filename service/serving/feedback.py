@@ -13,14 +13,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from probes_store.manifest import PROBES
-from service.callers import Caller
+from service.access.callers import Caller
 from service.data.rows import mark_of
 from service.feedback.databases import Location
 from service.feedback.rows import Answer, Given, Label, Stored, Tally
 from service.feedback.statements import tally_of
 from service.feedback.writer import Writer
-from service.guarantee import outside_as_calibrated
-from service.guard import Decision, Policy
+from service.judging.guarantee import outside_as_calibrated
+from service.policies.guard import Decision, Policy
 from service.scoring import RiskReport, Scorer
 from service.serving.metrics import Metrics
 from service.serving.retrievals import PREFIX

@@ -33,14 +33,14 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.multiprocess import MultiProcessCollector, mark_process_dead
 
 from service import __version__
+from service.access.routes import COUNTED, OTHER, canonical
 from service.audit.auditor import Fate as AuditFate
-from service.conversation import SHAPES, Shape
-from service.drift import Drift
 from service.errors import HalluTracerError
 from service.feedback.rows import LABELS, Label
 from service.feedback.writer import Fate
-from service.guard import Decision
-from service.routes import COUNTED, OTHER, canonical
+from service.judging.conversation import SHAPES, Shape
+from service.judging.drift import Drift
+from service.policies.guard import Decision
 from service.scoring import RiskReport
 from service.serving.monitor import CAUSES, Cause
 from service.serving.request_handle import Timings

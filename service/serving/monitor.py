@@ -14,9 +14,9 @@ from typing import Literal, get_args
 import numpy as np
 
 from probes_store.errors import BundleError
-from service.drift import Drift, DriftLimits, LabelTest, Reference, compare, reference_of
 from service.engines.base import TokenIds
 from service.feedback.rows import Tally
+from service.judging.drift import Drift, DriftLimits, LabelTest, Reference, compare, reference_of
 from service.scoring import RiskReport, Scorer
 
 log = logging.getLogger("hallutracer")

@@ -13,7 +13,7 @@ from typing import Literal
 
 from service.engines.base import FIRST_COME, Sampling, TokenIds, Turn
 from service.errors import DeadlineExceeded
-from service.guard import Policy
+from service.policies.guard import Policy
 from service.scoring import RiskReport, Scorer
 from service.serving.deadline import Deadline
 

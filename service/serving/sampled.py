@@ -16,8 +16,8 @@ from service.data.judges import make_judge
 from service.data.labels import verdict_on
 from service.data.options import JudgeOptions
 from service.engines.base import Sampling
-from service.guard import OBSERVE
-from service.sample import Sample, SampleQuestion
+from service.judging.sample import Sample, SampleQuestion
+from service.policies.guard import OBSERVE
 from service.scoring import RiskReport, Scorer
 
 TOGETHER = 8  # questions; more would crowd out traffic

@@ -15,13 +15,13 @@ from opentelemetry.trace import Span, SpanKind, StatusCode, Tracer, format_trace
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 from opentelemetry.util.types import AttributeValue
 
+from service.access.routes import CHAT_ROUTE, SCORE_ROUTES
 from service.engines.base import Sampling
 from service.errors import ClientGone
-from service.guarantee import standing
-from service.guard import Decision
-from service.routes import CHAT_ROUTE, SCORE_ROUTES
+from service.judging.guarantee import standing
+from service.policies.guard import Decision
+from service.policies.upstreams import Upstream
 from service.serving.request_handle import Job, RequestHandle
-from service.upstreams import Upstream
 
 MOST_PROMPTS = 16  # of one request, with spans of their own
 REASONS = frozenset({"stop", "length", "content_filter", "tool_calls", "function_call"})

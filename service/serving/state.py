@@ -16,16 +16,16 @@ import numpy as np
 from probes_store.errors import BundleError, GoldenMismatch
 from probes_store.golden import check_golden
 from probes_store.reference import PIN
+from service.access.callers import Caller, on_loopback
 from service.access.ring import KeyRing
 from service.audit.auditor import Auditor, recorded
 from service.audit.events import SERVICE, Who
-from service.callers import Caller, on_loopback
-from service.drift import DriftLimits
 from service.engines.base import Engine
 from service.errors import FeedbackUnavailable, NonFiniteReadout, NotFound, NotReady
 from service.feedback.rows import Tally
-from service.guard import OBSERVE, Policy
-from service.policies import Rule, built_in
+from service.judging.drift import DriftLimits
+from service.policies.guard import OBSERVE, Policy
+from service.policies.policy import Rule, built_in
 from service.scoring import Scorer
 from service.serving.choice import check_choice, check_tells
 from service.serving.dispatcher import Dispatcher

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from service.fitting.markdown import markdown_table
 from service.fitting.nested_cv import rounded
 from service.fitting.scores import debiased_calibration_error, risk_auroc
-from service.form_table import kept_forms
+from service.judging.form_table import kept_forms
 
 Floats = NDArray[np.floating]
 FORM = "form"  # the key of a row that names its form

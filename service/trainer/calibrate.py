@@ -22,7 +22,6 @@ from probes_store.durable import atomic_write
 from probes_store.guarantee import CLOSED, Guarantee
 from probes_store.manifest import DType
 from probes_store.store import Store
-from service.conversation import shape_of
 from service.data.run_folder import locked
 from service.data.training_rows import Dataset
 from service.engines.base import Engine
@@ -30,6 +29,7 @@ from service.errors import NoThreshold, RunMismatch, TrainingError
 from service.fitting.nested_cv import rounded
 from service.fitting.promise import Profile, Promise, Step, least_groups, profile, risk_control, sequence_of
 from service.fitting.promise import calibrate as test_sequence
+from service.judging.conversation import shape_of
 from service.prompts import as_prompt_format
 from service.scoring import Scorer
 from service.trainer.ledger import Marks, check_unspent, seen_by, spent_sets

@@ -18,12 +18,12 @@ from probes_store.uncertainty import OUTSIDE
 from service.data.labels import check_answers
 from service.data.training_rows import Dataset, check_all_apply, read_dataset
 from service.errors import TrainingError
+from service.judging.uncertainty import distance
 from service.readout import Probes, Site
 from service.risk import served_risk
 from service.trainer.options import NewRowsOptions
 from service.trainer.prepare import Preparation, PreparedData, trajectories
 from service.trainer.publish import served_signals
-from service.uncertainty import distance
 
 QUESTION = "question.json"  # in the folder of the rows: what they were asked, once a label was looked at
 

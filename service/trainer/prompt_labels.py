@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from service.conversation import has_passage
 from service.data.forms.registry import FORMS
 from service.data.judges import contains
 from service.data.training_rows import Dataset, Row
 from service.fitting.context import PromptLabels
 from service.fitting.fit import Index
+from service.judging.conversation import has_passage
 from service.trainer.by_form import FORM
 
 WITH_PASSAGE = ("passages", "long")  # families of forms

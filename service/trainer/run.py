@@ -36,10 +36,10 @@ from service.fitting.promise import profile
 from service.fitting.scores import at_threshold
 from service.fitting.thresholds import by_wrong_costs, choose_threshold
 from service.fitting.uncertainty import fit_interval, fit_reference
+from service.judging.sample import KEY as SAMPLE
+from service.judging.sample import Sample
 from service.prompts import default_prompt_format
 from service.readout import Probes
-from service.sample import KEY as SAMPLE
-from service.sample import Sample
 from service.trainer.by_form import by_form
 from service.trainer.calibrate import carry_out, described, plan
 from service.trainer.card import CHANCE, write_card

@@ -10,7 +10,7 @@ import numpy as np
 
 from service.data.judges import normalise
 from service.data.training_rows import Dataset, Row, missing_groups
-from service.sample import MOST_TOKENS, Sample, SampleQuestion
+from service.judging.sample import MOST_TOKENS, Sample, SampleQuestion
 from service.trainer.options import Console, TrainOptions
 
 KEPT = 48  # questions

@@ -21,7 +21,7 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from probes_store.errors import BundleError
-from service.callers import is_placeholder
+from service.access.callers import is_placeholder
 from service.engines.vllm.launch import WORKER
 from service.engines.vllm.parent import FOLLOW, follow_parent
 from service.engines.vllm.wire import GATED, KEY

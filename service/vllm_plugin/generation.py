@@ -15,14 +15,14 @@ from fastapi import HTTPException
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 
+from service.access.callers import Caller
 from service.api.openai_request import Arguments
-from service.callers import Caller
 from service.engines.vllm.engine import VllmEngine
 from service.engines.vllm.requests import ProbeLease, times
 from service.engines.vllm.wire import KEY
 from service.errors import AuditUnavailable, HalluTracerError, NotReady
-from service.guarantee import NO_TEMPLATE, OTHER_ENDING, shape_departures
-from service.guard import Action, Decision, Policy
+from service.judging.guarantee import NO_TEMPLATE, OTHER_ENDING, shape_departures
+from service.policies.guard import Action, Decision, Policy
 from service.scoring import RiskReport, Scorer
 from service.serving.auditing import decision_line
 from service.serving.choice import untemplated

@@ -17,9 +17,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from service.api.openai_response import WITHHELD
 from service.audit.events import Who
-from service.conversation import Shape, shape_of
 from service.errors import NotReady
-from service.guarantee import chat_departures
+from service.judging.conversation import Shape, shape_of
+from service.judging.guarantee import chat_departures
 from service.vllm_plugin.note import CURRENT, NO_PLACE, OURS, Note
 
 PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/chat/completions/batch", "/invocations")

@@ -12,8 +12,8 @@ from typing import Any
 
 from service.api.reply import risk_headers, risk_note, risk_out
 from service.audit.events import Who
-from service.conversation import Shape
-from service.guard import Decision, Policy
+from service.judging.conversation import Shape
+from service.policies.guard import Decision, Policy
 from service.scoring import RiskReport, Scorer
 from service.serving.monitor import Monitor
 

@@ -14,10 +14,10 @@ from probes_store.bundle import Bundle
 from probes_store.store import Store
 from service.audit.file import AuditFile
 from service.errors import HalluTracerError
-from service.guard import Action, Policy
 from service.library.stores import open_store
 from service.options import parse
-from service.policies import Policies, load_policies
+from service.policies.guard import Action, Policy
+from service.policies.policy import Policies, load_policies
 from service.settings import (
     DEFAULT_MESSAGE,
     DEFAULT_STORE,

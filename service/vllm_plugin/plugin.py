@@ -12,10 +12,10 @@ from prometheus_client import REGISTRY
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from service.access.routes import SCORE_ROUTES
 from service.api.app import create_app
 from service.audit.auditor import Auditor
 from service.engines.vllm.engine import VllmEngine
-from service.routes import SCORE_ROUTES
 from service.scoring import Scorer
 from service.serving.state import ServiceState
 from service.vllm_plugin.generation import judging_generate, observes

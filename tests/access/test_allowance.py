@@ -9,7 +9,7 @@ import time
 import pytest
 
 from service.access.allowance import DAY_S, Allowance, duration
-from service.callers import Key
+from service.access.callers import Key
 from service.errors import QuotaExceeded, RateLimited
 
 

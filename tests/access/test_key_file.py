@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
+from service.access.callers import Key, Scope, digest_of
 from service.access.edit import PREFIX, add_key, revoke_key
 from service.access.key_file import parse_keys, read_keys
-from service.callers import Key, Scope, digest_of
 from service.errors import HalluTracerError
 
 D1, D2 = digest_of("one"), digest_of("two")
@@ -103,15 +103,15 @@ def test_what_could_be_read_once_or_without_an_end_is_no_file_of_keys(tmp_path: 
 def test_a_clock_that_is_set_back_brings_no_key_back(monkeypatch: pytest.MonkeyPatch) -> None:
     began = datetime(2027, 1, 1, tzinfo=UTC)
     clock, ticks = [began], [100.0]
-    monkeypatch.setattr("service.callers._START", (began, 100.0))
-    monkeypatch.setattr("service.callers.time.monotonic", lambda: ticks[0])
+    monkeypatch.setattr("service.access.callers._START", (began, 100.0))
+    monkeypatch.setattr("service.access.callers.time.monotonic", lambda: ticks[0])
 
     class Clock(datetime):
         @classmethod
         def now(cls, tz: tzinfo | None = None) -> Any:
             return clock[0].astimezone(tz)
 
-    monkeypatch.setattr("service.callers.datetime", Clock)
+    monkeypatch.setattr("service.access.callers.datetime", Clock)
     key = Key(name="one", digest=D1, expires=began + timedelta(hours=1))
     assert not key.expired()
     ticks[0] += 3599

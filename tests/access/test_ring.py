@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from service.access.callers import ApiKey, Scope, digest_of
 from service.access.edit import add_key, revoke_key
 from service.access.ring import Changes, KeyRing
-from service.callers import ApiKey, Scope, digest_of
 from service.errors import HalluTracerError
 
 

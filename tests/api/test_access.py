@@ -15,11 +15,11 @@ from fastapi.routing import APIRoute
 from fastapi.testclient import TestClient
 from prometheus_client.parser import text_string_to_metric_families
 
+from service.access.routes import CHAT_ROUTE, CLASSIFY_ROUTE, LITELLM_ROUTE, TEXT_ROUTE
 from service.api.auth import HEALTH, METRICS
 from service.api.pages import pages
 from service.api.request_log import JsonLines
-from service.guard import Action, Policy
-from service.routes import CHAT_ROUTE, CLASSIFY_ROUTE, LITELLM_ROUTE, TEXT_ROUTE
+from service.policies.guard import Action, Policy
 from tests.running import App
 
 KEY = {"authorization": "Bearer sesame"}

@@ -15,14 +15,14 @@ import httpx
 import pytest
 
 from probes_store.errors import BundleNotFound
+from service.access.callers import Key, Scope, digest_of
 from service.access.edit import add_key, revoke_key
 from service.access.ring import Changes, KeyRing
+from service.access.routes import RELOAD_ROUTE
 from service.audit.auditor import Auditor
 from service.audit.events import Who
-from service.callers import Key, Scope, digest_of
 from service.cli.reload import Stamps, watch
 from service.engines.base import Engine
-from service.routes import RELOAD_ROUTE
 from service.scoring import Scorer
 from service.serving.keys import reload_keys
 from service.serving.rollout import RolloutPlan

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from hallutracer_client.results import ScoreResult, parse
-from service.drift import DriftLimits
 from service.feedback.databases import location
-from service.guarantee import outside_as_calibrated, standing
-from service.guard import GATE, Action, Policy
+from service.judging.drift import DriftLimits
+from service.judging.guarantee import outside_as_calibrated, standing
+from service.policies.guard import GATE, Action, Policy
 from service.serving.feedback import Feedback
 from service.serving.monitor import Monitor, digest_of
 from service.vllm_plugin.note import Note

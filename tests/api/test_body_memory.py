@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
+from service.access.callers import ApiKey
 from service.api import shedding
 from service.api.shedding import FREE, BodyMemory
-from service.callers import ApiKey
 from service.errors import BodiesFull
 from tests.matching import Held
 from tests.running import Served, listening, until

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from service.callers import ApiKey, Right
-from service.guard import Action, Policy
+from service.access.callers import ApiKey, Right
+from service.policies.guard import Action, Policy
 from tests.running import App
 
 OWN = 0.5  # the scripted bundles' threshold

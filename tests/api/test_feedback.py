@@ -13,10 +13,10 @@ import httpx
 import openai
 import pytest
 
-from service.callers import ApiKey
+from service.access.callers import ApiKey
 from service.feedback import databases, writer
 from service.feedback.databases import location
-from service.guard import Action, Policy
+from service.policies.guard import Action, Policy
 from service.serving.feedback import Feedback
 from tests.feedback.made import rows
 from tests.running import Running, running, until

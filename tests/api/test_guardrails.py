@@ -9,8 +9,8 @@ from typing import Any
 import httpx
 import pytest
 
-from service.guard import Action, Policy
-from service.routes import CLASSIFY_ROUTE, LITELLM_ROUTE
+from service.access.routes import CLASSIFY_ROUTE, LITELLM_ROUTE
+from service.policies.guard import Action, Policy
 from tests.engine_kinds import KINDS
 from tests.running import App, Running, running
 

@@ -12,14 +12,14 @@ import pytest
 from fastapi.testclient import TestClient
 from starlette.routing import Route
 
+from service.access.callers import Key, Scope, digest_of
 from service.access.edit import add_key, revoke_key
+from service.access.routes import ADMIN, CALLED, CATALOGUE, METRICS, scopes_of
 from service.api.auth import HEALTH
 from service.api.dependencies import Admin
 from service.api.pages import pages
 from service.audit.events import Who
-from service.callers import Key, Scope, digest_of
-from service.guard import Action, Policy
-from service.routes import ADMIN, CALLED, CATALOGUE, METRICS, scopes_of
+from service.policies.guard import Action, Policy
 from service.serving.keys import reload_keys
 from tests.running import App, running, until
 
@@ -76,7 +76,7 @@ def test_each_scope_opens_its_routes_and_no_others(tmp_path: Path) -> None:
 
 
 def test_every_route_is_sorted_into_a_scope(tmp_path: Path) -> None:
-    """A new route is open to every key until it stands in service/routes.py, or here."""
+    """A new route is open to every key until it stands in service/access/routes.py, or here."""
     open_to_all_keys = {"/openapi.json", "/docs/oauth2-redirect"} | HEALTH | {page.path for page in pages(True)}
     with App(tmp_path, names=["tiny"]).started() as app:
         found = {route.path for route in app.app.routes if isinstance(route, Route)}

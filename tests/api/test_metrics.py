@@ -18,9 +18,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from service import __version__
 from service.api import error_handlers as problems
-from service.conversation import SHAPES, Shape
 from service.errors import DeadlineExceeded, HalluTracerError, Overloaded
-from service.guard import Decision, Verdict
+from service.judging.conversation import SHAPES, Shape
+from service.policies.guard import Decision, Verdict
 from service.scoring import RiskReport
 from service.serving.metrics import FOLDER_VARIABLE, STATUS_OF, Metrics
 from service.serving.request_handle import Timings
@@ -241,7 +241,7 @@ def test_names_end_in_their_unit_and_nothing_is_said_twice() -> None:
 WRITER = """
 import sys
 import numpy as np
-from service.guard import Decision, Verdict
+from service.policies.guard import Decision, Verdict
 from service.scoring import RiskReport
 from service.serving.metrics import Metrics
 from service.serving.request_handle import Timings

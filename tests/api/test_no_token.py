@@ -17,12 +17,12 @@ import pytest
 from fastapi.testclient import TestClient
 
 from probes_store.store import SHIPPED, Store
+from service.access.routes import ANSWER_ROUTES, SCORE_ROUTES
 from service.api.app import create_app
 from service.demo import MODEL_DIR
 from service.engines.base import Counters, EngineOptions
 from service.engines.scheduler import Scheduled
 from service.engines.transformers.engine import TransformersEngine
-from service.routes import ANSWER_ROUTES, SCORE_ROUTES
 from service.scoring import Scorer
 from service.serving.state import ServiceState
 from service.settings import ServiceSettings

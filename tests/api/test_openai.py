@@ -10,7 +10,7 @@ from typing import Any
 import openai
 import pytest
 
-from service.guard import Action, Policy
+from service.policies.guard import Action, Policy
 from tests.engine_kinds import KINDS
 from tests.running import Running, running, until
 

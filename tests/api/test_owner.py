@@ -9,8 +9,8 @@ import httpx
 import pytest
 from starlette.requests import HTTPConnection
 
+from service.access.callers import OWNERS
 from service.api.dependencies import caller_of
-from service.callers import OWNERS
 from tests.running import App, Running, running
 
 LOOSER = [{"policy": "observe"}, {"threshold": 1.0}]

@@ -18,10 +18,10 @@ import openai
 import pytest
 
 from hallutracer_client.results import ScoreResult, parse
-from service.callers import ApiKey
-from service.guard import Action, Policy
-from service.policies import Rule
-from service.upstreams import Upstream
+from service.access.callers import ApiKey
+from service.policies.guard import Action, Policy
+from service.policies.policy import Rule
+from service.policies.upstreams import Upstream
 from tests.running import Running, running, until
 
 ASKED = [{"role": "user", "content": "What is the capital of France?"}]

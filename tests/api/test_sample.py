@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from service.sample import SampleQuestion
+from service.judging.sample import SampleQuestion
 from service.serving.sampled import TOGETHER, Sampled
 from tests.matching import matching_bundle
 from tests.running import App

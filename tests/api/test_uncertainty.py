@@ -13,8 +13,8 @@ import pytest
 
 from hallutracer_client.results import BundleList, ScoreResult, parse
 from probes_store.bundle import Bundle
-from service.guarantee import standing
-from service.guard import GATE, Action, Policy
+from service.judging.guarantee import standing
+from service.policies.guard import GATE, Action, Policy
 from service.vllm_plugin.note import Note
 from tests.matching import matching_draft
 from tests.probes_store.factory import write_bundle

@@ -12,18 +12,18 @@ from typing import Any
 import pytest
 from fastapi.testclient import TestClient
 
+from hallutracer_research.demo.tokenizer import render
 from probes_store.store import SHIPPED, Store
+from service.access.callers import Caller
 from service.api.app import create_app
-from service.callers import Caller
 from service.demo import MODEL_DIR
 from service.demo.questions import questions
-from service.demo.tokenizer import render
 from service.engines.base import EngineOptions
 from service.engines.scheduler import Scheduled
 from service.engines.transformers.engine import TransformersEngine
 from service.errors import NotAllowed
-from service.guard import Action, Policy
-from service.policies import built_in
+from service.policies.guard import Action, Policy
+from service.policies.policy import built_in
 from service.scoring import Scorer
 from service.serving.choice import check_choice, untemplated
 from service.serving.state import ServiceState

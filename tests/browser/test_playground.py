@@ -17,7 +17,7 @@ from playwright.sync_api import Browser, Page, expect
 
 from probes_store.bundle import Bundle
 from service.errors import EngineError
-from service.guard import Action, Policy
+from service.policies.guard import Action, Policy
 from tests.api.test_uncertainty import known
 from tests.browser.chromium import WAIT_MS, Tab, chromium, faults, sideways, tab
 from tests.matching import contextual_bundle, matching_draft

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Browser, Page
 
-from service.evaluation.page.html import to_html
+from hallutracer_research.evaluation.page.html import to_html
 from tests.browser.chromium import chromium, faults, sideways, tab
-from tests.evaluation.page.test_html import REPORT
+from tests.research.evaluation.page.test_html import REPORT
 
 SAMPLE = Path(__file__).parent.parent.parent / "docs" / "smollm2-report.html"
 

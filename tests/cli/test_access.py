@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from service.callers import is_placeholder
+from service.access.callers import is_placeholder
 from service.cli.access import load_keys
 from service.errors import HalluTracerError
 from tests.serve_process import ROOT

@@ -16,7 +16,7 @@ from probes_store.store import SHIPPED, Store
 from service.cli.greeting import FALLBACK, example
 from service.cli.held_out import SHOWN
 from service.engines.bridge import wait_for
-from service.sample import sample_of
+from service.judging.sample import sample_of
 from tests.serve_process import ServeProcess, serve
 
 

@@ -15,13 +15,13 @@ from pathlib import Path
 import httpx
 import pytest
 
+from service.access.callers import digest_of
 from service.access.edit import add_key
 from service.access.key_file import read_keys
 from service.audit.events import SERVICE, change
 from service.audit.file import AuditFile
 from service.audit.head import head_path
 from service.audit.verify import verify
-from service.callers import digest_of
 from tests.cli.test_command_line import run
 from tests.running import until
 from tests.serve_process import ServeProcess

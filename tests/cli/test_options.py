@@ -13,8 +13,8 @@ import pytest
 from cyclopts import CycloptsError
 from cyclopts.argument import Argument
 
+from hallutracer_research.evaluation.options import EvaluateOptions
 from service.cli.main import main, make_app
-from service.evaluation.options import EvaluateOptions
 from service.options import COMMON, Sources, commands_of, key_of, one_line, options_of
 from service.settings import SECRET, ServiceSettings, env
 from service.trainer.options import TrainOptions

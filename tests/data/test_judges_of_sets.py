@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from service.data import references
 from service.data.judges import answer_problems, make_judge
 from service.data.options import JudgeName, JudgeOptions
-from service.data.sets import references
 
 KITE = ["No, it needs wind", "I have no comment.", references.incorrect("Yes, it always flies")]
 CALL = {"name": "area", "arguments": {"base": [3]}, "optional": []}

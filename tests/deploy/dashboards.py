@@ -11,7 +11,7 @@ from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from service.drift import Drift
+from service.judging.drift import Drift
 from service.serving.metrics import Metrics
 from tests.deploy.prometheus_server import ROOT
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from service.routes import CHAT_ROUTE, SCORE_ROUTES
+from service.access.routes import CHAT_ROUTE, SCORE_ROUTES
 from service.settings import ServiceSettings
 from tests.deploy import balancer as b
 from tests.deploy.live_service import serving

@@ -15,8 +15,8 @@ import pytest
 from fastapi.testclient import TestClient
 
 from hallutracer_client import AsyncClient, Client, ClientError, Generate, TimedOut, TransportError
-from service.guard import Action, Policy
-from service.upstreams import Upstream
+from service.policies.guard import Action, Policy
+from service.policies.upstreams import Upstream
 from tests.deploy import balancer, envoy
 from tests.deploy.test_rag_app import FOLDER
 from tests.local_server import listening

@@ -22,7 +22,7 @@ from packaging.requirements import Requirement
 from service.cli.listening import known_hosts
 from service.cli.main import make_app
 from service.options import Sources
-from service.policies import read_policies
+from service.policies.policy import read_policies
 from service.settings import ServiceSettings
 from tests.deploy import packaging as p
 from tests.local_server import answer, listening

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 from packaging.requirements import Requirement
 
+from hallutracer_research.demo.report import METHODS
 from service.access.key_file import FIELDS, parse_keys
-from service.demo.report import METHODS
 from service.engines.families import FAMILIES
 from service.errors import HalluTracerError
-from service.policies import read_policies
+from service.policies.policy import read_policies
 from tests.docs.pages import PAGES, ROOT, blocks
 
 # Errors that no HTTP answer carries: of the command line, of loading (served as not_ready), and of a client that left.

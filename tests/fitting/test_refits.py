@@ -1,13 +1,13 @@
-"""The interval against real refits on fresh training sets; tests/bench/refits.py has the long version."""
+"""The interval against real refits on fresh training sets; benchmarks/refits.py has the long version."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 
+from benchmarks import refits
+from benchmarks.refits import simulated
 from service.fitting.calibration import FitOptions
-from tests.bench import refits
-from tests.bench.refits import simulated
 
 
 @pytest.mark.long

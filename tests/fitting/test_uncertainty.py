@@ -7,7 +7,7 @@ import pytest
 
 from service.fitting.folds import group_folds
 from service.fitting.uncertainty import OUTSIDE_SHARE, Reference, fit_interval, fit_reference
-from service.uncertainty import distance
+from service.judging.uncertainty import distance
 
 LAYERS = 20
 

@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 
 import hallutracer as ht
+from hallutracer_research.evaluating import BadSource
 from probes_store.store import Store
 from service.demo.questions import questions
 from service.errors import DataError, EngineError, ModelLoadError, RequestError
-from service.library.evaluating import BadSource
 from tests.command_line import hallutracer
 
 ITALY, SOLOMON = "What is the capital of Italy?", "What is the capital of the Solomon Islands?"

@@ -14,7 +14,7 @@ import pytest
 
 from service.engines.base import Gate, PrefillResult, Sampling, TokenIds, Update
 from service.errors import DeadlineExceeded, EngineError, NonFiniteReadout, NotReady, Overloaded, RequestError
-from service.guard import BLOCK, GATE, OBSERVE, Decision, Policy
+from service.policies.guard import BLOCK, GATE, OBSERVE, Decision, Policy
 from service.scoring import RiskReport, Scorer
 from service.serving.deadline import Deadline
 from service.serving.dispatcher import Dispatcher

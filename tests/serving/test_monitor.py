@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 
 from probes_store.bundle import Bundle, load_bundle
-from service.drift import DriftLimits
 from service.engines.base import Engine
 from service.engines.scheduler import Scheduled
 from service.feedback.databases import location
-from service.guard import Action, Policy
+from service.judging.drift import DriftLimits
+from service.policies.guard import Action, Policy
 from service.scoring import Scorer
 from service.serving.feedback import Feedback
 from tests.api.test_uncertainty import UNCERTAINTY
@@ -129,7 +129,7 @@ def test_a_window_that_is_not_full_says_nothing(app: App) -> None:
 
 def test_prompts_outside_training_are_told(app: App, monkeypatch: pytest.MonkeyPatch) -> None:
     from service import scoring
-    from service.uncertainty import Uncertain
+    from service.judging.uncertainty import Uncertain
 
     monkeypatch.setattr(scoring, "uncertain", lambda *_: Uncertain(2.0, None))
     found = ask(app, PROMPTS[:200])

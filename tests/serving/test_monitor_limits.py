@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from service.context import UNKNOWN
-from service.drift import DriftLimits, Reference
+from service.engines.context import UNKNOWN
 from service.feedback.rows import Tally
+from service.judging.drift import DriftLimits, Reference
 from service.serving.monitor import Monitor, digest_of
 
 WINDOW = 1000

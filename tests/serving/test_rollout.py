@@ -12,7 +12,7 @@ import pytest
 
 from probes_store.bundle import Bundle
 from probes_store.errors import BundleNotFound
-from service.callers import ApiKey, Key, Right, Scope, digest_of
+from service.access.callers import ApiKey, Key, Right, Scope, digest_of
 from service.engines.base import Engine
 from service.errors import NonFiniteReadout
 from service.scoring import Scorer

@@ -13,10 +13,10 @@ import httpx
 import pytest
 
 from service.errors import HalluTracerError
-from service.guard import Action, Policy
+from service.policies.guard import Action, Policy
+from service.policies.upstreams import Upstream
 from service.serving import tracing
 from service.serving.tracing import Tracing
-from service.upstreams import Upstream
 from tests.api.test_guarantee import guaranteed
 from tests.api.test_uncertainty import known
 from tests.otlp import collector

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from hallutracer_research.data.judge_audit import sample
 from probes_store.store import Store
 from service.data import collection
-from service.data.judge_audit import sample
 from service.data.sampled_answers import SampleOptions, read_samples
 from service.data.training_rows import read_dataset
 from service.engines.base import Completion, Sampling

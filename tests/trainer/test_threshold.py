@@ -12,10 +12,10 @@ import pytest
 from matplotlib.figure import Figure
 
 from probes_store.bundle import Bundle
-from service.coverage import coverage
 from service.errors import TrainingError
 from service.fitting.scores import at_threshold
 from service.fitting.thresholds import Target, WrongCosts
+from service.judging.coverage import coverage
 from service.trainer.options import TrainOptions
 from service.trainer.plots import PlotData, _coverage
 from service.trainer.threshold_card import rule_in_words, threshold_section

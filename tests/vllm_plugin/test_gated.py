@@ -10,8 +10,8 @@ from typing import Any
 import httpx
 import pytest
 
+from hallutracer_research.demo.tokenizer import render
 from service.demo import MODEL_DIR
-from service.demo.tokenizer import render
 from tests.engines.vllm.installed import vllm_or_skip
 
 vllm_or_skip()

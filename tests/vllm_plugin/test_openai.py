@@ -34,7 +34,7 @@ def expected() -> dict[str, Any]:
     from service.engines.base import EngineOptions, Sampling
     from service.engines.scheduler import Scheduled
     from service.engines.transformers.engine import TransformersEngine
-    from service.guard import OBSERVE
+    from service.policies.guard import OBSERVE
 
     engine = Scheduled(TransformersEngine.load(EngineOptions(str(MODEL_DIR))))
     scorer = Scorer(engine, Store(Path("/nonexistent"), fallbacks=[SHIPPED]).load("demo"))

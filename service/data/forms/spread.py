@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from service.data.forms.base import Company, Form, Message, Question, Unfit
+from service.data.references import split
 from service.data.rows import check_text, objects
-from service.data.sets.references import split
 from service.errors import DataError
 
 Row = dict[str, Any]

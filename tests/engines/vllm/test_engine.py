@@ -24,7 +24,7 @@ from service.demo import MODEL_DIR
 from service.engines.base import Engine, EngineOptions, Gate, Sampling, Update
 from service.engines.transformers.engine import TransformersEngine
 from service.errors import EmptyPrompt, EngineError, PromptTooLong, RequestError
-from service.guard import GATE
+from service.policies.guard import GATE
 from service.readout import Probes, Site
 from service.scoring import Scorer
 from tests.engines import tiny

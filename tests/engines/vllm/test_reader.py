@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from probes_store.context import Applicability, Context, ContextProbe
-from service.context import prompt_context
 from service.engines.base import Gate, PrefillResult
+from service.engines.context import prompt_context
 from service.engines.transformers.results import summarise
 from service.engines.vllm.reader import OnsetRow, Reader, StageLink, StepLayout, onset_rows
 from service.engines.vllm.sites import SiteReadout, TensorParallelRank

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from probes_store.context import Applicability, Context, ContextName, ContextProbe
-from service.context import sigmoid
 from service.engines.base import Gate
+from service.engines.context import sigmoid
 from service.engines.vllm.wire import (
     CERTAIN,
     CONTEXT_NAMES,

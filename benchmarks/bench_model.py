@@ -1,0 +1,237 @@
+"""Model folders and bundles for the load tests, and a process that calls the engine on them directly.
+
+    python -m benchmarks.bench_model prepare --shape qwen2.5-0.5b --cache DIR     prints what to serve, as JSON
+    python -m benchmarks.bench_model direct --shape ... --cache ... [--threads N]  answers JSON lines on stdin
+
+The callers (``Prepared``, ``Direct``) load no torch; only these two processes do.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from benchmarks.load_stats import CACHE
+from tests.serve_process import ROOT
+
+if TYPE_CHECKING:
+    from probes_store.store import Store
+    from service.engines.base import Engine
+
+SHIPPED_BUNDLES = {"demo": ("demo", "demo-fused"), "smollm2": ("smollm2", "smollm2-fused")}
+SHAPES = ("qwen2.5-0.5b", *SHIPPED_BUNDLES)
+RECIPE = 1  # increase to rebuild what the cache holds
+QUESTIONS = ["What is the capital of Italy?", "What is the capital of the Solomon Islands?", "Who are you?", "Hello."]
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What to serve: arguments of ``hallutracer serve``, two bundles of one model, its folder and its context."""
+
+    shape: str
+    folder: str
+    arguments: list[str]
+    bundles: tuple[str, str]
+    max_tokens: int
+
+
+def prepare(shape: str, cache: Path = CACHE) -> Prepared:
+    """Make missing folders and bundles, in a separate process."""
+    command = [sys.executable, "-m", "benchmarks.bench_model", "prepare", "--shape", shape, "--cache", str(cache)]
+    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
+    answer = json.loads(done.stdout.splitlines()[-1])
+    return Prepared(shape, answer["folder"], answer["arguments"], tuple(answer["bundles"]), answer["max_tokens"])
+
+
+class Direct:
+    """The engine in a process of its own, called without a server."""
+
+    def __init__(self, shape: str, cache: Path = CACHE, threads: int | None = None) -> None:
+        command = [sys.executable, "-m", "benchmarks.bench_model", "direct", "--shape", shape, "--cache", str(cache)]
+        if threads is not None:
+            command += ["--threads", str(threads)]
+        self._process = subprocess.Popen(
+            command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
+        )
+        hello = self._read()
+        self.threads = int(hello["threads"])
+        self.max_batch_tokens = int(hello["max_batch_tokens"])  # padded tokens in one forward pass
+
+    @property
+    def pid(self) -> int:
+        """The process id."""
+        return self._process.pid
+
+    def score(self, prompts: Sequence[list[int] | str], batch: int) -> list[float]:
+        """Seconds of each ``engine.score`` call on ``batch`` prompts, in order; strings are rendered first, in them."""
+        return [float(value) for value in self._ask({"prompts": prompts, "batch": batch})["seconds"]]
+
+    def lengths(self, prompts: Sequence[list[int] | str]) -> list[int]:
+        """Tokens of each prompt, strings rendered."""
+        return [int(value) for value in self._ask({"prompts": prompts})["lengths"]]
+
+    def _ask(self, job: dict[str, Any]) -> dict[str, Any]:
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(job) + "\n")
+        return self._read()
+
+    def _read(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise RuntimeError("the process that calls the engine directly ended; its error is above")
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+    def __enter__(self) -> Direct:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait(60)
+
+
+def _paths(shape: str, cache: Path) -> tuple[Path, Path]:
+    """The model's folder and a store."""
+    from service.demo import MODEL_DIR
+    from service.engines.gguf import folder_of
+    from service.engines.packaged import PACKAGED
+
+    store = cache / f"{shape}-probes"
+    if shape in PACKAGED:
+        return folder_of(PACKAGED[shape].path), store
+    return MODEL_DIR if shape == "demo" else cache / shape, store
+
+
+def _prepare(shape: str, cache: Path) -> dict[str, Any]:
+    folder, store = _paths(shape, cache)
+    if shape in SHIPPED_BUNDLES:
+        names = list(SHIPPED_BUNDLES[shape])
+        store.mkdir(parents=True, exist_ok=True)  # empty: only the shipped bundles are found
+        arguments = ["--model", shape, "--store", str(store)]
+    else:
+        names = ["bench", "bench-other"]
+        done = folder / "recipe.json"
+        if not done.is_file() or json.loads(done.read_text()) != _recipe():
+            shutil.rmtree(folder, ignore_errors=True)
+            shutil.rmtree(store, ignore_errors=True)
+            _save(folder)
+            _publish(folder, store, names)
+            done.write_text(json.dumps(_recipe()))
+        arguments = ["--model", str(folder), "--store", str(store), *(f"--bundle={name}" for name in names)]
+    context = json.loads((folder / "config.json").read_text())["max_position_embeddings"]
+    return {"folder": str(folder), "arguments": arguments, "bundles": names, "max_tokens": context}
+
+
+def _recipe() -> dict[str, Any]:
+    import torch
+    import transformers
+
+    return {"recipe": RECIPE, "torch": torch.__version__, "transformers": transformers.__version__}
+
+
+def _save(folder: Path) -> None:
+    """Random weights in the shape of Qwen2.5-0.5B, with the demo model's tokenizer."""
+    import torch
+    from transformers import AutoTokenizer
+
+    from benchmarks.readout_cost import build
+    from service.demo import MODEL_DIR
+
+    model, _ = build("qwen2.5-0.5b")
+    tokenizer = AutoTokenizer.from_pretrained(MODEL_DIR)
+    # Ids that the tokenizer does not have, and the end token, are given no weight: greedy answers are then text,
+    # and as long as was asked.  The work stays the same.
+    with torch.no_grad():
+        embedding: torch.Tensor = model.get_parameter("model.embed_tokens.weight")
+        embedding[len(tokenizer) :] = 0
+        embedding[tokenizer.all_special_ids] = 0
+    model.config.eos_token_id = model.generation_config.eos_token_id = tokenizer.eos_token_id
+    model.config.bos_token_id = model.generation_config.bos_token_id = tokenizer.bos_token_id
+    folder.mkdir(parents=True)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def _publish(folder: Path, store: Path, names: list[str]) -> None:
+    """Bundles of random probes, whose golden prompts are recorded through the engine that serves."""
+    from probes_store.store import Store
+    from service.engines.base import EngineOptions
+    from service.engines.transformers.engine import TransformersEngine
+    from tests.matching import matching_draft
+
+    engine = TransformersEngine.load(EngineOptions(str(folder)))
+    golden = [engine.render_chat([{"role": "user", "content": question}]) for question in QUESTIONS]
+    for seed, name in enumerate(names):
+        card = f"# {name}\n\nRandom probes on random weights, for load tests.\n"
+        Store(store).publish(matching_draft(engine, name, seed, golden, card=card, evaluation={}, plots={}))
+
+
+def load(shape: str, cache: Path) -> tuple[Engine, Store]:
+    """The engine and the store of a prepared shape."""
+    from probes_store.store import SHIPPED, Store
+    from service.engines.base import EngineOptions
+    from service.engines.transformers.engine import TransformersEngine
+
+    folder, store = _paths(shape, cache)
+    return TransformersEngine.load(EngineOptions(str(folder))), Store(store, fallbacks=[SHIPPED])
+
+
+def _direct(shape: str, cache: Path, threads: int | None) -> None:
+    import torch
+
+    from service.prompts import as_prompt_format, render
+    from service.readout import Probes, Site
+
+    if threads is not None:
+        torch.set_num_threads(threads)
+    engine, store = load(shape, cache)
+    bundle = store.load(_prepare(shape, cache)["bundles"][0])
+    probes, prompt_format = (
+        [Probes.of(Site(bundle.manifest.readout.site), bundle.probes)],
+        as_prompt_format(bundle.manifest.prompt_format),
+    )
+    print(json.dumps({"threads": torch.get_num_threads(), "max_batch_tokens": engine.max_batch_tokens}), flush=True)
+
+    def ids_of(prompts: list[list[int] | str]) -> list[list[int]]:
+        return [render(engine, one, None, prompt_format) if isinstance(one, str) else one for one in prompts]
+
+    for line in sys.stdin:
+        job = json.loads(line)
+        prompts = job["prompts"]
+        if "batch" not in job:
+            print(json.dumps({"lengths": [len(ids) for ids in ids_of(prompts)]}), flush=True)
+            continue
+        seconds = []
+        for start in range(0, len(prompts), job["batch"]):
+            begun = time.perf_counter()
+            engine.score(ids_of(prompts[start : start + job["batch"]]), probes)
+            seconds.append(time.perf_counter() - begun)
+        print(json.dumps({"seconds": seconds}), flush=True)
+
+
+def main() -> None:
+    """The two processes."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=["prepare", "direct"])
+    parser.add_argument("--shape", choices=SHAPES, required=True)
+    parser.add_argument("--cache", type=Path, default=CACHE)
+    parser.add_argument("--threads", type=int)
+    options = parser.parse_args()
+    if options.what == "prepare":
+        print(json.dumps(_prepare(options.shape, options.cache)))
+    else:
+        _direct(options.shape, options.cache, options.threads)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,431 @@
+"""What a bad day does to the service: nothing acknowledged is lost, no risk is wrong, and it is ready again by itself.
+
+    python -m benchmarks.chaos [--only NAME ...] [--quick] [--json OUT]
+
+    killed        SIGKILL, 20 times, to one of two replicas behind the shipped nginx, under load
+    vllm-core     SIGKILL to the engine's process of vLLM (CPU build): the service ends with status 1
+    stopped       SIGSTOP for some seconds to one of two replicas, then SIGCONT
+    store         the store cannot be read while an alias moves and the bundles are reloaded
+    store-url     the same with a store on S3, whose server gives no answer
+    disk-full     the disk of the feedback is full (a small tmpfs; needs root), then there is room again
+    clock         the clock jumps a day ahead, and two back (libfaketime: HALLUTRACER_FAKETIME names the library)
+    disconnects   1,000 clients that hang up
+
+The script plays the supervisor only: it starts again what has ended.  In each scenario answers are replayed with the
+bundle that they name, labels that were acknowledged are looked for in the database, and answers in the audit log
+(--audit-required).  What needs something that is not here is said to be left out, and fails where --only asks for it.
+The exit status is 1 where something falls short.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from benchmarks.bench_model import SHIPPED_BUNDLES
+from benchmarks.fleet import NAME, SOURCES, Fleet, Replica, draft, fleet, two_versions
+from benchmarks.load_stats import Check, conclude, parser, say
+from benchmarks.loadgen import closed_loop, make_prompts, raise_file_limit, score_requests
+from benchmarks.service_disconnects import judge, plans
+from benchmarks.service_disconnects import run as disconnected
+from benchmarks.service_process import ServiceProcess
+from benchmarks.witness import Witness, kept, questions, recorded, replay
+from probes_store.store import Store
+from service.feedback.databases import location
+from tests.feedback.killing import STORED, a_database
+from tests.feedback.made import rows
+
+DISTINCT, LABELS = 200, 0.3
+READY_S = 120.0  # on a machine that others use, too
+EXIT_S = 60.0
+FLAGS = ("--bundle", f"{NAME}@production", "--policy", "observe", "--deadline-s", "58")
+DAY_S = 86_400
+
+
+class LeftOut(Exception):
+    """The scenario needs what is not here."""
+
+
+@dataclass(frozen=True)
+class Stage:
+    """What a scenario is played on."""
+
+    fleet: Fleet
+    witness: Witness
+    store: Store
+    digests: Mapping[str, str]
+    database: str
+    audit: Path
+    quick: bool
+
+    @property
+    def one(self) -> Replica:
+        """The first replica."""
+        return self.fleet.replicas[0]
+
+    def play(self, act: Callable[[], Awaitable[list[Check]]], rate: float) -> list[Check]:
+        """``act`` under load, and what must hold after each."""
+
+        async def play() -> list[Check]:
+            load = asyncio.create_task(self.witness.open_loop(rate))
+            try:
+                return await act()
+            finally:
+                self.witness.stopped.set()
+                await load
+
+        found = asyncio.run(play())
+        for replica in self.fleet.replicas:
+            took = asyncio.run(replica.ready_within(READY_S))
+            found.append(Check(f"ready again, {replica.name}", "no" if took is None else f"{took:.1f} s after the end",
+                               f"<= {READY_S:.0f} s", took is not None))  # fmt: skip
+        return [*found, replay(self.witness, self.digests, self.store.root), *(held(self) for held in LEDGERS)]
+
+
+def labels_kept(stage: Stage) -> Check:
+    """Every label that was acknowledged is in the database."""
+    return kept(
+        stage.witness, lambda: {(id, index): label for id, index, label in rows(location(stage.database), STORED)}
+    )
+
+
+def decisions_kept(stage: Stage) -> Check:
+    """Every answer that was given is in the audit log, which all replicas write."""
+    return recorded(stage.witness, stage.audit)
+
+
+# What must hold of everything that was acknowledged, after each scenario.
+LEDGERS: list[Callable[[Stage], Check]] = [labels_kept, decisions_kept]
+
+
+@contextmanager
+def stage(
+    options: argparse.Namespace, replicas: int, *flags: str, place: str | None = None, **variables: str
+) -> Iterator[Stage]:
+    """Replicas behind nginx, a store with two versions at ``place``, a database and an audit log that they share."""
+    with tempfile.TemporaryDirectory() as folder, a_database(replicas > 1) as (database, _):
+        own = Path(folder)
+        store, digests = two_versions(place or own / "store", own / "cache of this process")
+        audit = own / "audit.jsonl"
+        arguments = (*FLAGS, f"--audit-log={audit}", "--audit-required", *flags, f"--feedback-db={database}")
+        variables |= {"HALLUTRACER_STORE": store.where, "HALLUTRACER_STORE_CACHE": str(own / "cache")}
+        with fleet(own / "nginx", replicas, *arguments, **variables) as made:
+            witness = Witness(made.address, questions(DISTINCT), labels=LABELS)
+            yield Stage(made, witness, store, digests, database, audit, options.quick)
+
+
+def killed(options: argparse.Namespace) -> list[Check]:
+    """A replica dies again and again; what it was doing is asked of the other one."""
+    times = 2 if options.quick else options.kills
+    with stage(options, 2) as on:
+
+        async def act() -> list[Check]:
+            for turn in range(times):
+                replica = on.fleet.replicas[turn % 2]
+                await asyncio.sleep(1.0)
+                await asyncio.to_thread(replica.kill)
+                await asyncio.to_thread(replica.start)
+            return [Check("replicas killed", str(times), str(times), True)]
+
+        return [*on.play(act, options.rate), whole_answers(on.witness)]
+
+
+def whole_answers(witness: Witness) -> Check:
+    """A stream that has begun cannot be begun again; everything else is answered."""
+    count = sum(witness.failures.values())
+    note = "; ".join(f"{number} x {name}" for name, number in witness.failures.most_common(3))
+    return Check("failed requests, but for streams", f"{count - witness.streams_failed} of {witness.sent}",
+                 "0", count == witness.streams_failed and witness.answered > 0,
+                 f"streams: {witness.streams_failed}; {note or witness.latency()}")  # fmt: skip
+
+
+def engine_core(service: int) -> int:
+    """vLLM's engine process below a service.  Raises LookupError."""
+    for entry in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            words = (entry / "stat").read_text().rpartition(")")[2].split()
+            if int(words[2]) == service and "EngineCore" in (entry / "comm").read_text() + (
+                entry / "cmdline"
+            ).read_bytes().decode(errors="replace"):
+                return int(entry.name)
+    raise LookupError(f"no engine process below {service}")
+
+
+def vllm_core(options: argparse.Namespace) -> list[Check]:
+    """The process that has vLLM's engine dies; the service says so by its exit status, and a new one answers."""
+    try:
+        import vllm  # noqa: F401
+    except ImportError:
+        raise LeftOut("vLLM is not installed") from None
+    times, exits = 1 if options.quick else options.vllm_kills, list[int]()
+    with stage(options, 1, "--engine", "vllm", "--engine-arg", "enforce_eager=true") as on:
+
+        async def act() -> list[Check]:
+            for _ in range(times):
+                await asyncio.sleep(3.0)
+                assert on.one.process is not None
+                os.kill(engine_core(on.one.process.pid), signal.SIGKILL)
+                with suppress(subprocess.TimeoutExpired):
+                    exits.append(await asyncio.to_thread(on.one.process.process.wait, EXIT_S))
+                await asyncio.to_thread(on.one.kill)
+                await asyncio.to_thread(on.one.start)
+                await asyncio.sleep(3.0)
+            return [Check("exit statuses of the service", str(exits), str([1] * times), exits == [1] * times)]
+
+        found = on.play(act, options.rate)
+        return [*found, Check("failed requests", f"{sum(on.witness.failures.values())} of {on.witness.sent}",
+                              "(reported)", None, "one replica, and it was away")]  # fmt: skip
+
+
+def stopped(options: argparse.Namespace) -> list[Check]:
+    """A replica stands still: others answer, and what it had begun is answered when it goes on."""
+    with stage(options, 2) as on:
+
+        async def act() -> list[Check]:
+            await asyncio.sleep(2.0)
+            on.one.signal(signal.SIGSTOP)
+            try:
+                before = on.witness.answered
+                await asyncio.sleep(3.0 if on.quick else 15.0)
+                meanwhile = on.witness.answered - before
+            finally:
+                on.one.signal(signal.SIGCONT)
+            await asyncio.sleep(3.0)
+            return [Check("answered while it stood still", str(meanwhile), "> 0", meanwhile > 0)]
+
+        return [*on.play(act, options.rate), on.witness.failed()]
+
+
+@contextmanager
+def away(store: Store) -> Iterator[None]:
+    """The store cannot be read: its folder is a file."""
+    aside = store.root.with_name("aside")
+    store.root.rename(aside)
+    store.root.write_text("")
+    try:
+        yield
+    finally:
+        store.root.unlink()
+        aside.rename(store.root)
+
+
+@contextmanager
+def silent(process: int) -> Iterator[None]:
+    """It takes connections and gives no answer."""
+    os.kill(process, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(process, signal.SIGCONT)
+
+
+def unreadable(options: argparse.Namespace) -> list[Check]:
+    """A folder."""
+    with stage(options, 1, "--watch-s", "0.5") as on:
+        return cut_off(on, options.rate, lambda: away(on.store))
+
+
+def unreachable(options: argparse.Namespace) -> list[Check]:
+    """A URL."""
+    try:
+        from tests.probes_store.s3_server import BUCKET, s3_process, use
+    except ImportError as error:
+        raise LeftOut(str(error)) from None
+    with s3_process() as (address, process):
+        use(address)
+        with stage(options, 1, "--watch-s", "0.5", place=f"s3://{BUCKET}/probes") as on:
+            return cut_off(on, options.rate, lambda: silent(process))
+
+
+def cut_off(on: Stage, rate: float, outage: Callable[[], AbstractContextManager[None]]) -> list[Check]:
+    """What is loaded goes on judging; the alias that moved takes effect when the store is back, by itself."""
+
+    def told() -> int:
+        return len({digest for _, digest in on.witness.seen})
+
+    async def act() -> list[Check]:
+        await asyncio.sleep(2.0)
+        await asyncio.to_thread(on.store.set_alias, NAME, "production", 2)
+        with outage():
+            status = await asyncio.to_thread(on.one.reload)
+            published = await asyncio.to_thread(publishing, on.store)
+            await asyncio.sleep(2.0 if on.quick else 10.0)
+            ready = await on.one.ready_within(1.0)
+        end = time.monotonic() + READY_S
+        while told() < 2 and time.monotonic() < end:
+            await asyncio.sleep(0.2)
+        return [
+            Check("POST /v1/admin/reload while it was away", str(status), "409 or 200", status in (409, 200)),
+            Check("publish while it was away", published, "an error", published != "done"),
+            Check("ready while it was away", str(ready is not None), "True", ready is not None),
+            Check("the moved alias took effect afterwards", f"{told()} bundles answered", "2", told() == 2),
+        ]
+
+    return [*on.play(act, rate), on.witness.failed()]
+
+
+def publishing(store: Store) -> str:
+    """What becomes of a publish."""
+    try:
+        store.publish(draft(SOURCES[0]))
+    except Exception as error:
+        return type(error).__name__
+    return "done"
+
+
+@contextmanager
+def small_disk(folder: Path, mib: int) -> Iterator[Path]:
+    """A tmpfs.  Raises LeftOut where it cannot be mounted."""
+    folder.mkdir()
+    done = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={mib}m", "tmpfs", str(folder)], capture_output=True,
+                          text=True, check=False)  # fmt: skip
+    if done.returncode != 0:
+        raise LeftOut(f"mount: {done.stderr.strip()}")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+def disk_full(options: argparse.Namespace) -> list[Check]:
+    """Scores go on, labels are refused in words, and are taken again when there is room."""
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        small_disk(Path(folder) / "disk", 4) as disk,
+        stage(options, 1) as before,
+    ):
+        database = str(disk / "feedback.db")
+        before.one.drain()
+        before.one.arguments = (*before.one.arguments[:-1], f"--feedback-db={database}")
+        before.one.start()
+        on = replace(before, database=database)
+
+        async def acknowledged() -> int:
+            count = len(on.witness.acknowledged)
+            await asyncio.sleep(3.0)
+            return len(on.witness.acknowledged) - count
+
+        async def act() -> list[Check]:
+            first = await acknowledged()
+            filler = disk / "filler"
+            with filler.open("wb", buffering=0) as file, suppress(OSError):
+                while True:
+                    file.write(b"x" * 4096)
+            await asyncio.sleep(2.0 if on.quick else 10.0)
+            during = await acknowledged()
+            refused = on.witness.unlabelled["503"]
+            answered = on.witness.answered
+            filler.unlink()
+            end = time.monotonic() + READY_S
+            while (after := await acknowledged()) == 0 and time.monotonic() < end:
+                pass
+            return [
+                Check("labels acknowledged in 3 s: before, full, afterwards", f"{first}, {during}, {after}",
+                      "> 0, any, > 0", first > 0 and after > 0),
+                Check("labels refused with 503 while it was full", str(refused), "> 0", refused > 0),
+                Check("answers by then", str(answered), "> 0", answered > 0),
+            ]  # fmt: skip
+
+        return [*on.play(act, options.rate), on.witness.failed()]
+
+
+def faketime() -> str:
+    """libfaketime's path.  Raises LeftOut."""
+    named = os.environ.get("HALLUTRACER_FAKETIME")
+    found = [*Path("/usr/lib").glob("*/faketime/libfaketimeMT.so.1"), *Path("/usr/local/lib").glob("faketime/*MT.so.1")]
+    if named or found:
+        return named or str(found[0])
+    raise LeftOut("libfaketime is not here (Debian: libfaketime), and HALLUTRACER_FAKETIME names none")
+
+
+def clock(options: argparse.Namespace) -> list[Check]:
+    """Wall time jumps; the monotonic clock does not.  libfaketime makes the process slow, so there are few requests."""
+    library = faketime()
+    with tempfile.TemporaryDirectory() as folder:
+        moved = Path(folder) / "offset"
+
+        def jump(offset: int) -> None:
+            """At once: libfaketime ends a process that finds the file empty."""
+            aside = moved.with_name("aside")
+            aside.write_text(f"{offset:+d}")
+            aside.replace(moved)
+
+        jump(0)
+        faked = {"LD_PRELOAD": library, "FAKETIME_TIMESTAMP_FILE": str(moved), "FAKETIME_CACHE_DURATION": "1",
+                 "DONT_FAKE_MONOTONIC": "1", "FAKETIME_DONT_RESET": "1"}  # fmt: skip
+        with stage(options, 1, **faked) as on:
+
+            async def act() -> list[Check]:
+                answers = []
+                for offset in (0, DAY_S, -DAY_S, 0):
+                    before, labels = on.witness.answered, len(on.witness.acknowledged)
+                    jump(offset)
+                    await asyncio.sleep(4.0 if on.quick else 10.0)
+                    answers.append((on.witness.answered - before, len(on.witness.acknowledged) - labels))
+                times = [stamp for (stamp,) in rows(location(on.database), "SELECT time FROM hallutracer_answers")]
+                span = max(times, default=0.0) - min(times, default=0.0)
+                return [
+                    Check("answers, labels at now, +1 d, -1 d, now", str(answers), "all > 0",
+                          all(count > 0 for pair in answers for count in pair)),
+                    Check("the clock did jump: span of the stored times", f"{span / DAY_S:.2f} d", ">= 2 d",
+                          span >= 1.99 * DAY_S),
+                ]  # fmt: skip
+
+            return [*on.play(act, min(options.rate, 2.0)), on.witness.failed()]
+
+
+def disconnects(options: argparse.Namespace) -> list[Check]:
+    """As benchmarks/service_disconnects.py has it, on the shipped bundle."""
+    count = 100 if options.quick else 1000
+    with ServiceProcess("--bundle", SHIPPED_BUNDLES["demo"][0], "--deadline-s", "600") as server:
+        asyncio.run(closed_loop(server.address, iter(score_requests(make_prompts(8, "mixed 32-96", seed=7))), 2))
+        files = server.open_files()
+        moments, honest, peaks = asyncio.run(disconnected(server, plans(count, 120, 1.0), 48, 4, 0.05))
+        return judge(server, count, moments, honest, peaks, files, 60.0)[0]
+
+
+SCENARIOS: dict[str, Callable[[argparse.Namespace], list[Check]]] = {
+    "killed": killed,
+    "vllm-core": vllm_core,
+    "stopped": stopped,
+    "store": unreadable,
+    "store-url": unreachable,
+    "disk-full": disk_full,
+    "clock": clock,
+    "disconnects": disconnects,
+}
+
+
+def main() -> int:
+    """Play the scenarios."""
+    arguments = parser(__doc__, quick="two kills, 100 disconnects, short pauses", cache=False)
+    arguments.add_argument("--only", choices=SCENARIOS, action="append", help="this scenario, repeatable")
+    arguments.add_argument("--kills", type=int, default=20)
+    arguments.add_argument("--vllm-kills", type=int, default=2)
+    arguments.add_argument("--rate", type=float, default=20.0, help="requests a second")
+    options = arguments.parse_args()
+    raise_file_limit()
+    checks: list[Check] = []
+    for name in options.only or SCENARIOS:
+        start = time.monotonic()
+        try:
+            found = SCENARIOS[name](options)
+        except LeftOut as reason:
+            found = [Check("left out", str(reason), "", False if options.only else None)]
+        checks += [Check(f"{name}: {one.name}", one.figure, one.target, one.passed, one.note) for one in found]
+        say(f"{name}: {time.monotonic() - start:.0f} s")
+    return conclude(checks, options.json, {})
+
+
+if __name__ == "__main__":
+    sys.exit(main())

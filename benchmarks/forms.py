@@ -1,0 +1,320 @@
+"""What the risk is worth in each form of conversation, through the running service.
+
+    hallutracer demo questions --split test > questions.jsonl
+    python -m benchmarks.forms --questions questions.jsonl --record forms.jsonl [--said answers.jsonl] [--per-form 300]
+        [--forms turns passages ...] [--model smollm2] [--bundle NAME] [--store DIR] [--url http://127.0.0.1:8765]
+    python -m benchmarks.forms --record prompts.jsonl --applies chats.txt --applies questions.txt
+
+Each form (service/data/forms) gets ``--per-form`` rows: the same questions in every form, as far as they fit it.  Each
+row is asked under a policy that lets everything through, its answer (24 tokens, greedy) is judged as training judges
+with ``contains``, and ``answered`` is what the threshold would let through.  Answers that abstain are left out as in
+training; a second table counts them as wrong.  AUROC with a 95 % interval, by bootstrap over groups.
+
+``--applies``: files with a prompt on each line, such as one that asks for no fact and one of questions: how many the
+gate withholds, and how many it says the risk does not apply to.
+
+A run that was ended goes on where the record stops; with a whole record it starts no service and prints the tables.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from benchmarks.load_stats import Check, table
+from benchmarks.running_service import GENERATE, Job, Line, add_options, answers, together, user
+from hallutracer_research.data.mixture import read_rows
+from service.data.forms.base import Form
+from service.data.forms.registry import FORMS, chosen
+from service.data.forms.spread import in_forms, read_said
+from service.data.labels import CLASSES
+from service.fitting.group_draws import group_draws
+from service.fitting.markdown import markdown_table
+from service.fitting.scores import debiased_calibration_error, risk_auroc, shown_bins
+
+LONE, ALL = "lone", "all forms"
+OFF, LOSS, OFF_ANSWERED = 0.05, 0.04, 0.08  # targets (a), (b), (c)
+ENOUGH = 20  # answered ones, for (c)
+COMPANY = 400  # questions at least from which a form takes what stands around one
+
+
+def plan(
+    rows: Sequence[Line], forms: Sequence[Form], per_form: int, seed: int, said: dict[str, str] | None = None
+) -> list[Job]:
+    """``per_form`` rows of each form."""
+    questions = [row for row in rows if "prompt" in row]
+    random.Random(seed).shuffle(questions)
+    drawn = questions[: max(4 * per_form, COMPANY)]
+    return [
+        Job(
+            row["id"],
+            {"messages": row["messages"], "policy": "observe", "generate": GENERATE},
+            row["answers"],
+            {"form": form.name, "group": row["group"]},
+        )
+        for form in forms
+        for row in in_forms(drawn, [form], seed=seed, said=said)[:per_form]
+    ]
+
+
+@dataclass(frozen=True)
+class Worth:
+    """Figures of the risk in one form; None where there is nothing to take them of."""
+
+    rows: int
+    left_out: int
+    wrong: float
+    risk: float  # mean
+    calibration: float  # debiased calibration error
+    auroc: float | None
+    low: float | None
+    high: float | None
+    answered: int
+    answered_wrong: float | None
+    answered_risk: float | None  # mean
+    outside: float | None
+
+    @property
+    def off(self) -> float:
+        """Mean risk minus the share of wrong answers."""
+        return self.risk - self.wrong
+
+    @property
+    def answered_off(self) -> float:
+        """The same of the answered ones."""
+        assert self.answered_risk is not None
+        assert self.answered_wrong is not None
+        return self.answered_risk - self.answered_wrong
+
+
+def worth(lines: Sequence[Line], *, abstained_wrong: bool = False) -> Worth | None:
+    """Of the rows of one form, or of several; None where no answer belongs to a class."""
+    verdicts = CLASSES | ({"abstained": 0, "empty": 0} if abstained_wrong else {})
+    kept = [line for line in lines if line.get("verdict") in verdicts]
+    if not kept:
+        return None
+    label = np.array([verdicts[line["verdict"]] for line in kept], np.int64)
+    risk = np.array([line["risk"] for line in kept])
+    group = np.unique([line["group"] for line in kept], return_inverse=True)[1]
+    answered = ~np.array([line["flagged"] for line in kept])
+    outside = [line["outside"] for line in kept if line["outside"] is not None]
+    both = 0 < label.sum() < len(label)
+    low, high = auroc_interval(label, risk, group) if both else (None, None)
+    return Worth(
+        rows=len(kept),
+        left_out=len(lines) - len(kept),
+        wrong=float(1 - label.mean()),
+        risk=float(risk.mean()),
+        calibration=debiased_calibration_error(label, risk, shown_bins(len(kept))),
+        auroc=risk_auroc(label, risk) if both else None,
+        low=low,
+        high=high,
+        answered=int(answered.sum()),
+        answered_wrong=float(1 - label[answered].mean()) if answered.any() else None,
+        answered_risk=float(risk[answered].mean()) if answered.any() else None,
+        outside=float(np.mean(outside)) if outside else None,
+    )
+
+
+def auroc_interval(
+    label: NDArray[np.int64], risk: NDArray[np.float64], group: NDArray[np.int64]
+) -> tuple[float, float] | tuple[None, None]:
+    """The middle 95 % over draws of groups; a draw without a class is left out.  label, risk, group [n]."""
+    found = []
+    for weight in group_draws(group):
+        rows = np.repeat(np.arange(len(label)), weight.astype(np.int64))
+        if 0 < label[rows].sum() < len(rows):
+            found.append(risk_auroc(label[rows], risk[rows]))
+    if not found:
+        return None, None
+    low, high = np.quantile(found, [0.025, 0.975])
+    return float(low), float(high)
+
+
+def worths(lines: Sequence[Line], *, abstained_wrong: bool = False) -> dict[str, Worth]:
+    """By form, and of all forms together."""
+    names = list(dict.fromkeys(line["form"] for line in lines))
+    parts = {name: [line for line in lines if line["form"] == name] for name in names} | {ALL: lines}
+    found = {name: worth(part, abstained_wrong=abstained_wrong) for name, part in parts.items()}
+    return {name: one for name, one in found.items() if one is not None}
+
+
+HEADER = ["form", "n", "left out", "wrong", "mean risk", "risk - wrong", "calibration error", "AUROC", "answered",
+          "wrong among answered", "their mean risk", "outside"]  # fmt: skip
+
+
+def shown(found: dict[str, Worth]) -> str:
+    """The table."""
+    rows = [
+        [
+            name if name == ALL else f"`{name}`",
+            f"{one.rows:,}",
+            f"{one.left_out:,}",
+            _number(one.wrong),
+            _number(one.risk),
+            f"{one.off:+.3f}",
+            _number(one.calibration),
+            "-" if one.auroc is None else f"{one.auroc:.3f} [{_number(one.low)}, {_number(one.high)}]",
+            f"{one.answered:,}",
+            _number(one.answered_wrong),
+            _number(one.answered_risk),
+            _number(one.outside),
+        ]
+        for name, one in found.items()
+    ]
+    return markdown_table(HEADER, rows, range(1, len(HEADER)))
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}"
+
+
+def targets(found: dict[str, Worth]) -> list[Check]:
+    """Whether each form meets (a), (b) and (c), and which do not."""
+    forms = {name: one for name, one in found.items() if name != ALL}
+    lone = forms[LONE].auroc if LONE in forms else None
+    ranked = {name: one for name, one in forms.items() if one.auroc is not None and lone is not None}
+    enough = {name: one for name, one in forms.items() if one.answered >= ENOUGH}
+    return [
+        _check("(a) |mean risk - wrong|", forms, {}, lambda one: one.off, lambda off: abs(off) <= OFF, f"<= {OFF}"),
+        _check(
+            "(b) AUROC - the lone question's",
+            ranked,
+            {name: one for name, one in forms.items() if name not in ranked},
+            lambda one: (one.auroc or 0.0) - (lone or 0.0),
+            lambda gain: gain >= -LOSS,
+            f">= -{LOSS}",
+            "not judged, for want of lone questions or of a class",
+        ),
+        _check(
+            "(c) |mean risk - wrong| among answered",
+            enough,
+            {name: one for name, one in forms.items() if name not in enough},
+            lambda one: one.answered_off,
+            lambda off: abs(off) <= OFF_ANSWERED,
+            f"<= {OFF_ANSWERED}",
+            f"not judged, fewer than {ENOUGH} answered",
+        ),
+    ]
+
+
+def _check(
+    name: str,
+    judged: dict[str, Worth],
+    others: dict[str, Worth],
+    value: Callable[[Worth], float],
+    met: Callable[[float], bool],
+    target: str,
+    why_not: str = "",
+) -> Check:
+    values = {form: round(value(one), 9) for form, one in judged.items()}  # 0.05 itself is met
+    missed = {form: number for form, number in values.items() if not met(number)}
+    notes = []
+    if missed:
+        worst_first = sorted(missed.items(), key=lambda item: -abs(item[1]))
+        notes.append("missed by " + ", ".join(f"{form} {number:+.3f}" for form, number in worst_first))
+    if others:
+        notes.append(f"{len(others)} {why_not}: {', '.join(others)}")
+    figure = f"met by {len(values) - len(missed)} of {len(values)}"
+    return Check(name, figure, target, not missed if values else None, "; ".join(notes))
+
+
+def report(lines: Sequence[Line], forms: Sequence[str]) -> str:
+    """Both tables with their verdicts, what was refused, and which of ``forms`` have no row."""
+    parts = []
+    for title, wrong in (("Abstentions left out", False), ("Abstentions and empty answers counted as wrong", True)):
+        found = worths(lines, abstained_wrong=wrong)
+        parts.append(f"## {title}\n\n{shown(found)}\n\n```\n{table(targets(found))}\n```")
+    sent = [line for line in lines if "bundle" in line]
+    if sent:
+        levels = ", ".join(f"{level:.3f}" for level in sorted({line["threshold"] for line in sent}))
+        parts.insert(0, f"Bundle {sent[0]['bundle'][:19]}, threshold {levels}, {len(lines):,} requests.")
+    if refused := [line for line in lines if "refused" in line]:
+        names = ", ".join(sorted({f"{line['form']} ({line['refused']})" for line in refused}))
+        parts.append(f"{len(refused):,} requests were refused: {names}.")
+    if without := [name for name in forms if name not in {line["form"] for line in lines}]:
+        parts.append(f"No question fits {', '.join(without)}: some forms need --said.")
+    if LONE in forms:
+        parts.append(examples(lines))
+    return "\n\n".join(parts)
+
+
+def examples(lines: Sequence[Line]) -> str:
+    """What most readers would see: of the lone questions the middle one answered right, and withheld and wrong.
+
+    The rule by which examples for README, playground and ``serve`` can be drawn.
+    """
+    rows = []
+    for title, flagged, verdict in (("answered, right", False, "factual"), ("withheld, wrong", True, "hallucinated")):
+        own = [line for line in lines if line["form"] == LONE and line.get("verdict") == verdict]
+        own = sorted((line for line in own if line["flagged"] is flagged), key=lambda line: (line["risk"], line["id"]))
+        middle: Line = own[(len(own) - 1) // 2] if own else {"id": "-", "answer": "", "risk": None}
+        rows.append([title, f"{len(own):,}", middle["id"], _number(middle["risk"]), middle["answer"]])
+    return markdown_table(["lone questions", "n", "the middle one", "risk", "answer"], rows, (1, 3))
+
+
+def prompts(path: Path) -> list[Job]:
+    """A request for each line of a file, under the gate."""
+    texts = [text.strip() for text in path.read_text(encoding="utf-8").splitlines() if text.strip()]
+    return [
+        Job(f"{path.stem}:{number}", {"messages": [user(text)], "policy": "gate"}, (), {"file": path.stem})
+        for number, text in enumerate(texts, 1)
+    ]
+
+
+def applying(lines: Sequence[Line]) -> str:
+    """By file: what the gate withholds, and what it says the risk does not apply to."""
+    header = ["prompts", "n", "withheld", "said not to apply", "mean risk", "outside"]
+    rows = []
+    for name in dict.fromkeys(line["file"] for line in lines):
+        own = [line for line in lines if line["file"] == name and "risk" in line]
+        said = [line["applies"] for line in own if line["applies"] is not None]
+        rows.append(
+            [
+                name,
+                f"{len(own):,}",
+                f"{sum(line['decision'] != 'continue' for line in own):,}",
+                f"{said.count(False):,}" if said else "-",
+                _number(float(np.mean([line["risk"] for line in own])) if own else None),
+                f"{sum(bool(line['outside']) for line in own):,}",
+            ]
+        )
+    return markdown_table(header, rows, range(1, len(header)))
+
+
+def main() -> int:
+    """Ask and print the tables."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--questions", type=Path, help="JSONL rows: id, prompt, answers, group, kind")
+    parser.add_argument("--said", type=Path, help="answers.jsonl of a run on them, for forms with the model's own")
+    parser.add_argument("--per-form", type=int, default=300)
+    parser.add_argument("--forms", nargs="+", default=["all"], help=f"of {', '.join(FORMS)}; or families")
+    parser.add_argument("--applies", type=Path, action="append", default=[], help="a prompt on each line; repeatable")
+    add_options(parser)
+    options = parser.parse_args()
+    if not options.questions and not options.applies:
+        parser.error("give --questions, --applies or both")
+    asked = [job for path in options.applies for job in prompts(path)]
+    forms = chosen(options.forms)
+    jobs: list[Job] = []
+    if options.questions:
+        said = None if options.said is None else read_said(options.said)
+        jobs = plan(read_rows(options.questions), forms, options.per_form, options.seed, said)
+    with answers(options) as ask:
+        if jobs:
+            lines = together(ask, jobs, "forms", options.workers)
+            print(report(lines, [form.name for form in forms]), flush=True)
+        if asked:
+            print("\n" * bool(jobs) + applying(together(ask, asked, "prompts", options.workers)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

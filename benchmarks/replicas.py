@@ -1,0 +1,226 @@
+"""One, two and four replicas on this machine behind the shipped nginx: what they answer, and what their faults cost.
+
+    python -m benchmarks.replicas [--counts 1 2 4] [--rounds 5] [--only throughput] [--quick] [--json OUT]
+
+    throughput   closed loop, side by side in rounds: requests a second over those of one replica behind nginx
+    faults       one of two replicas killed, drained and started again, reloaded, under load: what clients saw
+    sessions     chats of several turns on two vLLM replicas: any of them, or the session's own (prefix cache)
+
+Replicas of one machine share its cores: two of them with one thread each are compared with one of one thread, and on
+two cores the clients and nginx take their part of the second.  The exit status is 1 where something falls short.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import sys
+import tempfile
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from benchmarks.fleet import Fleet, Replica, fleet, running, two_versions
+from benchmarks.http_client import Pool, post
+from benchmarks.load_stats import Check, conclude, parser, percentile, say, spread
+from benchmarks.loadgen import raise_file_limit
+from benchmarks.service_process import CpuMeter
+from benchmarks.traffic import CITIES, FORMS, require
+from benchmarks.witness import Witness, questions, replay
+from service.access.routes import SCORE_ROUTES
+from tests.deploy.balancer import balancing
+
+CLIENTS, DISTINCT = 16, 200
+SESSIONS, TURNS, WORDS = 8, 6, 40
+HEADER = "x-session-id"
+
+
+def throughput(options: argparse.Namespace) -> list[Check]:
+    """Rates by the number of replicas, each over one replica's in the same round."""
+    contents, rates = questions(DISTINCT), dict[int, list[float]]()
+    direct: list[float] = []
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        store, digests = two_versions(Path(folder) / "store")
+        replicas = running(stack, max(options.counts), "--bundle=mine", HALLUTRACER_STORE=str(store.root))
+        fleets = {}
+        for count in options.counts:
+            (own := Path(folder) / f"nginx-{count}").mkdir()
+            some = replicas[:count]
+            fleets[count] = Fleet(some, stack.enter_context(balancing(own, [replica.name for replica in some])))
+        meter = CpuMeter({})
+        for number in range(options.rounds + 1):  # the first one warms up
+            turns: list[tuple[int, tuple[str, int]]] = [(0, ("127.0.0.1", replicas[0].port))]
+            turns += [(count, one.address) for count, one in fleets.items()]
+            random.Random(number).shuffle(turns)
+            for count, address in turns:
+                witness = Witness(address, contents, seed=number)
+                rate = asyncio.run(witness.for_seconds(options.seconds, CLIENTS))
+                if number:
+                    (rates.setdefault(count, []) if count else direct).append(rate)
+                require(not witness.failures, witness.failures)
+        busy = meter.cores()["others"]
+    one = rates[min(rates)]
+    checks = [Check(f"{count} replicas over {min(rates)}, requests a second", str(spread(
+                  [own / base for own, base in zip(found, one, strict=True)])), "(reported)", None,
+                  f"{spread(found)}/s at {CLIENTS} clients") for count, found in sorted(rates.items())]  # fmt: skip
+    behind = [own / base for own, base in zip(one, direct, strict=True)]
+    checks.append(Check("one replica behind nginx over the same without", str(spread(behind)), "(reported)", None,
+                        f"{spread(direct)}/s; the machine's cores in use: {busy:.2f}"))  # fmt: skip
+    return checks
+
+
+def faults(options: argparse.Namespace) -> list[Check]:
+    """What clients see of one of two replicas that is killed, drained, reloaded."""
+    pause = 1.0 if options.quick else 4.0
+
+    async def killed(replica: Replica) -> None:
+        await asyncio.to_thread(replica.kill)
+        await asyncio.sleep(pause)
+        await asyncio.to_thread(replica.start)
+
+    async def drained(replica: Replica) -> None:
+        require(await asyncio.to_thread(replica.drain) == 0, "an exit status other than 0")
+        await asyncio.to_thread(replica.start)
+
+    async def reloaded(replica: Replica) -> None:
+        for _ in range(5):
+            require(await asyncio.to_thread(replica.reload) == 200, "a reload that was refused")
+            await asyncio.sleep(pause / 4)
+
+    acts: dict[str, Callable[[Replica], Awaitable[None]]] = {
+        "none": lambda _: asyncio.sleep(pause),
+        "killed": killed,
+        "drained and started": drained,
+        "reloaded 5 times": reloaded,
+    }
+    checks = []
+    with tempfile.TemporaryDirectory() as folder:
+        store, digests = two_versions(Path(folder) / "store")
+        flags = ("--bundle=mine",)
+        with fleet(Path(folder) / "nginx", 2, *flags, HALLUTRACER_STORE=str(store.root)) as stage:
+            for name, act in acts.items():
+                witness = Witness(stage.address, questions(DISTINCT))
+
+                async def play(act: Callable[[Replica], Awaitable[None]], witness: Witness) -> None:
+                    load = asyncio.create_task(witness.open_loop(options.rate))
+                    await asyncio.sleep(1.0)
+                    await act(stage.replicas[0])
+                    await asyncio.sleep(1.0)
+                    witness.stopped.set()
+                    await load
+
+                asyncio.run(play(act, witness))
+                failed = witness.failed(witness.streams_failed if name == "killed" else 0)
+                checks += [Check(f"{name}: {failed.name}", failed.figure, failed.target, failed.passed,
+                                 f"{failed.note}; {witness.latency()}")]  # fmt: skip
+                checks.append(replay(witness, digests, store.root))
+    return checks
+
+
+@dataclass
+class Chats:
+    """Turns after a session's first."""
+
+    seconds: list[float] = field(default_factory=list)
+    prompt: int = 0
+    cached: int = 0
+
+    def __str__(self) -> str:
+        p50, p99 = (percentile(self.seconds, share) * 1e3 for share in (0.5, 0.99))
+        return f"{self.cached / max(1, self.prompt):.1%} of the tokens cached, p50 {p50:.0f} ms, p99 {p99:.0f} ms"
+
+
+async def chat(pool: Pool, draw: random.Random, found: Chats) -> None:
+    """One session: each turn holds all turns before it."""
+    own = f"{draw.getrandbits(64):x}"
+    messages: list[dict[str, str]] = []
+    for turn in range(TURNS):
+        question = draw.choice(FORMS).format(draw.choice(CITIES))
+        messages.append({"role": "user", "content": f"{question} {' '.join(draw.choices(CITIES, k=WORDS))}"})
+        request = post(SCORE_ROUTES[1], json.dumps({"messages": messages}).encode())
+        request = request.replace(b"\r\n", f"\r\n{HEADER}: {own}\r\n".encode(), 1)
+        reply = await pool.exchange(request, 300)
+        require(reply.status == 200, f"status {reply.status}: {reply.body[:200]!r}")
+        usage = json.loads(reply.body)["usage"]
+        if turn:
+            found.seconds.append(reply.pieces[-1][0] - reply.sent)
+            found.prompt += usage["prompt_tokens"]
+            found.cached += usage["cached_tokens"]
+        messages.append({"role": "assistant", "content": " ".join(draw.choices(CITIES, k=WORDS))})
+
+
+def by_session(replicas: Sequence[Replica]) -> list[tuple[str, str]]:
+    """nginx.conf with the session's own replica; such a choice knows no backup."""
+    none = [(f"server {replica.name} backup max_fails=0; " * 2, "") for replica in replicas]
+    return [("least_conn;", f"hash $http_{HEADER.replace('-', '_')} consistent;"), *none]
+
+
+def sessions(options: argparse.Namespace) -> list[Check]:
+    """The same chats, with every request on any replica and with each session on its own."""
+    found: dict[str, list[Chats]] = {"any replica": [], "the session's own": []}
+    flags = ("--model", options.model, "--engine", "vllm", "--engine-arg", "enforce_eager=true", "--deadline-s", "58")
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        store = Path(folder) / "store"
+        replicas = running(stack, 2, *flags, HALLUTRACER_STORE=str(store), VLLM_CPU_KVCACHE_SPACE="1")
+        names = [replica.name for replica in replicas]
+        addresses = {}
+        for number, (name, edits) in enumerate(zip(found, ([], by_session(replicas)), strict=True)):
+            (own := Path(folder) / f"nginx-{number}").mkdir()
+            parts = urlsplit(stack.enter_context(balancing(own, names, *edits)).url)
+            addresses[name] = (str(parts.hostname), int(parts.port or 0))
+
+        async def play(name: str, seed: int) -> Chats:
+            pool, chats = Pool(*addresses[name]), Chats()
+            await asyncio.gather(*(chat(pool, random.Random(f"{seed}-{n}"), chats) for n in range(SESSIONS)))
+            pool.close()
+            return chats
+
+        for number in range(1 + (1 if options.quick else options.rounds)):  # the first one warms up
+            for name in found if number % 2 else reversed(found):
+                chats = asyncio.run(play(name, 1000 * number + (name == "any replica")))
+                if number:
+                    found[name].append(chats)
+    checks = []
+    for name, rounds in found.items():
+        together = Chats([one for chats in rounds for one in chats.seconds], sum(chats.prompt for chats in rounds),
+                         sum(chats.cached for chats in rounds))  # fmt: skip
+        checks.append(Check(f"turns 2 to {TURNS}, {name}", str(together), "(reported)", None))
+    shares = [
+        sum(chats.cached for chats in rounds) / sum(chats.prompt for chats in rounds) for rounds in found.values()
+    ]
+    checks.append(Check("a session's own replica finds more cached", f"{shares[1]:.3f} over {shares[0]:.3f}", ">",
+                        shares[1] > shares[0]))  # fmt: skip
+    return checks
+
+
+PARTS = {"throughput": throughput, "faults": faults, "sessions": sessions}
+
+
+def main() -> int:
+    """Measure."""
+    arguments = parser(__doc__, quick="one short round each, 1 and 2 replicas; sessions only with --only", cache=False)
+    arguments.add_argument("--counts", type=int, nargs="+", default=[1, 2, 4])
+    arguments.add_argument("--rounds", type=int, default=5)
+    arguments.add_argument("--seconds", type=float, default=6.0, help="of one measurement")
+    arguments.add_argument("--rate", type=float, default=20.0, help="requests a second while replicas fail")
+    arguments.add_argument("--model", default="smollm2", help="of the sessions, whose prefill must cost something")
+    arguments.add_argument("--only", choices=PARTS, action="append", help="this part, repeatable")
+    options = arguments.parse_args()
+    if options.quick:
+        options.counts, options.rounds, options.seconds = [1, 2], 1, 1.5
+        options.rate = min(options.rate, 5.0)  # a fault's test, not a load's: no queue on a machine with other work
+    raise_file_limit()
+    parts = options.only or [name for name in PARTS if name != "sessions" or not options.quick]
+    checks: list[Check] = []
+    for name in parts:
+        say(name)
+        checks += PARTS[name](options)
+    return conclude(checks, options.json, {})
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,251 @@
+"""Ten minutes of mixed traffic: correct answers, constant memory, consistent metrics.
+
+    python -m benchmarks.service_soak [--shape demo] [--seconds 600] [--clients 16] [--quick] [--json OUT]
+
+Clients send scores, generations, streams, gated ones and bad requests, and check every answer; others disconnect
+half-way.  Those use the second bundle, so that the metrics of the first must match the answers exactly.
+The exit status is 1 where something falls short.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import random
+import shlex
+import sys
+import time
+from collections import Counter, defaultdict
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from benchmarks.bench_model import SHAPES, Prepared, prepare
+from benchmarks.http_client import Pool
+from benchmarks.load_stats import Check, conclude, parser, percentile, slope
+from benchmarks.loadgen import raise_file_limit
+from benchmarks.service_disconnects import Plan, break_off, settle
+from benchmarks.service_process import CpuMeter, Metrics, ServiceProcess
+from benchmarks.traffic import Tally, Traffic, Unexpected
+
+WARM_UP = 0.2  # share of the run whose memory is not judged
+MAX_GROWTH, MAX_SLOPE = 1.05, 1.0  # last third over first third, after warm-up; estimate in MiB per minute
+KEPT = 20_000  # latencies per kind
+
+
+@dataclass
+class Soak:
+    """What the clients saw."""
+
+    tally: Tally = field(default_factory=Tally)
+    counts: Counter[str] = field(default_factory=Counter)
+    latencies: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    failures: list[str] = field(default_factory=list)
+    broken: Counter[str] = field(default_factory=Counter)
+    memory: list[tuple[float, float]] = field(default_factory=list)  # seconds, MiB
+
+
+async def client(server: ServiceProcess, traffic: Traffic, soak: Soak, until: float, think_s: float) -> None:
+    """One client, one request after the other."""
+    pool = Pool(*server.address)
+    pick = random.Random(id(traffic))
+    while time.monotonic() < until and server.alive():
+        request = traffic.next()
+        begun = time.perf_counter()
+        soak.counts[request.kind] += 1
+        try:
+            reply = await pool.exchange(request.data, 60)
+            soak.tally.statuses[reply.status] += 1
+            request.verify(reply.status, reply.body, soak.tally)
+        except (OSError, Unexpected, ValueError, LookupError) as error:
+            soak.failures.append(f"{request.kind}: {type(error).__name__}: {str(error)[:300]}")
+        kept = soak.latencies[request.kind]
+        if len(kept) < KEPT:
+            kept.append(time.perf_counter() - begun)
+        else:  # a uniform sample of all
+            place = pick.randrange(soak.counts[request.kind])
+            if place < KEPT:
+                kept[place] = time.perf_counter() - begun
+        if think_s:
+            await asyncio.sleep(think_s)
+    pool.close()
+
+
+async def hang_up(
+    server: ServiceProcess, traffic: Traffic, bundle: str, soak: Soak, until: float, every: float
+) -> None:
+    """One client that breaks off all its requests."""
+    draw = random.Random(0)
+    while time.monotonic() < until and server.alive():
+        request = traffic.broken_off(bundle)
+        moment = draw.choice(["partial body", "right after", "queued"])
+        if b'"stream": true' in request:
+            moment = "mid-stream"
+        try:
+            happened = await break_off(server.address, Plan("", moment, draw.random() < 0.5, request), 0.03)
+        except OSError as error:
+            happened = f"{type(error).__name__} on the way"
+        soak.broken[happened] += 1
+        await asyncio.sleep(draw.uniform(0, 2 * every))
+
+
+async def watch(server: ServiceProcess, soak: Soak, until: float) -> None:
+    """Memory each second, and a line each minute."""
+    start = time.monotonic()
+    while time.monotonic() < until and server.alive():
+        soak.memory.append((time.monotonic() - start, server.rss_mib()))
+        if len(soak.memory) % 60 == 0:
+            print(f"{soak.memory[-1][0]:5.0f} s  {sum(soak.counts.values())} requests, {len(soak.failures)} failed, "
+                  f"{sum(soak.broken.values())} broken off, {soak.memory[-1][1]:.0f} MiB", flush=True)  # fmt: skip
+        await asyncio.sleep(1)
+
+
+async def run(server: ServiceProcess, prepared: Prepared, options: argparse.Namespace) -> Soak:
+    """All clients until the time is over."""
+    soak = Soak()
+    until = time.monotonic() + options.seconds
+    first, second = prepared.bundles
+
+    def traffic(seed: int) -> Traffic:
+        return Traffic(first, prepared.max_tokens, seed)
+
+    await asyncio.gather(
+        watch(server, soak, until),
+        *(client(server, traffic(seed), soak, until, options.think_s) for seed in range(options.clients)),
+        *(hang_up(server, traffic(900 + n), second, soak, until, options.hang_up_every_s) for n in range(2)),
+    )
+    return soak
+
+
+def memory_checks(series: list[tuple[float, float]]) -> list[Check]:
+    """Growth after warm-up."""
+    times, values = np.array(series).T
+    kept = times >= times[-1] * WARM_UP
+    times, values = times[kept], values[kept]
+    third = len(values) // 3
+    growth = float(values[-third:].mean() / values[:third].mean())
+    checks = [
+        Check("resident memory: last third / first third, after warm-up", f"{growth:.4f}", f"<= {MAX_GROWTH}",
+              growth <= MAX_GROWTH, f"{values[:third].mean():.1f} -> {values[-third:].mean():.1f} MiB, at most "
+              f"{values.max():.1f}"),
+    ]  # fmt: skip
+    try:
+        found = slope(times, values, block_s=10.0 if times[-1] > 120 else max(1.0, times[-1] / 10))
+    except ValueError as error:
+        return [*checks, Check("resident memory: slope", "-", "", None, str(error))]
+    judged = times[-1] >= 300  # in a short run the allocator's own warm-up is all there is
+    return [*checks, Check("resident memory: slope, MiB per minute",
+                           f"{found.per_minute:+.3f} [{found.low:+.3f}, {found.high:+.3f}]",
+                           f"<= {MAX_SLOPE:g}" if judged else "(reported)",
+                           found.per_minute <= MAX_SLOPE if judged else None,
+                           f"least squares, 95 % interval: growth beyond {found.high:+.3f} is ruled out"
+                           + ("" if found.high <= MAX_SLOPE else f", beyond {MAX_SLOPE:g} is not"))]  # fmt: skip
+
+
+def metric_checks(before: Metrics, after: Metrics, soak: Soak, bundle: str) -> list[Check]:
+    """What the metrics grew by, beside what the clients counted."""
+
+    def grown(name: str, **labels: str) -> int:
+        return round(after.total(name, **labels) - before.total(name, **labels))
+
+    reference = next((value for value in after.by("hallutracer_prompts_total", "bundle")
+                      if value.split(":")[0] == bundle), bundle)  # fmt: skip
+    tally, broken = soak.tally, sum(soak.broken.values())
+    mine = {"bundle": reference}
+    pairs: list[tuple[str, int, int]] = [
+        (
+            f"prompts_total {decision}",
+            grown("hallutracer_prompts_total", decision=decision, **mine),
+            tally.prompts[decision],
+        )
+        for decision in ("continue", "abstain", "block")
+    ]
+    pairs += [
+        ("flagged_total", grown("hallutracer_flagged_total", **mine), tally.flagged),
+        ("prompt_tokens_total", grown("hallutracer_prompt_tokens_total", **mine), tally.prompt_tokens),
+        ("completion_tokens_total", grown("hallutracer_completion_tokens_total", **mine), tally.completion_tokens),
+        ("risk histogram", grown("hallutracer_risk_count", **mine), sum(tally.prompts.values())),
+    ]
+    codes = (
+        set(after.by("hallutracer_errors_total", "code"))
+        | set(before.by("hallutracer_errors_total", "code"))
+        | set(tally.codes)
+    ) - {"client_closed_request"}
+    pairs += [(f"errors_total {code}", grown("hallutracer_errors_total", code=code), tally.codes[code])
+              for code in sorted(codes)]  # fmt: skip
+    pairs += [(f"http_requests_total {status}", grown("hallutracer_http_requests_total", status=str(status)), count)
+              for status, count in sorted(tally.statuses.items()) if status != 200]  # fmt: skip
+    wrong = [f"{name}: {theirs}, clients counted {ours}" for name, theirs, ours in pairs if theirs != ours]
+    answered = grown("hallutracer_http_requests_total", status="200") - tally.statuses[200]
+    closed = grown("hallutracer_errors_total", code="client_closed_request")
+    return [
+        Check("metrics of the first bundle unlike the answers", str(len(wrong)), f"0 of {len(pairs)}", not wrong,
+              "; ".join(wrong) or ", ".join(f"{name} {ours}" for name, _, ours in pairs if ours)),
+        Check("http_requests_total 200 beyond the answers", str(answered), f"0 to {broken}", 0 <= answered <= broken,
+              "a request that was broken off may have been counted as answered"),
+        Check("errors_total client_closed_request", str(closed), f"1 to {broken}", 0 < closed <= broken,
+              "0: disconnects went unnoticed"),
+    ]  # fmt: skip
+
+
+def kinds_table(soak: Soak) -> str:
+    """Requests and latencies by kind."""
+    lines = [f"{'':28} {'requests':>9} {'p50 ms':>8} {'p99 ms':>8}"]
+    for kind, values in sorted(soak.latencies.items()):
+        lines.append(f"{kind:28} {soak.counts[kind]:9} {percentile(values, 0.5) * 1e3:8.1f} "
+                     f"{percentile(values, 0.99) * 1e3:8.1f}")  # fmt: skip
+    broken = ", ".join(f"{name} {count}" for name, count in sorted(soak.broken.items()))
+    return "\n".join([*lines, f"broken off: {broken or 'none'}"])
+
+
+def main() -> int:
+    """Run the soak and its checks."""
+    arguments = parser(__doc__, quick="20 s")
+    arguments.add_argument("--shape", choices=SHAPES, default="demo")
+    arguments.add_argument("--seconds", type=float, default=600.0)
+    arguments.add_argument("--clients", type=int, default=16)
+    arguments.add_argument("--think-s", type=float, default=0.0, help="pause of a client between two requests")
+    arguments.add_argument("--hang-up-every-s", type=float, default=0.1, help="mean pause of the two that hang up")
+    arguments.add_argument("--flags", default="", help="of the server; none: its defaults")
+    arguments.add_argument("--threads", type=int)
+    options = arguments.parse_args()
+    if options.quick:
+        options.seconds = 20.0
+    raise_file_limit()
+    prepared = prepare(options.shape, options.cache)
+    threads = ["--threads", str(options.threads)] if options.threads else []
+    checks: list[Check] = []
+    record: dict[str, Any] = {"shape": options.shape, "seconds": options.seconds}
+    with ServiceProcess(*prepared.arguments, *threads, *shlex.split(options.flags)) as server:
+        files = server.open_files()
+        before = server.metrics()
+        meter = CpuMeter({"server": server.pid})
+        soak = asyncio.run(run(server, prepared, options))
+        cores = meter.cores()
+        total = sum(soak.counts.values())
+        print(kinds_table(soak))
+        checks.append(Check("requests without the expected answer", f"{len(soak.failures)} of {total}", "0",
+                            not soak.failures and total > 0, "; ".join(soak.failures[:5])))  # fmt: skip
+        end = "" if server.alive() else f"exit status {server.process.poll()}; {server.log()[-2000:]}"
+        checks.append(Check("the server is alive", str(server.alive()), "True", server.alive(), end))
+        if server.alive():
+            _, left = settle(server, 30)
+            checks.append(Check("gauges afterwards", ", ".join(f"{value:g}" for value in left.values()), "0, 0, 0",
+                                not any(left.values())))  # fmt: skip
+            checks += metric_checks(before, server.metrics(), soak, prepared.bundles[0])
+            checks.append(Check("open files: before, afterwards", f"{files}, {server.open_files()}", "<= 4 more",
+                                server.open_files() <= files + 4))  # fmt: skip
+        checks += memory_checks(soak.memory)
+        record |= {"tally": vars(soak.tally), "counts": dict(soak.counts), "failures": soak.failures[:100],
+                   "broken": dict(soak.broken), "memory": soak.memory, "cores": cores}  # fmt: skip
+    checks.append(
+        Check("exit status after SIGTERM", str(server.process.returncode), "0", server.process.returncode == 0)
+    )
+    rate = total / options.seconds
+    print(f"\n{rate:.1f} requests/s, cores: server {cores['server']:.2f}\n")
+    return conclude(checks, options.json, record)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,250 @@
+"""``hallutracer serve --engine vllm`` beside stock vLLM, in one run: request rate, and time to risk.
+
+    python -m benchmarks.vllm_service [--shapes qwen2.5-0.5b,demo] [--parts rate,latency] [--quick] [--json OUT]
+
+Three processes with the same engine arguments (float32, compiled, prefix caching off): our server and, one after the
+other beside it, stock ``LLM.generate(max_tokens=1)`` and stock vLLM's OpenAI server.  Of the two that are there the one
+whose turn it is runs, the other is stopped.
+
+  rate      POST /score from 32 clients over ``LLM.generate`` given all the prompts at once; fresh token ids, the same
+            for both, in paired rounds of alternating order
+  latency   from sending to the whole answer of /score, and to the first piece of a streamed /v1/completions with
+            max_tokens=1 (an answer that goes on would only slow its neighbours); 1 and 32 clients, paired rounds
+
+Medians of paired ratios with a 95 % bootstrap interval; p50 and p99 over all requests.  The exit status is 1 where the
+0.5B shape misses a target: a rate ratio of 0.95, times to risk no longer than those to the first token.  The demo model
+is so small that HTTP decides; it is reported only.  Needs 12 GiB; about 22 minutes on two idle cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from benchmarks.bench_model import SHAPES, Prepared, prepare
+from benchmarks.http_client import Pool, post
+from benchmarks.load_stats import Check, conclude, parser, percentile, say, table, write_json
+from benchmarks.loadgen import MIXES, make_prompts, score_requests
+from benchmarks.vllm_contestant import MAX_LENGTH, SAME
+from benchmarks.vllm_turns import Listener, Talker, group_memory_gib, interval
+
+CLIENTS = 32
+RATE_TARGET = 0.95
+QUIET = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1"}
+
+
+async def exchange(pool: Pool, request: bytes) -> float:
+    """Seconds to the whole answer or, of a streamed one, to its first piece.  Raises RuntimeError unless 200."""
+    reply = await pool.exchange(request, 3600)
+    streamed = reply.header("transfer-encoding") is not None
+    arrived = [at for at, piece in reply.pieces if not streamed or b'"choices"' in piece]
+    if reply.status != 200 or not arrived:
+        raise RuntimeError(f"{reply.status}: {reply.body[:300]!r}")
+    return arrived[0] - reply.sent
+
+
+async def closed_loop(address: tuple[str, int], requests: Sequence[bytes], clients: int) -> tuple[list[float], float]:
+    """Seconds of each request, and of all: ``clients`` at once, each sending its next when its last is answered."""
+    left: Iterator[bytes] = iter(requests)
+    found: list[float] = []
+    pools = [Pool(*address) for _ in range(clients)]
+
+    async def work(pool: Pool) -> None:
+        for request in left:
+            found.append(await exchange(pool, request))
+
+    begun = time.perf_counter()
+    try:
+        await asyncio.gather(*(work(pool) for pool in pools))
+        return found, time.perf_counter() - begun
+    finally:
+        for pool in pools:
+            pool.close()
+
+
+def stream_requests(prompts: Sequence[list[int]]) -> list[bytes]:
+    """One streamed completion of one token for each prompt."""
+    bodies = ({"model": "bench", "prompt": one, "max_tokens": 1, "temperature": 0, "stream": True} for one in prompts)
+    return [post("/v1/completions", json.dumps(body, separators=(",", ":")).encode()) for body in bodies]
+
+
+class Bench:
+    """One shape: the three processes, both parts."""
+
+    def __init__(self, options: argparse.Namespace, prepared: Prepared) -> None:
+        self.options, self.prepared = options, prepared
+        self.judged = prepared.shape == "qwen2.5-0.5b" and not options.quick
+        self.checks: list[Check] = []
+        self.record: dict[str, Any] = {}
+        self.seed = 1_000
+
+    def run(self, parts: list[str], logs: Path) -> None:
+        """Start those that the parts need; one after the other, since starting takes all cores."""
+        with ExitStack() as stack:
+            ours = stack.enter_context(
+                Listener(self._serve(), logs / f"ours-{self.prepared.shape}.log", "/health/ready", {})
+            )
+            say(f"hallutracer serve is ready, {group_memory_gib(ours.pid):.1f} GiB")
+            if "rate" in parts:
+                log = logs / f"llm-{self.prepared.shape}.log"
+                with Talker(["benchmarks.vllm_contestant", *self._contestant()], log) as direct:
+                    say(f"LLM is ready, {group_memory_gib(direct.pid):.1f} GiB")
+                    for mix in MIXES:
+                        self.rate(ours, direct, mix)
+            if "latency" in parts:
+                log = logs / f"stock-{self.prepared.shape}.log"
+                stock = stack.enter_context(Listener(self._stock(), log, "/health", QUIET))
+                say(f"vLLM's server is ready, {group_memory_gib(stock.pid):.1f} GiB")
+                for clients, count in ((1, self.options.alone), (CLIENTS, 2 * CLIENTS)):
+                    self.latency(ours, stock, clients, count)
+
+    def rate(self, ours: Listener, direct: Talker, mix: str) -> None:
+        """Fixed work, both ways."""
+        with direct.turn():
+            seconds = [direct.ask(prompts=self._prompts(CLIENTS, mix), tokens=1)["seconds"] for _ in range(2)]
+        count = CLIENTS * max(self.options.least, round(self.options.round_seconds / seconds[1]))
+        with ours.turn():
+            asyncio.run(closed_loop(ours.address, score_requests(self._prompts(2 * CLIENTS, mix)), CLIENTS))
+        rounds: list[dict[str, float]] = []
+        for number in range(self.options.rounds):
+            prompts = self._prompts(count, mix)
+            took: dict[str, float] = {}
+            for side in ("llm", "score") if number % 2 == 0 else ("score", "llm"):
+                if side == "llm":
+                    with direct.turn():
+                        direct.ask(prompts=self._prompts(1, mix), tokens=1)  # awake
+                        took[side] = float(direct.ask(prompts=prompts, tokens=1)["seconds"])
+                else:
+                    with ours.turn():
+                        asyncio.run(closed_loop(ours.address, score_requests(self._prompts(1, mix)), 1))
+                        took[side] = asyncio.run(closed_loop(ours.address, score_requests(prompts), CLIENTS))[1]
+            rounds.append({side: count / value for side, value in took.items()})
+            say(f"rate, {mix}, round {number + 1} of {self.options.rounds}: {rounds[-1]}")
+        result = interval([one["score"] / one["llm"] for one in rounds])
+        rates = {side: interval([one[side] for one in rounds]).median for side in ("score", "llm")}
+        self._add(
+            f"rate of /score at {CLIENTS} clients over LLM.generate, {mix}",
+            str(result),
+            f">= {RATE_TARGET}",
+            result.median >= RATE_TARGET,
+            f"/score {rates['score']:.4g}/s, LLM.generate {rates['llm']:.4g}/s; {count} prompts a round",
+        )
+        self.record[f"rate, {mix}"] = {"prompts": count, "rounds": rounds, "ratio": asdict(result)}
+
+    def latency(self, ours: Listener, stock: Listener, clients: int, count: int) -> None:
+        """``count`` requests a round and side, of 32 to 96 tokens; the first round is warm-up."""
+        sides = {"risk": (ours, score_requests), "first token": (stock, stream_requests)}
+        rounds: list[dict[str, list[float]]] = []
+        for number in range(self.options.latency_rounds + 1):
+            prompts = self._prompts(count, next(iter(MIXES)))
+            found: dict[str, list[float]] = {}
+            for side in sides if number % 2 == 0 else reversed(sides):
+                server, make = sides[side]
+                with server.turn():
+                    asyncio.run(closed_loop(server.address, make(self._prompts(1, next(iter(MIXES)))), 1))  # awake
+                    found[side] = asyncio.run(closed_loop(server.address, make(prompts), clients))[0]
+            if number:
+                rounds.append(found)
+        pooled = {side: [value for one in rounds for value in one[side]] for side in sides}
+        for share, name in ((0.5, "p50"), (0.99, "p99")):
+            times = {side: percentile(values, share) for side, values in pooled.items()}
+            paired = interval(
+                [percentile(one["risk"], share) / percentile(one["first token"], share) for one in rounds]
+            )
+            self._add(
+                f"time to risk over time to first token, {clients} clients, {name}",
+                f"{times['risk'] / times['first token']:.3f}",
+                "<= 1",
+                times["risk"] <= times["first token"],
+                f"{times['risk'] * 1e3:.2f} ms, first token {times['first token'] * 1e3:.2f} ms, of "
+                f"{len(pooled['risk'])} requests each; by round {paired}",
+            )
+        self.record[f"latency, {clients} clients"] = {"rounds": rounds}
+
+    def _prompts(self, count: int, mix: str) -> list[list[int]]:
+        self.seed += 1
+        return make_prompts(count, mix, self.seed)
+
+    def _same(self) -> dict[str, Any]:
+        more = {"enforce_eager": True} if self.options.eager else {}
+        return SAME | {"max_model_len": min(MAX_LENGTH, self.prepared.max_tokens)} | more
+
+    def _serve(self) -> list[str]:
+        arguments = [*self.prepared.arguments, "--engine", "vllm", "--deadline-s", "600", "--dtype", "float32"]
+        arguments += ["--max-batch-tokens", str(MAX_LENGTH), "--callers-may", "threshold"]
+        for name, value in self._same().items():
+            if name not in ("dtype", "max_num_batched_tokens"):
+                arguments += ["--engine-arg", f"{name}={json.dumps(value)}"]
+        return ["service.cli", "serve", *arguments]
+
+    def _contestant(self) -> list[str]:
+        return ["--model", self.prepared.folder, "--kind", "bare", "--arguments", json.dumps(self._same())]
+
+    def _stock(self) -> list[str]:
+        arguments = ["--model", self.prepared.folder, "--served-model-name", "bench", "--disable-uvicorn-access-log"]
+        for name, value in self._same().items():
+            flag = name.replace("_", "-")
+            if isinstance(value, bool):
+                arguments.append(f"--{flag}" if value else f"--no-{flag}")
+            else:
+                arguments += [f"--{flag}", str(value)]
+        return ["vllm.entrypoints.openai.api_server", "--host", "127.0.0.1", *arguments]
+
+    def _add(self, name: str, figure: str, target: str, passed: bool, note: str) -> None:
+        check = Check(f"{self.prepared.shape}: {name}", figure, target if self.judged else "(reported)",
+                      passed if self.judged else None, note)  # fmt: skip
+        self.checks.append(check)
+        say(table([check]))
+
+
+def parse() -> argparse.Namespace:
+    """The command line."""
+    arguments = parser(__doc__, quick="smoke: demo model, eager, short; nothing judged")
+    arguments.add_argument("--shapes", default="qwen2.5-0.5b,demo", help=", ".join(SHAPES))
+    arguments.add_argument("--parts", default="rate,latency")
+    arguments.add_argument("--rounds", type=int, default=7, help="paired rounds of a rate")
+    seconds = "work of a round and side, about; on the 0.5B shape the least work, 96 prompts, takes longer"
+    arguments.add_argument("--round-seconds", type=float, default=5.0, help=seconds)
+    arguments.add_argument("--latency-rounds", type=int, default=6)
+    arguments.add_argument("--alone", type=int, default=16, help="requests a round and side with one client")
+    arguments.add_argument("--eager", action="store_true", help="no compiled graphs: starts faster, for a smoke")
+    options = arguments.parse_args()
+    options.least = 3
+    if options.quick:
+        options.shapes, options.eager, options.rounds, options.latency_rounds = "demo", True, 2, 2
+        options.round_seconds, options.least = 0.5, 1
+    return options
+
+
+def main() -> int:
+    """All shapes; the table; 1 where a target is missed."""
+    options = parse()
+    logs = Path(tempfile.mkdtemp(prefix="hallutracer-bench-"))
+    say(f"{os.cpu_count()} cores, load average {os.getloadavg()[0]:.2f}; logs in {logs}")
+    checks: list[Check] = []
+    record: dict[str, Any] = {"cpus": os.cpu_count(), "load_before": os.getloadavg(), "shapes": {}}
+    for shape in options.shapes.split(","):
+        bench = Bench(options, prepare(shape, options.cache))
+        try:
+            bench.run(options.parts.split(","), logs)
+        finally:  # keep the figures of the parts before one that fails
+            checks += bench.checks
+            record["shapes"][shape] = bench.record
+            if options.json:
+                write_json(options.json, checks, record)
+    say()
+    return conclude(checks, options.json, record)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

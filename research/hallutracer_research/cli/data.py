@@ -1,0 +1,255 @@
+"""hallutracer data: public sets you downloaded -> JSONL rows for ``hallutracer train``.  No set is shipped."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import Counter
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from cyclopts import Parameter
+
+from hallutracer_research.data import judge_audit, mixture
+from hallutracer_research.data.registry import SETS, SetInfo, read_set
+from service.cli.options import Json, Seed, UsageError
+from service.cli.output import note, print_json, print_line
+from service.data.forms import registry, spread
+from service.data.forms.task_rows import task_rows
+from service.data.training_rows import read_dataset
+from service.errors import HalluTracerError
+from service.options import Common
+from service.settings import Range, option
+
+SetName = Literal[
+    "truthfulqa",
+    "truthfulqa-reference",
+    "truefalse",
+    "halueval2",
+    "helm",
+    "bfcl",
+    "bfcl-answerable",
+    "opentriviaqa",
+    "opentriviaqa-choice",
+    "nq-open",
+]  # the names of SETS
+
+
+def convert(
+    name: Annotated[SetName, Parameter(help="Which set; `hallutracer data list` describes them.", show_env_var=False)],
+    folder: Annotated[
+        Path, Parameter(help="The folder you downloaded: the set's own, or the repository.", show_env_var=False)
+    ],
+    /,
+    *,
+    allow_other_counts: Annotated[
+        bool,
+        option("Convert although the number of rows is not the published one: another version, another benchmark."),
+        Parameter(negative=""),
+    ] = False,
+    common: Common = Common(),
+) -> None:
+    """Print JSONL rows (id, prompt or messages, label or answers, group, kind); counts and caveats go to stderr.
+
+    hallutracer data convert truefalse ~/true_false_data > truefalse.jsonl
+    """
+    if not folder.is_dir():
+        raise HalluTracerError(f"{folder} is not a folder")
+    info = SETS[name]
+    rows, counts = read_set(name, folder, allow_other_counts)
+    for row in rows:
+        print_line(json.dumps(row, ensure_ascii=False))
+    shown = ", ".join(f"{key} {value:,}" for key, value in counts.items())
+    note(f"{len(rows):,} rows of {info.title} ({shown})")
+    if counts["read"] != info.rows:
+        note(f"not the published {info.rows:,} rows: another version is another benchmark")
+    note(f"label 0: {info.hallucinated}\n{info.caveat}")
+    note(f"train with: {_advice(info)}")
+
+
+def mix(
+    *files: Annotated[
+        str, Parameter(help="FILE, or FILE:ROWS for so many of its rows, drawn group by group.", show_env_var=False)
+    ],
+    seed: Seed = 0,
+    without: Annotated[
+        Path | None, option("Leave out every group that this file has a row of: for held-out rows.")
+    ] = None,
+    common: Common = Common(),
+) -> None:
+    """Print several files of rows as one: ids and kinds begin with the file's name.
+
+    Rows of two files that ask the same question, by its words of content, get one group, so that no fold has one of
+    them on either side.
+
+      hallutracer data mix opentriviaqa.jsonl:3000 nq-open.jsonl:1500 mine.jsonl > rows.jsonl
+
+      hallutracer data mix opentriviaqa.jsonl:500 nq-open.jsonl:200 --without rows.jsonl > held-out.jsonl
+    """
+    if not files:
+        raise UsageError("FILES", "name at least one JSONL file")
+    found = mixture.mix([_source(file) for file in files], seed, without)
+    for row in found.rows:
+        print_line(json.dumps(row, ensure_ascii=False))
+    shown = ", ".join(f"{name} {count:,}" for name, count in found.by_source.items())
+    met = found.groups_before - found.groups
+    note(f"{len(found.rows):,} rows ({shown}) in {found.groups:,} groups; {met:,} groups met in a question")
+
+
+def in_forms(
+    file: Annotated[Path, Parameter(help="JSONL rows, questions asked by themselves.", show_env_var=False)],
+    /,
+    *,
+    form: Annotated[
+        tuple[str, ...],
+        option(f"Forms to draw from, repeatable: {', '.join(registry.families())}, one form's own name, or all."),
+    ] = ("all",),
+    per_row: Annotated[int, option("In how many forms each question is asked.", limits=Range(1))] = 1,
+    said: Annotated[
+        Path | None,
+        option("answers.jsonl of a run on these questions, for forms with the model's own earlier answers."),
+    ] = None,
+    seed: Seed = 0,
+    common: Common = Common(),
+) -> None:
+    """Print the questions as people ask them: in a chat, under a system prompt, beside a passage, in other words.
+
+    A risk that was trained on lone questions is wrong in a conversation.  Each row has messages and names its form; its
+    group, kind and answers stay.  The label has to come from the model's answer in that form (--labels generate).
+
+      hallutracer data forms questions.jsonl > rows.jsonl
+
+      hallutracer data forms questions.jsonl --form turns --form passages --per-row 2 > rows.jsonl
+    """
+    wanted, rows = registry.chosen(form), mixture.read_rows(file)
+    own = {} if said is None else spread.read_said(said)
+    made = spread.in_forms(rows, wanted, per_row=per_row, seed=seed, said=own)
+    for row in made:
+        print_line(json.dumps(row, ensure_ascii=False))
+    counts = Counter(row["form"] for row in made)
+    shown = ", ".join(f"{name} {count:,}" for name, count in counts.most_common())
+    note(f"{len(made):,} rows of {len(rows):,} questions ({shown})")
+
+
+def tasks(
+    *,
+    count: Annotated[int, option("How many requests to print.", limits=Range(1))] = 1500,
+    seed: Seed = 0,
+    common: Common = Common(),
+) -> None:
+    """Print requests that ask the model for no fact: greetings, poems, translations, code, summaries, nonsense.
+
+    Each row has messages and `"applies": false`; a bit under half of them stand alone, the others in a conversation.
+
+      hallutracer data tasks > tasks.jsonl
+    """
+    made = task_rows(count, seed)
+    for row in made:
+        print_line(json.dumps(row, ensure_ascii=False))
+    kinds = Counter(row["kind"].removeprefix("task/") for row in made)
+    note(f"{len(made):,} rows ({', '.join(f'{name} {number:,}' for name, number in kinds.most_common())})")
+
+
+def audit(
+    file: Annotated[
+        Path, Parameter(help="The training rows, with --sample; else the CSV that you have read.", show_env_var=False)
+    ],
+    /,
+    *,
+    sample: Annotated[Path | None, option("Print verdicts of the training run in this --run-dir, as CSV.")] = None,
+    rows: Annotated[int, option("How many verdicts to sample, half of each class.", limits=Range(2))] = 300,
+    seed: Seed = 0,
+    as_json: Json = False,
+    common: Common = Common(),
+) -> None:
+    """Measure how right the judge's labels are: print some to read, then compare what you read.
+
+    In the CSV write right, wrong or unclear into the column "read" of each row: whether the answer is right, whatever
+    the judge said.
+
+      hallutracer data audit rows.jsonl --sample ./run > audit.csv
+
+      hallutracer data audit audit.csv
+    """
+    if sample is not None:
+        judge_audit.write(judge_audit.sample(read_dataset(file, "generate", folds=0), sample, rows, seed), sys.stdout)
+        note('write right, wrong or unclear into the column "read", then: hallutracer data audit FILE.csv')
+        return
+    found = judge_audit.measure(judge_audit.read(file))
+    if as_json:
+        print_json(asdict(found))
+        return
+    print_line(f"{found.read} verdicts read, {found.unclear} more are unclear")
+    for name, rate in (
+        ("agreement", found.agreement),
+        ("right, of those judged right", found.right_if_judged_right),
+        ("wrong, of those judged wrong", found.wrong_if_judged_wrong),
+        ("AUROC against these labels of a predictor that knows the truth", found.ceiling),
+    ):
+        print_line(f"{rate.value:.3f} [{rate.low:.3f}, {rate.high:.3f}]  {name}")
+    note("95 % intervals (Jeffreys); classes weighted by their share of all verdicts")
+
+
+def _source(text: str) -> mixture.Source:
+    name, colon, rows = text.rpartition(":")
+    if colon and rows.isdigit() and int(rows) > 0:
+        return mixture.Source(Path(name), int(rows))
+    return mixture.Source(Path(text))
+
+
+def _advice(info: SetInfo) -> str:
+    """The options of ``hallutracer train`` that belong to the set."""
+    if info.labels == "given":
+        return "--labels given"
+    parts = [f"--labels generate --judge {info.judge}"]
+    if info.max_new_tokens is not None:
+        parts.append(f"--max-new-tokens {info.max_new_tokens}")
+    if info.abstain_pattern is not None:
+        parts.append(f"--abstain-pattern '{info.abstain_pattern}'")
+    return " ".join(parts)
+
+
+def list_(*, as_json: Json = False, common: Common = Common()) -> None:
+    """List the sets that have a reader: size, labels, groups, licence, and where to get them."""
+    rows = [_described(info) for info in SETS.values()]
+    if as_json:
+        print_json(rows)
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    facts, places = Table(box=None, pad_edge=False), Table(box=None, pad_edge=False)
+    for title in ("set", "rows", "labels", "group", "sub-sets", "licence"):
+        number = title in ("rows", "sub-sets")
+        facts.add_column(title, overflow="fold", no_wrap=title == "set", justify="right" if number else "left")
+    places.add_column("set", no_wrap=True)
+    places.add_column("from", overflow="fold")
+    for row in rows:
+        facts.add_row(row["name"], f"{row['rows']:,}", row["labels"], row["group"], str(row["kinds"]), row["licence"])
+        places.add_row(row["name"], row["source"])
+    console = Console(highlight=False)
+    for table in (facts, "", places):
+        console.print(table)
+    console.print(
+        "\nlabels: given = the set's own; any other = the model answers and this judge compares.\n"
+        "Download a set yourself, then: hallutracer data convert SET FOLDER > rows.jsonl",
+        soft_wrap=True,
+    )
+
+
+_SHOWN = ("name", "title", "rows", "labels", "group", "kinds", "hallucinated", "onset", "caveat", "licence", "source")
+
+
+def _described(info: SetInfo) -> dict[str, Any]:
+    return (
+        {name: getattr(info, name) for name in _SHOWN}
+        | {"train": _advice(info)}
+        | {"labels": info.judge or info.labels}
+    )
+
+
+COMMANDS = (
+    "Turn public sets into training rows.",
+    {"convert": convert, "list": list_, "mix": mix, "forms": in_forms, "tasks": tasks, "audit": audit},
+)

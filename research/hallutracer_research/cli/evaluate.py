@@ -1,0 +1,132 @@
+"""hallutracer evaluate: the paper's tables on your model and your data, baselines on the same rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from cyclopts import Parameter
+
+from service.cli.options import Data, EngineChoice, FitChoices, LabelChoices, Out, Samples, UsageError
+from service.cli.output import print_line
+from service.options import Common
+from service.settings import Range, option, section
+
+if TYPE_CHECKING:
+    from hallutracer_research.evaluation.options import Source
+
+FEWEST_ROWS = 50  # of a --limit
+
+
+@section("Evaluation", 5)
+@dataclass(frozen=True, kw_only=True)
+class EvaluateChoices:
+    """What is compared, and on which rows."""
+
+    data: Data = ()
+    out: Out = None
+    suite: Annotated[
+        Literal["main", "paper"],
+        option("main: the main table.  paper: every table and figure of the paper, beside its published numbers."),
+    ] = "main"
+    methods: Annotated[
+        str | None,
+        option("Comma-separated: hallutracer, residual-depth-mean, trajectory-ridge, iti, fact-probe, iris, p-ik, "
+               "saplma, mass-mean, sep, halluguard, perplexity, p-true, mind, semantic-entropy, "
+               "semantic-entropy-discrete, eigenscore, first-token-max-prob, first-token-entropy, prompt-length, "
+               "text-ngrams, kind-prior, shuffled-labels; or a class by its cost: none, A, B, C, D; or default, all.  "
+               "Default: those that decode nothing."),
+    ] = None  # fmt: skip
+    samples: Samples = 10
+    inner_folds: Annotated[int, option("Folds inside a training side.", limits=Range(2))] = 3
+    per_subset: Annotated[bool, option("Also train and test inside each sub-dataset.")] = True
+    skip_long: Annotated[
+        bool,
+        option("Leave out, and count, rows that the model's context cannot hold.  Without it they are an error."),
+    ] = False
+    limit: Annotated[
+        tuple[str, ...],
+        option("ROWS, about so many of each set, or NAME=ROWS for one of them; repeatable.  Default: all."),
+        Parameter(metavar="ROWS"),
+    ] = ()
+
+
+def evaluate(
+    *,
+    options: EvaluateChoices = EvaluateChoices(),
+    labels: LabelChoices = LabelChoices(),
+    fit: FitChoices = FitChoices(),
+    engine: EngineChoice = EngineChoice(),
+    common: Common = Common(),
+) -> None:
+    """Put HalluTracer and the baselines on the same rows of your model, and write a report.
+
+    One forward pass over the prompts feeds every method; splits are group-disjoint, and everything a method learns
+    comes from the training side.  Interrupt it at any time: the same command resumes where it stopped.
+
+      hallutracer evaluate --suite paper    # the demo model on its own questions
+      hallutracer evaluate --model ./my-model --data questions.jsonl
+      hallutracer evaluate --model ./my-model --data helm=./helm --data bfcl=./bfcl
+    """
+    from rich.console import Console
+
+    from hallutracer_research.evaluating import run_evaluation
+    from hallutracer_research.evaluation.options import EvaluateOptions, method_names
+    from hallutracer_research.evaluation.page.markdown import table_markdown
+    from hallutracer_research.paper.report import command_line
+
+    evaluation = EvaluateOptions(
+        sources=limited(_sources(options.data, engine.model), options.limit),
+        out=options.out or Path("evaluation"),
+        suite=options.suite,
+        methods=method_names(options.methods),
+        samples=options.samples,
+        seeds=fit.seeds,
+        folds=fit.folds,
+        inner_folds=options.inner_folds,
+        c=fit.c,
+        judge=labels.judge,
+        max_new_tokens=labels.max_new_tokens,
+        prompt_format=labels.prompt_format,
+        per_subset=options.per_subset,
+        skip_long=options.skip_long,
+        batch_rows=fit.batch_rows,
+        jobs=fit.jobs,
+    )
+    chosen = engine.engine_options  # a wrong option is reported before rows are read
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    try:
+        found = run_evaluation(evaluation, chosen, threads=engine.threads, console=console, command=command_line())
+    except KeyboardInterrupt:
+        console.print(f"the same command resumes from {evaluation.out}")
+        raise
+    print_line(table_markdown(found.result.main))
+    print_line("\n".join(str(path) for path in found.files))
+
+
+def _sources(data: Sequence[str], model: str | None) -> tuple[Source, ...]:
+    """The named data; without any, the demo's questions.  Raises UsageError."""
+    from hallutracer_research.evaluating import BadSource, demo_source, source
+
+    try:
+        return tuple(map(source, data)) or (demo_source(model),)
+    except BadSource as error:
+        raise UsageError("--data", str(error)) from None
+
+
+def limited(sources: Sequence[Source], limits: Sequence[str]) -> tuple[Source, ...]:
+    """The sources with their ``--limit``: NAME=ROWS before ROWS.  Raises UsageError."""
+    rows: dict[str | None, int] = {}
+    for text in limits:
+        name, equals, count = text.rpartition("=")
+        key = name if equals else None
+        if not (count.isdecimal() and int(count) >= FEWEST_ROWS):
+            raise UsageError("--limit", f"{text!r} is not ROWS or NAME=ROWS with at least {FEWEST_ROWS} rows")
+        if equals and name not in (known := [source.name for source in sources]):
+            raise UsageError("--limit", f"{name!r} is not among the data: {', '.join(known)}")
+        if key in rows:
+            raise UsageError("--limit", f"{name or 'ROWS'} is given twice")
+        rows[key] = int(count)
+    return tuple(replace(source, limit=rows.get(source.name, rows.get(None))) for source in sources)

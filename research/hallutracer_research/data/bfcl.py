@@ -1,0 +1,200 @@
+"""BFCL v4 (Berkeley Function-Calling Leaderboard): 2,853 prompts in the eleven files used here.
+
+A substitute for the paper's "Agentic" set, which cannot be identified: results on it are not the paper's.
+
+``read_bfcl``: the prompt is a system text with the offered functions, then the user's words; t* is its last token.  The
+label is the judgement (judge ``calls``) of the read model's own answer: hallucinated is a call where no function fits,
+no call where one fits, a wrong function or argument, or a short answer without an accepted text.  Web search is asked
+closed-book, and the memory questions have the earlier conversations in the system text (up to about 90,000
+characters), where BFCL has tools for both.  ``multi_turn_base`` needs BFCL's simulators; its 200 rows are read, counted
+and left out.
+
+``read_bfcl_answerable``: labels known without decoding, "an offered function fits" (1) against "none fits" (0).  That
+is tool-answerability, not hallucination.
+
+Group = the row; for live files the middle number of the id (those rows mostly offer the same functions); for memory
+the scenario.  Kind = file.  The system texts are ours.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from hallutracer_research.data.files import Row, json_lines
+from service.data import references
+
+CALLS = ("simple_python", "multiple", "parallel", "parallel_multiple", "live_simple")  # have gold calls
+NO_CALL, SOME_CALL = ("irrelevance", "live_irrelevance"), ("live_relevance",)
+TEXTS = ("web_search", "memory")  # have gold short answers
+SIMULATED = "multi_turn_base"
+KINDS = (*CALLS, *NO_CALL, *SOME_CALL, *TEXTS)
+ANSWERABLE = {"simple_python": 1, "multiple": 1, "live_simple": 1, "live_relevance": 1} | dict.fromkeys(NO_CALL, 0)
+ROWS = 2_853
+ANSWERABLE_ROWS = 1_998  # 874 with a fitting function, 1,124 without
+
+_OFFER = (
+    "You can call the functions listed below. If they can do what the user asks, reply with the calls only, written "
+    "[name(argument=value, ...), ...]. If none of them fits, or a value that is needed is missing, make no call and "
+    "say so in one sentence.\n\nFunctions, one JSON object a line:\n{functions}"
+)
+_CLOSED_BOOK = "Answer from what you know, as shortly as you can: only the name, number or phrase that is asked for."
+_MEMORY = "You talked with this user before. Answer as shortly as you can, from what the user said then:\n\n{talks}"
+
+
+def read_bfcl(folder: Path, problems: list[str]) -> tuple[list[Row], dict[str, int]]:
+    """Rows (id, messages, answers, group, kind) for generated labels, and counts {read, multi_turn, repeated}."""
+    gold = {kind: _gold(folder, kind, problems) for kind in (*CALLS, *TEXTS)}
+    conversations = _conversations(folder, problems)
+    rows = _read(
+        folder,
+        KINDS,
+        lambda kind, value: _row(kind, value, conversations) | {"answers": [_expectation(kind, value, gold)]},
+        problems,
+    )
+    simulated = len(json_lines(folder, _file(SIMULATED), problems))
+    kept = _without_repeats(rows)
+    return kept, {"read": len(rows) + simulated, "multi_turn": simulated, "repeated": len(rows) - len(kept)}
+
+
+def read_bfcl_answerable(folder: Path, problems: list[str]) -> tuple[list[Row], dict[str, int]]:
+    """Rows (id, messages, label, group, kind) and counts {read, repeated}; label 1: an offered function fits."""
+    rows = _read(folder, ANSWERABLE, lambda kind, value: _row(kind, value, {}) | {"label": ANSWERABLE[kind]}, problems)
+    kept = _without_repeats(rows)
+    return kept, {"read": len(rows), "repeated": len(rows) - len(kept)}
+
+
+def _read(folder: Path, kinds: Iterable[str], convert: Callable[[str, Row], Row], problems: list[str]) -> list[Row]:
+    """The rows of the kinds' files; malformed ones go to ``problems``."""
+    rows = []
+    for kind in kinds:
+        for number, value in json_lines(folder, _file(kind), problems):
+            try:
+                rows.append(convert(kind, value))
+            except _BadRow as error:
+                problems.append(f"{_file(kind)} line {number}: {error}")
+    return rows
+
+
+class _BadRow(Exception):
+    """A malformed row."""
+
+
+def _file(kind: str) -> str:
+    return f"BFCL_v4_{kind}.json"
+
+
+def _row(kind: str, value: Row, conversations: dict[str, str]) -> Row:
+    """The row without label or answers."""
+    identifier, turns = value.get("id"), value.get("question")
+    if not isinstance(identifier, str) or not isinstance(turns, list) or len(turns) != 1:
+        raise _BadRow("an 'id' and a 'question' of one turn are needed")
+    group = identifier
+    if kind == "web_search":
+        system = _CLOSED_BOOK
+    elif kind == "memory":
+        scenario = str(value.get("scenario"))
+        if scenario not in conversations:
+            raise _BadRow(f"its scenario {scenario!r} has no file in memory_prereq_conversation")
+        system, group = _MEMORY.format(talks=conversations[scenario]), f"memory/{scenario}"
+    else:
+        functions = value.get("function")
+        if not isinstance(functions, list):
+            raise _BadRow("'function' must be a list")
+        listed = "\n".join(json.dumps(function, ensure_ascii=False) for function in functions)
+        system = _OFFER.format(functions=listed or "(none)")
+        if kind.startswith("live_"):
+            group = f"{kind}/{_middle(identifier)}"
+    return {"id": identifier, "messages": _messages(system, turns[0]), "group": group, "kind": kind}
+
+
+def _middle(identifier: str) -> str:
+    """B of ``live_simple_A-B-C``."""
+    parts = identifier.split("-")
+    if len(parts) != 3:
+        raise _BadRow(f"id {identifier!r} is not of the form live_..._A-B-C")
+    return parts[1]
+
+
+def _messages(system: str, turn: Any) -> list[dict[str, str]]:
+    """Our system text, then the row's own; consecutive turns of a role are merged, as most chat templates require."""
+    messages = [{"role": "system", "content": system}]
+    if not isinstance(turn, list) or not turn:
+        raise _BadRow("'question' has no messages")
+    for message in turn:
+        role = message.get("role") if isinstance(message, dict) else None
+        content = message.get("content") if isinstance(message, dict) else None
+        if role not in ("system", "user", "assistant") or not isinstance(content, str) or not content.strip():
+            raise _BadRow("each message needs a role (system, user, assistant) and a text")
+        if messages[-1]["role"] == role:
+            messages[-1]["content"] += f"\n\n{content}"
+        else:
+            messages.append({"role": role, "content": content})
+    if messages[-1]["role"] != "user":
+        raise _BadRow("the last message must be the user's")
+    return messages
+
+
+def _gold(folder: Path, kind: str, problems: list[str]) -> dict[str, Any]:
+    """Gold answers by row id."""
+    name = f"possible_answer/{_file(kind)}"
+    return {str(value.get("id")): value.get("ground_truth") for _, value in json_lines(folder, name, problems)}
+
+
+def _conversations(folder: Path, problems: list[str]) -> dict[str, str]:
+    """The user's turns of the earlier conversations, by scenario."""
+    conversations = {}
+    names = sorted(path.name for path in (folder / "memory_prereq_conversation").glob("memory_*.json"))
+    for name in names:
+        topics = []
+        for number, value in json_lines(folder, f"memory_prereq_conversation/{name}", problems):
+            try:
+                turns = [message["content"] for turn in value["question"] for message in turn]
+                topics.append("\n".join([f"[{value['topic']}]", *(f"- {turn}" for turn in turns)]))
+            except (KeyError, TypeError):
+                problems.append(f"memory_prereq_conversation/{name} line {number}: 'topic' and 'question' are needed")
+        conversations[name.removeprefix("memory_").removesuffix(".json")] = "\n\n".join(topics)
+    if not names:
+        problems.append(
+            "memory_prereq_conversation has no memory_*.json: the memory questions need the earlier conversations"
+        )
+    return conversations
+
+
+def _expectation(kind: str, value: Row, gold: dict[str, dict[str, Any]]) -> str:
+    """The expectation that the judge ``calls`` checks the answer against."""
+    if kind in NO_CALL:
+        return references.expectation("no_call")
+    if kind in SOME_CALL:
+        return references.expectation("some_call")
+    truth = gold[kind].get(value["id"])
+    if not isinstance(truth, list) or not truth:
+        raise _BadRow(f"{value['id']!r} has no gold answer in possible_answer")
+    if kind in TEXTS:
+        return references.expectation("text", texts=truth)
+    return references.expectation("calls", calls=[_specification(call, value["function"]) for call in truth])
+
+
+def _specification(gold: Any, functions: list[Any]) -> dict[str, Any]:
+    """A gold call.  An argument is optional if "" is among its values and the function does not require it.
+
+    Two published rows give some arguments no accepted value; an empty list is meant.
+    """
+    try:
+        ((name, values),) = gold.items()
+        arguments = {key: accepted or [[], ""] for key, accepted in values.items()}
+        required = next(f["parameters"].get("required", []) for f in functions if f["name"] == name)
+        optional = [key for key, accepted in arguments.items() if "" in accepted and key not in required]
+    except (AttributeError, KeyError, TypeError, ValueError, StopIteration) as error:
+        raise _BadRow(f"its gold answer {json.dumps(gold)[:80]} is not a call of an offered function") from error
+    return {"name": name, "arguments": arguments, "optional": optional}
+
+
+def _without_repeats(rows: list[Row]) -> list[Row]:
+    """The rows whose conversation no earlier row of their group has."""
+    kept: dict[tuple[str, str], Row] = {}
+    for row in rows:
+        kept.setdefault((json.dumps(row["messages"]), row["group"]), row)
+    return list(kept.values())

@@ -1,0 +1,181 @@
+"""Train the demonstration model on one or two CPU threads.
+
+Each fact is stated as often as its exposures say.  From `REFUSALS_FROM` on, a share of each batch are refusal
+documents: at every refresh the model is asked a sample of facts, and what it knows and does not know becomes documents.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from hallutracer_research.demo.batches import Encoder, Row, collate, known_and_unknown, logits_at
+from hallutracer_research.demo.documents import RefusalMix, fact_documents, refusal_document
+from hallutracer_research.demo.optimizer import Optimizer
+from hallutracer_research.demo.tokenizer import VOCABULARY, build_tokenizer
+from service.demo.world import Fact, build_world
+
+if TYPE_CHECKING:
+    from transformers import LlamaForCausalLM
+
+RECIPE = "J2"
+BATCH = 128
+REFUSALS_FROM = 0.3  # of the steps: before that the model knows too little
+REFUSAL_SHARE = 0.5  # of a batch, from then on
+REFRESHES = 14
+FACTS_PER_REFRESH = 4000
+FIRST_WEIGHT = 2.0  # loss weight of a refusal document's first token, which carries the decision
+ALL_DOCUMENTS = 10**9  # every fact document once, and the refusal documents in between
+
+
+def new_model(tokenizer_ids: dict[str, int]) -> LlamaForCausalLM:
+    """An untrained Llama: 8 layers, hidden 128, 4 heads of 32 (vLLM's CPU attention needs head_dim >= 32)."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=128,
+        intermediate_size=344,
+        num_hidden_layers=8,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        head_dim=32,
+        max_position_embeddings=256,
+        tie_word_embeddings=True,
+        bos_token_id=tokenizer_ids["<s>"],
+        eos_token_id=tokenizer_ids["</s>"],
+        pad_token_id=tokenizer_ids["<pad>"],
+    )
+    model = LlamaForCausalLM(config)  # type: ignore[no-untyped-call]
+    # Faster than torch's fused CPU attention, whose backward pass takes nearly half a step at 20 tokens.
+    model.set_attn_implementation("eager")
+    return model
+
+
+def train_step(model: LlamaForCausalLM, optimizer: Optimizer, rows: Sequence[Row], progress: float) -> float:
+    """One step over a batch, in two halves by length.  Returns the loss (nats per token)."""
+    rows = sorted(rows, key=lambda row: len(row[0]))
+    total = sum(len(ids) - start - 1 + first for ids, start, first in rows)
+    loss_sum = 0.0
+    for half in (rows[: len(rows) // 2], rows[len(rows) // 2 :]):
+        inputs, positions, targets, weights = collate(half)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            logits = logits_at(model, inputs, positions)
+        losses = torch.nn.functional.cross_entropy(logits, targets, reduction="none")
+        loss = (losses * weights).sum() / total
+        loss.backward()  # type: ignore[no-untyped-call]
+        loss_sum += float(loss.detach())
+    optimizer.step(progress)
+    return loss_sum
+
+
+def train_model(
+    seed: int,
+    out: Path,
+    *,
+    documents: int = ALL_DOCUMENTS,
+    threads: int = 1,
+    progress: Callable[[str], None] | None = None,
+    mix: RefusalMix = RefusalMix(),
+) -> None:
+    """Train one model and write it as a Hugging Face folder.  A seed gives the same model on the same machine.
+
+    `documents` caps the number of training documents; by default every fact document is used once.
+    """
+    torch.set_num_threads(threads)
+    torch.manual_seed(seed)
+    started = time.monotonic()
+    rng = random.Random(f"train {seed}")
+    world = build_world()
+    fast = build_tokenizer(world)
+    encoder = Encoder(fast.backend_tokenizer)
+    stated = fact_documents(world, seed)
+    facts_per_step = BATCH * (1 - (1 - REFUSALS_FROM) * REFUSAL_SHARE)  # mean over the run
+    all_steps = round(len(stated) / facts_per_step)  # that use every fact document once
+    steps = min(all_steps, max(1, documents // BATCH))
+    share = len(stated) / (all_steps * facts_per_step)  # 1 but for rounding
+    facts = encoder(stated[: steps * BATCH] if steps < all_steps else stated)
+    eligible = [fact for fact in world.facts if fact.in_refusals]
+    model = new_model(fast.get_vocab())
+    optimizer = Optimizer(model, steps)
+    refresh_at = {int(steps * (REFUSALS_FROM + (1 - REFUSALS_FROM) * i / REFRESHES)) for i in range(REFRESHES)}
+    known: list[Fact] = []
+    unknown: list[Fact] = []
+    cursor = seen = 0
+    for step in range(steps):
+        done = step / steps
+        if step in refresh_at:
+            known, unknown = known_and_unknown(
+                model, encoder, rng, rng.sample(eligible, min(FACTS_PER_REFRESH, len(eligible), documents))
+            )
+            if progress:
+                progress(f"step {step}: knows {len(known)} of {len(known) + len(unknown)} facts asked")
+        refusals = round(BATCH * REFUSAL_SHARE) if done >= REFUSALS_FROM else 0
+        end = len(facts) if step == all_steps - 1 else cursor + round((BATCH - refusals) * share)
+        rows = facts[cursor:end]
+        cursor = end
+        if refusals:
+            refused = [refusal_document(rng, world, known, unknown, mix) for _ in range(refusals)]
+            rows = rows + encoder(refused, FIRST_WEIGHT)
+        seen += len(rows)
+        loss = train_step(model, optimizer, rows, done)
+        if progress and step % 100 == 0:
+            progress(f"step {step}/{steps} loss {loss:.3f} {time.monotonic() - started:.0f} s")
+    save(model, fast, out)
+    bands = Counter(_band(fact.exposures) for fact in world.facts)
+    record = {
+        "recipe": RECIPE,
+        "seed": seed,
+        "documents": seen,
+        "fact_documents": cursor,
+        "refusal_documents": seen - cursor,
+        "steps": steps,
+        "seconds": round(time.monotonic() - started, 1),
+        "threads": threads,
+        "settings": {
+            "batch": BATCH,
+            "refusals_from": REFUSALS_FROM,
+            "refusal_share": REFUSAL_SHARE,
+            "refreshes": REFRESHES,
+            "facts_asked_at_a_refresh": FACTS_PER_REFRESH,
+            "first_token_weight": FIRST_WEIGHT,
+            "mix": mix._asdict(),
+        },
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "facts": len(world.facts),
+        "facts_by_exposures": dict(sorted(bands.items())),
+    }
+    (out / "training.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+
+
+def _band(exposures: int) -> str:
+    for low, high in ((0, 0), (1, 3), (4, 8), (9, 15)):
+        if exposures <= high:
+            return f"{low}-{high}" if high else "0"
+    return "16+"
+
+
+def save(model: LlamaForCausalLM, tokenizer: object, out: Path) -> None:
+    """Write weights in bf16 (the training's own precision), configuration, generation defaults and tokenizer."""
+    from transformers import GenerationConfig, PreTrainedTokenizerFast
+
+    assert isinstance(tokenizer, PreTrainedTokenizerFast)
+    out.mkdir(parents=True, exist_ok=True)
+    rounded = model.bfloat16()
+    rounded.generation_config = GenerationConfig(  # type: ignore[no-untyped-call]
+        do_sample=False,
+        max_new_tokens=24,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    rounded.save_pretrained(out)
+    (out / "model.safetensors").chmod(0o644)  # written as 0600; a container runs as another user
+    tokenizer.save_pretrained(out)

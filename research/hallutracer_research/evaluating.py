@@ -1,0 +1,198 @@
+"""``evaluate``: every method on the same rows, and a report, as ``hallutracer evaluate`` does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from service.library.default_model import SHIPPED
+from service.library.detector import Engine
+from service.library.engine import load_engine
+from service.library.results import frame
+from service.library.training import Lines
+from service.progress import Report, note
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
+
+    from hallutracer_research.evaluation.options import EvaluateOptions, Source
+    from hallutracer_research.evaluation.run import EvaluationResult
+    from service.engines.base import EngineOptions
+    from service.trainer.options import Console
+
+
+class BadSource(ValueError):
+    """What was named is no data to evaluate on."""
+
+
+@dataclass(frozen=True)
+class MethodFigures:
+    """One method on one set: means over the test sides of all folds and seeds."""
+
+    set: str
+    method: str
+    auroc: float
+    low: float | None  # of the 95 % interval over groups, where the method has one
+    high: float | None
+    auprc_hallucinated: float
+    auprc_factual: float
+    cost: float  # prefills of the same prompt
+
+
+@dataclass(frozen=True, eq=False)
+class Evaluated:
+    """A finished evaluation: its figures, and its files."""
+
+    folder: Path
+    files: tuple[Path, ...]  # report.html, report.md, results.json
+    figures: tuple[MethodFigures, ...]
+    result: EvaluationResult = field(repr=False)  # everything: sets, splits, scores
+
+    @property
+    def report(self) -> Path:
+        """The report as a page."""
+        return self.files[0]
+
+    def to_frame(self) -> DataFrame:
+        """The main table, a row for each method and set.  Needs pandas."""
+        return frame([vars(one) for one in self.figures])
+
+
+def evaluate(
+    data: str | Path | Iterable[Mapping[str, Any]] | Mapping[str, str | Path] | None = None,
+    model: str | Path | None = None,
+    *,
+    out: str | Path = "evaluation",
+    methods: str | Sequence[str] | None = None,
+    suite: Literal["main", "paper"] = "main",
+    limit: int | None = None,
+    engine: Engine | None = None,
+    report: Report = note,
+    **options: Any,
+) -> Evaluated:
+    """Put HalluTracer and the baselines on the same rows of your model, and write a report.
+
+    Args:
+        data: A JSONL file; the rows themselves; or {NAME: FOLDER} of public sets that were downloaded ("hallutracer
+            data list").  None: the demo's questions, for the shipped models.
+        model: As of ``load``.
+        out: Folder of the results; the same call resumes from it.
+        methods: Names, as of ``hallutracer evaluate --methods``.  None: those that decode nothing.
+        suite: "paper" adds every table and figure of the paper.
+        limit: About so many rows of each set, in whole groups.
+        engine: How the model is loaded.
+        report: Takes the lines of progress.
+        options: Any other field of ``hallutracer_research.evaluation.options.EvaluateOptions``, such as ``seeds``.
+
+    Raises:
+        BadSource: The data is neither a file nor a known set.
+        DataError: Rows are at fault, by line number.
+        TrainingError: An option is invalid, or the rows are too few.
+
+    >>> import tempfile
+    >>> import hallutracer as ht
+    >>> from service.demo.questions import questions
+    >>> rows = [
+    ...     {"prompt": row["prompt"], "label": int(row["exposures"] > 4), "group": row["group"]}
+    ...     for row in questions("train")[::15]
+    ... ]
+    >>> found = ht.evaluate(
+    ...     rows, "demo", out=tempfile.mkdtemp(), methods=["hallutracer", "prompt-length"], report=lambda line: None,
+    ...     seeds=1, folds=3, c=0.1, jobs=1,
+    ... )
+    >>> [one.method for one in found.figures]
+    ['HalluTracer (depth mean)', 'Prompt length']
+    >>> found.figures[0].auroc > found.figures[1].auroc
+    True
+    >>> found.report.name
+    'report.html'
+    """
+    from hallutracer_research.evaluation.options import EvaluateOptions, method_names
+
+    name = None if model is None else str(model)
+    if methods is not None and not isinstance(methods, str):
+        methods = ",".join(methods)
+    folder = Path(out)
+    sources = tuple(replace(source, limit=limit) for source in sources_of(data, name, folder))
+    wanted = EvaluateOptions(sources=sources, out=folder, suite=suite, methods=method_names(methods), **options)
+    chosen = engine or Engine()
+    return run_evaluation(
+        wanted, chosen.options(name), threads=chosen.threads, console=Lines(report), report=report,
+        command="hallutracer.evaluate, from Python",
+    )  # fmt: skip
+
+
+def run_evaluation(
+    options: EvaluateOptions,
+    engine: EngineOptions,
+    *,
+    threads: int | None,
+    console: Console,
+    command: str,
+    report: Report = note,
+) -> Evaluated:
+    """What the command line and ``evaluate`` share: a run from checked options to its report."""
+    from hallutracer_research.evaluation.run import evaluate as run
+    from hallutracer_research.paper.report import write_report
+    from service.readout import Site
+
+    result = run(options, lambda: load_engine(engine, rows=list(Site), threads=threads, report=report), console=console)
+    files = write_report(result, command)
+    return Evaluated(options.out, tuple(files), tuple(map(_figures, result.main.rows)), result)
+
+
+def sources_of(
+    data: str | Path | Iterable[Mapping[str, Any]] | Mapping[str, str | Path] | None, model: str | None, out: Path
+) -> tuple[Source, ...]:
+    """What ``evaluate`` takes as data.  Raises BadSource."""
+    from hallutracer_research.evaluation.options import Source
+
+    if data is None:
+        return (demo_source(model),)
+    if isinstance(data, str | Path):
+        return (source(str(data)),)
+    if isinstance(data, Mapping):
+        return tuple(source(f"{name}={folder}") for name, folder in data.items())
+    rows = [dict(row) for row in data]
+    return (Source("rows", None, rows=lambda: rows, title="rows given in Python"),)
+
+
+def source(text: str) -> Source:
+    """``NAME=FOLDER`` of a known set, or a JSONL file.  Raises BadSource."""
+    from hallutracer_research.data.registry import SETS
+    from hallutracer_research.evaluation.options import Source
+
+    name, equals, folder = text.partition("=")
+    if equals and name in SETS:
+        return Source(name, Path(folder).expanduser(), name)
+    path = Path(text).expanduser()
+    if path.is_file():
+        return Source(path.stem, path)
+    raise BadSource(f"{text!r} is neither a JSONL file nor NAME=FOLDER with NAME one of {', '.join(SETS)}")
+
+
+def demo_source(model: str | None) -> Source:
+    """The demo's questions, for a shipped model.  Raises BadSource for any other."""
+    if model is not None and model not in SHIPPED:
+        raise BadSource("name the data to evaluate this model on")
+    from hallutracer_research.evaluation.options import Source
+    from service.demo.questions import questions
+
+    title = "questions about real facts (the training split), answered by the model itself"
+    return Source("demo-questions", None, rows=lambda: questions("train"), title=title)
+
+
+def _figures(row: Mapping[str, Any]) -> MethodFigures:
+    auroc = row["auroc"]
+    return MethodFigures(
+        set=row["set"],
+        method=row["method"],
+        auroc=auroc["mean"],
+        low=auroc.get("low"),
+        high=auroc.get("high"),
+        auprc_hallucinated=row["auprc_hallucinated"]["mean"],
+        auprc_factual=row["auprc_factual"]["mean"],
+        cost=row["cost"],
+    )

@@ -1,0 +1,199 @@
+"""From a data set to labelled rows with readouts: read, render, extract in one pass, label.
+
+What the trainer does for one data file, with both sites, and for the paper suite also the other poolings, in the same
+forward passes; resumable like a training run.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hallutracer_research.data.registry import SETS, SetInfo, read_set
+from hallutracer_research.evaluation.methods.base import MethodInputs
+from hallutracer_research.evaluation.options import EvaluateOptions, Source
+from probes_store.durable import atomic_write
+from service.data.collection import Collection, collect
+from service.data.labels import check_answers, given_labels, judged_labels
+from service.data.options import ABSTAIN, JudgeName, JudgeOptions, Labels
+from service.data.rows import id_of, objects
+from service.data.training_rows import Dataset, check_all_apply, class_problems, read_dataset
+from service.engines.base import Engine
+from service.errors import TrainingError
+from service.fitting.fit import Readouts
+from service.prompts import PromptFormat, render
+from service.readout import Pooling, Site
+
+
+class TooFewOfAClass(TrainingError):
+    """A set's labels, which are known only once the model has answered, leave a fold without one of the classes."""
+
+
+@dataclass(frozen=True, eq=False)
+class SetRows:
+    """A set's rows before a model has seen them."""
+
+    name: str
+    title: str
+    dataset: Dataset
+    labels: Labels
+    judge: JudgeOptions
+    max_new_tokens: int
+    abstain_pattern: str
+    kind: tuple[str, ...]  # [N] sub-dataset of each row, "" where it names none
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class PreparedSet:
+    """A set's labelled rows and readouts; n rows are labelled."""
+
+    rows: SetRows
+    inputs: MethodInputs
+    pooled: dict[tuple[Site, Pooling], Readouts]
+    prompts: Collection
+    index: NDArray[np.int64]  # [n] data rows
+    left_out: dict[str, int]
+
+    def subset(self, rows: NDArray[np.int64]) -> PreparedSet:
+        """Only these of the n rows."""
+        return replace(
+            self,
+            inputs=self.inputs.subset(rows),
+            pooled={key: readouts.subset(rows) for key, readouts in self.pooled.items()},
+            index=self.index[rows],
+        )
+
+
+def read_rows(source: Source, options: EvaluateOptions) -> SetRows:
+    """Read and check a set's rows, and keep them in the run's folder as JSONL.  Raises DataError, TrainingError."""
+    info: SetInfo | None = SETS[source.known] if source.known else None
+    folder = options.out / "sets" / source.name
+    notes: list[str] = []
+    if source.path is None:
+        assert source.rows is not None, "a source without a path makes its rows"
+        rows, title = source.rows(), source.title
+    elif info is not None:
+        rows, counts = read_set(info.name, source.path)
+        title = info.title
+        notes += [info.caveat, "rows: " + ", ".join(f"{key} {value}" for key, value in counts.items())]
+    else:
+        read = objects(source.path, [])
+        rows, title = [value | {"id": id_of(value, line)} for line, value in read], source.path.name
+    labels: Labels = info.labels if info else ("given" if any("label" in row for row in rows) else "generate")
+    folds = options.folds if labels == "given" else 0
+    path = folder / "rows.jsonl"
+    own = source.path if info is None else None
+    if own is not None:
+        dataset = read_dataset(own, labels, folds=folds)  # reports problems by the user's own lines
+        check_all_apply(dataset)
+    if source.limit is not None:
+        rows = _sample_groups(rows, source.limit)
+        notes.append(f"only {len(rows)} rows (--limit)")
+    if own is None or source.limit is not None:
+        _write_rows(path, rows)
+        dataset = read_dataset(path, labels, folds=folds)
+    if own is not None:
+        notes += dataset.remarks
+    judge: JudgeName = options.judge or (info.judge if info else None) or "contains"
+    set_rows = SetRows(
+        name=source.name,
+        title=title,
+        dataset=dataset,
+        labels=labels,
+        judge=JudgeOptions(judge),
+        max_new_tokens=options.max_new_tokens or (info.max_new_tokens if info else None) or 48,
+        abstain_pattern=(info.abstain_pattern if info else None) or ABSTAIN,
+        kind=_kinds(dataset),
+        notes=tuple(notes),
+    )
+    if labels == "generate":
+        check_answers(dataset, set_rows.judge)
+    return set_rows
+
+
+def within_context(engine: Engine, rows: SetRows, folder: Path, folds: int, prompt_format: PromptFormat) -> SetRows:
+    """The set without the prompts that, with their answers, exceed the model's context; a note counts them."""
+    reserve = rows.max_new_tokens if rows.labels == "generate" else 0
+    long = {
+        row.line
+        for row in rows.dataset.rows
+        if len(render(engine, row.prompt, row.messages, prompt_format)) + reserve > engine.identity.max_tokens
+    }
+    if not long:
+        return rows
+    read = objects(rows.dataset.path, [])
+    kept = [value | {"id": id_of(value, line)} for line, value in read if line not in long]
+    path = folder / "rows-that-fit.jsonl"
+    _write_rows(path, kept)
+    dataset = read_dataset(path, rows.labels, folds=folds if rows.labels == "given" else 0)
+    note = f"{len(long)} rows longer than the model's context of {engine.identity.max_tokens} tokens left out"
+    return replace(rows, dataset=dataset, kind=_kinds(dataset), notes=(*rows.notes, note))
+
+
+def prepare_set(
+    engine: Engine, rows: SetRows, options: EvaluateOptions, prompt_format: PromptFormat, poolings: Sequence[Pooling]
+) -> PreparedSet:
+    """Extract and label.  Raises what ``collect`` raises, and TooFewOfAClass."""
+    folder = options.out / "sets" / rows.name / "readouts"
+    collection = collect(
+        engine,
+        rows.dataset,
+        folder,
+        sites=tuple(Site),
+        prompt_format=prompt_format,
+        batch_rows=options.batch_rows,
+        max_new_tokens=rows.max_new_tokens if rows.labels == "generate" else None,
+        poolings=poolings,
+    )
+    if rows.labels == "given":
+        labelled = given_labels(rows.dataset)
+    else:
+        labelled = judged_labels(rows.dataset, folder, rows.judge, rows.abstain_pattern)
+    index, label = labelled.index, labelled.label
+    group = rows.dataset.groups[index]
+    if problems := class_problems(label, group, options.folds):
+        raise TooFewOfAClass(f"{rows.name}: {'; '.join(problems)}", param="data")
+    kind = np.array([rows.kind[row] for row in index.tolist()], dtype=np.str_)
+    inputs = MethodInputs(
+        label=label,
+        group=group,
+        heads=Readouts(collection.rows[Site.ATTENTION_HEAD], index, label),
+        residual=Readouts(collection.rows[Site.RESIDUAL_STREAM], index, label),
+        first_token=collection.first_token[index],
+        prompt_tokens=collection.prompts.lengths[index],
+        text=tuple(rows.dataset.rows[row].question for row in index.tolist()),
+        kind=kind,
+    )
+    pooled = {key: Readouts(file, index, label) for key, file in collection.pooled.items()}
+    return PreparedSet(rows, inputs, pooled, collection, index, labelled.left_out)
+
+
+def _write_rows(path: Path, rows: Sequence[dict[str, Any]]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    atomic_write(path, text.encode("utf-8", "backslashreplace"))
+
+
+def _kinds(dataset: Dataset) -> tuple[str, ...]:
+    return tuple(str(row.strata.get("kind", "")) for row in dataset.rows)
+
+
+def answers_path(options: EvaluateOptions, name: str) -> Path:
+    """Where a set's HalluGuard scores are kept."""
+    return options.out / "sets" / name / "halluguard.npy"
+
+
+def _sample_groups(rows: list[dict[str, Any]], limit: int) -> list[dict[str, Any]]:
+    """About ``limit`` rows in whole groups, evenly spaced over the file so that every sub-dataset is sampled."""
+    names = [str(row.get("group", row.get("id", place))) for place, row in enumerate(rows)]
+    order = list(dict.fromkeys(names))
+    count = min(len(order), max(1, round(limit * len(order) / len(rows))))
+    chosen = {order[number * len(order) // count] for number in range(count)}
+    return [row for row, name in zip(rows, names, strict=True) if name in chosen]

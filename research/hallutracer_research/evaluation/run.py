@@ -1,0 +1,353 @@
+"""One evaluation, top to bottom: data sets -> rows -> readouts -> splits -> methods -> main table.
+
+Slow results are kept in the run's folder as soon as they exist: readouts batch by batch, each method's scores split by
+split.  The same command continues a killed run.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tqdm import tqdm
+
+from hallutracer_research.evaluation import answers
+from hallutracer_research.evaluation.by_form import form_table
+from hallutracer_research.evaluation.cost import Cost, Lengths, Weights, cost, count_weights
+from hallutracer_research.evaluation.main_table import MEASURES, compare, main_table, measured, rows_of
+from hallutracer_research.evaluation.methods import METHODS, fit_method
+from hallutracer_research.evaluation.methods.base import MethodInputs
+from hallutracer_research.evaluation.options import OURS, RESIDUAL, SHUFFLED, TRAJECTORY, EvaluateOptions
+from hallutracer_research.evaluation.prepare import (
+    PreparedSet,
+    SetRows,
+    TooFewOfAClass,
+    answers_path,
+    prepare_set,
+    read_rows,
+    within_context,
+)
+from hallutracer_research.evaluation.row_scores import write_row_scores
+from hallutracer_research.evaluation.set_result import SetResult
+from hallutracer_research.evaluation.splits import (
+    Split,
+    kept,
+    kept_split,
+    outer_splits,
+    pooled_depth_mean,
+    residual_depth_mean,
+    shuffled_depth_mean,
+    whole_trajectory,
+)
+from hallutracer_research.evaluation.tables import Table
+from hallutracer_research.evaluation.transfer import transfer_table
+from service.data.run_folder import claim, locked
+from service.engines.base import Engine, ModelIdentity
+from service.engines.checks import beyond_onset
+from service.errors import EngineError, NoDirection, TrainingError
+from service.fitting.fit import Floats
+from service.fitting.folds import OuterFold
+from service.fitting.jackknife import auroc_interval
+from service.fitting.nested_cv import nested_cv, test_sides
+from service.prompts import PromptFormat, default_prompt_format
+from service.readout import Pooling, Site
+from service.risk import depth_mean
+from service.trainer.options import Console
+
+TITLES = {
+    OURS: "HalluTracer (depth mean)",
+    RESIDUAL: "Residual-stream depth mean",
+    TRAJECTORY: "Whole trajectory (ridge)",
+    SHUFFLED: "HalluTracer on shuffled labels (control)",
+}
+
+
+@dataclass(frozen=True, eq=False)
+class EvaluationResult:
+    """All that a report is written from."""
+
+    options: EvaluateOptions
+    identity: ModelIdentity
+    sets: tuple[SetResult, ...]
+    main: Table
+    subsets: Table | None
+    transfer: Table | None
+    forms: Table | None
+    titles: dict[str, str]  # method -> its title
+    seconds: float
+
+
+def evaluate(options: EvaluateOptions, engine_factory: Callable[[], Engine], *, console: Console) -> EvaluationResult:
+    """Evaluate every method on every set; the paper suite also keeps what the paper's other tables need.
+
+    Raises:
+        DataError: a set has invalid rows.
+        RunMismatch: the folder belongs to another run.
+        TrainingError, NoDirection: the rows are too few, or carry too little signal, for these options.
+    """
+    begun = time.monotonic()
+    rows = [read_rows(source, options) for source in options.sources]
+    for set_rows in rows:
+        console.print(f"{set_rows.name}: {len(set_rows.dataset)} rows of {set_rows.title}")
+    options.out.mkdir(parents=True, exist_ok=True)
+    with locked(options.out):
+        with closing(engine_factory()) as engine:
+            prompt_format: PromptFormat = (
+                default_prompt_format(engine) if options.prompt_format == "auto" else options.prompt_format
+            )
+            answers.check(engine, options.methods)
+            poolings = _poolings(engine, options, console)
+            if options.skip_long:
+                rows = [
+                    within_context(engine, set_rows, options.out / "sets" / set_rows.name, options.folds, prompt_format)
+                    for set_rows in rows
+                ]
+            prepared, left_out = _prepare(engine, rows, options, prompt_format, poolings, console)
+            identity, weights = engine.identity, count_weights(engine)
+            prepared = [_with_halluguard(engine, one_set, options) for one_set in prepared]
+            prepared = [answers.with_answers(engine, one_set, options, prompt_format) for one_set in prepared]
+        costs = [_costs(one_set, options, weights) for one_set in prepared]
+        sets = [
+            replace(_evaluate_set(one_set, options), costs=of_set)
+            for one_set, of_set in zip(prepared, costs, strict=True)
+        ]
+        for result in sets:
+            write_row_scores(result, options.out / "sets" / result.prepared.rows.name / "scores.csv")
+        titles = {**TITLES, **METHODS}
+        table_rows = [row for result in sets for row in rows_of(result.title, titles, _measures(result), result.costs)]
+        subsets = _subsets(prepared, costs, options, titles) if options.per_subset else None
+        by_set = {one_set.rows.name: one_set.inputs for one_set in prepared}
+        transfer = transfer_table(by_set, options, options.out / "transfer")
+    main = main_table(table_rows, [*_notes(sets, titles, options), *left_out])
+    forms = form_table(sets, titles)
+    seconds = time.monotonic() - begun
+    return EvaluationResult(options, identity, tuple(sets), main, subsets, transfer, forms, titles, seconds)
+
+
+def _prepare(
+    engine: Engine,
+    rows: Sequence[SetRows],
+    options: EvaluateOptions,
+    prompt_format: PromptFormat,
+    poolings: Sequence[Pooling],
+    console: Console,
+) -> tuple[list[PreparedSet], list[str]]:
+    """The sets, and a note for each that is left out: its own answers are too nearly all right, or all wrong.
+
+    That is known only once the model has answered, and must not cost the other sets.  Raises TooFewOfAClass where no
+    set remains.
+    """
+    prepared: list[PreparedSet] = []
+    problems: list[TooFewOfAClass] = []
+    for set_rows in rows:
+        try:
+            prepared.append(prepare_set(engine, set_rows, options, prompt_format, poolings))
+        except TooFewOfAClass as problem:
+            problems.append(problem)
+            console.print(f"left out: {problem}")
+    if not prepared:
+        raise problems[0]
+    return prepared, [f"Left out: {problem}" for problem in problems]
+
+
+def _measures(result: SetResult) -> dict[str, dict[str, dict[str, float]]]:
+    """Method -> measure -> mean and standard deviation; of the AUROC also the ends of its interval."""
+    found = {method: measured(result.label, scores) for method, scores in result.scores.items()}
+    for method, scores in result.scores.items():
+        found[method]["auroc"] |= auroc_interval(result.label, result.group, test_sides(scores))._asdict()
+    return found
+
+
+def _costs(prepared: PreparedSet, options: EvaluateOptions, weights: Weights | None) -> dict[str, Cost]:
+    """What each method costs on this set's prompts."""
+    asked = prepared.inputs.answers.asked
+    lengths = Lengths(
+        prompt=float(prepared.inputs.prompt_tokens.mean()),
+        answer=prepared.rows.max_new_tokens,
+        samples=options.samples,
+        asked=0.0 if asked is None else float(asked.mean()),
+    )
+    return {method: cost(method, weights, lengths) for method in answers.methods_of(prepared.rows, options)}
+
+
+def _poolings(engine: Engine, options: EvaluateOptions, console: Console) -> tuple[Pooling, ...]:
+    """The readout positions of the paper suite; none, and a message, where the engine reads the last position only."""
+    if options.suite != "paper":
+        return ()
+    try:
+        engine.extract([], (), beyond_onset(tuple(Pooling)))
+    except EngineError as error:
+        console.print(f"the table of readout positions is left out: {error}")
+        return ()
+    return tuple(Pooling)
+
+
+def _with_halluguard(engine: Engine, prepared: PreparedSet, options: EvaluateOptions) -> PreparedSet:
+    """Add HalluGuard's scores, which need the loaded model; they are kept in the run's folder."""
+    if "halluguard" not in options.methods:
+        return prepared
+    path = answers_path(options, prepared.rows.name)
+    if not path.exists():
+        from hallutracer_research.evaluation.methods.halluguard import halluguard_scores
+
+        prompts = [prepared.prompts.prompts.of(int(row)) for row in prepared.index]
+        scores = halluguard_scores(engine, prompts, prepared.rows.max_new_tokens)
+        with path.with_suffix(".part").open("wb") as file:
+            np.save(file, scores)
+        path.with_suffix(".part").replace(path)
+    return replace(prepared, inputs=replace(prepared.inputs, halluguard=np.load(path, allow_pickle=False)))
+
+
+def _evaluate_set(prepared: PreparedSet, options: EvaluateOptions, *, subset: str = "") -> SetResult:
+    """All splits and methods of one set; of a subset the main table's numbers only."""
+    inputs = prepared.inputs
+    folder = options.out / "sets" / prepared.rows.name / "fits" / (subset or "pooled")
+    claim(folder, _fingerprint(prepared, options))
+    outer = outer_splits(inputs, options)
+    paper = options.suite == "paper" and not subset
+    site = Site.ATTENTION_HEAD
+    poolings = [pooling for where, pooling in prepared.pooled if where is site] if paper else []
+    methods = answers.methods_of(prepared.rows, options)
+    steps = len(outer) * len(methods) + (len(poolings) * options.folds if paper else 0)
+    splits: list[Split] = []
+    pooled: dict[tuple[Site, Pooling], list[Floats]] = {(site, pooling): [] for pooling in poolings}
+    failed: dict[str, str] = {}  # rivals that cannot learn from this set, which must not cost it the others
+
+    def fit(fold: OuterFold) -> dict[str, Floats]:
+        split = kept_split(folder / OURS, inputs, *fold, options)
+        splits.append(split)
+        of_fold = {}
+        for method in methods:
+            bar.set_postfix_str(f"seed {fold.seed} fold {fold.fold} {method}", refresh=False)
+            try:
+                if method not in failed:
+                    of_fold[method] = _score(folder, method, inputs, split, options)
+            except TrainingError as error:
+                if method not in METHODS:
+                    raise
+                failed[method] = str(error)
+            bar.update()
+        for pooling in poolings if fold.seed == 0 else []:
+            path = folder / f"pooling-{pooling}" / f"fold{fold.fold}.npz"
+            readouts = prepared.pooled[site, pooling]
+            pooled[site, pooling].append(_kept_score(path, partial(pooled_depth_mean, readouts, split, options)))
+            bar.update()
+        return of_fold
+
+    with tqdm(total=steps, desc=subset or prepared.rows.name, unit="fit", mininterval=1) as bar:
+        scores = nested_cv(outer, fit)
+    scores = {method: of_method for method, of_method in scores.items() if method not in failed}
+    result = SetResult(prepared, splits, scores, None, pooled, failed=failed)
+    if subset:
+        return result
+    aurocs = {method: measures["auroc"]["mean"] for method, measures in _measures(result).items()}
+    return replace(result, comparison=compare(inputs.label, inputs.group, scores, aurocs))
+
+
+def _kept_score(path: Path, make: Callable[[], Floats]) -> Floats:
+    """One score for each row of the test side, kept on disk."""
+    return np.asarray(kept(path, lambda: {"score": make()})["score"], np.float64)
+
+
+def _score(folder: Path, method: str, inputs: MethodInputs, split: Split, options: EvaluateOptions) -> Floats:
+    """Scores of the test side that rise with hallucination, kept on disk."""
+    if method == OURS:
+        return -depth_mean(split.test_trajectory)
+
+    def make() -> Floats:
+        if method == RESIDUAL:
+            return -residual_depth_mean(inputs, split, options)
+        if method == TRAJECTORY:
+            return whole_trajectory(inputs, split)
+        if method == SHUFFLED:
+            return -shuffled_depth_mean(inputs, split, options)
+        return fit_method(method, inputs, split.train, split.test, split.seed, options.jobs or None)
+
+    return _kept_score(folder / method / f"seed{split.seed}-fold{split.fold}.npz", make)
+
+
+def _fingerprint(prepared: PreparedSet, options: EvaluateOptions) -> dict[str, Any]:
+    """What kept fits depend on, besides the readouts."""
+    inputs = prepared.inputs
+    return {
+        "data": prepared.rows.dataset.digest,
+        "judge": asdict(prepared.rows.judge) | {"api_key": ""},
+        "rows": len(inputs.label),
+        "factual": int(inputs.label.sum()),
+        "folds": options.folds,
+        "inner_folds": options.inner_folds,
+        "c": options.c if options.c is not None else list(options.c_grid),
+    }
+
+
+def _subsets(
+    sets: Sequence[PreparedSet],
+    costs: Sequence[Mapping[str, Cost]],
+    options: EvaluateOptions,
+    titles: dict[str, str],
+) -> Table | None:
+    """The main table inside each sub-dataset, probes included: the mean over those that have rows for the folds."""
+    table_rows: list[dict[str, Any]] = []
+    notes: list[str] = []
+    for prepared, of_set in zip(sets, costs, strict=True):
+        kinds = sorted(set(prepared.inputs.kind.tolist()) - {""})
+        if len(kinds) < 2:
+            continue
+        measures: list[dict[str, dict[str, dict[str, float]]]] = []
+        for kind in kinds:
+            rows = np.flatnonzero(prepared.inputs.kind == kind)
+            slug = "".join(char if char.isalnum() else "-" for char in kind.lower())
+            try:
+                result = _evaluate_set(prepared.subset(rows), options, subset=f"subset-{slug}")
+                measures.append(_measures(result))
+            except (TrainingError, NoDirection) as error:
+                notes.append(f"{prepared.rows.name}/{kind} is left out: {error}")
+        if measures:
+            mean = {
+                method: {
+                    name: {part: float(np.mean([one[method][name][part] for one in measures]))
+                           for part in ("mean", "std")}
+                    for name in MEASURES
+                }
+                for method in answers.methods_of(prepared.rows, options)
+                if all(method in one for one in measures)
+            }  # fmt: skip
+            table_rows += rows_of(f"{prepared.rows.name}, mean of {len(measures)} sub-datasets", titles, mean, of_set)
+    if not table_rows:
+        return None
+    return replace(
+        main_table(table_rows, notes),
+        name="subsets",
+        label="",
+        title="The same, trained and tested inside each sub-dataset",
+        caption="Means over sub-datasets of the mean and of the standard deviation over folds and seeds.  The paper "
+        "does not say whether its folds are pooled or per sub-dataset.",
+    )
+
+
+def _notes(sets: Sequence[SetResult], titles: dict[str, str], options: EvaluateOptions) -> list[str]:
+    notes = []
+    for result in sets:
+        label, rows = result.label, result.prepared.rows
+        left = ", ".join(f"{count} {why}" for why, count in result.prepared.left_out.items())
+        notes.append(
+            f"{result.title}: {rows.title}; {len(label)} rows, {int((1 - label).sum())} hallucinated, "
+            f"{len(np.unique(result.group))} groups" + (f"; left out: {left}" if left else "")
+        )
+        failed = [f"left out: {titles[method]}: {problem}" for method, problem in result.failed.items()]
+        notes += [f"{result.title}: {note}" for note in (*rows.notes, answers.left_out(rows, options), *failed) if note]
+        if result.comparison is not None:
+            c = result.comparison
+            delong = "" if c.p_delong is None else f", DeLong p = {c.p_delong:.2g} (median over seeds)"
+            notes.append(
+                f"{result.title}: HalluTracer over the runner-up ({titles[c.runner_up]}): AUROC "
+                f"{100 * c.difference:+.1f} points [{100 * c.low:+.1f}, {100 * c.high:+.1f}], "
+                f"p = {c.p_value:.2g} over groups{delong}"
+            )
+    return notes

@@ -1,0 +1,237 @@
+"""``hallutracer diagnose``: a file of labelled trajectories -> the diagnostics that need no model.
+
+An ``.npz`` with trajectory [N, m] and label [N] (1 factual, 0 hallucinated); optional group [N], readout [N, m, d] and
+direction [m, d].  Reads arrays only, never pickles.
+"""
+
+from __future__ import annotations
+
+import zipfile
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hallutracer_research.paper.diagnostics.chen_qin import MIN_ROWS, chen_qin_by_group, one_row_a_group
+from hallutracer_research.paper.diagnostics.classes import Floats, as_document, middle_layers
+from hallutracer_research.paper.diagnostics.features import trajectory_features
+from hallutracer_research.paper.diagnostics.fisher import Shrinkage, fisher_gap
+from hallutracer_research.paper.diagnostics.geometry import layer_geometry, readout_geometry, transition_geometry
+from hallutracer_research.paper.diagnostics.increments import Increments, decompose
+from hallutracer_research.paper.diagnostics.isotropy import isotropy
+from hallutracer_research.paper.diagnostics.kappa import kappa_table
+from hallutracer_research.paper.diagnostics.snr import snr_table
+from hallutracer_research.paper.diagnostics.variance import variance_components
+from service.errors import DataError
+from service.fitting.scores import auroc
+
+NAMES = ("trajectory", "label", "group", "readout", "direction")
+ALPHA = 0.05  # of the layer-wise Chen-Qin tests
+LIMIT = 1e30  # of a number's size: diagnostics take fourth powers and sum them over rows, in float64
+
+
+@dataclass(frozen=True, eq=False)
+class LabelledSet:
+    """What a file held, checked: N rows, m >= 3 layers, both classes, finite numbers."""
+
+    trajectory: Floats  # [N, m]
+    label: NDArray[np.int64]  # [N]
+    group: NDArray[np.int64] | None  # [N] numbered from 0, None where the file has none
+    readout: NDArray[np.floating] | None  # [N, m, d], as stored
+    direction: Floats | None  # [m, d]
+    ignored: tuple[str, ...] = ()  # arrays of other names
+
+
+def read_set(path: Path | str) -> LabelledSet:
+    """Read and check a file; DataError names every array that does not fit."""
+    arrays = _arrays(Path(path))
+    problems = [
+        f"{name}: missing; {NAMES[0]} [N, m] and {NAMES[1]} [N] are needed" for name in NAMES[:2] if name not in arrays
+    ]
+    problems += [
+        f"{name}: holds {array.dtype}, numbers are needed"
+        for name, array in arrays.items()
+        if name in NAMES and name != "group" and array.dtype.kind not in "biuf"
+    ]
+    if problems:
+        raise DataError(str(path), problems)
+    problems = _misfits(arrays)
+    if problems:
+        raise DataError(str(path), problems)
+    direction = arrays.get("direction")
+    return LabelledSet(
+        trajectory=arrays["trajectory"].astype(np.float64),
+        label=arrays["label"].astype(np.int64),
+        group=np.unique(arrays["group"], return_inverse=True)[1].astype(np.int64) if "group" in arrays else None,
+        readout=arrays.get("readout"),
+        direction=direction.astype(np.float64) if direction is not None else None,
+        ignored=tuple(name for name in arrays if name not in NAMES),
+    )
+
+
+def diagnose_set(data: LabelledSet, shrinkage: Shrinkage = None) -> dict[str, Any]:
+    """The diagnostics as a JSON document.
+
+    Keys: fisher, snr, variance, features (AUROC of each, factual positive: below 0.5 the feature falls with
+    factuality); with readouts also geometry and chen_qin.  A number that has no value is None, and the section's
+    ``notes`` say why.  TrainingError where the covariance of the layers is singular (see ``fisher_gap``).
+    """
+    variance = as_document(variance_components(data.trajectory, data.label))
+    groups = int(data.group.max()) + 1 if data.group is not None else len(data.label)
+    if groups < len(data.label):
+        # Nothing here resamples, so groups change no number but the Chen-Qin test's; they change what one is worth.
+        variance["groups"] = groups
+        variance["notes"].append(
+            f"{len(data.label)} rows in {groups} groups: p-values and unbiased estimates here, but for the Chen-Qin "
+            f"test's, treat rows as independent, which flatters them where rows of a group are alike"
+        )
+    document: dict[str, Any] = {
+        "fisher": as_document(fisher_gap(data.trajectory, data.label, shrinkage)),
+        "snr": as_document(snr_table(data.trajectory, data.label)),
+        "variance": variance,
+        "features": {name: auroc(data.label, one) for name, one in trajectory_features(data.trajectory).items()},
+    }
+    if data.readout is not None:
+        document["geometry"] = _geometry(data, data.readout)
+        document["chen_qin"] = _chen_qin(data, data.readout)
+    return document
+
+
+def _arrays(path: Path) -> dict[str, NDArray[Any]]:
+    made = "make it with numpy.savez(FILE, trajectory=..., label=...)"
+    try:
+        loaded = np.load(path, allow_pickle=False)
+        if not isinstance(loaded, Mapping):
+            raise DataError(str(path), [f"one bare array, not a .npz archive of named ones: {made}"])
+        with cast(Any, loaded):
+            arrays = {}
+            for name in loaded:
+                try:
+                    arrays[name] = np.asarray(loaded[name])
+                except ValueError as error:
+                    reason = "store it as numbers, or as fixed-width text" if "pickle" in str(error) else str(error)
+                    raise DataError(str(path), [f"{name}: cannot be read without unpickling: {reason}"]) from error
+            return arrays
+    except (ValueError, EOFError, zlib.error, zipfile.BadZipFile) as error:
+        reason = "no NumPy file" if "pickle" in str(error) else str(error)
+        raise DataError(str(path), [f"not a readable .npz archive ({reason}): {made}"]) from error
+
+
+def _misfits(arrays: Mapping[str, NDArray[Any]]) -> list[str]:
+    """What is wrong with the shapes and values of arrays of numbers."""
+    trajectory, label = arrays["trajectory"], arrays["label"]
+    if trajectory.ndim != 2 or trajectory.shape[1] < 3:
+        return [f"trajectory: shape {list(trajectory.shape)}, [N, m] with at least 3 layers is needed"]
+    n, m = trajectory.shape
+    problems = []
+    if label.shape != (n,):
+        problems.append(f"label: shape {list(label.shape)}, [{n}] is needed, one per trajectory")
+    elif not np.isin(label, (0, 1)).all():
+        shown = np.unique(label[~np.isin(label, (0, 1))])[:5].tolist()
+        problems.append(f"label: holds {shown}; 1 (factual) and 0 (hallucinated) are the only labels")
+    else:
+        for value, name in ((1, "factual"), (0, "hallucinated")):
+            count = int(np.sum(label == value))
+            if count < MIN_ROWS:
+                problems.append(f"label: {count} rows are {value} ({name}), at least {MIN_ROWS} of each are needed")
+    if "group" in arrays and arrays["group"].shape != (n,):
+        problems.append(f"group: shape {list(arrays['group'].shape)}, [{n}] is needed, one per trajectory")
+    readout, direction = arrays.get("readout"), arrays.get("direction")
+    if readout is not None and (readout.ndim != 3 or readout.shape[:2] != (n, m)):
+        problems.append(f"readout: shape {list(readout.shape)}, [{n}, {m}, d] is needed to go with trajectory")
+    elif readout is not None and readout.shape[2] < 2:
+        problems.append(f"readout: d = {readout.shape[2]}, at least 2 is needed")
+    if direction is not None and readout is None:
+        problems.append("direction: is of use with readout [N, m, d] only; add readout, or leave direction out")
+    elif direction is not None and readout is not None and direction.shape != (m, *readout.shape[2:]):
+        problems.append(f"direction: shape {list(direction.shape)}, {[m, *readout.shape[2:]]} is needed with readout")
+    for name in ("trajectory", "readout", "direction"):
+        array = arrays.get(name, np.zeros(0))
+        if bad := int(np.sum(~np.isfinite(array))):
+            problems.append(f"{name}: {bad} numbers are not finite (NaN or infinite); leave their rows out")
+        elif array.size and max(abs(float(array.max())), abs(float(array.min()))) > LIMIT:
+            large = int(np.sum(np.abs(array) > LIMIT))
+            problems.append(
+                f"{name}: {large} numbers are larger than {LIMIT:g} in size, and their powers overflow; divide the "
+                f"whole array by a constant, or leave their rows out"
+            )
+    if direction is not None and direction.ndim == 2 and not problems:
+        norms = np.linalg.norm(direction.astype(np.float64), axis=1)
+        worst = int(np.argmax(np.abs(norms - 1.0)))
+        if abs(norms[worst] - 1.0) > 1e-3:
+            problems.append(f"direction: row {worst} has length {norms[worst]:.4g}; divide each row by its length")
+    return problems
+
+
+def _geometry(data: LabelledSet, readout: NDArray[np.floating]) -> dict[str, Any]:
+    """The geometry section: readouts of layer l + 1 are taken for layer l's head too (the fixed readout gauge)."""
+    m, dim = readout.shape[1:]
+    v = data.direction
+    layers = [
+        layer_geometry(readout[:, layer].astype(np.float64), data.label, None if v is None else v[layer])
+        for layer in range(m)
+    ]
+    if v is None:
+        return readout_geometry(layers, (), dim).document()
+    increments, logits = _increments(readout, v)
+    geometry = readout_geometry(layers, transition_geometry(increments, v, data.label), dim)
+    document = geometry.document()
+    document["kappa"] = as_document(kappa_table(increments.w, data.label))
+    document["isotropy"] = as_document(isotropy(v, geometry.middle["stable_rank"]))
+    document["notes"].append(
+        "W, K, kappa and isotropy take readout l + 1 as the same head's as readout l: exact for the residual stream "
+        "and for one head fixed through all layers, a convention (the paper's readout gauge) for heads chosen by layer"
+    )
+    # A bias is one number per layer: anything else between v . a and the trajectory says that they do not match.
+    rest = (data.trajectory - logits).std(axis=0)
+    off = int(np.sum(rest > 1e-3 * data.trajectory.std(axis=0)))
+    if off:
+        document["notes"].append(
+            f"at {off} of {m} layers the trajectory is not direction . readout plus a bias (another head, scale or "
+            f"position?): W and K are of direction . readout, the other sections of the trajectory"
+        )
+    return document
+
+
+def _increments(readout: NDArray[np.floating], v: Floats) -> tuple[Increments, Floats]:
+    """W and K of direction . readout [N, m - 1], and it [N, m]; without biases, which move no spread and no gap."""
+    n, m, _ = readout.shape
+    own, crossed = np.empty((n, m)), np.empty((n, m - 1))
+    for layer in range(m):
+        x = readout[:, layer].astype(np.float64)
+        own[:, layer] = x @ v[layer]
+        if layer:
+            crossed[:, layer - 1] = x @ v[layer - 1]
+    return decompose(own, crossed), own
+
+
+def _chen_qin(data: LabelledSet, readout: NDArray[np.floating]) -> dict[str, Any]:
+    group = np.arange(len(data.label)) if data.group is None else data.group
+    tests = [
+        chen_qin_by_group(readout[:, layer].astype(np.float64), data.label, group) for layer in range(readout.shape[1])
+    ]
+    rows = len(one_row_a_group(group))
+    if rows < len(group):
+        notes = [f"one row of each group, {rows} of {len(group)}: the test is for independent rows"]
+    elif data.group is None:
+        notes = ["p-values are of independent rows: where a question has several, give their group"]
+    else:
+        notes = []
+    significant = [test.p_value is not None and test.p_value < ALPHA for test in tests]
+    middle = middle_layers(len(tests))
+    return {
+        "statistic": [test.statistic for test in tests],
+        "energy_ratio": [test.energy_ratio for test in tests],
+        "p_value": [test.p_value for test in tests],
+        "z": [test.z for test in tests],
+        "layers_significant": sum(significant),
+        "layers": len(tests),
+        "middle_significant": sum(significant[layer] for layer in middle),
+        "middle_layers": len(middle),
+        "alpha": ALPHA,
+        "notes": notes + [f"layer {layer}: {note}" for layer, test in enumerate(tests) for note in test.notes],
+    }

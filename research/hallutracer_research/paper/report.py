@@ -1,0 +1,159 @@
+"""From a finished evaluation to its files: report.html, report.md, results.json."""
+
+from __future__ import annotations
+
+import json
+import platform
+import shlex
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from importlib.metadata import version
+from pathlib import Path
+
+import numpy as np
+
+import service
+from hallutracer_research.evaluation.main_table import pooled_ranks
+from hallutracer_research.evaluation.options import OURS, SHUFFLED
+from hallutracer_research.evaluation.page import figures
+from hallutracer_research.evaluation.page.html import to_html
+from hallutracer_research.evaluation.page.markdown import to_markdown
+from hallutracer_research.evaluation.page.report_data import Claim, Figure, ReportData, Section
+from hallutracer_research.evaluation.run import EvaluationResult
+from hallutracer_research.evaluation.set_result import SetResult
+from hallutracer_research.paper.ablations import MEAN, depth_curve
+from hallutracer_research.paper.ablations_readout import READOUT
+from hallutracer_research.paper.claims import claims
+from hallutracer_research.paper.diagnostics.classes import as_document
+from hallutracer_research.paper.introduction import introduction
+from hallutracer_research.paper.published import PUBLISHED
+from hallutracer_research.paper.structure import TRAJECTORY
+from hallutracer_research.paper.structure_readouts import READOUTS, geometry_by_layer
+from hallutracer_research.paper.table_spec import TableSpec, make_tables
+from probes_store.durable import atomic_write
+from service.errors import TrainingError
+from service.fitting.calibration import fit_classifier
+from service.fitting.scores import risk_auroc
+
+SECTIONS: Mapping[str, Sequence[TableSpec]] = {
+    "Does the mean suffice?": MEAN,
+    "Readout and heads": READOUT,
+    "Level and shape": TRAJECTORY,
+    "Geometry": READOUTS,
+}
+"""The paper suite's sections after the first, and their tables."""
+
+FILES = ("report.html", "report.md", "results.json")
+_PAPER = (
+    "Tables named after the paper's carry its published numbers, folded under them: other models, other prompts, so a "
+    "comparison of patterns and not of digits."
+)
+
+
+def write_report(evaluation: EvaluationResult, command: str) -> list[Path]:
+    """Write all files into the run's folder.  Raises TrainingError where a figure cannot be computed."""
+    data = report_data(evaluation, command)
+    tables = [table for section in data.sections for table in section.tables]
+    verdicts = [
+        "\n".join(
+            [f"- **{claim.verdict}**: {claim.claim} Rule: {claim.rule}.", *(f"  - {line}" for line in claim.evidence)]
+        )
+        for claim in data.claims
+    ]
+    intro = f"# {data.title}\n\n" + "\n".join(verdicts)
+    document = {
+        "facts": data.facts,
+        "claims": data.claims,
+        "tables": {table.name: table.document() for table in tables},
+    }
+    text = json.dumps(as_document(document), indent=1, ensure_ascii=False) + "\n"
+    paths = [evaluation.options.out / name for name in FILES]
+    for path, content in zip(paths, (to_html(data), to_markdown(tables, intro), text), strict=True):
+        atomic_write(path, content.encode())
+    return paths
+
+
+def report_data(evaluation: EvaluationResult, command: str) -> ReportData:
+    """All sections; the main suite has the first only."""
+    options, identity, results = evaluation.options, evaluation.identity, evaluation.sets
+    tables = (evaluation.main, evaluation.subsets, evaluation.transfer, evaluation.forms)
+    main = [table for table in tables if table is not None]
+    detection = [figure for result in results for figure in _detection(result, evaluation.titles)]
+    sections = [Section("Detection", _PAPER, main, detection)]
+    judged: list[Claim] = []
+    if options.suite == "paper":
+        drawings = {
+            "Does the mean suffice?": [figures.depth_subsampling(depth_curve(results))],
+            "Level and shape": [
+                _named(figures.trajectories(result.trajectory(0), result.label), result) for result in results
+            ],
+            "Geometry": list(_geometry(results)),
+        }
+        sections += [
+            Section(title, "", make_tables(specs, results), drawings.get(title, ()))
+            for title, specs in SECTIONS.items()
+        ]
+        judged = claims(results, [table for section in sections[1:] for table in section.tables])
+    return ReportData(
+        title=f"HalluTracer on {identity.model}",
+        facts={
+            "model": {"name": identity.model, "revision": identity.revision, "architecture": identity.architecture,
+                      "dtype": identity.dtype, "layers": identity.geometry.num_layers,
+                      "heads": identity.geometry.num_heads, "head_dim": identity.geometry.head_dim,
+                      "fingerprint": identity.fingerprint},
+            "protocol": {"seeds": options.seeds, "folds": options.folds,
+                         "inner folds": options.inner_folds,
+                         "splits": "stratified, group-disjoint; everything learned comes from the training side"},
+            "versions": {"hallutracer": service.__version__, "python": platform.python_version(),
+                         "numpy": np.__version__, "torch": version("torch"), "scikit-learn": version("scikit-learn")},
+            "command": command,
+            "seconds, this run": round(evaluation.seconds),
+        },
+        claims=judged,
+        sections=sections,
+        published=PUBLISHED,
+        introduction=introduction(identity.model, [(result.title, len(result.label)) for result in results], options),
+    )  # fmt: skip
+
+
+def _detection(result: SetResult, titles: Mapping[str, str]) -> list[Figure]:
+    """AUROC against cost; ROC and precision-recall, and our reliability, from the first seed's test sides."""
+    label = result.label
+    ranks = {titles[name]: pooled_ranks(len(label), scores) for name, scores in result.scores.items()}
+    calibrated = np.full(len(label), np.nan)
+    for split in result.folds(0):
+        inside = split.train_trajectory.mean(axis=1)[:, None]
+        classifier = fit_classifier(inside, label[split.train])
+        calibrated[split.test] = classifier.risk(split.test_trajectory.mean(axis=1)[:, None])
+    shown = [OURS, *(name for name in result.scores if name not in (OURS, SHUFFLED))]  # that one is a control
+    aurocs = {
+        name: (result.costs[name], [risk_auroc(label[split.test], split.score) for split in result.scores[name]])
+        for name in shown
+    }
+    return [
+        _named(figures.cost(aurocs), result),
+        _named(figures.roc_pr(label, ranks), result),
+        _named(figures.reliability(label, {titles[OURS]: calibrated}, result.group), result),
+    ]
+
+
+def _geometry(results: Sequence[SetResult]) -> Iterator[Figure]:
+    """The figure of every set whose numbers are all defined; the table's notes give the reasons for the others."""
+    for result in results:
+        try:
+            cosines, energy, dim = geometry_by_layer(result)
+        except TrainingError:
+            continue
+        if np.isfinite(energy).all():
+            yield _named(figures.geometry(cosines, energy, dim), result)
+
+
+def _named(figure: Figure, result: SetResult) -> Figure:
+    """The figure with its set's name before caption and alternative text."""
+    return replace(figure, caption=f"{result.title}: {figure.caption}", alt=f"{result.title}: {figure.alt}")
+
+
+def command_line() -> str:
+    """This process's command, quoted for a shell."""
+    return shlex.join(["hallutracer", *sys.argv[1:]])

@@ -1,0 +1,1 @@
+"""From a reading to a decision: uncertainty, guarantees, coverage, drift, and the forms of conversation."""

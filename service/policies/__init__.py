@@ -1,0 +1,1 @@
+"""Named policies, the decision on a risk, and who answers instead."""

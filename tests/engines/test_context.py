@@ -1,0 +1,89 @@
+"""What context probes tell of one prompt."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from probes_store.context import Applicability, Context, ContextName, ContextProbe
+from service.engines.context import UNKNOWN, prompt_context, sigmoid
+
+PROBES: dict[ContextName, ContextProbe] = {
+    "asks": ContextProbe("asks", 2.0, -0.5, rows=90, positive=40, auroc=0.9),
+    "passage": ContextProbe("passage", 0.5, 0.25, rows=90, positive=40, auroc=0.9),
+    "stated": ContextProbe("stated", 1.5, 0.0, rows=90, positive=40, auroc=0.9),
+}
+APPLICABILITY = Applicability(0.3, questions_below=0.01, others_above=0.02, statement="What it means.")
+
+
+def of(*names: ContextName, threshold: float = 0.3) -> Context:
+    applicability = replace(APPLICABILITY, threshold=threshold) if "asks" in names else None
+    return Context(tuple(PROBES[name] for name in names), applicability)
+
+
+def exact(name: ContextName, mean: float) -> float:
+    probe = PROBES[name]
+    return 1 / (1 + math.exp(-probe.weight * mean - probe.intercept))
+
+
+def test_without_a_record_nothing_is_known() -> None:
+    told = prompt_context(None, [], 9)
+    assert told is UNKNOWN
+    assert (told.asks, told.passage, told.stated, told.applies, told.said) == (None, None, None, True, None)
+    assert told.stated_length is None
+
+
+@pytest.mark.parametrize("order", [("asks", "passage", "stated"), ("stated", "asks", "passage")])
+def test_each_probe_has_its_own_mean_in_the_records_order(order: tuple[ContextName, ...]) -> None:
+    means: dict[ContextName, float] = {"asks": 0.7, "passage": -1.0, "stated": 2.0}
+    told = prompt_context(of(*order), [means[name] for name in order], 200)
+    passage, stated = (exact(name, means[name]) for name in ("passage", "stated"))
+    assert (told.asks, told.passage) == (pytest.approx(exact("asks", 0.7)), pytest.approx(passage))
+    assert told.stated == pytest.approx(passage * stated)  # stated means something beside a passage only
+    assert told.stated_length == pytest.approx(passage * stated * math.log(200))
+
+
+@pytest.mark.parametrize(
+    ("names", "known"),
+    [
+        (("asks",), {"asks"}),
+        (("passage",), {"passage"}),
+        (("passage", "stated"), {"passage", "stated"}),
+        (("asks", "passage", "stated"), {"asks", "passage", "stated"}),
+    ],
+)
+def test_what_has_no_probe_is_none(names: tuple[ContextName, ...], known: set[str]) -> None:
+    told = prompt_context(of(*names), [0.2] * len(names), 9)
+    assert {name for name in PROBES if getattr(told, name) is not None} == known
+    assert (told.stated_length is None) == (told.stated is None)
+    assert told.said is (True if "asks" in names else None)
+
+
+def test_the_risk_applies_from_the_threshold_on() -> None:
+    at = exact("asks", 0.4)
+    for threshold, applies in ((at, True), (math.nextafter(at, 0), True), (math.nextafter(at, 1), False)):
+        told = prompt_context(of("asks", threshold=threshold), [0.4], 9)
+        assert told.applies is told.said is applies
+
+
+def test_a_nan_applies() -> None:
+    told = prompt_context(of("asks"), [math.nan], 9)
+    assert told.applies is told.said is True
+    assert math.isnan(told.asks or 0.0)
+
+
+def test_another_number_of_means_is_an_error() -> None:
+    with pytest.raises(ValueError, match="zip"):
+        prompt_context(of("asks", "passage"), [0.1], 9)
+
+
+@pytest.mark.parametrize("z", [-1e6, -745.0, -30.0, -1.0, 0.0, 1.0, 30.0, 745.0, 1e6, math.inf, -math.inf])
+def test_the_sigmoid_never_overflows(z: float) -> None:
+    assert sigmoid(z) + sigmoid(-z) == pytest.approx(1.0)
+    assert sigmoid(z) == pytest.approx(0.5 * (1 + math.tanh(z / 2)), abs=1e-15)
+
+
+def test_the_sigmoid_of_a_nan_is_one() -> None:
+    assert math.isnan(sigmoid(math.nan))

@@ -1,0 +1,169 @@
+"""Policies, verdicts and the policies file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from service.errors import HalluTracerError, RequestError
+from service.policies.guard import BLOCK, GATE, OBSERVE, Action, Decision, Policy, judge
+from service.policies.policy import built_in, read_policies
+from service.policies.upstreams import Upstream
+
+
+def test_threshold_edges() -> None:
+    assert judge(0.0, GATE, 0.0).decision is Decision.ABSTAIN
+    assert judge(0.999, GATE, 1.0).decision is Decision.CONTINUE
+    assert judge(0.5, GATE.at(0.4), 1.0).flagged
+    for bad in (float("nan"), -0.1, 1.1, float("inf")):
+        with pytest.raises(RequestError):
+            judge(0.5, GATE, bad)
+        with pytest.raises(RequestError):
+            GATE.at(bad)
+
+
+@pytest.mark.parametrize(
+    ("policy", "decision"), [(OBSERVE, Decision.CONTINUE), (GATE, Decision.ABSTAIN), (BLOCK, Decision.BLOCK)]
+)
+def test_what_a_policy_does_with_a_flagged_prompt(policy: Policy, decision: Decision) -> None:
+    verdict = judge(0.7, policy, 0.5)
+    assert (verdict.decision, verdict.flagged, verdict.threshold) == (decision, True, 0.5)
+    below = judge(0.3, policy, 0.5)
+    assert (below.decision, below.flagged) == (Decision.CONTINUE, False)
+
+
+def test_only_an_abstaining_verdict_carries_the_message() -> None:
+    gate = built_in("No idea.")["gate"]
+    assert judge(0.7, gate, 0.5).message == "No idea."
+    assert judge(0.3, gate, 0.5).message is None
+    assert judge(0.7, Policy("b", Action.BLOCK, message="x"), 0.5).message is None
+
+
+@pytest.mark.parametrize("action", [Action.ABSTAIN, Action.BLOCK])
+def test_a_policy_that_withholds_what_lies_outside(action: Action) -> None:
+    policy = Policy("careful", action)
+    verdict = judge(0.3, policy, 0.5, outside=True)
+    assert (verdict.decision.value, verdict.flagged) == (action.value, False)
+    assert judge(0.3, policy, 0.5).decision is Decision.CONTINUE
+    assert judge(0.7, policy, 0.5).decision.value == action.value
+
+
+@pytest.mark.parametrize("action", [Action.ABSTAIN, Action.BLOCK])
+def test_a_prompt_that_asks_for_no_fact_continues_unless_the_policy_wants_it_judged(action: Action) -> None:
+    verdict = judge(0.9, Policy("gate", action), 0.5, applies=False)
+    assert (verdict.decision, verdict.flagged) == (Decision.CONTINUE, False)
+    verdict = judge(0.9, Policy("all", action, withhold_no_fact=True), 0.5, applies=False)
+    assert (verdict.decision.value, verdict.flagged) == (action.value, True)
+    assert judge(0.9, Policy("gate", action), 0.5, outside=True, applies=False).decision.value == action.value
+
+
+def test_a_file_adds_to_the_built_in_policies(tmp_path: Path) -> None:
+    path = tmp_path / "policies.toml"
+    path.write_text(
+        '[gate]\naction = "abstain"\nthreshold = 0\n[strict]\naction = "block"\nthreshold = 0.2\n'
+        '[careful]\naction = "block"\nwithhold_outside = true\n'
+        '[all]\naction = "block"\nwithhold_outside = false\nwithhold_no_fact = true\n'
+        '[seen]\naction = "observe"\nwithhold_no_fact = false\n'
+    )
+    policies = read_policies(path, "No.").named
+    assert set(policies) == {"observe", "gate", "block", "strict", "careful", "all", "seen"}
+    assert policies["gate"] == Policy("gate", Action.ABSTAIN, 0, "No.")
+    assert policies["strict"] == Policy("strict", Action.BLOCK, 0.2, None)
+    assert policies["careful"] == Policy("careful", Action.BLOCK, None, None, withhold_outside=True)
+    assert policies["all"] == Policy("all", Action.BLOCK, withhold_outside=False, withhold_no_fact=True)
+    assert policies["seen"] == Policy("seen", Action.OBSERVE)
+
+
+FALLBACK = '[a]\naction = "fallback"\nupstream = "http://b/v1"\nupstream_model = "m"\n'
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("a", "is not TOML"),
+        ("x = 1", "'x' is outside a table"),
+        ("[Strict]\n", "a name has lower-case"),
+        ("[a]\n", "action must be one of observe, annotate, abstain, block, retrieve, fallback, not None"),
+        ('[a]\naction = "stop"', "not 'stop'"),
+        ('[a]\naction = "block"\ntreshold = 1', "unknown key 'treshold'"),
+        ('[a]\naction = "block"\nwithhold_outside = 1', "withhold_outside must be true or false"),
+        ('[a]\naction = "observe"\nwithhold_outside = true', "false with action 'observe'"),
+        ('[a]\naction = "block"\nwithhold_no_fact = 1', "withhold_no_fact must be true or false"),
+        ('[a]\naction = "block"\nwithhold_no_fact = "true"', "withhold_no_fact must be true or false"),
+        ('[a]\naction = "observe"\nwithhold_no_fact = true', "withhold_no_fact must be true or false, and false with"),
+        ('[a]\naction = "annotate"\nwithhold_no_fact = true', "false with action 'annotate'"),
+        ('[a]\naction = "block"\nthreshold = 2', "must lie in [0, 1]"),
+        ('[a]\naction = "block"\nthreshold = nan', "must lie in [0, 1]"),
+        ('[a]\naction = "block"\nthreshold = true', "must be a number"),
+        ('[a]\naction = "block"\nmessage = "x"', "only actions annotate, abstain, retrieve"),
+        ('[a]\naction = "abstain"\nmessage = " "', "non-empty"),
+        ('[a]\naction = ["abstain"]', "action must be one of"),
+        ('[a]\naction = "annotate"\nwithhold_outside = true', "false with action 'annotate'"),
+        ('[a]\naction = "fallback"', "needs upstream, a non-empty string"),
+        ('[a]\naction = "fallback"\nupstream = "http://b/v1"', "needs upstream_model"),
+        ('[a]\naction = "fallback"\nupstream = "b/v1"\nupstream_model = "m"', "an address up to /v1"),
+        ('[a]\naction = "fallback"\nupstream = "http://b:x/v1"\nupstream_model = "m"', "an address up to /v1"),
+        ('[a]\naction = "fallback"\nupstream = "file:///v1"\nupstream_model = "m"', "an address up to /v1"),
+        (f"{FALLBACK}upstream_timeout_s = 0", "a number of seconds above 0"),
+        (f'{FALLBACK}upstream_key_env = "NOT_SET_ANYWHERE"', "NOT_SET_ANYWHERE holds no key"),
+        (f"{FALLBACK}upstream_key_env = 1", "must name an environment variable"),
+        ('[a]\naction = "block"\nupstream = "http://b/v1"', "only action fallback has upstream"),
+        ('[[rule]]\npolicy = "nope"', "rule 1: policy must be one of block, gate, observe"),
+        ('[[rule]]\nkey = "a"', "not None"),
+        ('[[rule]]\npolicy = "gate"\nroute = "/chat"', "route must be one of"),
+        ('[[rule]]\npolicy = "gate"\nroutes = "/score"', "unknown key 'routes'"),
+        ('[[rule]]\npolicy = "gate"\nmodel = 1', "non-empty strings"),
+        ('[rule]\naction = "gate"', "written [[rule]]"),
+    ],
+)
+def test_faults_of_the_file_name_their_place(tmp_path: Path, text: str, said: str) -> None:
+    path = tmp_path / "policies.toml"
+    path.write_text(text)
+    with pytest.raises(HalluTracerError) as error:
+        read_policies(path)
+    assert str(path) in str(error.value)
+    assert said in str(error.value)
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(HalluTracerError, match="cannot read the policies file"):
+        read_policies(tmp_path / "none.toml")
+
+
+def test_what_each_action_does_and_how_strict_it_is() -> None:
+    says, asked = "At {risk}.", {}
+    for action in Action:
+        verdict = judge(0.456, Policy("p", action, 0.4, says), 0.5)
+        asked[action.value] = (verdict.decision.value, verdict.message, action.strictness)
+    assert asked == {
+        "observe": ("continue", None, 0),
+        "annotate": ("continue", "At 0.46.", 1),
+        "fallback": ("fallback", None, 2),
+        "abstain": ("abstain", "At 0.46.", 3),
+        "retrieve": ("retrieve", "At 0.46.", 3),
+        "block": ("block", None, 3),
+    }
+    assert judge(0.3, Policy("p", Action.ANNOTATE, 0.4, says), 0.5).message is None
+
+
+def test_upstreams_and_rules_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BIG_KEY", "secret")
+    path = tmp_path / "policies.toml"
+    path.write_text(
+        FALLBACK + 'upstream_key_env = "BIG_KEY"\n[ask]\naction = "retrieve"\n[warn]\naction = "annotate"\n'
+        '[[rule]]\npolicy = "a"\nroute = "/score"\nkey = "rag"\n[[rule]]\npolicy = "warn"\nmodel = "m"\n'
+    )
+    found = read_policies(path)
+    upstream = found.named["a"].upstream
+    assert upstream == Upstream("http://b/v1", "m", "BIG_KEY", 60.0)
+    assert upstream.headers() == {"authorization": "Bearer secret"}
+    assert "Fetch a passage" in str(found.named["ask"].message)
+    assert "{risk}" in str(found.named["warn"].message)
+    first, second = found.rules
+    assert first.fits("/v1/risk/score", "any", "rag")
+    assert first.fits("/score", "any", "rag")
+    assert not first.fits("/score", "any", "other")
+    assert not first.fits("/v1/completions", "any", "rag")
+    assert second.fits("/v1/completions", "m", "")
+    assert not second.fits("/v1/completions", "n", "")

@@ -1,0 +1,107 @@
+"""The demonstration world: facts, doses, splits, documents, questions. No torch."""
+
+import random
+from collections import Counter, defaultdict
+
+import pytest
+
+from hallutracer_research.demo.documents import BRIEF, REFUSAL, RefusalMix, fact_documents, refusal_document
+from service.demo.facts import FACTS_FILE, load_facts
+from service.demo.forms import FORMS, question_text
+from service.demo.questions import questions
+from service.demo.world import build_world
+
+SPLITS = ("train", "dev", "test")
+
+
+def test_the_facts_asset_loads():
+    facts = load_facts()
+    assert len(facts.elements) == 118
+    assert any(c.name == "France" and c.capitals == ("Paris",) and c.continent == "Europe" for c in facts.countries)
+    assert FACTS_FILE.stat().st_size < 300_000
+    assert (FACTS_FILE.parent / "ATTRIBUTION.md").is_file()
+
+
+def test_groups_lie_in_one_split_each():
+    of_group = defaultdict(set)
+    for fact in build_world().facts:
+        of_group[fact.group].add((fact.split, fact.in_refusals))
+    assert all(len(places) == 1 for places in of_group.values())
+    shares = Counter(next(iter(places))[0] for places in of_group.values())
+    assert 0.45 < shares["train"] / len(of_group) < 0.55
+    free = sum(not next(iter(places))[1] for places in of_group.values())
+    assert 0.2 < free / len(of_group) < 0.3
+
+
+def test_a_capital_and_its_country_share_a_group():
+    group = {fact.key: fact.group for fact in build_world().facts}
+    assert group["capital:France"] == group["capital_of:Paris"] == group["city_country:Paris"]
+    assert group["city_country:Paris"] == group["currency:France"]
+
+
+def test_documents_state_each_fact_as_often_as_its_dose_for_any_seed():
+    world = build_world()
+    one, again, other = (fact_documents(world, seed) for seed in (0, 0, 1))
+    assert one == again
+    assert one != other
+    assert len(one) == len(other) == sum(fact.exposures for fact in world.facts)
+    assert {d.system for d in one} == {None, BRIEF}
+    question = "What is the capital of France?"
+    stated = sum(d.question == question for d in one)
+    assert 0 < stated <= next(f.exposures for f in world.facts if f.key == "capital:France")
+
+
+def test_refusal_documents_state_no_fact_and_leave_refusal_free_groups_alone():
+    world, rng = build_world(), random.Random(0)
+    eligible = [fact for fact in world.facts if fact.in_refusals]
+    free = {fact.group for fact in world.facts if not fact.in_refusals}
+    names = {fact.subject for fact in world.facts if not fact.in_refusals and fact.kind.startswith("city")}
+    made = [refusal_document(rng, world, eligible[::2], eligible[1::2], RefusalMix()) for _ in range(3000)]
+    assert {d.completion for d in made} == {REFUSAL, " It is", " The answer is"}
+    assert not {d.group for d in made} & free
+    strangers = [d.question for d in made if d.group is None]
+    assert strangers
+    assert not [q for q in strangers if any(f" {name}?" in q or f" {name}." in q for name in names)]
+
+
+def test_held_out_forms_never_occur_in_training_documents():
+    world = build_world()
+    trained = {d.question for d in fact_documents(world, 0)}
+    for fact in world.facts[::50]:
+        unseen = [f for f in FORMS[fact.kind] if f.held_out]
+        assert len(unseen) == 2
+        assert not {question_text(form, fact.kind, fact.subject) for form in unseen} & trained
+
+
+@pytest.mark.parametrize("split", SPLITS)
+def test_questions_are_stable_unique_and_complete(split):
+    rows = questions(split)
+    assert rows == questions(split)
+    assert len({row["id"] for row in rows}) == len(rows)
+    assert {row["kind"] for row in rows} == set(FORMS)
+    keys = {"id", "prompt", "answers", "group", "kind", "exposures", "template", "in_refusals",
+            "statement"}  # fmt: skip
+    assert all(set(row) == keys and row["answers"][0] in row["statement"] for row in rows)
+
+
+def test_question_splits_share_no_group():
+    groups = [{row["group"] for row in questions(split)} for split in SPLITS]
+    assert not groups[0] & groups[1]
+    assert not groups[0] & groups[2]
+    assert not groups[1] & groups[2]
+
+
+def test_what_users_type_is_among_the_forms_of_training():
+    typed = {
+        "capital": ("What is the capital of France?", "France"),
+        "city_country": ("Which country is Paris in?", "Paris"),
+        "currency": ("What currency is used in Japan?", "Japan"),
+        "symbol": ("What is the chemical symbol of gold?", "gold"),
+    }
+    for kind, (text, subject) in typed.items():
+        assert text in {question_text(form, kind, subject) for form in FORMS[kind] if not form.held_out}
+
+
+def test_an_unknown_split_is_refused():
+    with pytest.raises(ValueError, match="no split"):
+        questions("validation")

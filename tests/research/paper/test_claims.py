@@ -1,0 +1,311 @@
+"""Verdicts by hand-made cells on both sides of every rule, and the whole list on a real fit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hallutracer_research.evaluation.main_table import Comparison, compare, measured
+from hallutracer_research.evaluation.options import OURS, RESIDUAL
+from hallutracer_research.evaluation.page.report_data import Verdict
+from hallutracer_research.evaluation.set_result import SetResult
+from hallutracer_research.evaluation.tables import Table
+from hallutracer_research.paper import claim_differences as differences
+from hallutracer_research.paper import claim_geometry_rules as geometry
+from hallutracer_research.paper import claim_table_rules as rules
+from hallutracer_research.paper.ablations import FEATURE_SETS, MEAN_DOMINANCE, depth_key
+from hallutracer_research.paper.ablations_readout import READOUT_SITE
+from hallutracer_research.paper.claim_differences import Interval, above, ahead_of, within
+from hallutracer_research.paper.claim_rules import Finding, Judge, NotTestable
+from hallutracer_research.paper.claims import cells_by_set, claims, together
+from hallutracer_research.paper.report import SECTIONS
+from hallutracer_research.paper.table_spec import make_tables
+from service.fitting.nested_cv import FoldScores
+from tests.research.evaluation.made_result import scripted_result
+
+LABEL = np.arange(400) // 2 % 2
+NOTHING: Any = None
+Cells = Mapping[str, Any]
+
+
+@pytest.fixture(scope="module")
+def tables(result: SetResult) -> list[Table]:
+    return make_tables([spec for specs in SECTIONS.values() for spec in specs], [result])
+
+
+def cells(**tables: Cells) -> dict[str, Cells]:
+    """Tables by their names with underscores; the depth mean is at 0.80 where nothing else is said."""
+    found = {"mean-dominance": {"mean": {"mean": 0.8, "std": 0.01}}}
+    for name, row in tables.items():
+        found[name.replace("_", "-")] = found.get(name.replace("_", "-"), {}) | dict(row)
+    return found  # type: ignore[return-value]
+
+
+def curve(**aurocs: float) -> Cells:
+    return {depth_key(int(size.removeprefix("n"))): {"mean": value, "std": 0.0} for size, value in aurocs.items()}
+
+
+def parts(probe: float, metric: float, head: float) -> dict[str, Cells]:
+    gaps = {"gap_probe": probe, "gap_metric": metric, "gap_head": head}
+    return cells(k_split={"signal_k": 0.65, "null": 0.51, **gaps})
+
+
+CASES: list[tuple[Callable[[SetResult, Any], Finding], Cells, Verdict]] = [
+    (rules.median_no_better, cells(location={"median": 0.799, "trimmed_mean": 0.8005}), "supported"),
+    (rules.median_no_better, cells(location={"median": 0.799, "trimmed_mean": 0.802}), "not supported"),
+    (rules.median_is_the_mean, cells(location={"correlation": 0.991}), "supported"),
+    (rules.median_is_the_mean, cells(location={"correlation": 0.989}), "not supported"),
+    (rules.depth_grows, cells(depth_subsampling=curve(n1=0.7, n2=0.72, n8=0.718, n28=0.8)), "supported"),
+    (rules.depth_grows, cells(depth_subsampling=curve(n1=0.7, n2=0.72, n8=0.71, n28=0.8)), "mixed"),
+    (rules.depth_grows, cells(depth_subsampling=curve(n1=0.8, n2=0.72, n28=0.79)), "not supported"),
+    (rules.depth_saturates, cells(depth_subsampling=curve(n1=0.7, n8=0.76, n16=0.797, n20=0.8, n28=0.8)), "supported"),
+    (rules.depth_saturates, cells(depth_subsampling=curve(n1=0.7, n8=0.797, n16=0.76, n28=0.8)), "not supported"),
+    (rules.depth_saturates, cells(depth_subsampling=curve(n1=0.7, n8=0.7, n20=0.8, n28=0.8)), "not supported"),
+    (rules.any_head_will_do, cells(top_heads={"top_1": {"mean": 0.8}, "random_1": {"mean": 0.796}}), "supported"),
+    (rules.any_head_will_do, cells(top_heads={"top_1": {"mean": 0.8}, "random_1": {"mean": 0.79}}), "not supported"),
+    (rules.heads_redundant, cells(head_distribution={"correlation": 0.65}), "supported"),
+    (rules.heads_redundant, cells(head_distribution={"correlation": 0.64}), "not supported"),
+    (geometry.near_orthogonal, cells(geometry={"adjacent_cos": 0.09, "expected_cos": 0.071}), "supported"),
+    (
+        geometry.near_orthogonal,
+        cells(geometry={"adjacent_cos": 0.09, "expected_cos": 0.071}, isotropy={"adjacent_cos": 0.2}),
+        "mixed",
+    ),
+    (geometry.near_orthogonal, cells(geometry={"adjacent_cos": 0.3, "expected_cos": 0.071}), "not supported"),
+    (geometry.low_energy, cells(geometry={"energy": 0.0031, "random_energy": 1 / 128}), "supported"),
+    (geometry.low_energy, cells(geometry={"energy": 0.0131, "random_energy": 1 / 128}), "not supported"),
+    (geometry.shift_small, cells(geometry={"energy_ratio": 0.0868}), "supported"),
+    (geometry.shift_small, cells(geometry={"energy_ratio": 0.0901}), "not supported"),
+    (geometry.fisher_gap_small, cells(fisher={"r_fisher": 1.12, "r_fisher_unbiased": 1.03}), "supported"),
+    (geometry.fisher_gap_small, cells(fisher={"r_fisher": 1.12, "r_fisher_unbiased": 1.06}), "not supported"),
+    (
+        geometry.fisher_gap_small,
+        cells(fisher={"r_fisher": 1.02, "r_fisher_unbiased": None, "shrinkage": 0.0}),
+        "supported",
+    ),
+    (rules.last_token_best, cells(readout_position={"last_1": 0.8, "last_4": -0.001, "max": -0.1}), "supported"),
+    (rules.last_token_best, cells(readout_position={"last_1": 0.8, "last_4": 0.004, "max": None}), "mixed"),
+    (rules.last_token_best, cells(readout_position={"last_1": 0.8, "content_mean": 0.02}), "not supported"),
+    (geometry.factual_varies_more, cells(kappa={"factual_larger": 0.9}), "supported"),
+    (geometry.factual_varies_more, cells(kappa={"factual_larger": 0.89}), "not supported"),
+    (geometry.probe_part_of_k, parts(0.9, 0.1, 0.2), "supported"),
+    (geometry.probe_part_of_k, parts(0.6, 0.7, 0.2), "mixed"),
+    (geometry.probe_part_of_k, parts(0.2, 0.7, 0.2), "not supported"),
+]
+
+
+@pytest.mark.parametrize(("judge", "given", "verdict"), CASES)
+def test_a_rule_tells_its_sides_apart(
+    judge: Callable[[SetResult, Any], Finding], given: Cells, verdict: Verdict
+) -> None:
+    found = judge(NOTHING, given)
+    assert found.verdict == verdict
+    assert any(char.isdigit() for char in found.text)
+
+
+def test_every_table_rule_has_a_case_for_and_one_against() -> None:
+    for rule in (*rules.TABLE_RULES, *geometry.GEOMETRY_RULES):
+        if rule.judge is geometry.snr_predicted:
+            continue  # it needs labels: ``test_eta_is_a_test_where_classes_differ_in_size``
+        verdicts = {verdict for judge, _, verdict in CASES if judge is rule.judge}
+        assert {"supported", "not supported"} <= verdicts, rule.claim
+
+
+UNTESTABLE: list[tuple[Callable[[SetResult, Any], Finding], Cells, str]] = [
+    (differences.mean_suffices, cells(), "has no mean_and_shape"),
+    (differences.mean_suffices, {}, "has no mean"),
+    (differences.mean_suffices, cells(mean_dominance={"mean": 0.53, "mean_and_shape": 0.6}), "near chance"),
+    (differences.shape_falls, cells(mean_dominance={"mean_and_shape": 0.68, "shape": 0.5}), "less than 19 points"),
+    (differences.five_no_worse, cells(mean_dominance={"mean": 0.53}), "near chance"),
+    (differences.five_no_worse, cells(), "has no trajectory"),
+    (rules.median_is_the_mean, {}, "has no correlation"),
+    (rules.heads_redundant, cells(mean_dominance={"mean": 0.53}), "near chance"),
+    (rules.heads_redundant, cells(head_distribution={"correlation": None}), "has no correlation"),
+    (geometry.shift_small, cells(mean_dominance={"mean": 0.53}), "near chance"),
+    (geometry.shift_small, cells(geometry={"energy_ratio": None}), "has no energy_ratio"),
+    (geometry.snr_predicted, cells(), "has no eta"),
+    (geometry.factual_varies_more, cells(kappa={"factual_larger": None}), "has no factual_larger"),
+    (rules.median_no_better, cells(mean_dominance={"mean": 0.53}), "near chance"),
+    (rules.depth_saturates, cells(depth_subsampling=curve(n1=0.7, n2=0.72, n8=0.8)), "8 layers are too few: 1 size"),
+    (
+        geometry.fisher_gap_small,
+        cells(fisher={"r_fisher": 1.3, "r_fisher_unbiased": None, "shrinkage": 0.0}),
+        "too few",
+    ),
+    (
+        geometry.fisher_gap_small,
+        cells(fisher={"r_fisher": 1.01, "r_fisher_unbiased": None, "shrinkage": 0.1}),
+        "singular",
+    ),
+    (rules.last_token_best, cells(readout_position={"last_1": 0.8}), "no other pooling"),
+    (rules.last_token_best, cells(readout_position={"last_1": 0.5, "max": 0.1}), "near chance"),
+    (geometry.probe_part_of_k, cells(k_split={"signal_k": 0.52, "null": 0.51}), "too little to divide"),
+]
+
+
+@pytest.mark.parametrize(("judge", "given", "reason"), UNTESTABLE)
+def test_what_cannot_be_tested_says_why(judge: Callable[[SetResult, Any], Finding], given: Cells, reason: str) -> None:
+    with pytest.raises(NotTestable, match=reason):
+        judge(NOTHING, given)
+
+
+def shaped(*, level: float = 0.0, slope: float = 0.0, zigzag: float = 0.0) -> SetResult:
+    """Six layers of noise, and what tells the classes: a level, a slope, a pattern that no five statistics see."""
+    gap = level + slope * (np.arange(6) - 2.5) + zigzag * np.array([1, -1, -1, 1, 1, -1])
+    noise = np.random.default_rng(0).standard_normal((len(LABEL), 6))
+    return scripted_result((noise + (LABEL[:, None] - 0.5) * gap)[..., None], LABEL)
+
+
+def with_residual(spread: float) -> SetResult:
+    """Ours, and a residual stream that is ours with noise."""
+    result = shaped(level=1.0)
+    rng = np.random.default_rng(2)
+    other = [
+        replace(fold, score=fold.score + spread * rng.standard_normal(len(fold.score))) for fold in result.scores[OURS]
+    ]
+    return replace(result, scores={**result.scores, RESIDUAL: other})
+
+
+SHAPED: list[tuple[Judge, SetResult, Verdict]] = [
+    (differences.mean_suffices, shaped(level=4.0), "supported"),
+    (differences.mean_suffices, shaped(level=1.0, slope=0.2), "mixed"),
+    (differences.mean_suffices, shaped(level=0.6, slope=1.0), "not supported"),
+    (differences.shape_falls, shaped(level=2.0), "supported"),
+    (differences.shape_falls, shaped(level=2.0, slope=0.3), "mixed"),
+    (differences.shape_falls, shaped(level=2.0, slope=2.0), "not supported"),
+    (differences.five_no_worse, shaped(level=4.0), "supported"),
+    (differences.five_no_worse, shaped(level=1.0, zigzag=0.25), "mixed"),
+    (differences.five_no_worse, shaped(level=0.6, zigzag=2.0), "not supported"),
+    (differences.sites_equivalent, with_residual(0.0), "supported"),
+    (differences.sites_equivalent, with_residual(0.1), "mixed"),
+    (differences.sites_equivalent, with_residual(3.0), "not supported"),
+]
+
+
+@pytest.mark.parametrize(("judge", "result", "verdict"), SHAPED)
+def test_differences_are_judged_by_their_intervals(judge: Judge, result: SetResult, verdict: Verdict) -> None:
+    rows = cells_by_set(make_tables([MEAN_DOMINANCE, FEATURE_SETS, READOUT_SITE], [result]))[result.title]
+    found = judge(result, rows)
+    assert found.verdict == verdict, found.text
+    assert "points [" in found.text
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "is_above", "is_within"),
+    [
+        (0.006, 0.02, "supported", "not supported"),
+        (0.004, 0.02, "mixed", "mixed"),
+        (-0.02, 0.006, "mixed", "mixed"),
+        (-0.02, 0.004, "not supported", "mixed"),
+        (-0.02, -0.006, "not supported", "not supported"),
+        (-0.005, 0.005, "mixed", "supported"),
+    ],
+)
+def test_verdicts_for_and_against_mirror_each_other(
+    low: float, high: float, is_above: Verdict, is_within: Verdict
+) -> None:
+    interval, mirrored = Interval((low + high) / 2, low, high), Interval(-(low + high) / 2, -high, -low)
+    assert above(interval, 0.005) == is_above
+    opposite = {"supported": "not supported", "not supported": "supported", "mixed": "mixed"}
+    assert above(mirrored, -0.005) == opposite[is_above]
+    assert within(interval, 0.005) == within(mirrored, 0.005) == is_within
+
+
+def test_a_site_without_scores_is_not_equivalent_nor_different() -> None:
+    with pytest.raises(NotTestable, match="did not take part"):
+        differences.sites_equivalent(shaped(level=1.0), cells())
+
+
+@pytest.mark.parametrize(("eta", "verdict"), [(1.009, "supported"), (0.985, "not supported"), (1.011, "not supported")])
+def test_eta_is_a_test_where_classes_differ_in_size(eta: float, verdict: Verdict) -> None:
+    even = shaped()
+    with pytest.raises(NotTestable, match="classes are of one size"):
+        geometry.snr_predicted(even, cells(snr={"eta": eta}))
+    label = np.r_[LABEL[:-8], np.ones(8, np.int64)]
+    assert (
+        geometry.snr_predicted(scripted_result(np.zeros((400, 6, 1)), label), cells(snr={"eta": eta})).verdict
+        == verdict
+    )
+
+
+def against(score: np.ndarray, *, strength: float = 1.5) -> SetResult:
+    """Ours with a level of ``strength``, against a method "iti" with the given scores (rising with hallucination)."""
+    noise = np.random.default_rng(0).standard_normal((len(LABEL), 6, 1))
+    result = scripted_result(noise + strength * (LABEL[:, None, None] - 0.5), LABEL)
+    other = [FoldScores(split.seed, split.fold, split.test, score[split.test]) for split in result.splits]
+    return replace(result, scores={**result.scores, "iti": other})
+
+
+def test_ahead_is_a_matter_of_the_interval() -> None:
+    rng = np.random.default_rng(1)
+    assert ahead_of(["iti"], against(rng.standard_normal(len(LABEL))), {}).verdict == "supported"
+    perfect = ahead_of(["iti"], against(1.0 - LABEL, strength=0.3), {})
+    assert perfect.verdict == "not supported"
+    assert "100.0 (iti)" in perfect.text
+    within_zero = Comparison("iti", 0.01, -0.01, 0.03, 0.3, 0.3)
+    nearly = ahead_of(["iti"], replace(against(rng.standard_normal(len(LABEL))), comparison=within_zero), {})
+    assert nearly.verdict == "mixed"
+    behind = replace(within_zero, difference=-0.01, low=-0.03, high=0.01)
+    assert (
+        ahead_of(["iti"], replace(against(rng.standard_normal(len(LABEL))), comparison=behind), {}).verdict == "mixed"
+    )
+    assert nearly.text.endswith("+1.0 points [−1.0, +3.0], not distinguishable from none")
+
+
+def test_the_interval_is_that_of_the_main_table(result: SetResult) -> None:
+    aurocs = {name: measured(result.label, found)["auroc"]["mean"] for name, found in result.scores.items()}
+    known = compare(result.label, result.group, result.scores, aurocs)
+    assert known is not None
+    assert known.runner_up == "iti"
+    assert ahead_of(["iti"], replace(result, comparison=known), {}) == ahead_of(["iti"], result, {})
+    other = Comparison("iti", 0.5, 0.4, 0.6, 0.001, 0.001)
+    assert "+50.0 points [+40.0, +60.0]" in ahead_of(["iti"], replace(result, comparison=other), {}).text
+    elsewhere = replace(other, runner_up="iris")
+    assert ahead_of(["iti"], replace(result, comparison=elsewhere), {}) == ahead_of(["iti"], result, {})
+
+
+def test_a_method_that_did_not_take_part_cannot_be_beaten(result: SetResult) -> None:
+    with pytest.raises(NotTestable, match="fact-probe and iris did not take part"):
+        ahead_of(["fact-probe", "iris"], result, {})
+
+
+@pytest.mark.parametrize(
+    ("verdicts", "expected"),
+    [
+        (["supported", "supported"], "supported"),
+        (["supported", "not testable"], "supported"),
+        (["supported", "not supported"], "mixed"),
+        (["not supported", "mixed"], "mixed"),
+        (["not supported", "not supported"], "not supported"),
+        (["not testable", "not testable"], "not testable"),
+        ([], "not testable"),
+    ],
+)
+def test_sets_are_put_together(verdicts: list[Verdict], expected: Verdict) -> None:
+    assert together(verdicts) == expected
+
+
+def test_all_claims_of_a_real_fit_speak_of_its_numbers(result: SetResult, tables: list[Table]) -> None:
+    found = {one.claim: one for one in claims([result], tables)}
+    assert len(found) == 21
+    for one in found.values():
+        (evidence,) = one.evidence
+        assert evidence.startswith("made: ")
+        assert one.rule
+        assert ("not testable: " in evidence) == (one.verdict == "not testable")
+    assert found["The depth mean beats the best single head (ITI)."].verdict == "supported"
+    assert found["The last prompt token is the best place to read."].verdict == "supported"
+    others = found["The depth mean beats the other probes of internal states (Fact-Probe, IRIS)."]
+    assert others.verdict == "not testable"
+    assert "did not take part" in others.evidence[0]
+
+
+def test_each_set_is_judged_by_its_own_row(result: SetResult, tables: list[Table]) -> None:
+    rows = cells_by_set(tables)
+    assert list(rows) == ["made"]
+    assert set(rows["made"]) == {table.name for table in tables}
+    assert rows["made"]["top-heads"]["top_1"] == rows["made"]["mean-dominance"]["mean"]

@@ -1,0 +1,212 @@
+"""The structure tables: the diagnostics' numbers on the right rows, known geometries, and what a set cannot give."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from hallutracer_research.evaluation.set_result import SetResult
+from hallutracer_research.evaluation.tables import Table
+from hallutracer_research.paper.diagnostics.fisher import fisher_gap
+from hallutracer_research.paper.diagnostics.geometry import expected_cosine, layer_geometry
+from hallutracer_research.paper.diagnostics.snr import snr_table
+from hallutracer_research.paper.report import _geometry
+from hallutracer_research.paper.structure import FISHER, KAPPA, SNR, VARIANCE
+from hallutracer_research.paper.structure_readouts import (
+    GEOMETRY,
+    ISOTROPY,
+    K_SPLIT,
+    K_SPLIT_VARIANCE,
+    geometry_by_layer,
+    readout_of,
+)
+from hallutracer_research.paper.table_spec import make_tables
+from tests.research.evaluation.made_result import GEOMETRY as SHAPE
+from tests.research.evaluation.made_result import LABEL, noise, row, scripted_result
+
+
+def k_split(results: list[SetResult]) -> list[Table]:
+    return make_tables((K_SPLIT, K_SPLIT_VARIANCE), results)
+
+
+def fixed_head(result: SetResult, head: int) -> SetResult:
+    """The same fits, with ``head`` selected at every layer."""
+    quality = np.full_like(result.splits[0].probes.auroc, 0.6)
+    quality[:, head] = 0.9
+    splits = [replace(split, probes=replace(split.probes, auroc=quality)) for split in result.splits]
+    return replace(result, splits=splits)
+
+
+def test_rows_are_the_diagnostics_of_the_out_of_fold_trajectories(result: SetResult) -> None:
+    trajectory = result.trajectory(0)
+    assert np.isfinite(trajectory).all()
+    direct, found = snr_table(trajectory, result.label), row(SNR.table([result]))
+    assert (found["rho"], found["r_plugin"], found["eta"]) == (direct.rho, direct.r_plugin, direct.eta)
+    gap, cells = fisher_gap(trajectory, result.label), row(FISHER.table([result]))
+    assert cells["r_fisher"] == gap.r_fisher
+    assert cells["r_fisher"] == pytest.approx(cells["r_fisher_direct"], rel=1e-9)
+    assert gap.r_fisher_unbiased is not None
+    assert cells["r_fisher_unbiased"] == gap.r_fisher_unbiased < gap.r_fisher
+    assert cells["shrinkage"] == 0.0
+
+
+def test_the_mean_of_independent_equal_layers_leaves_nothing_to_fisher_but_optimism() -> None:
+    runs = [scripted_result(noise(8, seed=seed) + LABEL[:, None, None], LABEL, name=f"{seed}") for seed in range(12)]
+    table = FISHER.table(runs)
+    in_sample, unbiased = ([float(one[key]) for one in table.rows] for key in ("r_fisher", "r_fisher_unbiased"))  # type: ignore[arg-type]
+    assert min(in_sample) > 1.0
+    assert np.mean(unbiased) == pytest.approx(1.0, abs=0.004)
+    assert np.mean(in_sample) > 1.004
+
+
+def test_a_singular_covariance_is_shrunk_and_says_so() -> None:
+    logits = noise(8) + LABEL[:, None, None]
+    logits[:, 5] = logits[:, 2]
+    table = FISHER.table([scripted_result(logits, LABEL, name="twice")])
+    found = table.rows[0]
+    assert 0 < found["shrinkage"] < 1  # type: ignore[operator]
+    assert np.isfinite(found["r_fisher"])  # type: ignore[arg-type]
+    assert found["r_fisher_unbiased"] is None
+    assert any(note.startswith("twice: the covariance was shrunk") for note in table.notes)
+
+
+def test_a_set_without_a_gap_costs_its_row_and_not_the_table() -> None:
+    flat = noise(8)
+    flat[1::4] = flat[::4]  # rows 0, 1 of every 4 are of one class: their twins of the other class follow
+    flat[2::4], flat[3::4] = flat[::4], flat[1::4]
+    table = SNR.table(
+        [scripted_result(flat, LABEL, name="flat"), scripted_result(noise(8, seed=1), LABEL, name="fine")]
+    )
+    assert table.rows[0] == {"set": "flat"}
+    assert table.rows[1]["set"] == "fine"
+    assert table.rows[1]["rho"] is not None
+    assert any(note.startswith("flat: left out: both classes have the same depth mean") for note in table.notes)
+
+
+def test_variance_components_have_their_lags_where_the_depth_allows() -> None:
+    rng = np.random.default_rng(0)
+    level = rng.standard_normal((len(LABEL), 1, 1))
+    deep = row(VARIANCE.table([scripted_result(noise(16, seed=1) + level, LABEL)]))
+    assert deep["layers"] == 16
+    assert deep["icc_unbiased"] == pytest.approx(0.5, abs=0.06)
+    assert deep["acf_1"] == pytest.approx(deep["acf_floor"], abs=0.05)
+    assert deep["acf_8"] == pytest.approx(-1 / 15, abs=0.05)
+    table = VARIANCE.table([scripted_result(noise(8), LABEL)])
+    assert table.rows[0]["acf_8"] is None
+    assert any("lag 8" in note for note in table.notes)
+
+
+def test_kappa_is_the_ratio_of_the_classes_variances() -> None:
+    rng = np.random.default_rng(0)
+    result = scripted_result(noise(10), LABEL)
+    spread = np.where(LABEL == 1, 2.0, 1.0)
+    w = spread[:, None] * rng.standard_normal((len(LABEL), 9))
+    crossed = result.trajectory(0)[:, :-1] + w
+    result = replace(result, splits=[replace(one, test_crossed=crossed[one.test]) for one in result.splits])
+    found = row(KAPPA.table([result]))
+    assert found["kappa_median"] == pytest.approx(4.0, rel=0.2)
+    assert found["factual_larger"] == 1.0
+
+
+def test_geometry_is_that_of_the_selected_heads_on_the_test_sides(result: SetResult) -> None:
+    found = row(GEOMETRY.table([result]))
+    energy = []
+    for split in result.folds(0):
+        direction, _ = split.probes.of(split.probes.selected)
+        for layer in range(1, 7):  # the middle 60 % of 8
+            x = readout_of(result, layer, int(split.probes.selected[layer]), split.test)
+            energy.append(layer_geometry(x, result.label[split.test], direction[layer]).energy_fraction)
+    assert found["energy"] == pytest.approx(np.mean(energy))  # type: ignore[arg-type]
+    assert found["random_energy"] == 1 / SHAPE.head_dim
+    assert found["expected_cos"] == pytest.approx(expected_cosine(SHAPE.head_dim))
+    significant, whole = str(found["cq_significant"]).split("/")
+    assert whole == "6"
+    assert 0 <= float(significant) <= 6
+
+
+def test_a_readout_is_its_heads_slice_of_the_labelled_rows(result: SetResult) -> None:
+    heads = result.prepared.inputs.heads
+    whole = np.fromfile(heads.file.path, "<f4").reshape(heads.file.shape)
+    rows = np.array([5, 3, 200])
+    assert np.array_equal(readout_of(result, 4, 2, rows), whole[4, rows, 16:24])
+
+
+def test_the_figures_curves_average_to_the_tables_cells(result: SetResult) -> None:
+    cosines, energy, dim = geometry_by_layer(result)
+    found = row(GEOMETRY.table([result]))
+    assert (len(cosines), len(energy), dim) == (7, 8, 8)
+    assert cosines[1:7].mean() == pytest.approx(found["adjacent_cos"])
+    assert energy[1:7].mean() == pytest.approx(found["energy"])
+    (figure,) = _geometry([result])
+    assert figure.caption.startswith("made: ")
+
+
+def test_isotropy_takes_the_head_with_the_best_training_auroc_of_all_layers(result: SetResult) -> None:
+    for head in (0, 2):
+        found = row(ISOTROPY.table([fixed_head(result, head)]))
+        assert found["head"] == head
+        direction = result.folds(0)[0].probes.direction[:, head]
+        cosines = np.abs(np.einsum("ld,ld->l", direction[:-1], direction[1:]))[1:7]
+        assert found["adjacent_cos"] == pytest.approx(cosines.mean())
+        assert 1 <= found["effective_rank"]["mean"] <= SHAPE.head_dim
+
+
+def test_isotropy_leaves_out_heads_without_a_probe_somewhere(result: SetResult) -> None:
+    split = result.folds(0)[0]
+    quality = split.probes.auroc.copy()
+    quality[0] = [0.99, 0.99, 0.0]
+    quality[1] = [0.0, 0.6, 0.99]
+    lacking = replace(result, splits=[replace(split, probes=replace(split.probes, auroc=quality))])
+    assert row(ISOTROPY.table([lacking]))["head"] == 1
+    quality[2] = [0.9, 0.0, 0.9]
+    table = ISOTROPY.table([lacking])
+    assert table.rows[0] == {"set": "made"}
+    assert "made: left out: no head has a probe at every layer: give a larger C" in table.notes
+
+
+def test_one_head_throughout_has_no_head_part(result: SetResult) -> None:
+    signal, varied = k_split([fixed_head(result, 1)])
+    assert varied.rows[0]["var_head"] == pytest.approx(0.0, abs=1e-18)
+    assert signal.rows[0]["signal_head"] == 0.5
+    assert signal.rows[0]["signal_k"] >= 0.5  # type: ignore[operator]
+    assert k_split([result])[1].rows[0]["var_head"] > 0.1  # type: ignore[operator]
+
+
+def test_gaps_are_shares_of_that_of_k(result: SetResult) -> None:
+    signal, _ = k_split([result])
+    found = signal.rows[0]
+    assert found["gap_k"] == pytest.approx(1.0)
+    assert found["signal_k"] > found["null"] > 0.5  # type: ignore[operator]
+
+
+def test_parts_add_up_in_variance_where_only_the_probe_changes(result: SetResult, tmp_path: Path) -> None:
+    """Rows standardised alike at every layer: metric and head parts are nothing, and K is its probe part."""
+    one = fixed_head(result, 0)
+    heads = one.prepared.inputs.heads
+    rows = np.fromfile(heads.file.path, "<f4").reshape(heads.file.shape)
+    everywhere = np.broadcast_to(rows[3], rows.shape)
+    path = tmp_path / "rows.f32"
+    np.ascontiguousarray(everywhere).tofile(path)
+    inputs = replace(one.prepared.inputs, heads=replace(heads, file=replace(heads.file, path=path)))
+    one = replace(one, prepared=replace(one.prepared, inputs=inputs))
+    signal, varied = k_split([one])
+    assert varied.rows[0]["var_metric"] == pytest.approx(0.0, abs=1e-18)
+    assert varied.rows[0]["var_probe"] == pytest.approx(varied.rows[0]["var_k"])
+    assert signal.rows[0]["signal_probe"] == pytest.approx(signal.rows[0]["signal_k"])
+
+
+def test_a_set_whose_k_cannot_be_split_keeps_its_place_in_both_tables(result: SetResult) -> None:
+    of_one_class = [replace(split, test=split.test[result.label[split.test] == 1]) for split in result.splits]
+    lacking = replace(
+        result, splits=of_one_class, prepared=replace(result.prepared, rows=SimpleNamespace(name="lacking"))
+    )  # type: ignore[arg-type]
+    signal, varied = k_split([lacking, result])
+    for table in (signal, varied):
+        assert [one["set"] for one in table.rows] == ["lacking", "made"]
+        assert list(table.rows[0]) == ["set"]
+        assert len(table.rows[1]) == len(table.columns)
+    assert any(note.startswith("lacking: left out: 0 rows are hallucinated") for note in signal.notes)

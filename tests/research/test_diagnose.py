@@ -1,0 +1,286 @@
+"""``hallutracer diagnose`` on files: what it writes, and what it says of files that do not fit."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+import hallutracer as ht
+from hallutracer_research.paper.diagnose import LIMIT, diagnose_set, read_set
+from hallutracer_research.paper.diagnostics.fisher import Shrinkage
+from service.cli.main import main
+from service.demo.questions import questions
+from service.errors import DataError, TrainingError
+from service.fitting.scores import auroc
+from tests.command_line import hallutracer
+from tests.probes_store.factory import VERSION_1
+
+KEYS = {
+    "fisher": {"theta", "chi", "t", "r_fisher", "r_fisher_direct"},
+    "snr": {"rho", "gamma", "r_plugin", "r_empirical", "eta"},
+    "variance": {"icc", "icc_factual", "icc_hallucinated", "residual_acf"},
+    "chen_qin": {"statistic", "energy_ratio", "p_value", "layers_significant"},
+}
+
+
+def diagnose(path: Path, shrinkage: Shrinkage = None) -> dict[str, Any]:
+    return diagnose_set(read_set(path), shrinkage)
+
+
+def arrays(n: int = 120, m: int = 9, d: int = 6, seed: int = 0) -> dict[str, NDArray[Any]]:
+    rng = np.random.default_rng(seed)
+    label = np.arange(n) % 3 // 2
+    direction = rng.standard_normal((m, d))
+    direction /= np.linalg.norm(direction, axis=1, keepdims=True)
+    readout = rng.standard_normal((n, m, d)) + (rng.standard_normal(n) + 1.5 * label)[:, None, None] * direction
+    return {
+        "trajectory": np.einsum("nld,ld->nl", readout, direction) + rng.standard_normal(m),
+        "label": label,
+        "group": np.array([f"q{row // 4}" for row in range(n)]),
+        "readout": readout.astype(np.float32),
+        "direction": direction,
+    }
+
+
+def saved(folder: Path, **changed: Any) -> Path:
+    """The arrays above with some replaced, or left out where None is given."""
+    path = folder / "set.npz"
+    kept = {name: value for name, value in {**arrays(), **changed}.items() if value is not None}
+    np.savez(path, **kept)
+    return path
+
+
+def test_trajectories_alone(tmp_path: Path) -> None:
+    path = saved(tmp_path, group=None, readout=None, direction=None)
+    document = diagnose(path)
+    assert set(document) == {"fisher", "snr", "variance", "features"}
+    for section in document:
+        assert KEYS.get(section, set()) <= set(document[section])
+    data = arrays()
+    assert document["features"]["mean"] == auroc(data["label"], data["trajectory"].mean(axis=1))
+    assert document["features"]["mean"] > 0.7
+    assert document["fisher"]["r_fisher"] == pytest.approx(document["fisher"]["r_fisher_direct"], rel=1e-9)
+    assert len(document["variance"]["residual_acf"]) == 7
+    json.dumps(document, allow_nan=False)
+
+
+def test_with_readouts_the_geometry_and_the_layer_tests_come(tmp_path: Path) -> None:
+    document = diagnose(saved(tmp_path))
+    assert set(document) == {"fisher", "snr", "variance", "features", "geometry", "chen_qin"}
+    test = document["chen_qin"]
+    assert KEYS["chen_qin"] <= set(test)
+    assert len(test["statistic"]) == len(test["energy_ratio"]) == len(test["p_value"]) == 9
+    assert test["layers_significant"] == sum(p < 0.05 for p in test["p_value"]) >= 6
+    assert test["notes"] == ["one row of each group, 30 of 120: the test is for independent rows"]
+    geometry = document["geometry"]
+    assert len(geometry["by_layer"]["adjacent_cos"]) == 8
+    assert geometry["kappa"]["transitions"] > 0
+    assert geometry["isotropy"]["dim"] == 6
+    assert document["variance"]["groups"] == 30
+    assert not any("not direction . readout" in note for note in geometry["notes"])
+    json.dumps(document, allow_nan=False)
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_numbers_up_to_the_limit_overflow_nowhere(tmp_path: Path, dtype: type) -> None:
+    """Scale-free numbers are those of the same arrays at an ordinary scale."""
+    data = arrays()
+    ordinary = diagnose(saved(tmp_path))
+    factor = 0.999 * LIMIT / max(np.abs(data[name]).max() for name in ("trajectory", "readout"))
+    large = {name: (data[name].astype(np.float64) * factor).astype(dtype) for name in ("trajectory", "readout")}
+    with np.errstate(over="raise", invalid="raise", divide="raise"):
+        found = diagnose(saved(tmp_path, **large))
+    assert found["features"] == ordinary["features"]
+    assert found["fisher"]["r_fisher"] == pytest.approx(ordinary["fisher"]["r_fisher"], rel=1e-4)
+    assert found["snr"]["rho"] == pytest.approx(ordinary["snr"]["rho"], rel=1e-4)
+    assert found["variance"]["icc_unbiased"] == pytest.approx(ordinary["variance"]["icc_unbiased"], rel=1e-4)
+    assert found["chen_qin"]["p_value"] == pytest.approx(ordinary["chen_qin"]["p_value"], rel=1e-3)
+    for key in ("cohen_d", "r_w", "distance_correlation", "stable_rank"):
+        assert found["geometry"][key] == pytest.approx(ordinary["geometry"][key], rel=1e-3)
+
+
+def test_readouts_without_groups_carry_what_their_p_values_assume(tmp_path: Path) -> None:
+    (note,) = diagnose(saved(tmp_path, group=None))["chen_qin"]["notes"]
+    assert note.startswith("p-values are of independent rows")
+    assert diagnose(saved(tmp_path, group=np.arange(120)))["chen_qin"]["notes"] == []
+
+
+def test_readouts_without_directions_give_the_probe_free_part(tmp_path: Path) -> None:
+    document = diagnose(saved(tmp_path, direction=None))
+    assert document["geometry"]["mean_shift_norm"] > 0
+    assert document["geometry"]["energy_fraction"] is None
+    assert document["chen_qin"]["layers"] == 9
+
+
+def test_directions_of_other_trajectories_are_noticed(tmp_path: Path) -> None:
+    data = arrays()
+    document = diagnose(saved(tmp_path, direction=np.roll(data["direction"], 1, axis=0)))
+    assert any("not direction . readout" in note for note in document["geometry"]["notes"])
+
+
+def test_a_whole_scale_of_integers_booleans_and_half_floats_is_read(tmp_path: Path) -> None:
+    data = arrays()
+    path = saved(
+        tmp_path, label=data["label"].astype(bool), readout=data["readout"].astype(np.float16), group=np.arange(120)
+    )
+    assert diagnose(path)["features"] == diagnose(saved(tmp_path))["features"]
+
+
+def without(value: Any, place: Any, by: Any) -> Any:
+    copy = np.array(value, copy=True)
+    copy[place] = by
+    return copy
+
+
+FAULTS: list[tuple[dict[str, Any], str]] = [
+    ({"trajectory": None}, "trajectory: missing"),
+    ({"label": None}, "label: missing"),
+    ({"trajectory": np.zeros((120, 2))}, r"trajectory: shape \[120, 2\], .* at least 3 layers"),
+    ({"trajectory": np.zeros(120)}, r"trajectory: shape \[120\]"),
+    ({"label": np.zeros(119, int)}, r"label: shape \[119\], \[120\] is needed"),
+    ({"label": np.ones(120, int)}, r"label: 0 rows are 0 \(hallucinated\), at least 3"),
+    ({"label": np.arange(120) % 3}, r"label: holds \[2\]; 1 \(factual\) and 0"),
+    ({"label": np.full(120, np.nan)}, r"label: holds \[nan"),
+    ({"label": np.array(["factual", "no"] * 60)}, "label: holds <U7, numbers are needed"),
+    ({"group": np.arange(3)}, r"group: shape \[3\]"),
+    ({"readout": np.zeros((120, 8, 6))}, r"readout: shape \[120, 8, 6\], \[120, 9, d\]"),
+    ({"direction": np.zeros((9, 5))}, r"direction: shape \[9, 5\], \[9, 6\] is needed"),
+    ({"direction": 3 * arrays()["direction"]}, "direction: row .* has length 3; divide"),
+    ({"readout": None}, "direction: is of use with readout"),
+    ({"trajectory": without(arrays()["trajectory"], (3, 4), np.nan)}, "trajectory: 1 numbers are not finite"),
+    ({"readout": without(arrays()["readout"], (0, 0), np.inf)}, "readout: 6 numbers are not finite"),
+    ({"trajectory": without(arrays()["trajectory"], (3, 4), -1e200)}, r"trajectory: 1 numbers are larger than 1e\+30"),
+    ({"readout": without(arrays()["readout"], (0, 0, 0), 3e38)}, r"readout: 1 numbers are larger than 1e\+30"),
+    ({"trajectory": np.array([["a"]], dtype=object)}, "trajectory: cannot be read without unpickling"),
+]
+
+
+@pytest.mark.parametrize(("change", "said"), FAULTS, ids=[said[:40] for _, said in FAULTS])
+def test_faults_are_named_with_their_array(tmp_path: Path, change: dict[str, Any], said: str) -> None:
+    with pytest.raises(DataError, match=said):
+        diagnose(saved(tmp_path, **change))
+
+
+def test_files_that_are_no_archives(tmp_path: Path) -> None:
+    text, bare, cut = tmp_path / "a.npz", tmp_path / "b.npz", tmp_path / "c.npz"
+    text.write_text("trajectory")
+    with bare.open("wb") as file:
+        np.save(file, np.zeros(3))
+    cut.write_bytes(saved(tmp_path).read_bytes()[:2000])
+    for path, said in ((text, "no NumPy file"), (bare, "one bare array"), (cut, "not a readable .npz")):
+        with pytest.raises(DataError, match=said):
+            diagnose(path)
+
+
+def test_few_rows_ask_for_shrinkage_and_take_it(tmp_path: Path) -> None:
+    data = arrays(n=9, m=12)
+    path = tmp_path / "few.npz"
+    np.savez(path, trajectory=data["trajectory"], label=data["label"])
+    with pytest.raises(TrainingError, match="singular.*--shrinkage ledoit_wolf"):
+        diagnose(path)
+    assert diagnose(path, "ledoit_wolf")["fisher"]["shrinkage_rule"] == "ledoit_wolf"
+    for rule, status in (("0.5", 0), ("much", 2)):
+        with pytest.raises(SystemExit) as caught:
+            main(["diagnose", str(path), "--shrinkage", rule])
+        assert caught.value.code == status
+
+
+def test_the_command_prints_tables_and_writes_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, out = saved(tmp_path, extra=np.zeros(2)), tmp_path / "out.json"
+    with pytest.raises(SystemExit) as caught:
+        main(["diagnose", str(path), "--output", str(out)])
+    assert caught.value.code == 0
+    captured = capsys.readouterr()
+    written = json.loads(out.read_text())
+    assert written == diagnose(path)
+    assert f"{written['fisher']['r_fisher']:.3f}" in captured.out
+    assert "120 trajectories of 9 layers: 40 factual, 80 hallucinated" in captured.out
+    assert "ignored arrays: extra" in captured.err
+    assert "Chen-Qin" in captured.out
+
+
+def demo_rows(folder: Path, split: str, count: int) -> Path:
+    path = folder / f"{split}.jsonl"
+    rows = [
+        {"prompt": row["prompt"], "label": int(row["exposures"] > 4), "group": row["group"]}
+        for row in questions(split)[:count]
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_a_bundle_and_rows_are_enough(tmp_path: Path) -> None:
+    """The same numbers as from arrays that were scored by hand."""
+    rows = demo_rows(tmp_path, "dev", 120)
+    out = tmp_path / "found.json"
+    arguments = ("--labels", "given", "--run-dir", str(tmp_path / "run"), "--output", str(out))
+    done = hallutracer("diagnose", "--bundle", "demo", "--data", str(rows), *arguments)
+    assert done.returncode == 0, done.stderr
+    assert "120 trajectories of 8 layers" in done.stdout
+    assert "does not record its training rows" not in done.stderr
+    read = [json.loads(line) for line in rows.read_text().splitlines()]
+    with ht.load("demo", report=lambda line: None) as detector:
+        risks = detector.score([row["prompt"] for row in read])
+        direction = detector.bundle.probes.direction
+    np.savez(tmp_path / "by-hand.npz", trajectory=risks.trajectory, label=[row["label"] for row in read],
+             group=[row["group"] for row in read])  # fmt: skip
+    by_hand, found = diagnose(tmp_path / "by-hand.npz"), json.loads(out.read_text())
+    assert found["features"] == pytest.approx(by_hand["features"], abs=1e-3)
+    assert found["fisher"]["r_fisher"] == pytest.approx(by_hand["fisher"]["r_fisher"], rel=1e-2)
+    assert found["geometry"]["isotropy"]["dim"] == direction.shape[1]
+    assert not any("not direction . readout" in note for note in found["geometry"]["notes"])
+
+
+def test_rows_that_the_bundle_was_fitted_on_are_told(tmp_path: Path) -> None:
+    rows, fresh = demo_rows(tmp_path, "train", 400), demo_rows(tmp_path, "dev", 120)
+    store, quiet = tmp_path / "store", {"report": lambda line: None}
+    options: dict[str, Any] = {"evaluate": False, "seeds": (0,), "folds": 2, "c": 0.1, "jobs": 1}
+    ht.train(rows, "mine", "demo", store=store, run_dir=tmp_path / "run", **options, **quiet)
+    said = [
+        hallutracer("diagnose", "--bundle", "mine", "--data", str(file), "--store", str(store), "--run-dir",
+                    str(tmp_path / "run")).stderr
+        for file in (rows, fresh)
+    ]  # fmt: skip
+    assert "mine:1 was fitted on 400 of the 400 rows: everything here is too good" in said[0]
+    assert "fitted on" not in said[1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ((), "give an .npz file, or --bundle NAME with --data"),
+        (("x.npz", "--data", "y.jsonl"), "give an .npz file, or"),
+        (("--data", "y.jsonl"), "--bundle: name the bundle"),
+        (("--data", "y.jsonl", "--bundle", "demo", "--model", "./nope"), "there is no folder or GGUF file ./nope"),
+    ],
+)
+def test_what_is_missing_is_named(arguments: tuple[str, ...], said: str) -> None:
+    done = hallutracer("diagnose", *arguments)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert said in done.stderr
+
+
+def test_rows_that_ask_for_no_fact_are_refused(tmp_path: Path) -> None:
+    rows = demo_rows(tmp_path, "dev", 40)
+    rows.write_text(rows.read_text() + json.dumps({"prompt": "Write a poem.", "applies": False}) + "\n")
+    options = ("--run-dir", str(tmp_path / "run"), "--labels", "given")
+    done = hallutracer("diagnose", "--bundle", "demo", "--data", str(rows), *options)
+    assert done.returncode == 1
+    assert 'line 41: "applies" is false' in done.stderr
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_bundle_that_does_not_record_its_rows_says_so(tmp_path: Path) -> None:
+    rows = demo_rows(tmp_path, "dev", 60)
+    shutil.copytree(VERSION_1, tmp_path / "store")
+    arguments = ("--labels", "given", "--run-dir", str(tmp_path / "run"), "--store", str(tmp_path / "store"))
+    done = hallutracer("diagnose", "--bundle", "demo", "--data", str(rows), *arguments)
+    assert done.returncode == 0, done.stderr
+    assert "demo:1 does not record its training rows" in done.stderr
