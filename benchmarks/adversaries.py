@@ -39,8 +39,8 @@ from benchmarks.running_service import (
 )
 from hallutracer_research.data.mixture import read_rows
 from service.data.labels import CLASSES
-from service.fitting.jackknife import jeffreys
-from service.fitting.markdown import markdown_table
+from service.fitting.presentation import markdown_table
+from service.fitting.scores import jeffreys
 
 JUNK = 'describing.\\ + similarlyNow write oppositeley.]( Me giving**ONE please? revert with "\\!--Two'
 PARIS = "Paris is the capital of France."

@@ -1,9 +1,9 @@
-"""Several heads a layer, and weights over layers, from the fits that ``hallutracer evaluate`` keeps in its run folder.
+"""Weights over layers, from the fits that ``hallutracer evaluate`` keeps in its run folder.
 
     python -m benchmarks.depth_rules EVALUATION_FOLDER SET...
 
-prints a Markdown table: AUROC of the paper's rule, and what other rules gain over it, with 95 % intervals over groups.
-Heads are ranked, and weights fitted, on the training side of each outer fold.
+prints a Markdown table: AUROC of the paper's rule, and what weights gain over it, with 95 % intervals over groups.
+The weights are fitted on the training side of each outer fold.
 """
 
 from __future__ import annotations
@@ -20,11 +20,9 @@ from service.data.labels import CLASSES
 from service.data.options import Labels
 from service.data.training_rows import read_dataset
 from service.fitting.folds import outer_folds
-from service.fitting.jackknife import gain
 from service.fitting.layer_weights import fit_layer_weights
-from service.fitting.markdown import markdown_table
-from service.fitting.options import SEVERAL
-from service.fitting.scores import risk_auroc
+from service.fitting.presentation import markdown_table
+from service.fitting.scores import gain, risk_auroc
 
 FOLDS, SEEDS, INNER_FOLDS = 5, 3, 3
 
@@ -48,28 +46,26 @@ def labelled(folder: Path) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
 def measured(folder: Path) -> list[str]:
     """One line of the table."""
     label, group = labelled(folder)
-    tests: dict[str, list[tuple[NDArray[np.int64], NDArray[np.float64]]]] = {}
+    paper: list[tuple[NDArray[np.int64], NDArray[np.float64]]] = []
+    weighted: list[tuple[NDArray[np.int64], NDArray[np.float64]]] = []
     for fold in outer_folds(label, group, folds=FOLDS, seeds=range(SEEDS)):
         kept = np.load(folder / "fits" / "pooled" / OURS / f"seed{fold.seed}-fold{fold.fold}.npz")
-        order = np.argsort(-kept["auroc"], axis=1, kind="stable")
-        ranked = np.take_along_axis(kept["logits"].astype(np.float64), order[None], axis=2)  # [n_test, m, K]
+        best = kept["auroc"].argmax(axis=1)[None, :, None]
+        trajectory = np.take_along_axis(kept["logits"].astype(np.float64), best, axis=2)[..., 0]  # [n_test, m]
         weights = fit_layer_weights(
             kept["train_trajectory"], label[fold.train], group[fold.train], folds=INNER_FOLDS, seed=fold.seed
         )
-        scores = {f"{k} heads": ranked[:, :, :k].mean(axis=(1, 2)) for k in (1, *SEVERAL)}
-        scores["weighted layers"] = (ranked[:, :, 0] * weights.weight).mean(axis=1)
-        for name, score in scores.items():
-            tests.setdefault(name, []).append((fold.test, -score))
-    paper = tests.pop("1 heads")
+        paper.append((fold.test, -trajectory.mean(axis=1)))
+        weighted.append((fold.test, -(trajectory * weights.weight).mean(axis=1)))
     auroc = float(np.mean([risk_auroc(label[side], risk) for side, risk in paper]))
-    gains = [gain(label, group, found, paper) for found in tests.values()]
-    cells = [f"{100 * one.difference:+.1f} [{100 * one.low:+.1f}, {100 * one.high:+.1f}]" for one in gains]
-    return [folder.name, f"{len(label):,}, {int(label.sum()):,}", f"{100 * auroc:.1f}", *cells]
+    one = gain(label, group, weighted, paper)
+    cell = f"{100 * one.difference:+.1f} [{100 * one.low:+.1f}, {100 * one.high:+.1f}]"
+    return [folder.name, f"{len(label):,}, {int(label.sum()):,}", f"{100 * auroc:.1f}", cell]
 
 
 def main(run: str, *sets: str) -> None:
     """Print the table."""
-    header = ["set", "rows, factual", "paper's rule", *(f"{k} heads" for k in SEVERAL), "weighted layers"]
+    header = ["set", "rows, factual", "paper's rule", "weighted layers"]
     print(markdown_table(header, [measured(Path(run) / "sets" / name) for name in sets]))
 
 

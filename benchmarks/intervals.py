@@ -20,9 +20,8 @@ from sklearn.discriminant_analysis import LinearDiscriminantAnalysis
 from tqdm import tqdm
 
 from service.fitting.folds import group_folds
-from service.fitting.jackknife import TAILS, Interval, Tests, auroc_interval, gain, jeffreys
-from service.fitting.markdown import markdown_table
-from service.fitting.scores import risk_auroc
+from service.fitting.presentation import markdown_table
+from service.fitting.scores import TAILS, ConfidenceInterval, Tests, auroc_interval, gain, jeffreys, risk_auroc
 
 Floats = NDArray[np.float64]
 Index = NDArray[np.int64]
@@ -91,7 +90,7 @@ def evaluated(rows: Drawn, which: int, folds: int, seed: int, further: Drawn) ->
     return tests, float(np.mean(truth))
 
 
-def bootstrapped(rows: Drawn, tests: Tests, rng: np.random.Generator) -> Interval:
+def bootstrapped(rows: Drawn, tests: Tests, rng: np.random.Generator) -> ConfidenceInterval:
     """The percentile bootstrap over groups, fits held fixed."""
     count = int(rows.group.max()) + 1
     means = []
@@ -101,7 +100,7 @@ def bootstrapped(rows: Drawn, tests: Tests, rng: np.random.Generator) -> Interva
         both = [(rows.label[side], risk) for side, risk in sides if 0 < rows.label[side].sum() < len(side)]
         means.append(np.mean([risk_auroc(label, risk) for label, risk in both]))
     low, high = np.quantile(means, TAILS)
-    return Interval(float(low), float(high))
+    return ConfidenceInterval(float(low), float(high))
 
 
 def simulate(draws: int, design: Design, seed: int) -> list[str]:

@@ -5,7 +5,7 @@
 Simulated clusters first: a risk that is calibrated over all rows, and answers whose luck the rows of a group share
 (intraclass correlation ICC of the latent score).  The truth of a threshold, P(wrong | answered) for a random answered
 row of a random group that answers, comes from 20,000 further groups.  ``--rows`` are real,
-from ``hallutracer evaluate``: each draw takes a third of their groups to fix the sequence, a third to calibrate, and
+from ``hallutracer evaluate``: each draw takes a third of their groups to fix the sequence, a third to certify, and
 all groups are the truth.
 
 Beside the promise: the naive threshold (loosest with an error of at most alpha on the calibration rows), and the same
@@ -26,9 +26,9 @@ from numpy.typing import NDArray
 from scipy.stats import norm
 from tqdm import tqdm
 
-from service.fitting.jackknife import jeffreys
-from service.fitting.markdown import markdown_table
-from service.fitting.promise import calibrate, risk_control, sequence
+from service.fitting.presentation import markdown_table
+from service.fitting.scores import jeffreys
+from service.fitting.thresholds import certify, gate_profile, risk_control, threshold_sequence
 
 Floats = NDArray[np.float64]
 Index = NDArray[np.int64]
@@ -101,8 +101,8 @@ def thresholds(fixed: Rows, cal: Rows, alpha: float) -> dict[str, float]:
     alone = np.arange(len(cal.label))
     found: dict[str, float] = {}
     for name, group, of_fixed in (("promise", cal.group, fixed.group), ("rows", alone, np.arange(len(fixed.label)))):
-        steps = sequence(fixed.label, fixed.risk, of_fixed, alpha, DELTA, len(np.unique(group)))
-        found[name] = calibrate(cal.label, cal.risk, group, steps, alpha, DELTA).threshold or 0.0
+        steps = threshold_sequence(gate_profile(fixed.label, fixed.risk, of_fixed), alpha, DELTA, len(np.unique(group)))
+        found[name] = certify(cal.label, cal.risk, group, steps, alpha, DELTA).threshold or 0.0
     order = np.argsort(cal.risk)
     share = np.cumsum(cal.label[order] == 0) / np.arange(1, len(order) + 1)
     fine = np.flatnonzero(share <= alpha)

@@ -21,12 +21,11 @@ from service.data.options import ABSTAIN, JudgeOptions
 from service.data.run_folder import RowsFile
 from service.data.sampled_answers import SampleOptions
 from service.data.training_rows import read_dataset
-from service.fitting.calibration import FitOptions
-from service.fitting.fit import Readouts
-from service.fitting.jackknife import gain
-from service.fitting.markdown import markdown_table
+from service.fitting.estimator import DepthMeanProbe
 from service.fitting.nested_cv import Inputs, evaluate
-from service.fitting.options import C_GRID
+from service.fitting.presentation import markdown_table
+from service.fitting.probes import Readouts
+from service.fitting.scores import gain
 from service.readout import Geometry, Site
 
 SHOWN = ("depth_mean_unit_norm", "depth_mean_weighted", "best_head", "fused_unit_norm")
@@ -48,7 +47,7 @@ def main(run: str, data: str, samples: str, temperature: str, seeds: str = "3") 
         np.ones(len(index), np.int64),
         tuple({} for _ in index),
     )
-    greedy = replace(soft, readouts=replace(soft.readouts, share=None))
+    greedy = replace(soft, readouts=replace(soft.readouts, soft_label=None))
     mixed = np.mean((share > 0) & (share < 1))
     right, wrong = (share[label == value].mean() for value in (1, 0))
     print(
@@ -56,8 +55,8 @@ def main(run: str, data: str, samples: str, temperature: str, seeds: str = "3") 
         f"{share.mean():.1%} of the sampled ones ({right:.1%} where the greedy one is right, {wrong:.1%} where not). "
         f"Rows with right and wrong samples: {mixed:.1%}.\n"
     )
-    options = FitOptions("weights", 3, None, C_GRID, 1)
-    found = [evaluate(rows, folds=5, seeds=range(int(seeds)), options=options) for rows in (soft, greedy)]
+    options = DepthMeanProbe()
+    found = [evaluate(rows, folds=5, seeds=range(int(seeds)), probe=options) for rows in (soft, greedy)]
     lines = []
     for name in SHOWN:
         both = [one.document["signals"][name] for one in found]

@@ -114,7 +114,7 @@ def diff(
 
       hallutracer bundle diff my-probe@production my-probe@canary
     """
-    from service.fitting.markdown import markdown_table
+    from service.fitting.presentation import markdown_table
     from service.trainer.promotion import differences, probes_apart
 
     opened = open_store(store)

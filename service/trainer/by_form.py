@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from service.fitting.markdown import markdown_table
 from service.fitting.nested_cv import rounded
+from service.fitting.presentation import markdown_table
 from service.fitting.scores import debiased_calibration_error, risk_auroc
 from service.judging.form_table import kept_forms
 

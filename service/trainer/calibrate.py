@@ -27,8 +27,16 @@ from service.data.training_rows import Dataset
 from service.engines.base import Engine
 from service.errors import NoThreshold, RunMismatch, TrainingError
 from service.fitting.nested_cv import rounded
-from service.fitting.promise import Profile, Promise, Step, least_groups, profile, risk_control, sequence_of
-from service.fitting.promise import calibrate as test_sequence
+from service.fitting.thresholds import (
+    GateProfile,
+    GuaranteeStep,
+    GuaranteeTest,
+    gate_profile,
+    least_groups,
+    risk_control,
+    threshold_sequence,
+)
+from service.fitting.thresholds import certify as test_sequence
 from service.judging.conversation import shape_of
 from service.prompts import as_prompt_format
 from service.scoring import Scorer
@@ -47,7 +55,7 @@ class Plan:
 
     options: CalibrateOptions
     rows: NewRows
-    gates: Profile | None  # by training's out-of-fold risks; None: a part of the calibration rows has to do
+    gates: GateProfile | None  # by training's out-of-fold risks; None: a part of the calibration rows has to do
     done: Bundle | None = None  # the version that this very calibration has published already
 
     @property
@@ -99,7 +107,7 @@ def plan(options: CalibrateOptions, store: Store) -> Plan:
     rows = read_new_rows(options, options.data, store)
     bundle, evaluation, dataset = rows.bundle, rows.evaluation, rows.dataset
     gates = evaluation["out_of_fold"].get("gates") if "out_of_fold" in evaluation else None
-    made = Plan(options, rows, None if gates is None else Profile(**_tuples(gates)))
+    made = Plan(options, rows, None if gates is None else GateProfile(**_tuples(gates)))
     seen = list(seen_by(bundle, evaluation, options.trained_on))
     for what, version, record in spent_sets(store, bundle):
         if record["data"]["digest"] == dataset.digest and record.get("question") == made.question:
@@ -151,7 +159,7 @@ def described(made: Plan) -> list[str]:
         least = least_groups(alpha, made.each_delta)
         text = f"alpha {alpha:g}, delta {made.each_delta:g}: at least {least} answering groups"
         if made.gates is not None:
-            found = sequence_of(made.gates, alpha, made.each_delta, made.groups)
+            found = threshold_sequence(made.gates, alpha, made.each_delta, made.groups)
             text += f"; {len(found)} thresholds from {found[0]:.4f} to {found[-1]:.4f}"
         lines.append(text)
     return lines
@@ -167,11 +175,11 @@ def carry_out(made: Plan, engine: Engine, store: Store, console: Console) -> Bun
     gates, tested = made.gates, np.arange(len(label))
     if gates is None:
         pilot = _pilot(group, made.options.seed)
-        gates, tested = profile(label[pilot], value[pilot], group[pilot]), np.flatnonzero(~pilot)
+        gates, tested = gate_profile(label[pilot], value[pilot], group[pilot]), np.flatnonzero(~pilot)
     label, value, group = label[tested], value[tested], group[tested]
     delta, seed = made.each_delta, made.options.seed
     promises = [
-        test_sequence(label, value, group, sequence_of(gates, alpha, delta, made.groups), alpha, delta, seed)
+        test_sequence(label, value, group, threshold_sequence(gates, alpha, delta, made.groups), alpha, delta, seed)
         for alpha in made.options.alphas
     ]
     for promise in promises:
@@ -188,7 +196,7 @@ def carry_out(made: Plan, engine: Engine, store: Store, console: Console) -> Bun
     return bundle
 
 
-def table(promise: Promise) -> list[str]:
+def table(promise: GuaranteeTest) -> list[str]:
     """The thresholds that were tested, in their order; the last one is the first that failed, if any did."""
     lines = [
         f"alpha {promise.alpha:g}: of the answering groups, counted equally; the answered rows are not promised",
@@ -201,7 +209,7 @@ def table(promise: Promise) -> list[str]:
     return lines
 
 
-def _missing(promise: Promise, rows: int) -> str:
+def _missing(promise: GuaranteeTest, rows: int) -> str:
     """Why no threshold qualifies, and what would have done."""
     first = promise.steps[0]
     text = (
@@ -243,7 +251,7 @@ def _note_question(made: Plan, folder: Path) -> None:
 
 def _guarantee(
     made: Plan,
-    promise: Promise,
+    promise: GuaranteeTest,
     label: NDArray[np.integer],
     value: NDArray[np.floating],
     group: NDArray[np.integer],
@@ -284,7 +292,7 @@ def _control(
 
 
 def _record(
-    made: Plan, data: PreparedData, promises: Sequence[Promise], controls: Sequence[float | None]
+    made: Plan, data: PreparedData, promises: Sequence[GuaranteeTest], controls: Sequence[float | None]
 ) -> dict[str, Any]:
     """The ledger's entry in evaluation.json."""
     return {
@@ -306,7 +314,7 @@ def _record(
     }
 
 
-def _draft(made: Plan, guarantee: Guarantee, step: Step | None, record: dict[str, Any]) -> BundleDraft:
+def _draft(made: Plan, guarantee: Guarantee, step: GuaranteeStep | None, record: dict[str, Any]) -> BundleDraft:
     """The bundle as it was, with another threshold, its guarantee and a longer ledger."""
     bundle = made.bundle
     manifest = replace(

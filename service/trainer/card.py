@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from probes_store.manifest import Manifest, TrainingRecord
-from service.fitting.markdown import markdown_table
+from service.fitting.presentation import markdown_table
 from service.trainer.by_form import form_section
 from service.trainer.context_card import context_section
 from service.trainer.threshold_card import threshold_section
@@ -39,9 +39,6 @@ SIGNALS = {
     "fused_context_unit_norm": "fused: depth mean (unit norm), first token, passage and its answer",
     "fused_context_standardized": "fused: depth mean (standardised), first token, passage and its answer",
     "fused_context_weighted": "fused: depth mean (weighted), first token, passage and its answer",
-    "depth_mean_2_heads": "depth mean, unit norm, 2 heads a layer",
-    "depth_mean_4_heads": "depth mean, unit norm, 4 heads a layer",
-    "depth_mean_8_heads": "depth mean, unit norm, 8 heads a layer",
     "best_head": "best single head",
     "best_layer": "best single layer",
     "first_token_max_prob": "first-token maximum probability",

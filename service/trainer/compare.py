@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from probes_store.bundle import Bundle
-from service.fitting.markdown import markdown_table
+from service.fitting.presentation import markdown_table
 from service.trainer.card import METRICS, SIGNALS, WITHIN
 
 SHOWN = ("auroc", *WITHIN, "auprc_hallucinated", "brier", "calibration_debiased")

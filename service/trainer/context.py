@@ -11,16 +11,10 @@ from numpy.typing import NDArray
 
 from probes_store.context import CONTEXT_SIGNALS, Applicability, Context
 from service.engines.context import prompt_context
-from service.fitting.calibration import FitOptions
-from service.fitting.context import (
-    ContextFit,
-    PromptLabels,
-    context_columns,
-    fit_context_probe,
-    fit_passage_probes,
-)
-from service.fitting.fit import Floats, Index, ProbeFit
+from service.fitting.context import ContextFit, PromptLabels, context_columns, fit_context_probe, fit_passage_probes
+from service.fitting.estimator import DepthMeanProbe
 from service.fitting.nested_cv import rounded
+from service.fitting.probes import Floats, Index, ProbeFit
 from service.readout import Probes
 from service.risk import depth_mean
 from service.trainer.prepare import PreparedData, trajectories
@@ -66,9 +60,9 @@ class BundleContext:
         return {"context": rounded(shown)}
 
 
-def fit_context(data: PreparedData, folds: int, seed: int, options: FitOptions) -> BundleContext | None:
+def fit_context(data: PreparedData, probe: DepthMeanProbe) -> BundleContext | None:
     """Fit what the rows allow; None where they allow no probe."""
-    n, k = len(data.inputs.label), len(data.others)
+    n, k, folds, seed = len(data.inputs.label), len(data.others), probe.folds, probe.seeds[0]
     index = np.concatenate([data.inputs.readouts.index, data.others])
     group = data.dataset.groups[index]
     every = data.readouts_of(index, np.concatenate([np.ones(n, np.int64), np.zeros(k, np.int64)]))
@@ -76,10 +70,10 @@ def fit_context(data: PreparedData, folds: int, seed: int, options: FitOptions) 
     assert labels is not None, "prepared rows have them"
     tokens = data.collection.prompts.lengths[index]
     padded = PromptLabels(np.pad(labels.passage, (0, k)), np.pad(labels.stated, (0, k)), tokens)
-    passages = fit_passage_probes(every, padded, group, np.arange(n), folds, seed, options)
+    passages = fit_passage_probes(every, padded, group, np.arange(n), folds, seed, probe)
     if passages is not None and not all(map(_has_directions, passages)):
         passages = None
-    asking = fit_context_probe("asks", every, group, np.arange(n + k), folds, seed, options)
+    asking = fit_context_probe("asks", every, group, np.arange(n + k), folds, seed, probe)
     if asking is not None and not (_has_directions(asking) and asking.record.auroc >= LEAST_AUROC):
         asking = None
     fits = (*(() if asking is None else (asking,)), *(passages or ()))

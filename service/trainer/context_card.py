@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from probes_store.manifest import Manifest
-from service.fitting.markdown import markdown_table
+from service.fitting.presentation import markdown_table
 
 MEANING = {
     "asks": "the prompt asks the model for a fact",

@@ -25,10 +25,16 @@ from service.errors import TrainingError
 from service.feedback.databases import Location
 from service.feedback.rows import CONTINUE
 from service.feedback.statements import Judged, read_answers
-from service.fitting.label_shift import ShiftTest, label_shift_test
-from service.fitting.map_choice import Fit, choose_map
 from service.fitting.nested_cv import rounded
-from service.fitting.prior_shift import Traffic, estimate_share, number_together, shift_to
+from service.fitting.prior_shift import (
+    PriorShiftTest,
+    Traffic,
+    estimate_share,
+    number_together,
+    prior_shift_test,
+    shift_to,
+)
+from service.fitting.recalibration import MapFit, choose_map
 from service.risk import served_risk
 from service.trainer.feedback_card import CAUTION, feedback_lines
 from service.trainer.ledger import Marks, seen_by
@@ -200,13 +206,15 @@ def recalibrate_by_feedback(options: FeedbackOptions, store: Store, *, console: 
     return published
 
 
-def _prior_shift(made: FeedbackPlan, described: dict[str, Any]) -> Fit | None:
+def _prior_shift(made: FeedbackPlan, described: dict[str, Any]) -> MapFit | None:
     """The candidate that all answers give without labels, noted in ``described``; None, and the reason."""
     options, prior = made.options, prior_of(made.bundle)
     (groups,) = number_together([answer.mark for answer in made.answers])
     traffic = Traffic(made.risk, groups)
     recorded = made.evaluation.get("out_of_fold", {}).get("risks")
-    test: ShiftTest | None = None if recorded is None else label_shift_test(read_risks(recorded), traffic, options.seed)
+    test: PriorShiftTest | None = (
+        None if recorded is None else prior_shift_test(read_risks(recorded), traffic, options.seed)
+    )
     why = None
     if len(made.answers) < LEAST_TRAFFIC:
         why = f"there are fewer than {LEAST_TRAFFIC}"

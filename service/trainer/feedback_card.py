@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from service.fitting.markdown import markdown_table
+from service.fitting.presentation import markdown_table
 
 CAUTION = (
     "Nobody drew these rows at random: users label what they like. Where the choice depends on the risk alone, the map "

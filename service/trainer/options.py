@@ -15,9 +15,9 @@ from service.data.forms.registry import chosen
 from service.data.options import ABSTAIN, BATCH_ROWS, JudgeName, JudgeOptions, Labels, TrainingLabels
 from service.data.sampled_answers import SampleOptions
 from service.errors import HalluTracerError, TrainingError
-from service.fitting.calibration import FitOptions
-from service.fitting.options import C_GRID, DEPTH_MEAN, FIRST_TOKEN, ClassBalance, LogitScale
-from service.fitting.thresholds import Rule, Target, WrongCosts
+from service.fitting.estimator import DepthMeanProbe
+from service.fitting.probes import C_GRID, DEPTH_MEAN, FIRST_TOKEN, ClassBalance, LogitScale
+from service.fitting.thresholds import GateRule, Target, WrongCosts
 from service.readout import Site
 from service.trainer.prepare import Preparation
 
@@ -276,7 +276,7 @@ class TrainOptions:
         )
 
     @property
-    def rule(self) -> Rule:
+    def rule(self) -> GateRule:
         """Of the threshold.  Raises TrainingError where there are two, or one that cannot be read."""
         if self.target is None:
             return WrongCosts() if self.wrong_costs is None else WrongCosts(self.wrong_costs)
@@ -290,7 +290,15 @@ class TrainOptions:
         return int(self.jobs or cpu_count())
 
     @property
-    def fit(self) -> FitOptions:
-        """The options of the probe fits."""
-        c = None if self.c == "auto" else float(self.c)
-        return FitOptions(self.class_balance, self.inner_folds, c, tuple(sorted(set(self.c_grid))), self.workers)
+    def probe(self) -> DepthMeanProbe:
+        """The estimator that is fitted."""
+        return DepthMeanProbe(
+            self.c,
+            c_grid=self.c_grid,
+            logit_scale=self.logit_scale,
+            class_balance=self.class_balance,
+            folds=self.folds,
+            inner_folds=self.inner_folds,
+            seeds=self.seeds,
+            n_jobs=self.workers,
+        )

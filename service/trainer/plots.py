@@ -19,8 +19,7 @@ from numpy.typing import NDArray
 from PIL import Image
 from sklearn.metrics import precision_recall_curve, roc_curve
 
-from service.fitting.group_statistics import share_interval
-from service.fitting.plotting import (
+from service.fitting.presentation import (
     BLUE,
     GREEN,
     GREY,
@@ -37,6 +36,7 @@ from service.fitting.scores import (
     coverage_curve,
     equal_mass_bins,
     reliability,
+    share_interval,
     shown_bins,
 )
 

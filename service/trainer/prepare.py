@@ -15,8 +15,8 @@ from service.data.sampled_answers import SampleOptions, sample_answers
 from service.data.training_rows import Dataset, class_problems
 from service.engines.base import Engine
 from service.errors import TrainingError
-from service.fitting.fit import Floats, Index, Readouts
 from service.fitting.nested_cv import Inputs
+from service.fitting.probes import Floats, Index, Readouts
 from service.prompts import PromptFormat
 from service.readout import Probes, Site
 from service.risk import truth_logits

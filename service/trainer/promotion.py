@@ -11,7 +11,7 @@ import numpy as np
 from probes_store.bundle import Bundle
 from probes_store.manifest import Manifest, document_of
 from service.errors import HalluTracerError
-from service.fitting.jackknife import jeffreys
+from service.fitting.scores import jeffreys
 
 LEAST_PROMPTS, MOST_DISAGREEMENT, MOST_DRIFT = 500, 0.05, 0.5
 

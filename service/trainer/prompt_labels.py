@@ -8,7 +8,7 @@ from service.data.forms.registry import FORMS
 from service.data.judges import contains
 from service.data.training_rows import Dataset, Row
 from service.fitting.context import PromptLabels
-from service.fitting.fit import Index
+from service.fitting.probes import Index
 from service.judging.conversation import has_passage
 from service.trainer.by_form import FORM
 

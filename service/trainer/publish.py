@@ -25,10 +25,9 @@ from probes_store.tensors import Golden, ProbeTensors
 from probes_store.uncertainty import Uncertainty
 from service.engines.base import Engine, ModelIdentity
 from service.errors import EngineError
-from service.fitting.calibration import FinalClassifier, signal_matrix
-from service.fitting.fit import Floats, Index, ProbeFit
-from service.fitting.options import FIRST_TOKEN
-from service.fitting.uncertainty import Reference
+from service.fitting.estimator import FinalClassifier, extra_signals, signal_matrix
+from service.fitting.probes import FIRST_TOKEN, Floats, Index, ProbeFit
+from service.fitting.uncertainty import TrajectoryReference
 from service.prompts import PromptFormat
 from service.readout import Probes
 from service.trainer.context import BundleContext, served_columns, with_context
@@ -42,7 +41,7 @@ def probe_tensors(
     scale: Floats,
     class_mean: Floats,
     class_std: Floats,
-    reference: Reference | None = None,
+    reference: TrajectoryReference | None = None,
     context: BundleContext | None = None,
 ) -> ProbeTensors:
     """A fit in the element types that are stored and served: scale [m]; class_mean, class_std [2, m] out of fold."""
@@ -69,7 +68,7 @@ def served_signals(
 ) -> Floats:
     """The classifier's input [n, k] of logits [n, (1 + A) m] and prompts of so many tokens, as a server computes it."""
     columns = served_columns(context, logits, layers, tokens)
-    return signal_matrix(logits[:, :layers], first_token, signals, columns)
+    return signal_matrix(logits[:, :layers], extra_signals(signals, first_token, columns))
 
 
 def golden_rows(risk: Floats, count: int = GOLDEN_PROMPTS) -> Index:

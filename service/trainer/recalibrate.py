@@ -22,9 +22,9 @@ from service.data.traffic import TrafficFile, read_traffic
 from service.data.training_rows import Dataset, read_dataset
 from service.engines.base import Engine
 from service.errors import TrainingError
-from service.fitting.group_statistics import share_interval
-from service.fitting.label_shift import Source
-from service.fitting.map_choice import FOLDS, Choice, choose_map
+from service.fitting.prior_shift import LabelledRisks
+from service.fitting.recalibration import FOLDS, ChosenMap, choose_map
+from service.fitting.scores import share_interval
 from service.prompts import as_prompt_format
 from service.scoring import Scorer
 from service.trainer.ledger import Marks, check_unspent, seen_by
@@ -46,7 +46,7 @@ class Plan:
     options: RecalibrateOptions
     rows: NewRows
     traffic: TrafficFile | None
-    source: Source | Dataset | None  # labelled risks of training's kind; or held-out rows that are still to be read
+    source: LabelledRisks | Dataset | None  # of training's kind; or held-out rows still to be read
 
     @property
     def prior(self) -> float:
@@ -110,7 +110,7 @@ def described(made: Plan) -> list[str]:
     return lines
 
 
-def _source(rows: NewRows, options: RecalibrateOptions) -> Source | Dataset | None:
+def _source(rows: NewRows, options: RecalibrateOptions) -> LabelledRisks | Dataset | None:
     """Training's risks by class: recorded, or those of the held-out file where it is named."""
     recorded = rows.evaluation.get("out_of_fold", {}).get("risks")
     if recorded is not None:
@@ -158,7 +158,7 @@ def _carry_out(made: Plan, engine: Engine, store: Store, console: Console) -> Bu
     return published
 
 
-def _source_risks(made: Plan, engine: Engine) -> Source | None:
+def _source_risks(made: Plan, engine: Engine) -> LabelledRisks | None:
     """Training's risks by class; a held-out file is read now."""
     if not isinstance(made.source, Dataset):
         return made.source
@@ -167,7 +167,7 @@ def _source_risks(made: Plan, engine: Engine) -> Source | None:
     preparation = replace(preparation, labels=manifest.training.labels)
     name = f"held-out-{made.source.digest.removeprefix('sha256:')[:12]}"
     data = prepare(engine, made.source, preparation, as_prompt_format(manifest.prompt_format), name, folds=None)
-    return Source(risks_of(rows.bundle, data), data.inputs.label, data.inputs.group)
+    return LabelledRisks(risks_of(rows.bundle, data), data.inputs.label, data.inputs.group)
 
 
 def _note_spent(made: Plan) -> None:
@@ -177,7 +177,7 @@ def _note_spent(made: Plan) -> None:
         atomic_write(path, (json.dumps({"recalibrated": made.rows.bundle.reference}) + "\n").encode())
 
 
-def _learnt(made: Plan, choice: Choice, shift: PriorShift | None, risk: Floats, data: PreparedData) -> Learnt:
+def _learnt(made: Plan, choice: ChosenMap, shift: PriorShift | None, risk: Floats, data: PreparedData) -> Learnt:
     """What the next version is made of."""
     rows, options = made.rows, made.options
     return Learnt(

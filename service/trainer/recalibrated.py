@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from probes_store.bundle import Bundle, BundleDraft
 from probes_store.recalibration import Recalibration
 from service.errors import TrainingError
-from service.fitting.map_choice import Choice
 from service.fitting.nested_cv import rounded
+from service.fitting.recalibration import ChosenMap
 from service.fitting.scores import at_threshold
 from service.trainer.ledger import Marks
 from service.trainer.new_rows import draft_of
@@ -33,7 +33,7 @@ class Learnt:
     label: NDArray[np.integer]  # [n] 1 factual
     risk: Floats  # [n] as the bundle serves it
     group: NDArray[np.integer]  # [n]
-    choice: Choice
+    choice: ChosenMap
     rule: ThresholdRule
     seed: int
     name: str | None  # of the new version; None: the bundle's own

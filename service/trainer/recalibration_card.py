@@ -12,12 +12,9 @@ from numpy.typing import NDArray
 
 from probes_store.manifest import Manifest
 from probes_store.recalibration import Recalibration
-from service.fitting.group_statistics import share_interval
-from service.fitting.jackknife import Interval
-from service.fitting.map_choice import Choice
-from service.fitting.markdown import markdown_table
-from service.fitting.plotting import BLUE, GREY, ORANGE, legend_below
-from service.fitting.scores import equal_mass_bins, reliability
+from service.fitting.presentation import BLUE, GREY, ORANGE, legend_below, markdown_table
+from service.fitting.recalibration import ChosenMap
+from service.fitting.scores import ConfidenceInterval, equal_mass_bins, reliability, share_interval
 from service.trainer.feedback_card import feedback_lines, selection
 from service.trainer.plots import png
 from service.trainer.statement import SECTION as GUARANTEE
@@ -36,7 +33,7 @@ NAMES = {
 _BINS, _ROWS = 10, 15  # at most so many bins, of so many rows or more
 
 
-def table(choice: Choice) -> str:
+def table(choice: ChosenMap) -> str:
     """Every candidate on the labelled rows that it was not fitted on, in Markdown; the chosen one is bold."""
     rows = []
     for one in choice.candidates:
@@ -47,7 +44,7 @@ def table(choice: Choice) -> str:
     return markdown_table(["held-out", "log loss", "less by", "calibration error, debiased"], rows)
 
 
-def _cell(value: float, ends: Interval, form: str = ".4f") -> str:
+def _cell(value: float, ends: ConfidenceInterval, form: str = ".4f") -> str:
     return f"{value:{form}} [{ends.low:{form}}, {ends.high:{form}}]"
 
 

@@ -14,13 +14,12 @@ import service
 from probes_store.context import CONTEXT_SIGNALS
 from probes_store.manifest import Signal, TrainingRecord
 from service.data.training_rows import Dataset
-from service.fitting.calibration import scale_shift
-from service.fitting.fit import Floats
-from service.fitting.group_statistics import effective_groups, largest_share
-from service.fitting.label_shift import Source
+from service.fitting.estimator import scale_shift
 from service.fitting.nested_cv import Evaluation, Inputs, layer_aurocs, name_of, rounded
-from service.fitting.options import FIRST_TOKEN
-from service.fitting.promise import Profile
+from service.fitting.prior_shift import LabelledRisks
+from service.fitting.probes import FIRST_TOKEN, Floats
+from service.fitting.scores import effective_groups
+from service.fitting.thresholds import GateProfile
 from service.trainer.by_form import FORM
 from service.trainer.ledger import Marks
 from service.trainer.options import TrainOptions
@@ -54,7 +53,7 @@ def evaluation_document(
     refitted: Floats,
     search: dict[str, float | None],
     nested: Evaluation | None,
-    gates: Profile,
+    gates: GateProfile,
     risks: Floats,
 ) -> dict[str, Any]:
     """evaluation.json of a bundle with these ``signals``.
@@ -70,7 +69,9 @@ def evaluation_document(
             "file": options.data.name,
             "digest": data.dataset.origin.file_digest,
             "effective_groups": rounded(effective_groups(data.inputs.group)),
-            "largest_group_share": rounded(largest_share(data.inputs.group)),
+            "largest_group_share": rounded(
+                float(np.unique(data.inputs.group, return_counts=True)[1].max() / len(data.inputs.group))
+            ),
         }
         | data.counts
         | _forms(data.dataset)
@@ -107,9 +108,9 @@ def risks_document(risk: Floats, label: NDArray[np.integer], group: NDArray[np.i
     }
 
 
-def read_risks(document: Mapping[str, str]) -> Source:
+def read_risks(document: Mapping[str, str]) -> LabelledRisks:
     """What ``risks_document`` wrote."""
-    return Source(
+    return LabelledRisks(
         np.array(document["risk"].split(), np.float64),
         1 - np.array(document["hallucinated"].split(), np.int64),
         np.array(document["group"].split(), np.int64),
@@ -118,7 +119,7 @@ def read_risks(document: Mapping[str, str]) -> Source:
 
 def _soft_labels(options: TrainOptions, data: PreparedData) -> dict[str, Any]:
     """What the probes were fitted on, where that is not the labels that they are measured by."""
-    share = data.inputs.readouts.share
+    share = data.inputs.readouts.soft_label
     if share is None:
         return {}
     mixed = float(np.mean((share > 0) & (share < 1)))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import closing
+from copy import copy
 from dataclasses import replace
 from typing import Any
 
@@ -21,20 +22,12 @@ from service.data.run_folder import locked
 from service.data.training_rows import Dataset, check_all_apply, check_disjoint, read_dataset
 from service.engines.base import Engine
 from service.errors import TrainingError
-from service.fitting.calibration import (
-    choose_c,
-    class_statistics,
-    cross_fit,
-    fit_classifier,
-    refit,
-    signal_matrix,
-    stacked,
-)
+from service.fitting.estimator import DepthMeanProbe, class_statistics, extra_signals, signal_matrix
 from service.fitting.folds import group_folds, outer_folds
 from service.fitting.nested_cv import evaluate, held_out, name_of, rounded
-from service.fitting.promise import profile
+from service.fitting.probes import Readouts
 from service.fitting.scores import at_threshold
-from service.fitting.thresholds import by_wrong_costs, choose_threshold
+from service.fitting.thresholds import by_wrong_costs, choose_threshold, gate_profile
 from service.fitting.uncertainty import fit_interval, fit_reference
 from service.judging.sample import KEY as SAMPLE
 from service.judging.sample import Sample
@@ -52,14 +45,23 @@ from service.trainer.prepare import prepare, trajectories
 from service.trainer.publish import golden_rows, manifest_of, probe_tensors, record_golden, served_signals
 from service.trainer.record import evaluation_document, plot_data, training_record
 from service.trainer.sample import draw_sample
-from service.trainer.scaling import scale_logits
+from service.trainer.scaling import scaling_document
 from service.trainer.summary import better_options
 from service.trainer.summary import closing as closing_lines
 from service.trainer.uncertainty import uncertainty_record
 
 
-def train(options: TrainOptions, engine_factory: Callable[[], Engine], store: Store, *, console: Console) -> Bundle:
+def train(
+    options: TrainOptions,
+    engine_factory: Callable[[], Engine],
+    store: Store,
+    *,
+    console: Console,
+    probe: DepthMeanProbe | None = None,
+) -> Bundle:
     """Train one bundle and publish it; with ``options.calibration`` also a version with a guaranteed threshold.
+
+    ``probe`` was fitted on the labelled rows already, by the options' folds and seeds.
 
     Raises:
         NoThreshold: the bundle was published, and no threshold of it qualifies for the guarantee.
@@ -83,7 +85,7 @@ def train(options: TrainOptions, engine_factory: Callable[[], Engine], store: St
     dataset, sample = draw_sample(options, dataset, test, console)
 
     with locked(options.run_dir), closing(engine_factory()) as engine:
-        draft, better = _draft(options, dataset, test, sample, engine, console)
+        draft, better = _draft(options, dataset, test, sample, engine, console, probe)
         bundle = store.publish(draft)
         console.print(f"published {bundle.reference}")
         for line in (*closing_lines(bundle.evaluation()), *better):
@@ -103,6 +105,7 @@ def _draft(
     sample: Sample | None,
     engine: Engine,
     console: Console,
+    fitted: DepthMeanProbe | None,
 ) -> tuple[BundleDraft, list[str]]:
     """Everything between the data and the store; and options that would have done better."""
     # Collect and label.
@@ -115,19 +118,22 @@ def _draft(
     others = f", {counts['others']} that ask for no fact" if counts["others"] else ""
     classes = f"{counts['factual']} factual, {counts['hallucinated']} hallucinated, {counts['left_out']} left out"
     console.print(classes + others)
-    inputs, rows, fit = data.inputs, np.arange(len(data.inputs.label)), options.fit
+    inputs = data.inputs
 
     # Fit: choose C, cross-fit for out-of-fold logits, refit the served probes on all rows.
-    choice = choose_c(inputs.readouts, inputs.group, rows, options.seeds[0], fit)
-    console.print(f"C = {choice.c:g}; cross-fitting {options.folds} folds x {len(options.seeds)} seeds")
-    crossed = cross_fit(inputs.readouts, inputs.group, rows, choice.c, options.folds, options.seeds, fit)
-    final = refit(inputs.readouts, rows, rows, choice.c, fit)
-    scaled = scale_logits(inputs, crossed, final, options)
-    out_of_fold, refitted = scaled.out_of_fold, final.trajectory / scaled.scale
+    if fitted is None:
+        console.print(f"fitting probes: {options.folds} folds x {len(options.seeds)} seeds")
+        probe = options.probe.fit_readouts(inputs.readouts, inputs.group)
+        console.print(f"C = {probe.C_:g}")
+    else:
+        probe = copy(fitted)
+        _check_fitted(probe, inputs.readouts)
+    final, scaled = probe.probes_, probe.scaled_[options.logit_scale]
+    out_of_fold, refitted = scaled.out_of_fold, scaled.trajectory
     class_mean, class_std = class_statistics(out_of_fold, inputs.label)
 
     # What a prompt is: does it ask for a fact, has it a passage?  And where the prompts of training lie.
-    context = fit_context(data, options.folds, options.seeds[0], fit)
+    context = fit_context(data, probe)
     names, columns = with_context(options.signals, context), None if context is None else context.columns
     reference = None
     if options.uncertainty:
@@ -138,18 +144,17 @@ def _draft(
     record = None if context is None else context.record()
 
     # Calibrate: the classifier sees out-of-fold signals only.
-    signals, label = stacked(signal_matrix(out_of_fold, inputs.first_token, names, columns), inputs.label)
-    share = inputs.readouts.share
-    classifier = fit_classifier(signals, label, None if share is None else np.tile(share, len(options.seeds)))
+    extra = extra_signals(names, inputs.first_token, columns)
+    probe.fit_risk(inputs.label, inputs.readouts.soft_label, extra)
+    classifier, risks = probe.classifier_, probe.out_of_fold_risk_
 
     # Choose the threshold, on every seed's out-of-fold risks.
-    risks = classifier.risk(signals).reshape(len(options.seeds), -1)
     cut = choose_threshold(options.rule, inputs.label, risks)
     threshold = cut.threshold
 
     # Evaluate.  Of the bundle's numbers only the width of its intervals comes from here.
     seen = inputs if columns is not None else replace(inputs, prompts=None)  # only what the bundle can read
-    nested = evaluate(seen, folds=options.folds, seeds=options.seeds, options=fit) if options.evaluate else None
+    nested = evaluate(seen, folds=options.folds, seeds=options.seeds, probe=probe) if options.evaluate else None
     own = name_of(names, options.logit_scale)
     if nested is not None:
         crossed_risk = nested.risk[own]
@@ -162,9 +167,11 @@ def _draft(
         interval = None if nested is None else fit_interval(nested.risk[own], reference, options.folds)
         uncertainty = uncertainty_record(reference, interval)
     first = risks[0]  # of one seed, so that each row counts once
-    answering = profile(inputs.label, first, inputs.group)
-    document = evaluation_document(options, names, data, out_of_fold, refitted, choice.auroc, nested, answering, first)
-    document |= scaled.document | ({} if context is None else context.document())
+    answering = gate_profile(inputs.label, first, inputs.group)
+    document = evaluation_document(
+        options, names, data, out_of_fold, refitted, probe.c_search_, nested, answering, first
+    )
+    document |= scaling_document(scaled) | ({} if context is None else context.document())
     document |= {} if sample is None else {SAMPLE: sample.document()}
     document |= {"threshold": cut.document() | {"out_of_fold": rounded(cut.gate)}}
     if held is not None:
@@ -183,23 +190,40 @@ def _draft(
     plots = draw(plot_data(options, names, inputs, out_of_fold, class_mean, class_std, nested, threshold))
 
     # Publish: golden prompts replayed through the serving path, manifest, card.
-    chosen = golden_rows(classifier.risk(signal_matrix(refitted, inputs.first_token, names, columns)))
+    chosen = golden_rows(classifier.risk(signal_matrix(refitted, extra)))
     prompts = [data.collection.prompts.of(int(row)) for row in inputs.readouts.index[chosen]]
     collected = trajectories(inputs.readouts.subset(chosen), probes)
     golden = record_golden(engine, prompts, probes, classifier, names, collected, record)
-    training = training_record(options, data, choice.c)
+    training = training_record(options, data, probe.C_)
     manifest = manifest_of(
         options, engine.identity, prompt_format, classifier, threshold, training, uncertainty, context
     )
     card = write_card(
         manifest,
         document,
-        signal_std=signals.std(axis=0).tolist(),
+        signal_std=probe.signals_.std(axis=0).tolist(),
         left_out=data.labelled.left_out,
         plots=sorted(plots),
     )
     better = [] if nested is None else list(better_options(inputs, nested, own))
     return BundleDraft(manifest, tensors, golden, document, card, plots), better
+
+
+def _check_fitted(probe: DepthMeanProbe, readouts: Readouts) -> None:
+    """Raise TrainingError where ``probe`` was fitted on other activations than the engine reads."""
+    fit, own = probe.probes_, probe.scaled_[probe.logit_scale].trajectory
+    geometry, site = readouts.file.geometry, readouts.file.site
+    served = Probes(site, fit.head, *(array.astype(np.float32) for array in (fit.direction, fit.bias, probe.scale_)))
+    if (
+        fit.direction.shape != (geometry.num_layers, geometry.dim(site))
+        or len(own) != len(readouts.label)
+        or not np.allclose(trajectories(readouts, [served]), own, rtol=1e-3, atol=1e-3 * own.std())
+    ):
+        raise TrainingError(
+            f"the probe was fitted on other activations than this model has at these {len(readouts.label)} labelled "
+            "rows: fit it on what extract gives for the same prompts, in the same order",
+            param="probe",
+        )
 
 
 def _forms(found: dict[str, Any]) -> dict[str, Any]:

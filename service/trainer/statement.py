@@ -6,12 +6,12 @@ import re
 
 from probes_store.guarantee import Guarantee
 from probes_store.manifest import Manifest
-from service.fitting.promise import Step
+from service.fitting.thresholds import GuaranteeStep
 
 SECTION = re.compile(r"## Guarantee\n.*?(?=^## |\Z)", re.DOTALL | re.MULTILINE)
 
 
-def statement(guarantee: Guarantee, manifest: Manifest, max_new_tokens: int, step: Step | None) -> str:
+def statement(guarantee: Guarantee, manifest: Manifest, max_new_tokens: int, step: GuaranteeStep | None) -> str:
     """For whom the promise holds and when it is void.
 
     ``max_new_tokens`` is the length of the answers judged, ``step`` the test that passed, if any.
@@ -63,14 +63,14 @@ def statement(guarantee: Guarantee, manifest: Manifest, max_new_tokens: int, ste
     return " ".join((first, holds, void, second))
 
 
-def by_row(step: Step, alpha: float) -> str:
+def by_row(step: GuaranteeStep, alpha: float) -> str:
     """The share of hallucinations among the answered rows, where a group counts as often as it has rows."""
     share = step.wrong_rows / step.rows
     text = f"{step.wrong_rows} of {step.rows} answered rows were hallucinated, {share:.1%}"
     return f"{text}, which is above {alpha:g}: a group with many rows counts more here" if share > alpha else text
 
 
-def guaranteed_card(card: str, manifest: Manifest, step: Step | None = None) -> str:
+def guaranteed_card(card: str, manifest: Manifest, step: GuaranteeStep | None = None) -> str:
     """The card with this guarantee's section, before the limits, in place of an earlier one.
 
     ``step`` is the test that passed, if any.

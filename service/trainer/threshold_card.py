@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from service.fitting.markdown import markdown_table
+from service.fitting.presentation import markdown_table
 from service.fitting.thresholds import LEAST_ANSWERED
 
 _OPTIMISTIC = (

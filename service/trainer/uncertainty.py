@@ -8,11 +8,11 @@ import numpy as np
 
 from probes_store.manifest import Manifest
 from probes_store.uncertainty import RefitInterval, Uncertainty
-from service.fitting.uncertainty import Reference
+from service.fitting.uncertainty import TrajectoryReference
 from service.risk import risk
 
 
-def uncertainty_record(reference: Reference, interval: RefitInterval | None) -> Uncertainty:
+def uncertainty_record(reference: TrajectoryReference, interval: RefitInterval | None) -> Uncertainty:
     """What a run found, with what it means."""
     outside = (
         f"A prompt lies outside training where the distance of its trajectory to those of training is 1 or more. Of "

@@ -11,7 +11,6 @@ import pytest
 from numpy.typing import NDArray
 
 from service.data.run_folder import RowsFile
-from service.fitting.calibration import FitOptions
 from service.fitting.context import (
     LEAST,
     SIDES,
@@ -22,13 +21,14 @@ from service.fitting.context import (
     fit_context_probe,
     fit_passage_probes,
 )
-from service.fitting.fit import Readouts
+from service.fitting.estimator import DepthMeanProbe
 from service.fitting.nested_cv import CONTEXT_NAMES, NAMES, Inputs, evaluate
+from service.fitting.probes import Readouts
 from service.fitting.scores import auroc, ece
 from service.readout import Geometry, Site
 from tests.fitting.planted import GEOMETRY
 
-OPTIONS = FitOptions("weights", 3, 0.3, (0.3,), 1)
+PROBE = DepthMeanProbe(0.3)
 WIDE = Geometry(num_layers=4, num_heads=3, head_dim=40, hidden_size=120)  # room to learn rows by heart
 ROWS = 480
 KNOWN, PASSAGE, STATED = 1, 2, 0  # heads where each is planted
@@ -70,7 +70,7 @@ def fitted(
     everything = np.arange(len(label))
     readouts = Readouts(file, everything, label.astype(np.int64))
     group = everything // 2
-    return fit_context_probe("passage", readouts, group, everything if rows is None else rows, 3, 0, OPTIONS, least)
+    return fit_context_probe("passage", readouts, group, everything if rows is None else rows, 3, 0, PROBE, least)
 
 
 def test_a_planted_direction_is_found_in_its_head(tmp_path: Path) -> None:
@@ -105,7 +105,7 @@ def test_rows_that_took_part_have_logits_by_probes_that_never_saw_them(tmp_path:
     for seed in (3, 4):
         label = halves(0.5, seed)
         readouts = Readouts(file, np.arange(ROWS), label.astype(np.int64))
-        found = fit_context_probe("stated", readouts, np.arange(ROWS), np.arange(ROWS), 3, 0, OPTIONS)
+        found = fit_context_probe("stated", readouts, np.arange(ROWS), np.arange(ROWS), 3, 0, PROBE)
         assert found is not None
         inside = Readouts(file, np.arange(ROWS), label.astype(np.int64))
         a = np.stack([file.head(layer, int(head)) for layer, head in enumerate(found.probe.head)], axis=1)
@@ -143,7 +143,7 @@ def test_too_few_groups_of_a_class_give_none(tmp_path: Path) -> None:
     stated = passage & (np.arange(ROWS) % 4 < 2)
     readouts, group = Readouts(file, np.arange(ROWS), passage.astype(np.int64)), np.arange(ROWS) // 2
     assert fit_passage_probes(
-        readouts, PromptLabels(more, stated, LENGTHS), group, np.arange(ROWS), 3, 0, OPTIONS
+        readouts, PromptLabels(more, stated, LENGTHS), group, np.arange(ROWS), 3, 0, PROBE
     ) is None  # fmt: skip
 
 
@@ -194,7 +194,7 @@ def test_passage_probes_learn_from_their_own_rows_and_give_the_columns(tmp_path:
     file, labels = both(tmp_path)
     everything = np.arange(ROWS)
     readouts = Readouts(file, everything, halves(0.5, 9).astype(np.int64))
-    found = fit_passage_probes(readouts, labels, everything, everything, 3, 0, OPTIONS)
+    found = fit_passage_probes(readouts, labels, everything, everything, 3, 0, PROBE)
     assert found is not None
     passage, stated = found
     assert [fit.record.name for fit in found] == ["passage", "stated"]
@@ -237,7 +237,7 @@ def reading(tmp_path_factory: pytest.TempPathFactory) -> Inputs:
 
 
 def test_the_nested_evaluation_reads_the_context_where_rows_have_passages(reading: Inputs) -> None:
-    found = evaluate(reading, folds=3, seeds=(0,), options=OPTIONS)
+    found = evaluate(reading, folds=3, seeds=(0,), probe=PROBE)
     signals = found.document["signals"]
     assert tuple(signals) == NAMES
     assert all(np.all(np.isfinite(found.risk[name])) for name in CONTEXT_NAMES)
@@ -253,7 +253,7 @@ def test_without_passages_no_signal_reads_the_context(reading: Inputs) -> None:
     expected = tuple(name for name in NAMES if name not in CONTEXT_NAMES)
     no = np.zeros(ROWS, np.bool_)
     for prompts in (None, PromptLabels(no, no, LENGTHS)):
-        found = evaluate(replace(reading, prompts=prompts), folds=3, seeds=(0,), options=OPTIONS)
+        found = evaluate(replace(reading, prompts=prompts), folds=3, seeds=(0,), probe=PROBE)
         assert tuple(found.document["signals"]) == expected
         assert set(found.risk) == set(found.tests) == set(expected)
 
@@ -265,7 +265,7 @@ def test_what_all_rows_allow_every_fold_allows(reading: Inputs) -> None:
     stated = np.zeros(ROWS, np.bool_)
     stated[least] = True
     prompts = PromptLabels(reading.prompts.passage, stated, reading.prompts.tokens)
-    assert fit_passage_probes(reading.readouts, prompts, np.arange(ROWS), np.arange(ROWS), 2, 0, OPTIONS) is not None
+    assert fit_passage_probes(reading.readouts, prompts, np.arange(ROWS), np.arange(ROWS), 2, 0, PROBE) is not None
     given = replace(reading, group=np.arange(ROWS), prompts=prompts)
-    found = evaluate(given, folds=2, seeds=(0, 1, 2), options=OPTIONS)
+    found = evaluate(given, folds=2, seeds=(0, 1, 2), probe=PROBE)
     assert set(CONTEXT_NAMES) <= set(found.risk)

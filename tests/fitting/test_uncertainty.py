@@ -5,8 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from benchmarks import refits
+from service.fitting.estimator import DepthMeanProbe
 from service.fitting.folds import group_folds
-from service.fitting.uncertainty import OUTSIDE_SHARE, Reference, fit_interval, fit_reference
+from service.fitting.uncertainty import OUTSIDE_SHARE, TrajectoryReference, fit_interval, fit_reference
 from service.judging.uncertainty import distance
 
 LAYERS = 20
@@ -18,7 +20,7 @@ def trajectories(rng: np.random.Generator, count: int, shift: float = 0.0) -> np
     return walk * np.exp(np.linspace(0, 3, LAYERS))
 
 
-def reference(rows: np.ndarray, seed: int, folds: int = 5) -> Reference:
+def reference(rows: np.ndarray, seed: int, folds: int = 5) -> TrajectoryReference:
     label = np.arange(len(rows)) % 2
     return fit_reference(rows[None], label, np.arange(len(rows)), folds, (seed,))
 
@@ -79,7 +81,9 @@ def test_few_rows_place_no_small_quantile() -> None:
 OTHER = 4.0  # shift of prompts that do not apply
 
 
-def with_others(rng: np.random.Generator, count: int = 600, others: int = 200) -> tuple[Reference, Reference]:
+def with_others(
+    rng: np.random.Generator, count: int = 600, others: int = 200
+) -> tuple[TrajectoryReference, TrajectoryReference]:
     """Of labelled rows alone, and with prompts elsewhere that belong to training as well, five to a group."""
     rows, more = trajectories(rng, count), trajectories(rng, others, shift=OTHER)
     label, group = np.arange(count) % 2, np.arange(count)
@@ -140,7 +144,7 @@ def test_the_half_width_is_that_of_another_training() -> None:
     rng = np.random.default_rng(5)
     away = np.repeat(np.linspace(0.2, 0.9, 20), 300)
     rng.shuffle(away)
-    made = Reference(np.zeros(1), np.eye(1), away[None])
+    made = TrajectoryReference(np.zeros(1), np.eye(1), away[None])
     z = np.linspace(-3, 3, 6000)
     deviation = np.sqrt(0.01 + 0.04 * z**2 + 0.25 * away**2)
     found = fit_interval(spread(rng, deviation, 5, 3), made, 5)
@@ -155,13 +159,30 @@ def test_the_half_width_is_that_of_another_training() -> None:
 
 
 def test_one_seed_has_no_interval() -> None:
-    made = Reference(np.zeros(1), np.eye(1), np.full((1, 50), 0.5))
+    made = TrajectoryReference(np.zeros(1), np.eye(1), np.full((1, 50), 0.5))
     assert fit_interval(np.full((1, 50), 0.3), made, 5) is None
 
 
 def test_fits_that_agree_and_risks_at_the_ends_give_finite_widths() -> None:
-    made = Reference(np.zeros(1), np.eye(1), np.full((1, 50), 0.5))
+    made = TrajectoryReference(np.zeros(1), np.eye(1), np.full((1, 50), 0.5))
     for risks in (np.full((2, 50), 0.3), np.tile([0.0, 1.0], (2, 25))):
         found = fit_interval(risks, made, 5)
         assert found is not None
         assert np.isfinite(found.half_width(0.0, 1.0))
+
+
+@pytest.mark.long
+def test_an_interval_holds_what_other_training_sets_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half the width is what the jackknife would give without its factor."""
+    monkeypatch.setattr(refits, "FRESH", 500)
+    said = list(refits.simulated(4, 200, 1, 3, DepthMeanProbe(0.1, folds=5, seeds=(0, 1, 2))))
+    pairs = [(one, other) for one in said for other in said if one is not other]
+
+    def held(stretch: float) -> float:
+        inside = [np.abs(one.log_odds - other.log_odds) <= stretch * one.half_width for one, other in pairs]
+        return float(np.mean(inside))
+
+    assert 0.93 <= held(1.0) <= 0.998
+    assert held(0.5) < 0.92
+    assert np.mean([one.distance >= 1 for one in said]) < 0.03
+    assert np.mean([one.elsewhere >= 1 for one in said]) > 0.3

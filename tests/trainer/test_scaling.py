@@ -11,7 +11,7 @@ import pytest
 from probes_store.errors import BadValue
 from probes_store.manifest import manifest_bytes, read_manifest, version_of
 from service.fitting.layer_weights import FLOOR
-from service.fitting.options import LogitScale
+from service.fitting.probes import LogitScale
 from service.readout import Site
 from service.scoring import Scorer
 from tests.fitting.planted import PlantedEngine, planted_rows, write_rows

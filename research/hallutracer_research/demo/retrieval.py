@@ -19,9 +19,8 @@ from service.demo import Passage
 from service.demo.passages import with_passages
 from service.demo.questions import questions
 from service.engines.base import Sampling
-from service.fitting.jackknife import auroc_interval, t_interval
-from service.fitting.markdown import markdown_table
-from service.fitting.scores import risk_auroc
+from service.fitting.presentation import markdown_table
+from service.fitting.scores import auroc_interval, risk_auroc, t_interval
 from service.policies.guard import OBSERVE
 from service.scoring import Scorer
 

@@ -1,6 +1,6 @@
 """Probes of all heads, not only of the selected ones: what the ablations over heads need.
 
-The same fits as ``fitting.fit`` (``fit_head``, class weights), kept for every head instead of one head a layer.
+The same fits as ``fitting.probes`` (``fit_head``, class weights), kept for every head instead of one head a layer.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from threadpoolctl import threadpool_limits
 
 from hallutracer_research.evaluation.methods.base import in_processes
 from service.errors import NoDirection
-from service.fitting.fit import RELAXED, Floats, Index, Readouts, Task, fit_head, project, unit_probe
+from service.fitting.probes import RELAXED, Floats, Index, Readouts, Task, fit_head, project, unit_probe
 from service.fitting.solver import one_torch_thread
 from service.readout import Site
 

@@ -19,10 +19,9 @@ from hallutracer_research.evaluation.cost import CLASSES, Cost
 from hallutracer_research.evaluation.options import OURS
 from hallutracer_research.evaluation.significance import delong
 from hallutracer_research.evaluation.tables import Column, Table
-from service.fitting.fit import Floats, Index
-from service.fitting.jackknife import gain
 from service.fitting.nested_cv import FoldScores, test_sides
-from service.fitting.scores import auprc, risk_auroc
+from service.fitting.probes import Floats, Index
+from service.fitting.scores import auprc, gain, risk_auroc
 
 MEASURES = ("auroc", "auprc_hallucinated", "auprc_factual")
 # Candidates for the runner-up: the paper's baselines that read the model's states before an answer.

@@ -12,8 +12,8 @@ from hallutracer_research.evaluation.cost import Cost
 from hallutracer_research.evaluation.main_table import Comparison
 from hallutracer_research.evaluation.prepare import PreparedSet
 from hallutracer_research.evaluation.splits import Split
-from service.fitting.fit import Floats, Index
 from service.fitting.nested_cv import FoldScores
+from service.fitting.probes import Floats, Index
 from service.readout import Pooling, Site
 
 

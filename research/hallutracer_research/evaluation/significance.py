@@ -1,7 +1,7 @@
 """Is one risk's AUROC larger than another's on the same rows?
 
 ``delong`` assumes independent rows; where rows come in groups (several statements of one entity) its p-values are too
-small, and ``fitting.jackknife.gain`` over groups is the one to report.  Risks rise with hallucination; label 1 is
+small, and ``fitting.scores.gain`` over groups is the one to report.  Risks rise with hallucination; label 1 is
 factual.
 """
 

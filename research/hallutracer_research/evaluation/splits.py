@@ -21,9 +21,9 @@ from hallutracer_research.evaluation.methods.base import MethodInputs
 from hallutracer_research.evaluation.methods.trajectory_ridge import trajectory_ridge
 from hallutracer_research.evaluation.options import EvaluateOptions
 from probes_store.durable import atomic_write
-from service.fitting.calibration import FitOptions, choose_c, refit
-from service.fitting.fit import Floats, Index, Readouts, Task
+from service.fitting.estimator import DepthMeanProbe
 from service.fitting.folds import OuterFold, group_folds, outer_folds
+from service.fitting.probes import Floats, Index, Readouts, Task
 from service.risk import depth_mean
 
 
@@ -52,16 +52,18 @@ def outer_splits(inputs: MethodInputs, options: EvaluateOptions) -> list[OuterFo
     return outer_folds(inputs.label, inputs.group, folds=options.folds, seeds=range(options.seeds))
 
 
-def fit_options(options: EvaluateOptions) -> FitOptions:
+def fit_options(options: EvaluateOptions) -> DepthMeanProbe:
     """The options of the functions in ``fitting``."""
-    return FitOptions("weights", options.inner_folds, options.c, options.c_grid, options.jobs or cpu_count())
+    return DepthMeanProbe(
+        options.c or "auto", c_grid=options.c_grid, inner_folds=options.inner_folds, n_jobs=options.jobs or cpu_count()
+    )
 
 
 def fit_split(inputs: MethodInputs, seed: int, fold: int, train: Index, test: Index, options: EvaluateOptions) -> Split:
     """Choose C, then fit the training side and its inner folds together.  Raises NoDirection, TrainingError."""
     fits = fit_options(options)
     label, group, readouts = inputs.label, inputs.group, inputs.heads
-    c = choose_c(readouts, group, train, seed, fits).c
+    c = fits.choose_c(readouts, group, train, seed).c
     inner = group_folds(label, group, train, options.inner_folds, seed, what="inner fold")
     tasks = [Task(train, test, c), *(Task(fitted, held, c) for fitted, held in inner)]
     outer, *parts = fit_all_heads(readouts, tasks, jobs=fits.jobs)
@@ -89,8 +91,8 @@ def cross(readouts: Readouts, probes: HeadProbes, rows: Index) -> Floats:
 def residual_depth_mean(inputs: MethodInputs, split: Split, options: EvaluateOptions) -> Floats:
     """Depth means of the test side, read from the residual stream, [n_test]; C is chosen for that site."""
     fits = fit_options(options)
-    c = choose_c(inputs.residual, inputs.group, split.train, split.seed, fits).c
-    return depth_mean(refit(inputs.residual, split.train, split.test, c, fits).trajectory)
+    c = fits.choose_c(inputs.residual, inputs.group, split.train, split.seed).c
+    return depth_mean(fits.refit(inputs.residual, split.train, split.test, c).trajectory)
 
 
 def whole_trajectory(inputs: MethodInputs, split: Split) -> Floats:
@@ -104,7 +106,7 @@ def shuffled_depth_mean(inputs: MethodInputs, split: Split, options: EvaluateOpt
     label = inputs.label.copy()
     label[split.train] = np.random.default_rng([split.seed, split.fold]).permutation(label[split.train])
     readouts = replace(inputs.heads, label=label)
-    return depth_mean(refit(readouts, split.train, split.test, split.c, fit_options(options)).trajectory)
+    return depth_mean(fit_options(options).refit(readouts, split.train, split.test, split.c).trajectory)
 
 
 def pooled_depth_mean(readouts: Readouts, split: Split, options: EvaluateOptions) -> Floats:

@@ -32,9 +32,9 @@ from hallutracer_research.paper.diagnostics.features import (
 from hallutracer_research.paper.diagnostics.increments import decompose
 from hallutracer_research.paper.table_spec import OVER_SPLITS, Row, TableSpec
 from service.errors import TrainingError
-from service.fitting.calibration import fit_classifier
-from service.fitting.fit import Floats
+from service.fitting.estimator import fit_classifier
 from service.fitting.nested_cv import FoldScores
+from service.fitting.probes import Floats
 from service.fitting.scores import auroc, risk_auroc
 from service.risk import depth_mean
 

@@ -18,7 +18,7 @@ from hallutracer_research.paper.diagnostics.classes import mean_or_none
 from hallutracer_research.paper.diagnostics.uniformity import uniformity
 from hallutracer_research.paper.table_spec import OVER_SPLITS, Row, TableSpec
 from service.errors import TrainingError
-from service.fitting.fit import Floats
+from service.fitting.probes import Floats
 from service.fitting.scores import auroc, risk_auroc
 from service.readout import Pooling, Site
 from service.risk import depth_mean

@@ -1,6 +1,6 @@
 """Claims that one score's AUROC is above, near or far below another's on the same rows.
 
-All are judged by the 95 % interval of the difference of mean AUROCs over test sides (``fitting.jackknife``): a claim is
+All are judged by the 95 % interval of the difference of mean AUROCs over test sides (``fitting.scores``): a claim is
 supported where the whole interval agrees with it, not supported where the whole interval contradicts it, and mixed
 where the interval has both.
 """
@@ -29,8 +29,8 @@ from hallutracer_research.paper.claim_rules import (
     signal,
     signed,
 )
-from service.fitting.jackknife import gain
 from service.fitting.nested_cv import FoldScores, test_sides
+from service.fitting.scores import gain
 
 BEST_HEAD: Final = ("iti",)
 OTHERS: Final = ("fact-probe", "iris")

@@ -33,7 +33,7 @@ from hallutracer_research.paper.structure_readouts import READOUTS, geometry_by_
 from hallutracer_research.paper.table_spec import TableSpec, make_tables
 from probes_store.durable import atomic_write
 from service.errors import TrainingError
-from service.fitting.calibration import fit_classifier
+from service.fitting.estimator import fit_classifier
 from service.fitting.scores import risk_auroc
 
 SECTIONS: Mapping[str, Sequence[TableSpec]] = {

@@ -35,7 +35,7 @@ from hallutracer_research.paper.diagnostics.k_split import (
 )
 from hallutracer_research.paper.table_spec import Row, TableSpec
 from service.errors import TrainingError
-from service.fitting.fit import Floats, Index
+from service.fitting.probes import Floats, Index
 from service.fitting.scores import auroc
 
 ALPHA: Final = 0.05  # of the layer-wise Chen-Qin tests

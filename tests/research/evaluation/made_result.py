@@ -17,8 +17,8 @@ from hallutracer_research.evaluation.set_result import SetResult
 from hallutracer_research.evaluation.splits import Split, fit_split, outer_splits, residual_depth_mean
 from hallutracer_research.evaluation.tables import Table
 from service.data.run_folder import RowsFile
-from service.fitting.fit import Readouts
 from service.fitting.nested_cv import FoldScores
+from service.fitting.probes import Readouts
 from service.readout import Geometry, Pooling, Site
 from service.risk import depth_mean
 

@@ -10,7 +10,7 @@ import numpy as np
 from joblib import Parallel, cpu_count, delayed, parallel_config
 from numpy.typing import NDArray
 
-from service.fitting.fit import Readouts
+from service.fitting.probes import Readouts
 
 Floats = NDArray[np.float64]
 Index = NDArray[np.int64]

@@ -20,8 +20,8 @@ from threadpoolctl import threadpool_limits
 
 from hallutracer_research.evaluation.methods.base import Floats, Index, MethodInputs, in_processes
 from hallutracer_research.evaluation.methods.linear import fit_linear
-from service.fitting.fit import Readouts
 from service.fitting.folds import group_folds
+from service.fitting.probes import Readouts
 from service.fitting.scores import auroc
 
 MAX_WINDOWS = 12  # of one size

@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 from threadpoolctl import threadpool_limits
 
 from hallutracer_research.evaluation.methods.base import Floats, Index, MethodInputs, in_processes
-from service.fitting.fit import Readouts
 from service.fitting.folds import usable_folds
+from service.fitting.probes import Readouts
 from service.fitting.scores import auroc
 
 INNER_FOLDS = 3

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from sklearn import config_context
 from sklearn.linear_model import LogisticRegression
 
-from service.fitting.fit import penalty, project, standardise
+from service.fitting.probes import penalty, project, standardise
 
 Floats = NDArray[np.float64]
 Penalty = Literal["l1", "l2"]

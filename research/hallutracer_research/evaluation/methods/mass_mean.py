@@ -21,7 +21,7 @@ from sklearn.covariance import empirical_covariance, ledoit_wolf, shrunk_covaria
 from hallutracer_research.evaluation.methods.base import Floats, Index, MethodInputs
 from hallutracer_research.evaluation.methods.layer_choice import Rows, at_depths, fit_at_best_layer
 from hallutracer_research.evaluation.methods.linear import Linear
-from service.fitting.fit import standardise
+from service.fitting.probes import standardise
 
 DEPTHS = (0.2, 0.4, 0.6, 0.8, 1.0)
 SHRINKAGE = (None, 0.3, 1.0)  # None: Ledoit and Wolf's

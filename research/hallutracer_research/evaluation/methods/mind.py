@@ -23,8 +23,8 @@ from torch import nn
 from hallutracer_research.evaluation.methods.base import Floats, Index, MethodInputs
 from service.engines.base import TracedAnswer
 from service.errors import TrainingError
-from service.fitting.fit import standardise
 from service.fitting.folds import group_folds
+from service.fitting.probes import standardise
 from service.fitting.scores import risk_auroc
 from service.fitting.solver import one_torch_thread
 

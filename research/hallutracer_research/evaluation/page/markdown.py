@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping, Sequence
 
 from hallutracer_research.evaluation.tables import Cell, Column, Table
-from service.fitting.markdown import markdown_table
+from service.fitting.presentation import markdown_table
 
 DASH = "–"
 MINUS = "−"
