@@ -65,7 +65,7 @@ def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["serve", "--protect-metrics"], "--api-key"),
         (["serve", "--host", "0.0.0.0"], "--allow-anonymous"),
         (["serve", "--audit-required"], "--audit-log"),
-        (["keys", "new", "x"], "--keys"),
+        (["keys", "list"], "--keys"),
         (["audit", "verify"], "FILES"),
         (["serve", "--api-key", "short"], "16 characters"),
         (["serve", "--api-key", "REPLACE-ME-app-one"], "placeholder"),
