@@ -1,9 +1,8 @@
 """``DepthMeanProbe``: activations to a risk.  Choice of C, out-of-fold logits, refitted probes, scale, classifier.
 
-Depth means of rows that the probes were fitted on are too well separated and would give an over-confident risk.  The
-classifier is therefore fitted on out-of-fold depth means, and the probes are then refitted on all rows.  The scale
-carries over because every probe has unit norm: depth means of cross-fitted and of refitted probes are distances along
-nearly the same directions.  ``scale_shift`` measures the difference, and evaluation.json records it.
+The classifier is fitted on out-of-fold depth means, since those of rows that the probes were fitted on are too well
+separated, and the probes are then refitted on all rows.  The scale carries over because every probe has unit norm;
+``scale_shift`` measures the difference, and evaluation.json records it.
 """
 
 from __future__ import annotations
@@ -314,9 +313,8 @@ class DepthMeanProbe(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
 def fit_classifier(signals: Floats, label: NDArray[np.integer], soft_label: Floats | None = None) -> FinalClassifier:
     """Return a practically unregularised logistic regression: signals [n, k], label [n] (1 factual).
 
-    Signals are standardised for the solver, and the standardisation is folded into weight and intercept.  C = 1e4 only
-    matters where the classes are separable and the weights would be infinite.  No class weights: the risk is a
-    probability at the training data's share of hallucinations.  ``soft_label`` [n] is fitted on where there is one.
+    C = 1e4 only matters where the classes are separable and the weights would be infinite.  No class weights: the risk
+    is a probability at the training data's share of hallucinations.  ``soft_label`` [n] is fitted on where there is any.
     """
     mean, std = signals.mean(axis=0), signals.std(axis=0)
     std = np.where(std > 0, std, 1.0)
@@ -331,8 +329,7 @@ def fit_classifier(signals: Floats, label: NDArray[np.integer], soft_label: Floa
 def stacked(signals: Floats, label: NDArray[np.integer]) -> tuple[Floats, NDArray[np.integer]]:
     """Return signals [seeds, n, k] and label [n] as [seeds n, k] and [seeds n].
 
-    Not averaged over seeds: an average over several probes is less noisy than the one probe that is served, and a
-    classifier fitted on it would be over-confident.
+    Not averaged over seeds, which would be less noisy than the one probe that is served.
     """
     return signals.reshape(-1, signals.shape[-1]), np.tile(label, len(signals))
 
@@ -364,11 +361,7 @@ def class_statistics(trajectory: Floats, label: NDArray[np.integer]) -> tuple[Fl
 
 
 def scale_shift(out_of_fold: Floats, refit: Floats, label: NDArray[np.integer]) -> dict[str, dict[str, float]]:
-    """Return mean and deviation by class of cross-fitted depth means [seeds, n] and of refitted ones [n].
-
-    The refitted ones are in-sample, so their class means lie further apart.  The classifier's scale and offset depend
-    on the within-class deviations and on the midpoint between the classes.
-    """
+    """Return mean and deviation by class of cross-fitted depth means [seeds, n] and of refitted, in-sample ones [n]."""
     sides = {"cross_fitted": out_of_fold, "refitted": refit}
     return {
         name: {f"{side}_mean": float(means[..., label == value].mean()) for side, means in sides.items()}

@@ -8,9 +8,8 @@ pulls towards the paper's rule: with sigma_l the deviation of L_l, v_l = w_l sig
 
     minimise   mean_i log(1 + exp(-y_i (v . L_i / sigma + b))) + lambda / 2 |v - (p . v) p|^2,   v >= 0
 
-The level of the weights is free.  Group-disjoint folds choose lambda by AUROC.  The paper's rule, lambda = infinity, is
-left only where the gain over it has an interval above zero: where layers differ little, the best of several lambdas
-loses more to chance than its weights gain.
+The level of the weights is free.  Group-disjoint folds choose lambda by AUROC; the paper's rule, lambda = infinity, is
+left only where the gain over it has an interval above zero.
 """
 
 from __future__ import annotations

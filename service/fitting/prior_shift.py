@@ -6,11 +6,10 @@ share pi of hallucinated rows is another.  Then the odds of every risk change by
     logit(risk') = logit(risk) + logit(pi) - logit(pi_0),
 
 and pi is found from unlabelled rows alone (Saerens, Latinne and Decaestecker 2002, Neural Computation 14, 21-41).
-Where something else shifts, the same sums give a wrong share without a sign of it.  ``prior_shift_test`` fits the best
-mixture of training's two class-conditional distributions (the least squares of black-box shift estimation, Lipton, Wang
-and Smola 2018, on the distribution functions) and compares the largest distance that remains with what chance leaves,
-by a centred bootstrap over groups of both samples.  A traffic that happens to be such a mixture passes whatever else
-shifted: then only labels tell.
+Where something else shifts, the share is wrong without a sign of it.  ``prior_shift_test`` fits the best mixture of
+training's two class-conditional distributions (the least squares of black-box shift estimation, Lipton, Wang and Smola
+2018, on the distribution functions) and compares the largest distance that remains with what chance leaves, by a
+centred bootstrap over groups of both samples.  A traffic that happens to be such a mixture passes.
 """
 
 from __future__ import annotations

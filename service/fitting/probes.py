@@ -12,7 +12,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final, Literal, Protocol
+from typing import Any, Final, Literal
 
 import numpy as np
 from joblib import Parallel, delayed, parallel_config
@@ -23,6 +23,7 @@ from threadpoolctl import threadpool_limits
 
 from probes_store.manifest import FIRST_TOKEN_SIGNALS
 from probes_store.manifest import LogitScale as LogitScale
+from service.data.run_folder import RowsFile
 from service.errors import NoDirection, TrainingError
 from service.fitting.scores import auroc
 from service.fitting.solver import CONSTANT, one_torch_thread, solve
@@ -41,27 +42,9 @@ _CHUNK = 4096  # rows
 _HAS_PENALTY = inspect.signature(LogisticRegression).parameters["penalty"].default == "l2"  # scikit-learn before 1.8
 
 
-class Activations(Protocol):
-    """Activations of N rows at one site: in memory, or a ``data.run_folder.RowsFile``."""
-
-    @property
-    def geometry(self) -> Geometry:
-        """The model's shape."""
-
-    @property
-    def site(self) -> Site:
-        """Where the activations are read."""
-
-    def layer(self, layer: int) -> NDArray[np.float32]:
-        """Return all heads' columns of ``layer``, [N, width]."""
-
-    def head(self, layer: int, head: int) -> NDArray[np.float32]:
-        """Return one head's columns of ``layer``, [N, d]."""
-
-
 @dataclass(frozen=True, eq=False)
 class ActivationArray:
-    """Activations in memory: [N, m, heads, d] float32, of one head at the residual stream."""
+    """Activations in memory, read as a ``RowsFile``: [N, m, heads, d] float32, of one head at the residual stream."""
 
     values: NDArray[np.float32]
     site: Site
@@ -85,7 +68,7 @@ class ActivationArray:
 class Readouts:
     """The labelled activations of one site: row i is row ``index[i]`` of the file."""
 
-    file: Activations
+    file: RowsFile | ActivationArray
     index: Index  # [n]
     label: NDArray[np.int64]  # [n] 1 factual, 0 hallucinated
     soft_label: Floats | None = None  # [n] to fit on: the share of sampled answers that is right
@@ -126,8 +109,7 @@ def weighted_rows(label: Labels, soft_label: Floats | None) -> WeightedRows:
 def soft_auroc(label: Labels, soft_label: Floats | None, score: NDArray[np.floating]) -> float:
     """Return the AUROC of a truth score [n] against ``label`` [n], or where there are soft labels [n] against these.
 
-    Of soft labels: P(score of a right answer > score of a wrong one), ties half, answers drawn from random rows, which
-    are not all right and not all wrong.
+    Of soft labels: P(score of a right answer > score of a wrong one), ties half, answers drawn from random rows.
     """
     if soft_label is None:
         return auroc(label, score)
@@ -295,11 +277,9 @@ def fit_probes(
 ) -> list[ProbeFit | NoDirection]:
     """Return one ProbeFit per task, over all or the given layers and heads; each layer is read once for all tasks.
 
-    Where every probe of a layer is zero, the task's result is a NoDirection: returned, since a search over C may
-    continue without it; ``require`` raises it.  With ``relax``, once C was chosen, such a layer is fitted
-    again with the next C of ``RELAXED`` that leaves it a direction.  With ``blank``, for folds, whose probes are never
-    published, a layer that no C gives a direction, as where its readouts are constant on the training rows, gets
-    logits of zero: it tells nothing there.
+    Where every probe of a layer is zero, the task's result is a NoDirection (``require`` raises it).  With ``relax``,
+    once C was chosen, such a layer is fitted again with the next C of ``RELAXED`` that leaves it a direction.  With
+    ``blank``, for folds, whose probes are never published, a layer that no C gives a direction gets logits of zero.
 
     Raises TrainingError: the sampled answers of a task's rows are all right or all wrong.
     """

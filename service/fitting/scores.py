@@ -3,11 +3,10 @@
 Labels: 1 factual, 0 hallucinated.  A risk is P(hallucinated).  AUPRC is given with either class as the positive one,
 because the paper does not say which it uses.
 
-Rows of a group depend on each other, groups do not: an interval is a jackknife's (Tukey 1958) that leaves out one group
-after the other, with Student's t of groups - 1 degrees of freedom; with few groups a percentile bootstrap's is too
-short.  It changes no fit.  What another training set would have changed is allowed for by a factor on the variance,
-1 / (1 - share of the rows in a test side), in the manner of Nadeau and Bengio (2003, Mach. Learn. 52, 239-281);
-``benchmarks/intervals.py`` measures how often the intervals cover.
+An interval is a jackknife's (Tukey 1958) that leaves out one group after the other, with Student's t of groups - 1
+degrees of freedom.  It changes no fit; what another training set would have changed is allowed for by a factor on the
+variance, 1 / (1 - share of the rows in a test side), in the manner of Nadeau and Bengio (2003, Mach. Learn. 52,
+239-281).  ``benchmarks/intervals.py`` measures how often the intervals cover.
 """
 
 from __future__ import annotations
@@ -78,8 +77,7 @@ def auprc(label: Labels, risk: Floats, *, positive: int) -> float:
 def equal_mass_bins(risk: Floats, bins: int = ECE_BINS) -> NDArray[np.int64]:
     """Return the bin of each row, 0 and up without gaps: risk [n] -> [n].
 
-    Rows are sorted by risk and cut into ``bins`` runs of (nearly) equal length; equal risks share the bin of the first
-    of them, so the order of rows does not matter.
+    Runs of (nearly) equal length of the sorted rows; equal risks share the bin of the first of them.
     """
     values = np.asarray(risk, np.float64)
     first = np.searchsorted(np.sort(values), values, side="left")
@@ -114,9 +112,8 @@ def squared_calibration_error(
 ) -> tuple[float, NDArray[np.float64]]:
     """Return the squared calibration error less what chance adds (Kumar et al. 2019): of all rows, without each group.
 
-    Of each of all rows' equal-mass bins the squared difference minus the variance of its observed share,
-    y (1 - y) / (n - 1); bins of a single row are left out.  label, risk, group [n] -> a number and [G], each
-    perhaps below 0.
+    Of each equal-mass bin the squared difference minus the variance of its observed share, y (1 - y) / (n - 1); bins of
+    one row are left out.  label, risk, group [n] -> a number and [G], perhaps below 0.
     """
     bin_of, member = equal_mass_bins(risk, bins), np.unique(group, return_inverse=True)[1]
     shape = (int(member.max()) + 1, int(bin_of.max()) + 1)
@@ -174,10 +171,7 @@ def within_stratum_auroc(label: Labels, risk: Floats, strata: Sequence[Hashable]
 
 
 def summary(label: Labels, risk: Floats) -> dict[str, float]:
-    """Return every score of one set of risks, by the names in ``SUMMARY``.
-
-    Accuracy is none of them: where most answers are wrong, to call all of them wrong has a higher one than any gate.
-    """
+    """Return every score of one set of risks, by the names in ``SUMMARY``."""
     return {
         "auroc": risk_auroc(label, risk),
         "auprc_hallucinated": auprc(label, risk, positive=0),
@@ -211,18 +205,12 @@ def effective_groups(group: Index) -> float:
 
 
 def share_interval(share: float, group: Index) -> ConfidenceInterval:
-    """Return Jeffreys' interval of a share of rows in ``group`` [n], counting effective groups as trials.
-
-    Rows of a group are taken as copies of each other, the worst they can be: the interval is rather too wide.
-    """
+    """Return Jeffreys' interval of a share of rows in ``group`` [n], taking rows of a group as copies of each other."""
     return jeffreys(share, effective_groups(group))
 
 
 def group_draws(group: Index, seed: int = 0) -> Iterator[NDArray[np.float64]]:
-    """Yield ``RESAMPLES`` bootstrap draws of whole groups: how often each row of ``group`` [n] counts, [n].
-
-    For figures that leaving out one group hardly changes, such as a largest distance.
-    """
+    """Yield ``RESAMPLES`` bootstrap draws of whole groups: how often each row of ``group`` [n] counts, [n]."""
     names, member = np.unique(group, return_inverse=True)
     rng = np.random.default_rng(seed)
     for _ in range(RESAMPLES):

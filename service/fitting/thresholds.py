@@ -1,12 +1,11 @@
 """Thresholds: by what a wrong answer costs, by a target that out-of-fold risks should meet, and with a guarantee.
 
-A question is answered where its risk lies below the threshold.  On a calibrated risk a cost is all that is needed: an
-answer pays as long as ``risk * K < 1 - risk``, that is below ``1 / (1 + K)``.
+A question is answered where its risk lies below the threshold.  On a calibrated risk an answer pays as long as
+``risk * K < 1 - risk``, that is below ``1 / (1 + K)``.
 
 A guarantee is that of the groups that pass, counted equally, at most a share alpha is wrong, with confidence 1 - delta:
-learn-then-test (Angelopoulos et al. 2021) with fixed-sequence testing.  It is about a random answered question of a
-random group that has one: rows of a group depend on each other, so of each group only its first answered row in a
-seeded order counts, and those rows are independent.  The sequence of thresholds is fixed by other data (training's
+learn-then-test (Angelopoulos et al. 2021) with fixed-sequence testing.  Of each group only its first answered row in a
+seeded order counts, so that the rows are independent.  The sequence of thresholds is fixed by other data (training's
 out-of-fold risks) before the calibration rows are looked at.
 """
 
@@ -24,10 +23,8 @@ from scipy.stats import beta, binom
 from service.errors import TrainingError
 from service.fitting.scores import Floats, Labels, at_threshold
 
-COSTS = (0.25, 0.5, 1.0, 2.0, 4.0)
-"""Values of K that a card shows beside the chosen threshold."""
-LEAST_ANSWERED = 20
-"""Rows, in the mean over seeds: a share of wrong among fewer answered ones says little."""
+COSTS = (0.25, 0.5, 1.0, 2.0, 4.0)  # values of K that a card shows beside the chosen threshold
+LEAST_ANSWERED = 20  # rows, in the mean over seeds: a share of wrong among fewer answered ones says little
 CANDIDATES = 40  # thresholds of a sequence that a guarantee is tested on
 _OPEN = 1e-9  # a threshold without a guarantee lies strictly between 0 and 1
 _TARGET = re.compile(r"\s*(?:(wrong)\s*<=|(answered)\s*>=)\s*(\d+(?:\.\d*)?|\.\d+)\s*", re.ASCII)
@@ -35,10 +32,7 @@ _TARGET = re.compile(r"\s*(?:(wrong)\s*<=|(answered)\s*>=)\s*(\d+(?:\.\d*)?|\.\d
 
 @dataclass(frozen=True, slots=True)
 class WrongCosts:
-    """A wrong answer costs as much as ``k`` withheld right ones.  Raises TrainingError where that is no such number.
-
-    1 is the default: answer what is more likely right than wrong.
-    """
+    """A wrong answer costs as much as ``k`` withheld right ones.  Raises TrainingError where that is no such number."""
 
     k: float = 1.0
 
@@ -239,7 +233,7 @@ def threshold_sequence(profile: GateProfile, alpha: float, delta: float, calibra
     """Return thresholds from strict to loose.
 
     It begins where the profile makes a test on ``calibration_groups`` groups surest to pass: a stricter threshold has
-    fewer wrong answers and fewer answering groups to show it by.  A sequence that begins too loose ends at once.
+    fewer answering groups to show its fewer wrong answers by, and a sequence that begins too loose ends at once.
     """
     levels, answering = profile.thresholds, np.array(profile.groups) / profile.total * calibration_groups
     share = (np.array(profile.wrong) + 0.5) / (np.array(profile.groups) + 1)  # never 0: the profile is a sample, too

@@ -1,13 +1,11 @@
 """The width of a risk's interval over other training rows, and where the trajectories of training lie.
 
-Both come from fits that the run has made anyway.  The *reference* is the mean and the shrunk covariance of out-of-fold
-trajectories; the cutoff of its distance is a quantile of distances of rows that took part neither in the probes that
-read them nor in the reference they are compared with.
+The *reference* is the mean and the shrunk covariance of out-of-fold trajectories; the cutoff of its distance is a
+quantile of distances of rows that took part neither in the probes that read them nor in the reference.
 
 The *interval* is a delete-a-group jackknife.  Each seed of the nested cross-validation gives every row a risk by a
-whole fit (C, heads, classifier) on the other folds' rows.  Two such fits each lack a random share 1 / K of the groups,
-so the variance between them is 1 / (K - 1) of that between fits on other training rows of the full number (Shao and
-Wu 1989, Ann. Statist. 17(3), 1176-1197).
+whole fit on the other folds' rows.  Two such fits each lack a random share 1 / K of the groups, so the variance between
+them is 1 / (K - 1) of that between fits on other training rows (Shao and Wu 1989, Ann. Statist. 17(3), 1176-1197).
 """
 
 from __future__ import annotations
@@ -80,10 +78,9 @@ def fit_reference(
 
 
 def _whitened(rows: Floats) -> tuple[Floats, Floats]:
-    """Mean [m] and whitening [m, m] of trajectories [n, m].
+    """Mean [m] and whitening [m, m] of trajectories [n, m], standardised since the shrinkage pulls variances to one.
 
-    Layers are standardised first, because the shrinkage pulls all variances to one.  A layer that never varies tells
-    nothing and is left out.
+    A layer that never varies is left out.
     """
     mean, std = rows.mean(axis=0), rows.std(axis=0)
     varies = std > _TINY

@@ -209,7 +209,7 @@ def publish(
     >>> made.reference, bool((made.bundle.probes.direction == probe.probes_.direction.astype("float32")).all())
     ('mine:1', True)
     """
-    fitted = {
+    fitted: dict[str, Any] = {
         "c": probe.C, "c_grid": probe.c_grid, "logit_scale": probe.logit_scale, "class_balance": probe.class_balance,
         "folds": probe.folds, "inner_folds": probe.inner_folds, "seeds": probe.seeds,
         "readout": "attention_head" if len(probe.shape_) == 3 else "residual_stream",
@@ -248,7 +248,7 @@ def extract(
     with closing(load_engine(options, rows=[where], threads=chosen.threads, report=report)) as loaded:
         prompt_format = default_prompt_format(loaded)
         ids = [
-            render(loaded, *((one, None) if isinstance(one, str) else (None, one)), prompt_format)
+            render(loaded, one if isinstance(one, str) else None, None if isinstance(one, str) else one, prompt_format)
             for one in as_prompts(prompts)
         ]
         geometry = loaded.identity.geometry
