@@ -314,7 +314,7 @@ def fit_classifier(signals: Floats, label: NDArray[np.integer], soft_label: Floa
     """Return a practically unregularised logistic regression: signals [n, k], label [n] (1 factual).
 
     C = 1e4 only matters where the classes are separable and the weights would be infinite.  No class weights: the risk
-    is a probability at the training data's share of hallucinations.  ``soft_label`` [n] is fitted on where there is any.
+    is a probability at the training data's share of hallucinations.  ``soft_label`` [n] is fitted on if given.
     """
     mean, std = signals.mean(axis=0), signals.std(axis=0)
     std = np.where(std > 0, std, 1.0)
