@@ -25,7 +25,7 @@ from service.cli.options import (
     UsageError,
 )
 from service.cli.output import note, print_line
-from service.fitting.probes import ClassBalance, LogitScale
+from service.fitting import ClassBalance, LogitScale
 from service.options import Common
 from service.settings import DEFAULT_STORE, Range, option, section
 

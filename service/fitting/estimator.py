@@ -21,16 +21,13 @@ from threadpoolctl import threadpool_limits
 
 from probes_store.context import CONTEXT_SIGNALS
 from service.errors import NoDirection
+from service.fitting import C_GRID, DEPTH_MEAN, ClassBalance, LogitScale
 from service.fitting.folds import group_folds
 from service.fitting.layer_weights import fit_layer_weights
 from service.fitting.probes import (
-    C_GRID,
-    DEPTH_MEAN,
     ActivationArray,
-    ClassBalance,
     Floats,
     Index,
-    LogitScale,
     ProbeFit,
     Readouts,
     Task,

@@ -19,10 +19,11 @@ from tqdm import tqdm
 
 from probes_store.context import CONTEXT_SIGNALS
 from probes_store.manifest import Signal
+from service.fitting import DEPTH_MEAN, FIRST_TOKEN, LogitScale
 from service.fitting.context import PromptLabels, context_columns, fit_passage_probes
 from service.fitting.estimator import DepthMeanProbe, FinalClassifier, extra_signals, fit_classifier, signal_matrix
 from service.fitting.folds import OuterFold, outer_folds
-from service.fitting.probes import DEPTH_MEAN, FIRST_TOKEN, Floats, Index, LogitScale, Readouts
+from service.fitting.probes import Floats, Index, Readouts
 from service.fitting.recalibration import cox_line
 from service.fitting.scores import (
     ECE_BINS,

@@ -12,7 +12,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final, Literal
+from typing import Any, Literal
 
 import numpy as np
 from joblib import Parallel, delayed, parallel_config
@@ -21,10 +21,9 @@ from sklearn import config_context
 from sklearn.linear_model import LogisticRegression
 from threadpoolctl import threadpool_limits
 
-from probes_store.manifest import FIRST_TOKEN_SIGNALS
-from probes_store.manifest import LogitScale as LogitScale
 from service.data.run_folder import RowsFile
 from service.errors import NoDirection, TrainingError
+from service.fitting import ClassBalance
 from service.fitting.scores import auroc
 from service.fitting.solver import CONSTANT, one_torch_thread, solve
 from service.readout import Geometry, Site
@@ -32,11 +31,7 @@ from service.readout import Geometry, Site
 Floats = NDArray[np.float64]
 Index = NDArray[np.int64]
 Labels = NDArray[np.integer]
-ClassBalance = Literal["weights", "downsample"]
 
-DEPTH_MEAN: Final = "depth_mean"
-FIRST_TOKEN = FIRST_TOKEN_SIGNALS  # "first_token" on the command line
-C_GRID = (0.01, 0.03, 0.1, 0.3, 1.0)
 RELAXED = (3.0, 10.0, 30.0, 100.0)  # times C, where a layer would have no probe
 _CHUNK = 4096  # rows
 _HAS_PENALTY = inspect.signature(LogisticRegression).parameters["penalty"].default == "l2"  # scikit-learn before 1.8

@@ -15,8 +15,8 @@ from service.data.forms.registry import chosen
 from service.data.options import ABSTAIN, BATCH_ROWS, JudgeName, JudgeOptions, Labels, TrainingLabels
 from service.data.sampled_answers import SampleOptions
 from service.errors import HalluTracerError, TrainingError
+from service.fitting import C_GRID, DEPTH_MEAN, FIRST_TOKEN, ClassBalance, LogitScale
 from service.fitting.estimator import DepthMeanProbe
-from service.fitting.probes import C_GRID, DEPTH_MEAN, FIRST_TOKEN, ClassBalance, LogitScale
 from service.fitting.thresholds import GateRule, Target, WrongCosts
 from service.readout import Site
 from service.trainer.prepare import Preparation

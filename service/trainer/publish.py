@@ -25,8 +25,9 @@ from probes_store.tensors import Golden, ProbeTensors
 from probes_store.uncertainty import Uncertainty
 from service.engines.base import Engine, ModelIdentity
 from service.errors import EngineError
+from service.fitting import FIRST_TOKEN
 from service.fitting.estimator import FinalClassifier, extra_signals, signal_matrix
-from service.fitting.probes import FIRST_TOKEN, Floats, Index, ProbeFit
+from service.fitting.probes import Floats, Index, ProbeFit
 from service.fitting.uncertainty import TrajectoryReference
 from service.prompts import PromptFormat
 from service.readout import Probes

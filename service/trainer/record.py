@@ -14,10 +14,11 @@ import service
 from probes_store.context import CONTEXT_SIGNALS
 from probes_store.manifest import Signal, TrainingRecord
 from service.data.training_rows import Dataset
+from service.fitting import FIRST_TOKEN
 from service.fitting.estimator import scale_shift
 from service.fitting.nested_cv import Evaluation, Inputs, layer_aurocs, name_of, rounded
 from service.fitting.prior_shift import LabelledRisks
-from service.fitting.probes import FIRST_TOKEN, Floats
+from service.fitting.probes import Floats
 from service.fitting.scores import effective_groups
 from service.fitting.thresholds import GateProfile
 from service.trainer.by_form import FORM

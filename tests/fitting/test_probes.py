@@ -8,9 +8,9 @@ from sklearn.linear_model import LogisticRegression
 from sklearn.preprocessing import StandardScaler
 
 from service.errors import NoDirection, TrainingError
+from service.fitting import ClassBalance
 from service.fitting.estimator import fit_classifier
 from service.fitting.probes import (
-    ClassBalance,
     ProbeFit,
     Readouts,
     Task,

@@ -10,8 +10,8 @@ import pytest
 
 from probes_store.errors import BadValue
 from probes_store.manifest import manifest_bytes, read_manifest, version_of
+from service.fitting import LogitScale
 from service.fitting.layer_weights import FLOOR
-from service.fitting.probes import LogitScale
 from service.readout import Site
 from service.scoring import Scorer
 from tests.fitting.planted import PlantedEngine, planted_rows, write_rows

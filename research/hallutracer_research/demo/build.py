@@ -22,8 +22,8 @@ from service.data.options import JudgeOptions
 from service.demo import MODEL_DIR
 from service.demo.questions import questions
 from service.engines.base import Engine, EngineOptions
+from service.fitting import DEPTH_MEAN, FIRST_TOKEN
 from service.fitting.estimator import DepthMeanProbe
-from service.fitting.probes import DEPTH_MEAN, FIRST_TOKEN
 from service.fitting.scores import auroc, within_stratum_auroc
 from service.trainer.options import Console, TrainOptions
 from service.trainer.run import train

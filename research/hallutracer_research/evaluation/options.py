@@ -11,7 +11,7 @@ from hallutracer_research.evaluation.cost import CLASSES, cost_class
 from hallutracer_research.evaluation.methods import METHODS
 from service.data.options import BATCH_ROWS, JudgeName
 from service.errors import TrainingError
-from service.fitting.probes import C_GRID
+from service.fitting import C_GRID
 
 OURS, RESIDUAL, SHUFFLED = "hallutracer", "residual-depth-mean", "shuffled-labels"
 TRAJECTORY = "trajectory-ridge"
