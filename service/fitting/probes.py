@@ -9,10 +9,8 @@ factual row's plus the rest times a hallucinated one's, so the row becomes two w
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
 
 import numpy as np
 from joblib import Parallel, delayed, parallel_config
@@ -34,7 +32,6 @@ Labels = NDArray[np.integer]
 
 RELAXED = (3.0, 10.0, 30.0, 100.0)  # times C, where a layer would have no probe
 _CHUNK = 4096  # rows
-_HAS_PENALTY = inspect.signature(LogisticRegression).parameters["penalty"].default == "l2"  # scikit-learn before 1.8
 
 
 @dataclass(frozen=True, eq=False)
@@ -216,11 +213,6 @@ def standardise(x: NDArray[np.floating]) -> tuple[Floats, Floats, Floats]:
     return z, mean, std
 
 
-def penalty(kind: Literal["l1", "l2"]) -> dict[str, Any]:
-    """Return scikit-learn's keyword argument for a penalty, renamed in 1.8."""
-    return {"penalty": kind} if _HAS_PENALTY else {"l1_ratio": 1.0 if kind == "l1" else 0.0}
-
-
 def row_weights(label: Labels, balance: ClassBalance, weight: Floats | None = None) -> Floats:
     """Return weights of the training rows, [n], that balance the classes; ``downsample`` zeroes rows of the larger one.
 
@@ -245,7 +237,7 @@ def _ridge(x: NDArray[np.floating], rows: WeightedRows, c: float, balance: Class
     weight = row_weights(rows.label, "weights", rows.weight)
     # Rows were checked on collection; checking them again costs as much as a small fit.
     with config_context(assume_finite=True, skip_parameter_validation=True):
-        model = LogisticRegression(C=c, max_iter=5000, **penalty("l2"))
+        model = LogisticRegression(C=c, max_iter=5000)
         model.fit(z[rows.row], rows.label, sample_weight=weight)
     raw = model.coef_[0] / std
     return (raw, float(model.intercept_[0] - raw @ mean)) if np.any(raw) else None

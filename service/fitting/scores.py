@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 from scipy.special import expit, logit
-from scipy.stats import beta, rankdata, t
+from scipy.stats import beta, t
 from sklearn.metrics import average_precision_score, brier_score_loss
 
 Labels = NDArray[np.integer]
@@ -30,6 +30,7 @@ ROWS_A_BIN = 20  # at least, where bins are shown: a share of fewer rows says li
 SUMMARY = ("auroc", "auprc_hallucinated", "auprc_factual", "brier", "ece")
 TAILS = np.array([0.025, 0.975])
 RESAMPLES = 1_000
+_TOGETHER = 256  # rows whose pairs are looked at in one go
 
 
 class ConfidenceInterval(NamedTuple):
@@ -289,34 +290,17 @@ def _mean_auroc(label: Index, group: Index, tests: Tests) -> tuple[float, NDArra
 def _auroc_without(
     bad: NDArray[np.bool_], risk: Floats, member: Index, groups: int
 ) -> tuple[float, NDArray[np.float64]]:
-    """AUROC of one test side, and without each group [groups]: all but its rows' pairs, O(n log n).  NaN: no pairs."""
-    level = np.unique(risk, return_inverse=True)[1]
-    pairs_won = _won(bad, level)
-    lost = np.bincount(member, pairs_won, groups)
-    # Pairs inside a group were counted by both of their rows.
-    inside = _won(bad, member * (len(risk) + 1) + level, member)
-    lost -= np.bincount(member[bad], inside[bad], groups)
+    """AUROC of one test side, and without each group [groups]: all but its rows' pairs.  NaN: no pairs."""
+    low, of_low = risk[~bad], member[~bad]
+    lost, total = np.zeros(groups), 0.0
+    for part in np.array_split(np.flatnonzero(bad), bad.sum() // _TOGETHER + 1):
+        won = (np.sign(risk[part][:, None] - low) + 1) / 2  # pairs of rows that are ranked right, ties half
+        inside = np.where(member[part][:, None] == of_low, won, 0.0).sum(axis=1)  # counted by both of their rows
+        lost += np.bincount(member[part], won.sum(axis=1) - inside, groups)
+        lost += np.bincount(of_low, won.sum(axis=0), groups)
+        total += won.sum()
     hallucinated, factual = (np.bincount(member[side], minlength=groups) for side in (bad, ~bad))
     pairs = (bad.sum() - hallucinated) * ((~bad).sum() - factual)
-    total = float(pairs_won[bad].sum())
     without = np.divide(total - lost, pairs, out=np.full(groups, np.nan), where=pairs > 0)
     whole = int(bad.sum()) * int((~bad).sum())
-    return (total / whole if whole else np.nan), without
-
-
-def _won(bad: NDArray[np.bool_], key: Index, member: Index | None = None) -> NDArray[np.float64]:
-    """For each row, its pairs with rows of the other class that are ranked right, ties half: key [n] ranks.
-
-    With ``member``, by which the key is sorted first, pairs of one group only.
-    """
-    found = np.empty(len(bad))
-    every = rankdata(key)
-    for side in (bad, ~bad):
-        found[side] = every[side] - rankdata(key[side])  # rows of the other class below, ties half
-    if member is None:
-        return np.where(bad, found, bad.sum() - found)
-    size = int(member.max(initial=0)) + 1
-    for side in (bad, ~bad):
-        sizes = np.bincount(member[~side], minlength=size)
-        found[side] -= (np.cumsum(sizes) - sizes)[member[side]]  # those of earlier groups
-    return np.where(bad, found, np.bincount(member[bad], minlength=size)[member] - found)
+    return (float(total) / whole if whole else np.nan), without

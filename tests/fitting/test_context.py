@@ -22,7 +22,7 @@ from service.fitting.context import (
 from service.fitting.estimator import DepthMeanProbe
 from service.fitting.nested_cv import CONTEXT_NAMES, NAMES, Inputs, evaluate
 from service.fitting.scores import auroc, ece
-from tests.fitting.arrays import readouts
+from tests.fitting.made import readouts
 
 PROBE = DepthMeanProbe(0.3)
 ROWS, LAYERS = 480, 4

@@ -19,7 +19,7 @@ from service.fitting.estimator import (
 )
 from service.fitting.scores import auroc, ece, risk_auroc
 from service.readout import Site
-from tests.fitting.arrays import readouts
+from tests.fitting.made import readouts
 
 PROBE = DepthMeanProbe(c_grid=(0.03, 0.3))
 EVERY = np.arange(240)

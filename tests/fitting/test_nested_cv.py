@@ -14,7 +14,7 @@ from service.fitting.folds import OuterFold, group_folds, outer_folds
 from service.fitting.nested_cv import CONTEXT_NAMES, NAMES, Columns, Inputs, by_row, evaluate, nested_cv, probe_columns
 from service.fitting.probes import ActivationArray, Readouts
 from service.fitting.scores import auroc
-from tests.fitting.arrays import readouts
+from tests.fitting.made import readouts
 from tests.fitting.test_estimator import PROBE, noise
 
 

@@ -24,7 +24,7 @@ from service.fitting.probes import (
 )
 from service.fitting.scores import auroc
 from service.readout import Site
-from tests.fitting.arrays import readouts
+from tests.fitting.made import readouts
 
 EVERY = np.arange(300)
 

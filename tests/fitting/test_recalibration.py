@@ -25,7 +25,7 @@ from service.fitting.recalibration import (
     fit_isotonic,
 )
 from service.fitting.scores import debiased_calibration_error, t_interval
-from tests.fitting.shifted import PRIOR, rows
+from tests.fitting.made import PRIOR, rows
 
 
 def drawn(truth: Recalibration, count: int = 40_000, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:

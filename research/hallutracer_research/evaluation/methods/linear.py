@@ -7,6 +7,7 @@ by a choice the paper leaves open.
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass
 from typing import Literal
 
@@ -15,13 +16,14 @@ from numpy.typing import NDArray
 from sklearn import config_context
 from sklearn.linear_model import LogisticRegression
 
-from service.fitting.probes import penalty, project, standardise
+from service.fitting.probes import project, standardise
 
 Floats = NDArray[np.float64]
 Penalty = Literal["l1", "l2"]
 
 # liblinear penalises the intercept like a weight; this height of its constant column makes that a matter of 1 %.
 _INTERCEPT_HEIGHT = 100.0
+_HAS_PENALTY = inspect.signature(LogisticRegression).parameters["penalty"].default == "l2"  # scikit-learn before 1.8
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,7 +51,7 @@ def fit_linear(x: NDArray[np.floating], label: NDArray[np.integer], c: float, ki
         intercept_scaling=_INTERCEPT_HEIGHT,
         max_iter=1000,
         random_state=0,
-        **penalty(kind),
+        **({"penalty": kind} if _HAS_PENALTY else {"l1_ratio": 1.0 if kind == "l1" else 0.0}),
     )
     with config_context(assume_finite=True, skip_parameter_validation=True):  # rows were checked when collected
         model.fit(z, label)
