@@ -136,7 +136,7 @@ def test_one_seed_has_no_interval_and_fits_that_agree_or_say_0_and_1_have_finite
 
 @pytest.mark.long
 def test_an_interval_holds_what_other_training_sets_say(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Real refits (benchmarks/refits.py has more); half the width is what the jackknife would give without its factor."""
+    """Real refits; half the width is what the jackknife would give without its factor.  The benchmark has more."""
     monkeypatch.setattr(refits, "FRESH", 500)
     said = list(refits.simulated(4, 200, 1, 3, DepthMeanProbe(0.1)))
     pairs = [(one, other) for one in said for other in said if one is not other]
