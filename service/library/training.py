@@ -236,7 +236,7 @@ def extract(
 
     >>> import hallutracer as ht
     >>> ht.extract(["What is the capital of Italy?", "What is the capital of Palau?"], "demo").shape
-    (2, 8, 4, 16)
+    (2, 8, 4, 32)
     """
     from service.data.collection import batches
     from service.data.options import BATCH_ROWS

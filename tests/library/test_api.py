@@ -70,7 +70,7 @@ def test_a_probe_of_extracted_arrays_is_the_one_that_train_fits(tmp_path: Path, 
     assert np.array_equal(probe.scale_.astype(np.float32), tensors.scale)
     assert (tuple(probe.classifier_.weight), probe.classifier_.intercept) == (classifier.weight, classifier.intercept)
     published = ht.publish(probe, rows, "probe", "demo", run_dir=tmp_path / "run", jobs=1, **publish)
-    assert published.bundle.digest == trained.bundle.digest
+    assert published.bundle.manifest.digest == trained.bundle.manifest.digest
     for changed in (x[::-1].copy(), x[:100]):
         other = ht.DepthMeanProbe(0.1, **fit).fit(changed, y[: len(changed)], groups=groups[: len(changed)])
         with pytest.raises(ht.HalluTracerError, match="other activations") as caught:

@@ -66,7 +66,7 @@ def fit_split(inputs: MethodInputs, seed: int, fold: int, train: Index, test: In
     c = fits.choose_c(readouts, group, train, seed).c
     inner = group_folds(label, group, train, options.inner_folds, seed, what="inner fold")
     tasks = [Task(train, test, c), *(Task(fitted, held, c) for fitted, held in inner)]
-    outer, *parts = fit_all_heads(readouts, tasks, jobs=fits.jobs)
+    outer, *parts = fit_all_heads(readouts, tasks, jobs=fits.n_jobs)
     place = {int(row): number for number, row in enumerate(train)}
     trajectory = np.full((len(train), outer.logits.shape[1]), np.nan)
     crossed = np.full((len(train), outer.logits.shape[1] - 1), np.nan)
