@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from hallutracer_research.data.questions import BRIEFLY
+from hallutracer_research.data.files import BRIEFLY
 from service.data.near_duplicates import near_duplicates
 from service.demo.questions import questions
 

@@ -74,7 +74,7 @@ def evaluate(
 
     from hallutracer_research.evaluating import run_evaluation
     from hallutracer_research.evaluation.options import EvaluateOptions, method_names
-    from hallutracer_research.evaluation.page.markdown import table_markdown
+    from hallutracer_research.evaluation.tables import table_markdown
     from hallutracer_research.paper.report import command_line
 
     evaluation = EvaluateOptions(

@@ -11,7 +11,7 @@ from typing import Any
 
 from scipy.cluster.hierarchy import DisjointSet
 
-from hallutracer_research.data.questions import words_of
+from hallutracer_research.data.files import words_of
 from service.data.rows import check_id, check_prompt, check_text, id_of, id_problem, objects
 from service.errors import DataError
 

@@ -185,11 +185,6 @@ def _kinds(dataset: Dataset) -> tuple[str, ...]:
     return tuple(str(row.strata.get("kind", "")) for row in dataset.rows)
 
 
-def answers_path(options: EvaluateOptions, name: str) -> Path:
-    """Where a set's HalluGuard scores are kept."""
-    return options.out / "sets" / name / "halluguard.npy"
-
-
 def _sample_groups(rows: list[dict[str, Any]], limit: int) -> list[dict[str, Any]]:
     """About ``limit`` rows in whole groups, evenly spaced over the file so that every sub-dataset is sampled."""
     names = [str(row.get("group", row.get("id", place))) for place, row in enumerate(rows)]

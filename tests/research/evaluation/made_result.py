@@ -9,12 +9,11 @@ from typing import Any, cast
 
 import numpy as np
 
-from hallutracer_research.evaluation.head_probes import HeadProbes
 from hallutracer_research.evaluation.methods.base import MethodInputs
 from hallutracer_research.evaluation.options import OURS, RESIDUAL, EvaluateOptions, Source
 from hallutracer_research.evaluation.prepare import PreparedSet
-from hallutracer_research.evaluation.set_result import SetResult
-from hallutracer_research.evaluation.splits import Split, fit_split, outer_splits, residual_depth_mean
+from hallutracer_research.evaluation.results import SetResult
+from hallutracer_research.evaluation.splits import HeadProbes, Split, fit_split, outer_splits, residual_depth_mean
 from hallutracer_research.evaluation.tables import Table
 from service.data.run_folder import RowsFile
 from service.fitting.fit import Readouts

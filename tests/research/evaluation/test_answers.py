@@ -15,9 +15,9 @@ import pytest
 from hallutracer_research.evaluation import answers
 from hallutracer_research.evaluation.methods.base import MethodInputs
 from hallutracer_research.evaluation.methods.eigenscore import eigen_score
-from hallutracer_research.evaluation.methods.meaning import clusters, semantic_entropy
 from hallutracer_research.evaluation.methods.mind import features
 from hallutracer_research.evaluation.methods.p_true import asked, log_odds
+from hallutracer_research.evaluation.methods.semantic_entropy import clusters, semantic_entropy
 from hallutracer_research.evaluation.options import OF_OWN_ANSWERS, OURS, EvaluateOptions, Source
 from hallutracer_research.evaluation.prepare import PreparedSet, SetRows
 from hallutracer_research.evaluation.run import evaluate

@@ -10,19 +10,22 @@ import pytest
 from sklearn.metrics import roc_auc_score
 
 from hallutracer_research.evaluation.options import RESIDUAL
-from hallutracer_research.evaluation.set_result import SetResult
+from hallutracer_research.evaluation.results import SetResult
 from hallutracer_research.paper.ablations import (
     DEPTH_SUBSAMPLING,
     FEATURE_SETS,
+    HEAD_DISTRIBUTION,
     LOCATION,
     LOGIT_SCALE,
     MEAN_DOMINANCE,
     MEAN_DOMINANCE_SOURCE,
+    READOUT_POSITION,
+    READOUT_SITE,
+    TOP_HEADS,
     depth_curve,
     depth_key,
 )
-from hallutracer_research.paper.ablations_readout import HEAD_DISTRIBUTION, READOUT_POSITION, READOUT_SITE, TOP_HEADS
-from hallutracer_research.paper.table_spec import make_tables
+from hallutracer_research.paper.tables import make_tables
 from service.readout import Pooling, Site
 from tests.research.evaluation.made_result import LABEL, noise, row, scripted_result
 

@@ -9,22 +9,24 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from hallutracer_research.evaluation.set_result import SetResult
+from hallutracer_research.evaluation.results import SetResult
 from hallutracer_research.evaluation.tables import Table
-from hallutracer_research.paper.diagnostics.fisher import fisher_gap
 from hallutracer_research.paper.diagnostics.geometry import expected_cosine, layer_geometry
-from hallutracer_research.paper.diagnostics.snr import snr_table
+from hallutracer_research.paper.diagnostics.shape import fisher_gap, snr_table
 from hallutracer_research.paper.report import _geometry
-from hallutracer_research.paper.structure import FISHER, KAPPA, SNR, VARIANCE
-from hallutracer_research.paper.structure_readouts import (
+from hallutracer_research.paper.structure import (
+    FISHER,
     GEOMETRY,
     ISOTROPY,
     K_SPLIT,
     K_SPLIT_VARIANCE,
+    KAPPA,
+    SNR,
+    VARIANCE,
     geometry_by_layer,
     readout_of,
 )
-from hallutracer_research.paper.table_spec import make_tables
+from hallutracer_research.paper.tables import make_tables
 from tests.research.evaluation.made_result import GEOMETRY as SHAPE
 from tests.research.evaluation.made_result import LABEL, noise, row, scripted_result
 

@@ -1,0 +1,170 @@
+"""Chen and Qin's test against its definition and simulation, and distance correlation."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from scipy.stats import norm
+
+from hallutracer_research.paper.diagnostics.two_samples import (
+    chen_qin,
+    chen_qin_by_group,
+    one_row_a_group,
+    squared_trace,
+)
+from service.errors import TrainingError
+
+Floats = NDArray[np.float64]
+
+
+def statistic(one: Floats, two: Floats) -> float:
+    """T by its definition, a sum over pairs."""
+    within = []
+    for x in (one, two):
+        gram = x @ x.T
+        within.append((gram.sum() - np.trace(gram)) / (len(x) * (len(x) - 1)))
+    return float(sum(within) - 2 * (one @ two.T).mean())
+
+
+def leave_two_out(x: Floats) -> float:
+    """tr(Sigma^2) by Chen and Qin's formula, one pair at a time."""
+    n, total = len(x), 0.0
+    for j in range(n):
+        for k in range(n):
+            if j != k:
+                mean = np.delete(x, [j, k], axis=0).mean(axis=0)
+                total += float(np.trace(np.outer(x[j] - mean, x[j]) @ np.outer(x[k] - mean, x[k])))
+    return total / (n * (n - 1))
+
+
+def leave_one_out(one: Floats, two: Floats) -> float:
+    """tr(Sigma_1 Sigma_2) by Chen and Qin's formula."""
+    total = 0.0
+    for j in range(len(one)):
+        for k in range(len(two)):
+            left, right = np.delete(one, j, axis=0).mean(axis=0), np.delete(two, k, axis=0).mean(axis=0)
+            total += float(np.trace(np.outer(one[j] - left, one[j]) @ np.outer(two[k] - right, two[k])))
+    return total / (len(one) * len(two))
+
+
+@pytest.mark.parametrize("shape", [(7, 4), (5, 20), (12, 12)])
+def test_the_closed_form_is_the_sum_over_pairs(shape: tuple[int, int]) -> None:
+    x = np.random.default_rng(0).standard_normal(shape) + 0.5
+    assert squared_trace(x) == pytest.approx(leave_two_out(x), rel=1e-10)
+
+
+@pytest.mark.parametrize("dim", [3, 30])
+def test_statistic_and_variance_follow_the_definitions(dim: int) -> None:
+    rng = np.random.default_rng(1)
+    one, two = rng.standard_normal((8, dim)) + 0.3, 2 * rng.standard_normal((6, dim)) + 0.2
+    label = np.repeat([1, 0], [8, 6])
+    found = chen_qin(np.concatenate([one, two]), label)
+    assert found.statistic == pytest.approx(statistic(one, two), rel=1e-9)
+    expected = (
+        2 / (8 * 7) * leave_two_out(one - two.mean(axis=0))
+        + 2 / (6 * 5) * leave_two_out(two - one.mean(axis=0))
+        + 4 / 48 * leave_one_out(one, two)
+    )
+    assert found.variance == pytest.approx(expected, rel=1e-9)
+    trace = 8 / 14 * np.trace(np.cov(one, rowvar=False)) + 6 / 14 * np.trace(np.cov(two, rowvar=False))
+    assert found.energy_ratio == pytest.approx(found.statistic / trace, rel=1e-9)
+
+
+def test_blocks_do_not_change_the_sums(monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = np.random.default_rng(2)
+    label = np.arange(40) % 2
+    wide, tall = rng.standard_normal((40, 60)), rng.standard_normal((40, 9))
+    whole = [chen_qin(x, label).variance for x in (wide, tall)]
+    monkeypatch.setattr("hallutracer_research.paper.diagnostics.two_samples._BLOCK", 4)
+    assert [chen_qin(x, label).variance for x in (wide, tall)] == pytest.approx(whole, rel=1e-12)
+
+
+def test_a_common_offset_changes_nothing() -> None:
+    rng = np.random.default_rng(3)
+    x, label = rng.standard_normal((60, 10)), np.arange(60) % 2
+    one, two = chen_qin(x, label), chen_qin(x + 1000 * rng.standard_normal(10), label)
+    assert two.statistic == pytest.approx(one.statistic, rel=1e-6)
+    assert two.p_value == pytest.approx(one.p_value, rel=1e-6)
+
+
+def test_the_statistic_is_unbiased_and_the_level_near_nominal_with_fewer_rows_than_dimensions() -> None:
+    rng = np.random.default_rng(4)
+    label, spread = np.repeat([1, 0], [30, 25]), np.geomspace(2, 0.5, 100)
+    rejected, values = 0, []
+    for _ in range(400):
+        found = chen_qin(rng.standard_normal((55, 100)) * spread, label)
+        assert found.p_value is not None
+        rejected += found.p_value < 0.05
+        values.append(found.statistic)
+    assert abs(np.mean(values)) < 4 * np.std(values) / 20
+    assert 0.02 < rejected / 400 < 0.10  # 0.05 within three standard errors, and a little for the normal limit
+
+
+def test_power_and_the_size_of_a_shift() -> None:
+    rng = np.random.default_rng(5)
+    label = np.repeat([1, 0], [150, 100])
+    shift = np.full(64, 0.1) * label[:, None]
+    found = [chen_qin(rng.standard_normal((250, 64)) + shift, label) for _ in range(400)]
+    # Var(T) = 2 tr(I) (1/n_F + 1/n_H)^2 + 4 |shift|^2 (1/n_F + 1/n_H) for unit covariances
+    noise = 1 / 150 + 1 / 100
+    spread = np.sqrt(2 * 64 * noise**2 + 4 * 0.64 * noise)
+    statistics = np.array([one.statistic for one in found])
+    assert statistics.mean() == pytest.approx(0.64, abs=4 * spread / 20)
+    assert statistics.std() == pytest.approx(spread, rel=0.12)
+    assert np.mean([one.energy_ratio for one in found if one.energy_ratio is not None]) == pytest.approx(0.01, rel=0.1)
+    power = norm.sf((1.645 * np.sqrt(2 * 64) * noise - 0.64) / spread)
+    assert power > 0.85
+    assert np.mean([one.p_value is not None and one.p_value < 0.05 for one in found]) == pytest.approx(power, abs=0.06)
+
+
+def test_p_value_against_a_permutation_test() -> None:
+    rng = np.random.default_rng(6)
+    label = np.repeat([1, 0], [40, 40])
+    x = rng.standard_normal((80, 50)) + 0.055 * label[:, None]
+    found = chen_qin(x, label)
+    assert found.p_value is not None
+    permuted = []
+    for _ in range(2000):
+        order = rng.permutation(label)
+        permuted.append(chen_qin(x, order).statistic)
+    assert 0.005 < found.p_value < 0.5  # neither end, where any two tests agree
+    assert np.mean(np.array(permuted) >= found.statistic) == pytest.approx(found.p_value, abs=0.04)
+
+
+def test_two_rows_of_a_class_are_too_few_and_constant_rows_have_no_test() -> None:
+    with pytest.raises(TrainingError, match="2 rows are factual"):
+        chen_qin(np.zeros((6, 2)), [1, 1, 0, 0, 0, 0])
+    found = chen_qin(np.zeros((6, 2)), [1, 1, 1, 0, 0, 0])
+    assert found.p_value is None
+    assert found.energy_ratio is None
+    assert found.notes
+
+
+def test_alike_rows_of_a_group_reject_by_themselves_and_one_row_of_each_does_not() -> None:
+    """Equal class means; groups of five rows share most of their readout."""
+    rng = np.random.default_rng(7)
+    group = np.repeat(np.arange(40), 5)
+    label = (np.arange(40) % 2)[group]
+    naive = by_group = 0
+    for _ in range(200):
+        x = rng.standard_normal((40, 30))[group] + 0.5 * rng.standard_normal((200, 30))
+        flattered, honest = chen_qin(x, label).p_value, chen_qin_by_group(x, label, group).p_value
+        assert flattered is not None
+        assert honest is not None
+        naive += flattered < 0.05
+        by_group += honest < 0.05
+    assert naive > 150
+    assert 2 <= by_group <= 24  # 0.05 within three standard errors, and a little for the normal limit
+
+
+def test_rows_without_company_are_all_taken_and_too_few_groups_have_no_test() -> None:
+    rng = np.random.default_rng(8)
+    x, label = rng.standard_normal((30, 4)), np.arange(30) % 2
+    assert chen_qin_by_group(x, label, np.array([f"g{row}" for row in range(30)])) == chen_qin(x, label)
+    found = chen_qin_by_group(x, label, np.arange(30) // 6)
+    assert (found.statistic, found.p_value, found.energy_ratio) == (None, None, None)
+    assert "one row of each group leaves" in found.notes[0]
+    rows = one_row_a_group(np.arange(30) // 6)
+    assert (rows // 6).tolist() == [0, 1, 2, 3, 4]
+    assert len({tuple((one_row_a_group(np.arange(30) // 6, seed) % 6).tolist()) for seed in range(5)}) > 1
