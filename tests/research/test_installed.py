@@ -1,4 +1,4 @@
-"""The commands of this distribution appear by an entry point; without it they are absent, and the error says where from."""
+"""Commands of this distribution: they appear by an entry point; without it they are absent, and the error names it."""
 
 from __future__ import annotations
 
