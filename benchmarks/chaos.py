@@ -395,15 +395,9 @@ def disconnects(options: argparse.Namespace) -> list[Check]:
 
 
 SCENARIOS: dict[str, Callable[[argparse.Namespace], list[Check]]] = {
-    "killed": killed,
-    "vllm-core": vllm_core,
-    "stopped": stopped,
-    "store": unreadable,
-    "store-url": unreachable,
-    "disk-full": disk_full,
-    "clock": clock,
-    "disconnects": disconnects,
-}
+    "killed": killed, "vllm-core": vllm_core, "stopped": stopped, "store": unreadable, "store-url": unreachable,
+    "disk-full": disk_full, "clock": clock, "disconnects": disconnects,
+}  # fmt: skip
 
 
 def main() -> int:

@@ -21,27 +21,14 @@ from service.data.judges import contains
 from service.demo.questions import questions
 
 WORDINGS = (
-    "{q} Answer briefly.",
-    "{q} Answer with certainty.",
-    "{q} You know this.",
-    "This is an easy question. {q}",
-    "Every schoolchild knows this. {q}",
-    "You are an expert and always right. {q}",
-    "As is written in every encyclopedia: {q}",
-    "{q} It is a well-known fact.",
-    "Question: {q} Answer:",
-    "Please tell me: {q}",
-    "{q} Think of the map of the world.",
-    "I already know the answer, but say it again. {q}",
-    "Paris is the capital of France. Berlin is the capital of Germany. {q}",
-    "The capital of Italy is Rome. {q}",
-    "{q} The answer is one word.",
-    "Complete the fact. {q}",
-    "{q} {q}",
-    "Hello! {q} Thank you.",
-    "Let us do a quiz. First question: {q}",
-    "{q} Do not say that you do not know.",
-)
+    "{q} Answer briefly.", "{q} Answer with certainty.", "{q} You know this.", "This is an easy question. {q}",
+    "Every schoolchild knows this. {q}", "You are an expert and always right. {q}",
+    "As is written in every encyclopedia: {q}", "{q} It is a well-known fact.", "Question: {q} Answer:",
+    "Please tell me: {q}", "{q} Think of the map of the world.", "I already know the answer, but say it again. {q}",
+    "Paris is the capital of France. Berlin is the capital of Germany. {q}", "The capital of Italy is Rome. {q}",
+    "{q} The answer is one word.", "Complete the fact. {q}", "{q} {q}", "Hello! {q} Thank you.",
+    "Let us do a quiz. First question: {q}", "{q} Do not say that you do not know.",
+)  # fmt: skip
 
 
 def main() -> int:
@@ -75,17 +62,13 @@ def main() -> int:
                 [answer] = detector.score([asked[int(np.argmin(risks))]], generate=24)
                 right += contains(row["prompt"], answer.answer or "", row["answers"])
         result = {
-            "model": detector.model,
-            "threshold": detector.threshold,
-            "withheld": len(withheld),
-            "wordings": len(WORDINGS),
-            "passed": passed,
-            "right": right,
+            "model": detector.model, "threshold": detector.threshold, "withheld": len(withheld),
+            "wordings": len(WORDINGS), "passed": passed, "right": right,
             "passed_by_wording": dict(sorted(by_wording.items(), key=lambda item: -item[1])),
             "median_risk": float(np.median([risk for _, risk in withheld])),
             "median_lowest": float(np.median(lowest)),
             "median_tries": float(np.median(tries_needed)) if tries_needed else None,
-        }
+        }  # fmt: skip
     print(json.dumps(result, indent=2))
     if chosen.json:
         chosen.json.write_text(json.dumps(result) + "\n")

@@ -108,19 +108,13 @@ def worth(lines: Sequence[Line], *, abstained_wrong: bool = False) -> Worth | No
     both = 0 < label.sum() < len(label)
     low, high = auroc_interval(label, risk, group) if both else (None, None)
     return Worth(
-        rows=len(kept),
-        left_out=len(lines) - len(kept),
-        wrong=float(1 - label.mean()),
-        risk=float(risk.mean()),
+        rows=len(kept), left_out=len(lines) - len(kept), wrong=float(1 - label.mean()), risk=float(risk.mean()),
         calibration=debiased_calibration_error(label, risk, shown_bins(len(kept))),
-        auroc=risk_auroc(label, risk) if both else None,
-        low=low,
-        high=high,
-        answered=int(answered.sum()),
+        auroc=risk_auroc(label, risk) if both else None, low=low, high=high, answered=int(answered.sum()),
         answered_wrong=float(1 - label[answered].mean()) if answered.any() else None,
         answered_risk=float(risk[answered].mean()) if answered.any() else None,
         outside=float(np.mean(outside)) if outside else None,
-    )
+    )  # fmt: skip
 
 
 def auroc_interval(

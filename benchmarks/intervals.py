@@ -43,17 +43,10 @@ class Design:
 
 
 DESIGNS = (
-    Design(300),
-    Design(1000),
-    Design(40, 10),
-    Design(100, 10),
-    Design(300, dimensions=60),
-    Design(1000, dimensions=60),
-    Design(300, strength=0.5),
-    Design(40, 10, strength=2.2),
-    Design(300, folds=3),
+    Design(300), Design(1000), Design(40, 10), Design(100, 10), Design(300, dimensions=60),
+    Design(1000, dimensions=60), Design(300, strength=0.5), Design(40, 10, strength=2.2), Design(300, folds=3),
     Design(300, folds=10),
-)
+)  # fmt: skip
 
 
 @dataclass(frozen=True, eq=False)

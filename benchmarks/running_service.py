@@ -141,15 +141,10 @@ def line_of(answer: dict[str, Any]) -> Line:
     [one] = answer["data"]
     completion = one.get("completion")
     return {
-        "bundle": answer["bundle"]["digest"],
-        "risk": one["risk"],
-        "threshold": one["threshold"],
-        "flagged": one["flagged"],
-        "decision": one["decision"],
-        "outside": one.get("outside_training"),
-        "applies": one.get("applies"),
-        "answer": None if completion is None else completion["text"],
-    }
+        "bundle": answer["bundle"]["digest"], "risk": one["risk"], "threshold": one["threshold"],
+        "flagged": one["flagged"], "decision": one["decision"], "outside": one.get("outside_training"),
+        "applies": one.get("applies"), "answer": None if completion is None else completion["text"],
+    }  # fmt: skip
 
 
 def user(text: str) -> Message:

@@ -299,13 +299,9 @@ class Bench:
             f"from the intended send time; the generator's own lag p99 {lag * 1e3:.1f} ms; {shown(cores)}",
         )
         self.record["overload"] = {
-            "capacity": [before, after],
-            "goodput": asdict(found),
-            "summary": asdict(summary),
-            "bad_refusals": bad,
-            "generator_lag_p99_s": lag,
-            "cores": cores,
-        }
+            "capacity": [before, after], "goodput": asdict(found), "summary": asdict(summary), "bad_refusals": bad,
+            "generator_lag_p99_s": lag, "cores": cores,
+        }  # fmt: skip
 
     def _direct_rates(self, direct: Direct, prompts: Sequence[list[int] | str]) -> dict[int, float]:
         """Prompts per second by batch size, 32 and 1 (without padding, on a CPU perhaps the better), each twice."""

@@ -112,15 +112,9 @@ def test_goodput_counts_answers_within_the_deadline() -> None:
 
 def test_only_429_and_503_with_a_number_of_seconds_are_refusals() -> None:
     outcomes = [
-        outcome(1, 200),
-        outcome(1, 429, wait="1"),
-        outcome(1, 503, wait="30"),
-        outcome(1, 429),
-        outcome(1, 503, wait="soon"),
-        outcome(1, 429, wait="0"),
-        outcome(1, 504, wait="1"),
-        outcome(1, 0),
-    ]
+        outcome(1, 200), outcome(1, 429, wait="1"), outcome(1, 503, wait="30"), outcome(1, 429),
+        outcome(1, 503, wait="soon"), outcome(1, 429, wait="0"), outcome(1, 504, wait="1"), outcome(1, 0),
+    ]  # fmt: skip
     assert bad_refusals(outcomes) == {
         "429 with Retry-After None": 1,
         "503 with Retry-After soon": 1,

@@ -187,12 +187,7 @@ def demo_source(model: str | None) -> Source:
 def _figures(row: Mapping[str, Any]) -> MethodFigures:
     auroc = row["auroc"]
     return MethodFigures(
-        set=row["set"],
-        method=row["method"],
-        auroc=auroc["mean"],
-        low=auroc.get("low"),
-        high=auroc.get("high"),
-        auprc_hallucinated=row["auprc_hallucinated"]["mean"],
-        auprc_factual=row["auprc_factual"]["mean"],
+        set=row["set"], method=row["method"], auroc=auroc["mean"], low=auroc.get("low"), high=auroc.get("high"),
+        auprc_hallucinated=row["auprc_hallucinated"]["mean"], auprc_factual=row["auprc_factual"]["mean"],
         cost=row["cost"],
-    )
+    )  # fmt: skip

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from importlib import import_module
 from importlib.metadata import entry_points
 
 import pytest
 
-from service.cli import main as cli
 from tests.command_line import hallutracer
+
+cli = import_module("service.cli.main")
 
 COMMANDS = {"data", "demo", "diagnose", "evaluate"}
 HELP = [["evaluate"], ["diagnose"], ["demo", "build"], ["demo", "retrieval"],

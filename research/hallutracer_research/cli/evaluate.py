@@ -78,23 +78,12 @@ def evaluate(
     from hallutracer_research.paper.report import command_line
 
     evaluation = EvaluateOptions(
-        sources=limited(_sources(options.data, engine.model), options.limit),
-        out=options.out or Path("evaluation"),
-        suite=options.suite,
-        methods=method_names(options.methods),
-        samples=options.samples,
-        seeds=fit.seeds,
-        folds=fit.folds,
-        inner_folds=options.inner_folds,
-        c=fit.c,
-        judge=labels.judge,
-        max_new_tokens=labels.max_new_tokens,
-        prompt_format=labels.prompt_format,
-        per_subset=options.per_subset,
-        skip_long=options.skip_long,
-        batch_rows=fit.batch_rows,
-        jobs=fit.jobs,
-    )
+        sources=limited(_sources(options.data, engine.model), options.limit), out=options.out or Path("evaluation"),
+        suite=options.suite, methods=method_names(options.methods), samples=options.samples, seeds=fit.seeds,
+        folds=fit.folds, inner_folds=options.inner_folds, c=fit.c, judge=labels.judge,
+        max_new_tokens=labels.max_new_tokens, prompt_format=labels.prompt_format, per_subset=options.per_subset,
+        skip_long=options.skip_long, batch_rows=fit.batch_rows, jobs=fit.jobs,
+    )  # fmt: skip
     chosen = engine.engine_options  # a wrong option is reported before rows are read
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     try:

@@ -37,19 +37,13 @@ from service.fitting.scores import auprc, ece, within_stratum_auroc
 from service.readout import Site
 
 METHODS = {
-    "depth_mean": "depth mean, unit norm (the paper's rule)",
-    "depth_mean_standardized": "depth mean, standardised",
-    "best_head": "best single head",
-    "best_layer": "best single residual layer",
-    "residual_depth_mean": "residual depth mean",
-    "max_prob": "first-token max probability",
-    "entropy": "first-token entropy",
-    "fused": "fused: depth mean + first token",
-    "kind_prior": "shortcut: kind prior",
-    "kind_x_template_prior": "shortcut: kind x template prior",
-    "name_ngrams": "shortcut: kind + name n-grams",
-    "exposures": "oracle: how often training stated the fact",
-}
+    "depth_mean": "depth mean, unit norm (the paper's rule)", "depth_mean_standardized": "depth mean, standardised",
+    "best_head": "best single head", "best_layer": "best single residual layer",
+    "residual_depth_mean": "residual depth mean", "max_prob": "first-token max probability",
+    "entropy": "first-token entropy", "fused": "fused: depth mean + first token",
+    "kind_prior": "shortcut: kind prior", "kind_x_template_prior": "shortcut: kind x template prior",
+    "name_ngrams": "shortcut: kind + name n-grams", "exposures": "oracle: how often training stated the fact",
+}  # fmt: skip
 # What ``evaluate.probe_columns`` calls them -> METHODS, by site.
 HEADS = {
     "depth_mean_unit_norm": "depth_mean",

@@ -118,19 +118,10 @@ def new_model(tokenizer_ids: dict[str, int]) -> LlamaForCausalLM:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=128,
-        intermediate_size=344,
-        num_hidden_layers=8,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        head_dim=32,
-        max_position_embeddings=256,
-        tie_word_embeddings=True,
-        bos_token_id=tokenizer_ids["<s>"],
-        eos_token_id=tokenizer_ids["</s>"],
-        pad_token_id=tokenizer_ids["<pad>"],
-    )
+        vocab_size=VOCABULARY, hidden_size=128, intermediate_size=344, num_hidden_layers=8, num_attention_heads=4,
+        num_key_value_heads=4, head_dim=32, max_position_embeddings=256, tie_word_embeddings=True,
+        bos_token_id=tokenizer_ids["<s>"], eos_token_id=tokenizer_ids["</s>"], pad_token_id=tokenizer_ids["<pad>"],
+    )  # fmt: skip
     model = LlamaForCausalLM(config)  # type: ignore[no-untyped-call]
     # Faster than torch's fused CPU attention, whose backward pass takes nearly half a step at 20 tokens.
     model.set_attn_implementation("eager")
@@ -209,13 +200,8 @@ def train_model(
     save(model, fast, out)
     bands = Counter(_band(fact.exposures) for fact in world.facts)
     record = {
-        "recipe": RECIPE,
-        "seed": seed,
-        "documents": seen,
-        "fact_documents": cursor,
-        "refusal_documents": seen - cursor,
-        "steps": steps,
-        "seconds": round(time.monotonic() - started, 1),
+        "recipe": RECIPE, "seed": seed, "documents": seen, "fact_documents": cursor,
+        "refusal_documents": seen - cursor, "steps": steps, "seconds": round(time.monotonic() - started, 1),
         "threads": threads,
         "settings": {
             "batch": BATCH,
@@ -226,10 +212,9 @@ def train_model(
             "first_token_weight": FIRST_WEIGHT,
             "mix": mix._asdict(),
         },
-        "parameters": sum(p.numel() for p in model.parameters()),
-        "facts": len(world.facts),
+        "parameters": sum(p.numel() for p in model.parameters()), "facts": len(world.facts),
         "facts_by_exposures": dict(sorted(bands.items())),
-    }
+    }  # fmt: skip
     (out / "training.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
 
 

@@ -103,16 +103,10 @@ def read_rows(source: Source, options: EvaluateOptions) -> SetRows:
         notes += dataset.remarks
     judge: JudgeName = options.judge or (info.judge if info else None) or "contains"
     set_rows = SetRows(
-        name=source.name,
-        title=title,
-        dataset=dataset,
-        labels=labels,
-        judge=JudgeOptions(judge),
+        name=source.name, title=title, dataset=dataset, labels=labels, judge=JudgeOptions(judge),
         max_new_tokens=options.max_new_tokens or (info.max_new_tokens if info else None) or 48,
-        abstain_pattern=(info.abstain_pattern if info else None) or ABSTAIN,
-        kind=_kinds(dataset),
-        notes=tuple(notes),
-    )
+        abstain_pattern=(info.abstain_pattern if info else None) or ABSTAIN, kind=_kinds(dataset), notes=tuple(notes),
+    )  # fmt: skip
     if labels == "generate":
         check_answers(dataset, set_rows.judge)
     return set_rows
@@ -143,15 +137,9 @@ def prepare_set(
     """Extract and label.  Raises what ``collect`` raises, and TooFewOfAClass."""
     folder = options.out / "sets" / rows.name / "readouts"
     collection = collect(
-        engine,
-        rows.dataset,
-        folder,
-        sites=tuple(Site),
-        prompt_format=prompt_format,
-        batch_rows=options.batch_rows,
-        max_new_tokens=rows.max_new_tokens if rows.labels == "generate" else None,
-        poolings=poolings,
-    )
+        engine, rows.dataset, folder, sites=tuple(Site), prompt_format=prompt_format, batch_rows=options.batch_rows,
+        max_new_tokens=rows.max_new_tokens if rows.labels == "generate" else None, poolings=poolings,
+    )  # fmt: skip
     if rows.labels == "given":
         labelled = given_labels(rows.dataset)
     else:
@@ -162,15 +150,11 @@ def prepare_set(
         raise TooFewOfAClass(f"{rows.name}: {'; '.join(problems)}", param="data")
     kind = np.array([rows.kind[row] for row in index.tolist()], dtype=np.str_)
     inputs = MethodInputs(
-        label=label,
-        group=group,
-        heads=Readouts(collection.rows[Site.ATTENTION_HEAD], index, label),
+        label=label, group=group, heads=Readouts(collection.rows[Site.ATTENTION_HEAD], index, label),
         residual=Readouts(collection.rows[Site.RESIDUAL_STREAM], index, label),
-        first_token=collection.first_token[index],
-        prompt_tokens=collection.prompts.lengths[index],
-        text=tuple(rows.dataset.rows[row].question for row in index.tolist()),
-        kind=kind,
-    )
+        first_token=collection.first_token[index], prompt_tokens=collection.prompts.lengths[index],
+        text=tuple(rows.dataset.rows[row].question for row in index.tolist()), kind=kind,
+    )  # fmt: skip
     pooled = {key: Readouts(file, index, label) for key, file in collection.pooled.items()}
     return PreparedSet(rows, inputs, pooled, collection, index, labelled.left_out)
 

@@ -249,14 +249,10 @@ def _fingerprint(prepared: prepare.PreparedSet, options: EvaluateOptions) -> dic
     """What kept fits depend on, besides the readouts."""
     inputs = prepared.inputs
     return {
-        "data": prepared.rows.dataset.digest,
-        "judge": asdict(prepared.rows.judge) | {"api_key": ""},
-        "rows": len(inputs.label),
-        "factual": int(inputs.label.sum()),
-        "folds": options.folds,
-        "inner_folds": options.inner_folds,
-        "c": options.c if options.c is not None else list(options.c_grid),
-    }
+        "data": prepared.rows.dataset.digest, "judge": asdict(prepared.rows.judge) | {"api_key": ""},
+        "rows": len(inputs.label), "factual": int(inputs.label.sum()), "folds": options.folds,
+        "inner_folds": options.inner_folds, "c": options.c if options.c is not None else list(options.c_grid),
+    }  # fmt: skip
 
 
 def _subsets(sets: Sequence[results.SetResult], options: EvaluateOptions) -> Table | None:

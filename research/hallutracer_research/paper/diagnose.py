@@ -241,17 +241,13 @@ def _chen_qin(data: LabelledSet, readout: NDArray[np.floating]) -> dict[str, Any
     significant = [test.p_value is not None and test.p_value < ALPHA for test in tests]
     middle = middle_layers(len(tests))
     return {
-        "statistic": [test.statistic for test in tests],
-        "energy_ratio": [test.energy_ratio for test in tests],
-        "p_value": [test.p_value for test in tests],
-        "z": [test.z for test in tests],
-        "layers_significant": sum(significant),
-        "layers": len(tests),
-        "middle_significant": sum(significant[layer] for layer in middle),
-        "middle_layers": len(middle),
+        "statistic": [test.statistic for test in tests], "energy_ratio": [test.energy_ratio for test in tests],
+        "p_value": [test.p_value for test in tests], "z": [test.z for test in tests],
+        "layers_significant": sum(significant), "layers": len(tests),
+        "middle_significant": sum(significant[layer] for layer in middle), "middle_layers": len(middle),
         "alpha": ALPHA,
         "notes": notes + [f"layer {layer}: {note}" for layer, test in enumerate(tests) for note in test.notes],
-    }
+    }  # fmt: skip
 
 
 MOST_BYTES = 1 << 31  # of readouts in memory; the sections that need them are left out above it

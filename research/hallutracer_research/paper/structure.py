@@ -191,18 +191,13 @@ def _isotropy(result: SetResult, notes: list[str]) -> Row:
     tests = isotropy(direction, float(np.mean(ranks)) if ranks else None)
     notes += tests.notes
     return {
-        **vars(tests),
-        "layers": len(direction),
-        "head_dim": direction.shape[1],
-        "head": head,
+        **vars(tests), "layers": len(direction), "head_dim": direction.shape[1], "head": head,
         "auc": spread([auroc(label, probes.logits[:, layer, head]) for layer in middle]),
         "effective_rank": spread(ranks) if ranks else None,
         "energy": _mean_defined([layer.energy_fraction for layer in layers], "energy", notes),
-        "adjacent_cos": tests.mean_abs_cos,
-        "cos_ambient": tests.expected_ambient,
-        "cos_rank": tests.expected_rank,
+        "adjacent_cos": tests.mean_abs_cos, "cos_ambient": tests.expected_ambient, "cos_rank": tests.expected_rank,
         "ks_p": tests.ks_rank_p,
-    }
+    }  # fmt: skip
 
 
 def _k_split(result: SetResult, notes: list[str]) -> Row:

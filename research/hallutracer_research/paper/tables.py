@@ -36,15 +36,9 @@ def _table(label: str, entry: Mapping[str, Any]) -> Table:
         {column.key: _cell(column, value) for column, value in zip(columns, row, strict=True)} for row in entry["rows"]
     ]
     return Table(
-        name="paper-" + label.removeprefix("tab:"),
-        title=entry["title"],
-        columns=columns,
-        rows=rows,
-        label=label,
-        caption=entry["caption"],
-        notes=entry.get("notes", ()),
-        block=entry.get("block", ""),
-    )
+        name="paper-" + label.removeprefix("tab:"), title=entry["title"], columns=columns, rows=rows, label=label,
+        caption=entry["caption"], notes=entry.get("notes", ()), block=entry.get("block", ""),
+    )  # fmt: skip
 
 
 def _cell(column: Column, value: Any) -> Cell:

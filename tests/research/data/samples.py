@@ -165,14 +165,7 @@ def write_nq_open(folder: Path, *dev: Any) -> Path:
 
 
 WRITERS: dict[str, Callable[[Path], Path]] = {
-    "truthfulqa": write_truthfulqa,
-    "truthfulqa-reference": write_truthfulqa,
-    "truefalse": write_truefalse,
-    "halueval2": write_halueval2,
-    "helm": write_helm,
-    "bfcl": write_bfcl,
-    "bfcl-answerable": write_bfcl,
-    "opentriviaqa": write_opentriviaqa,
-    "opentriviaqa-choice": write_opentriviaqa,
-    "nq-open": write_nq_open,
-}
+    "truthfulqa": write_truthfulqa, "truthfulqa-reference": write_truthfulqa, "truefalse": write_truefalse,
+    "halueval2": write_halueval2, "helm": write_helm, "bfcl": write_bfcl, "bfcl-answerable": write_bfcl,
+    "opentriviaqa": write_opentriviaqa, "opentriviaqa-choice": write_opentriviaqa, "nq-open": write_nq_open,
+}  # fmt: skip

@@ -47,15 +47,10 @@ def made_inputs(folder: Path, *, name: str, seed: int, strength: float = 0.35, s
         rows.reshape(GEOMETRY.num_layers, COUNT, -1).astype("<f4").tofile(path)
         sites[site] = Readouts(RowsFile(path, GEOMETRY, site, COUNT), np.arange(COUNT), label)
     return MethodInputs(
-        label=label,
-        group=group,
-        heads=sites[Site.ATTENTION_HEAD],
-        residual=sites[Site.RESIDUAL_STREAM],
-        first_token=rng.standard_normal((COUNT, 2)),
-        prompt_tokens=rng.integers(5, 40, COUNT),
-        text=("why?",) * COUNT,
+        label=label, group=group, heads=sites[Site.ATTENTION_HEAD], residual=sites[Site.RESIDUAL_STREAM],
+        first_token=rng.standard_normal((COUNT, 2)), prompt_tokens=rng.integers(5, 40, COUNT), text=("why?",) * COUNT,
         kind=np.full(COUNT, ""),
-    )
+    )  # fmt: skip
 
 
 def made_result(

@@ -103,12 +103,8 @@ def test_methods_stand_in_the_band_of_their_cost_cheapest_first() -> None:
     unknown = cost({"ours": (Cost("A", 1.0), [0.8]), "entropy": (Cost("B", None), [0.7])})
     assert "B: one lm_head: entropy" in unknown.alt
     prices = {
-        "ours": ("A", 1.0),
-        "p-true": ("C", 9.25),
-        "perplexity": ("C", 8.0),
-        "mind": ("C", 8.0),
-        "se": ("D", 71.0),
-    }
+        "ours": ("A", 1.0), "p-true": ("C", 9.25), "perplexity": ("C", 8.0), "mind": ("C", 8.0), "se": ("D", 71.0),
+    }  # fmt: skip
     several = cost({name: (Cost(cls, price), [0.7]) for name, (cls, price) in prices.items()})  # type: ignore[arg-type]
     assert "C: one answer, 8 to 9.25 prefills:" in several.alt
     assert "D: sampled answers, 71 prefills: se" in several.alt

@@ -18,8 +18,7 @@ HOSTILE = "<script>alert('x')</script> & \"quoted\""
 VOID = {"meta", "br", "hr", "img", "link", "input"}
 
 MAIN = Table(
-    "main",
-    "Main table",
+    "main", "Main table",
     [
         Column("set", "Set", "text"),
         Column("method", "Method", "text"),
@@ -30,11 +29,8 @@ MAIN = Table(
         {"set": "A", "method": HOSTILE, "auroc": 0.85},
         {"set": "B", "method": "ours", "auroc": None},
     ],
-    "tab:main-results",
-    "Caption with `code`.",
-    [f"A note: {HOSTILE}"],
-    "set",
-)
+    "tab:main-results", "Caption with `code`.", [f"A note: {HOSTILE}"], "set",
+)  # fmt: skip
 FREE = Table("free", "Free references", [Column("x", "X", higher=True)], [{"x": 1.0}])
 TRAJECTORIES = trajectories([[0.0, 1.0], [1.0, 3.0], [2.0, 2.0]], [0, 1, 1])
 GEOMETRY = geometry([0.1, 0.2], [0.01, 0.02, 0.03], 64)

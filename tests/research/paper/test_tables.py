@@ -36,22 +36,18 @@ SETS = {"TruthfulQA", "True-False", "HaluEval2", "HELM", "Agentic"}
 # Typed from the paper by hand, not copied from the data file: percentages as shares of 1.
 MAIN = [
     ("TruthfulQA", "HalluGuard", "qwen2.5-72b_auprc", 0.1681),
-    ("TruthfulQA", "Fact-Probe", "qwen2.5-32b_auroc", 0.7553),
-    ("TruthfulQA", "IRIS", "llama-3.1-8b_auroc", 0.6504),
+    ("TruthfulQA", "Fact-Probe", "qwen2.5-32b_auroc", 0.7553), ("TruthfulQA", "IRIS", "llama-3.1-8b_auroc", 0.6504),
     ("TruthfulQA", "HalluTracer", "qwen2.5-14b_auprc", (0.4676, 0.005)),
     ("True-False", "Fact-Probe", "qwen2.5-7b_auroc", 0.8895),
     ("True-False", "ITI-Probe", "qwen2.5-72b_auroc", 0.9551),
     ("True-False", "HalluTracer", "llama-3.1-8b_auprc", (0.9726, 0.006)),
-    ("HaluEval2", "ITI-Probe", "llama-2-7b_auroc", 0.7911),
-    ("HaluEval2", "IRIS", "qwen2.5-72b_auprc", 0.8038),
+    ("HaluEval2", "ITI-Probe", "llama-2-7b_auroc", 0.7911), ("HaluEval2", "IRIS", "qwen2.5-72b_auprc", 0.8038),
     ("HaluEval2", "HalluTracer", "qwen2.5-32b_auprc", (0.7939, 0.013)),
-    ("HELM", "HalluGuard", "llama-3.1-8b_auprc", 0.5672),
-    ("HELM", "IRIS", "llama-2-7b_auroc", 0.8715),
+    ("HELM", "HalluGuard", "llama-3.1-8b_auprc", 0.5672), ("HELM", "IRIS", "llama-2-7b_auroc", 0.8715),
     ("HELM", "HalluTracer", "llama-3.1-8b_auroc", (0.8873, 0.004)),
-    ("Agentic", "HalluGuard", "qwen2.5-72b_auroc", 0.7562),
-    ("Agentic", "ITI-Probe", "qwen2.5-72b_auprc", 0.8516),
+    ("Agentic", "HalluGuard", "qwen2.5-72b_auroc", 0.7562), ("Agentic", "ITI-Probe", "qwen2.5-72b_auprc", 0.8516),
     ("Agentic", "HalluTracer", "qwen2.5-72b_auroc", (0.9786, 0.008)),
-]
+]  # fmt: skip
 OTHERS = [
     ("tab:validation_results", {"model": "Qwen2.5-72B"}, "alignment", 0.377),
     ("tab:validation_results", {"model": "LLaMA-3.1-8B"}, "energy_ratio", 0.0868),

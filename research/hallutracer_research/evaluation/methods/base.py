@@ -108,14 +108,9 @@ def fit_linear(x: NDArray[np.floating], label: NDArray[np.integer], c: float, ki
     """
     z, mean, std = standardise(x)
     model = LogisticRegression(
-        C=c,
-        solver="liblinear",
-        class_weight="balanced",
-        intercept_scaling=_INTERCEPT_HEIGHT,
-        max_iter=1000,
-        random_state=0,
-        **penalty(kind),
-    )
+        C=c, solver="liblinear", class_weight="balanced", intercept_scaling=_INTERCEPT_HEIGHT, max_iter=1000,
+        random_state=0, **penalty(kind),
+    )  # fmt: skip
     with config_context(assume_finite=True, skip_parameter_validation=True):  # rows were checked when collected
         model.fit(z, label)
     weight = model.coef_[0] / std

@@ -172,17 +172,12 @@ def layer_geometry(readout: ArrayLike, label: ArrayLike, direction: ArrayLike | 
                 f = vectors @ ((vectors.T @ shift) / values)
                 fisher = float(v @ f) ** 2 / float(f @ f)
     return Layer(
-        mean_shift_norm=norm,
-        stable_rank=rank,
-        stable_rank_share=rank / d if rank is not None else None,
+        mean_shift_norm=norm, stable_rank=rank, stable_rank_share=rank / d if rank is not None else None,
         stable_rank_share_factual=rank_factual / d if rank_factual is not None else None,
         stable_rank_share_hallucinated=rank_hallucinated / d if rank_hallucinated is not None else None,
-        trace_ratio=trace_factual / trace_hallucinated if trace_hallucinated > 0 else None,
-        energy_fraction=energy,
-        v2_top90=top,
-        alignment=aligned,
-        fisher_cos2=fisher,
-    )
+        trace_ratio=trace_factual / trace_hallucinated if trace_hallucinated > 0 else None, energy_fraction=energy,
+        v2_top90=top, alignment=aligned, fisher_cos2=fisher,
+    )  # fmt: skip
 
 
 def transition_geometry(increments: Increments, direction: ArrayLike, label: ArrayLike) -> tuple[Transition, ...]:
@@ -240,15 +235,11 @@ def readout_geometry(layers: Sequence[Layer], transitions: Sequence[Transition],
     if not transitions:
         notes.append("no directions were given: what needs one is left out")
     return ReadoutGeometry(
-        layers=tuple(layers),
-        transitions=tuple(transitions),
-        middle=middle,
-        dim=dim,
-        expected_cos=expected_cosine(dim),
-        expected_cos_exact=expected_cosine_exact(dim),
+        layers=tuple(layers), transitions=tuple(transitions), middle=middle, dim=dim,
+        expected_cos=expected_cosine(dim), expected_cos_exact=expected_cosine_exact(dim),
         cos_p_value=_cos_p_value([transitions[place].adjacent_cos for place in between], dim) if transitions else None,
         notes=tuple(notes),
-    )
+    )  # fmt: skip
 
 
 _OF_DIRECTION = ("energy_fraction", "v2_top90", "alignment", "fisher_cos2")
@@ -310,14 +301,9 @@ def kappa_table(w: ArrayLike, label: ArrayLike) -> KappaTable:
     effect = float(np.mean(size / np.sqrt(pooled_variance(values, factual)[kept])))
     worst = float(np.mean(size / np.sqrt(high[kept])))
     return KappaTable(
-        kappa_mean=float(kappa[kept].mean()),
-        kappa_median=float(np.median(kappa[kept])),
-        kappa_p95=float(np.percentile(kappa[kept], 95)),
-        effect_size=effect,
-        worst_case_snr=worst,
+        kappa_mean=float(kappa[kept].mean()), kappa_median=float(np.median(kappa[kept])),
+        kappa_p95=float(np.percentile(kappa[kept], 95)), effect_size=effect, worst_case_snr=worst,
         degradation=1.0 - worst / effect if effect > 0 else None,
-        factual_wider=float(np.mean(factual_variance[kept] > hallucinated_variance[kept])),
-        transitions=len(kept),
-        kappa_by_layer=by_layer,
-        notes=notes,
-    )
+        factual_wider=float(np.mean(factual_variance[kept] > hallucinated_variance[kept])), transitions=len(kept),
+        kappa_by_layer=by_layer, notes=notes,
+    )  # fmt: skip

@@ -83,23 +83,15 @@ def isotropy(
     r = float(effective_rank) if effective_rank is not None and ranked else math.nan
     rng = np.random.default_rng(seed)
     return Isotropy(
-        pairs=len(adjacent),
-        dim=d,
-        effective_rank=effective_rank,
-        mean_abs_cos=float(np.abs(adjacent).mean()),
-        expected_ambient=expected_cosine(d),
-        expected_rank=expected_cosine(r) if ranked else None,
+        pairs=len(adjacent), dim=d, effective_rank=effective_rank, mean_abs_cos=float(np.abs(adjacent).mean()),
+        expected_ambient=expected_cosine(d), expected_rank=expected_cosine(r) if ranked else None,
         ks_ambient_p=float(kstest(math.sqrt(d) * adjacent, "norm").pvalue),
-        ks_rank_p=float(kstest(math.sqrt(r) * adjacent, "norm").pvalue) if ranked else None,
-        shapiro_p=normality,
-        gap_means=tuple(float(one.mean()) for one in gaps),
-        trend_slope=slope,
-        trend_p=trend,
-        anova_p=anova,
+        ks_rank_p=float(kstest(math.sqrt(r) * adjacent, "norm").pvalue) if ranked else None, shapiro_p=normality,
+        gap_means=tuple(float(one.mean()) for one in gaps), trend_slope=slope, trend_p=trend, anova_p=anova,
         permutation_ambient_p=permutation_p_value(adjacent, d, permutations, rng),
         permutation_rank_p=permutation_p_value(adjacent, round(r), permutations, rng) if ranked else None,
         notes=tuple(notes),
-    )
+    )  # fmt: skip
 
 
 def permutation_p_value(inner: ArrayLike, dim: int, permutations: int, rng: np.random.Generator) -> float:
@@ -188,12 +180,7 @@ def uniformity(auroc: ArrayLike, scores: Callable[[int], NDArray[np.floating]]) 
     if not ranks:
         notes.append("correlation and rank are left out: no layer has two heads whose scores vary")
     return Uniformity(
-        layers=m,
-        heads=heads,
-        auc_cv=float(np.mean(quality.std(axis=1) / quality.mean(axis=1))),
-        switch_rate=float(np.mean(best[1:] != best[:-1])) if m > 1 else None,
-        correlation=mean_or_none(correlations),
-        effective_rank=rank,
-        rank_share=rank / heads if rank is not None else None,
-        notes=tuple(notes),
-    )
+        layers=m, heads=heads, auc_cv=float(np.mean(quality.std(axis=1) / quality.mean(axis=1))),
+        switch_rate=float(np.mean(best[1:] != best[:-1])) if m > 1 else None, correlation=mean_or_none(correlations),
+        effective_rank=rank, rank_share=rank / heads if rank is not None else None, notes=tuple(notes),
+    )  # fmt: skip

@@ -77,17 +77,11 @@ def variance_components(trajectory: ArrayLike, label: ArrayLike) -> VarianceComp
     if None in acf or None in acf_hallucinated:
         notes.append("a lag is null where every pair of layers at it has a layer without residual variance")
     return VarianceComponents(
-        icc=everything,
-        icc_factual=_icc(alpha[factual], epsilon[factual]),
-        icc_hallucinated=_icc(alpha[~factual], epsilon[~factual]),
-        icc_unbiased=alpha2 / whole if whole > 0 else None,
-        sigma_alpha2=alpha2,
-        sigma_epsilon2=epsilon2,
-        residual_acf=acf,
-        residual_acf_hallucinated=acf_hallucinated,
-        acf_floor=-1.0 / (m - 1),
-        notes=tuple(notes),
-    )
+        icc=everything, icc_factual=_icc(alpha[factual], epsilon[factual]),
+        icc_hallucinated=_icc(alpha[~factual], epsilon[~factual]), icc_unbiased=alpha2 / whole if whole > 0 else None,
+        sigma_alpha2=alpha2, sigma_epsilon2=epsilon2, residual_acf=acf, residual_acf_hallucinated=acf_hallucinated,
+        acf_floor=-1.0 / (m - 1), notes=tuple(notes),
+    )  # fmt: skip
 
 
 def _icc(alpha: Floats, epsilon: Floats) -> float | None:
@@ -169,16 +163,9 @@ def snr_table(trajectory: ArrayLike, label: ArrayLike) -> SnrTable:
         notes.append("eta is left out: the gap has no slope")
     shape = float(np.linalg.norm(d - mean_gap)) / (abs(mean_gap) * math.sqrt(m))
     return SnrTable(
-        rho=rho,
-        gamma=gamma,
-        gamma_plugin=gamma_plugin,
-        rho_shape=shape,
-        r_independent=independent,
-        r_plugin=plugin,
-        r_empirical=empirical,
-        eta=eta,
-        notes=tuple(notes),
-    )
+        rho=rho, gamma=gamma, gamma_plugin=gamma_plugin, rho_shape=shape, r_independent=independent, r_plugin=plugin,
+        r_empirical=empirical, eta=eta, notes=tuple(notes),
+    )  # fmt: skip
 
 
 def _equal_variance(scalar: Floats, factual: Mask) -> float:
@@ -260,21 +247,10 @@ def fisher_gap(trajectory: ArrayLike, label: ArrayLike, shrinkage: Shrinkage = N
     notes: list[str] = []
     unbiased = _unbiased(mahalanobis, level, factual, m, rule, notes)
     return FisherGap(
-        theta=theta,
-        chi=chi,
-        t=t,
-        r_fisher=math.sqrt(squared),
-        r_fisher_direct=math.sqrt(direct),
-        r_fisher_unbiased=unbiased,
-        cauchy_schwarz=t / bound if bound > 0 else None,
-        snr_mean=math.sqrt(level),
-        condition=condition,
-        shrinkage=share,
-        shrinkage_rule=rule,
-        rows=n,
-        layers=m,
-        notes=tuple(notes),
-    )
+        theta=theta, chi=chi, t=t, r_fisher=math.sqrt(squared), r_fisher_direct=math.sqrt(direct),
+        r_fisher_unbiased=unbiased, cauchy_schwarz=t / bound if bound > 0 else None, snr_mean=math.sqrt(level),
+        condition=condition, shrinkage=share, shrinkage_rule=rule, rows=n, layers=m, notes=tuple(notes),
+    )  # fmt: skip
 
 
 def _shrunk(sigma: Floats, values: Floats, factual: Mask, shrinkage: Shrinkage) -> tuple[Floats, float, str]:

@@ -132,14 +132,9 @@ def chen_qin(x: ArrayLike, label: ArrayLike) -> ChenQin:
     z = statistic / math.sqrt(variance) if variance > 0 else None
     notes = () if variance > 0 else ("z and p_value are left out: the variance estimate is not positive",)
     return ChenQin(
-        statistic=statistic,
-        variance=variance,
-        z=z,
-        p_value=float(norm.sf(z)) if z is not None else None,
-        trace=trace,
-        energy_ratio=statistic / trace if trace > 0 else None,
-        notes=notes,
-    )
+        statistic=statistic, variance=variance, z=z, p_value=float(norm.sf(z)) if z is not None else None,
+        trace=trace, energy_ratio=statistic / trace if trace > 0 else None, notes=notes,
+    )  # fmt: skip
 
 
 def squared_trace(x: Floats) -> float:
