@@ -53,6 +53,17 @@ class Rule(NamedTuple):
     judge: Judge
 
 
+class DifferenceInterval(NamedTuple):
+    """A difference of two mean AUROCs, and the ends of its 95 % interval."""
+
+    difference: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"{signed(self.difference)} points [{signed(self.low)}, {signed(self.high)}]"
+
+
 RULES: Final[list[Rule]] = []
 
 
@@ -67,7 +78,7 @@ def _rule(words: str) -> Callable[[Judge], Judge]:
 
 
 def number(rows: Rows, table: str, key: str) -> float:
-    """One cell of the set's row, the mean where it has a spread.  Raises NotTestable where there is none."""
+    """Return one cell of the set's row, the mean where it has a spread.  Raises NotTestable where there is none."""
     cell = rows.get(table, {}).get(key)
     value = cell.get("mean") if isinstance(cell, Mapping) else cell
     if not isinstance(value, int | float):
@@ -75,45 +86,31 @@ def number(rows: Rows, table: str, key: str) -> float:
     return float(value)
 
 
-def signal(rows: Rows) -> float:
-    """AUROC of the depth mean.  Raises NotTestable where it is near chance."""
-    mean = number(rows, "mean-dominance", "mean")
-    if mean < NEAR_CHANCE:
-        raise NotTestable(near_chance(mean))
+def signal(rows: Rows, table: str = "mean-dominance", key: str = "mean") -> float:
+    """Return the AUROC of the depth mean.  Raises NotTestable where it is near chance."""
+    if (mean := number(rows, table, key)) < NEAR_CHANCE:
+        raise NotTestable(f"the depth mean is near chance ({points(mean)})")
     return mean
 
 
-def near_chance(mean: float) -> str:
-    """The reason for leaving out a set whose depth mean has this AUROC."""
-    return f"the depth mean is near chance ({points(mean)})"
-
-
-def verdict_of(held: bool) -> Verdict:
-    """A rule that either holds or does not."""
-    return "supported" if held else "not supported"
-
-
-def both(first: bool, second: bool) -> Verdict:
-    """A rule of two parts: mixed where one holds."""
-    return verdict_of(first) if first == second else "mixed"
+def verdict_of(first: bool, second: bool | None = None) -> Verdict:
+    """Return the verdict of a rule that holds or does not, or of a rule of two parts: mixed where one holds."""
+    if second is not None and first != second:
+        return "mixed"
+    return "supported" if first else "not supported"
 
 
 def points(share: float) -> str:
-    """A share of 1 in percent, one decimal."""
+    """Return a share of 1 in percent, one decimal."""
     return f"{100 * share:.1f}"
 
 
 def signed(share: float) -> str:
-    """A difference of shares in points."""
+    """Return a difference of shares in points."""
     return f"{100 * share:+.1f}".replace("-", "−")
 
 
 WITH_SIGNAL: Final = f"(where the depth mean's AUROC is {points(NEAR_CHANCE)} or more)"
-
-
-BEST_HEAD: Final = ("iti",)
-OTHERS: Final = ("fact-probe", "iris")
-FREE: Final = ("first-token-max-prob", "first-token-entropy", "prompt-length")
 SHAPE_FALLS: Final = 0.19  # "removing it collapses AUROC by more than 19 pp" (Sec. exp-ablation)
 _AHEAD: Final = (
     "supported where the 95 % interval of the AUROC difference is above zero, not supported where it is below, mixed "
@@ -121,39 +118,28 @@ _AHEAD: Final = (
 )
 
 
-class DifferenceInterval(NamedTuple):
-    """A difference of two mean AUROCs, and the ends of its 95 % interval."""
-
-    difference: float
-    low: float
-    high: float
-
-    def __str__(self) -> str:
-        return f"{signed(self.difference)} points [{signed(self.low)}, {signed(self.high)}]"
-
-
 def above(interval: DifferenceInterval, bar: float) -> Verdict:
-    """Is the difference more than ``bar``?"""
+    """Return whether the difference is more than ``bar``."""
     if interval.low > bar:
         return "supported"
     return "not supported" if interval.high < bar else "mixed"
 
 
 def within(interval: DifferenceInterval, margin: float) -> Verdict:
-    """Is the difference at most ``margin`` either way?"""
+    """Return whether the difference is at most ``margin`` either way."""
     if -margin <= interval.low and interval.high <= margin:
         return "supported"
     return "not supported" if interval.low > margin or interval.high < -margin else "mixed"
 
 
 def interval_of(result: SetResult, one: Sequence[FoldScores], other: Sequence[FoldScores]) -> DifferenceInterval:
-    """AUROC of one score minus that of the other; both must have the same test sides."""
+    """Return one score's AUROC minus the other's; both must have the same test sides."""
     found = gain(result.label, result.group, test_sides(one), test_sides(other))
     return DifferenceInterval(found.difference, found.low, found.high)
 
 
 def ahead_of(names: Sequence[str], result: SetResult, _: Rows) -> Finding:
-    """Ours against the best of ``names`` by mean AUROC."""
+    """Judge ours against the best of ``names`` by mean AUROC."""
     there = [name for name in names if name in result.scores]
     if not there:
         raise NotTestable(f"{' and '.join(names)} did not take part")
@@ -165,22 +151,19 @@ def ahead_of(names: Sequence[str], result: SetResult, _: Rows) -> Finding:
     return Finding(verdict, f"{text}, not distinguishable from none" if verdict == "mixed" else text)
 
 
-RULES.extend(
-    [
-        Rule("The depth mean beats the best single head (ITI).", _AHEAD, partial(ahead_of, BEST_HEAD)),
-        Rule(
-            "The depth mean beats the other probes of internal states (Fact-Probe, IRIS).",
-            f"{_AHEAD}; against the better of the two",
-            partial(ahead_of, OTHERS),
-        ),
-        Rule(
-            "Before the first token, the depth mean knows the risk better than what costs nothing: first-token "
-            "probability, entropy, prompt length.",
-            f"{_AHEAD}; against the best of the three",
-            partial(ahead_of, FREE),
-        ),
-    ]
-)
+for _claim, _more, *_names in (
+    ("The depth mean beats the best single head (ITI).", "", "iti"),
+    (
+        "The depth mean beats the other probes of internal states (Fact-Probe, IRIS).",
+        "; against the better of the two", "fact-probe", "iris",
+    ),
+    (
+        "Before the first token, the depth mean knows the risk better than what costs nothing: first-token "
+        "probability, entropy, prompt length.",
+        "; against the best of the three", "first-token-max-prob", "first-token-entropy", "prompt-length",
+    ),
+):  # fmt: skip
+    RULES.append(Rule(_claim, f"{_AHEAD}{_more}", partial(ahead_of, _names)))
 
 
 @_rule(
@@ -314,9 +297,7 @@ def heads_redundant(_: SetResult, rows: Rows) -> Finding:
 @_rule(f"no other pooling gains; mixed up to 0.5 points {WITH_SIGNAL}")
 def last_token_best(_: SetResult, rows: Rows) -> Finding:
     """The last prompt token is the best place to read."""
-    last = number(rows, "readout-position", "last_1")
-    if last < NEAR_CHANCE:
-        raise NotTestable(near_chance(last))
+    last = signal(rows, "readout-position", "last_1")
     there = [one.value for one in Pooling if rows["readout-position"].get(one.value) is not None]
     gains = {name: number(rows, "readout-position", name) for name in there if name != Pooling.LAST_1.value}
     if not gains:
@@ -355,7 +336,7 @@ def near_orthogonal(_: SetResult, rows: Rows) -> Finding:
         cosines["one fixed head"] = number(rows, "isotropy", "adjacent_cos")
     text = ", ".join(f"|cos| {cosine:.3f} ({heads})" for heads, cosine in cosines.items())
     held = [cosine <= NEAR_ORTHOGONAL * expected for cosine in cosines.values()]
-    return Finding(both(held[0], held[-1]), f"{text} against {expected:.3f} by chance")
+    return Finding(verdict_of(held[0], held[-1]), f"{text} against {expected:.3f} by chance")
 
 
 @_rule("its share of the readouts' variance is at most 1/d, a random direction's")
@@ -425,7 +406,7 @@ def probe_part_of_k(_: SetResult, rows: Rows) -> Finding:
         raise NotTestable(f"the readout change K tells too little to divide ({signed(above)} points of AUROC)")
     gaps = {name: number(rows, "k-split", f"gap_{name}") for name in ("probe", "metric", "head")}
     text = ", ".join(f"{name} {gap:.0%}" for name, gap in gaps.items()).replace("-", "−") + " of K's"
-    return Finding(both(gaps["probe"] > 0.5, gaps["probe"] >= max(gaps.values())), text)
+    return Finding(verdict_of(gaps["probe"] > 0.5, gaps["probe"] >= max(gaps.values())), text)
 
 
 def claims(results: Sequence[SetResult], tables: Sequence[Table]) -> list[Claim]:
