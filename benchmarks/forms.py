@@ -148,21 +148,13 @@ def shown(found: dict[str, Worth]) -> str:
     """The table."""
     rows = [
         [
-            name if name == ALL else f"`{name}`",
-            f"{one.rows:,}",
-            f"{one.left_out:,}",
-            _number(one.wrong),
-            _number(one.risk),
-            f"{one.off:+.3f}",
-            _number(one.calibration),
+            name if name == ALL else f"`{name}`", f"{one.rows:,}", f"{one.left_out:,}", _number(one.wrong),
+            _number(one.risk), f"{one.off:+.3f}", _number(one.calibration),
             "-" if one.auroc is None else f"{one.auroc:.3f} [{_number(one.low)}, {_number(one.high)}]",
-            f"{one.answered:,}",
-            _number(one.answered_wrong),
-            _number(one.answered_risk),
-            _number(one.outside),
+            f"{one.answered:,}", _number(one.answered_wrong), _number(one.answered_risk), _number(one.outside),
         ]
         for name, one in found.items()
-    ]
+    ]  # fmt: skip
     return markdown_table(HEADER, rows, range(1, len(HEADER)))
 
 
@@ -179,24 +171,17 @@ def targets(found: dict[str, Worth]) -> list[Check]:
     return [
         _check("(a) |mean risk - wrong|", forms, {}, lambda one: one.off, lambda off: abs(off) <= OFF, f"<= {OFF}"),
         _check(
-            "(b) AUROC - the lone question's",
-            ranked,
+            "(b) AUROC - the lone question's", ranked,
             {name: one for name, one in forms.items() if name not in ranked},
-            lambda one: (one.auroc or 0.0) - (lone or 0.0),
-            lambda gain: gain >= -LOSS,
-            f">= -{LOSS}",
+            lambda one: (one.auroc or 0.0) - (lone or 0.0), lambda gain: gain >= -LOSS, f">= -{LOSS}",
             "not judged, for want of lone questions or of a class",
         ),
         _check(
-            "(c) |mean risk - wrong| among answered",
-            enough,
-            {name: one for name, one in forms.items() if name not in enough},
-            lambda one: one.answered_off,
-            lambda off: abs(off) <= OFF_ANSWERED,
-            f"<= {OFF_ANSWERED}",
-            f"not judged, fewer than {ENOUGH} answered",
+            "(c) |mean risk - wrong| among answered", enough,
+            {name: one for name, one in forms.items() if name not in enough}, lambda one: one.answered_off,
+            lambda off: abs(off) <= OFF_ANSWERED, f"<= {OFF_ANSWERED}", f"not judged, fewer than {ENOUGH} answered",
         ),
-    ]
+    ]  # fmt: skip
 
 
 def _check(

@@ -87,29 +87,17 @@ def to_html(report: ReportData) -> str:
     ]
     return "\n".join(
         [
-            "<!DOCTYPE html>",
-            '<html lang="en">',
-            "<head>",
-            '<meta charset="utf-8">',
+            "<!DOCTYPE html>", '<html lang="en">', "<head>", '<meta charset="utf-8">',
             '<meta name="viewport" content="width=device-width, initial-scale=1">',
             f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">',
-            f"<title>{escape(report.title)}</title>",
-            f"<style>\n{css}</style>",
-            "</head>",
-            "<body>",
-            f"<header><h1>{escape(report.title)}</h1></header>",
-            "<main>",
+            f"<title>{escape(report.title)}</title>", f"<style>\n{css}</style>", "</head>", "<body>",
+            f"<header><h1>{escape(report.title)}</h1></header>", "<main>",
             f'<section id="introduction">{_prose(report.introduction)}</section>' if report.introduction else "",
-            _claims(report.claims),
-            _contents(report),
-            *sections,
-            "</main>",
-            f'<footer id="provenance"><h2>How this report came to be</h2>{_facts(report.facts)}</footer>',
-            "</body>",
-            "</html>",
-            "",
+            _claims(report.claims), _contents(report), *sections, "</main>",
+            f'<footer id="provenance"><h2>How this report came to be</h2>{_facts(report.facts)}</footer>', "</body>",
+            "</html>", "",
         ]
-    )
+    )  # fmt: skip
 
 
 def _claims(claims: Sequence[Claim]) -> str:

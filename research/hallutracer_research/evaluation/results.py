@@ -203,15 +203,10 @@ def rows_of(title: str, measures: Mapping[str, Measures], costs: Mapping[str, Co
 def main_table(rows: Sequence[Mapping[str, Any]], notes: Sequence[str]) -> Table:
     """Return tab:main-results of this run."""
     return Table(
-        name="main",
-        label="tab:main-results",
-        title="Hallucination detection",
+        name="main", label="tab:main-results", title="Hallucination detection",
         columns=(
-            Column("set", "Set", "text"),
-            Column("method", "Method", "text"),
-            Column("class", "Class", "text"),
-            Column("cost", "Cost, prefills", "number", 3),
-            Column("auroc", "AUROC", "percent", 3, higher=True),
+            Column("set", "Set", "text"), Column("method", "Method", "text"), Column("class", "Class", "text"),
+            Column("cost", "Cost, prefills", "number", 3), Column("auroc", "AUROC", "percent", 3, higher=True),
             Column("auprc_hallucinated", "AUPRC, hallucinated positive", "percent", 3, higher=True),
             Column("auprc_factual", "AUPRC, factual positive", "percent", 3, higher=True),
         ),
@@ -220,9 +215,8 @@ def main_table(rows: Sequence[Mapping[str, Any]], notes: Sequence[str]) -> Table
         "interval over groups, for other training and test rows of this kind; AUPRC ± standard deviation over sides. "
         f"Class: what a score takes ({', '.join(f'{name}: {text}' for name, text in CLASSES.items())}); its cost is in "
         "prefills of the same prompt.",
-        notes=notes,
-        block="set",
-    )
+        notes=notes, block="set",
+    )  # fmt: skip
 
 
 def form_table(sets: Sequence[SetResult]) -> Table | None:
