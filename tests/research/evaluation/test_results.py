@@ -7,9 +7,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-from scipy.stats import kstest
 
 from hallutracer_research.evaluation.options import OURS, TITLES, cost
 from hallutracer_research.evaluation.results import (
@@ -23,7 +20,6 @@ from hallutracer_research.evaluation.results import (
 )
 from service.errors import TrainingError
 from service.fitting.nested_cv import FoldScores
-from service.fitting.scores import risk_auroc
 
 
 def runs_of(label: np.ndarray, score: np.ndarray, seeds: int = 2, folds: int = 4) -> list[FoldScores]:
@@ -146,23 +142,6 @@ def test_delong_equals_its_definition(decimals: int) -> None:
     assert 0 < found.p_value < 1
 
 
-def test_null_p_values_are_uniform() -> None:
-    rng = np.random.default_rng(2)
-    p_values = [delong(*draw(rng)).p_value for _ in range(600)]
-    assert kstest(p_values, "uniform").pvalue > 0.01
-    assert 0.025 < np.mean([p is not None and p < 0.05 for p in p_values]) < 0.08
-
-
-def test_a_real_difference_is_found_and_its_sign_kept() -> None:
-    label, risk_a, risk_b = draw(np.random.default_rng(4), 600, 1.0)
-    forward, backward = delong(label, risk_a, risk_b), delong(label, risk_b, risk_a)
-    assert forward.z is not None
-    assert backward.z is not None
-    assert forward.z > 4
-    assert backward.z == pytest.approx(-forward.z)
-    assert backward.p_value == pytest.approx(forward.p_value)
-
-
 def test_equal_rankings_give_one() -> None:
     label, risk, _ = draw(np.random.default_rng(5))
     for other in (risk, np.exp(risk), 3 * risk - 7):
@@ -176,27 +155,15 @@ def test_no_variance_and_another_auroc_has_no_p_value() -> None:
     assert delong(np.array([0, 1, 1]), perfect[:3], perfect[:3])[2:] == (None, None)  # one row of a class
 
 
-@given(st.lists(st.tuples(st.integers(0, 1), st.integers(0, 6), st.integers(0, 6)), min_size=2, max_size=30))
-def test_aurocs_are_the_measure_s(rows: list[tuple[int, int, int]]) -> None:
-    label, risk_a, risk_b = np.array(rows).T
-    if len(set(label)) < 2:
-        with pytest.raises(TrainingError, match="both of them"):
-            delong(label, risk_a, risk_b)
-        return
-    found = delong(label, risk_a, risk_b)
-    assert found.auc_a == pytest.approx(risk_auroc(label, risk_a))
-    assert found.auc_b == pytest.approx(risk_auroc(label, risk_b))
-    assert found.p_value is None or 0 <= found.p_value <= 1
-
-
 def test_refusals_name_what_is_wrong() -> None:
     label, risk, other = draw(np.random.default_rng(8), 20)
     with pytest.raises(TrainingError, match="risk_b is not finite at row 3"):
         delong(label, risk, np.where(np.arange(20) == 3, np.nan, other))
     with pytest.raises(TrainingError, match=r"risk_a has shape \(19,\)"):
         delong(label, risk[1:], other)
-    with pytest.raises(TrainingError, match="nothing else"):
-        delong(label + 1, risk, other)
+    for bad in (label + 1, np.ones(20, int)):
+        with pytest.raises(TrainingError, match="both of them"):
+            delong(bad, risk, other)
 
 
 FORMS = ["lone", "turn"] * 20 + ["polite"] * 4

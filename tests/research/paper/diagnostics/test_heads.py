@@ -59,27 +59,6 @@ def test_directions_of_fewer_dimensions_match_their_rank_and_not_the_space() -> 
     assert found.expected_rank == pytest.approx(expected_cosine(6.2))
 
 
-def test_permutation_p_value_matches_sets_of_drawn_vectors() -> None:
-    rng = np.random.default_rng(3)
-    d, n = 10, 15
-    inner = np.sort(rng.uniform(-0.8, 0.8, n))
-    grid = np.linspace(-1, 1, 4001)
-    reference = np.sort(np.einsum("ij,ij->i", *(random_directions(200_000, d, rng) for _ in range(2))))
-
-    def distance(values: Floats) -> float:
-        values = np.sort(values)
-        law = np.searchsorted(reference, grid, "right") / len(reference)
-        return float(np.max(np.abs(np.searchsorted(values, grid, "right") / n - law)))
-
-    sets = []
-    for _ in range(800):
-        v = random_directions(n + 1, d, rng)
-        sets.append(distance(np.sum(v[1:] * v[:-1], axis=1)))
-    expected = np.mean(np.array(sets) >= distance(inner))
-    assert permutation_p_value(inner, d, 4000, rng) == pytest.approx(expected, abs=0.06)
-    assert 0.005 < expected < 0.9
-
-
 def test_permutation_p_value_is_near_the_exact_kolmogorov_smirnov_one() -> None:
     rng = np.random.default_rng(4)
     v = random_directions(21, 3, rng)  # on the ordinary sphere an inner product is uniform on [-1, 1]
@@ -99,11 +78,6 @@ def test_few_layers_are_said() -> None:
         isotropy(np.eye(2))
     with pytest.raises(TrainingError, match="layer 1 is not of unit length"):
         isotropy(np.diag([1.0, 2.0, 1.0]))
-
-
-def test_a_seed_repeats() -> None:
-    v = random_directions(20, 16, np.random.default_rng(6))
-    assert isotropy(v, 5.0, permutations=100, seed=3) == isotropy(v, 5.0, permutations=100, seed=3)
 
 
 def by_layer(scores: np.ndarray) -> Callable[[int], np.ndarray]:
