@@ -28,7 +28,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.load_stats import Check, table
+from benchmarks.harness import Check, table
 from benchmarks.running_service import GENERATE, Job, Line, add_options, answers, together, user
 from hallutracer_research.data.mixture import read_rows
 from service.data.forms.base import Form
@@ -48,7 +48,6 @@ COMPANY = 400  # questions at least from which a form takes what stands around o
 def plan(
     rows: Sequence[Line], forms: Sequence[Form], per_form: int, seed: int, said: dict[str, str] | None = None
 ) -> list[Job]:
-    """``per_form`` rows of each form."""
     questions = [row for row in rows if "prompt" in row]
     random.Random(seed).shuffle(questions)
     drawn = questions[: max(4 * per_form, COMPANY)]
@@ -88,7 +87,6 @@ class Worth:
 
     @property
     def answered_off(self) -> float:
-        """The same of the answered ones."""
         assert self.answered_risk is not None
         assert self.answered_wrong is not None
         return self.answered_risk - self.answered_wrong
@@ -133,7 +131,6 @@ def auroc_interval(
 
 
 def worths(lines: Sequence[Line], *, abstained_wrong: bool = False) -> dict[str, Worth]:
-    """By form, and of all forms together."""
     names = list(dict.fromkeys(line["form"] for line in lines))
     parts = {name: [line for line in lines if line["form"] == name] for name in names} | {ALL: lines}
     found = {name: worth(part, abstained_wrong=abstained_wrong) for name, part in parts.items()}
@@ -145,7 +142,6 @@ HEADER = ["form", "n", "left out", "wrong", "mean risk", "risk - wrong", "calibr
 
 
 def shown(found: dict[str, Worth]) -> str:
-    """The table."""
     rows = [
         [
             name if name == ALL else f"`{name}`", f"{one.rows:,}", f"{one.left_out:,}", _number(one.wrong),
@@ -269,7 +265,6 @@ def applying(lines: Sequence[Line]) -> str:
 
 
 def main() -> int:
-    """Ask and print the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--questions", type=Path, help="JSONL rows: id, prompt, answers, group, kind")
     parser.add_argument("--said", type=Path, help="answers.jsonl of a run on them, for forms with the model's own")

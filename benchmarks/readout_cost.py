@@ -27,7 +27,7 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, Qwen2Config
 
-from benchmarks.load_stats import spread
+from benchmarks.harness import spread
 from service.demo import MODEL_DIR
 from service.engines.transformers.engine import TransformersEngine
 from service.readout import Site

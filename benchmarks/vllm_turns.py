@@ -71,12 +71,10 @@ class Group:
 
     @property
     def pid(self) -> int:
-        """Of the process, and of its group."""
         return self._process.pid
 
     @contextmanager
     def turn(self) -> Iterator[None]:
-        """Let it run."""
         self._signal(signal.SIGCONT)
         try:
             yield

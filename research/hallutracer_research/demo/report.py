@@ -128,7 +128,6 @@ def _columns(
 
 
 def _shortcuts(asked: Asked, train: Index, test: Index) -> Iterator[tuple[str, Floats]]:
-    """Risks predicted without the model."""
     hallucinated = 1.0 - asked.label
     kind = [row["kind"] for row in asked.rows]
     cell = [f"{row['kind']} {row['template']}" for row in asked.rows]

@@ -176,7 +176,6 @@ def _by_row(
 
 
 def _owner(engine: Engine, prepared: PreparedSet, prompt_format: PromptFormat) -> dict[str, Any]:
-    """Whose the files are."""
     return {
         "data": prepared.rows.dataset.digest,
         "rows": _digest(prepared.index.tolist()),

@@ -238,7 +238,6 @@ def _prose(text: str) -> str:
 
 
 def _inline_text(text: str) -> str:
-    """Escaped, with `code` between backticks."""
     return re.sub(r"`([^`]+)`", r"<code>\1</code>", escape(text))
 
 

@@ -177,7 +177,6 @@ def _components(hallucinated: NDArray[np.bool_], risk: NDArray[np.floating]) -> 
 
 
 def _checked(label: NDArray[np.integer], *risks: NDArray[np.floating]) -> NDArray[np.bool_]:
-    """Return which rows are hallucinated."""
     values = np.asarray(label)
     for name, risk in zip(("risk_a", "risk_b"), risks, strict=True):
         if np.shape(risk) != values.shape or values.ndim != 1:

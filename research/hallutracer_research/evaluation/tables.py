@@ -189,7 +189,6 @@ def _escape(text: str) -> str:
 
 
 def _prose(text: str) -> str:
-    """Escaped but for code between backticks."""
     parts = re.split(r"(`[^`]+`)", " ".join(text.split()))
     return "".join(part if index % 2 else _escape_keeping_ends(part) for index, part in enumerate(parts))
 

@@ -207,7 +207,6 @@ def _depth(result: SetResult) -> tuple[tuple[int, ...], dict[int, list[float]]]:
 
 
 def _feature_auroc(result: SetResult, name: str) -> dict[str, float]:
-    """AUROC of one truth-like number."""
     return spread(
         [auroc(result.label[split.test], trajectory_features(split.test_trajectory)[name]) for split in result.splits]
     )

@@ -310,7 +310,6 @@ def last_token_best(_: SetResult, rows: Rows) -> Finding:
 
 
 def _curve(rows: Rows) -> dict[int, float]:
-    """Layers included -> AUROC."""
     prefix = depth_key(0).removesuffix("0")
     keys = [key for key in rows.get("depth-subsampling", {}) if key.startswith(prefix)]
     return {int(key.removeprefix(prefix)): number(rows, "depth-subsampling", key) for key in keys}

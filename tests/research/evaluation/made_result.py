@@ -81,7 +81,6 @@ def made_result(
 
 
 def prepared(inputs: MethodInputs, name: str) -> PreparedSet:
-    """As much of it as tables ask for."""
     rows = cast(Any, SimpleNamespace(name=name))
     nothing = cast(Any, None)
     return PreparedSet(rows, inputs, {}, nothing, np.arange(COUNT), {})
@@ -127,5 +126,4 @@ def noise(layers: int, heads: int = 1, spread: float = 1.0, seed: int = 0) -> np
 
 
 def row(table: Table) -> Mapping[str, Any]:
-    """The table's first row."""
     return table.rows[0]

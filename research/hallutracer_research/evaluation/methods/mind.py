@@ -68,7 +68,6 @@ def mind(inputs: MethodInputs, train: Index, test: Index, seed: int, jobs: int |
 
 
 def _risk(network: nn.Module, rows: torch.Tensor) -> Floats:
-    """Return log-odds of a hallucination, [n]."""
     network.eval()
     with torch.no_grad():
         logits = network(rows).double()

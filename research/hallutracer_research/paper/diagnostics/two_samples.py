@@ -153,7 +153,6 @@ def squared_trace(x: Floats) -> float:
 
 
 def _within(x: Floats) -> float:
-    """Mean of x_i'x_j over i != j."""
     n, total = len(x), x.sum(axis=0)
     return (float(total @ total) - float(np.sum(x * x))) / (n * (n - 1))
 

@@ -166,7 +166,6 @@ def test_a_difference_in_cosine_is_found() -> None:
 
 
 def naive(x: np.ndarray, y: np.ndarray) -> float:
-    """Distance correlation by double centring."""
 
     def centred(values: np.ndarray) -> np.ndarray:
         distance = np.abs(values[:, None] - values)

@@ -18,7 +18,6 @@ Floats = NDArray[np.float64]
 
 
 def statistic(one: Floats, two: Floats) -> float:
-    """T by its definition, a sum over pairs."""
     within = []
     for x in (one, two):
         gram = x @ x.T
