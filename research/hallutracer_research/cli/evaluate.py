@@ -15,7 +15,7 @@ from service.options import Common
 from service.settings import Range, option, section
 
 if TYPE_CHECKING:
-    from hallutracer_research.evaluation.options import Source
+    from hallutracer_research.evaluation.options import EvaluationSource
 
 FEWEST_ROWS = 50  # of a --limit
 
@@ -95,7 +95,7 @@ def evaluate(
     print_line("\n".join(str(path) for path in found.files))
 
 
-def _sources(data: Sequence[str], model: str | None) -> tuple[Source, ...]:
+def _sources(data: Sequence[str], model: str | None) -> tuple[EvaluationSource, ...]:
     """The named data; without any, the demo's questions.  Raises UsageError."""
     from hallutracer_research.evaluating import BadSource, demo_source, source
 
@@ -105,7 +105,7 @@ def _sources(data: Sequence[str], model: str | None) -> tuple[Source, ...]:
         raise UsageError("--data", str(error)) from None
 
 
-def limited(sources: Sequence[Source], limits: Sequence[str]) -> tuple[Source, ...]:
+def limited(sources: Sequence[EvaluationSource], limits: Sequence[str]) -> tuple[EvaluationSource, ...]:
     """The sources with their ``--limit``: NAME=ROWS before ROWS.  Raises UsageError."""
     rows: dict[str | None, int] = {}
     for text in limits:

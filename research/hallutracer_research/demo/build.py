@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from hallutracer_research.demo.report import Asked, ask, report
+from hallutracer_research.demo.report import LabelledAnswers, ask, report
 from probes_store.bundle import Bundle
 from probes_store.store import Store
 from service.data.options import JudgeOptions
@@ -103,7 +103,7 @@ def _choose(out: Path, seeds: Sequence[int], threads: int, console: Console) -> 
     return best
 
 
-def _dev_score(asked: Asked, jobs: int) -> float:
+def _dev_score(asked: LabelledAnswers, jobs: int) -> float:
     split = np.array([row["split"] for row in asked.rows])
     train_rows, dev = np.flatnonzero(split == "train"), np.flatnonzero(split == "dev")
     fit = refit(asked.heads, train_rows, dev, CHOICE_C, FitOptions("weights", 3, CHOICE_C, (CHOICE_C,), jobs))

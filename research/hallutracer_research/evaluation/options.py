@@ -60,7 +60,7 @@ DEFAULT_METHODS = tuple(name for name in NAMES if cost_class(name) not in ("C", 
 
 
 @dataclass(frozen=True)
-class Source:
+class EvaluationSource:
     """One set to evaluate on: a JSONL file of rows, a public set's folder by its name in the registry, or made rows."""
 
     name: str  # unique in a run; also the folder's name
@@ -75,7 +75,7 @@ class Source:
 class EvaluateOptions:
     """One evaluation.  Raises TrainingError for an invalid value, before anything is loaded."""
 
-    sources: tuple[Source, ...]
+    sources: tuple[EvaluationSource, ...]
     out: Path
     suite: Suite = "main"  # main: the main table; paper: every table and figure
     methods: tuple[str, ...] = DEFAULT_METHODS

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from hallutracer_research.data.registry import SETS, SetInfo, read_set
 from hallutracer_research.evaluation.methods.base import MethodInputs
-from hallutracer_research.evaluation.options import EvaluateOptions, Source
+from hallutracer_research.evaluation.options import EvaluateOptions, EvaluationSource
 from probes_store.durable import atomic_write
 from service.data.collection import Collection, collect
 from service.data.labels import check_answers, given_labels, judged_labels
@@ -71,7 +71,7 @@ class PreparedSet:
         )
 
 
-def read_rows(source: Source, options: EvaluateOptions) -> SetRows:
+def read_rows(source: EvaluationSource, options: EvaluateOptions) -> SetRows:
     """Read and check a set's rows, and keep them in the run's folder as JSONL.  Raises DataError, TrainingError."""
     info: SetInfo | None = SETS[source.known] if source.known else None
     folder = options.out / "sets" / source.name

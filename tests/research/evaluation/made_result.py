@@ -10,7 +10,7 @@ from typing import Any, cast
 import numpy as np
 
 from hallutracer_research.evaluation.methods.base import MethodInputs
-from hallutracer_research.evaluation.options import OURS, RESIDUAL, EvaluateOptions, Source
+from hallutracer_research.evaluation.options import OURS, RESIDUAL, EvaluateOptions, EvaluationSource
 from hallutracer_research.evaluation.prepare import PreparedSet
 from hallutracer_research.evaluation.results import SetResult
 from hallutracer_research.evaluation.splits import HeadProbes, Split, fit_split, outer_splits, residual_depth_mean
@@ -23,7 +23,7 @@ from service.risk import depth_mean
 
 GEOMETRY = Geometry(num_layers=8, num_heads=3, head_dim=8, hidden_size=12)
 OPTIONS = EvaluateOptions(
-    sources=(Source("made", None),), out=Path("unused"), seeds=2, folds=3, inner_folds=2, c=0.3, jobs=1
+    sources=(EvaluationSource("made", None),), out=Path("unused"), seeds=2, folds=3, inner_folds=2, c=0.3, jobs=1
 )
 COUNT = 240
 LABEL = np.arange(400) // 2 % 2  # of scripted results

@@ -16,7 +16,14 @@ from hallutracer_research.evaluation.results import SetResult, compare, measured
 from hallutracer_research.evaluation.tables import Table
 from hallutracer_research.paper import claims as rules
 from hallutracer_research.paper.ablations import FEATURE_SETS, MEAN_DOMINANCE, READOUT_SITE, depth_key
-from hallutracer_research.paper.claims import DifferenceInterval, Finding, Judge, NotTestable, ahead_of, cells_by_set
+from hallutracer_research.paper.claims import (
+    ClaimFinding,
+    DifferenceInterval,
+    Judge,
+    NotTestable,
+    ahead_of,
+    cells_by_set,
+)
 from hallutracer_research.paper.report import SECTIONS
 from hallutracer_research.paper.tables import make_tables
 from service.fitting.nested_cv import FoldScores
@@ -49,7 +56,7 @@ def parts(probe: float, metric: float, head: float) -> dict[str, Cells]:
     return cells(k_split={"signal_k": 0.65, "null": 0.51, **gaps})
 
 
-CASES: list[tuple[Callable[[SetResult, Any], Finding], Cells, Verdict]] = [
+CASES: list[tuple[Callable[[SetResult, Any], ClaimFinding], Cells, Verdict]] = [
     (rules.median_no_better, cells(location={"median": 0.799, "trimmed_mean": 0.8005}), "supported"),
     (rules.median_no_better, cells(location={"median": 0.799, "trimmed_mean": 0.802}), "not supported"),
     (rules.median_is_the_mean, cells(location={"correlation": 0.991}), "supported"),
@@ -95,7 +102,7 @@ CASES: list[tuple[Callable[[SetResult, Any], Finding], Cells, Verdict]] = [
 
 @pytest.mark.parametrize(("judge", "given", "verdict"), CASES)
 def test_a_rule_tells_its_sides_apart(
-    judge: Callable[[SetResult, Any], Finding], given: Cells, verdict: Verdict
+    judge: Callable[[SetResult, Any], ClaimFinding], given: Cells, verdict: Verdict
 ) -> None:
     found = judge(NOTHING, given)
     assert found.verdict == verdict
@@ -111,7 +118,7 @@ def test_every_rule_has_a_case_for_and_one_against() -> None:
         assert {"supported", "not supported"} <= verdicts, rule.claim
 
 
-UNTESTABLE: list[tuple[Callable[[SetResult, Any], Finding], Cells, str]] = [
+UNTESTABLE: list[tuple[Callable[[SetResult, Any], ClaimFinding], Cells, str]] = [
     (rules.mean_suffices, cells(), "has no mean_and_shape"),
     (rules.mean_suffices, {}, "has no mean"),
     (rules.mean_suffices, cells(mean_dominance={"mean": 0.53, "mean_and_shape": 0.6}), "near chance"),
@@ -144,7 +151,9 @@ UNTESTABLE: list[tuple[Callable[[SetResult, Any], Finding], Cells, str]] = [
 
 
 @pytest.mark.parametrize(("judge", "given", "reason"), UNTESTABLE)
-def test_what_cannot_be_tested_says_why(judge: Callable[[SetResult, Any], Finding], given: Cells, reason: str) -> None:
+def test_what_cannot_be_tested_says_why(
+    judge: Callable[[SetResult, Any], ClaimFinding], given: Cells, reason: str
+) -> None:
     with pytest.raises(NotTestable, match=reason):
         judge(NOTHING, given)
 
