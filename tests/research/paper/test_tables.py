@@ -109,32 +109,6 @@ def test_every_table_has_the_printed_number_of_rows_and_numbers() -> None:
     assert len({table.name for table in PUBLISHED.values()}) == len(SHAPES)
 
 
-def test_columns_hold_what_they_say() -> None:
-    for label, table in PUBLISHED.items():
-        keys = [column.key for column in table.columns]
-        assert len(set(keys)) == len(keys), label
-        assert table.block in ["", *keys]
-        for row in table.rows:
-            assert list(row) == keys
-            for column in table.columns:
-                check(label, column, row[column.key])
-
-
-def check(label: str, column: Column, cell: Cell) -> None:
-    if column.kind == "text":
-        assert cell is None or isinstance(cell, str), (label, column.key)
-        return
-    parts = list(cell.values()) if isinstance(cell, Mapping) else [cell]
-    for part in parts:
-        assert isinstance(part, int | float), (label, column.key)
-        if column.kind == "integer":
-            assert isinstance(part, int)
-        if column.kind == "percent":
-            assert -0.06 < part < 1.05, (label, column.key, part)
-        digits = max(column.digits, 1)
-        assert part == pytest.approx(round(part, digits), abs=1e-9), f"{label} {column.key}: {part} is cut when shown"
-
-
 def test_models_and_sets_are_spelt_one_way() -> None:
     for label, table in PUBLISHED.items():
         for row in table.rows:
@@ -160,34 +134,6 @@ def test_other_cells_typed_again(label: str, where: dict[str, str], column: str,
 
 def test_every_table_is_sampled() -> None:
     assert {label for label, *_ in OTHERS} | {"tab:main-results"} == set(SHAPES)
-
-
-def test_numbers_that_the_paper_ties_together_agree() -> None:
-    """A digit typed wrongly in one of these cells would break an identity that the printed digits keep."""
-    for model in ("LLaMA-2-7B", "LLaMA-3.1-8B", "Qwen2.5-7B"):
-        r, theta, chi, t = (value("tab:fisher-gap", key, model=model) for key in ("r_fisher", "theta", "chi", "t"))
-        assert r == pytest.approx((chi**2 + (1 - t) ** 2 / (1 - theta)) ** 0.5, abs=6e-4)
-        d, worst, loss = (
-            value("tab:kappa-calibration", key, model=model) for key in ("effect_size", "worst_case_snr", "degradation")
-        )
-        assert loss == pytest.approx(1 - worst / d, abs=6e-4)
-    for row in PUBLISHED["tab:readout_ablation"].rows:
-        where = {"model": str(row["model"]), "dataset": str(row["dataset"])}
-        head, residual, gap = (
-            value("tab:readout_ablation", key, **where) for key in ("head", "residual", "difference")
-        )
-        assert gap == pytest.approx(residual - head, abs=1.1e-3)
-    for row in PUBLISHED["tab:snr_verification"].rows:
-        where = {"model": str(row["model"]), "dataset": str(row["dataset"])}
-        plugin, empirical, eta = (
-            value("tab:snr_verification", key, **where) for key in ("r_plugin", "r_empirical", "eta")
-        )
-        assert eta == pytest.approx(empirical / plugin, abs=1e-3 / plugin)
-    *rows, average = PUBLISHED["tab:k-decomp-auroc"].rows
-    for key in ("signal_k", "signal_probe", "signal_metric", "signal_head", "gap_probe", "gap_metric", "gap_head"):
-        printed = [row[key] for row in rows]
-        mean = sum(cell for cell in printed if isinstance(cell, float)) / len(printed)
-        assert average[key] == pytest.approx(mean, abs=1.1e-3), key
 
 
 SPECS = [spec for specs in SECTIONS.values() for spec in specs]
