@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from scipy.special import expit, logit
 from scipy.stats import kstest
 
-from hallutracer_research.evaluation.significance import delong
+from hallutracer_research.evaluation.results import delong
 from service.fitting import scores as measures
 from service.fitting.scores import (
     Floats,
