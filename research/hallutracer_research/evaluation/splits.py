@@ -1,7 +1,7 @@
 """One outer split of one set: everything that our method and the ablations need of it, fitted once and kept on disk.
 
 Everything learned comes from the training side: C, the heads, the probes, and, by an inner cross-fit, the training
-rows' out-of-fold trajectories.  Probes are those of ``fitting.probes`` (``fit_head``, class weights), kept for every head.
+rows' out-of-fold trajectories.  Probes are those of ``fitting.probes`` (``fit_head``), kept for every head.
 """
 
 from __future__ import annotations
