@@ -12,7 +12,6 @@ from fastapi import Request
 
 from service.access.callers import Caller
 from service.access.routes import canonical
-from service.api.auth import allowance_of
 from service.api.dependencies import who_of
 from service.api.reply import Reply
 from service.api.request_schema import Include
@@ -125,9 +124,7 @@ async def answer(request: Request, service: Service, asked: ScoringRequest) -> R
         async with while_connected(request):
             async with handle.deadline.enforced():
                 prompts = await service.tokenizing.run(asked.size, lambda: _read(asked, service.feedback))
-            token_ids = [one.token_ids for one in prompts]
-            allowance_of(request, service.access.keys)(sum(map(len, token_ids)))
-            handle.start(token_ids)
+            handle.start([one.token_ids for one in prompts])
             await (handle.risks() if asked.stream else handle.answers())
             judged = judgement()
             await observers.judged(service, judged)

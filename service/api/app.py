@@ -31,9 +31,7 @@ from service.api.shedding import LoadShedder
 from service.serving.service import Service
 
 EXPOSED_HEADERS = ["x-request-id", "x-queue-time", "x-inference-time", "x-total-time", "retry-after",
-            "x-hallutracer-bundle", "x-hallutracer-risk", "x-hallutracer-decision",
-            *(f"x-ratelimit-{part}-{of}" for part in ("limit", "remaining", "reset") for of in ("requests", "tokens")),
-            ]  # fmt: skip
+                   "x-hallutracer-bundle", "x-hallutracer-risk", "x-hallutracer-decision"]  # fmt: skip
 
 
 def create_app(service: Service, on_loaded: Callable[[], None] | None = None) -> FastAPI:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 from service.access.callers import OWNERS, Caller, Key, on_loopback
-from service.access.ring import KeyRing
+from service.access.keys import KeyRing
 from service.audit.auditor import Auditor, recorded
 from service.audit.events import Who
 from service.errors import AuditUnavailable, HalluTracerError
@@ -68,15 +68,15 @@ class Access:
             except HalluTracerError as error:
                 self._note(who, f"the keys in force stay: {error}")
                 return True
-            if changes.any:
+            if any(changes):
                 try:
-                    async with recorded(self.audit, who, "keys.reload", asdict(changes)):
+                    async with recorded(self.audit, who, "keys.reload", changes._asdict()):
                         self.keys.use(keys)
                 except AuditUnavailable as error:
                     self.keys.keep_common(keys)
                     self._note(who, f"no key was added or changed: {error}")
                     return False
-                names = (", ".join(names) or "none" for names in changes.all)
+                names = (", ".join(names) or "none" for names in changes)
                 log.info("keys: added %s, removed %s, changed %s", *names)
             self._note(who, None)
             return True

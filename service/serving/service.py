@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from service.access.ring import KeyRing
+from service.access.keys import KeyRing
 from service.audit.auditor import Auditor
 from service.audit.events import Who
 from service.judging.drift import DriftLimits

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from service.access.callers import ApiKey
-from service.access.edit import add_key, revoke_key
 from service.audit.auditor import Auditor
 from service.audit.events import Who
 from service.audit.verify import verify
@@ -20,6 +19,7 @@ from service.policies.guard import GATE
 from service.serving import observers
 from service.serving.judgement import Judgement
 from service.serving.metrics import Metrics
+from tests.key_files import add_key, revoke_key
 from tests.running import App, until
 
 KEY = {"authorization": "Bearer sesame"}
