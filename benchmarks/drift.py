@@ -114,7 +114,7 @@ def void_after(monitor: Monitor, served: Floats, prompts: NDArray[np.int64]) -> 
     names, step = [number.to_bytes(8, signed=True) for number in prompts.tolist()], monitor.limits.every
     for start in range(0, len(reports), step):
         monitor.observe(reports[start : start + step], names[start : start + step])
-        yield "drift" in monitor.void
+        yield "drift" in monitor.violations
 
 
 def alarms(served: Floats, prompts: NDArray[np.int64], monitor: Monitor) -> int:

@@ -7,10 +7,9 @@ from fastapi import APIRouter
 from service.access.routes import RELOAD_ROUTE
 from service.api.catalogue import bundle_list
 from service.api.catalogue_schema import BundleList
-from service.api.dependencies import Admin, State
+from service.api.dependencies import Admin, TheService
 from service.api.response_docs import errors
 from service.errors import AuditUnavailable, NotFound, NotReady, ReloadFailed
-from service.serving.reloading import reload_all
 
 router = APIRouter(tags=["admin"])
 RESPONSES = errors(
@@ -23,16 +22,16 @@ RESPONSES = errors(
 
 
 @router.post(RELOAD_ROUTE, summary="Load keys and bundles again", responses=RESPONSES)
-async def reload(state: State, who: Admin) -> BundleList:
+async def reload(service: TheService, who: Admin) -> BundleList:
     """Read the keys again, look the bundles up again and swap them; requests under way end with what they began with.
 
     Of keys and bundles each is taken where it can be, whatever is wrong with the other.
     """
-    if state.load_again is None:
+    if service.lifecycle.load_again is None:
         raise NotFound("this service cannot load its bundles again")
-    keys, error = await reload_all(state, who)
+    keys, error = await service.reload(who)
     if keys is None and error is None:
-        return bundle_list(state)
+        return bundle_list(service)
     bundles = f"not swapped, those that were loaded stay: {error}" if error is not None else "swapped"
     message = f"keys: {keys or 'as their file says'}; bundles: {bundles}"
     for kind in (NotReady, AuditUnavailable):  # what may be otherwise soon

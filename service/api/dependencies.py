@@ -7,30 +7,25 @@ from typing import Annotated
 from fastapi import Depends, Request
 from starlette.requests import HTTPConnection
 
-from service.access.callers import OWNERS, Caller, Scope
+from service.access.callers import Caller, Scope
 from service.api.auth import check_scopes, from_here, key_of
 from service.audit.events import Who
-from service.serving.state import ServiceState
+from service.serving.service import Service
 
 
-async def service_state(request: Request) -> ServiceState:
-    """The state that the app factory attached.  A coroutine: FastAPI sends plain functions through a thread pool."""
-    state = request.app.state.service
-    assert isinstance(state, ServiceState)
-    return state
+async def running_service(request: Request) -> Service:
+    """Return the service that the app factory attached.  A coroutine: plain functions go through a thread pool."""
+    service = request.app.state.service
+    assert isinstance(service, Service)
+    return service
 
 
-State = Annotated[ServiceState, Depends(service_state)]
+TheService = Annotated[Service, Depends(running_service)]
 
 
-def caller_of(request: HTTPConnection, state: ServiceState) -> Caller:
-    """The key's owner; without keys, whoever has the connection's address."""
-    everyone = frozenset(state.settings.callers_may)
-    if (key := key_of(request)) is not None:
-        return Caller(key.name, everyone | key.may, key.policies)
-    if state.owned and from_here(request):
-        everyone = OWNERS
-    return Caller(address_of(request) or "", everyone)
+def caller_of(request: HTTPConnection, service: Service) -> Caller:
+    """Return the key's owner; without keys, whoever has the connection's address."""
+    return service.access.caller(key_of(request), address_of(request), here=from_here(request))
 
 
 def address_of(request: HTTPConnection) -> str | None:
@@ -44,14 +39,14 @@ def who_of(request: HTTPConnection) -> Who:
     return Who(key=None if key is None else key.name, address=address_of(request))
 
 
-def knows_caller(request: HTTPConnection, state: ServiceState) -> bool:
+def knows_caller(request: HTTPConnection, service: Service) -> bool:
     """Whether the request has a key, where there are keys; the health routes are open to all."""
-    return not state.keys.closed or key_of(request) is not None
+    return not service.access.keys.closed or key_of(request) is not None
 
 
-async def administrator(request: Request, state: State) -> Who:
+async def administrator(request: Request, service: TheService) -> Who:
     """Who calls a route of ``Scope.ADMIN``.  Raises as ``check_scopes``, also where the path does not ask for it."""
-    check_scopes(request, state.keys, {Scope.ADMIN})
+    check_scopes(request, service.access.keys, {Scope.ADMIN})
     return who_of(request)
 
 

@@ -10,7 +10,7 @@ from fastapi import APIRouter, Body, Request
 from service.access.routes import FEEDBACK_ROUTE
 from service.api.answering import while_connected
 from service.api.body import JsonRoute
-from service.api.dependencies import State, caller_of
+from service.api.dependencies import TheService, caller_of
 from service.api.feedback_schema import FeedbackRequest, FeedbackResponse
 from service.api.response_docs import errors
 from service.errors import DeadlineExceeded, NotFound
@@ -31,13 +31,13 @@ RESPONSES = errors(
 
 
 @router.post(FEEDBACK_ROUTE, summary="Say whether an answer was right", responses=RESPONSES)
-async def feedback(body: Annotated[FeedbackRequest, Body()], request: Request, state: State) -> FeedbackResponse:
+async def feedback(body: Annotated[FeedbackRequest, Body()], request: Request, service: TheService) -> FeedbackResponse:
     """Store whether an answer was right.  The response is sent once the label is on disk."""
-    kept = state.feedback
+    kept = service.feedback
     if kept is None:
         raise NotFound("this service keeps no feedback: its operator can start it with --feedback-db")
-    caller = caller_of(request, state)
-    seconds = state.settings.deadline_s
+    caller = caller_of(request, service)
+    seconds = service.settings.deadline_s
     try:
         async with while_connected(request), asyncio.timeout(seconds):
             stored = await kept.label(caller, body.id, body.index, body.label, body.comment)
@@ -52,7 +52,7 @@ async def feedback(body: Annotated[FeedbackRequest, Body()], request: Request, s
             param="id",
         )
     reason = _reason(body.label, stored)
-    monitor = state.monitors.get(stored.bundle)
+    monitor = service.catalogue.monitors.get(stored.bundle)
     if monitor is not None and stored.tally is not None:
         monitor.count(stored.tally)
     return FeedbackResponse(

@@ -6,13 +6,15 @@ OpenAI's clients know both.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, Literal
 
 from pydantic import BaseModel, Field
 
-from service.api.reply import Reply, risk_note, risk_out, usage
+from service.api.reply import Reply, retrieval_out, risk_note, risk_out, usage
 from service.policies.guard import Decision
 from service.scoring import RiskReport
+from service.serving.judgement import Judgement
 
 Kind = Literal["chat", "text"]
 OBJECTS = {"chat": "chat.completion", "text": "text_completion"}
@@ -88,31 +90,30 @@ def refusal(report: RiskReport, message_in_content: bool) -> dict[str, Any]:
     return {"content": message if message_in_content else None, "refusal": message}
 
 
-def response(kind: Kind, reply: Reply, reports: list[RiskReport], message_in_content: bool) -> dict[str, Any]:
+def response(kind: Kind, reply: Reply, message_in_content: bool) -> dict[str, Any]:
     """The whole document; keys without a value are those that OpenAI's have, too."""
-    return head(kind, reply) | {
+    reports = reply.judgement.reports
+    return head(kind, reply.judgement) | {
         "choices": [_choice(kind, index, report, message_in_content) for index, report in enumerate(reports)],
         "usage": counted(reports),
-        "hallutracer": note(reply, reports),
+        "hallutracer": note(reply.judgement),
     }
 
 
-def head(kind: Kind, reply: Reply, chunk: bool = False) -> dict[str, Any]:
+def head(kind: Kind, judgement: Judgement, chunk: bool = False) -> dict[str, Any]:
     """What each event of a stream begins with, too."""
     return {
-        "id": f"{'chatcmpl' if kind == 'chat' else 'cmpl'}-{reply.record.request_id}",
+        "id": f"{'chatcmpl' if kind == 'chat' else 'cmpl'}-{judgement.request_id}",
         "object": "chat.completion.chunk" if kind == "chat" and chunk else OBJECTS[kind],
-        "created": reply.created,
-        "model": reply.handle.scorer.engine.identity.model,
+        "created": judgement.created,
+        "model": judgement.model,
     }
 
 
-def note(reply: Reply, reports: list[RiskReport]) -> dict[str, Any]:
-    """The risks, without the answers."""
-    handle = reply.handle
-    risks = [risk_out(index, report).model_copy(update={"completion": None}) for index, report in enumerate(reports)]
-    found = risk_note(handle.scorer, handle.policy, risks, reply.all_departures)
-    retrieved = reply.retrieved(reports)
+def note(judgement: Judgement) -> dict[str, Any]:
+    """Return the risks, without the answers."""
+    risks = [risk_out(one.index, replace(one.report, completion=None)) for one in judgement.prompts]
+    found, retrieved = risk_note(judgement, risks), retrieval_out(judgement)
     return found if retrieved is None else found | {"retrieval": retrieved.model_dump(exclude_none=True)}
 
 

@@ -21,25 +21,24 @@ from service.api.openai_response import (
 )
 from service.api.reply import Reply
 from service.api.stream import DONE, failure
-from service.scoring import RiskReport
 
 
 async def chunks(
     kind: Kind,
     reply: Reply,
-    reports: list[RiskReport],
     with_usage: bool,
     message_in_content: bool,
     foreign: AsyncGenerator[dict[str, Any], None] | None = None,
 ) -> AsyncIterator[bytes]:
     """The stream of one prompt; ``foreign`` are the chunks of the server that answers instead."""
-    same = head(kind, reply, chunk=True) | ({"usage": None} if with_usage else {})
+    same = head(kind, reply.judgement, chunk=True) | ({"usage": None} if with_usage else {})
+    reports = reply.judgement.reports
     report = reports[0]
     first: dict[str, Any] = {"role": "assistant", "content": annotation(report)}
     end = None
     if foreign is None and withheld(report):
         first, end = {"role": "assistant", **refusal(report, message_in_content)}, WITHHELD
-    yield _event(same | {"choices": [_delta(kind, first, end)], "hallutracer": note(reply, reports)})
+    yield _event(same | {"choices": [_delta(kind, first, end)], "hallutracer": note(reply.judgement)})
     if foreign is not None:
         try:
             async with aclosing(foreign), aclosing(_in_time(reply, foreign)) as timely:

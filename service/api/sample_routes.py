@@ -9,7 +9,7 @@ from fastapi import APIRouter
 
 from service.api.catalogue import RESPONSES
 from service.api.catalogue_schema import SampleAnswerOut
-from service.api.dependencies import State
+from service.api.dependencies import TheService
 from service.api.response_docs import errors
 from service.errors import NotFound
 from service.judging.sample import sample_of
@@ -22,14 +22,14 @@ DOCUMENTED = RESPONSES | errors(_404="no such bundle is loaded, or it carries no
 @router.get(
     "/v1/bundles/{bundle}/sample/{number}", summary="A held-out question, answered and judged", responses=DOCUMENTED
 )
-async def sample_answer(bundle: str, number: int, state: State) -> SampleAnswerOut:
+async def sample_answer(bundle: str, number: int, service: TheService) -> SampleAnswerOut:
     """One question of the bundle's sample: the risk before the answer, the answer, and whether it is right."""
-    scorer = state.scorer(bundle, None)
+    scorer = service.ready.scorer(bundle, None)
     sample = await asyncio.to_thread(_sample_of, scorer.bundle)
     if sample is None or not 0 <= number < len(sample.questions):
         count = 0 if sample is None else len(sample.questions)
         raise NotFound(f"{scorer.bundle.reference} carries {count} questions, and none of number {number}")
-    found = await state.sampled.answer(scorer, sample, number)
+    found = await service.sampled.answer(scorer, sample, number)
     report = found.report
     return SampleAnswerOut(
         number=number,

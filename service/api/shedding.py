@@ -16,7 +16,7 @@ from service.access.routes import PROMPT_ROUTES
 from service.api.dependencies import caller_of
 from service.api.error_handlers import respond
 from service.errors import BodiesFull, Overloaded
-from service.serving.state import ServiceState
+from service.serving.service import Service
 
 FREE = 16 * 1024  # bytes of each body that are not counted: most have no more, and ``max_connections`` bounds them
 LEAST = 128 * 2**20  # bytes of all bodies that are always allowed
@@ -24,12 +24,12 @@ LARGEST = 32  # so many of the largest bodies as well
 
 
 class LoadShedder:
-    """Answers 429 if ``ServiceState.check_not_full`` raises Overloaded, 503 if ``BodyMemory`` raises BodiesFull."""
+    """Answers 429 if ``Lifecycle.check_not_full`` raises Overloaded, 503 if ``BodyMemory`` raises BodiesFull."""
 
-    def __init__(self, app: ASGIApp, state: ServiceState) -> None:
+    def __init__(self, app: ASGIApp, service: Service) -> None:
         self.app = app
-        self._state = state
-        self._memory = BodyMemory(max(LEAST, LARGEST * state.settings.max_body_bytes))
+        self._service = service
+        self._memory = BodyMemory(max(LEAST, LARGEST * service.settings.max_body_bytes))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve or refuse one request."""
@@ -38,7 +38,7 @@ class LoadShedder:
             return
         if scope["path"] in PROMPT_ROUTES:
             try:
-                self._state.check_not_full(caller_of(HTTPConnection(scope), self._state))
+                self._service.lifecycle.check_not_full(caller_of(HTTPConnection(scope), self._service).name)
             except Overloaded as full:
                 await respond(full, scope, receive, send)
                 return
@@ -49,7 +49,7 @@ class LoadShedder:
         if told and size <= FREE:
             await self.app(scope, receive, send)
             return
-        body = _Counted(receive, self._memory, caller_of(HTTPConnection(scope), self._state).name, size)
+        body = _Counted(receive, self._memory, caller_of(HTTPConnection(scope), self._service).name, size)
         try:
             await self.app(scope, body.receive, send)
         finally:

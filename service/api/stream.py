@@ -12,11 +12,10 @@ from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from service.api.error_handlers import error_body
-from service.api.reply import Reply, usage
+from service.api.reply import Reply, completion_out, usage
 from service.api.response_schema import CompletionChunk, Delta
 from service.errors import ClientGone, DeadlineExceeded, HalluTracerError
 from service.policies.guard import Decision
-from service.scoring import RiskReport
 
 DONE = b"data: [DONE]\n\n"
 SLOW_READER_S = 5.0  # beyond the deadline, for a reader that is slow rather than gone
@@ -25,9 +24,9 @@ SLOW_READER_S = 5.0  # beyond the deadline, for a reader that is slow rather tha
 class EventStream(StreamingResponse):
     """Starts once the risks are known; whatever ends it also ends the work behind it."""
 
-    def __init__(self, reply: Reply, reports: list[RiskReport], content: AsyncIterator[bytes]) -> None:
+    def __init__(self, reply: Reply, content: AsyncIterator[bytes]) -> None:
         """``content`` begins with the risks, and ends the stream with DONE."""
-        headers = {"cache-control": "no-cache", "x-accel-buffering": "no", **reply.headers(reports)}
+        headers = {"cache-control": "no-cache", "x-accel-buffering": "no", **reply.headers()}
         super().__init__(content, media_type="text/event-stream", headers=headers)
         self._reply = reply
 
@@ -44,13 +43,13 @@ class EventStream(StreamingResponse):
             if record.code is None and not handle.finished:
                 record.code = ClientGone.code
             handle.cancel()
-            self._reply.account()
+            self._reply.end()
 
 
-async def events(reply: Reply, reports: list[RiskReport]) -> AsyncIterator[bytes]:
+async def events(reply: Reply) -> AsyncIterator[bytes]:
     """The stream of a scoring request."""
-    yield _event(reply.body(reports))
-    if reports[0].decision is Decision.CONTINUE:
+    yield _event(reply.body())
+    if reply.judgement.reports[0].decision is Decision.CONTINUE:
         try:
             async for pieces in reply.handle.pieces():
                 yield b"".join(_chunk(CompletionChunk(id=reply.id, delta=Delta(text=piece))) for piece in pieces)
@@ -59,7 +58,7 @@ async def events(reply: Reply, reports: list[RiskReport]) -> AsyncIterator[bytes
         except Exception as error:
             yield failure(reply, error)
         else:
-            completion = reply.body(answers).data[0].completion
+            completion = completion_out(answers[0].completion)
             assert completion is not None
             yield _chunk(
                 CompletionChunk(

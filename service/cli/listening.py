@@ -27,7 +27,7 @@ def make_server(app: object, settings: ServiceSettings, leave: Callable[[], None
 
     from service.api.connections import connections
     from service.api.leaving import LeavingServer
-    from service.api.request_log import JsonLines
+    from service.serving.request_log import JsonLines
 
     lines = logging.StreamHandler()
     lines.setFormatter(JsonLines())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-import time
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import closing
@@ -156,9 +155,9 @@ def _policy(options: ScoreOptions) -> Policy:
 def _response(scorer: Scorer, reports: list[RiskReport], options: ScoreOptions) -> ScoreResponse:
     """The document that POST /score gives for these prompts."""
     from service.api.reply import score_response
+    from service.serving.judgement import Judgement
 
-    name, now = f"risk-{uuid.uuid4().hex}", int(time.time())
-    return score_response(scorer, _policy(options), reports, options.include, id=name, created=now)
+    return score_response(Judgement.of(scorer, _policy(options), reports, uuid.uuid4().hex), options.include)
 
 
 def _read_rows(path: Path) -> Rows:
@@ -187,9 +186,10 @@ def _scored(scorer: Scorer, rows: Rows, prompts: list[list[int]], options: Score
     from tqdm import tqdm
 
     from service.api.reply import bundle_ref, guarantee_out, risk_out
+    from service.serving.judgement import Judgement
 
     bundle: dict[str, Any] = {"bundle": bundle_ref(scorer).model_dump()}
-    if (guarantee := guarantee_out(scorer, _policy(options))) is not None:
+    if (guarantee := guarantee_out(Judgement.of(scorer, _policy(options), ()).guarantee)) is not None:
         bundle["guarantee"] = guarantee.model_dump()
     with tqdm(total=len(rows), unit="prompt", file=sys.stderr, disable=not sys.stderr.isatty()) as bar:
         for start in range(0, len(rows), BATCH):

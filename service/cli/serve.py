@@ -42,7 +42,6 @@ if TYPE_CHECKING:
     from service.serving.feedback import Feedback
     from service.serving.metrics import Metrics
     from service.serving.rollout import RolloutPlan
-    from service.serving.state import ServiceState
 
 log = logging.getLogger("hallutracer")
 
@@ -224,9 +223,16 @@ def serve(
     from service.api.app import create_app
     from service.audit.auditor import Auditor
     from service.cli.greeting import first_line, greet
-    from service.serving.state import ServiceState
+    from service.serving.metrics import Metrics
+    from service.serving.service import Service
 
-    state = ServiceState(
+    def broken() -> None:
+        server.should_exit = True  # with status 1, so that a supervisor starts the service again
+
+    metrics, audit, left_out = Metrics(), None, at_start.reasons
+    if access.audit_log is not None:
+        audit = Auditor(access.audit_log, required=access.audit_required, count=metrics.audit_lines)
+    service = Service.of(
         lambda: load_scorers(
             load_engine(
                 engine,
@@ -239,46 +245,38 @@ def serve(
             log.info,
             at_start,
         ),
-        store.aliases,
-        settings,
-        policies.named,
-        policies.rules,
-        plan,
-        at_start.reasons,
+        load_again=lambda running: load_again(left_out, running, store, names, set(plan.references) - set(own)),
+        left_out=left_out,
+        aliases_of=store.aliases,
+        settings=settings,
+        policies=policies,
+        plan=plan,
         keys=keys,
+        metrics=metrics,
+        feedback=None if kept is None else feedback.opened(kept, metrics),
+        audit=audit,
         tracing=tracing,
+        on_broken=broken,
     )
 
-    if kept is not None:
-        state.feedback = feedback.opened(kept, state.metrics)
-
-    if access.audit_log is not None:
-        metrics = state.metrics
-        state.audit = Auditor(access.audit_log, required=access.audit_required, count=metrics.audit_lines)
-
-    def loaded(state: ServiceState) -> None:
-        if state.failure is not None:
+    def loaded() -> None:
+        if service.lifecycle.failure is not None:
             server.should_exit = True
             return
         gc.collect()
         gc.freeze()  # the model and its libraries stay: collections need not walk them again
-        background.add(asyncio.get_running_loop().create_task(greet(state, address)))
+        background.add(asyncio.get_running_loop().create_task(greet(service, address)))
 
-        reload = on_hangup(state)
+        reload = on_hangup(service)
         if hangups:  # while it loaded
             reload()
         if rollout.watch_s:
-            watch(state, lambda: stamps(store, names), seen, rollout.watch_s)
+            watch(service, lambda: stamps(store, names), seen, rollout.watch_s)
         if rollout.replay_s:
-            replay(state, rollout.replay_s)
-
-    def broken() -> None:
-        server.should_exit = True  # with status 1, so that a supervisor starts the service again
+            replay(service, rollout.replay_s)
 
     background: set[asyncio.Task[None]] = set()  # asyncio itself keeps no hold of a task
-    state.on_broken = broken
-    state.load_again = lambda engine: load_again(state, engine, store, names, set(plan.references) - set(own))
-    server = make_server(create_app(state, loaded), settings, state.leave)
+    server = make_server(create_app(service, loaded), settings, service.lifecycle.leave)
     for warning in common.warnings:
         log.warning(warning)
     if not keys.closed and not on_loopback(settings.host):
@@ -289,9 +287,9 @@ def serve(
     signal.signal(signal.SIGTERM, lambda *_: None)
     hangups: list[int] = []
     signal.signal(signal.SIGHUP, lambda number, _: hangups.append(number))
-    if hint := first_line(state):
+    if hint := first_line(service):
         print_line(hint)
     print_line(f"listening on {address}, loading {loading.model} ...")
     server.run(sockets=[listener])
-    if state.error is not None:
-        raise state.error
+    if service.lifecycle.error is not None:
+        raise service.lifecycle.error

@@ -12,7 +12,7 @@ from service.errors import RequestError
 from service.judging.drift import reference_of
 from service.policies.guard import Policy
 from service.prompts import as_prompt_format
-from service.serving.choice import check_tells
+from service.serving.catalogue import check_tells
 from service.serving.rollout import RolloutPlan, rolled_out
 from service.settings import DEFAULT_SHARE
 

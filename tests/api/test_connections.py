@@ -256,7 +256,7 @@ def test_a_backlog_of_pieces_does_not_hold_the_event_loop(tmp_path: Path, kind: 
     async def stream() -> None:
         counting = asyncio.create_task(count_turns())
         async with service.app.router.lifespan_context(service.app):
-            while not service.state.is_ready:
+            while not service.state.lifecycle.is_ready:
                 await asyncio.sleep(0.01)
             headers = [(b"content-type", b"application/json")]
             scope = {"type": "http", "method": "POST", "path": "/score", "query_string": b"", "headers": headers}
@@ -301,7 +301,7 @@ def test_the_same_answer_with_and_without_a_stream_in_a_crowd(service: Running) 
 def test_a_broken_engine_is_neither_ready_nor_alive(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with running(tmp_path, kind) as service:
         told = threading.Event()
-        service.state.on_broken = told.set
+        service.state.lifecycle.on_broken = told.set
         assert httpx.get(f"{service.url}/health/live").status_code == 200
         monkeypatch.setattr(service.served, "on_prefill", lambda *_: 1 / 0)
         assert service.post(prompt="a").status_code == 503

@@ -23,7 +23,7 @@ def service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[S
     served = Served(tmp_path)
     thread = threading.Thread(target=lambda: served.server.run(sockets=[served.socket]))
     thread.start()
-    until(lambda: served.state.is_ready)
+    until(lambda: served.state.lifecycle.is_ready)
     yield served, thread
     served.server.should_exit = served.server.force_exit = True
     thread.join(30)
@@ -32,7 +32,7 @@ def service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[S
 
 def told_to_stop(served: Served) -> None:
     served.server.should_exit = True
-    until(lambda: served.state.stopping)
+    until(lambda: served.state.lifecycle.stopping)
 
 
 def test_a_request_on_an_idle_connection_is_refused_and_not_reset(service: tuple[Served, threading.Thread]) -> None:

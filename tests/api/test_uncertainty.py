@@ -13,8 +13,9 @@ import pytest
 
 from hallutracer_client.results import BundleList, ScoreResult, parse
 from probes_store.bundle import Bundle
-from service.judging.guarantee import standing
+from service.judging.guarantee import guarantee_status
 from service.policies.guard import GATE, Action, Policy
+from service.serving.judgement import Judgement
 from service.vllm_plugin.note import Note
 from tests.matching import matching_draft
 from tests.probes_store.factory import write_bundle
@@ -127,7 +128,7 @@ def test_a_bundle_that_cannot_tell_refuses_such_a_policy(service: App) -> None:
     error = answer.json()["error"]
     assert (answer.status_code, error["param"]) == (422, "policy")
     assert "one:1 has no reference" in error["message"]
-    scorer = service.state.scorers[1]
+    scorer = service.state.catalogue.scorers[1]
     assert scorer.score([NEAR], CAREFUL)[0].decision.value == "abstain"  # and where nobody asks, it stays closed
 
 
@@ -143,16 +144,16 @@ def test_a_caller_may_not_choose_a_policy_that_lets_it_through(tmp_path: Path) -
 def test_withholding_more_than_the_calibration_voids_a_guarantee(service: App) -> None:
     manifest = dataclasses.replace(service.bundles[0].manifest, guarantee=GUARANTEE, threshold=GUARANTEE.threshold)
     careful = dataclasses.replace(CAREFUL, threshold=None)
-    stands, plain = standing(manifest, careful, "float32"), standing(manifest, GATE, "float32")
+    stands, plain = guarantee_status(manifest, careful, "float32"), guarantee_status(manifest, GATE, "float32")
     assert stands is not None
     assert plain is not None
-    assert stands.void == ("policy: 'careful' also withholds prompts outside training, the calibration did not",)
+    assert stands.violations == ("policy: 'careful' also withholds prompts outside training, the calibration did not",)
     assert plain.holds
 
 
 def test_vllms_note_has_it(service: App) -> None:
-    scorer = service.state.scorers[0]
-    note = Note(scorer, GATE, list(scorer.score([FAR])))
+    scorer = service.state.catalogue.scorers[0]
+    note = Note([Judgement.of(scorer, GATE, scorer.score([FAR]))])
     body = note.body()
     assert body is not None
     assert body["data"][0]["outside_training"] is True
@@ -162,5 +163,5 @@ def test_vllms_note_has_it(service: App) -> None:
 def test_a_service_whose_own_policy_asks_what_its_bundle_cannot_tell_does_not_start(tmp_path: Path) -> None:
     app = App(tmp_path, policies={"careful": CAREFUL}, policy="careful")
     with app.client:
-        until(lambda: app.state.failure is not None)
+        until(lambda: app.state.lifecycle.failure is not None)
         assert "one:1 has no reference" in app.client.get("/health/ready").json()["error"]["message"]

@@ -32,8 +32,8 @@ def store(tmp_path: Path) -> Store:
 def service(tmp_path: Path, store: Store) -> Iterator[Running]:
     """Judged by mine:1, shadowed by the others; has read 60 prompts."""
     with running(tmp_path / "service", names=("other",)) as service:
-        service.state.plan = RolloutPlan(shadows=("mine:2", "mine:3"))
-        service.state.load_again = lambda engine: {
+        service.state.catalogue.plan = RolloutPlan(shadows=("mine:2", "mine:3"))
+        service.state.lifecycle.load_again = lambda engine: {
             f"mine:{version}": Scorer(engine, store.load(f"mine:{version}")) for version in (1, 2, 3)
         }
         httpx.post(f"{service.url}/v1/admin/reload").raise_for_status()

@@ -79,6 +79,6 @@ def test_without_the_extra_the_cure_is_named(
 
 def test_without_the_option_nothing_is_imported() -> None:
     names = "[name for name in sys.modules if name.startswith('opentelemetry')]"
-    code = f"import sys, service.cli.serve, service.api.app, service.serving.state; print({names})"
+    code = f"import sys, service.cli.serve, service.api.app, service.serving.service; print({names})"
     found = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert found.stdout.strip() == "[]", found.stderr
