@@ -123,7 +123,7 @@ class KnownHosts:
     """Answers 421 unless ``Host``, its port left out, is an IP address or one of ``hosts``.
 
     A page of a foreign site can have its own name resolve to 127.0.0.1 (DNS rebinding), and then read what a service
-    there answers.  The browser still sends the foreign name as ``Host``; an address as ``Host`` cannot be such a page's.
+    there answers.  The browser still sends the foreign name; an address as ``Host`` cannot be such a page's.
     """
 
     def __init__(self, app: ASGIApp, hosts: Sequence[str]) -> None:

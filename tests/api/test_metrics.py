@@ -23,7 +23,7 @@ from service.judging.conversation import SHAPES, Shape
 from service.policies.guard import Decision, Verdict
 from service.scoring import RiskReport
 from service.serving.metrics import FOLDER_VARIABLE, STATUS_OF, Metrics
-from service.serving.request_handle import Timings
+from service.serving.judgement import Timings
 
 ROOT = Path(__file__).parent.parent.parent
 LABELS = {"model_name": "m", "bundle": "demo:1"}
@@ -244,7 +244,7 @@ import numpy as np
 from service.policies.guard import Decision, Verdict
 from service.scoring import RiskReport
 from service.serving.metrics import Metrics
-from service.serving.request_handle import Timings
+from service.serving.judgement import Timings
 metrics = Metrics()
 metrics.bundles([("m", "demo:1", "sha256:ab")])
 metrics.ready(True)
