@@ -30,7 +30,7 @@ ROOT = Path(__file__).parent.parent.parent
 LABELS = {"model_name": "m", "bundle": "demo:1"}
 PASSED, FLAGGED = Verdict(Decision.CONTINUE, False, 0.5, None), Verdict(Decision.ABSTAIN, True, 0.5, None)
 REPORT = RiskReport(0.25, 0.0, np.zeros(1), np.zeros(1), PASSED, prompt_tokens=11)
-TIMINGS = PromptTimings(queue=0.002, prefill=0.02, probe=0.0002)
+ANSWERED, TIMINGS = AnswerEnd(5, 0.3), PromptTimings(queue=0.002, prefill=0.02, probe=0.0002)
 SCORER: Any = SimpleNamespace(
     engine=SimpleNamespace(identity=SimpleNamespace(model="m")), bundle=SimpleNamespace(reference="demo:1")
 )
@@ -39,7 +39,7 @@ SCORER: Any = SimpleNamespace(
 def judge(
     metrics: Metrics,
     report: RiskReport = REPORT,
-    answer: AnswerEnd = AnswerEnd(5, 0.3),
+    answer: AnswerEnd = ANSWERED,
     route: str = "/v1/risk/score",
     shape: Shape | None = None,
 ) -> None:
