@@ -15,6 +15,7 @@ from service.judging.drift import DriftLimits
 from service.judging.guarantee import guarantee_status, outside_as_calibrated
 from service.policies.guard import GATE, Action, Policy
 from service.serving.feedback import Feedback
+from service.serving.judgement import Judgement
 from service.serving.monitor import Monitor, digest_of
 from service.vllm_plugin.note import Note
 from tests.feedback.made import rows
@@ -113,7 +114,8 @@ def test_a_chat_is_answered_by_the_same_rule(service: App, prompts: Prompts, kin
 
 def test_vllms_note_has_it(service: App, prompts: Prompts) -> None:
     scorer = service.state.catalogue.scorers[0]
-    body = Note(scorer, GATE, list(scorer.score([scorer.render(prompt=prompts[True, False][0])]))).body()
+    reports = scorer.score([scorer.render(prompt=prompts[True, False][0])])
+    body = Note([Judgement.of(scorer, GATE, reports)]).body()
     assert body is not None
     assert body["data"][0]["applies"] is False
 

@@ -167,7 +167,7 @@ def test_a_canary_that_is_a_shadow_too_is_compared_where_it_does_not_judge(
         if aliases == 2:  # each alias is loaded by itself
             again = Scorer(app.served, next(one for one in app.bundles if one.manifest.name == "two"))
             rollout = replace(app.state.catalogue.rollout, shadows=(again,))
-            monkeypatch.setattr(type(app.state), "rollout", property(lambda _: rollout))
+            monkeypatch.setattr(type(app.state.catalogue), "rollout", property(lambda _: rollout))
         names = [app.client.post("/score", json={"prompt": text}).json()["bundle"]["name"] for text in PROMPTS]
         assert set(names) == {"one", "two"}
         assert card(app, "two")["role"] == "canary"
