@@ -19,13 +19,12 @@ from probes_store.bundle import Bundle
 from service.errors import EngineError
 from service.policies.guard import Action, Policy
 from tests.api.test_uncertainty import known
-from tests.browser.chromium import WAIT_MS, Tab, chromium, faults, sideways, tab
+from tests.browser.chromium import Tab, faults, sideways, tab
 from tests.matching import contextual_bundle, matching_draft
 from tests.probes_store.factory import write_bundle
 from tests.running import Running, running, until
 from tests.scripted_engine import ScriptedEngine
 
-expect.set_options(timeout=WAIT_MS)
 QUESTION = "Is it so?"
 RISKS, WRONG = [0.1, 0.2, 0.35, 0.4, 0.6, 0.7, 0.8, 0.9], [0, 0, 1, 0, 1, 0, 1, 1]
 Open = Callable[..., AbstractContextManager[Tab]]
@@ -44,12 +43,6 @@ def counted(engine: ScriptedEngine, folder: Path) -> Bundle:
     draft.evaluation = {"out_of_fold": {"risks": rows}}
     draft.evaluation["cross_validation"] = {"by_form": FORMS}
     return write_bundle(draft, folder / "counted")
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with chromium() as started:
-        yield started
 
 
 @pytest.fixture(scope="module")

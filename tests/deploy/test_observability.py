@@ -18,8 +18,8 @@ import yaml
 from service.serving.metrics import STATUS_OF
 from service.serving.monitor import CAUSES
 from tests.deploy import dashboards
-from tests.deploy.checks import flags
 from tests.deploy.live_service import BUNDLES, Traffic, serving
+from tests.deploy.packaging import flags
 from tests.deploy.prometheus_server import OURS, REQUIRE, ROOT, Prometheus, binary, configuration, promtool, running
 
 SECONDS = 6.0  # of traffic: longer than the four scrapes that a rate looks back on
