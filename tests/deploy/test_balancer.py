@@ -56,9 +56,9 @@ def pair(
     *edits: b.Edit,
 ) -> Iterator[tuple[b.Replica, b.Replica, b.Balancer]]:
     """Two replicas of these behaviours, and nginx before them."""
-    with b.replica(first) as one, b.replica(second) as two:
-        with b.balancing(folder, (one.address, two.address), *edits) as nginx:
-            yield one, two, nginx
+    with b.replica(first) as one, b.replica(second) as two, \
+            b.balancing(folder, (one.address, two.address), *edits) as nginx:  # fmt: skip
+        yield one, two, nginx
 
 
 # --- the file ---
