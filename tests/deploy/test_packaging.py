@@ -65,7 +65,7 @@ def test_compose_file_fits_the_compose_specification(old: str, new: str, status:
         "check-jsonschema", "--builtin-schema", "vendor.compose-spec", "--default-filetype", "yaml", "-", text=text
     )
     assert done.returncode == status, done.stdout + done.stderr
-    assert new in done.stdout
+    assert new.partition(":")[0] in done.stdout
 
 
 def test_compose_reads_the_file() -> None:
