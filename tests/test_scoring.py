@@ -13,10 +13,9 @@ import numpy as np
 import pytest
 
 from probes_store.bundle import Bundle
-from probes_store.context import ContextName
 from probes_store.errors import GoldenMismatch, WrongModel
 from probes_store.manifest import Classifier
-from probes_store.recalibration import Recalibration
+from probes_store.records import ContextName, Recalibration
 from probes_store.tensors import Golden
 from service.engines.base import Gate, Sampling
 from service.engines.scheduler import Scheduled

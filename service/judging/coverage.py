@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from probes_store.bundle import Bundle
 from probes_store.manifest import Manifest
-from probes_store.recalibration import least_reaching
+from probes_store.records import least_reaching
 from service.risk import served_risk
 
 Source = Literal["out_of_fold_risks", "normal_model", "own_threshold"]

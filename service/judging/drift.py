@@ -78,8 +78,8 @@ def reference_of(bundle: Bundle) -> Reference | None:
         return None
     risks = np.sort(np.asarray(found[0], np.float64))
     edges = np.asarray(np.quantile(risks, np.arange(1, BINS) / BINS), np.float64)
-    record = bundle.manifest.uncertainty
-    return Reference(risks, edges, None if record is None else record.outside_share, found[1] == "normal_model")
+    share = bundle.manifest.uncertainty.outside_share
+    return Reference(risks, edges, share, found[1] == "normal_model")
 
 
 def compare(risks: Floats, outside: NDArray[np.bool_] | None, reference: Reference) -> Drift:

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
+from probes_store.bundle import check_golden
 from probes_store.errors import BundleError, GoldenMismatch
-from probes_store.golden import check_golden
-from probes_store.reference import PIN
+from probes_store.syntax import PIN
 from service.access.callers import Caller, on_loopback
 from service.access.ring import KeyRing
 from service.audit.auditor import Auditor, recorded

@@ -17,9 +17,7 @@ from service.judging.guarantee import standing
 from service.policies.guard import GATE, Action, Policy
 from service.vllm_plugin.note import Note
 from tests.matching import matching_draft
-from tests.probes_store.factory import write_bundle
-from tests.probes_store.test_guarantee import GUARANTEE
-from tests.probes_store.test_uncertainty import UNCERTAINTY
+from tests.probes_store.factory import GUARANTEE, UNCERTAINTY, write_bundle
 from tests.running import App, until
 from tests.scripted_engine import ScriptedEngine
 

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 
 from probes_store.bundle import Bundle, load_bundle
-from probes_store.recalibration import Recalibration
+from probes_store.records import Recalibration
 from probes_store.store import SHIPPED
 from service.fitting.scores import at_threshold, coverage_curve
 from service.judging.coverage import THRESHOLDS, Coverage, Gate, coverage
 from service.trainer.record import risks_document
-from tests.probes_store.factory import VERSION_1, make_draft, write_bundle
-from tests.probes_store.test_guarantee import GUARANTEE
+from tests.probes_store.factory import GUARANTEE, make_draft, write_bundle
+from tests.probes_store.reseal import without_in_evaluation
 
 N = 2000
 
@@ -132,14 +132,17 @@ def test_the_shipped_bundles(name: str) -> None:
     assert nearest.wrong_among_answered == pytest.approx(found.own.wrong_among_answered, abs=0.02)
 
 
-def test_an_older_bundle_is_modelled_by_what_it_kept() -> None:
-    """Held against the shipped bundle of the same probes, whose risks were counted."""
-    older, counted = (coverage(load_bundle(folder / "demo" / "1")) for folder in (VERSION_1, SHIPPED))
+def test_a_bundle_without_its_risks_is_modelled_by_what_it_kept(tmp_path: Path) -> None:
+    """Held against the same bundle with its risks, which are counted."""
+    whole = SHIPPED / "demo" / "1"
+    paths = without_in_evaluation(whole, tmp_path / "demo" / "1", "out_of_fold", "risks"), whole
+    older, counted = (coverage(load_bundle(path)) for path in paths)
     assert older.source == "normal_model"
     for modelled, real in zip(older.gates[10:90:10], counted.gates[10:90:10], strict=True):
         assert modelled.threshold == real.threshold
         assert modelled.answered == pytest.approx(real.answered, abs=0.06)
-    assert coverage(load_bundle(VERSION_1 / "demo-fused" / "1")).source == "own_threshold"
+    fused = without_in_evaluation(SHIPPED / "demo-fused" / "1", tmp_path / "x" / "1", "out_of_fold", "risks")
+    assert coverage(load_bundle(fused)).source == "own_threshold"
 
 
 def test_tenths_hold_the_rows_in_their_order_by_risk(tmp_path: Path) -> None:

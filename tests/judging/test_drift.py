@@ -9,7 +9,8 @@ import pytest
 from scipy.stats import ks_2samp
 
 from benchmarks import drift
-from probes_store.store import Store
+from probes_store.bundle import load_bundle
+from probes_store.store import SHIPPED
 from service.judging.coverage import coverage
 from service.judging.drift import (
     BINS,
@@ -23,7 +24,8 @@ from service.judging.drift import (
     reference_of,
 )
 from tests.matching import matching_draft
-from tests.probes_store.factory import VERSION_1, write_bundle
+from tests.probes_store.factory import write_bundle
+from tests.probes_store.reseal import without_in_evaluation
 from tests.scripted_engine import ScriptedEngine
 
 
@@ -57,14 +59,17 @@ def test_the_stability_index_is_large_where_half_moves_and_finite_where_bins_are
 
 
 def test_the_reference_is_what_the_bundle_keeps(tmp_path: Path) -> None:
-    store = Store(VERSION_1)
-    modelled = reference_of(store.load("demo"))
+    demo, fused = (
+        load_bundle(without_in_evaluation(SHIPPED / name / "1", tmp_path / name / "1", "out_of_fold", "risks"))
+        for name in ("demo", "demo-fused")
+    )
+    modelled = reference_of(demo)
     assert modelled is not None
     assert modelled.modelled
-    gates = coverage(store.load("demo")).gates
+    gates = coverage(demo).gates
     for gate in gates[10:100:10]:
         assert np.mean(modelled.risks < gate.threshold) == pytest.approx(gate.answered, abs=0.01)
-    assert reference_of(store.load("demo-fused")) is None
+    assert reference_of(fused) is None
     draft = matching_draft(ScriptedEngine(), "kept", 0)
     draft.evaluation["out_of_fold"] = {"risks": {"risk": "0.5 0.25 0.75", "hallucinated": "1 0 1"}}
     kept = reference_of(write_bundle(draft, tmp_path / "kept"))

@@ -17,18 +17,34 @@ import huggingface_hub.constants
 import pytest
 
 from probes_store import errors
-from probes_store.bundle import Bundle, read_files
-from probes_store.errors import BundleConflict, DigestMismatch, HubError, HubMissing, HubUnreachable, InvalidReference
-from probes_store.hub import HubAddress, parse_address
+from probes_store.bundle import SIGNATURE, Bundle, read_files
+from probes_store.errors import (
+    BundleConflict,
+    BundleNotFound,
+    DigestMismatch,
+    HubError,
+    HubMissing,
+    HubUnreachable,
+    InvalidReference,
+    SignatureMissing,
+    StoreRefused,
+    StoreUnreachable,
+)
+from probes_store.hub import Hub as Repository
 from probes_store.manifest import MANIFEST, manifest_bytes, record_of, sealed
-from probes_store.pull import Pulled, pull
-from probes_store.push import Pushed, push
-from probes_store.store import Store
+from probes_store.store import SHIPPED, Store, Trust
+from probes_store.syntax import HubAddress, parse_address
+from probes_store.transfer import Pulled, Pushed, files_of, pull, push
+from probes_store.trust import Signing, required_signature
+from tests.probes_store.conftest import Opens
 from tests.probes_store.factory import make_draft, write_bundle
 from tests.probes_store.hub_stand_in import TOKEN, Hub, Request, hub_stand_in
+from tests.probes_store.keys import KeyPair, key_pair
 
 ROOT = Path(__file__).parents[2]
 HERE = HubAddress("me/tiny")
+Pushes = Callable[..., Pushed]
+Pulls = Callable[..., Pulled]
 
 
 @pytest.fixture
@@ -47,7 +63,7 @@ def cache(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def pulls(hub: Hub, store: Store, cache: Path) -> Callable[..., Pulled]:
+def pulls(hub: Hub, store: Store, cache: Path) -> Pulls:
     """Pull hf://me/tiny, or another address, into the store."""
 
     def run(address: str = "hf://me/tiny", into: Store = store, **options: Any) -> Pulled:
@@ -57,7 +73,7 @@ def pulls(hub: Hub, store: Store, cache: Path) -> Callable[..., Pulled]:
 
 
 @pytest.fixture
-def pushes(hub: Hub, cache: Path) -> Callable[..., Pushed]:
+def pushes(hub: Hub, cache: Path) -> Pushes:
     def run(bundle: Bundle, **options: Any) -> Pushed:
         return push(bundle, HERE, endpoint=hub.url, cache=cache, **options)
 
@@ -66,10 +82,6 @@ def pushes(hub: Hub, cache: Path) -> Callable[..., Pushed]:
 
 def made(folder: Path, *, version: int = 1, **changes: Any) -> Bundle:
     return write_bundle(make_draft(**changes), folder / f"{changes.get('name', 'tiny')}-{version}", version=version)
-
-
-def files_of(bundle: Bundle) -> dict[str, bytes]:
-    return {**read_files(bundle.path, bundle.manifest), MANIFEST: manifest_bytes(bundle.manifest)}
 
 
 def relisted(bundle: Bundle, files: dict[str, bytes], **changes: Any) -> dict[str, bytes]:
@@ -111,9 +123,7 @@ def test_a_store_says_to_pull_first(store: Store) -> None:
 # there and back
 
 
-def test_a_bundle_goes_there_and_back(
-    hub: Hub, store: Store, tmp_path: Path, pushes: Callable[..., Pushed], pulls: Callable[..., Pulled]
-) -> None:
+def test_a_bundle_goes_there_and_back(hub: Hub, store: Store, tmp_path: Path, pushes: Pushes, pulls: Pulls) -> None:
     bundle = made(tmp_path, version=3)
     done = pushes(bundle)
     assert (done.plan.create, done.plan.commit, done.plan.tag) == (True, True, True)
@@ -143,7 +153,7 @@ def test_a_bundle_goes_there_and_back(
 
 
 def test_the_next_version_follows_and_the_old_stays(
-    hub: Hub, store: Store, tmp_path: Path, pushes: Callable[..., Pushed], pulls: Callable[..., Pulled]
+    hub: Hub, store: Store, tmp_path: Path, pushes: Pushes, pulls: Pulls
 ) -> None:
     first, second = made(tmp_path), made(tmp_path, version=2, seed=1, plots={})
     pushes(first)
@@ -161,7 +171,7 @@ def test_the_next_version_follows_and_the_old_stays(
         pushes(first)
 
 
-def test_a_second_push_does_nothing(hub: Hub, tmp_path: Path, pushes: Callable[..., Pushed]) -> None:
+def test_a_second_push_does_nothing(hub: Hub, tmp_path: Path, pushes: Pushes) -> None:
     bundle = made(tmp_path)
     pushes(bundle)
     written = hub.count("^(POST|PUT)")
@@ -170,7 +180,7 @@ def test_a_second_push_does_nothing(hub: Hub, tmp_path: Path, pushes: Callable[.
     assert hub.count("^(POST|PUT)") == written
 
 
-def test_a_dry_run_writes_nothing(hub: Hub, tmp_path: Path, pushes: Callable[..., Pushed]) -> None:
+def test_a_dry_run_writes_nothing(hub: Hub, tmp_path: Path, pushes: Pushes) -> None:
     done = pushes(made(tmp_path), dry_run=True, private=True)
     assert done.plan.create
     assert done.private
@@ -191,7 +201,7 @@ def test_a_dry_run_writes_nothing(hub: Hub, tmp_path: Path, pushes: Callable[...
     ],
 )
 def test_a_push_never_writes_over_something_else(
-    hub: Hub, tmp_path: Path, pushes: Callable[..., Pushed], there: dict[str, Any] | None, tag: str | None, word: str
+    hub: Hub, tmp_path: Path, pushes: Pushes, there: dict[str, Any] | None, tag: str | None, word: str
 ) -> None:
     files = files_of(made(tmp_path / "there", **there)) if there else {"config.json": b"{}", "model.bin": b"x"}
     hub.repository("me/tiny", files, tag=tag)
@@ -200,14 +210,12 @@ def test_a_push_never_writes_over_something_else(
     assert hub.count("^(POST|PUT)") == 0
 
 
-def test_a_repository_made_by_hand_gets_its_first_bundle(
-    hub: Hub, tmp_path: Path, pushes: Callable[..., Pushed]
-) -> None:
+def test_a_repository_made_by_hand_gets_its_first_bundle(hub: Hub, tmp_path: Path, pushes: Pushes) -> None:
     hub.repository("me/tiny", {"README.md": b"# mine\n", "LICENSE": b"x"})
     assert pushes(made(tmp_path)).plan.commit
 
 
-def test_a_changed_bundle_is_not_pushed(hub: Hub, tmp_path: Path, pushes: Callable[..., Pushed]) -> None:
+def test_a_changed_bundle_is_not_pushed(hub: Hub, tmp_path: Path, pushes: Pushes) -> None:
     bundle = made(tmp_path)
     (bundle.path / "README.md").write_text("# tiny\n\nA better bundle for us\n")
     with pytest.raises(errors.BundleDamaged):
@@ -215,7 +223,7 @@ def test_a_changed_bundle_is_not_pushed(hub: Hub, tmp_path: Path, pushes: Callab
     assert hub.requests == []
 
 
-def test_private_means_private(hub: Hub, tmp_path: Path, pushes: Callable[..., Pushed]) -> None:
+def test_private_means_private(hub: Hub, tmp_path: Path, pushes: Pushes) -> None:
     bundle = made(tmp_path)
     hub.repository("me/tiny")
     with pytest.raises(BundleConflict, match="is public"):
@@ -231,8 +239,8 @@ def test_a_private_repository_asks_for_a_token(
     store: Store,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    pushes: Callable[..., Pushed],
-    pulls: Callable[..., Pulled],
+    pushes: Pushes,
+    pulls: Pulls,
 ) -> None:
     pushes(made(tmp_path), private=True)
     monkeypatch.setenv("HF_TOKEN", "hf_of_somebody")
@@ -245,7 +253,7 @@ def test_a_private_repository_asks_for_a_token(
     assert pulls().added
 
 
-def test_a_push_that_ended_before_its_tag_goes_on(hub: Hub, tmp_path: Path, pushes: Callable[..., Pushed]) -> None:
+def test_a_push_that_ended_before_its_tag_goes_on(hub: Hub, tmp_path: Path, pushes: Pushes) -> None:
     bundle = made(tmp_path)
 
     def no_tag(request: Request) -> bool:
@@ -265,7 +273,7 @@ def test_a_push_that_ended_before_its_tag_goes_on(hub: Hub, tmp_path: Path, push
     assert list(hub.repositories["me/tiny"].tags) == ["v1"]
 
 
-def test_somebody_who_was_faster_is_not_written_over(hub: Hub, tmp_path: Path, pushes: Callable[..., Pushed]) -> None:
+def test_somebody_who_was_faster_is_not_written_over(hub: Hub, tmp_path: Path, pushes: Pushes) -> None:
     pushes(made(tmp_path))
 
     def faster(request: Request) -> bool:
@@ -279,14 +287,14 @@ def test_somebody_who_was_faster_is_not_written_over(hub: Hub, tmp_path: Path, p
     assert list(hub.repositories["me/tiny"].tags) == ["v1"]
 
 
-def test_a_card_that_the_hub_refuses(hub: Hub, tmp_path: Path, pushes: Callable[..., Pushed]) -> None:
+def test_a_card_that_the_hub_refuses(hub: Hub, tmp_path: Path, pushes: Pushes) -> None:
     bundle = made(tmp_path, card="---\nbase_model: /home/me/model\n---\n# tiny\n")
     with pytest.raises(HubError, match=r'"base_model" with value "/home/me/model" is not valid'):
         pushes(bundle)
     assert hub.repositories["me/tiny"].tags == {}
 
 
-def test_a_hub_that_keeps_other_bytes_is_noticed(hub: Hub, tmp_path: Path, pushes: Callable[..., Pushed]) -> None:
+def test_a_hub_that_keeps_other_bytes_is_noticed(hub: Hub, tmp_path: Path, pushes: Pushes) -> None:
     def spoil(request: Request) -> bool:
         if "/tag/" in request.route:
             there = hub.repositories["me/tiny"]
@@ -301,7 +309,7 @@ def test_a_hub_that_keeps_other_bytes_is_noticed(hub: Hub, tmp_path: Path, pushe
 # what a pull refuses
 
 
-def test_a_pin_is_held(hub: Hub, store: Store, tmp_path: Path, pulls: Callable[..., Pulled]) -> None:
+def test_a_pin_is_held(hub: Hub, store: Store, tmp_path: Path, pulls: Pulls) -> None:
     bundle = made(tmp_path)
     hub.repository("me/tiny", files_of(bundle), tag="v1")
     with pytest.raises(DigestMismatch, match="--digest"):
@@ -313,9 +321,7 @@ def test_a_pin_is_held(hub: Hub, store: Store, tmp_path: Path, pulls: Callable[.
     assert pulls(digest=bundle.manifest.digest).added
 
 
-def test_other_files_are_told_and_never_fetched(
-    hub: Hub, store: Store, tmp_path: Path, pulls: Callable[..., Pulled]
-) -> None:
+def test_other_files_are_told_and_never_fetched(hub: Hub, store: Store, tmp_path: Path, pulls: Pulls) -> None:
     strangers = {
         "../evil.txt": b"x",
         "/etc/evil": b"x",
@@ -332,7 +338,7 @@ def test_other_files_are_told_and_never_fetched(
 
 @pytest.mark.parametrize("name", ["../evil.txt", "/tmp/evil", "plots/../../evil.png", "evil.pkl", "setup.py", ".evil"])
 def test_a_manifest_that_lists_anything_else_is_refused(
-    hub: Hub, store: Store, tmp_path: Path, pulls: Callable[..., Pulled], name: str
+    hub: Hub, store: Store, tmp_path: Path, pulls: Pulls, name: str
 ) -> None:
     bundle = made(tmp_path)
     files = read_files(bundle.path, bundle.manifest) | {name: b"x"}
@@ -343,7 +349,7 @@ def test_a_manifest_that_lists_anything_else_is_refused(
     untouched(store)
 
 
-def test_no_bundle(hub: Hub, store: Store, pulls: Callable[..., Pulled]) -> None:
+def test_no_bundle(hub: Hub, store: Store, pulls: Pulls) -> None:
     hub.repository("me/tiny", {"config.json": b"{}", "pytorch_model.bin": b"x"})
     with pytest.raises(errors.MissingFile, match="no bundle"):
         pulls()
@@ -367,7 +373,7 @@ SPOILED = {
 
 @pytest.mark.parametrize("what", SPOILED)
 def test_what_does_not_match_its_digests_is_refused(
-    hub: Hub, store: Store, tmp_path: Path, pulls: Callable[..., Pulled], what: str
+    hub: Hub, store: Store, tmp_path: Path, pulls: Pulls, what: str
 ) -> None:
     hub.repository("me/tiny", SPOILED[what](files_of(made(tmp_path))))
     with pytest.raises(errors.BundleDamaged):
@@ -377,7 +383,7 @@ def test_what_does_not_match_its_digests_is_refused(
         assert hub.count("storage") == 0
 
 
-def test_another_bundles_manifest(hub: Hub, store: Store, tmp_path: Path, pulls: Callable[..., Pulled]) -> None:
+def test_another_bundles_manifest(hub: Hub, store: Store, tmp_path: Path, pulls: Pulls) -> None:
     files, other = files_of(made(tmp_path)), files_of(made(tmp_path, name="other", seed=3))
     hub.repository("me/tiny", files | {MANIFEST: other[MANIFEST]})
     with pytest.raises(errors.BundleDamaged):
@@ -385,14 +391,14 @@ def test_another_bundles_manifest(hub: Hub, store: Store, tmp_path: Path, pulls:
     untouched(store)
 
 
-def test_a_tag_that_holds_another_version(hub: Hub, store: Store, tmp_path: Path, pulls: Callable[..., Pulled]) -> None:
+def test_a_tag_that_holds_another_version(hub: Hub, store: Store, tmp_path: Path, pulls: Pulls) -> None:
     hub.repository("me/tiny", files_of(made(tmp_path, version=3)), tag="v2")
     with pytest.raises(BundleConflict, match="v2 holds version 3"):
         pulls("hf://me/tiny@v2")
     untouched(store)
 
 
-def test_a_version_that_no_store_can_hold(hub: Hub, store: Store, tmp_path: Path, pulls: Callable[..., Pulled]) -> None:
+def test_a_version_that_no_store_can_hold(hub: Hub, store: Store, tmp_path: Path, pulls: Pulls) -> None:
     hub.repository("me/tiny", files_of(made(tmp_path, version=10**9)))
     with pytest.raises(errors.BadValue, match="1 to 999999999"):
         pulls()
@@ -400,9 +406,9 @@ def test_a_version_that_no_store_can_hold(hub: Hub, store: Store, tmp_path: Path
 
 
 def test_a_bundle_that_is_too_large(
-    hub: Hub, store: Store, tmp_path: Path, pulls: Callable[..., Pulled], monkeypatch: pytest.MonkeyPatch
+    hub: Hub, store: Store, tmp_path: Path, pulls: Pulls, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("probes_store.pull.MAX_TOTAL", 900)
+    monkeypatch.setattr("probes_store.remote.MAX_TOTAL", 900)
     hub.repository("me/tiny", files_of(made(tmp_path)))
     with pytest.raises(errors.BadValue, match="at most 900 bytes"):
         pulls()
@@ -410,7 +416,7 @@ def test_a_bundle_that_is_too_large(
 
 
 def test_a_stream_longer_than_stated_is_cut_off(
-    hub: Hub, store: Store, cache: Path, tmp_path: Path, pulls: Callable[..., Pulled]
+    hub: Hub, store: Store, cache: Path, tmp_path: Path, pulls: Pulls
 ) -> None:
     hub.repository("me/tiny", files_of(made(tmp_path)))
     sent = threading.Event()
@@ -455,9 +461,7 @@ def once(pattern: str, act: Callable[[Request], None]) -> Callable[[Request], bo
     return fault
 
 
-def test_a_download_that_breaks_off_is_tried_again(
-    hub: Hub, store: Store, tmp_path: Path, pulls: Callable[..., Pulled]
-) -> None:
+def test_a_download_that_breaks_off_is_tried_again(hub: Hub, store: Store, tmp_path: Path, pulls: Pulls) -> None:
     bundle = made(tmp_path)
     files = files_of(bundle)
     hub.repository("me/tiny", files)
@@ -476,9 +480,7 @@ def test_a_download_that_breaks_off_is_tried_again(
     assert store.verify("tiny:1").manifest == bundle.manifest
 
 
-def test_a_file_that_is_shorter_than_stated(
-    hub: Hub, store: Store, tmp_path: Path, pulls: Callable[..., Pulled]
-) -> None:
+def test_a_file_that_is_shorter_than_stated(hub: Hub, store: Store, tmp_path: Path, pulls: Pulls) -> None:
     hub.repository("me/tiny", files_of(made(tmp_path)))
     hub.faults.append(once("evaluation.json", lambda request: request.answer(200, b"{}")))
     with pytest.raises(HubError, match="should be of size 55"):
@@ -488,7 +490,7 @@ def test_a_file_that_is_shorter_than_stated(
 
 
 def test_an_error_in_the_middle_leaves_the_store_and_what_was_fetched(
-    hub: Hub, store: Store, tmp_path: Path, pulls: Callable[..., Pulled]
+    hub: Hub, store: Store, tmp_path: Path, pulls: Pulls
 ) -> None:
     hub.repository("me/tiny", files_of(made(tmp_path)))
     hub.faults.append(once("evaluation.json", lambda request: request.refuse(500, "out of order")))
@@ -499,9 +501,7 @@ def test_an_error_in_the_middle_leaves_the_store_and_what_was_fetched(
     assert hub.count("GET .*README.md") == 1
 
 
-def test_a_damaged_cache_is_fetched_anew(
-    hub: Hub, cache: Path, store: Store, tmp_path: Path, pulls: Callable[..., Pulled]
-) -> None:
+def test_a_damaged_cache_is_fetched_anew(hub: Hub, cache: Path, store: Store, tmp_path: Path, pulls: Pulls) -> None:
     hub.repository("me/tiny", files_of(made(tmp_path)))
     pulls(into=Store(tmp_path / "first"))
     for blob in cache.rglob("blobs/*"):
@@ -515,7 +515,7 @@ def test_without_a_connection_the_cache_serves(
     store: Store,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    pulls: Callable[..., Pulled],
+    pulls: Pulls,
 ) -> None:
     hub.repository("me/tiny", files_of(made(tmp_path)), tag="v1")
     pulls("hf://me/tiny@v1", into=Store(tmp_path / "first"))
@@ -547,9 +547,7 @@ def test_nobody_listens(hub: Hub, store: Store, tmp_path: Path) -> None:
 # the place in the store
 
 
-def test_a_version_with_other_content_stays(
-    hub: Hub, store: Store, tmp_path: Path, pulls: Callable[..., Pulled]
-) -> None:
+def test_a_version_with_other_content_stays(hub: Hub, store: Store, tmp_path: Path, pulls: Pulls) -> None:
     here = store.publish(make_draft(seed=1))
     hub.repository("me/tiny", files_of(made(tmp_path)))
     for options in ({}, {"take_over": True}):
@@ -558,7 +556,7 @@ def test_a_version_with_other_content_stays(
     assert store.load("tiny").manifest == here.manifest
 
 
-def test_a_name_keeps_its_meaning(hub: Hub, store: Store, tmp_path: Path, pulls: Callable[..., Pulled]) -> None:
+def test_a_name_keeps_its_meaning(hub: Hub, store: Store, tmp_path: Path, pulls: Pulls) -> None:
     here = store.publish(make_draft(seed=1))
     hub.repository("me/tiny", files_of(made(tmp_path, version=2)))
     with pytest.raises(BundleConflict, match=r"alias tiny production 1.*--take-over"):
@@ -573,7 +571,7 @@ def test_a_name_keeps_its_meaning(hub: Hub, store: Store, tmp_path: Path, pulls:
     assert other.load("tiny").manifest.version == 2
 
 
-def test_a_name_of_the_package_keeps_its_meaning(hub: Hub, tmp_path: Path, pulls: Callable[..., Pulled]) -> None:
+def test_a_name_of_the_package_keeps_its_meaning(hub: Hub, tmp_path: Path, pulls: Pulls) -> None:
     Store(tmp_path / "package").publish(make_draft(seed=1))
     store = Store(tmp_path / "own", fallbacks=[tmp_path / "package"])
     hub.repository("me/tiny", files_of(made(tmp_path)))
@@ -584,9 +582,7 @@ def test_a_name_of_the_package_keeps_its_meaning(hub: Hub, tmp_path: Path, pulls
     assert not pulls("hf://me/same", into=Store(tmp_path / "new", fallbacks=[tmp_path / "package"])).added
 
 
-def test_another_repository_is_another_origin(
-    hub: Hub, store: Store, tmp_path: Path, pulls: Callable[..., Pulled]
-) -> None:
+def test_another_repository_is_another_origin(hub: Hub, store: Store, tmp_path: Path, pulls: Pulls) -> None:
     hub.repository("me/tiny", files_of(made(tmp_path)))
     hub.repository("mallory/tiny", files_of(made(tmp_path, version=2, seed=1)))
     pulls()
@@ -594,9 +590,7 @@ def test_another_repository_is_another_origin(
         pulls("hf://mallory/tiny")
 
 
-def test_a_link_out_of_the_store_is_not_followed(
-    hub: Hub, store: Store, tmp_path: Path, pulls: Callable[..., Pulled]
-) -> None:
+def test_a_link_out_of_the_store_is_not_followed(hub: Hub, store: Store, tmp_path: Path, pulls: Pulls) -> None:
     outside = tmp_path / "outside"
     outside.mkdir()
     store.root.mkdir()
@@ -613,9 +607,9 @@ def test_a_link_out_of_the_store_is_not_followed(
 PULL = """
 import os, signal, sys
 from pathlib import Path
-from probes_store.hub import parse_address
-from probes_store.pull import pull
 from probes_store.store import Store
+from probes_store.syntax import parse_address
+from probes_store.transfer import pull
 if sys.argv[2] == "rename":
     rename = os.rename
     os.rename = lambda a, b: os.kill(os.getpid(), signal.SIGKILL) if ".publish-" in str(a) else rename(a, b)
@@ -625,7 +619,7 @@ pull(Store(Path(sys.argv[1])), parse_address("hf://me/tiny"))
 
 @pytest.mark.parametrize("moment", ["download", "rename"])
 def test_a_killed_pull_leaves_the_store_as_it_was(
-    hub: Hub, store: Store, cache: Path, tmp_path: Path, pulls: Callable[..., Pulled], moment: str
+    hub: Hub, store: Store, cache: Path, tmp_path: Path, pulls: Pulls, moment: str
 ) -> None:
     hub.repository("me/tiny", files_of(made(tmp_path)))
     reached, go_on = threading.Event(), threading.Event()
@@ -651,3 +645,119 @@ def test_a_killed_pull_leaves_the_store_as_it_was(
     store.verify("tiny:1")
     assert not list(store.root.glob("tiny/.publish-*"))
     assert json.loads((store.root / "tiny/1/.origin.json").read_text())["repository"] == "hf://me/tiny"
+
+
+# a repository as a store, and signatures on the hub
+
+URL = "hf://me/tiny"
+REAL = Repository.__init__
+
+
+def ask(endpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As HF_ENDPOINT and HF_HOME would have it, which huggingface_hub reads when it is imported."""
+
+    def init(self: Repository, repository: str, **_: object) -> None:
+        REAL(self, repository, endpoint=endpoint, cache=tmp_path / "hf")
+
+    monkeypatch.setattr(Repository, "__init__", init)
+
+
+@pytest.fixture
+def as_source(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Hub:
+    ask(hub.url, tmp_path, monkeypatch)
+    return hub
+
+
+@pytest.fixture
+def keys(tmp_path: Path) -> KeyPair:
+    return key_pair(tmp_path, "ours")
+
+
+@pytest.fixture
+def pushed(as_source: Hub, store: Store, keys: KeyPair) -> Bundle:
+    """Two versions on the hub, of which the second is signed."""
+    push(store.publish(make_draft(0)), HERE)
+    second = store.sign(store.publish(make_draft(1)).reference, Signing(keys.private))
+    push(second, HERE)
+    return second
+
+
+def test_a_repository_is_read_as_a_store(pushed: Bundle, opens: Opens, keys: KeyPair) -> None:
+    store = opens(URL)
+    assert store.load("tiny").manifest == pushed.manifest
+    assert files_of(store.load("tiny:2")) == files_of(pushed)
+    assert [(summary.reference, summary.error) for summary in store.list()] == [("tiny:1", None), ("tiny:2", None)]
+    strict = opens(URL, trust=Trust(required_signature(str(keys.public))))
+    assert strict.load("tiny").reference == "tiny:2"
+    with pytest.raises(SignatureMissing):
+        strict.load("tiny:1")
+    for missing in ("tiny:3", "tiny@production", "other"):
+        with pytest.raises(BundleNotFound):
+            store.load(missing)
+    assert Store(URL, [SHIPPED], cache=store.root.parent).load("demo").path == SHIPPED / "demo" / "1"
+
+
+def test_it_is_only_read(as_source: Hub, opens: Opens) -> None:
+    store = opens(URL)
+    for action in (
+        store.check_writable,
+        lambda: store.publish(make_draft(2)),
+        lambda: store.own.set_alias("tiny", "production", 1, "previous"),
+        lambda: store.own.write_signature("tiny", 1, b""),
+        lambda: store.own.add(make_draft(2).manifest, {}),
+    ):
+        with pytest.raises(StoreRefused, match="hallutracer bundle push"):
+            action()
+
+
+def test_without_an_answer_the_copies_serve(
+    pushed: Bundle, opens: Opens, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    opens(URL).load("tiny:1")
+    ask("http://127.0.0.1:9", tmp_path, monkeypatch)
+    assert opens(URL).load("tiny").reference == "tiny:1"
+    assert "going on with the copies in" in caplog.text
+    with pytest.raises(StoreUnreachable):
+        opens(URL, "new").load("tiny")
+
+
+def test_no_repository_is_no_empty_store(as_source: Hub, opens: Opens, tmp_path: Path) -> None:
+    with pytest.raises(HubMissing):
+        Store(URL, [SHIPPED], cache=tmp_path).load("demo")
+    with pytest.raises(InvalidReference, match="hf://OWNER/NAME"):
+        opens("hf://me/tiny@v1")
+
+
+def test_a_signature_goes_to_the_hub_and_back(pushed: Bundle, tmp_path: Path, keys: KeyPair) -> None:
+    there = Store(tmp_path / "there", trust=Trust(required_signature(str(keys.public))))
+    done = pull(there, parse_address(f"{URL}@v2"))
+    assert (done.added, list(done.left_out)) == (True, [])
+    assert files_of(there.load("tiny")) == files_of(pushed)
+    with pytest.raises(SignatureMissing):
+        pull(Store(tmp_path / "other", trust=there.trust), parse_address(f"{URL}@v1"))
+    assert Store(tmp_path / "other").list() == []
+
+
+@pytest.mark.long
+def test_a_pull_brings_the_signature_that_a_bundle_lacks(pushed: Bundle, tmp_path: Path) -> None:
+    there = Store(tmp_path / "there")
+    pull(there, parse_address(URL))
+    (there.root / "tiny" / "2" / SIGNATURE).unlink()
+    assert pull(there, parse_address(URL)).added is False
+    assert files_of(there.load("tiny")) == files_of(pushed)
+
+
+@pytest.mark.long
+def test_a_version_on_the_hub_is_not_signed_later(pushed: Bundle, store: Store, keys: KeyPair) -> None:
+    first = store.sign("tiny:1", Signing(keys.private))
+    with pytest.raises(BundleConflict, match="Sign before you push"):
+        push(first, HERE)
+    assert push(pushed, HERE).plan.nothing
+
+
+@pytest.mark.long
+def test_the_next_version_does_not_keep_the_signature_of_the_last(pushed: Bundle, hub: Hub, store: Store) -> None:
+    done = push(store.publish(make_draft(2)), HERE)
+    assert SIGNATURE in done.plan.deleted
+    head = hub.repositories["me/tiny"]
+    assert SIGNATURE not in head.commits[head.head]

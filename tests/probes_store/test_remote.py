@@ -19,7 +19,8 @@ from typing import Any
 import pytest
 from s3fs import S3FileSystem
 
-from probes_store import objects
+from probes_store import bucket
+from probes_store.bucket import Objects
 from probes_store.bundle import read_files
 from probes_store.errors import (
     BadValue,
@@ -34,8 +35,8 @@ from probes_store.errors import (
     StoreUnreachable,
 )
 from probes_store.manifest import MANIFEST, Manifest, manifest_bytes, sealed
-from probes_store.objects import Objects, check_url
 from probes_store.store import SHIPPED, Store
+from probes_store.syntax import check_url
 from probes_store.transfer import copy
 from tests.probes_store.conftest import BOTH, Opens
 from tests.probes_store.factory import make_draft, write_bundle
@@ -377,7 +378,7 @@ def test_a_server_error_is_no_answer(s3_url: str) -> None:
 
 
 def test_a_server_that_takes_connections_and_says_nothing(s3_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(objects, "WRITE_S", 0.5)
+    monkeypatch.setattr(bucket, "WRITE_S", 0.5)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         use(f"http://127.0.0.1:{silent.getsockname()[1]}")
         for write in (Objects(s3_url).put, Objects(s3_url).create):

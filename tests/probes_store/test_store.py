@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from probes_store import durable
+from probes_store import local
 from probes_store.errors import (
     BadValue,
     BundleDamaged,
@@ -27,8 +27,8 @@ from probes_store.errors import (
     UnknownField,
 )
 from probes_store.local import LocalBackend
-from probes_store.reference import parse_reference
 from probes_store.store import SHIPPED, Store
+from probes_store.syntax import parse_reference
 from tests.probes_store.factory import make_draft, write_bundle
 
 SPAWN = multiprocessing.get_context("spawn")
@@ -359,7 +359,7 @@ def test_a_kill_in_the_middle_of_publish_leaves_nothing_visible(store: Store) ->
 
 def test_a_busy_publishers_folder_is_left_alone(store: Store) -> None:
     store.publish(make_draft(0))
-    with durable.folder_aside(store.root / "tiny") as busy:
+    with local.folder_aside(store.root / "tiny") as busy:
         (busy / "half").write_text("x")
         store.publish(make_draft(1))
         assert (busy / "half").read_text() == "x"
@@ -371,7 +371,7 @@ def test_a_failed_publish_leaves_nothing(store: Store, monkeypatch: pytest.Monke
         raise OSError(28, "No space left on device")
 
     store.publish(make_draft(0))
-    monkeypatch.setattr("probes_store.durable.os.fsync", full)
+    monkeypatch.setattr("probes_store.local.os.fsync", full)
     with pytest.raises(StoreNotWritable, match="No space left"):
         store.publish(make_draft(1))
     with pytest.raises(StoreNotWritable, match="No space left"):

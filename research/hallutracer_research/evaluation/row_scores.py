@@ -8,7 +8,7 @@ from pathlib import Path
 
 from hallutracer_research.evaluation.main_table import pooled_ranks
 from hallutracer_research.evaluation.set_result import SetResult
-from probes_store.durable import atomic_write
+from probes_store.local import atomic_write
 
 
 def write_row_scores(result: SetResult, path: Path) -> None:

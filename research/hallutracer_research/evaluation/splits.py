@@ -20,7 +20,7 @@ from hallutracer_research.evaluation.head_probes import HeadProbes, fit_all_head
 from hallutracer_research.evaluation.methods.base import MethodInputs
 from hallutracer_research.evaluation.methods.trajectory_ridge import trajectory_ridge
 from hallutracer_research.evaluation.options import EvaluateOptions
-from probes_store.durable import atomic_write
+from probes_store.local import atomic_write
 from service.fitting.calibration import FitOptions, choose_c, refit
 from service.fitting.fit import Floats, Index, Readouts, Task
 from service.fitting.folds import OuterFold, group_folds, outer_folds

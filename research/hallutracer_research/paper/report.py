@@ -31,7 +31,7 @@ from hallutracer_research.paper.published import PUBLISHED
 from hallutracer_research.paper.structure import TRAJECTORY
 from hallutracer_research.paper.structure_readouts import READOUTS, geometry_by_layer
 from hallutracer_research.paper.table_spec import TableSpec, make_tables
-from probes_store.durable import atomic_write
+from probes_store.local import atomic_write
 from service.errors import TrainingError
 from service.fitting.calibration import fit_classifier
 from service.fitting.scores import risk_auroc
