@@ -16,10 +16,10 @@ import pytest
 
 from probes_store.manifest import manifest_bytes, read_manifest, sealed
 from probes_store.store import SHIPPED, Store
-from service.access.edit import add_key, revoke_key
 from service.cli.main import main
 from service.demo import MODEL_DIR
 from service.doctor.findings import ok, summary
+from tests.key_files import add_key, revoke_key
 from tests.probes_store.keys import key_pair
 from tests.probes_store.reseal import without_in_evaluation
 
