@@ -306,25 +306,15 @@ _ADAPTER = TypeAdapter(Manifest)
 
 def read_record(document: Any, file: str) -> Manifest:
     """Check every value of bundle.json.  Raises BadValue, NotFinite, UnknownField, MissingField and WrongShape."""
+    whole = document if isinstance(document, dict) else {}
+    for kind, where, given in ((Manifest, "", whole), (Recalibration, "recalibration.", whole.get("recalibration"))):
+        for field in dataclasses.fields(kind):  # these have defaults, which are not for files
+            if isinstance(given, dict) and field.name not in given:
+                raise MissingField("the field is missing", file=file, field=f"{where}{field.name}")
     try:
-        manifest = _ADAPTER.validate_python(document)
+        return _ADAPTER.validate_python(document)
     except ValidationError as error:
         raise _refusal(error, file) from None
-    absent = _absent(dataclasses.asdict(manifest), document)
-    if absent is not None:
-        raise MissingField("the field is missing", file=file, field=absent)
-    return manifest
-
-
-def _absent(whole: Mapping[str, Any], given: Mapping[str, Any]) -> str | None:
-    """Return the first field of ``whole`` that was not given, and so has its default; None where there is none."""
-    for name, value in whole.items():
-        if name not in given:
-            return name
-        inner = _absent(value, given[name]) if isinstance(value, dict) else None
-        if inner is not None:
-            return f"{name}.{inner}"
-    return None
 
 
 _PROBLEMS = {

@@ -28,36 +28,21 @@ class _Place(Protocol):
     """Versions of names, and their aliases.
 
     Every operation may raise InvalidReference, a subclass of BundleDamaged, or, at a URL, StoreRefused and
-    StoreUnreachable; those that write also StoreNotWritable.
+    StoreUnreachable; those that write also StoreNotWritable.  ``publish`` takes a manifest that is not sealed yet, as
+    the next version, or finds the same content: the version; ``add`` keeps its number: False where that is taken.
+    ``set_alias`` changes as ``syntax.moved`` does, in one step; moves of other aliases at the same time are not lost.
     """
 
     @property
-    def where(self) -> str:
-        """The folder or the URL, for people."""
-
-    def names(self) -> Sequence[str]:
-        """Return names with a version."""
-
-    def versions(self, name: str) -> set[int]:
-        """Return the published versions; empty where there is none."""
-
-    def aliases(self, name: str) -> dict[str, int]:
-        """Return alias -> version."""
-
-    def check_writable(self) -> None:
-        """Test that something can be published, before long work."""
-
-    def publish(self, manifest: Manifest, files: Mapping[str, bytes]) -> int:
-        """Publish as the next version, or find the same content: the version.  ``manifest`` is not sealed yet."""
-
-    def add(self, manifest: Manifest, files: Mapping[str, bytes]) -> bool:
-        """Add a version under its own number; ``files`` with the manifest's bytes.  False where the number is taken."""
-
-    def set_alias(self, name: str, alias: str, version: int, keep_as: str | None = None) -> None:
-        """Change as ``syntax.moved`` does, in one step; moves of other aliases at the same time are not lost."""
-
-    def write_signature(self, name: str, version: int, data: bytes) -> None:
-        """Put a signature beside a published version, in the place of an older one."""
+    def where(self) -> str: ...  # the folder or the URL, for people
+    def names(self) -> Sequence[str]: ...  # those with a version
+    def versions(self, name: str) -> set[int]: ...  # published ones
+    def aliases(self, name: str) -> dict[str, int]: ...
+    def check_writable(self) -> None: ...  # before long work
+    def publish(self, manifest: Manifest, files: Mapping[str, bytes]) -> int: ...
+    def add(self, manifest: Manifest, files: Mapping[str, bytes]) -> bool: ...
+    def set_alias(self, name: str, alias: str, version: int, keep_as: str | None = None) -> None: ...
+    def write_signature(self, name: str, version: int, data: bytes) -> None: ...
 
 
 class Backend(_Place, Protocol):

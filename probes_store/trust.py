@@ -20,14 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from probes_store.bundle import Bundle, read_files, read_signature
-from probes_store.errors import (
-    InvalidReference,
-    OpenStore,
-    SignatureMismatch,
-    SignatureMissing,
-    SigningError,
-    one_line,
-)
+from probes_store.errors import InvalidReference, OpenStore, SignatureMismatch, SignatureMissing, SigningError, one_line
 from probes_store.local import write_files
 from probes_store.manifest import MANIFEST, manifest_bytes
 

@@ -58,19 +58,22 @@ from tests.probes_store.reseal import edit_manifest, edit_tensors, replace_file
 CREATED = datetime(2026, 1, 31, 12, tzinfo=UTC)
 FILES = ("bundle.json", "probes.safetensors", "golden.safetensors", "evaluation.json", "README.md", "plots/roc.png")
 # Of the fixed draft below.  If one of these changes, published bundles change: that is a new format version.
-PINNED_DIGEST = "sha256:bb858271eda5602aaea34f45d491dbe4ac6bce15e690210b7b2e1b0cdaf7538c"
+PINNED_DIGEST = "sha256:d21bab480555a48800b4333f1c27df4d60eb8209e89945e22afdb1a8a7e4384d"
 PINNED_HEADER = (
     b'{"bias":{"dtype":"F32","shape":[2],"data_offsets":[0,8]},'
     b'"direction":{"dtype":"F32","shape":[2,2],"data_offsets":[8,24]},'
-    b'"scale":{"dtype":"F32","shape":[2],"data_offsets":[24,32]},'
-    b'"trajectory_mean":{"dtype":"F32","shape":[2,2],"data_offsets":[32,48]},'
-    b'"trajectory_std":{"dtype":"F32","shape":[2,2],"data_offsets":[48,64]},'
-    b'"head":{"dtype":"I32","shape":[2],"data_offsets":[64,72]}}     '
+    b'"reference_mean":{"dtype":"F32","shape":[2],"data_offsets":[24,32]},'
+    b'"reference_whitening":{"dtype":"F32","shape":[2,2],"data_offsets":[32,48]},'
+    b'"scale":{"dtype":"F32","shape":[2],"data_offsets":[48,56]},'
+    b'"trajectory_mean":{"dtype":"F32","shape":[2,2],"data_offsets":[56,72]},'
+    b'"trajectory_std":{"dtype":"F32","shape":[2,2],"data_offsets":[72,88]},'
+    b'"head":{"dtype":"I32","shape":[2],"data_offsets":[88,96]}}'
 )
 PINNED_PROBES = (
-    struct.pack("<Q", 384)
+    struct.pack("<Q", len(PINNED_HEADER) + -len(PINNED_HEADER) % 8)
     + PINNED_HEADER
-    + struct.pack("<2f 4f 2f", 0.5, -0.25, 1, 0, 0, -1, 1, 1)
+    + b" " * (-len(PINNED_HEADER) % 8)
+    + struct.pack("<2f 4f 2f 4f 2f", 0.5, -0.25, 1, 0, 0, -1, 0.25, -0.5, 2, 0, 0, 4, 1, 1)
     + struct.pack("<4f 4f 2i", -0.5, -0.5, 0.5, 0.5, 1, 1, 1, 1, 1, 0)
 )
 
@@ -82,6 +85,8 @@ def fixed_draft() -> BundleDraft:
         "head": np.array([1, 0], np.int32),
         "direction": np.array([[1, 0], [0, -1]], np.float32),
         "bias": np.array([0.5, -0.25], np.float32),
+        "reference_mean": np.array([0.25, -0.5], np.float32),
+        "reference_whitening": np.diag([2, 4]).astype(np.float32),
     }
     draft.probes = dataclasses.replace(draft.probes, **probes)
     draft.golden = Golden.record([[1, 2, 3]], np.array([[1.0, -1.0]]), np.array([0.5]))
@@ -562,7 +567,10 @@ def test_each_tensor_is_checked(tmp_path: Path, name: str) -> None:
 
 def test_record_and_tensors_go_together() -> None:
     made = context_draft()
+    plain = dataclasses.replace(made.probes, **dict.fromkeys(TENSORS))
     with pytest.raises(MissingField, match="context_"):
+        render(dataclasses.replace(made, probes=plain))
+    with pytest.raises(WrongShape, match="reference_mean"):  # one of the risk's own logits alone is none
         render(dataclasses.replace(made, probes=make_draft().probes))
     with pytest.raises(UnknownField, match="context_"):
         render(dataclasses.replace(make_draft(), probes=made.probes))
