@@ -11,7 +11,6 @@ from scipy.stats import ks_2samp
 from benchmarks import drift
 from probes_store.bundle import load_bundle
 from probes_store.store import SHIPPED
-from service.judging.coverage import coverage
 from service.judging.drift import (
     BINS,
     MOST_ALIKE,
@@ -31,7 +30,7 @@ from tests.scripted_engine import ScriptedEngine
 
 def of(risks: list[float]) -> Reference:
     values = np.sort(np.array(risks))
-    return Reference(values, np.quantile(values, np.arange(1, BINS) / BINS), None, modelled=False)
+    return Reference(values, np.quantile(values, np.arange(1, BINS) / BINS), None)
 
 
 @pytest.mark.parametrize("ties", [False, True])
@@ -59,23 +58,13 @@ def test_the_stability_index_is_large_where_half_moves_and_finite_where_bins_are
 
 
 def test_the_reference_is_what_the_bundle_keeps(tmp_path: Path) -> None:
-    demo, fused = (
-        load_bundle(without_in_evaluation(SHIPPED / name / "1", tmp_path / name / "1", "out_of_fold", "risks"))
-        for name in ("demo", "demo-fused")
-    )
-    modelled = reference_of(demo)
-    assert modelled is not None
-    assert modelled.modelled
-    gates = coverage(demo).gates
-    for gate in gates[10:100:10]:
-        assert np.mean(modelled.risks < gate.threshold) == pytest.approx(gate.answered, abs=0.01)
-    assert reference_of(fused) is None
+    bare = without_in_evaluation(SHIPPED / "demo" / "1", tmp_path / "demo" / "1", "out_of_fold", "risks")
+    assert reference_of(load_bundle(bare)) is None
     draft = matching_draft(ScriptedEngine(), "kept", 0)
     draft.evaluation["out_of_fold"] = {"risks": {"risk": "0.5 0.25 0.75", "hallucinated": "1 0 1"}}
     kept = reference_of(write_bundle(draft, tmp_path / "kept"))
     assert kept is not None
     assert kept.risks.tolist() == [0.25, 0.5, 0.75]
-    assert not kept.modelled
 
 
 def test_labels_like_the_guarantee_break_it_as_rarely_as_it_says() -> None:
