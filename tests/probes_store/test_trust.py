@@ -61,30 +61,33 @@ def test_a_signed_bundle_passes(store: Store, strict: Store, keys: KeyPair) -> N
     assert [summary.error for summary in strict.list() if summary.name == "tiny"] == [None]
 
 
-def test_an_unsigned_bundle_does_not(store: Store, strict: Store) -> None:
-    store.publish(make_draft())
+def test_an_unsigned_bundle_does_not(store: Store, strict: Store, tmp_path: Path) -> None:
+    assert strict.load("demo").path == SHIPPED / "demo" / "1"  # the package's need none
+    bundle = store.publish(make_draft())
     for use in (strict.load, strict.verify, lambda name: strict.set_alias(name, "production", 1)):
         with pytest.raises(SignatureMissing, match="hallutracer bundle sign"):
             use("tiny")
     assert strict.publish(make_draft(1)).reference == "tiny:2"  # signed after it is published
     assert {type(summary.error) for summary in strict.list() if summary.name == "tiny"} == {SignatureMissing}
+    store.publish(make_draft(name="demo"))
+    with pytest.raises(SignatureMissing, match="demo:1"):  # and no reason to take the package's
+        strict.load("demo")
+    back = Store(tmp_path / "back", trust=strict.trust)
+    with pytest.raises(SignatureMissing):
+        copy(bundle, back, source="here")
+    assert not back.root.exists()
 
 
-def test_a_resealed_bundle_does_not(store: Store, strict: Store, keys: KeyPair) -> None:
-    """Finding: whoever can write to a store can seal another bundle, which passes every digest."""
-    path = signed(store, keys).path
-    edit_manifest(path, lambda manifest: manifest["classifier"].update(intercept=9.0))
-    assert store.verify("tiny").manifest.classifier.intercept == 9.0
-    with pytest.raises(SignatureMismatch, match=r"tiny:1.*bundle\.json"):
-        strict.verify("tiny")
-
-
-@pytest.mark.parametrize("name", ["README.md", "evaluation.json", "plots/roc.png"])
+@pytest.mark.parametrize("name", ["bundle.json", "README.md", "evaluation.json", "plots/roc.png"])
 def test_every_file_is_covered(name: str, store: Store, strict: Store, keys: KeyPair) -> None:
+    """Whoever can write to a store can seal another bundle, which passes every digest."""
     path = signed(store, keys).path
-    replace_file(path, name, b"{}\n")
+    if name == MANIFEST:
+        edit_manifest(path, lambda manifest: manifest["classifier"].update(intercept=9.0))
+    else:
+        replace_file(path, name, b"{}\n")
     assert store.load("tiny").reference == "tiny:1"
-    with pytest.raises(SignatureMismatch):
+    with pytest.raises(SignatureMismatch, match="tiny:1"):
         strict.load("tiny")
 
 
@@ -180,6 +183,9 @@ def test_what_signs_must_be_there(store: Store, tmp_path: Path) -> None:
         store.sign("tiny", Signing(tmp_path / "nothing.pem"))
     with pytest.raises(BundleConflict, match="comes with the package"):
         Store(store.root, [SHIPPED]).sign("demo", Signing(tmp_path / "nothing.pem"))
+    (store.root / "tiny" / "1" / "README.md").write_bytes(b"x")
+    with pytest.raises(BundleDamaged):
+        store.sign("tiny", Signing(key_pair(tmp_path, "x").private))
 
 
 def test_what_is_signed_need_not_have_been_signed_and_is_what_was_pinned(
@@ -205,17 +211,6 @@ def test_a_warning_of_the_library_stays_out_of_standard_output(
     assert "older verification material format" in err
 
 
-def test_a_private_key_is_no_public_one(keys: KeyPair) -> None:
-    with pytest.raises(InvalidReference, match="this is a private key"):
-        required_signature(str(keys.private))
-
-
-def test_a_damaged_bundle_is_not_signed(store: Store, keys: KeyPair) -> None:
-    (store.publish(make_draft()).path / "README.md").write_bytes(b"x")
-    with pytest.raises(BundleDamaged):
-        store.sign("tiny", Signing(keys.private))
-
-
 # whose signature
 
 
@@ -225,7 +220,7 @@ def test_whose_signature(tmp_path: Path, keys: KeyPair) -> None:
     (tmp_path / "text").write_text("hello")
     for text in ("sigstore:", "sigstore:me@example.org", "sigstore:@https://x", str(tmp_path / "absent"),
                  str(tmp_path / "text"), str(keys.private), str(tmp_path)):  # fmt: skip
-        with pytest.raises(InvalidReference):
+        with pytest.raises(InvalidReference, match="private key" if text == str(keys.private) else None):
             required_signature(text)
     keys.public.chmod(0o666)
     with pytest.raises(OpenStore, match=r"ours\.pub"):
@@ -236,14 +231,6 @@ def test_a_missing_package_is_told_at_once(keys: KeyPair, monkeypatch: pytest.Mo
     monkeypatch.setitem(sys.modules, "model_signing.verifying", None)
     with pytest.raises(SigningError, match=r"pip install 'hallutracer\[signing\]'"):
         required_signature(str(keys.public))
-
-
-def test_the_packages_bundles_need_none_and_an_unsigned_one_is_not_passed_over(store: Store, strict: Store) -> None:
-    """With a signature required, an unsigned 'demo' in the store is an error, and not a reason to take the other."""
-    assert strict.load("demo").path == SHIPPED / "demo" / "1"
-    store.publish(make_draft(name="demo"))
-    with pytest.raises(SignatureMissing, match="demo:1"):
-        strict.load("demo")
 
 
 # with a bundle to other stores
@@ -270,14 +257,6 @@ def test_a_signature_goes_along_where_an_answer_was_lost(
     bundle = signed(store, keys)
     copy(bundle, opens("memory://lost-signed"), source=store.where)
     assert files_of(opens("memory://lost-signed", "new").load("tiny")) == files_of(bundle)
-
-
-def test_an_unsigned_bundle_is_not_taken_where_one_is_required(store: Store, keys: KeyPair) -> None:
-    back = Store(store.root.parent / "back", trust=Trust(required_signature(str(keys.public))))
-    bundle = store.publish(make_draft())
-    with pytest.raises(SignatureMissing):
-        copy(bundle, back, source="here")
-    assert not back.root.exists()
 
 
 def test_a_signature_may_come_later(store: Store, keys: KeyPair, url: str, opens: Opens) -> None:
@@ -312,6 +291,8 @@ def test_pins(store: Store) -> None:
     assert store.load(f"tiny@{second.manifest.digest}").reference == "tiny:2"
     with pytest.raises(DigestMismatch):
         store.verify(f"tiny@{first.manifest.digest}")  # a pin checks, it does not search
+    store.set_alias("tiny", "sha256", 1)
+    assert store.load("tiny@sha256").reference == "tiny:1"
 
 
 @pytest.mark.parametrize(
@@ -323,12 +304,6 @@ def test_pins(store: Store) -> None:
 def test_what_is_no_pin(text: str) -> None:
     with pytest.raises(InvalidReference):
         parse_reference(text)
-
-
-def test_an_alias_may_be_called_sha256(store: Store) -> None:
-    store.publish(make_draft(0))
-    store.set_alias("tiny", "sha256", 1)
-    assert store.load("tiny@sha256").reference == "tiny:1"
 
 
 # a store that anyone on the machine can write to
