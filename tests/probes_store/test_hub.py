@@ -60,7 +60,7 @@ class Place:
 
     def refuses(self, error: type[Exception], word: str = "", address: str = URL, **options: Any) -> None:
         """The pull fails so, and the store is as it was: empty."""
-        with pytest.raises(error, match=word):
+        with pytest.raises(error, match=word or None):
             self.pull(address, **options)
         assert self.store.list() == []
         assert not [path for path in self.store.root.rglob("*") if path.is_file()] if self.store.root.exists() else True
