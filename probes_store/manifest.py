@@ -306,8 +306,8 @@ _ADAPTER = TypeAdapter(Manifest)
 
 def read_record(document: Any, file: str) -> Manifest:
     """Check every value of bundle.json.  Raises BadValue, NotFinite, UnknownField, MissingField and WrongShape."""
-    whole = document if isinstance(document, dict) else {}
-    for kind, where, given in ((Manifest, "", whole), (Recalibration, "recalibration.", whole.get("recalibration"))):
+    inner = document.get("recalibration") if isinstance(document, dict) else None
+    for kind, where, given in ((Manifest, "", document), (Recalibration, "recalibration.", inner)):
         for field in dataclasses.fields(kind):  # these have defaults, which are not for files
             if isinstance(given, dict) and field.name not in given:
                 raise MissingField("the field is missing", file=file, field=f"{where}{field.name}")
