@@ -96,7 +96,8 @@ def watching(draw: np.random.Generator, limits: DriftLimits) -> Monitor:
         "risk": " ".join(map(repr, risks(means(draw, ROWS)).tolist())),
         "hallucinated": " ".join("01" * (ROWS // 2)),
     }
-    manifest = SimpleNamespace(guarantee=None, uncertainty=None, recalibration=None)
+    record = SimpleNamespace(outside_share=0.0)
+    manifest = SimpleNamespace(guarantee=None, uncertainty=record, recalibration=None)
     bundle = SimpleNamespace(
         reference="a:1", manifest=manifest, evaluation=lambda: {"out_of_fold": {"risks": kept}}
     )  # fmt: skip

@@ -13,10 +13,9 @@ import numpy as np
 import pytest
 
 from probes_store.bundle import Bundle
-from probes_store.context import ContextName
 from probes_store.errors import GoldenMismatch, WrongModel
 from probes_store.manifest import Classifier
-from probes_store.recalibration import Recalibration
+from probes_store.records import ContextName, Recalibration
 from probes_store.tensors import Golden
 from service.engines.base import Gate, Sampling
 from service.engines.scheduler import Scheduled
@@ -364,17 +363,16 @@ ANNOTATE = Policy("annotate", Action.ANNOTATE)
 
 @pytest.mark.parametrize("policy", [GATE, BLOCK, OBSERVE, ANNOTATE], ids=lambda policy: policy.name)
 @pytest.mark.parametrize("said", [None, True, False])
-@pytest.mark.parametrize(("context", "record"), [(True, True), (True, False), (False, True), (False, False)])
+@pytest.mark.parametrize("context", [True, False])
 def test_who_withholds_what_lies_outside_training(
-    tmp_path: Path, script: ScriptedEngine, policy: Policy, said: bool | None, context: bool, record: bool
+    tmp_path: Path, script: ScriptedEngine, policy: Policy, said: bool | None, context: bool
 ) -> None:
-    reach = 1e-3 if record else None  # everything lies outside
-    bundle = contextual_bundle(script, tmp_path, reach=reach, applies_from=0.01)
+    bundle = contextual_bundle(script, tmp_path, reach=1e-3, applies_from=0.01)  # everything lies outside
     if not context:
         bundle = replace(bundle, manifest=replace(bundle.manifest, context=None))
     scorer = object.__new__(Scorer)
     scorer.bundle = bundle
-    expected = said if said is not None else policy.action.withholds and context and record
+    expected = said if said is not None else policy.action.withholds and context
     assert scorer.withholds_outside(replace(policy, withhold_outside=said)) is expected
 
 

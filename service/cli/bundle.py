@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
-from probes_store.objects import is_url
+from probes_store.syntax import is_url
 from service.cli import bundle_rollout
 from service.cli.bundle_transfer import pull, push, sign
 from service.cli.loading import load_engine, load_scorers, open_store
@@ -19,7 +19,7 @@ from service.settings import DEFAULT_STORE, Range, option
 
 if TYPE_CHECKING:
     from probes_store.bundle import Bundle
-    from probes_store.guarantee import Guarantee
+    from probes_store.records import Guarantee
     from probes_store.store import BundleSummary
 
 

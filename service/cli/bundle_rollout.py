@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
-from probes_store.aliases import PREVIOUS, PRODUCTION
+from probes_store.syntax import PREVIOUS, PRODUCTION
 from service.cli.loading import open_store
 from service.cli.options import StoreOptions, UsageError
 from service.cli.output import print_line
@@ -53,7 +53,7 @@ def promote(
 
       hallutracer bundle promote my-probe@canary --service http://127.0.0.1:8765
     """
-    from probes_store.reference import parse_reference
+    from probes_store.syntax import parse_reference
     from service.errors import HalluTracerError
     from service.trainer.promotion import PromotionBounds
 

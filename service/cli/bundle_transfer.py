@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
-from probes_store.objects import check_url, is_url
-from probes_store.reference import HUB
+from probes_store.syntax import HUB, check_url, is_url
 from service.cli.loading import open_store
 from service.cli.options import DryRun, Reference, StoreOptions, UsageError
 from service.cli.output import note, print_line, progress
@@ -51,7 +50,7 @@ def sign(
       hallutracer bundle verify my-probe:3 --require-signature key.pub --files-only
     """
     from probes_store.bundle import SIGNATURE
-    from probes_store.signing import Signing
+    from probes_store.trust import Signing
 
     if key_file is None and (certificate or chain or key_password):
         raise UsageError("--key-file", "name the private key")
@@ -83,8 +82,8 @@ def push(
     if is_url(to) and not to.startswith(HUB):
         _push_to_store(reference, to, store, private=private, dry_run=dry_run)
         return
-    from probes_store.hub import parse_address
-    from probes_store.push import push as push_to_hub
+    from probes_store.syntax import parse_address
+    from probes_store.transfer import push as push_to_hub
 
     address = parse_address(to)
     if address.revision is not None:
@@ -148,8 +147,8 @@ def pull(
         return
     from tqdm import tqdm
 
-    from probes_store.hub import parse_address
-    from probes_store.pull import pull as pull_from_hub
+    from probes_store.syntax import parse_address
+    from probes_store.transfer import pull as pull_from_hub
 
     address = parse_address(source)
     with ExitStack() as stack:

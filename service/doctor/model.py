@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from probes_store.errors import BundleError
-from probes_store.objects import is_url
+from probes_store.syntax import is_url
 from service.doctor.findings import Finding, fail, ok, warn
 from service.doctor.machine import TEMPORARY, memory_free, shown
 
@@ -137,7 +137,7 @@ def check_model(options: EngineOptions, loaded: dict[str, Bundle], unpack: bool)
 
 
 def _identities(found: _Files, loaded: dict[str, Bundle]) -> Iterator[Finding]:
-    from probes_store.identity import check_identity
+    from probes_store.manifest import check_identity
 
     for place, (name, bundle) in enumerate(list(loaded.items())):
         try:

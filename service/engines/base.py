@@ -15,7 +15,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from probes_store.context import Context
+from probes_store.records import Context
 from service.engines.context import prompt_context
 from service.errors import EngineError
 from service.readout import Geometry, Pooling, Probes, Site

@@ -9,7 +9,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from probes_store.context import Context
+from probes_store.records import Context
 
 
 @dataclass(frozen=True, slots=True)

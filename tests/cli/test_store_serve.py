@@ -18,8 +18,8 @@ import httpx
 import pytest
 
 from probes_store.bundle import BundleDraft
-from probes_store.signing import Signing
 from probes_store.store import SHIPPED, Store
+from probes_store.trust import Signing
 from tests.probes_store.keys import key_pair
 from tests.probes_store.s3_server import BUCKET, VARIABLES, s3_server
 from tests.serve_process import ServeProcess

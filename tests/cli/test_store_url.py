@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from probes_store.bucket import Objects
 from probes_store.bundle import BundleDraft
-from probes_store.objects import Objects
 from probes_store.store import SHIPPED, Store
 from tests.command_line import hallutracer, one_line_says
 from tests.probes_store.keys import key_pair

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from probes_store.context import Applicability, Context, ContextProbe
+from probes_store.records import Applicability, Context, ContextProbe
 from service.engines.base import Gate, PrefillResult
 from service.engines.context import prompt_context
 from service.engines.transformers.results import summarise

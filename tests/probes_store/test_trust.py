@@ -1,15 +1,18 @@
-"""Signatures and pins: what passes for a bundle where the operator asks for more than sound bytes."""
+"""Signatures, pins and permissions: what passes where the operator asks for more than sound bytes."""
 
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from probes_store.bucket import Objects
 from probes_store.bundle import SIGNATURE, Bundle, read_files
 from probes_store.errors import (
     BundleConflict,
@@ -22,11 +25,10 @@ from probes_store.errors import (
     SigningError,
 )
 from probes_store.manifest import MANIFEST, manifest_bytes, sealed
-from probes_store.objects import Objects
-from probes_store.reference import parse_reference
-from probes_store.signing import Signing, required_signature
 from probes_store.store import SHIPPED, Store, Trust
+from probes_store.syntax import parse_reference
 from probes_store.transfer import copy, files_of
+from probes_store.trust import Signing, check_closed, required_signature
 from tests.probes_store.conftest import Opens
 from tests.probes_store.factory import make_draft
 from tests.probes_store.keys import KeyPair, certified, key_pair
@@ -59,30 +61,33 @@ def test_a_signed_bundle_passes(store: Store, strict: Store, keys: KeyPair) -> N
     assert [summary.error for summary in strict.list() if summary.name == "tiny"] == [None]
 
 
-def test_an_unsigned_bundle_does_not(store: Store, strict: Store) -> None:
-    store.publish(make_draft())
+def test_an_unsigned_bundle_does_not(store: Store, strict: Store, tmp_path: Path) -> None:
+    assert strict.load("demo").path == SHIPPED / "demo" / "1"  # the package's need none
+    bundle = store.publish(make_draft())
     for use in (strict.load, strict.verify, lambda name: strict.set_alias(name, "production", 1)):
         with pytest.raises(SignatureMissing, match="hallutracer bundle sign"):
             use("tiny")
     assert strict.publish(make_draft(1)).reference == "tiny:2"  # signed after it is published
     assert {type(summary.error) for summary in strict.list() if summary.name == "tiny"} == {SignatureMissing}
+    store.publish(make_draft(name="demo"))
+    with pytest.raises(SignatureMissing, match="demo:1"):  # and no reason to take the package's
+        strict.load("demo")
+    back = Store(tmp_path / "back", trust=strict.trust)
+    with pytest.raises(SignatureMissing):
+        copy(bundle, back, source="here")
+    assert not back.root.exists()
 
 
-def test_a_resealed_bundle_does_not(store: Store, strict: Store, keys: KeyPair) -> None:
-    """Finding: whoever can write to a store can seal another bundle, which passes every digest."""
-    path = signed(store, keys).path
-    edit_manifest(path, lambda manifest: manifest["classifier"].update(intercept=9.0))
-    assert store.verify("tiny").manifest.classifier.intercept == 9.0
-    with pytest.raises(SignatureMismatch, match=r"tiny:1.*bundle\.json"):
-        strict.verify("tiny")
-
-
-@pytest.mark.parametrize("name", ["README.md", "evaluation.json", "plots/roc.png"])
+@pytest.mark.parametrize("name", ["bundle.json", "README.md", "evaluation.json", "plots/roc.png"])
 def test_every_file_is_covered(name: str, store: Store, strict: Store, keys: KeyPair) -> None:
+    """Whoever can write to a store can seal another bundle, which passes every digest."""
     path = signed(store, keys).path
-    replace_file(path, name, b"{}\n")
+    if name == MANIFEST:
+        edit_manifest(path, lambda manifest: manifest["classifier"].update(intercept=9.0))
+    else:
+        replace_file(path, name, b"{}\n")
     assert store.load("tiny").reference == "tiny:1"
-    with pytest.raises(SignatureMismatch):
+    with pytest.raises(SignatureMismatch, match="tiny:1"):
         strict.load("tiny")
 
 
@@ -178,6 +183,9 @@ def test_what_signs_must_be_there(store: Store, tmp_path: Path) -> None:
         store.sign("tiny", Signing(tmp_path / "nothing.pem"))
     with pytest.raises(BundleConflict, match="comes with the package"):
         Store(store.root, [SHIPPED]).sign("demo", Signing(tmp_path / "nothing.pem"))
+    (store.root / "tiny" / "1" / "README.md").write_bytes(b"x")
+    with pytest.raises(BundleDamaged):
+        store.sign("tiny", Signing(key_pair(tmp_path, "x").private))
 
 
 def test_what_is_signed_need_not_have_been_signed_and_is_what_was_pinned(
@@ -203,17 +211,6 @@ def test_a_warning_of_the_library_stays_out_of_standard_output(
     assert "older verification material format" in err
 
 
-def test_a_private_key_is_no_public_one(keys: KeyPair) -> None:
-    with pytest.raises(InvalidReference, match="this is a private key"):
-        required_signature(str(keys.private))
-
-
-def test_a_damaged_bundle_is_not_signed(store: Store, keys: KeyPair) -> None:
-    (store.publish(make_draft()).path / "README.md").write_bytes(b"x")
-    with pytest.raises(BundleDamaged):
-        store.sign("tiny", Signing(keys.private))
-
-
 # whose signature
 
 
@@ -223,7 +220,7 @@ def test_whose_signature(tmp_path: Path, keys: KeyPair) -> None:
     (tmp_path / "text").write_text("hello")
     for text in ("sigstore:", "sigstore:me@example.org", "sigstore:@https://x", str(tmp_path / "absent"),
                  str(tmp_path / "text"), str(keys.private), str(tmp_path)):  # fmt: skip
-        with pytest.raises(InvalidReference):
+        with pytest.raises(InvalidReference, match="private key" if text == str(keys.private) else None):
             required_signature(text)
     keys.public.chmod(0o666)
     with pytest.raises(OpenStore, match=r"ours\.pub"):
@@ -234,14 +231,6 @@ def test_a_missing_package_is_told_at_once(keys: KeyPair, monkeypatch: pytest.Mo
     monkeypatch.setitem(sys.modules, "model_signing.verifying", None)
     with pytest.raises(SigningError, match=r"pip install 'hallutracer\[signing\]'"):
         required_signature(str(keys.public))
-
-
-def test_the_packages_bundles_need_none_and_an_unsigned_one_is_not_passed_over(store: Store, strict: Store) -> None:
-    """With a signature required, an unsigned 'demo' in the store is an error, and not a reason to take the other."""
-    assert strict.load("demo").path == SHIPPED / "demo" / "1"
-    store.publish(make_draft(name="demo"))
-    with pytest.raises(SignatureMissing, match="demo:1"):
-        strict.load("demo")
 
 
 # with a bundle to other stores
@@ -268,14 +257,6 @@ def test_a_signature_goes_along_where_an_answer_was_lost(
     bundle = signed(store, keys)
     copy(bundle, opens("memory://lost-signed"), source=store.where)
     assert files_of(opens("memory://lost-signed", "new").load("tiny")) == files_of(bundle)
-
-
-def test_an_unsigned_bundle_is_not_taken_where_one_is_required(store: Store, keys: KeyPair) -> None:
-    back = Store(store.root.parent / "back", trust=Trust(required_signature(str(keys.public))))
-    bundle = store.publish(make_draft())
-    with pytest.raises(SignatureMissing):
-        copy(bundle, back, source="here")
-    assert not back.root.exists()
 
 
 def test_a_signature_may_come_later(store: Store, keys: KeyPair, url: str, opens: Opens) -> None:
@@ -310,6 +291,8 @@ def test_pins(store: Store) -> None:
     assert store.load(f"tiny@{second.manifest.digest}").reference == "tiny:2"
     with pytest.raises(DigestMismatch):
         store.verify(f"tiny@{first.manifest.digest}")  # a pin checks, it does not search
+    store.set_alias("tiny", "sha256", 1)
+    assert store.load("tiny@sha256").reference == "tiny:1"
 
 
 @pytest.mark.parametrize(
@@ -323,7 +306,93 @@ def test_what_is_no_pin(text: str) -> None:
         parse_reference(text)
 
 
-def test_an_alias_may_be_called_sha256(store: Store) -> None:
-    store.publish(make_draft(0))
-    store.set_alias("tiny", "sha256", 1)
-    assert store.load("tiny@sha256").reference == "tiny:1"
+# a store that anyone on the machine can write to
+
+FOLDERS = [lambda s: s.root, lambda s: s.root.parent, lambda s: s.root / "tiny", lambda s: s.root / "tiny" / "1"]
+FILES = [
+    lambda s: s.root / "tiny" / "aliases.json",
+    lambda s: s.root / "tiny" / "1" / "bundle.json",
+    lambda s: s.root / "tiny" / "1" / "plots" / "roc.png",
+]
+
+
+@pytest.fixture
+def made(store: Store) -> Store:
+    store.publish(make_draft())
+    store.set_alias("tiny", "production", 1)
+    return store
+
+
+@pytest.mark.parametrize("place", [*FOLDERS, *FILES])
+def test_what_all_may_write_is_refused(place: Callable[[Store], Path], made: Store) -> None:
+    path = place(made)
+    path.chmod(path.stat().st_mode | 0o002)
+    for use in (made.load, made.verify):
+        with pytest.raises(OpenStore, match=f"{path}: .*chmod o-w .*--allow-open-store"):
+            use("tiny")
+    assert Store(made.root, trust=Trust(open_store=True)).verify("tiny").reference == "tiny:1"
+    path.chmod(path.stat().st_mode & ~0o002)
+    assert made.verify("tiny").reference == "tiny:1"
+
+
+def test_the_packages_bundles_are_not_read_beside_an_open_store(made: Store) -> None:
+    """Whoever can write there could have put a bundle of that name in their place."""
+    made.root.chmod(0o777)
+    both = Store(made.root, [SHIPPED])
+    for use in (lambda: both.load("demo"), both.list, both.check_writable, lambda: both.publish(make_draft(1))):
+        with pytest.raises(OpenStore):
+            use()
+    assert not (made.root / "tiny" / "2").exists()
+
+
+def test_one_open_bundle_does_not_hide_the_others(made: Store) -> None:
+    other = made.publish(make_draft(1))
+    other.path.chmod(0o777)
+    assert [type(summary.error) for summary in made.list()] == [type(None), OpenStore]
+    assert made.load("tiny:1").reference == "tiny:1"
+
+
+def test_a_folder_for_all_in_which_only_owners_rename(made: Store) -> None:
+    made.root.parent.chmod(0o1777)  # as /tmp
+    assert made.load("tiny").reference == "tiny:1"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to give a folder to another user")
+def test_another_users_folder_among_those(made: Store) -> None:
+    made.root.parent.chmod(0o1777)
+    os.chown(made.root, 65534, 65534)
+    with pytest.raises(OpenStore, match="another user made this"):
+        made.load("tiny")
+    made.root.parent.chmod(0o755)  # somebody's store, in a folder that is not for all
+    assert made.load("tiny").reference == "tiny:1"
+
+
+def test_a_link_into_an_open_folder(made: Store, tmp_path: Path) -> None:
+    (tmp_path / "open").mkdir()
+    (tmp_path / "open").chmod(0o777)
+    made.root.rename(tmp_path / "open" / "store")
+    (tmp_path / "link").symlink_to(tmp_path / "open" / "store")
+    with pytest.raises(OpenStore, match="open"):
+        Store(tmp_path / "link").load("tiny")
+
+
+def test_a_link_in_an_open_folder(made: Store, tmp_path: Path) -> None:
+    (tmp_path / "open").mkdir()
+    (tmp_path / "open" / "link").symlink_to(made.root)
+    assert Store(tmp_path / "open" / "link").load("tiny").reference == "tiny:1"
+    (tmp_path / "open").chmod(0o777)
+    with pytest.raises(OpenStore, match="open"):
+        Store(tmp_path / "open" / "link").load("tiny")
+
+
+def test_nothing_there_is_not_wrong(tmp_path: Path) -> None:
+    check_closed(tmp_path / "absent" / "below")
+
+
+def test_copies_of_a_url_are_checked_too(tmp_path: Path) -> None:
+    store = Store("memory://permissions", cache=tmp_path / "cache")
+    store.publish(make_draft())
+    assert store.load("tiny").reference == "tiny:1"
+    (tmp_path / "cache").chmod(0o777)
+    with pytest.raises(OpenStore, match="cache"):
+        store.load("tiny")
