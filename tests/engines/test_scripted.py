@@ -103,27 +103,12 @@ def test_settings():
         engine.score([[1]], [probe])
 
 
-def test_sleep_is_slept(monkeypatch: pytest.MonkeyPatch):
-    slept: list[float] = []
-    monkeypatch.setattr("tests.scripted_engine.time.sleep", slept.append)
-    engine = ScriptedEngine(answer="abc")
-    engine.score([[1]], [])
-    assert slept == []
-    engine.sleep_s = 0.25
-    engine.generate([[1]], Sampling())
-    assert slept == [0.25] * 3  # the prefill and two steps
-
-
 def test_bad_requests_are_refused_as_by_a_real_engine():
     engine = ScriptedEngine(max_tokens=5, chat=False)
-    with pytest.raises(EmptyPrompt):
-        engine.score([[]], [])
-    with pytest.raises(PromptTooLong):
-        engine.score([[1] * 6], [])
-    with pytest.raises(RequestError):
-        engine.score([[999]], [])
-    with pytest.raises(RequestError):
-        engine.tokenize("\ud800")
-    with pytest.raises(RequestError):
-        engine.render_chat([{"role": "user", "content": "x"}])
+    for prompt, error in (([], EmptyPrompt), ([1] * 6, PromptTooLong), ([999], RequestError)):
+        with pytest.raises(error):
+            engine.score([prompt], [])
+    for refused in (lambda: engine.tokenize("\ud800"), lambda: engine.render_chat([{"role": "user", "content": "x"}])):
+        with pytest.raises(RequestError):
+            refused()
     assert engine.identity.chat_template is None

@@ -21,7 +21,7 @@ from prometheus_client import REGISTRY
 
 from probes_store.context import Applicability
 from service.demo import MODEL_DIR
-from service.engines.base import Engine, EngineOptions, Gate, Sampling, Update
+from service.engines.base import Engine, EngineGate, EngineOptions, Sampling, Update
 from service.engines.transformers.engine import TransformersEngine
 from service.errors import EmptyPrompt, EngineError, PromptTooLong, RequestError
 from service.policies.guard import GATE
@@ -172,7 +172,10 @@ def test_an_answer_begins_where_the_context_ends(engine: VllmEngine) -> None:
 
 def test_a_closed_gate_ends_a_request_at_its_onset(engine: VllmEngine, probes: list[Probes]) -> None:
     before = engine.counters.decode_steps
-    for gate in (Gate((1.0, 0.0, 0.0, 0.0, 0.0, 0.0), 0.0, 0.0), Gate((0.5, 0.2, 0.1, 0.0, 0.0, 0.0), -99.0, 0.9)):
+    for gate in (
+        EngineGate((1.0, 0.0, 0.0, 0.0, 0.0, 0.0), 0.0, 0.0),
+        EngineGate((0.5, 0.2, 0.1, 0.0, 0.0, 0.0), -99.0, 0.9),
+    ):
         [update] = updates(engine, engine.answer(PROMPTS[1], probes[:1], sampling=Sampling(), gate=gate))
         assert update.prefill is not None
         assert (update.piece, update.tokens, update.completion) == ("", 0, None)
@@ -184,7 +187,9 @@ def test_an_open_gate_changes_nothing(engine: VllmEngine, probes: list[Probes]) 
     sampling = Sampling(max_tokens=6)
     found = updates(
         engine,
-        engine.answer(PROMPTS[1], probes[:1], sampling=sampling, gate=Gate((1.0, 0.0, 0.0, 0.0, 0.0, 0.0), 0.0, 1.0)),
+        engine.answer(
+            PROMPTS[1], probes[:1], sampling=sampling, gate=EngineGate((1.0, 0.0, 0.0, 0.0, 0.0, 0.0), 0.0, 1.0)
+        ),
     )
     assert found[-1].completion == engine.generate([PROMPTS[1]], sampling)[0]
 
