@@ -247,8 +247,7 @@ async def test_updates_are_the_prefill_the_pieces_and_the_completion(bench: Benc
         assert first.prefill is not None
         assert (first.piece, first.tokens, first.completion) == ("", 0, None)
         assert min(first.queue_s, first.prefill_s) >= 0
-        assert [update.piece for update in rest] == ["Z", "", "ü", *"rich"]
-        assert all(update.tokens == 1 for update in rest)
+        assert [(update.piece, update.tokens) for update in rest] == [(piece, 1) for piece in ("Z", "", "ü", *"rich")]
         assert last.completion is not None
         assert last.completion.text == "Zürich"
         assert len(await bench.answer("a")) == 1  # without sampling, only the prefill runs

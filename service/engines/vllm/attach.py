@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import inspect
 import math
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -28,14 +27,6 @@ Tensor = torch.Tensor
 TOKENS = 3  # of the input with which an attention block is checked
 
 
-@dataclass(frozen=True, slots=True)
-class TensorParallelRank:
-    """This process's rank among those that split each layer."""
-
-    rank: int
-    size: int
-
-
 class SiteReadout:
     """One site's probe slots, and the current step's activations, on this rank.
 
@@ -44,20 +35,14 @@ class SiteReadout:
     """
 
     def __init__(
-        self,
-        plan: Plan,
-        site: Site,
-        layers: range,
-        heads: tuple[int, int],
-        rank: TensorParallelRank,
-        device: torch.device,
+        self, plan: Plan, site: Site, layers: range, heads: tuple[int, int], *, leading: bool, device: torch.device
     ) -> None:
         geometry = plan.geometry
         self.site, self.layers, self.heads = site, layers, heads
         self.dim = geometry.dim(site)
         self.width = heads[1] * self.dim
         self.split = heads[1] < geometry.heads(site)
-        self.leading = rank.rank == 0
+        self.leading = leading
         self._share = 1.0 / geometry.num_layers
         size = (len(layers), plan.slots)
         self.head = torch.zeros(size, dtype=torch.int64, device=device)  # of this rank's
@@ -136,7 +121,7 @@ torch.library.register_fake(KEEP, lambda hidden, residual, order, site: None)
 
 
 def install(
-    model: nn.Module, family: Family, plan: Plan, rank: TensorParallelRank, device: torch.device, dtype: torch.dtype
+    model: nn.Module, family: Family, plan: Plan, rank: int, ranks: int, device: torch.device, dtype: torch.dtype
 ) -> dict[Site, SiteReadout]:
     """Add the readout to a model that computes in ``dtype``.  Raises EngineError if it contradicts its family."""
     like = torch.empty(0, dtype=dtype, device=device)
@@ -146,15 +131,15 @@ def install(
     found: dict[Site, SiteReadout] = {}
     for site in plan.sites:
         if site is Site.ATTENTION_HEAD:
-            count = _local_heads(blocks, geometry.num_heads, geometry.head_dim, rank.size, family)
-            heads = (rank.rank * count if count < geometry.num_heads else 0, count)
-            found[site] = SiteReadout(plan, site, layers, heads, rank, device)
+            count = _local_heads(blocks, geometry.num_heads, geometry.head_dim, ranks, family)
+            heads = (rank * count if count < geometry.num_heads else 0, count)
+            found[site] = SiteReadout(plan, site, layers, heads, leading=rank == 0, device=device)
             for layer in layers:
                 attention = _attention_of(blocks[layer], family, layer)
                 _check_projection_reads(attention, blocks[layer], family, layer, geometry.hidden_size, like)
                 _read_attention(attention, found[site])
         else:
-            found[site] = SiteReadout(plan, site, layers, (0, 1), rank, device)
+            found[site] = SiteReadout(plan, site, layers, (0, 1), leading=rank == 0, device=device)
             _sites.append(found[site])
             order = torch.zeros(1, device=device)
             for layer in layers:

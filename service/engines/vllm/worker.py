@@ -62,19 +62,10 @@ class Worker(VllmWorker):  # type: ignore[misc]
         """Load the model, then add the readout to it and to its runner."""
         say("loading the weights")
         super().load_model(*args, **kwargs)
-        config = self.vllm_config.model_config
-        group = get_tp_group()
-        installed = attach.install(
-            self.model_runner.model,
-            families.family_of(config.hf_config),
-            self.hallutracer_plan,
-            attach.TensorParallelRank(group.rank_in_group, group.world_size),
-            self.device,
-            config.dtype,
-        )
-        self.hallutracer_reader = Reader(
-            self.hallutracer_plan, installed, StageLink(group if group.world_size > 1 else None), self.device
-        )
+        config, plan, group = self.vllm_config.model_config, self.hallutracer_plan, get_tp_group()
+        family, rank, ranks = families.family_of(config.hf_config), group.rank_in_group, group.world_size
+        found = attach.install(self.model_runner.model, family, plan, rank, ranks, self.device, config.dtype)
+        self.hallutracer_reader = Reader(plan, found, StageLink(group if ranks > 1 else None), self.device)
         adopt(self.model_runner, self.hallutracer_reader)
 
     def determine_available_memory(self) -> Any:
@@ -107,11 +98,9 @@ class Worker(VllmWorker):  # type: ignore[misc]
         readout, column = reader.sites[Site(site)], reader.plan.column(Site(site), slot)
         reader.digests.pop(column, None)  # nothing until it is written
         table = np.frombuffer(numbers, np.float32).reshape(len(head), readout.dim + 2)
+        direction, bias, scale = table[:, :-2].copy(), table[:, -2].copy(), table[:, -1].copy()
         with torch.inference_mode():
-            readout.write(
-                slot,
-                Probes(Site(site), np.asarray(head), table[:, :-2].copy(), table[:, -2].copy(), table[:, -1].copy()),
-            )
+            readout.write(slot, Probes(Site(site), np.asarray(head), direction, bias, scale))
         reader.digests[column] = probe_digest(site, head, numbers)
 
 

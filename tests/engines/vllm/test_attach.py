@@ -13,7 +13,7 @@ from torch import nn
 
 from service.engines.families import FAMILIES
 from service.engines.vllm import attach
-from service.engines.vllm.attach import SiteReadout, TensorParallelRank
+from service.engines.vllm.attach import SiteReadout
 from service.engines.vllm.wire import Plan
 from service.errors import EngineError
 from service.readout import Geometry, Probes, Site
@@ -24,7 +24,6 @@ GEOMETRY = Geometry(num_layers=3, num_heads=4, head_dim=8, hidden_size=20)
 TOKENS, SLOTS = 12, 3
 ONSETS = [5, 11, 2, 0]
 CPU = torch.device("cpu")
-ALONE = TensorParallelRank(0, 1)
 LLAMA = next(family for family in FAMILIES if "llama" in family.model_types)
 
 _library = torch.library.Library("hallutracer_test", "FRAGMENT")
@@ -132,10 +131,11 @@ def installed(
     model: Model,
     sites: tuple[Site, ...] = tuple(Site),
     *,
-    rank: TensorParallelRank = ALONE,
+    rank: int = 0,
+    ranks: int = 1,
     dtype: torch.dtype = torch.float32,
 ) -> dict[Site, SiteReadout]:
-    return attach.install(model, LLAMA, Plan(GEOMETRY, sites, SLOTS, False), rank, CPU, dtype)
+    return attach.install(model, LLAMA, Plan(GEOMETRY, sites, SLOTS, False), rank, ranks, CPU, dtype)
 
 
 def hidden(seed: int = 3, tokens: int = TOKENS) -> torch.Tensor:
@@ -216,7 +216,7 @@ def test_ranks_that_split_the_heads_add_up(size: int) -> None:
     share = GEOMETRY.num_heads // size
     for rank in range(size):
         model = Model(range(rank * share, (rank + 1) * share))
-        found = installed(model, rank=TensorParallelRank(rank, size))
+        found = installed(model, rank=rank, ranks=size)
         assert found[Site.ATTENTION_HEAD].heads == (rank * share, share)
         assert found[Site.ATTENTION_HEAD].split
         assert not found[Site.RESIDUAL_STREAM].split
@@ -241,7 +241,7 @@ def test_ranks_that_split_the_heads_add_up(size: int) -> None:
 def test_half_types_are_read_in_float32() -> None:
     states = torch.randn(4, 32).to(torch.bfloat16)
     plan = Plan(GEOMETRY, (Site.ATTENTION_HEAD,), 1, False)
-    readout = SiteReadout(plan, Site.ATTENTION_HEAD, range(3), (0, 4), ALONE, CPU)
+    readout = SiteReadout(plan, Site.ATTENTION_HEAD, range(3), (0, 4), leading=True, device=CPU)
     probe = probes(Site.ATTENTION_HEAD, 5)
     readout.write(0, probe)
     readout.start(torch.arange(4))

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from probes_store.context import Applicability, Context, ContextProbe
 from service.engines.base import EngineGate, PrefillResult, prompt_context
 from service.engines.checks import summarise
-from service.engines.vllm.attach import SiteReadout, TensorParallelRank
+from service.engines.vllm.attach import SiteReadout
 from service.engines.vllm.reader import OnsetRow, Reader, StageLink, StepLayout, onset_rows
 from service.engines.vllm.wire import EXTRAS, Directive, Payload, Plan, context_terms
 from service.errors import NonFiniteReadout, ProbeReplaced
@@ -32,8 +32,7 @@ def reader(sites: tuple[Site, ...] = tuple(Site), *, activations: bool = False) 
     """With a probe in every slot."""
     plan = Plan(GEOMETRY, sites, SLOTS, activations)
     found = {
-        site: SiteReadout(plan, site, range(2), (0, GEOMETRY.heads(site)), TensorParallelRank(0, 1), CPU)
-        for site in sites
+        site: SiteReadout(plan, site, range(2), (0, GEOMETRY.heads(site)), leading=True, device=CPU) for site in sites
     }
     for site, readout in found.items():
         for slot in range(SLOTS):

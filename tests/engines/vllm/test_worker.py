@@ -15,7 +15,7 @@ import torch
 from service.demo import MODEL_DIR
 from service.engines.base import EngineGate
 from service.engines.vllm import attach
-from service.engines.vllm.attach import SiteReadout, TensorParallelRank
+from service.engines.vllm.attach import SiteReadout
 from service.engines.vllm.reader import Reader, StageLink, onset_rows
 from service.engines.vllm.wire import KEY, Directive, Plan, probe_digest
 from service.errors import EngineError
@@ -154,7 +154,7 @@ def test_the_fingerprint_is_in_the_key_of_vllms_compile_cache() -> None:
 def test_a_slot_that_was_not_written_to_its_end_has_no_digest(monkeypatch: pytest.MonkeyPatch) -> None:
     """Requests for the old probe, and for the new one, then get no number."""
     plan = Plan(Geometry(2, 2, 4, 8), (Site.ATTENTION_HEAD,), 1, False)
-    readout = SiteReadout(plan, Site.ATTENTION_HEAD, range(2), (0, 2), TensorParallelRank(0, 1), torch.device("cpu"))
+    readout = SiteReadout(plan, Site.ATTENTION_HEAD, range(2), (0, 2), leading=True, device=torch.device("cpu"))
     made = object.__new__(worker.Worker)
     made.hallutracer_reader = Reader(plan, {Site.ATTENTION_HEAD: readout}, StageLink(), torch.device("cpu"))
     numbers = np.ones((2, 6), np.float32).tobytes()
