@@ -74,7 +74,7 @@ class PooledBuffer:
     """Pools each layer's states during the forward pass: [m, batch, width] float32 per site and pooling.
 
     Where a window is empty (a prompt without a content word), both mean and maximum are the mean over all tokens of the
-    prompt.  Means and maxima are computed in float32, whatever the model's dtype.  Implements ``hooks.StatesSink``.
+    prompt.  Means and maxima are computed in float32, whatever the model's dtype.  A states sink of ``hooks``.
     """
 
     def __init__(
