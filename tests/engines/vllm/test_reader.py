@@ -221,7 +221,7 @@ HALF = EngineGate((1.0, 0.0, 0.0, 0.0, 0.0, 0.0), 0.0, 0.5)
         (2, Directive(gate=EngineGate((0.0, 1.0, 1.0, 0.0, 0.0, 0.0), -5.0, 0.5), end_token=7), "first token"),
     ],
 )
-def test_what_was_not_read_gives_no_number_and_a_nan_closes_no_gate(layers: int, directive: Directive, named: str) -> None:
+def test_what_was_not_read_gives_no_number_and_closes_no_gate(layers: int, directive: Directive, named: str) -> None:
     """The request side refuses the NaN; the step before was read."""
     made, sampled = reader(), torch.tensor([[1], [2]])
     run(made, step(Directive()))
