@@ -17,9 +17,9 @@ from huggingface_hub import constants
 from probes_store.errors import WrongModel
 from probes_store.store import SHIPPED, Store
 from service.demo import MODEL_DIR
-from service.engines import hub
+from service.engines import places
 from service.engines.base import EngineOptions
-from service.engines.vllm.stages import VARIABLE, say, stages
+from service.engines.vllm.launch import STAGES, say, stages
 from service.errors import ModelLoadError
 from service.library.engine import load_engine
 from service.progress import progress
@@ -50,10 +50,10 @@ class Hub(BaseHTTPRequestHandler):
 def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     """Nothing downloaded, nothing remembered."""
     ASKED.clear()
-    hub.reachable.cache_clear()
+    places.reachable.cache_clear()
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
     yield
-    hub.reachable.cache_clear()
+    places.reachable.cache_clear()
 
 
 @pytest.fixture
@@ -121,7 +121,7 @@ def test_a_model_that_is_nowhere_is_asked_for_once(online: str, tmp_path: Path) 
 
 def test_offline_it_is_said_in_one_line_with_the_bundles_own_model(offline: str) -> None:
     with pytest.raises(ModelLoadError) as caught:
-        hub.reachable("owner/nope", None)
+        places.reachable("owner/nope", None)
     assert f"owner/nope is no folder or GGUF file here, was not downloaded before, and {offline}" in str(caught.value)
     assert "cannot be reached" in str(caught.value)
     assert "\n" not in str(caught.value)
@@ -133,7 +133,7 @@ def test_offline_it_is_said_in_one_line_with_the_bundles_own_model(offline: str)
 )
 def test_other_reasons_are_told_apart(online: str, name: str, said: str) -> None:
     with pytest.raises(ModelLoadError, match=said):
-        hub.reachable(name, None)
+        places.reachable(name, None)
 
 
 def test_what_was_downloaded_before_is_used_offline(offline: str, tmp_path: Path) -> None:
@@ -141,12 +141,12 @@ def test_what_was_downloaded_before_is_used_offline(offline: str, tmp_path: Path
     (folder / "refs").mkdir(parents=True)
     (folder / "refs" / "main").write_text(COMMIT)
     shutil.copytree(MODEL_DIR, folder / "snapshots" / COMMIT)
-    assert hub.reachable("owner/there", None) is False
+    assert places.reachable("owner/there", None) is False
 
 
 def test_the_hub_has_it(online: str) -> None:
-    assert hub.reachable("owner/there", None) is True
-    assert hub.reachable("owner/there", None) is True
+    assert places.reachable("owner/there", None) is True
+    assert places.reachable("owner/there", None) is True
     assert len(ASKED) == 1
 
 
@@ -163,15 +163,15 @@ def test_a_bundle_of_other_weights_is_refused_before_they_are_read(
 def test_what_a_starting_worker_says_is_reported_as_it_begins() -> None:
     lines: list[str] = []
     say("nobody listens")
-    with stages() as told, progress("loading m", lines.append, told.last):
-        assert told.last() == ""
+    with stages() as last, progress("loading m", lines.append, last):
+        assert last() == ""
         for stage in ("loading the weights", "warming up"):
             say(stage)
-            assert told.last() == stage
+            assert last() == stage
             until = time.monotonic() + 30
             while not (lines and stage in lines[-1]) and time.monotonic() < until:
                 time.sleep(0.05)
             assert f"loading m: {stage} (" in lines[-1]
     assert lines[-1].startswith("loading m: done in ")
-    assert VARIABLE not in os.environ
-    assert told.last() == ""
+    assert STAGES not in os.environ
+    assert last() == ""
