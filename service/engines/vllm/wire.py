@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from probes_store.manifest import SIGNALS
+from probes_store.records import Context, ContextName
 from service.engines.base import EngineGate, FirstToken
 from service.engines.checks import first_token_of
 from service.errors import EngineError, NonFiniteReadout, ProbeReplaced
