@@ -58,7 +58,7 @@ def parse_keys(text: str, where: str, policies: Collection[str] | None = None) -
     except (ValueError, RecursionError) as error:  # the second: nested too deep
         raise HalluTracerError(f"{where} is not TOML: {error}") from None
     if not tables:
-        raise HalluTracerError(f"{where} holds no key; make one with: hallutracer keys new NAME --keys {where}")
+        raise HalluTracerError(f"{where} holds no key; make one with: hallutracer keys make NAME >> {where}")
     keys = tuple(_key(where, name, table, policies) for name, table in tables.items())
     digests = [key.digest for key in keys]
     if twice := [key.name for key in keys if digests.count(key.digest) > 1]:
@@ -76,7 +76,7 @@ def _key(where: str, name: str, table: Any, policies: Collection[str] | None) ->
         raise HalluTracerError(f"{where}: unknown field {unknown[0]!r}; known: {', '.join(FIELDS)}")
     digest = table.get("sha256")
     if not isinstance(digest, str) or not _DIGEST.fullmatch(digest):
-        raise HalluTracerError(f"{where}: sha256 must be 64 hexadecimal digits; 'hallutracer keys new' writes them")
+        raise HalluTracerError(f"{where}: sha256 must be 64 hexadecimal digits; 'hallutracer keys make' prints them")
     lists = {field: _list(where, field, table[field], known) for field, known in LISTS.items() if field in table}
     if not lists.get("scopes"):
         raise HalluTracerError(f"{where}: scopes must name one or more of {', '.join(Scope)}")

@@ -91,7 +91,7 @@ def check_scopes(request: HTTPConnection, keys: KeyRing, wanted: Collection[KeyS
         if KeyScope.ADMIN in wanted and ("origin" in request.headers or not from_here(request)):
             raise MissingScope(
                 "while there are no keys, only programs on this machine may change the service; to do it from "
-                "elsewhere, make a key: hallutracer keys new NAME --scope admin"
+                "elsewhere, make a key: hallutracer keys make NAME --scope admin"
             )
         return
     key = key_of(request)

@@ -197,7 +197,7 @@ def test_without_keys_only_programs_of_this_machine_are_administrators(tmp_path:
             assert httpx.post(f"{service.url}/score", json={"prompt": "a"}, headers=dict([header])).status_code == 200
         for path in (f"{ADMIN}try", f"{ADMIN}nothing"):
             elsewhere = service.client.post(path)  # whose address is "testclient"
-            assert (elsewhere.status_code, "keys new NAME --scope admin" in elsewhere.text) == (403, True)
+            assert (elsewhere.status_code, "keys make NAME --scope admin" in elsewhere.text) == (403, True)
 
 
 @pytest.mark.parametrize("host", ["10.1.2.3", "::2", "127.0.0.1.example", ""])

@@ -32,7 +32,7 @@ def test_the_commands_are_those_of_the_readme() -> None:
         "bundle alias", "bundle sign", "bundle push", "bundle pull", "bundle promote", "bundle rollback", "bundle diff",
         "demo info", "demo questions", "demo retrieval", "demo build", "data convert", "data list", "data mix",
         "data forms", "data tasks", "data audit", "evaluate", "diagnose", "calibrate", "recalibrate", "feedback",
-        "keys new", "keys list", "keys revoke", "audit verify",
+        "keys make", "keys list", "audit verify",
     } == COMMANDS  # fmt: skip
 
 

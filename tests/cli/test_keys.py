@@ -16,89 +16,60 @@ import httpx
 import pytest
 
 from service.access.callers import digest_of
-from service.access.edit import add_key
 from service.access.key_file import read_keys
 from service.audit.events import SERVICE, change
 from service.audit.file import AuditFile
 from service.audit.head import head_path
 from service.audit.verify import verify
 from tests.cli.test_command_line import run
+from tests.command_line import hallutracer, make_key, one_line_says
 from tests.running import until
 from tests.serve_process import ServeProcess
 
 
-def test_a_secret_is_printed_once_and_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path, log = tmp_path / "keys.toml", tmp_path / "audit.jsonl"
-    options = ["--keys", str(path), "--audit-log", str(log)]
-    assert run("keys", "new", "trial", *options, "--requests-per-minute", "60", "--expires", "30d") == 0
-    printed = capsys.readouterr()
-    secret = printed.out.removesuffix("\n")
+def test_the_lines_of_a_key_hold_no_secret_and_can_be_pasted(tmp_path: Path) -> None:
+    path = tmp_path / "keys.toml"
+    secret = make_key(path, "trial", "--expires", "30d")
+    make_key(path, "ops", "--scope", "admin", "--scope", "observe", "--expires", "never", "--may", "threshold")
     assert re.fullmatch(r"ht-[\w-]{43}", secret)
-    assert secret not in printed.err
-    [key] = read_keys(path)
+    assert secret not in path.read_text()
+    key, _ = read_keys(path)
     assert key.digest == digest_of(secret)
     assert key.expires is not None
     assert timedelta(days=29) < key.expires - datetime.now(UTC) <= timedelta(days=30)
-    assert run("keys", "new", "ops", *options, "--scope", "admin", "--scope", "observe", "--expires", "never") == 0
-    capsys.readouterr()
-    assert run("keys", "revoke", "trial", *options) == 0
-    assert run("keys", "list", "--keys", str(path)) == 0
-    listed = capsys.readouterr().out
+    path.write_text(path.read_text().replace("[trial]", "[trial]\nrevoked = 2026-01-01T00:00:00Z"))
+    listed = hallutracer("keys", "list", "--keys", str(path)).stdout
     assert re.search(r"trial\s+score\s+revoked", listed)
-    assert re.search(r"ops\s+admin, observe\s+in force\s+never", listed)
+    assert re.search(r"ops\s+admin, observe\s+in force\s+never\s+threshold", listed)
     assert key.digest not in listed
-    assert run("keys", "list", "--keys", str(path), "--json") == 0
-    assert [row["state"] for row in json.loads(capsys.readouterr().out)] == ["revoked", "in force"]
-    written = [json.loads(line) for line in log.read_text().splitlines()]
-    assert [(line["event"], line["what"]["name"]) for line in written] == [
-        ("keys.new", "trial"), ("keys.new", "ops"), ("keys.revoke", "trial"),
-    ]  # fmt: skip
-    assert {line["by"].partition(":")[0] for line in written} == {"command line"}
-    assert secret not in log.read_text()
-    assert verify([log]).problems == []
+    rows = json.loads(hallutracer("keys", "list", "--keys", str(path), "--json").stdout)
+    assert [row["state"] for row in rows] == ["revoked", "in force"]
 
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["new", "x"], "--keys"),
-        (["new", "X", "--keys", "k"], "lower-case"),
-        (["new", "x", "--keys", "k", "--expires", "soon"], "90d, 2027-02-21 or never"),
-        (["new", "x", "--keys", "k", "--expires", "2020-01-01"], "not in the future"),
-        (["new", "x", "--keys", "k", "--expires", "0d"], "not in the future"),
-        (["new", "x", "--keys", "k", "--expires", "99d9"], "90d, 2027-02-21 or never"),
-        (["new", "x", "--keys", "k", "--scope", "root"], "score"),
-        (["new", "x", "--keys", "k", "--requests-per-minute", "0"], ">= 1"),
-        (["revoke", "x"], "--keys"),
-        (["list"], "--keys"),
+        (("make", "X"), "lower-case"),
+        (("make", "x", "--expires", "soon"), "90d, 2027-02-21 or never"),
+        (("make", "x", "--expires", "2020-01-01"), "not in the future"),
+        (("make", "x", "--expires", "0d"), "not in the future"),
+        (("make", "x", "--expires", "99d9"), "90d, 2027-02-21 or never"),
+        (("make", "x", "--scope", "root"), "score"),
+        (("list",), "--keys"),
     ],
 )
-def test_a_wrong_command_makes_no_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: list[str], said: str
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert run("keys", *arguments) == 2
-    assert said in capsys.readouterr().err
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_key_that_cannot_be_audited_is_not_made(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    options = ["--keys", str(tmp_path / "keys.toml"), "--audit-log", str(tmp_path / "no" / "audit.jsonl")]
-    assert run("keys", "new", "x", *options) == 1
-    printed = capsys.readouterr()
-    assert "cannot write the audit log" in printed.err
-    assert printed.out == ""
-    assert list(tmp_path.iterdir()) == []
+def test_a_wrong_command_prints_no_key(arguments: tuple[str, ...], said: str) -> None:
+    one_line_says(("keys", *arguments), 2, said)
 
 
 def test_verify_says_whether_a_log_is_whole(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "audit.jsonl"
-    for name in ("a", "b", "c"):
-        assert run("keys", "new", name, "--keys", str(tmp_path / "k.toml"), "--audit-log", str(path)) == 0
-    capsys.readouterr()
+    file = AuditFile(path)
+    file.append([change(SERVICE, "keys.reload", "done", {"name": name}) for name in ("a", "b", "c")])
+    file.close()
     assert run("audit", "verify", str(path)) == 0
     printed = capsys.readouterr().out
-    assert "3 lines: 3 keys.new" in printed
+    assert "3 lines: 3 keys.reload" in printed
     [head] = re.findall(r"sha256:[0-9a-f]{64}", printed)
     assert run("audit", "verify", str(path), "--seen", head) == 0
     text = path.read_text().splitlines(keepends=True)
@@ -138,7 +109,7 @@ def test_a_service_does_not_start_without_what_it_was_told_to_keep(
 def test_a_running_service_follows_its_keys_and_a_kill_loses_no_decision(tmp_path: Path) -> None:
     """Rotation and SIGHUP, too: a real process, and nothing that was told is missing after SIGKILL."""
     path, log, old = tmp_path / "keys.toml", tmp_path / "audit.jsonl", tmp_path / "audit.jsonl.1"
-    one = add_key(path, "one", {"scopes": ["score"]})
+    one = make_key(path, "one")
     options = (f"--keys={path}", f"--audit-log={log}", "--threads=1")
     with ServeProcess(*options, HALLUTRACER_STORE=str(tmp_path)) as service:
 
@@ -151,7 +122,7 @@ def test_a_running_service_follows_its_keys_and_a_kill_loses_no_decision(tmp_pat
             ["bash", "-c", command], env=os.environ | {"KEY": one}, capture_output=True, text=True, check=True
         )
         assert json.loads(done.stdout)["data"][0]["risk"] > 0
-        two = add_key(path, "two", {"scopes": ["score"]})
+        two = make_key(path, "two")
         until(lambda: ask(two).status_code == 200)
         log.rename(old)
         os.kill(service.process.pid, signal.SIGHUP)

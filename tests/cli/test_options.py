@@ -31,7 +31,7 @@ REQUIRED = {
     "train": ["--name", "n"], "demo questions": ["--split", "dev"], "diagnose": ["x.npz"], "score": ["why?"],
     "bundle show": ["demo"], "bundle verify": ["demo"], "bundle alias": ["a", "b", "1"], "data convert": ["helm", "."],
     "bundle push": ["a", "hf://b/c"], "bundle sign": ["a"], "bundle pull": ["hf://b/c"],
-    "data forms": ["x.jsonl"], "data audit": ["x.csv"], "keys new": ["n"], "keys revoke": ["n"],
+    "data forms": ["x.jsonl"], "data audit": ["x.csv"], "keys make": ["n"],
     "audit verify": ["x.jsonl"], "bundle promote": ["a@b"], "bundle rollback": ["a"], "bundle diff": ["a", "b"],
 }  # fmt: skip
 
@@ -168,8 +168,8 @@ def test_names_that_are_both_option_and_table(tmp_path: Path) -> None:
         ("[serve]\nthreshold = nan", ["serve.threshold", "finite"]),
         ("[serve]\ndrain_s = inf", ["serve.drain_s", "finite"]),
         ("[serve]\ndtype = 'float99'", ["serve.dtype", "float32"]),
-        ("[serve]\nprotect_metrics = 1", ["serve.protect_metrics", "true or false"]),
-        ("[serve]\nbundle = 'demo'", ["serve.bundle", "list"]),
+        ("[serve]\nprotect_metrics = 1", ["serve.protect_metrics", "boolean"]),
+        ("[serve]\nbundle = 'demo'", ["serve.bundle", "array"]),
         ("[serve]\nbundle = [1]", ["serve.bundle", "string"]),
         ("serve = 1", ["serve"]),
         ("port 1", ["not TOML"]),
