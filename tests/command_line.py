@@ -9,6 +9,8 @@ from pathlib import Path
 from subprocess import CompletedProcess
 from unittest.mock import patch
 
+import pytest
+
 from service.cli.main import main
 
 ROOT = Path(__file__).parents[1]
@@ -31,6 +33,14 @@ def hallutracer(*arguments: str, stdin: str = "", **variables: str) -> Completed
         except SystemExit as ended:
             status = ended.code if isinstance(ended.code, int) else 1
     return CompletedProcess(arguments, status, out.getvalue(), err.getvalue())
+
+
+def run(*arguments: str) -> int:
+    """Run a command in this process's own environment; return its exit status."""
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    assert isinstance(caught.value.code, int)
+    return caught.value.code
 
 
 def one_line_says(arguments: tuple[str, ...], status: int, word: str) -> None:

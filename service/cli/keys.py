@@ -13,9 +13,10 @@ from cyclopts import Parameter
 from service.access.callers import Key, Right, digest_of, now
 from service.access.key_file import parse_keys, read_keys
 from service.cli.options import Json, UsageError
-from service.cli.output import note, print_json, print_line
+from service.cli.output import print_json, print_line
 from service.errors import HalluTracerError
 from service.options import Common, toml
+from service.progress import note
 from service.settings import KeysFile, option, section
 
 Name = Annotated[str, Parameter(help="Of the key in the log: letters, digits, '_' and '-'.", show_env_var=False)]

@@ -1,4 +1,4 @@
-"""From options to an engine, a store and scorers.  Heavy imports happen inside, after the command line was parsed."""
+"""From options to a store, an engine, scorers or a running service.  Heavy imports happen inside, after parsing."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from service.cli.options import BundleOptions, EngineChoice, StoreOptions, UsageError, check_place
+from service.errors import HalluTracerError
 from service.library import engine as library
 from service.library import stores
 from service.library.default_model import NoDefaultBundle, default_bundles
@@ -89,15 +90,12 @@ def _import_engine() -> None:
     for assisted decoding and for losses that no command has.  Only here, where the process is ours."""
     from transformers import utils
 
-    names = ("is_sklearn_available", "is_scipy_available")
-    own = {name: getattr(utils, name) for name in names}
+    own = {name: getattr(utils, name) for name in ("is_sklearn_available", "is_scipy_available")}
     try:
-        for name in names:
-            setattr(utils, name, lambda: False)
+        vars(utils).update(dict.fromkeys(own, lambda: False))
         import service.engines.transformers.engine  # noqa: F401
     finally:
-        for name, function in own.items():
-            setattr(utils, name, function)
+        vars(utils).update(own)
 
 
 @dataclass
@@ -142,3 +140,30 @@ def _usable(names: Sequence[str], load: Callable[[str], T], leave_out: LeaveOut 
             leave_out.reasons[name] = str(error)
             log.error("bundle %s is left out: %s", name, error)
     return usable
+
+
+@contextmanager
+def running_service(url: str, key: str | None) -> Iterator[Callable[[str], Any]]:
+    """Yield a function that GETs the JSON document at a path of a running service.
+
+    Raises HalluTracerError, with the service's own words where it refuses, and for what is in no such document.
+    """
+    import httpx
+
+    def get(path: str) -> Any:
+        answer = client.get(path)
+        if answer.status_code != 200:
+            try:
+                said = answer.json()["error"]["message"]
+            except (ValueError, LookupError, TypeError):
+                said = answer.text[:200]
+            raise HalluTracerError(f"GET {client.base_url}{path.lstrip('/')} answered {answer.status_code}: {said}")
+        return answer.json()
+
+    headers = {} if key is None else {"authorization": f"Bearer {key}"}
+    try:
+        with httpx.Client(base_url=url, headers=headers, timeout=60, trust_env=False) as client:
+            yield get
+    except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, TypeError, StopIteration) as error:
+        why = error or type(error).__name__
+        raise HalluTracerError(f"{url} did not answer as a HalluTracer service of this version: {why}") from error

@@ -24,9 +24,10 @@ from service.cli.options import (
     StoreOptions,
     UsageError,
 )
-from service.cli.output import note, print_line
+from service.cli.output import print_line
 from service.fitting.options import ClassBalance, LogitScale
 from service.options import Common
+from service.progress import note
 from service.settings import DEFAULT_STORE, Range, option, section
 
 if TYPE_CHECKING:

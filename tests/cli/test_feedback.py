@@ -12,7 +12,7 @@ import pytest
 from probes_store.store import Store
 from service.demo.questions import questions
 from tests.cli.new_rows import own, question_files
-from tests.cli.test_command_line import run
+from tests.command_line import run
 from tests.running import until
 from tests.serve_process import serve
 

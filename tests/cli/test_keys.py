@@ -21,8 +21,7 @@ from service.audit.events import SERVICE, change
 from service.audit.file import AuditFile
 from service.audit.head import head_path
 from service.audit.verify import verify
-from tests.cli.test_command_line import run
-from tests.command_line import hallutracer, make_key, one_line_says
+from tests.command_line import hallutracer, make_key, one_line_says, run
 from tests.running import until
 from tests.serve_process import ServeProcess
 
