@@ -7,6 +7,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel, ValidationError
 
 
 class HalluTracerError(Exception):
@@ -99,14 +103,6 @@ class NotFound(HalluTracerError, status=404, code="not_found"):
 
 class Overloaded(HalluTracerError, status=429, code="overloaded", retry_after_s=1):
     """The queue is full."""
-
-
-class RateLimited(HalluTracerError, status=429, code="rate_limit_exceeded"):
-    """The key's requests per minute are used up."""
-
-
-class QuotaExceeded(RateLimited, status=429, code="insufficient_quota"):
-    """The key's prompt tokens of the day are used up."""
 
 
 class ClientGone(HalluTracerError, status=499, code="client_closed_request"):
@@ -206,3 +202,13 @@ class NoDirection(TrainingError, status=500, code="no_direction"):
 
 class NoThreshold(TrainingError, status=500, code="no_threshold"):
     """No threshold keeps the promise of a calibration at any of its alphas; nothing was published."""
+
+
+def first_problem(error: ValidationError, model: type[BaseModel]) -> str:
+    """Return which field of a file's ``model`` is wrong and what was expected; never the value, which may be secret."""
+    first = error.errors(include_url=False, include_input=False)[0]
+    where = ".".join(map(str, first["loc"]))
+    if first["type"] == "extra_forbidden":
+        return f"unknown field {where!r}; known: {', '.join(model.model_fields)}"
+    said = first["msg"].removeprefix("Value error, ")
+    return f"{where}: {said}" if where else said

@@ -23,7 +23,6 @@ import os
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -134,7 +133,7 @@ class Sources(Env):
                 token = argument.tokens[0]
                 source = "command line" if token.source == "cli" else f"{token.keyword} in {token.source}"
             hidden = value and argument.parameter.metavar in (SECRET, DATABASE)
-            text = '"***"' if hidden else "" if value is None else toml(value)
+            text = '"***"' if hidden else "" if value is None else _toml(value)
             lines.append(f"{'# ' if hidden or value is None else ''}{key_of(argument)} = {text}  # {source}")
         return "\n".join(lines)
 
@@ -180,14 +179,12 @@ def commands_of(app: App, path: Command = ()) -> Iterator[tuple[Command, Argumen
         yield from commands_of(child, (*path, name))
 
 
-def toml(value: Any) -> str:
+def _toml(value: Any) -> str:
     """Return a value as TOML has it."""
     if isinstance(value, tuple):
-        return f"[{', '.join(map(toml, value))}]"
+        return f"[{', '.join(map(_toml, value))}]"
     if isinstance(value, bool):
         return str(value).lower()
-    if isinstance(value, datetime):
-        return value.isoformat().replace("+00:00", "Z")
     return repr(value) if isinstance(value, int | float) else json.dumps(str(value), ensure_ascii=False)
 
 

@@ -50,12 +50,3 @@ def one_line_says(arguments: tuple[str, ...], status: int, word: str) -> None:
     assert done.stderr.startswith("error: ")
     assert done.stderr.count("\n") == 1
     assert word in done.stderr
-
-
-def make_key(path: Path, name: str, *options: str) -> str:
-    """Add a key to a file of --keys; return its secret."""
-    done = hallutracer("keys", "make", name, *options)
-    assert done.returncode == 0, done.stderr
-    with path.open("a") as file:
-        file.write(done.stdout)
-    return done.stderr.split()[-1]

@@ -10,8 +10,6 @@ Prompts have no digest: from one, a prompt that was guessed could be confirmed. 
 
 from __future__ import annotations
 
-import getpass
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
@@ -27,19 +25,10 @@ class Who:
 
     key: str | None = None
     address: str | None = None
-    by: str = "api"  # or "signal", "file", "alias", "service", "command line: USER"
+    by: str = "api"  # or "signal", "file", "alias", "service"
 
 
 SERVICE = Who(by="service")
-
-
-def shell_user() -> Who:
-    """Whoever runs a command."""
-    try:
-        name = getpass.getuser()
-    except (OSError, KeyError):  # an id without a name, as in containers
-        name = str(os.geteuid())
-    return Who(by=f"command line: {name}")
 
 
 @dataclass(frozen=True, slots=True)

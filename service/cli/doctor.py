@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 from cyclopts import Parameter
 
 from service.access.callers import on_loopback
-from service.access.key_file import read_keys
+from service.access.keys import read_keys
 from service.audit.file import AuditFile
 from service.cli.listening import listen
 from service.cli.loading import LeaveOut, bundle_names, load_engine, load_scorers, open_store

@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 import re
-import secrets
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Annotated, Any, Literal
 
 from cyclopts import Parameter
 
-from service.access.callers import Key, Right, digest_of, now
-from service.access.key_file import parse_keys, read_keys
+from service.access.callers import Key, Right, now
+from service.access.keys import new_key, read_keys
 from service.cli.options import Json, UsageError
 from service.cli.output import print_json, print_line
 from service.errors import HalluTracerError
-from service.options import Common, toml
+from service.options import Common
 from service.progress import note
 from service.settings import KeysFile, option, section
 
 Name = Annotated[str, Parameter(help="Of the key in the log: letters, digits, '_' and '-'.", show_env_var=False)]
 SOON = timedelta(days=14)
-PREFIX = "ht-"  # by which scanners for leaked secrets can tell ours
 
 
 @section("What the key opens", 20)
@@ -52,24 +50,18 @@ def make(name: Name, /, *, choices: KeyChoices = KeyChoices(), common: Common = 
       hallutracer keys make search-team >> keys.toml
       hallutracer keys make grafana --scope observe --expires never >> keys.toml
     """
-    secret, created = PREFIX + secrets.token_urlsafe(32), now().replace(microsecond=0)
-    end = _end(choices.expires, created)
     fields = {
-        "sha256": digest_of(secret),
         "scopes": tuple(dict.fromkeys(choices.scope)) or ("score",),
-        "created": created,
-        "expires": end,
+        "expires": _end(choices.expires),
         "may": tuple(dict.fromkeys(choices.may)) or None,
         "policies": tuple(dict.fromkeys(choices.allow_policy)) or None,
     }
-    table = "\n".join([f"[{name}]", *(f"{key} = {toml(value)}" for key, value in fields.items() if value is not None)])
     try:
-        parse_keys(table, "the new key")
+        secret, table = new_key(name, fields)
     except HalluTracerError as error:
         raise UsageError("NAME", error.message) from None
     print_line(f"\n{table}")
-    until = "without an end" if end is None else f"until {end:%Y-%m-%d}"
-    note(f"key {name}, {until}; its secret, shown once: {secret}")
+    note(f"the secret of {name}, shown once:\n{secret}")
 
 
 def list_keys(*, keys: KeysFile = None, as_json: Json = False, common: Common = Common()) -> None:
@@ -108,10 +100,11 @@ def _row(key: Key) -> dict[str, Any]:
     }
 
 
-def _end(text: str, today: datetime) -> datetime | None:
+def _end(text: str) -> datetime | None:
     """None: never.  Raises UsageError."""
     if text == "never":
         return None
+    today = now().replace(microsecond=0)
     try:
         days = re.fullmatch(r"(\d{1,5})d", text)
         end = today + timedelta(int(days[1])) if days else datetime.strptime(text, "%Y-%m-%d").replace(tzinfo=UTC)

@@ -16,27 +16,35 @@ import httpx
 import pytest
 
 from service.access.callers import digest_of
-from service.access.key_file import read_keys
+from service.access.keys import read_keys
 from service.audit.events import SERVICE, change
 from service.audit.file import AuditFile
 from service.audit.head import head_path
 from service.audit.verify import verify
-from tests.command_line import hallutracer, make_key, one_line_says, run
+from tests.command_line import hallutracer, one_line_says, run
+from tests.key_files import add_key, revoke_key
 from tests.running import until
 from tests.serve_process import ServeProcess
 
 
 def test_the_lines_of_a_key_hold_no_secret_and_can_be_pasted(tmp_path: Path) -> None:
     path = tmp_path / "keys.toml"
-    secret = make_key(path, "trial", "--expires", "30d")
-    make_key(path, "ops", "--scope", "admin", "--scope", "observe", "--expires", "never", "--may", "threshold")
+
+    def make(*options: str) -> str:
+        done = hallutracer("keys", "make", *options)
+        with path.open("a") as file:
+            file.write(done.stdout)
+        return done.stderr.splitlines()[-1]
+
+    secret = make("trial", "--expires", "30d")
+    make("ops", "--scope", "admin", "--scope", "observe", "--expires", "never", "--may", "threshold")
     assert re.fullmatch(r"ht-[\w-]{43}", secret)
     assert secret not in path.read_text()
     key, _ = read_keys(path)
     assert key.digest == digest_of(secret)
     assert key.expires is not None
     assert timedelta(days=29) < key.expires - datetime.now(UTC) <= timedelta(days=30)
-    path.write_text(path.read_text().replace("[trial]", "[trial]\nrevoked = 2026-01-01T00:00:00Z"))
+    revoke_key(path, "trial")
     listed = hallutracer("keys", "list", "--keys", str(path)).stdout
     assert re.search(r"trial\s+score\s+revoked", listed)
     assert re.search(r"ops\s+admin, observe\s+in force\s+never\s+threshold", listed)
@@ -108,7 +116,7 @@ def test_a_service_does_not_start_without_what_it_was_told_to_keep(
 def test_a_running_service_follows_its_keys_and_a_kill_loses_no_decision(tmp_path: Path) -> None:
     """Rotation and SIGHUP, too: a real process, and nothing that was told is missing after SIGKILL."""
     path, log, old = tmp_path / "keys.toml", tmp_path / "audit.jsonl", tmp_path / "audit.jsonl.1"
-    one = make_key(path, "one")
+    one = add_key(path, "one", {"scopes": ["score"]})
     options = (f"--keys={path}", f"--audit-log={log}", "--threads=1")
     with ServeProcess(*options, HALLUTRACER_STORE=str(tmp_path)) as service:
 
@@ -121,7 +129,7 @@ def test_a_running_service_follows_its_keys_and_a_kill_loses_no_decision(tmp_pat
             ["bash", "-c", command], env=os.environ | {"KEY": one}, capture_output=True, text=True, check=True
         )
         assert json.loads(done.stdout)["data"][0]["risk"] > 0
-        two = make_key(path, "two")
+        two = add_key(path, "two", {"scopes": ["score"]})
         until(lambda: ask(two).status_code == 200)
         log.rename(old)
         os.kill(service.process.pid, signal.SIGHUP)
