@@ -14,14 +14,12 @@ from urllib.parse import urlsplit
 from cyclopts import Parameter
 
 from service.access.callers import on_loopback
-from service.access.keys import read_keys
 from service.audit.file import AuditFile
 from service.cli.listening import listen
 from service.cli.loading import LeaveOut, bundle_names, load_engine, load_scorers, open_store
 from service.cli.options import BundleOptions, EngineChoice, Json
 from service.cli.output import print_json, print_line
-from service.cli.serve import AccessOptions, FeedbackOptions, RolloutOptions
-from service.cli.tracing import TraceOptions
+from service.cli.serve_options import AccessOptions, FeedbackOptions, RolloutOptions, TraceOptions
 from service.doctor import machine, model
 from service.doctor.machine import Finding, fail, ok, run, summary, warn, worst
 from service.errors import HalluTracerError
@@ -113,6 +111,8 @@ def doctor(
 
 
 def _keys(settings: ServiceSettings, access: AccessOptions) -> Iterator[Finding]:
+    from service.access.keys import read_keys
+
     ring, give = access.ring(), "give --keys or --api-key-file"
     if ring.closed:
         yield ok("keys", f"{len(ring.names)}: {', '.join(sorted(ring.names))}")

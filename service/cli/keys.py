@@ -10,7 +10,6 @@ from typing import Annotated, Any, Literal
 from cyclopts import Parameter
 
 from service.access.callers import Key, Right, now
-from service.access.keys import new_key, read_keys
 from service.cli.options import Json, UsageError
 from service.cli.output import print_json, print_line
 from service.errors import HalluTracerError
@@ -50,6 +49,8 @@ def make(name: Name, /, *, choices: KeyChoices = KeyChoices(), common: Common = 
       hallutracer keys make search-team >> keys.toml
       hallutracer keys make grafana --scope observe --expires never >> keys.toml
     """
+    from service.access.keys import new_key
+
     fields = {
         "scopes": tuple(dict.fromkeys(choices.scope)) or ("score",),
         "expires": _end(choices.expires),
@@ -66,13 +67,16 @@ def make(name: Name, /, *, choices: KeyChoices = KeyChoices(), common: Common = 
 
 def list_keys(*, keys: KeysFile = None, as_json: Json = False, common: Common = Common()) -> None:
     """List keys: what each opens, and until when.  No secret is in the file."""
+    from rich.console import Console
+
+    from service.access.keys import read_keys
+
     if keys is None:
         raise UsageError("--keys", "name the file of keys, such as --keys keys.toml")
     rows = [_row(key) for key in read_keys(keys)]
     if as_json:
         print_json(rows)
         return
-    from rich.console import Console
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False)
