@@ -74,7 +74,7 @@ def serve(
         raise UsageError("--audit-required", "needs --audit-log")
     kept = feedback.location()
     tracing = traces.opened()
-    loading = engine.engine_options
+    loading = engine.options_for()
 
     from service.api.connections import places
 

@@ -176,7 +176,7 @@ def train(
         else PromiseOptions(options.calibration, alphas, promise.delta, publish_closed=promise.publish_closed),
         **{field: value for field, value in optional.items() if value is not None},
     )
-    chosen = engine.engine_options  # a wrong option is reported before rows are read
+    chosen = engine.options_for()  # a wrong option is reported before rows are read
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     try:
         trained = run_training(training, chosen, open_store(store), threads=engine.threads, console=console)

@@ -95,7 +95,7 @@ def evaluate(
         batch_rows=fit.batch_rows,
         jobs=fit.jobs,
     )
-    chosen = engine.engine_options  # a wrong option is reported before rows are read
+    chosen = engine.options_for()  # a wrong option is reported before rows are read
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     try:
         found = run_evaluation(evaluation, chosen, threads=engine.threads, console=console, command=command_line())
