@@ -19,7 +19,7 @@ from probes_store.manifest import read_manifest, sealed
 from probes_store.store import SHIPPED, Store
 from service.cli.main import main
 from service.demo import MODEL_DIR
-from service.doctor.findings import ok, summary
+from service.doctor.machine import ok, summary
 from tests.key_files import add_key, revoke_key
 from tests.probes_store.factory import VERSION_1
 from tests.probes_store.keys import key_pair

@@ -96,23 +96,6 @@ def test_verify_says_whether_a_log_is_whole(tmp_path: Path, capsys: pytest.Captu
     assert run("audit", "verify") == 2
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["--audit-required"], "needs --audit-log"),
-        (["--audit-log", "no/folder/audit.jsonl"], "cannot write the audit log"),
-        (["--keys", "none.toml"], "cannot read the keys file"),
-        (["--host", "0.0.0.0"], "give --keys"),
-    ],
-)
-def test_a_service_does_not_start_without_what_it_was_told_to_keep(
-    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("service.cli.serve.load_engine", lambda *_, **__: pytest.fail("a model was loaded"))
-    assert run("serve", "--model", "demo", "--port", "0", *arguments) in (1, 2)
-    assert said in capsys.readouterr().err
-
-
 def test_a_running_service_follows_its_keys_and_a_kill_loses_no_decision(tmp_path: Path) -> None:
     """Rotation and SIGHUP, too: a real process, and nothing that was told is missing after SIGKILL."""
     path, log, old = tmp_path / "keys.toml", tmp_path / "audit.jsonl", tmp_path / "audit.jsonl.1"

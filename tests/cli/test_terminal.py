@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from service.cli.terminal import draw_report, plot_lines
+from service.cli.output import draw_report, plot_lines
 from service.engines.scheduler import Scheduled
 from service.library.results import risk_of
 from service.scoring import Scorer

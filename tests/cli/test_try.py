@@ -12,7 +12,7 @@ from rich.console import Console
 
 from probes_store.bundle import BundleDraft, load_bundle
 from probes_store.store import SHIPPED, Store
-from service.cli.sorted_table import Seen, Tried, draw_sorted
+from service.cli.output import Seen, Tried, draw_sorted
 from service.judging.coverage import Tenth
 from tests.command_line import hallutracer
 from tests.serve_process import ServeProcess
