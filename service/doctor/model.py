@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import stat
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
@@ -21,7 +20,6 @@ if TYPE_CHECKING:
     from probes_store.store import Store
     from service.engines.base import EngineOptions
     from service.policies.guard import Policy
-    from service.readout import Geometry
     from service.scoring import Scorer
     from service.serving.rollout import RolloutPlan
 
@@ -80,18 +78,6 @@ def _left_out(check: str, name: str, error: BundleError) -> Finding:
     return warn(check, f"{name} is left out: {str(error).removeprefix(f'{name}: ')}", "mend it, or do not name it")
 
 
-@dataclass(frozen=True)
-class _Files:
-    """What ``check_identity`` compares, from a model's files."""
-
-    fingerprint: str
-    architecture: str
-    revision: str
-    tokenizer: str
-    chat_template: str | None
-    geometry: Geometry
-
-
 def check_model(options: EngineOptions, loaded: dict[str, Bundle], unpack: bool) -> Iterator[Finding]:
     """Check configuration, tokenizer, weights on disk, memory; then each bundle's identity.
 
@@ -132,14 +118,11 @@ def check_model(options: EngineOptions, loaded: dict[str, Bundle], unpack: bool)
         else:
             of = "" if free is None else f" of {shown(free)} that are free"
             yield ok("memory", f"{shown(needed)} for the weights{of}")
-    found = _Files(
-        folder_fingerprint(files.folder),
-        str((config.architectures or [type(config).__name__])[0]),
-        revision_of(config),
-        tokens.digest,
-        tokens.chat_template_digest,
-        geometry(config),
-    )
+    found: Any = SimpleNamespace(
+        fingerprint=folder_fingerprint(files.folder), revision=revision_of(config), geometry=geometry(config),
+        architecture=str((config.architectures or [type(config).__name__])[0]), tokenizer=tokens.digest,
+        chat_template=tokens.chat_template_digest,
+    )  # fmt: skip
     for number, (name, bundle) in enumerate(list(loaded.items())):
         try:
             check_identity(bundle.manifest, found)

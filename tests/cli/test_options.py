@@ -19,7 +19,8 @@ from service.options import COMMON, Sources, commands_of, key_of, one_line, opti
 from service.settings import SECRET, ServiceSettings, env
 from service.trainer.options import TrainOptions
 
-COMMANDS = {" ".join(path): arguments for path, arguments in commands_of(make_app(Sources({})))}
+APP = make_app(Sources({}))
+COMMANDS = {" ".join(path): arguments for path, arguments in commands_of(APP)}
 OPTIONS = [
     (command, argument)
     for command, arguments in COMMANDS.items()
@@ -42,8 +43,9 @@ def _commands_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def parsed(*arguments: str, **environment: str) -> Sources:
-    sources = Sources(environment)
-    make_app(sources).parse_args(arguments, exit_on_error=False, print_error=False)
+    sources = Sources(environment, APP)
+    APP.config = (sources,)
+    APP.parse_args(arguments, exit_on_error=False, print_error=False)
     return sources
 
 
