@@ -42,34 +42,16 @@ class Judged:
 
 
 def decision(
-    who: Who,
-    *,
-    request_id: str,
-    route: str,
-    model: str,
-    bundle: str,
-    digest: str,
-    policy: str,
-    threshold: float,
+    who: Who, *, request_id: str, route: str, model: str, bundle: str, digest: str, policy: str, threshold: float,
     prompts: Sequence[Judged],
-) -> Line:
-    """What became of a request's prompts."""
-    return _line(
-        "decision",
-        who,
-        request_id=request_id,
-        route=route,
-        model=model,
-        bundle=bundle,
-        digest=digest,
-        policy=policy,
-        threshold=threshold,
-        prompts=[asdict(one) for one in prompts],
-    )
+) -> Line:  # fmt: skip
+    """Return the line that says what became of a request's prompts."""
+    return _line("decision", who, request_id=request_id, route=route, model=model, bundle=bundle, digest=digest,
+                 policy=policy, threshold=threshold, prompts=[asdict(one) for one in prompts])  # fmt: skip
 
 
 def change(who: Who, event: str, outcome: Outcome, what: Mapping[str, Any]) -> Line:
-    """Something of the service that is another from then on."""
+    """Return the line of something of the service that is another from then on."""
     return _line(event, who, outcome=outcome, what=dict(what))
 
 
