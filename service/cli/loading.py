@@ -15,13 +15,11 @@ from service.library import engine as library
 from service.library import stores
 from service.library.default_model import NoDefaultBundle, default_bundles
 from service.progress import Report, note, progress
-from service.settings import KV_TOKENS
 
 if TYPE_CHECKING:
     from probes_store.bundle import Bundle
     from probes_store.store import Store
     from service.engines.base import Engine
-    from service.readout import Site
     from service.scoring import Scorer
 
 log = logging.getLogger("hallutracer")
@@ -29,17 +27,15 @@ T = TypeVar("T")
 
 
 def open_store(options: StoreOptions) -> Store:
-    """The user's store, with the shipped bundles behind it."""
+    """Return the user's store, with the shipped bundles behind it."""
     return stores.open_store(
-        options.store,
-        cache=options.store_cache,
-        require_signature=options.require_signature,
+        options.store, cache=options.store_cache, require_signature=options.require_signature,
         allow_open_store=options.allow_open_store,
-    )
+    )  # fmt: skip
 
 
 def bundle_names(model: str | None, options: BundleOptions) -> tuple[str, ...]:
-    """Which bundles to load; shipped models have their own, any other model must name one.  Raises UsageError."""
+    """Return which bundles to load; shipped models have their own, any other must name one.  Raises UsageError."""
     check_place(model)
     if options.bundle:
         return options.bundle
@@ -49,28 +45,13 @@ def bundle_names(model: str | None, options: BundleOptions) -> tuple[str, ...]:
         raise UsageError(f"--{error.param}", error.message) from None
 
 
-def load_engine(
-    choice: EngineChoice,
-    *,
-    bundles: Sequence[Bundle] = (),
-    rows: Sequence[Site] = (),
-    max_kv_tokens: int = KV_TOKENS,
-    max_wait_s: float = 0.002,
-    report: Report = note,
-) -> Engine:
-    """The chosen model, as ``service.library.engine.load_engine`` loads it; none named: that of shipped bundles."""
+def load_engine(choice: EngineChoice, *, bundles: Sequence[Bundle] = (), **more: Any) -> Engine:
+    """Load the chosen model; none named: that of the shipped bundles.  ``more``: as ``library.engine.load_engine``."""
     with uncollected():
         if choice.engine == "transformers":
             _import_engine()
-        return library.load_engine(
-            choice.options_for([bundle.manifest.name for bundle in bundles]),
-            bundles=bundles,
-            rows=rows,
-            threads=choice.threads,
-            max_kv_tokens=max_kv_tokens,
-            max_wait_s=max_wait_s,
-            report=report,
-        )
+        chosen = choice.options_for([bundle.manifest.name for bundle in bundles])
+        return library.load_engine(chosen, bundles=bundles, threads=choice.threads, **more)
 
 
 @contextmanager
@@ -111,7 +92,7 @@ class LeaveOut:
 
 
 def load_bundles(store: Store, names: Sequence[str], leave_out: LeaveOut | None = None) -> dict[str, Bundle]:
-    """The bundle of each reference."""
+    """Return the bundle of each reference."""
     return _usable(names, store.load, leave_out)
 
 
