@@ -14,7 +14,7 @@ from cyclopts import App, CycloptsError, Parameter, UnknownCommandError
 
 from probes_store.errors import BundleError
 from service import __version__
-from service.cli import bundle, calibrate, doctor, held_out, keys, recalibrate, records, score, serve, train
+from service.cli import bundle, calibrate, doctor, held_out, recalibrate, records, score, serve, train
 from service.cli.options import UsageError
 from service.cli.output import print_line
 from service.errors import HalluTracerError
@@ -41,7 +41,7 @@ COMMANDS: dict[str, Any] = {  # name -> function, or for a group its help and co
     "feedback": records.feedback,
     "bundle": bundle.COMMANDS,
     "demo": held_out.DEMO_COMMANDS,
-    "keys": keys.COMMANDS,
+    "keys": records.KEYS_COMMANDS,
     "audit": records.AUDIT_COMMANDS,
 }
 GROUP = "hallutracer.commands"  # entry points of other distributions: name -> what COMMANDS holds
