@@ -100,7 +100,7 @@ class Sources(Env):
                 _fill(argument, texts, keyword, path)
 
     def unknown(self) -> tuple[str, ...]:
-        """A warning for each ``HALLUTRACER_`` variable that no command reads, or that stands for another option now."""
+        """Return a warning for each ``HALLUTRACER_`` variable that no command reads, or that is an older name."""
         own = {env(argument.name): argument for argument in options_of(self.arguments)}
         others = sorted(name for name in self.environment if name.startswith(PREFIX) and name not in own)
         if not others:
@@ -119,11 +119,11 @@ class Sources(Env):
         return tuple(warnings)
 
     def values(self) -> dict[str, Any]:
-        """The converted value of each option of the last parse, by its configuration key."""
+        """Return the converted value of each option of the last parse, by its configuration key."""
         return {key_of(a): a.value if a.tokens else a.field_info.default for a in options_of(self.arguments)}
 
     def effective(self) -> str:
-        """The options of the last parse as TOML, each with its source; secrets are masked."""
+        """Return the options of the last parse as TOML, each with its source; secrets are masked."""
         lines, values = [f"[{'.'.join(self.commands)}]"], self.values()
         for argument in options_of(self.arguments):
             if argument.name in COMMON:

@@ -125,7 +125,7 @@ class Tried:
 
     @property
     def halves(self) -> tuple[dict[str, int], dict[str, int]]:
-        """Questions and right answers by half of the risks; the middle one of an odd number is in the lower."""
+        """Return questions and right answers by half of the risks; the middle one of an odd number is in the lower."""
         middle = (len(self.seen) + 1) // 2
         halves = (self.seen[:middle], self.seen[middle:])
         lower, upper = ({"questions": len(h), "right": sum(s.verdict == "right" for s in h)} for h in halves)

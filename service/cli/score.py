@@ -56,12 +56,12 @@ class ScoreOptions:
 
     @property
     def include(self) -> list[Include]:
-        """As a request to the service names it."""
+        """Return what is added, as a request to the service names it."""
         return ["trajectory"] if self.trajectory else []
 
     @property
     def policy(self) -> Policy:
-        """The gate, at the given threshold."""
+        """Return the gate, at the given threshold."""
         return built_in()["gate"].at(self.threshold)
 
 

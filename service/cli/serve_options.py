@@ -105,7 +105,7 @@ class RolloutOptions:
 
     @property
     def plan(self) -> RolloutPlan:
-        """What the service is told."""
+        """Return what the service is told."""
         from service.serving.rollout import RolloutPlan
 
         return RolloutPlan(self.canary, self.canary_share, self.shadow)
