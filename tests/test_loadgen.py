@@ -13,12 +13,26 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks import load_stats as stats
-from benchmarks.http_client import Pool, post
-from benchmarks.load_stats import Check, Outcome, percentile, poisson_arrivals, slope, statuses, summarise
-from benchmarks.loadgen import MIXES, closed_loop, make_prompts, make_texts, open_loop, score_requests
+from benchmarks import harness as stats
+from benchmarks.harness import (
+    MIXES,
+    Check,
+    Metrics,
+    Outcome,
+    Pool,
+    closed_loop,
+    make_prompts,
+    make_texts,
+    open_loop,
+    percentile,
+    poisson_arrivals,
+    post,
+    score_requests,
+    slope,
+    statuses,
+    summarise,
+)
 from benchmarks.service_load import better
-from benchmarks.service_process import Metrics
 from benchmarks.service_soak import Soak, memory_checks, metric_checks
 
 Exchange = Callable[[tuple[str, int]], Awaitable[None]]
