@@ -206,7 +206,8 @@ class NoThreshold(TrainingError, status=500, code="no_threshold"):
 
 def first_problem(error: ValidationError, model: type[BaseModel]) -> str:
     """Return which field of a file's ``model`` is wrong and what was expected; never the value, which may be secret."""
-    first = error.errors(include_url=False, include_input=False)[0]
+    # A misspelt field before the one that is missing for it.
+    first = min(error.errors(include_url=False, include_input=False), key=lambda one: one["type"] != "extra_forbidden")
     where = ".".join(map(str, first["loc"]))
     if first["type"] == "extra_forbidden":
         return f"unknown field {where!r}; known: {', '.join(model.model_fields)}"

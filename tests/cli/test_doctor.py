@@ -212,7 +212,7 @@ FAULTS: list[tuple[Callable[[Path], object], list[str], str, str, str]] = [
     (nothing, ["--audit-log", "AUDIT"], "audit", "ok", "will be made"),
     (open_log, ["--audit-log", "AUDIT"], "audit", "fail", "chmod 600"),
     (nothing, ["--audit-log", "/no/such/folder/audit.jsonl"], "audit", "fail", "make it"),
-    (broken_policies, ["--policies", "POLICIES"], "policies", "fail", "unknown key 'acton'"),
+    (broken_policies, ["--policies", "POLICIES"], "policies", "fail", "unknown field 'acton'"),
     (nothing, ["--policy", "support"], "policies", "fail", "support"),
     (nothing, ["--threads", "4096"], "cpu", "warn", "--threads"),
     (no_database, ["--feedback-db", "DATABASE"], "feedback", "fail", "f.db"),

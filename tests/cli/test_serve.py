@@ -82,9 +82,8 @@ def test_what_is_wrong_with_a_key_is_said_and_opens_nothing(tmp_path: Path, text
 
 @pytest.mark.parametrize(
     ("file", "pattern"),
-    [("deploy/kubernetes/base/secret.example.yaml", r"api-keys: \|\n((?: {4}.+\n)+)"),
-     ("docs/serving.md", r"```text\n((?:\S+  name=.+\n)+)```")],
-)  # fmt: skip
+    [("docs/serving.md", r"```text\n((?:\S+  name=.+\n)+)```")],
+)
 def test_a_key_that_we_publish_is_no_key_and_no_drawn_one_is_a_placeholder(
     tmp_path: Path, file: str, pattern: str
 ) -> None:
