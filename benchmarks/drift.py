@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tqdm import tqdm
 
-from service.engines.context import UNKNOWN
+from service.engines.base import UNKNOWN
 from service.fitting.markdown import markdown_table
 from service.judging.drift import DriftLimits, LabelTest
 from service.serving.monitor import Monitor

@@ -19,7 +19,7 @@ from probes_store.errors import GoldenMismatch, WrongModel
 from probes_store.manifest import Classifier
 from probes_store.recalibration import Recalibration
 from probes_store.tensors import Golden
-from service.engines.base import Gate, Sampling
+from service.engines.base import EngineGate, Sampling
 from service.engines.scheduler import Scheduled
 from service.errors import EmptyPrompt, EngineError, NonFiniteReadout, RequestError
 from service.policies.guard import BLOCK, GATE, OBSERVE, Action, Decision, Policy, judge
@@ -62,7 +62,7 @@ def test_gate_and_continue(
     scorer: Scorer, script: ScriptedEngine, honoured: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not honoured:
-        monkeypatch.setattr(Gate, "closes", lambda *_: False)
+        monkeypatch.setattr(EngineGate, "closes", lambda *_: False)
     ids = [scorer.render(prompt=f"prompt {n}") for n in range(20)]
     alone = scorer.score(ids)
     middle = sorted(report.risk for report in alone)[10]
@@ -93,7 +93,7 @@ def test_one_failure_ends_them_all(scorer: Scorer, script: ScriptedEngine, monke
 
 
 def test_an_answer_that_the_engine_alone_gated_is_an_error(scorer: Scorer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Gate, "closes", lambda *_: True)
+    monkeypatch.setattr(EngineGate, "closes", lambda *_: True)
     with pytest.raises(EngineError, match="complete"):
         scorer.score_or_continue([[256, 65]], Sampling(), GATE.at(0.999999))
 

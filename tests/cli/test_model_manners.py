@@ -15,9 +15,9 @@ from huggingface_hub import constants
 from probes_store.errors import WrongModel
 from probes_store.store import SHIPPED, Store
 from service.demo import MODEL_DIR
-from service.engines import hub
+from service.engines import places
 from service.engines.base import EngineOptions
-from service.engines.vllm.stages import VARIABLE, say, stages
+from service.engines.vllm.launch import STAGES, say, stages
 from service.errors import ModelLoadError
 from service.library.engine import load_engine
 from service.progress import progress
@@ -42,10 +42,10 @@ def hub_of_one(request: BaseHTTPRequestHandler, _: bytes) -> None:
 def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     """Nothing downloaded, nothing remembered."""
     ASKED.clear()
-    hub.reachable.cache_clear()
+    places.reachable.cache_clear()
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
     yield
-    hub.reachable.cache_clear()
+    places.reachable.cache_clear()
 
 
 @pytest.fixture
@@ -108,7 +108,7 @@ def test_a_model_that_is_nowhere_is_asked_for_once(online: str, tmp_path: Path) 
 
 def test_offline_it_is_said_in_one_line_with_the_bundles_own_model(offline: str) -> None:
     with pytest.raises(ModelLoadError) as caught:
-        hub.reachable("owner/nope", None)
+        places.reachable("owner/nope", None)
     assert f"owner/nope is no folder or GGUF file here, was not downloaded before, and {offline}" in str(caught.value)
     assert "cannot be reached" in str(caught.value)
     assert "\n" not in str(caught.value)
@@ -120,9 +120,9 @@ def test_offline_it_is_said_in_one_line_with_the_bundles_own_model(offline: str)
 )
 def test_other_reasons_are_told_apart(online: str, name: str, said: str) -> None:
     with pytest.raises(ModelLoadError, match=said):
-        hub.reachable(name, None)
+        places.reachable(name, None)
     ASKED.clear()
-    assert [hub.reachable("owner/there", None) for _ in range(2)] == [True, True]
+    assert [places.reachable("owner/there", None) for _ in range(2)] == [True, True]
     assert len(ASKED) == 1
 
 
@@ -131,7 +131,7 @@ def test_what_was_downloaded_before_is_used_offline(offline: str, tmp_path: Path
     (folder / "refs").mkdir(parents=True)
     (folder / "refs" / "main").write_text(COMMIT)
     shutil.copytree(MODEL_DIR, folder / "snapshots" / COMMIT)
-    assert hub.reachable("owner/there", None) is False
+    assert places.reachable("owner/there", None) is False
 
 
 def test_a_bundle_of_other_weights_is_refused_before_they_are_read(
@@ -147,12 +147,12 @@ def test_a_bundle_of_other_weights_is_refused_before_they_are_read(
 def test_what_a_starting_worker_says_is_reported_as_it_begins() -> None:
     lines: list[str] = []
     say("nobody listens")
-    with stages() as told, progress("loading m", lines.append, told.last):
-        assert told.last() == ""
+    with stages() as last, progress("loading m", lines.append, last):
+        assert last() == ""
         for stage in ("loading the weights", "warming up"):
             say(stage)
-            assert told.last() == stage
+            assert last() == stage
             until(lambda stage=stage: lines and f"loading m: {stage} (" in lines[-1], 30)  # type: ignore[misc]
     assert lines[-1].startswith("loading m: done in ")
-    assert VARIABLE not in os.environ
-    assert told.last() == ""
+    assert STAGES not in os.environ
+    assert last() == ""

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from service.engines.context import UNKNOWN
+from service.engines.base import UNKNOWN
 from service.feedback.rows import Tally
 from service.judging.drift import DriftLimits, Reference
 from service.serving.monitor import Monitor, digest_of
