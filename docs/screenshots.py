@@ -13,7 +13,7 @@ from pathlib import Path
 
 import httpx
 import matplotlib.pyplot as plt
-from playwright.sync_api import Browser, expect
+from playwright.sync_api import Browser, expect, sync_playwright
 from rich.console import Console
 from rich.text import Text
 

@@ -24,9 +24,10 @@ from service.cli.options import (
     StoreOptions,
     UsageError,
 )
-from service.cli.output import note, print_line
+from service.cli.output import print_line
 from service.fitting.options import ClassBalance, LogitScale
 from service.options import Common
+from service.progress import note
 from service.settings import DEFAULT_STORE, Range, option, section
 
 if TYPE_CHECKING:
@@ -169,7 +170,7 @@ def train(
         else PromiseOptions(options.calibration, alphas, promise.delta, publish_closed=promise.publish_closed),
         **{field: value for field, value in optional.items() if value is not None},
     )
-    chosen = engine.engine_options  # a wrong option is reported before rows are read
+    chosen = engine.options_for()  # a wrong option is reported before rows are read
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     try:
         trained = run_training(training, chosen, open_store(store), threads=engine.threads, console=console)

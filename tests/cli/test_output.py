@@ -1,4 +1,4 @@
-"""hallutracer try: the demo model on held-out questions, here and through a service."""
+"""hallutracer try on the demo model, here and through a service; and what commands draw for people."""
 
 from __future__ import annotations
 
@@ -7,14 +7,20 @@ from io import StringIO
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from rich.console import Console
 
 from probes_store.bundle import BundleDraft, load_bundle
 from probes_store.store import SHIPPED, Store
-from service.cli.sorted_table import Seen, Tried, draw_sorted
+from service.cli.output import Seen, Tried, draw_report, draw_sorted, plot_lines
+from service.engines.scheduler import Scheduled
 from service.judging.coverage import Tenth
+from service.library.results import risk_of
+from service.scoring import Scorer
 from tests.command_line import hallutracer
+from tests.matching import contextual_bundle, matching_bundle
+from tests.scripted_engine import ScriptedEngine
 from tests.serve_process import ServeProcess
 
 
@@ -97,3 +103,43 @@ def test_errors_name_the_cause(arguments: tuple[str, ...], status: int, word: st
     done = hallutracer("try", *arguments)
     assert (done.returncode, done.stdout) == (status, "")
     assert word in done.stderr
+
+
+@pytest.mark.parametrize("layers", [1, 8, 28, 80, 126])
+@pytest.mark.parametrize("width", [40, 80, 200])
+def test_the_plot_fits_and_marks_every_shown_layer(layers: int, width: int) -> None:
+    rng = np.random.default_rng(layers)
+    lines = [line.plain for line in plot_lines(rng.normal(size=layers), rng.normal(size=(2, layers)), width)]
+    body = [line for line in lines if "│" in line]
+    assert all(len(line) <= width for line in body)
+    marks = sum(line.count("●") for line in body)
+    assert marks == min(layers, marks)
+    assert marks >= min(layers, (width - 10) // 5)
+
+
+def test_the_highest_logit_is_on_top_and_the_lowest_at_the_bottom() -> None:
+    trajectory = np.array([0.0, 3.0, -3.0])
+    body = [line.plain for line in plot_lines(trajectory, np.zeros((2, 3)), 80) if "│" in line.plain]
+    assert "3.00" in body[0]
+    assert "●" in body[0]
+    assert "●" in body[-1]
+    assert plot_lines(np.zeros(4), np.zeros((2, 4)), 80)  # a flat one
+
+
+@pytest.mark.parametrize(("applies_from", "applies"), [(0.999999, False), (1e-6, True), (None, None)])
+def test_a_prompt_that_asks_for_no_fact_is_told(
+    tmp_path: Path, applies_from: float | None, applies: bool | None
+) -> None:
+    script = ScriptedEngine()
+    bundle = (
+        matching_bundle(script, tmp_path)
+        if applies_from is None
+        else contextual_bundle(script, tmp_path, applies_from=applies_from)
+    )
+    [report] = Scorer(Scheduled(script), bundle).score([[256, 65]])
+    console = Console(file=StringIO(), width=100)
+    draw_report(bundle, report, console)
+    assert isinstance(console.file, StringIO)
+    said = f"asks for no fact (P(asks) {report.context.asks or 0.0:.2f}): the risk does not apply"
+    assert (said in console.file.getvalue()) is (applies is False)
+    assert risk_of("A", report).applies is applies
