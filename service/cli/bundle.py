@@ -192,7 +192,7 @@ def promote(
 
       hallutracer bundle promote my-probe@canary --service http://127.0.0.1:8765
     """
-    from probes_store.reference import parse_reference
+    from probes_store.syntax import parse_reference
     from service.trainer.promotion import PromotionBounds, findings
 
     if (service is None) is not ungated:

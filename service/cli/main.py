@@ -49,11 +49,19 @@ RESEARCH = (("evaluate",), ("diagnose",), ("data",), ("demo", "build"), ("demo",
 """The commands of hallutracer-research."""
 
 
-def make_app(sources: Sources, *, whole_help: bool = True) -> App:
-    """Return the command line, with ``sources`` for what it leaves open.  ``whole_help``: its help leaves nothing out.
+def installed() -> dict[str, Any]:
+    """Return COMMANDS, and those of distributions with entry points of GROUP; groups are joined by name."""
+    found: dict[str, Any] = dict(COMMANDS)
+    for point in sorted(entry_points(group=GROUP), key=lambda point: point.name):
+        entry = point.load()
+        if isinstance(own := found.get(point.name), tuple):
+            entry = (entry[0], own[1] | entry[1])
+        found[point.name] = entry
+    return found
 
-    Its commands are COMMANDS, and those of distributions with entry points of GROUP; groups are joined by name.
-    """
+
+def make_app(sources: Sources, *, whole_help: bool = True) -> App:
+    """Return the command line, with ``sources`` for what it leaves open.  ``whole_help``: its help leaves nothing out."""
     app = App(
         name="hallutracer",
         help=HELP,
@@ -65,13 +73,7 @@ def make_app(sources: Sources, *, whole_help: bool = True) -> App:
         config=[sources],
         result_action="return_value",
     )
-    entries: dict[str, Any] = dict(COMMANDS)
-    for point in sorted(entry_points(group=GROUP), key=lambda point: point.name):
-        entry = point.load()
-        if isinstance(own := entries.get(point.name), tuple):
-            entry = (entry[0], own[1] | entry[1])
-        entries[point.name] = entry
-    for name, entry in entries.items():
+    for name, entry in installed().items():
         if isinstance(entry, tuple):
             title, commands = entry
             app.command(group := App(name=name, help=title, help_flags=HELP_FLAGS, version_flags=()))

@@ -112,7 +112,9 @@ def serve(
         plan=plan,
         keys=keys,
         metrics=metrics,
-        feedback=None if kept is None else Feedback(
+        feedback=None
+        if kept is None
+        else Feedback(
             kept, metrics, prompts=feedback.feedback_prompts, days=feedback.feedback_days, share=feedback.feedback_share
         ),
         audit=audit,

@@ -83,7 +83,7 @@ def check_model(options: EngineOptions, loaded: dict[str, Bundle], unpack: bool)
 
     ``unpack`` a GGUF file, too.  What is not the default and was trained on another model leaves ``loaded``.
     """
-    from probes_store.identity import check_identity
+    from probes_store.manifest import check_identity
     from service.engines import gguf, places
     from service.engines.places import place_of
 
@@ -96,7 +96,13 @@ def check_model(options: EngineOptions, loaded: dict[str, Bundle], unpack: bool)
         yield warn("model", f"{options.model}: the hub cannot be reached, the cache is read", HUB_ADVICE)
     from service.engines.families import geometry
     from service.engines.loading import (
-        DTYPES, choose_device, choose_dtype, find_model_files, folder_fingerprint, revision_of, weight_files,
+        DTYPES,
+        choose_device,
+        choose_dtype,
+        find_model_files,
+        folder_fingerprint,
+        revision_of,
+        weight_files,
     )  # fmt: skip
     from service.engines.tokens import Tokens
 
@@ -207,9 +213,7 @@ def check_drift(judging: Iterable[Bundle], replay_s: float) -> Iterator[Finding]
             found = f"{bundle.reference} keeps none of its training's risks: no change of the questions is seen"
             yield warn("drift", found, "train it again with this release")
             continue
-        kept = "a model of its training's risks" if reference.modelled else "its training's risks"
-        unable = "" if reference.outside is not None else "; it cannot tell which prompts lie outside training"
-        yield ok("drift", f"{bundle.reference} is compared with {kept}{unable}")
+        yield ok("drift", f"{bundle.reference} is compared with its training's risks")
     if not replay_s:
         yield warn("drift", "golden prompts are not replayed while serving: a readout that changes is not seen",
                    "--replay-s 600")  # fmt: skip

@@ -15,8 +15,8 @@ from subprocess import CompletedProcess
 import httpx
 import pytest
 
+from probes_store.bucket import Objects
 from probes_store.bundle import BundleDraft
-from probes_store.objects import Objects
 from probes_store.store import SHIPPED, Store
 from service.scoring import Scorer
 from service.serving.rollout import RolloutPlan

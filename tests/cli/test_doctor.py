@@ -17,7 +17,6 @@ from service.doctor.machine import ok, summary
 from tests.command_line import hallutracer
 from tests.key_files import add_key, revoke_key
 from tests.local_server import answer, listening
-from tests.probes_store.factory import VERSION_1
 from tests.probes_store.keys import key_pair
 from tests.probes_store.reseal import without_in_evaluation
 

@@ -17,10 +17,9 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 
-from probes_store.bundle import BundleDraft
-from probes_store.store import SHIPPED, Store
-from probes_store.trust import Signing
 from benchmarks.fleet import two_versions
+from probes_store.store import Store
+from probes_store.trust import Signing
 from tests import running
 from tests.probes_store.keys import key_pair
 from tests.probes_store.s3_server import BUCKET, VARIABLES, s3_server
