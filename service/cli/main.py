@@ -61,7 +61,7 @@ def installed() -> dict[str, Any]:
 
 
 def make_app(sources: Sources, *, whole_help: bool = True) -> App:
-    """Return the command line, with ``sources`` for what it leaves open.  ``whole_help``: its help leaves nothing out."""
+    """Return the command line, with ``sources`` for what it leaves open; ``whole_help``: with all options."""
     app = App(
         name="hallutracer",
         help=HELP,
