@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from sklearn.base import clone
 from tqdm import tqdm
 
-from probes_store.uncertainty import RefitInterval
+from probes_store.records import RefitInterval
 from service.data.run_folder import RowsFile
 from service.fitting.estimator import DepthMeanProbe, class_statistics, fit_classifier
 from service.fitting.folds import OuterFold, outer_folds

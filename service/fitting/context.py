@@ -13,7 +13,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from probes_store.context import ContextName, ContextProbe
+from probes_store.records import ContextName, ContextProbe
 from service.fitting.estimator import DepthMeanProbe, fit_classifier
 from service.fitting.layer_weights import fit_layer_weights
 from service.fitting.probes import Floats, Index, ProbeFit, Readouts

@@ -19,7 +19,7 @@ from sklearn.utils.multiclass import check_classification_targets, type_of_targe
 from sklearn.utils.validation import check_is_fitted, validate_data
 from threadpoolctl import threadpool_limits
 
-from probes_store.context import CONTEXT_SIGNALS
+from probes_store.records import CONTEXT_SIGNALS
 from service.errors import NoDirection
 from service.fitting import C_GRID, DEPTH_MEAN, ClassBalance, LogitScale
 from service.fitting.folds import group_folds

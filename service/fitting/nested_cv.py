@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 from sklearn.base import clone
 from tqdm import tqdm
 
-from probes_store.context import CONTEXT_SIGNALS
 from probes_store.manifest import Signal
 from service.fitting import DEPTH_MEAN, FIRST_TOKEN, LogitScale
 from service.fitting.context import PromptLabels, context_columns, fit_passage_probes

@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.special import logit
 
-from probes_store.recalibration import EDGE, Recalibration
+from probes_store.records import EDGE, Recalibration
 from service.fitting.scores import TAILS, equal_mass_bins, group_draws
 
 Floats = NDArray[np.floating]

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from scipy.special import expit, logit
 from sklearn.isotonic import isotonic_regression
 
-from probes_store.recalibration import EDGE, Method, Recalibration
+from probes_store.records import EDGE, Method, Recalibration
 from service.fitting.estimator import fit_classifier
 from service.fitting.folds import Pairs, group_folds
 from service.fitting.scores import ConfidenceInterval, squared_calibration_error, standard_error, t_interval

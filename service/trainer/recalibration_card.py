@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 from numpy.typing import NDArray
 
 from probes_store.manifest import Manifest
-from probes_store.recalibration import Recalibration
+from probes_store.records import Recalibration
 from service.fitting.presentation import BLUE, GREY, ORANGE, legend_below, markdown_table
 from service.fitting.recalibration import ChosenMap
 from service.fitting.scores import ConfidenceInterval, equal_mass_bins, reliability, share_interval

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from functools import partial
 
 import numpy as np
@@ -10,7 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.special import expit, logit
 
-from probes_store.recalibration import Recalibration, check_recalibration
+from probes_store.bundle import render
+from probes_store.manifest import sealed
+from probes_store.records import Recalibration
 from service.errors import TrainingError
 from service.fitting.prior_shift import Traffic, most_likely_share, shift_to
 from service.fitting.recalibration import (
@@ -26,6 +29,9 @@ from service.fitting.recalibration import (
 )
 from service.fitting.scores import debiased_calibration_error, t_interval
 from tests.fitting.made import PRIOR, rows
+from tests.probes_store.factory import make_draft
+
+MANIFEST = render(make_draft())[0]
 
 
 def drawn(truth: Recalibration, count: int = 40_000, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
@@ -88,14 +94,11 @@ def test_every_map_is_strictly_increasing(seed: int, count: int, digits: int) ->
     risk = rng.uniform(0, 1, count).round(digits)  # also ties, 0 and 1
     label = np.append([0, 1], rng.integers(0, 2, count - 2))
 
-    def require(fine: bool, field: str, expected: object, found: object) -> None:
-        assert fine, (field, expected, found)
-
     grid = np.linspace(0.001, 0.999, 200)
     for fit in FITS.values():
         found = fit(label, risk)
         if found is not None:
-            check_recalibration(found, require)
+            sealed(dataclasses.replace(MANIFEST, recalibration=found))  # a bundle may have it
             made = found(np.concatenate([[0.0], grid, [1.0]]))
             assert np.all(np.diff(made) >= 0)
             assert np.all((made >= 0) & (made <= 1))

@@ -20,7 +20,7 @@ from threadpoolctl import threadpool_limits
 
 from hallutracer_research.evaluation.methods.base import MethodInputs, fit_linear, held_out_auroc, in_processes
 from hallutracer_research.evaluation.options import EvaluateOptions
-from probes_store.durable import atomic_write
+from probes_store.local import atomic_write
 from service.errors import NoDirection
 from service.fitting.estimator import DepthMeanProbe
 from service.fitting.folds import OuterFold, group_folds, outer_folds
