@@ -18,6 +18,7 @@ from sklearn.base import clone
 from tqdm import tqdm
 
 from probes_store.manifest import Signal
+from probes_store.records import CONTEXT_SIGNALS
 from service.fitting import DEPTH_MEAN, FIRST_TOKEN, LogitScale
 from service.fitting.context import PromptLabels, context_columns, fit_passage_probes
 from service.fitting.estimator import DepthMeanProbe, FinalClassifier, extra_signals, fit_classifier, signal_matrix
