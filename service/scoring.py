@@ -16,11 +16,9 @@ from itertools import accumulate
 import numpy as np
 from numpy.typing import NDArray
 
-from probes_store.bundle import Bundle
-from probes_store.golden import check_golden
-from probes_store.identity import check_identity
-from probes_store.manifest import SIGNALS
-from probes_store.recalibration import least_reaching
+from probes_store.bundle import Bundle, check_golden
+from probes_store.manifest import SIGNALS, check_identity
+from probes_store.records import least_reaching
 from service.engines.base import (
     FIRST_COME,
     UNKNOWN,

@@ -15,7 +15,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from probes_store.context import Context
+from probes_store.records import Context
 from service.errors import EngineError
 from service.readout import Geometry, Pooling, Probes, Site
 from service.risk import depth_mean, risk

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from probes_store.context import Applicability, Context, ContextName, ContextProbe
+from probes_store.records import Applicability, Context, ContextName, ContextProbe
 from service.engines.base import UNKNOWN, prompt_context, sigmoid
 
 PROBES: dict[ContextName, ContextProbe] = {

@@ -150,9 +150,9 @@ async def test_answers_have_risk_text_and_times(bench: Bench, monkeypatch: pytes
         assert [one.risk for one in reports] == [bench.report(text).risk for text in "ab"]
         for job in handle.jobs:
             assert job.tokens == len("It is so.")
-            assert job.timings.decode is not None
+            assert job.decode_s is not None
             assert job.timings.prefill > 0
-            assert min(job.timings.queue, job.timings.probe, job.timings.decode) >= 0
+            assert min(job.timings.queue, job.timings.probe, job.decode_s) >= 0
 
 
 @pytest.mark.parametrize("policy", [GATE, BLOCK])
@@ -168,7 +168,7 @@ async def test_a_gated_prompt_gives_no_token(
         assert await text_of(handle) == []
         assert report.completion is None
         assert handle.jobs[0].tokens == 0
-        assert handle.jobs[0].timings.decode is None
+        assert handle.jobs[0].decode_s is None
         await until(lambda: bench.script.counters.open_continuations == 0)
         if honoured:
             assert bench.script.counters.decode_steps == 0

@@ -16,8 +16,8 @@ from typing import Any, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from probes_store.context import Context, ContextName
 from probes_store.manifest import SIGNALS
+from probes_store.records import Context, ContextName
 from service.engines.base import EngineGate, FirstToken
 from service.engines.checks import first_token_of
 from service.errors import EngineError, NonFiniteReadout, ProbeReplaced

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 from prometheus_client import REGISTRY
 
-from probes_store.context import Applicability
+from probes_store.records import Applicability
 from service.demo import MODEL_DIR
 from service.engines.base import Engine, EngineGate, EngineOptions, Sampling, Update
 from service.engines.transformers.engine import TransformersEngine

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from probes_store.context import Applicability, Context, ContextProbe
+from probes_store.records import Applicability, Context, ContextProbe
 from service.engines.base import EngineGate, PrefillResult, prompt_context
 from service.engines.checks import summarise
 from service.engines.vllm.attach import SiteReadout

@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from probes_store.context import Applicability, Context, ContextName, ContextProbe
+from probes_store.records import Applicability, Context, ContextName, ContextProbe
 from service.engines.base import EngineGate, sigmoid
 from service.engines.vllm.wire import (
     CERTAIN,
