@@ -86,7 +86,7 @@ class Tokenizing:
             raise Overloaded(f"{lane.pending} requests are waiting to be tokenized; try again in 1 s")
         lane.pending += 1
         done = lane.thread.submit(work)
-        done.add_done_callback(lambda _: None if loop.is_closed() else loop.call_soon_threadsafe(lane.leave))  # type: ignore[arg-type, func-returns-value]
+        done.add_done_callback(lambda _: None if loop.is_closed() else loop.call_soon_threadsafe(lane.leave))
         return await asyncio.wrap_future(done)
 
     def close(self) -> None:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -153,12 +153,6 @@ _SERIES: tuple[tuple[str, str, Any, tuple[str, ...], str], ...] = (
     ("histogram", "shadow_risk_difference", DIFFERENCES, (*BUNDLE, "shadow"),
      "How far a shadow's risk is from that of the bundle that judged."),
 )  # fmt: skip
-_KINDS: dict[str, Callable[..., Any]] = {
-    "counter": lambda *given, extra, **more: Counter(*given, **more),
-    "summary": lambda *given, extra, **more: Summary(*given, **more),
-    "histogram": lambda *given, extra, **more: Histogram(*given, buckets=extra, **more),
-    "gauge": lambda *given, extra, **more: Gauge(*given, multiprocess_mode=extra, **more),
-}
 # Label sets without a bundle, which exist as 0 from the first scrape.
 _FIRST: dict[str, Iterable[str]] = {
     "errors_total": STATUS_OF,
@@ -186,7 +180,7 @@ class Metrics:
         self._process = CollectorRegistry()
         ProcessCollector(registry=self._process)
         self._all = {
-            name: _KINDS[kind](f"hallutracer_{name}", text, labels, extra=extra, registry=self.collector)
+            name: _made(self.collector, kind, f"hallutracer_{name}", extra, labels, text)
             for kind, name, extra, labels, text in _SERIES
         }
         self._all["build_info"].labels(__version__).set(1)
@@ -389,6 +383,14 @@ class _PerBundle:
         self.by_shape = {one: every["risk_by_conversation"].labels(*bundle, *own) for one, own in shapes.items()}
         gated = every["gated_by_conversation_total"]
         self.gated_by_shape = {one: gated.labels(*bundle, *own) for one, own in shapes.items()}
+
+
+def _made(registry: CollectorRegistry, kind: str, name: str, extra: Any, labels: tuple[str, ...], text: str) -> Any:
+    if kind == "histogram":
+        return Histogram(name, text, labels, buckets=extra, registry=registry)
+    if kind == "gauge":
+        return Gauge(name, text, labels, multiprocess_mode=extra, registry=registry)
+    return (Counter if kind == "counter" else Summary)(name, text, labels, registry=registry)
 
 
 def _yes(value: bool) -> str:
