@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Browser, Page
 
-from hallutracer_research.evaluation.page.html import to_html
+from hallutracer_research.evaluation.page import to_html
 from tests.browser.chromium import chromium, faults, sideways, tab
 from tests.research.evaluation.page.test_html import REPORT
 

@@ -22,7 +22,7 @@ from urllib.parse import urlsplit
 
 import httpx
 
-from hallutracer_research.demo.picture import KNOWN, UNKNOWN
+from hallutracer_research.demo.build import KNOWN, UNKNOWN
 from service.feedback.databases import location
 from service.feedback.rows import LABELS
 from tests.feedback.made import rows
