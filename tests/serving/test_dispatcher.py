@@ -174,6 +174,14 @@ async def test_a_gated_prompt_gives_no_token(
             assert bench.script.counters.decode_steps == 0
 
 
+async def test_an_answer_that_the_engine_alone_gated_is_an_error(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Gate, "closes", lambda *_: True)
+    async with bench.open():
+        with pytest.raises(EngineError, match="complete"):
+            await bench.request("a", sampling=Sampling(), policy=GATE.at(0.999999)).answers()
+        assert bench.dispatcher.alive
+
+
 async def test_a_stream_has_the_risk_before_its_pieces(bench: Bench) -> None:
     async with bench.open():
         handle = bench.request("a", sampling=Sampling(max_tokens=5), policy=OBSERVE, streams=True)
