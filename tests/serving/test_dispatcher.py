@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from service.engines.base import Gate, PrefillResult, Sampling, TokenIds, Update
-from service.errors import DeadlineExceeded, EngineError, NotReady, Overloaded, RequestError
+from service.errors import DeadlineExceeded, EngineError, NonFiniteReadout, NotReady, Overloaded, RequestError
 from service.policies.guard import BLOCK, GATE, OBSERVE, Decision, Policy
 from service.scoring import RiskReport, Scorer
 from service.serving.admission import Deadline
@@ -259,6 +259,15 @@ async def test_one_prompts_fault_does_not_fail_the_others(bench: Bench, monkeypa
         for handle, text in ((handles[0], "a"), (handles[2], "c")):
             assert (await handle.answers())[0].risk == bench.report(text).risk
         assert bench.dispatcher.alive
+
+
+async def test_a_nan_is_an_error_and_no_risk(bench: Bench) -> None:
+    async with bench.open():
+        bench.script.nan_layer = 1
+        with pytest.raises(NonFiniteReadout):
+            await bench.request("a", **ANSWER).answers()
+        bench.script.nan_layer = None
+        await bench.request("a").answers()
 
 
 async def test_a_failure_while_decoding_ends_that_answer_only(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
