@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tqdm import tqdm
 
-from service.engines.context import UNKNOWN
+from service.engines.base import UNKNOWN
 from service.fitting.markdown import markdown_table
 from service.judging.drift import DriftLimits, LabelTest
 from service.serving.monitor import Monitor
@@ -96,7 +96,8 @@ def watching(draw: np.random.Generator, limits: DriftLimits) -> Monitor:
         "risk": " ".join(map(repr, risks(means(draw, ROWS)).tolist())),
         "hallucinated": " ".join("01" * (ROWS // 2)),
     }
-    manifest = SimpleNamespace(guarantee=None, uncertainty=None, recalibration=None)
+    record = SimpleNamespace(outside_share=0.0)
+    manifest = SimpleNamespace(guarantee=None, uncertainty=record, recalibration=None)
     bundle = SimpleNamespace(
         reference="a:1", manifest=manifest, evaluation=lambda: {"out_of_fold": {"risks": kept}}
     )  # fmt: skip

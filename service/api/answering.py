@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
+from itertools import takewhile
+from typing import Any
 
 from fastapi import Request
 
 from service.access.callers import Caller
 from service.access.routes import canonical
-from service.api.dependencies import who_of
+from service.api.auth import who_of
 from service.api.reply import Reply
 from service.api.request_schema import Include
 from service.engines.base import Sampling, TokenIds
@@ -219,3 +222,27 @@ async def while_connected(request: Request) -> AsyncIterator[None]:
         raise ClientGone("the client closed its connection before its answer was there") from None
     finally:
         watcher.cancel()
+
+
+HEADER = "x-session-id"
+
+
+def session_of(request: Request, contents: Callable[[], Sequence[Content]]) -> Callable[[], str]:
+    """The header ``x-session-id``; without it, what the first prompt begins with, up to its first user message."""
+
+    def session() -> str:
+        named = request.headers.get(HEADER)
+        if named:
+            return named
+        found = contents()
+        return _beginning(found[0]) if found else ""
+
+    return session
+
+
+def _beginning(content: Content) -> str:
+    messages: list[dict[str, Any]] | None = content.get("messages")
+    if messages is None:
+        return json.dumps(dict(content))
+    before = list(takewhile(lambda message: message.get("role") != "user", messages))
+    return json.dumps([*before, *messages[len(before) : len(before) + 1]])

@@ -12,22 +12,19 @@ from starlette.middleware.cors import CORSMiddleware
 
 from service import __version__
 from service.api import (
-    admin_routes,
     catalogue,
     error_handlers,
     feedback_routes,
     guardrail_routes,
     health,
     openai_routes,
-    sample_routes,
     score,
 )
-from service.api.auth import BearerKeys
+from service.api.auth import BearerKeys, KnownHosts
+from service.api.body import LoadShedder
 from service.api.forwarding import Forwarder
-from service.api.hosts import KnownHosts
 from service.api.middleware import RequestFrame
 from service.api.pages import pages, routes
-from service.api.shedding import LoadShedder
 from service.serving.service import Service
 
 EXPOSED_HEADERS = ["x-request-id", "x-queue-time", "x-inference-time", "x-total-time", "retry-after",
@@ -90,17 +87,11 @@ def create_app(service: Service, on_loaded: Callable[[], None] | None = None) ->
         tracing=service.tracing,
     )
     error_handlers.install(app)
-    for module in (
-        score,
-        openai_routes,
-        guardrail_routes,
-        feedback_routes,
-        catalogue,
-        sample_routes,
-        admin_routes,
-        health,
-    ):
-        app.include_router(module.router)
+    for router in (
+        score.router, openai_routes.router, guardrail_routes.router, feedback_routes.router, catalogue.router,
+        health.admin, health.router,
+    ):  # fmt: skip
+        app.include_router(router)
     app.router.routes += routes(settings.playground)
     return app
 

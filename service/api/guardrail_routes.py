@@ -7,32 +7,71 @@ router (``http_classify``), gets the risk as the probability of a label and deci
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Body, Request, Response
-from pydantic import ValidationError
+from pydantic import BaseModel, ConfigDict, Field, StrictStr, ValidationError
 
 from service.access.routes import CLASSIFY_ROUTE, LITELLM_ROUTE
-from service.api.answering import ScoringRequest, answer, encoded, rendered_chat
+from service.api.answering import ScoringRequest, answer, encoded, rendered_chat, session_of
+from service.api.auth import TheService, caller_of
 from service.api.body import JsonRoute
-from service.api.dependencies import TheService, caller_of
-from service.api.guardrail_schema import (
-    ClassifyRequest,
-    GuardrailParams,
-    GuardrailRequest,
-    GuardrailResponse,
-    LabelScore,
-)
 from service.api.openai_request import ChatMessage, size
 from service.api.openai_response import note, withheld
-from service.api.response_docs import FAILURES
-from service.api.session import session_of
+from service.api.request_schema import RequestModel, Risk, Texts
+from service.api.response_schema import FAILURES
 from service.errors import EmptyPrompt, RequestError
 from service.judging.guarantee import chat_violations
 from service.policies.guard import Action
 from service.prompts import Message
 from service.scoring import RiskReport
 from service.serving.feedback import Content
+
+LITELLM_EXAMPLE: Any = {"input_type": "request", "texts": ["What is the capital of France?"], "request_data": {}}
+
+
+class GuardrailParams(RequestModel):
+    """``additional_provider_specific_params``: what ``bundle``, ``policy`` and ``threshold`` are to /v1/risk/score."""
+
+    bundle: StrictStr | None = None
+    policy: StrictStr | None = None
+    threshold: Annotated[Risk, Field(strict=True)] | None = None
+
+
+class GuardrailRequest(BaseModel):
+    """What LiteLLM sends before a call."""
+
+    model_config = ConfigDict(extra="ignore", json_schema_extra={"example": LITELLM_EXAMPLE})
+
+    input_type: Literal["request", "response"]
+    texts: Texts | None = None
+    structured_messages: Annotated[list[dict[str, Any]], Field(fail_fast=True, max_length=1024)] | None = None
+    images: list[Any] | None = None
+    tools: list[Any] | None = None
+    tool_calls: list[Any] | None = None
+    additional_provider_specific_params: GuardrailParams | None = None
+
+
+class GuardrailResponse(BaseModel):
+    """NONE lets the call go on."""
+
+    action: Literal["NONE", "BLOCKED"]
+    blocked_reason: str | None = None
+    hallutracer: dict[str, Any] = Field(description="the risks, as OpenAI's routes have them, or why there are none")
+
+
+class ClassifyRequest(RequestModel):
+    """As the classifiers of text-embeddings-inference take it."""
+
+    inputs: StrictStr | Texts
+
+
+class LabelScore(BaseModel):
+    """One label's probability; those of one text sum to 1."""
+
+    label: Literal["hallucinated", "factual"]
+    score: Risk
+
 
 router = APIRouter(tags=["guardrail"], route_class=JsonRoute)
 

@@ -10,9 +10,9 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Body, Request, Response
 
 from service.access.routes import CHAT_ROUTE, TEXT_ROUTE
-from service.api.answering import ScoringRequest, answer, encoded, rendered_chat, while_connected
+from service.api.answering import ScoringRequest, answer, encoded, rendered_chat, session_of, while_connected
+from service.api.auth import TheService, caller_of
 from service.api.body import JsonRoute
-from service.api.dependencies import TheService, caller_of
 from service.api.forwarding import Forwarder
 from service.api.openai_request import (
     OPENAI_TEMPERATURE,
@@ -22,11 +22,9 @@ from service.api.openai_request import (
     TextRequest,
     size,
 )
-from service.api.openai_response import Kind, OpenAIResponse, response
-from service.api.openai_stream import chunks
-from service.api.response_docs import FAILURES, HEADERS, events
-from service.api.session import session_of
-from service.api.stream import EventStream
+from service.api.openai_response import Kind, OpenAIResponse, chunks, response
+from service.api.reply import EventStream
+from service.api.response_schema import FAILURES, HEADERS, events
 from service.engines.base import Sampling
 from service.errors import RequestError
 from service.judging.guarantee import NO_TEMPLATE, TOKEN_IDS, chat_violations

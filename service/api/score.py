@@ -7,13 +7,12 @@ from typing import Annotated
 from fastapi import APIRouter, Body, Request, Response
 
 from service.access.routes import SCORE_ROUTES
-from service.api.answering import ScoringRequest, answer, encoded, rendered_chat
+from service.api.answering import ScoringRequest, answer, encoded, rendered_chat, session_of
+from service.api.auth import TheService, caller_of
 from service.api.body import JsonRoute
-from service.api.dependencies import TheService, caller_of
+from service.api.reply import EventStream, events
 from service.api.request_schema import REQUEST_EXAMPLES, ScoreRequest
-from service.api.response_docs import SCORE_RESPONSES
-from service.api.session import session_of
-from service.api.stream import EventStream, events
+from service.api.response_schema import SCORE_RESPONSES
 from service.engines.base import Sampling
 from service.errors import RequestError
 from service.judging.guarantee import TOKEN_IDS, chat_violations

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from probes_store.bundle import check_golden
 from probes_store.errors import BundleError, GoldenMismatch
-from probes_store.golden import check_golden
-from probes_store.reference import PIN
+from probes_store.syntax import PIN
 from service.access.callers import Caller
 from service.errors import FeedbackUnavailable, NonFiniteReadout, NotAllowed, NotFound, RequestError
 from service.feedback.rows import Tally

@@ -18,8 +18,8 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams
 from service.access.callers import Caller
 from service.access.routes import canonical
 from service.api.openai_request import Arguments
+from service.engines.vllm.client import ProbeLease, times
 from service.engines.vllm.engine import VllmEngine
-from service.engines.vllm.requests import ProbeLease, times
 from service.engines.vllm.wire import KEY
 from service.errors import AuditUnavailable, HalluTracerError, NotReady
 from service.judging.guarantee import NO_TEMPLATE, OTHER_ENDING, shape_violations

@@ -20,7 +20,7 @@ from service.serving.monitor import Monitor, digest_of
 from service.vllm_plugin.middleware import Note
 from tests.feedback.made import rows
 from tests.matching import contextual_bundle
-from tests.probes_store.test_guarantee import GUARANTEE
+from tests.probes_store.factory import GUARANTEE
 from tests.running import App
 
 ALL = Policy("all", Action.ABSTAIN, message="Not sure.", withhold_no_fact=True)
@@ -217,9 +217,3 @@ def test_a_guarantee_is_void_where_outside_is_treated_otherwise(
     assert stands is not None
     assert stands.violations == (() if why is None else (f"policy: 'mine' {why}",))
     assert outside_as_calibrated(manifest, policy) is (why is None)
-
-
-def test_without_a_reference_the_calibration_withheld_nothing_outside(service: App) -> None:
-    manifest = dataclasses.replace(service.bundles[0].manifest, uncertainty=None)
-    assert outside_as_calibrated(manifest, GATE)
-    assert not outside_as_calibrated(manifest, Policy("a", Action.BLOCK, withhold_outside=True))

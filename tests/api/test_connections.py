@@ -214,7 +214,7 @@ def test_a_body_that_never_comes_is_408(tmp_path: Path) -> None:
 
 @both_kinds
 def test_a_reader_that_takes_nothing_is_let_go(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("service.api.stream.SLOW_READER_S", 0.2)
+    monkeypatch.setattr("service.api.reply.SLOW_READER_S", 0.2)
     with running(tmp_path, kind, deadline_s=3.0, max_new_tokens=50_000, max_kv_tokens=200_000) as service:
         service.engine.answer = "x" * 50_000
         service.engine.identity = dataclasses.replace(service.engine.identity, max_tokens=60_000)

@@ -18,8 +18,7 @@ from service.policies.guard import GATE, OBSERVE
 from service.serving.judgement import Judgement
 from service.vllm_plugin.middleware import Note
 from tests.matching import matching_draft
-from tests.probes_store.factory import write_bundle
-from tests.probes_store.test_guarantee import GUARANTEE
+from tests.probes_store.factory import GUARANTEE, write_bundle
 from tests.running import App
 from tests.scripted_engine import ScriptedEngine
 

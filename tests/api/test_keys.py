@@ -14,8 +14,7 @@ from starlette.routing import Route
 
 from service.access.callers import Key, Scope, digest_of
 from service.access.routes import ADMIN, CALLED, CATALOGUE, METRICS, scopes_of
-from service.api.auth import HEALTH
-from service.api.dependencies import Admin
+from service.api.auth import HEALTH, Admin
 from service.api.pages import pages
 from service.audit.events import Who
 from service.policies.guard import Action, Policy

@@ -11,7 +11,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from service.api import leaving
+from service.api import connections
 from tests.matching import Held
 from tests.running import Served, until
 
@@ -19,7 +19,7 @@ from tests.running import Served, until
 @pytest.fixture
 def service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Served, threading.Thread]]:
     for name in ("LEAVING_S", "MOST_S"):
-        monkeypatch.setattr(leaving, name, 60.0)  # each test ends it earlier
+        monkeypatch.setattr(connections, name, 60.0)  # each test ends it earlier
     served = Served(tmp_path)
     thread = threading.Thread(target=lambda: served.server.run(sockets=[served.socket]))
     thread.start()
@@ -80,10 +80,10 @@ def test_a_request_under_way_is_answered(service: tuple[Served, threading.Thread
 @pytest.mark.parametrize(
     ("gaps", "seconds"),
     [
-        ((), leaving.LEAVING_S),
-        ((0.9, 0.9), 1.8 + leaving.LEAVING_S),
-        ((0.9, 1.2), 0.9 + leaving.LEAVING_S),
-        ((0.5,) * 100, leaving.MOST_S),
+        ((), connections.LEAVING_S),
+        ((0.9, 0.9), 1.8 + connections.LEAVING_S),
+        ((0.9, 1.2), 0.9 + connections.LEAVING_S),
+        ((0.5,) * 100, connections.MOST_S),
     ],
     ids=["none comes", "two come", "one comes too late", "they never end"],
 )
@@ -102,7 +102,7 @@ def test_it_refuses_until_no_request_comes(
             server.server_state.total_requests = sum(moment <= now for moment in due)
 
         monkeypatch.setattr(loop, "time", lambda: now)
-        monkeypatch.setattr(leaving.asyncio, "sleep", sleep)
+        monkeypatch.setattr(connections.asyncio, "sleep", sleep)
         await server._refuse()
         return now
 

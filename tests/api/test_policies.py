@@ -359,9 +359,9 @@ def test_rules_choose_by_route_and_key(tmp_path: Path) -> None:
     keys = [ApiKey("secret-a", "rag"), ApiKey("secret-b", "web")]
     with running(tmp_path, policies={"warn": WARN, "fetch": FETCH}, api_keys=keys, callers_may=()) as service:
         rules = (
-            Rule("fetch", key="rag"),
-            Rule("warn", route="/v1/chat/completions", model="scripted"),
-            Rule("observe", model="another"),
+            Rule(policy="fetch", key="rag"),
+            Rule(policy="warn", route="/v1/chat/completions", model="scripted"),
+            Rule(policy="observe", model="another"),
         )
         service.state.catalogue.policies = replace(service.state.catalogue.policies, rules=rules)
 

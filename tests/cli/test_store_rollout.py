@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
+from probes_store.bucket import Objects
 from probes_store.errors import BundleNotFound, StoreRefused, StoreUnreachable
-from probes_store.objects import Objects
-from probes_store.signing import Signing, required_signature
 from probes_store.store import Store, Trust
+from probes_store.trust import Signing, required_signature
 from service.cli import reload as reloading
 from service.cli.reload import Stamps, load_again, stamps, watch
 from service.errors import NotFound

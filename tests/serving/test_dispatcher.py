@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from service.engines.base import Gate, PrefillResult, Sampling, TokenIds, Update
+from service.engines.base import EngineGate, PrefillResult, Sampling, TokenIds, Update
 from service.errors import DeadlineExceeded, EngineError, NonFiniteReadout, NotReady, Overloaded, RequestError
 from service.policies.guard import BLOCK, GATE, OBSERVE, Decision, Policy
 from service.scoring import RiskReport, Scorer
@@ -161,7 +161,7 @@ async def test_a_gated_prompt_gives_no_token(
     bench: Bench, policy: Policy, honoured: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not honoured:
-        monkeypatch.setattr(Gate, "closes", lambda *_: False)
+        monkeypatch.setattr(EngineGate, "closes", lambda *_: False)
     async with bench.open():
         handle = bench.request("a", sampling=Sampling(), policy=policy.at(0.0), streams=True)
         (report,) = await handle.answers()
@@ -175,7 +175,7 @@ async def test_a_gated_prompt_gives_no_token(
 
 
 async def test_an_answer_that_the_engine_alone_gated_is_an_error(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Gate, "closes", lambda *_: True)
+    monkeypatch.setattr(EngineGate, "closes", lambda *_: True)
     async with bench.open():
         with pytest.raises(EngineError, match="complete"):
             await bench.request("a", sampling=Sampling(), policy=GATE.at(0.999999)).answers()

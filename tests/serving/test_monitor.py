@@ -23,8 +23,7 @@ from service.serving.feedback import Feedback
 from tests.api.test_uncertainty import UNCERTAINTY
 from tests.engine_kinds import KINDS
 from tests.matching import matching_draft
-from tests.probes_store.factory import write_bundle
-from tests.probes_store.test_guarantee import GUARANTEE
+from tests.probes_store.factory import GUARANTEE, write_bundle
 from tests.running import App
 from tests.scripted_engine import ScriptedEngine
 

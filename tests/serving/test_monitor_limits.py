@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from service.engines.context import UNKNOWN
+from service.engines.base import UNKNOWN
 from service.feedback.rows import Tally
 from service.judging.drift import DriftLimits, Reference
 from service.serving.monitor import Monitor, digest_of
@@ -26,7 +26,7 @@ NUMBERS = itertools.count()
 
 def monitor(monkeypatch: pytest.MonkeyPatch, limits: DriftLimits = LIMITS) -> tuple[Monitor, list[Monitor]]:
     """Its reference: risks spread evenly, 5 % of the rows outside."""
-    reference = Reference(EVEN, np.arange(1, 10) / 10, 0.05, modelled=False)
+    reference = Reference(EVEN, np.arange(1, 10) / 10, 0.05)
     monkeypatch.setattr("service.serving.monitor.reference_of", lambda bundle: reference)
     manifest = SimpleNamespace(guarantee=SimpleNamespace(alpha=0.1))
     scorer: Any = SimpleNamespace(bundle=SimpleNamespace(reference="a:1", manifest=manifest))
