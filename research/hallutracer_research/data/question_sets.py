@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from hallutracer_research.data.files import BRIEFLY, Row, csv_table, json_document, json_lines, question_group
+from hallutracer_research.data.files import BRIEFLY, Row, csv_table, json_document, json_lines, question_group, text_of
 from service.data import references
 from service.data.judges import normalise
 
@@ -163,30 +163,13 @@ def _row(question: Question, prompt: str, answers: list[str], name: str) -> Row:
 
 def _questions(folder: Path, problems: list[str]) -> Iterator[Question]:
     for category in CATEGORIES:
-        text = _text_of(folder / category, problems)
+        text = text_of(folder, category, problems, _ENCODINGS) or ""
         for start, block in _blocks(text):
             question = _parse(category, start, block)
             if question is None:
                 problems.append(f"{category} line {start}: expected '#Q question', '^ answer' and options with it")
             else:
                 yield question
-
-
-def _text_of(path: Path, problems: list[str]) -> str:
-    try:
-        content = path.read_bytes()
-    except FileNotFoundError:
-        problems.append(f"{path.name} is missing")
-        return ""
-    except OSError as error:
-        problems.append(f"{path.name} cannot be read: {error.strerror}")
-        return ""
-    for encoding in _ENCODINGS:
-        try:
-            return content.decode(encoding)
-        except UnicodeDecodeError:
-            continue
-    raise AssertionError("latin-1 decodes everything")
 
 
 def _blocks(text: str) -> Iterator[tuple[int, list[str]]]:
