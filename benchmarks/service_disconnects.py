@@ -41,12 +41,9 @@ from benchmarks.harness import (
 
 MIX = "mixed 32-96"
 WORK = (
-    "hallutracer_prompt_tokens_total",
-    "hallutracer_completion_tokens_total",
-    "hallutracer_batch_prompts_count",
-    "hallutracer_prefill_seconds_count",
-    "hallutracer_decode_seconds_count",
-)
+    "hallutracer_prompt_tokens_total", "hallutracer_completion_tokens_total", "hallutracer_batch_prompts_count",
+    "hallutracer_prefill_seconds_count", "hallutracer_decode_seconds_count",
+)  # fmt: skip
 # What a request carries, and the moments at which it may be broken off.
 KINDS: dict[str, tuple[str, ...]] = {
     "score": ("partial body", "right after", "queued"),

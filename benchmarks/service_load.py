@@ -180,20 +180,14 @@ class Bench:
             f"unless --flags say otherwise; {shown(cores)}"
         )
         self._add(
-            f"rate at {BATCH} clients / direct, {mix}",
-            str(ratio),
-            f">= {RATE_TARGET}",
-            ratio.median >= RATE_TARGET and not failed,
-            note + (f"; not answered: {failed}" if failed else ""),
-        )
+            f"rate at {BATCH} clients / direct, {mix}", str(ratio), f">= {RATE_TARGET}",
+            ratio.median >= RATE_TARGET and not failed, note + (f"; not answered: {failed}" if failed else ""),
+        )  # fmt: skip
         self.record[f"rate, {mix}"] = {"prompts": count, "rounds": rounds, "ratio": asdict(ratio), "failed": failed}
         self.record[f"rate, {mix}"] |= {
-            "direct_batch": size,
-            "direct_by_batch": by_size,
-            "max_batch_tokens": direct.max_batch_tokens,
-            "mean_tokens": tokens,
-            "cores": cores,
-        }
+            "direct_batch": size, "direct_by_batch": by_size, "max_batch_tokens": direct.max_batch_tokens,
+            "mean_tokens": tokens, "cores": cores,
+        }  # fmt: skip
 
     async def latency(self, server: ServiceProcess, direct: Direct, mix: str) -> None:
         """One at a time, both ways, in groups of about 0.2 s in alternating order; the first two groups are warm-up."""

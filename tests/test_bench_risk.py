@@ -274,14 +274,10 @@ def way(name: str, question: str, risk: float, verdict: str = "hallucinated", **
 def test_of_several_lines_of_a_question_the_lowest_risk_counts() -> None:
     found = freed(
         [
-            way("...", "a", 0.4, "factual"),
-            way("junk", "a", 0.3, outside=True),
-            way("...", "b", 0.2, "factual"),
-            way("...", "c", 0.9),
-            way("junk", "d", 0.1, "abstained"),
-            {"question": "e", "refused": "invalid_request"},
+            way("...", "a", 0.4, "factual"), way("junk", "a", 0.3, outside=True), way("...", "b", 0.2, "factual"),
+            way("...", "c", 0.9), way("junk", "d", 0.1, "abstained"), {"question": "e", "refused": "invalid_request"},
         ]
-    )
+    )  # fmt: skip
     assert (found.tried, found.free, found.right, found.wrong, found.outside) == (4, 3, 1, 1, 1)
     assert found.share.startswith("0.75 [")
 

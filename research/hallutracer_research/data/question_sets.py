@@ -38,14 +38,11 @@ def read_truthfulqa(folder: Path, problems: list[str]) -> tuple[list[Row], dict[
         accepted = list(dict.fromkeys([row["Best Answer"].strip() or correct[0], *correct, NO_COMMENT]))
         rows.append(
             {
-                "id": f"truthfulqa-{place}",
-                "prompt": question,
-                "answers": [*accepted, *map(references.incorrect, dict.fromkeys(false))],
-                "group": _group(question),
-                "kind": row["Category"].strip(),
-                "type": row["Type"].strip(),
+                "id": f"truthfulqa-{place}", "prompt": question,
+                "answers": [*accepted, *map(references.incorrect, dict.fromkeys(false))], "group": _group(question),
+                "kind": row["Category"].strip(), "type": row["Type"].strip(),
             }
-        )
+        )  # fmt: skip
     return rows, counts
 
 
@@ -72,13 +69,10 @@ def read_truthfulqa_reference(folder: Path, problems: list[str]) -> tuple[list[R
         for number, (answer, label) in enumerate(targets.items()):
             rows.append(
                 {
-                    "id": f"truthfulqa-reference-{place}-{number}",
-                    "prompt": f"Q: {question} A: {answer.strip()}",
-                    "label": label,
-                    "group": _group(question),
-                    "kind": categories.get(question, ""),
+                    "id": f"truthfulqa-reference-{place}-{number}", "prompt": f"Q: {question} A: {answer.strip()}",
+                    "label": label, "group": _group(question), "kind": categories.get(question, ""),
                 }
-            )
+            )  # fmt: skip
     return rows, {"read": len(rows), "questions": len(questions)}
 
 
@@ -153,12 +147,9 @@ def read_opentriviaqa_choice(folder: Path, problems: list[str]) -> tuple[list[Ro
 
 def _row(question: Question, prompt: str, answers: list[str], name: str) -> Row:
     return {
-        "id": f"{name}-{question.category}-{question.line}",
-        "prompt": prompt,
-        "answers": answers,
-        "group": question_group(question.text),
-        "kind": question.category,
-    }
+        "id": f"{name}-{question.category}-{question.line}", "prompt": prompt, "answers": answers,
+        "group": question_group(question.text), "kind": question.category,
+    }  # fmt: skip
 
 
 def _questions(folder: Path, problems: list[str]) -> Iterator[Question]:
@@ -240,11 +231,8 @@ def read_nq_open(folder: Path, problems: list[str]) -> tuple[list[Row], dict[str
             asked = question.strip().rstrip("?").strip()
             rows.append(
                 {
-                    "id": f"nq-open-{kind}-{number}",
-                    "prompt": f"{asked[:1].upper()}{asked[1:]}?{BRIEFLY}",
-                    "answers": list(dict.fromkeys(accepted)),
-                    "group": group,
-                    "kind": kind,
+                    "id": f"nq-open-{kind}-{number}", "prompt": f"{asked[:1].upper()}{asked[1:]}?{BRIEFLY}",
+                    "answers": list(dict.fromkeys(accepted)), "group": group, "kind": kind,
                 }
-            )
+            )  # fmt: skip
     return rows, counts
