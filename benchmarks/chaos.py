@@ -62,8 +62,8 @@ from benchmarks.service_disconnects import judge, plans
 from benchmarks.service_disconnects import run as disconnected
 from probes_store.store import Store
 from service.feedback.databases import location
-from tests.feedback.killing import STORED, a_database
 from tests.feedback.made import rows
+from tests.feedback.test_killed import STORED, a_database
 
 DISTINCT, LABELS = 200, 0.3
 READY_S = 120.0  # on a machine that others use, too
