@@ -53,7 +53,6 @@ Traffic = Callable[[np.random.Generator, int], tuple[Floats, NDArray[np.int64]]]
 
 
 def fresh(**how: Any) -> Traffic:
-    """Each prompt is a new one."""
     return lambda draw, count: (means(draw, count, **how), np.arange(count))
 
 
@@ -88,7 +87,6 @@ TRAFFIC: dict[str, Traffic] = {
 
 
 def risks(mean: Floats) -> Floats:
-    """As the classifier gives them."""
     return np.asarray(1 / (1 + np.exp(WEIGHT * mean)))
 
 
@@ -118,7 +116,6 @@ def void_after(monitor: Monitor, served: Floats, prompts: NDArray[np.int64]) -> 
 
 
 def alarms(served: Floats, prompts: NDArray[np.int64], monitor: Monitor) -> int:
-    """How often it begins to cry."""
     cries = np.array([False, *void_after(monitor, served, prompts)])
     return int((cries[1:] & ~cries[:-1]).sum())
 

@@ -55,7 +55,6 @@ def risks(engine: TransformersEngine, probes: Probes, prompts: list[list[int]]) 
 
 
 def paired(rounds: int, first: Callable[[], float], second: Callable[[], float]) -> str:
-    """Median of first / second over rounds."""
     rng = random.Random(0)
     ratios, seconds = [], []
     for _ in range(rounds):
@@ -73,7 +72,6 @@ def paired(rounds: int, first: Callable[[], float], second: Callable[[], float])
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Print the figures."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--bundle", default="smollm2")

@@ -29,7 +29,6 @@ ROWS = [
 
 
 def scored(risk: float, text: str | None = None, **more: Any) -> Line:
-    """What is kept of an answer."""
     flagged = risk >= 0.5
     return {"bundle": "sha256:a", "risk": risk, "threshold": 0.5, "flagged": flagged, "outside": False, "applies": None,
             "decision": "abstain" if flagged else "continue", "answer": text} | more  # fmt: skip
@@ -45,8 +44,6 @@ def form_rows(form: str, wrong: int, right: int, risk_wrong: float, risk_right: 
 
 
 class Fake:
-    """Starts once and counts what it is asked."""
-
     def __init__(self, ask: Ask) -> None:
         self.starts, self.asked, self._ask = 0, 0, ask
 

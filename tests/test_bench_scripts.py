@@ -14,9 +14,8 @@ import pytest
 
 from benchmarks import capacity
 from benchmarks.chaos import whole_answers
-from benchmarks.fleet import two_versions
+from benchmarks.fleet import TOLERANCE, Range, Witness, kept, questions, recorded, replay, two_versions
 from benchmarks.rollout_soak import Events, grown, judge
-from benchmarks.witness import TOLERANCE, Range, Witness, kept, questions, recorded, replay
 from service.audit.events import Judged, Who, decision
 from service.audit.file import AuditFile
 from tests.deploy.prometheus_server import binary
@@ -34,7 +33,6 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str,
 
 @pytest.fixture(scope="module")
 def truth(published: tuple[Path, dict[str, str]]) -> dict[tuple[int, str], float]:
-    """The risk of each content by each bundle."""
     import hallutracer as ht
 
     store, digests = published
@@ -48,7 +46,6 @@ def truth(published: tuple[Path, dict[str, str]]) -> dict[tuple[int, str], float
 
 @pytest.fixture
 def witness(truth: dict[tuple[int, str], float]) -> Witness:
-    """One who was told the truth."""
     made = Witness(("127.0.0.1", 1), CONTENTS, sent=8, answered=8)
     for key, risk in truth.items():
         made.seen.setdefault(key, Range()).add(risk)

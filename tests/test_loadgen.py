@@ -12,14 +12,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.http_client import Pool, post
-from benchmarks.load_stats import (
+from benchmarks.harness import (
+    MIXES,
     Check,
+    Metrics,
     Outcome,
+    Pool,
     bad_refusals,
+    closed_loop,
     goodput,
+    make_prompts,
+    make_texts,
+    open_loop,
     percentile,
     poisson_arrivals,
+    post,
+    score_requests,
     slope,
     spread,
     statuses,
@@ -27,9 +35,7 @@ from benchmarks.load_stats import (
     summarise,
     table,
 )
-from benchmarks.loadgen import MIXES, closed_loop, make_prompts, make_texts, open_loop, score_requests
 from benchmarks.service_load import better
-from benchmarks.service_process import Metrics
 from benchmarks.service_soak import Soak, memory_checks, metric_checks
 
 Exchange = Callable[[tuple[str, int]], Awaitable[None]]
@@ -112,15 +118,9 @@ def test_goodput_counts_answers_within_the_deadline() -> None:
 
 def test_only_429_and_503_with_a_number_of_seconds_are_refusals() -> None:
     outcomes = [
-        outcome(1, 200),
-        outcome(1, 429, wait="1"),
-        outcome(1, 503, wait="30"),
-        outcome(1, 429),
-        outcome(1, 503, wait="soon"),
-        outcome(1, 429, wait="0"),
-        outcome(1, 504, wait="1"),
-        outcome(1, 0),
-    ]
+        outcome(1, 200), outcome(1, 429, wait="1"), outcome(1, 503, wait="30"), outcome(1, 429),
+        outcome(1, 503, wait="soon"), outcome(1, 429, wait="0"), outcome(1, 504, wait="1"), outcome(1, 0),
+    ]  # fmt: skip
     assert bad_refusals(outcomes) == {
         "429 with Retry-After None": 1,
         "503 with Retry-After soon": 1,

@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
-from hallutracer_research.demo.picture import KNOWN, UNKNOWN
+from hallutracer_research.demo.build import KNOWN, UNKNOWN
 from service.demo import MODEL_DIR
 from service.demo.questions import questions
 from service.engines.base import EngineOptions, Sampling

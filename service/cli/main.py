@@ -58,7 +58,8 @@ COMMANDS: dict[str, Any] = {  # name -> function, or for a group its help and co
     "audit": audit.COMMANDS,
 }
 GROUP = "hallutracer.commands"  # entry points of other distributions: name -> what COMMANDS holds
-RESEARCH = frozenset({"evaluate", "diagnose", "data"})  # commands of hallutracer-research
+RESEARCH = (("evaluate",), ("diagnose",), ("data",), ("demo", "build"), ("demo", "retrieval"))
+"""The commands of hallutracer-research."""
 
 
 def installed() -> dict[str, Any]:
@@ -117,8 +118,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 bound.arguments["common"] = replace(common, warnings=sources.unknown())
             command(*bound.args, **bound.kwargs)
     except CycloptsError as error:
-        missing = isinstance(error, UnknownCommandError) and given and given[0] in RESEARCH
-        hint = f".  {given[0]!r} comes with hallutracer-research: pip install ./research" if missing else ""
+        absent = _absent(given) if isinstance(error, UnknownCommandError) else ""
+        hint = f".  {absent!r} comes with hallutracer-research: pip install ./research" if absent else ""
         _fail(one_line(error) + hint, 2)
     except UsageError as error:
         _fail(str(error), 2)
@@ -132,6 +133,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except KeyboardInterrupt:
         _fail("interrupted", 130)
     sys.exit(0)
+
+
+def _absent(given: Sequence[str]) -> str:
+    """Return which command of ``RESEARCH`` was asked for and is not installed; "" where none."""
+    known: set[tuple[str, ...]] = {(name,) for name in installed()}
+    known |= {(name, child) for name, entry in installed().items() if isinstance(entry, tuple) for child in entry[1]}
+    return next(
+        (" ".join(words) for words in RESEARCH if tuple(given[: len(words)]) == words and words not in known), ""
+    )
 
 
 def _fail(message: str, status: int) -> None:

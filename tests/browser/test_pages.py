@@ -9,7 +9,7 @@ import httpx
 import pytest
 from playwright.sync_api import Browser, Page, expect
 
-from hallutracer_research.evaluation.page.html import to_html
+from hallutracer_research.evaluation.page import to_html
 from tests.browser.chromium import faults, sideways, tab
 from tests.research.evaluation.page.test_html import REPORT
 from tests.running import running

@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 
-from hallutracer_research.demo.picture import KNOWN, UNKNOWN
+from hallutracer_research.demo.build import KNOWN, UNKNOWN
 from service.feedback.databases import location
 from service.feedback.rows import LABELS
 from tests.feedback.made import rows

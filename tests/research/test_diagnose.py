@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 import hallutracer as ht
 from hallutracer_research.paper.diagnose import LIMIT, diagnose_set, read_set
-from hallutracer_research.paper.diagnostics.fisher import Shrinkage
+from hallutracer_research.paper.diagnostics.shape import Shrinkage
 from service.cli.main import main
 from service.demo.questions import questions
 from service.errors import DataError, TrainingError

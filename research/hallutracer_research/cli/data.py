@@ -191,11 +191,11 @@ def audit(
     note("95 % intervals (Jeffreys); classes weighted by their share of all verdicts")
 
 
-def _source(text: str) -> mixture.Source:
+def _source(text: str) -> mixture.MixtureSource:
     name, colon, rows = text.rpartition(":")
     if colon and rows.isdigit() and int(rows) > 0:
-        return mixture.Source(Path(name), int(rows))
-    return mixture.Source(Path(text))
+        return mixture.MixtureSource(Path(name), int(rows))
+    return mixture.MixtureSource(Path(text))
 
 
 def _advice(info: SetInfo) -> str:

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from hallutracer_research.paper.diagnose import LabelledSet
-    from hallutracer_research.paper.diagnostics.fisher import Shrinkage
+    from hallutracer_research.paper.diagnostics.shape import Shrinkage
 
 
 # What is printed of each section: key, what it is, and how it is written ("share": as a percentage).
@@ -179,7 +179,7 @@ def _own(
     """The trajectories of the bundle's probes on the rows."""
     if len(bundles.bundle) != 1:
         raise UsageError("--bundle", "name the bundle whose probes read the rows")
-    from hallutracer_research.paper.own_trajectories import own_trajectories
+    from hallutracer_research.paper.diagnose import own_trajectories
     from service.readout import Site
     from service.trainer.options import NewRowsOptions
 

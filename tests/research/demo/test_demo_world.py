@@ -5,7 +5,7 @@ from collections import Counter, defaultdict
 
 import pytest
 
-from hallutracer_research.demo.documents import BRIEF, REFUSAL, RefusalMix, fact_documents, refusal_document
+from hallutracer_research.demo.corpus import BRIEF, REFUSAL, RefusalMix, fact_documents, refusal_document
 from service.demo.facts import FACTS_FILE, load_facts
 from service.demo.forms import FORMS, question_text
 from service.demo.questions import questions
