@@ -101,7 +101,7 @@ class Direct:
 def _paths(shape: str, cache: Path) -> tuple[Path, Path]:
     from service.demo import MODEL_DIR
     from service.engines.gguf import folder_of
-    from service.engines.packaged import PACKAGED
+    from service.engines.places import PACKAGED
 
     store = cache / f"{shape}-probes"
     if shape in PACKAGED:

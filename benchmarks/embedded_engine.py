@@ -22,8 +22,8 @@ from probes_store.store import SHIPPED, Store
 from service.cli.options import EngineChoice
 from service.demo.questions import questions
 from service.engines.base import Sampling
+from service.engines.transformers.batching import Prefix
 from service.engines.transformers.engine import TransformersEngine
-from service.engines.transformers.prefix import Prefix
 from service.readout import Probes, Site
 
 RESAMPLES = 2_000
@@ -81,7 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     bundle = Store(SHIPPED).load(options.bundle)
     asked = questions("test")
-    with closing(TransformersEngine.load(EngineChoice(model=options.model).engine_options)) as engine:
+    with closing(TransformersEngine.load(EngineChoice(model=options.model).options_for())) as engine:
         probes = Probes.of(Site(bundle.manifest.readout.site), bundle.probes)
         stride = len(asked) // options.answers
         prompts = [engine.render_chat([{"role": "user", "content": row["prompt"]}]) for row in asked[::stride]]

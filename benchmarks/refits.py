@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tqdm import tqdm
 
-from probes_store.uncertainty import RefitInterval
+from probes_store.records import RefitInterval
 from service.data.run_folder import RowsFile
 from service.fitting.calibration import (
     FitOptions,

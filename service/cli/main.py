@@ -14,20 +14,7 @@ from cyclopts import App, CycloptsError, Parameter, UnknownCommandError
 
 from probes_store.errors import BundleError
 from service import __version__
-from service.cli import (
-    audit,
-    bundle,
-    calibrate,
-    demo,
-    doctor,
-    feedback,
-    held_out,
-    keys,
-    recalibrate,
-    score,
-    serve,
-    train,
-)
+from service.cli import bundle, calibrate, doctor, held_out, recalibrate, records, score, serve, train
 from service.cli.options import UsageError
 from service.cli.output import print_line
 from service.errors import HalluTracerError
@@ -51,11 +38,11 @@ COMMANDS: dict[str, Any] = {  # name -> function, or for a group its help and co
     "train": train.train,
     "calibrate": calibrate.calibrate,
     "recalibrate": recalibrate.recalibrate,
-    "feedback": feedback.feedback,
+    "feedback": records.feedback,
     "bundle": bundle.COMMANDS,
-    "demo": demo.COMMANDS,
-    "keys": keys.COMMANDS,
-    "audit": audit.COMMANDS,
+    "demo": held_out.DEMO_COMMANDS,
+    "keys": records.KEYS_COMMANDS,
+    "audit": records.AUDIT_COMMANDS,
 }
 GROUP = "hallutracer.commands"  # entry points of other distributions: name -> what COMMANDS holds
 RESEARCH = (("evaluate",), ("diagnose",), ("data",), ("demo", "build"), ("demo", "retrieval"))
@@ -63,19 +50,18 @@ RESEARCH = (("evaluate",), ("diagnose",), ("data",), ("demo", "build"), ("demo",
 
 
 def installed() -> dict[str, Any]:
-    """COMMANDS, and those of distributions with entry points of ``hallutracer.commands``; groups are joined by name."""
-    found = dict(COMMANDS)
+    """Return COMMANDS, and those of distributions with entry points of GROUP; groups are joined by name."""
+    found: dict[str, Any] = dict(COMMANDS)
     for point in sorted(entry_points(group=GROUP), key=lambda point: point.name):
         entry = point.load()
-        own = found.get(point.name)
-        if isinstance(entry, tuple) and isinstance(own, tuple):
+        if isinstance(own := found.get(point.name), tuple):
             entry = (entry[0], own[1] | entry[1])
         found[point.name] = entry
     return found
 
 
 def make_app(sources: Sources, *, whole_help: bool = True) -> App:
-    """The command line, with ``sources`` for what it leaves open.  ``whole_help``: its help leaves nothing out."""
+    """Return the command line, with ``sources`` for what it leaves open; ``whole_help``: with all options."""
     app = App(
         name="hallutracer",
         help=HELP,
@@ -90,13 +76,11 @@ def make_app(sources: Sources, *, whole_help: bool = True) -> App:
     for name, entry in installed().items():
         if isinstance(entry, tuple):
             title, commands = entry
-            group = App(name=name, help=title, help_flags=HELP_FLAGS, version_flags=())
-            app.command(group)
+            app.command(group := App(name=name, help=title, help_flags=HELP_FLAGS, version_flags=()))
             for child, function in commands.items():
                 group.command(function, name=child, help=_paragraphs(function), version_flags=())
         else:
-            few = name in MANY_OPTIONS and not whole_help
-            shown = Parameter(show=False) if few else None
+            shown = Parameter(show=False) if name in MANY_OPTIONS and not whole_help else None
             app.command(entry, name=name, help=_paragraphs(entry), version_flags=(), default_parameter=shown)
     sources.root = app
     return app

@@ -24,9 +24,10 @@ from service.cli.options import (
     StoreOptions,
     UsageError,
 )
-from service.cli.output import note, print_line
+from service.cli.output import print_line
 from service.fitting.options import ClassBalance, LogitScale
 from service.options import Common
+from service.progress import note
 from service.settings import DEFAULT_STORE, Range, option, section
 
 if TYPE_CHECKING:
@@ -87,11 +88,6 @@ class TrainChoices:
     evaluate: Annotated[
         bool, option("Nested cross-validation for the model card; without it the card reports no performance.")
     ] = True
-    uncertainty: Annotated[
-        bool,
-        option("An interval for each risk, from the refits of the nested cross-validation, and a flag for prompts "
-               "unlike training; costs next to nothing."),
-    ] = True  # fmt: skip
     allow_no_signal: Annotated[
         bool,
         option("Publish although the nested AUROC's interval reaches chance, as it does on labels drawn by a coin."),
@@ -167,7 +163,6 @@ def train(
         target=options.target,
         sample=options.keep_sample,
         evaluate=options.evaluate,
-        uncertainty=options.uncertainty,
         allow_no_signal=options.allow_no_signal,
         jobs=fit.jobs,
         calibration=None
@@ -175,7 +170,7 @@ def train(
         else PromiseOptions(options.calibration, alphas, promise.delta, publish_closed=promise.publish_closed),
         **{field: value for field, value in optional.items() if value is not None},
     )
-    chosen = engine.engine_options  # a wrong option is reported before rows are read
+    chosen = engine.options_for()  # a wrong option is reported before rows are read
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     try:
         trained = run_training(training, chosen, open_store(store), threads=engine.threads, console=console)

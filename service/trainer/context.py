@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from probes_store.context import CONTEXT_SIGNALS, Applicability, Context
-from service.engines.context import prompt_context
+from probes_store.records import CONTEXT_SIGNALS, Applicability, Context
+from service.engines.base import prompt_context
 from service.fitting.calibration import FitOptions
 from service.fitting.context import (
     ContextFit,

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from probes_store.durable import atomic_write
+from probes_store.local import atomic_write
 from service.data.collection import collect, render_all
 from service.data.forms.base import Form, Message
 from service.data.forms.registry import FORMS, chosen, is_one_message

@@ -171,7 +171,6 @@ class TrainOptions:
     target: str | None = None  # "wrong<=0.2" or "answered>=0.5": the threshold, by out-of-fold risks
     sample: bool = True  # keep held-out questions in the bundle, to show what the risk is worth
     evaluate: bool = True  # the nested evaluation; without it the card reports no performance
-    uncertainty: bool = True  # an interval for each risk, and a flag for prompts outside training
     allow_no_signal: bool = False  # publish although the interval of the nested AUROC reaches chance
     jobs: int = 0  # processes for the probe fits; 0: all cores
     calibration: PromiseOptions | None = None  # a guarantee for the threshold, as the last step

@@ -8,12 +8,10 @@ from typing import cast
 
 import numpy as np
 
-from probes_store.context import Context
-from probes_store.golden import spreads, tolerance_for
+from probes_store.bundle import spreads, tolerance_for
 from probes_store.manifest import (
     ChatTemplateRecord,
     Classifier,
-    DType,
     Manifest,
     ModelRecord,
     ReadoutRecord,
@@ -21,8 +19,8 @@ from probes_store.manifest import (
     TokenizerRecord,
     TrainingRecord,
 )
+from probes_store.records import Context, DType, Uncertainty
 from probes_store.tensors import Golden, ProbeTensors
-from probes_store.uncertainty import Uncertainty
 from service.engines.base import Engine, ModelIdentity
 from service.errors import EngineError
 from service.fitting.calibration import FinalClassifier, signal_matrix
@@ -42,7 +40,7 @@ def probe_tensors(
     scale: Floats,
     class_mean: Floats,
     class_std: Floats,
-    reference: Reference | None = None,
+    reference: Reference,
     context: BundleContext | None = None,
 ) -> ProbeTensors:
     """A fit in the element types that are stored and served: scale [m]; class_mean, class_std [2, m] out of fold."""
@@ -53,8 +51,8 @@ def probe_tensors(
         scale=scale.astype(np.float32),
         trajectory_mean=class_mean.astype(np.float32),
         trajectory_std=class_std.astype(np.float32),
-        reference_mean=None if reference is None else reference.mean.astype(np.float32),
-        reference_whitening=None if reference is None else reference.whitening.astype(np.float32),
+        reference_mean=reference.mean.astype(np.float32),
+        reference_whitening=reference.whitening.astype(np.float32),
         **({} if context is None else context.tensors()),
     )
 
@@ -136,7 +134,7 @@ def manifest_of(
     classifier: FinalClassifier,
     threshold: float,
     training: TrainingRecord,
-    uncertainty: Uncertainty | None = None,
+    uncertainty: Uncertainty,
     context: BundleContext | None = None,
 ) -> Manifest:
     """The manifest, without what publishing adds: version, time, digests and files."""

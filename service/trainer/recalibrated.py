@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from probes_store.bundle import Bundle, BundleDraft
-from probes_store.recalibration import Recalibration
+from probes_store.records import Recalibration
 from service.errors import TrainingError
 from service.fitting.map_choice import Choice
 from service.fitting.nested_cv import rounded

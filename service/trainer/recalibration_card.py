@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 from numpy.typing import NDArray
 
 from probes_store.manifest import Manifest
-from probes_store.recalibration import Recalibration
+from probes_store.records import Recalibration
 from service.fitting.group_statistics import share_interval
 from service.fitting.jackknife import Interval
 from service.fitting.map_choice import Choice

@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 import service
-from probes_store.context import CONTEXT_SIGNALS
 from probes_store.manifest import Signal, TrainingRecord
+from probes_store.records import CONTEXT_SIGNALS
 from service.data.training_rows import Dataset
 from service.fitting.calibration import scale_shift
 from service.fitting.fit import Floats

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 
-from probes_store.guarantee import Guarantee
 from probes_store.manifest import Manifest
+from probes_store.records import Guarantee
 from service.fitting.promise import Step
 
 SECTION = re.compile(r"## Guarantee\n.*?(?=^## |\Z)", re.DOTALL | re.MULTILINE)

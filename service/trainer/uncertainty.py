@@ -7,7 +7,7 @@ import math
 import numpy as np
 
 from probes_store.manifest import Manifest
-from probes_store.uncertainty import RefitInterval, Uncertainty
+from probes_store.records import RefitInterval, Uncertainty
 from service.fitting.uncertainty import Reference
 from service.risk import risk
 
@@ -30,10 +30,8 @@ def uncertainty_record(reference: Reference, interval: RefitInterval | None) -> 
 
 
 def uncertainty_section(manifest: Manifest) -> str:
-    """The card's section; empty without a record."""
+    """Return the card's section."""
     record = manifest.uncertainty
-    if record is None:
-        return ""
     table = ""
     if record.interval is not None:
         lines = ["| risk | interval, at half the cutoff's distance |", "| --- | --- |"]

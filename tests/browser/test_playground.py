@@ -18,6 +18,7 @@ from playwright.sync_api import Browser, Page, expect
 from probes_store.bundle import Bundle
 from service.errors import EngineError
 from service.policies.guard import Action, Policy
+from service.policies.policy import Policies
 from tests.api.test_uncertainty import known
 from tests.browser.chromium import Tab, faults, sideways, tab
 from tests.matching import contextual_bundle, matching_draft
@@ -517,7 +518,8 @@ def test_what_else_a_policy_does(shared: Running, opened: Open) -> None:
         "warn": Policy("warn", Action.ANNOTATE, 0.0, "Take care."),
         "send": Policy("send", Action.FALLBACK, 0.0),
     }
-    before, shared.state.policies = shared.state.policies, dict(shared.state.policies) | policies
+    catalogue = shared.state.catalogue
+    before, catalogue.policies = catalogue.policies, Policies({**catalogue.policies.named, **policies})
     try:
         with opened() as tab:
             page = ready(tab)
@@ -539,4 +541,4 @@ def test_what_else_a_policy_does(shared: Running, opened: Open) -> None:
             expect(page.locator(".decision")).to_have_text("Withheld before the first token")
             expect(page.locator(".facts", has_text="Without the passage the risk was")).to_be_visible()
     finally:
-        shared.state.policies = before
+        catalogue.policies = before

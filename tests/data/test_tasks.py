@@ -14,7 +14,7 @@ from service.data.forms import task_given, task_handed, task_making, task_talk, 
 from service.data.forms.task_asked import ASKED
 from service.data.forms.task_rows import task_rows
 from service.data.forms.tasks import SLOTS, TASKS
-from tests.cli.test_command_line import run
+from tests.command_line import run
 
 ROWS = task_rows(1500)
 HERE = Path(__file__).parent

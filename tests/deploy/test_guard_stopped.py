@@ -131,7 +131,7 @@ def test_the_balancer(guard: Stoppable, tmp_path: Path) -> None:
 
         assert [ask() for _ in range(4)] == [200] * 4
         one.server.should_exit = True  # one of two: nobody notices
-        until(lambda: not one.server.started or one.state.stopping)
+        until(lambda: not one.server.started or one.state.lifecycle.stopping)
         assert [ask() for _ in range(8)] == [200] * 8
         guard.stop()
         assert [ask() for _ in range(3)] == [502] * 3
@@ -150,11 +150,11 @@ def test_a_withheld_answer_whose_other_server_is_away_is_an_error(guard: Stoppab
 
 @contextmanager
 def broken(state: Any) -> Iterator[None]:
-    state.error = OSError("the engine is gone")
+    state.lifecycle.error = OSError("the engine is gone")
     try:
         yield
     finally:
-        state.error = None
+        state.lifecycle.error = None
 
 
 @pytest.mark.parametrize(

@@ -24,9 +24,9 @@ from service.cli.options import (
     RunDir,
     UsageError,
 )
-from service.cli.output import note
 from service.data.options import BATCH_ROWS
 from service.options import Common
+from service.progress import note
 from service.settings import option, section
 
 if TYPE_CHECKING:

@@ -84,7 +84,7 @@ def evaluate(
         max_new_tokens=labels.max_new_tokens, prompt_format=labels.prompt_format, per_subset=options.per_subset,
         skip_long=options.skip_long, batch_rows=fit.batch_rows, jobs=fit.jobs,
     )  # fmt: skip
-    chosen = engine.engine_options  # a wrong option is reported before rows are read
+    chosen = engine.options_for()  # a wrong option is reported before rows are read
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     try:
         found = run_evaluation(evaluation, chosen, threads=engine.threads, console=console, command=command_line())

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from hallutracer_research.data.registry import SETS, SetInfo, read_set
 from hallutracer_research.evaluation.methods.base import MethodInputs
 from hallutracer_research.evaluation.options import EvaluateOptions, EvaluationSource
-from probes_store.durable import atomic_write
+from probes_store.local import atomic_write
 from service.data.collection import Collection, collect
 from service.data.labels import check_answers, given_labels, judged_labels
 from service.data.options import ABSTAIN, JudgeName, JudgeOptions, Labels

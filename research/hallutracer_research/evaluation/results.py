@@ -22,7 +22,7 @@ from hallutracer_research.evaluation.options import CLASSES, OURS, TITLES, Cost
 from hallutracer_research.evaluation.prepare import PreparedSet
 from hallutracer_research.evaluation.splits import Split
 from hallutracer_research.evaluation.tables import Cell, Column, Table
-from probes_store.durable import atomic_write
+from probes_store.local import atomic_write
 from service.errors import TrainingError
 from service.fitting.fit import Floats, Index
 from service.fitting.jackknife import auroc_interval, gain

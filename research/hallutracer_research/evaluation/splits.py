@@ -20,7 +20,7 @@ from threadpoolctl import threadpool_limits
 
 from hallutracer_research.evaluation.methods.base import MethodInputs, fit_linear, held_out_auroc, in_processes
 from hallutracer_research.evaluation.options import EvaluateOptions
-from probes_store.durable import atomic_write
+from probes_store.local import atomic_write
 from service.errors import NoDirection
 from service.fitting.calibration import FitOptions, choose_c, refit
 from service.fitting.fit import RELAXED, Floats, Index, Readouts, Task, fit_head, project, unit_probe

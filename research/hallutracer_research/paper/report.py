@@ -25,7 +25,7 @@ from hallutracer_research.paper.claims import claims
 from hallutracer_research.paper.diagnostics.classes import as_document
 from hallutracer_research.paper.structure import READOUTS, TRAJECTORY, geometry_by_layer
 from hallutracer_research.paper.tables import PUBLISHED, TableSpec, make_tables
-from probes_store.durable import atomic_write
+from probes_store.local import atomic_write
 from service.errors import TrainingError
 from service.fitting.calibration import fit_classifier
 from service.fitting.scores import risk_auroc
