@@ -164,7 +164,7 @@ def _card(scorer: Scorer, service: Service) -> BundleCard:
         prompt_format=manifest.prompt_format,
         threshold=manifest.threshold,
         guarantee=None if manifest.guarantee is None else BundleGuarantee(**asdict(manifest.guarantee)),
-        uncertainty=None if manifest.uncertainty is None else BundleUncertainty(**asdict(manifest.uncertainty)),
+        uncertainty=BundleUncertainty(**asdict(manifest.uncertainty)),
         applicability=None if applies is None else BundleApplicability(**asdict(applies)),
         guarantee_shapes=None if manifest.guarantee_shapes is None else list(manifest.guarantee_shapes),
         default=role == "default",

@@ -29,7 +29,6 @@ from service.settings import ServiceSettings, option
 
 if TYPE_CHECKING:
     from probes_store.bundle import Bundle
-    from service.policies.guard import Policy
 
 
 def doctor(
@@ -68,7 +67,7 @@ def doctor(
         yield from model.check_bundles(store, tuple(dict.fromkeys((*own, *plan.references))), loaded)
 
     def rollout_checks() -> Iterator[Finding]:
-        yield from model.check_rollout(plan, loaded, _own_policies(settings, access), rollout.watch_s)
+        yield from model.check_rollout(plan, loaded, rollout.watch_s)
         judging = [one for place, (name, one) in enumerate(loaded.items()) if not place or name == plan.canary]
         yield from model.check_drift({one.reference: one for one in judging}.values(), rollout.replay_s)
 
@@ -151,15 +150,6 @@ def _policies(settings: ServiceSettings, access: AccessOptions) -> Iterator[Find
     for rule in policies.rules:
         rule.check_key(names)
     yield ok("policies", f"{', '.join(policies.named)}; {settings.policy} where a request names none")
-
-
-def _own_policies(settings: ServiceSettings, access: AccessOptions) -> list[Policy]:
-    """Those that requests are judged by that name none; none where they cannot be read, which their own check says."""
-    try:
-        policies = load_policies(access.policies, access.abstain_message, settings.policy)
-    except HalluTracerError:
-        return []
-    return [policies.named[name] for name in (settings.policy, *(rule.policy for rule in policies.rules))]
 
 
 def _port(settings: ServiceSettings) -> Iterator[Finding]:

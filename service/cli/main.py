@@ -53,7 +53,10 @@ def installed() -> dict[str, Any]:
     """Return COMMANDS, and those of distributions with entry points of GROUP; groups are joined by name."""
     found: dict[str, Any] = dict(COMMANDS)
     for point in sorted(entry_points(group=GROUP), key=lambda point: point.name):
-        entry = point.load()
+        try:
+            entry = point.load()
+        except ImportError:  # half installed, or for another release: what serves is not held up by it
+            continue
         if isinstance(own := found.get(point.name), tuple):
             entry = (entry[0], own[1] | entry[1])
         found[point.name] = entry

@@ -12,14 +12,12 @@ from typing import TYPE_CHECKING, Any, cast
 from probes_store.errors import BundleError
 from probes_store.syntax import is_url
 from service.doctor.machine import TEMPORARY, Finding, fail, memory_free, ok, shown, warn
-from service.errors import RequestError
 from service.settings import DEFAULT_SHARE
 
 if TYPE_CHECKING:
     from probes_store.bundle import Bundle
     from probes_store.store import Store
     from service.engines.base import EngineOptions
-    from service.policies.guard import Policy
     from service.scoring import Scorer
     from service.serving.rollout import RolloutPlan
 
@@ -158,12 +156,9 @@ def folders(store: Store, feedback: Path | None) -> dict[str, Path]:
     return found | ({} if feedback is None else {"feedback": feedback.absolute().parent})
 
 
-def check_rollout(
-    plan: RolloutPlan, loaded: Mapping[str, Bundle], policies: Sequence[Policy], watch_s: float
-) -> Iterator[Finding]:
-    """Check the default bundle, ``loaded`` first, against the service's own ``policies``; then canary and shadows."""
+def check_rollout(plan: RolloutPlan, loaded: Mapping[str, Bundle], watch_s: float) -> Iterator[Finding]:
+    """Check the canary and the shadows against the default bundle, the first of ``loaded``."""
     from service.prompts import as_prompt_format
-    from service.serving.catalogue import check_tells
     from service.serving.rollout import rolled_out
 
     scorers = {  # what a rollout looks at in a scorer, without the model
@@ -173,21 +168,13 @@ def check_rollout(
     if not scorers:
         return  # the check of the bundles has said why
 
-    def tells(scorer: Scorer) -> None:
-        for policy in policies:
-            check_tells(scorer, policy)
-
     default = next(iter(scorers.values()))
-    try:
-        tells(default)
-    except RequestError as error:
-        yield fail("rollout", error.message)
     if plan.canary is None and plan.share != DEFAULT_SHARE:
         yield warn("rollout", f"a share of {plan.share:g}, and no canary that would get it", "give --canary")
     if plan.canary is not None and not plan.share:
         cure = "raise --canary-share, or make it a --shadow"
         yield warn("rollout", f"the canary {plan.canary} gets no request", cure)
-    rollout, left_out = rolled_out(plan, scorers, tells)
+    rollout, left_out = rolled_out(plan, scorers)
     for name, reason in left_out.items():
         yield warn("rollout", f"{name} is left out: {reason}", "move the alias to another version, or do not name it")
     canary, shadows = rollout.canary, [shadow.bundle.reference for shadow in rollout.shadows]

@@ -13,7 +13,7 @@ from probes_store.bundle import check_golden
 from probes_store.errors import BundleError, GoldenMismatch
 from probes_store.syntax import PIN
 from service.access.callers import Caller
-from service.errors import FeedbackUnavailable, NonFiniteReadout, NotAllowed, NotFound, RequestError
+from service.errors import FeedbackUnavailable, NonFiniteReadout, NotAllowed, NotFound
 from service.feedback.rows import Tally
 from service.judging.drift import DriftLimits
 from service.policies.guard import OBSERVE, Action, Policy
@@ -71,8 +71,7 @@ class Catalogue:
         Raises RequestError where the default cannot do what the service's own policies ask.
         """
         scorers = tuple(found.values())
-        self._check_own_policies(scorers[0])  # else each request would be refused
-        rollout, unused = rolled_out(self.plan, found, self._check_own_policies)
+        rollout, unused = rolled_out(self.plan, found)
         served = scorers[0].engine.identity.model
         for rule in self.policies.rules:
             if rule.model not in (None, served):
@@ -101,10 +100,6 @@ class Catalogue:
             except FeedbackUnavailable as error:
                 log.error("the labels of %s are not known before the next one comes: %s", manifest.digest, error)
         return found
-
-    def _check_own_policies(self, scorer: Scorer) -> None:
-        for name in (None, *(rule.policy for rule in self.policies.rules)):
-            check_tells(scorer, self.policy(name, None))
 
     def serve(self, loaded: Loaded) -> None:
         """Have ``loaded`` judge every request from now on."""
@@ -233,35 +228,21 @@ class Catalogue:
         return policy.at(self.settings.threshold if policy.threshold is None else None).at(threshold)
 
 
-def check_tells(scorer: Scorer, policy: Policy) -> None:
-    """Raise RequestError where the policy asks what the bundle cannot tell."""
-    if policy.withhold_outside and scorer.bundle.manifest.uncertainty is None:
-        raise RequestError(
-            f"policy {policy.name!r} withholds prompts outside training, and {scorer.bundle.reference} has no "
-            "reference to tell them by: take another policy, or train the bundle again",
-            param="policy",
-        )
-
-
 def untemplated(scorer: Scorer, policy: Policy) -> Policy:
     """Return the policy of a prompt that went through no chat template.
 
     Where training's prompts went through one, such a prompt is easily unlike all of them, and its risk says nothing: a
-    policy that withholds then withholds what lies outside training, if the bundle can tell and the policy does not say
-    ``withhold_outside = false``.
+    policy that withholds then withholds what lies outside training, unless it says ``withhold_outside = false``.
     """
     asks = policy.withhold_outside is None and policy.action.withholds
-    tells = scorer.prompt_format == "chat" and scorer.bundle.manifest.uncertainty is not None
-    return replace(policy, withhold_outside=True) if asks and tells else policy
+    return replace(policy, withhold_outside=True) if asks and scorer.prompt_format == "chat" else policy
 
 
 def check_choice(scorer: Scorer, policy: Policy, own_scorer: Scorer, own: Policy, caller: Caller) -> None:
     """Raise NotAllowed where a choice could let an answer through that the operator's own rule withholds.
 
     ``scorer`` and ``policy`` apply to the request, ``own_scorer`` and ``own`` where it chooses nothing.
-    Raises RequestError where the policy asks what the bundle cannot tell.
     """
-    check_tells(scorer, policy)
     if caller.policies is not None and policy.name not in caller.policies:
         allowed = " or ".join(map(repr, caller.policies))
         message = f"requests of key {caller.name!r} are judged by {allowed} alone, not by {policy.name!r}"

@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
-from service.errors import RequestError
 from service.scoring import RiskReport, Scorer, ShadowRisk
 from service.settings import DEFAULT_SHARE
 
@@ -84,13 +83,8 @@ class Rollout:
         return any(one.bundle.manifest.digest == digest for one in self.shadows)
 
 
-def rolled_out(
-    plan: RolloutPlan, loaded: Mapping[str, Scorer], check: Callable[[Scorer], None]
-) -> tuple[Rollout, dict[str, str]]:
-    """The rollout of what was loaded, by reference, default first; and why some of it is not used.
-
-    ``check`` raises RequestError where a scorer cannot do what the service's own policies ask.
-    """
+def rolled_out(plan: RolloutPlan, loaded: Mapping[str, Scorer]) -> tuple[Rollout, dict[str, str]]:
+    """Return the rollout of what was loaded, by reference, default first; and why some of it is not used."""
     default = next(iter(loaded.values()))
     left_out: dict[str, str] = {}
 
@@ -98,20 +92,16 @@ def rolled_out(
         scorer = loaded.get(reference)
         if scorer is None:
             return None  # the loading has said why
-        try:
-            if judges:
-                check(scorer)
-            elif scorer.prompt_format != default.prompt_format:
-                raise RequestError(
-                    f"it was trained on {scorer.prompt_format} prompts and {default.bundle.reference} on "
-                    f"{default.prompt_format} ones: they do not read the same token ids"
-                )
-            if scorer.bundle.manifest.digest == default.bundle.manifest.digest:
-                raise RequestError(f"it is {default.bundle.reference}, which judges already")
-        except RequestError as error:
-            left_out[reference] = error.message
-            return None
-        return scorer
+        if not judges and scorer.prompt_format != default.prompt_format:
+            left_out[reference] = (
+                f"it was trained on {scorer.prompt_format} prompts and {default.bundle.reference} on "
+                f"{default.prompt_format} ones: they do not read the same token ids"
+            )
+        elif scorer.bundle.manifest.digest == default.bundle.manifest.digest:
+            left_out[reference] = f"it is {default.bundle.reference}, which judges already"
+        else:
+            return scorer
+        return None
 
     canary = None if plan.canary is None else usable(plan.canary, judges=True)
     shadows = [scorer for name in plan.shadows if (scorer := usable(name, judges=False)) is not None]

@@ -185,7 +185,7 @@ def test_clients_that_leave_take_their_work_with_them(service: Running) -> None:
     for body, cut in (({"prompt": "b"}, 0), (answer, 0), (answer | {"stream": True}, 0), ({"prompt": "c"}, 3)):
         send(service, body, cut=cut).close()
     until(lambda: service.metric("hallutracer_errors_total") == 4)
-    until(lambda: all(one.cancelled for one in service.served._queue._requests))  # told by a thread of its own
+    until(lambda: all(one.cancelled for one in service.served._queue.waiting))  # told by a thread of its own
     held.release.set()
     until(lambda: idle(service))
     assert service.engine.counters.prefills == prefills + 1  # only the one that was held

@@ -50,6 +50,8 @@ def told(service: App, **body: Any) -> Any:
     return guarantee
 
 
+# A prompt without a template is withheld where it lies outside training; the calibration had none.
+OUTSIDE = "policy: 'gate' also withholds prompts outside training, the calibration did not"
 HOLDS = {"alpha": 0.1, "delta": 0.05, "holds": True, "void": []}
 
 
@@ -67,7 +69,7 @@ def test_it_holds(service: App, body: dict[str, Any]) -> None:
         ({"threshold": 0.2}, ["threshold: 0.2 applies, 0.25 is guaranteed"]),
         ({"generate": {"max_tokens": 2, "temperature": 0.7}}, ["decoding: temperature 0.7, not greedy"]),
         ({"generate": {"max_tokens": 2, "stop": ["."]}}, ["decoding: ends at texts of the request's own"]),
-        ({"prompt": None, "input_ids": [1, 2]}, [TOKEN_IDS]),
+        ({"prompt": None, "input_ids": [1, 2]}, [OUTSIDE, TOKEN_IDS]),
         ({"policy": "observe", "threshold": 1.0},
          ["policy: 'observe' withholds nothing", "threshold: 1 applies, 0.25 is guaranteed"]),
     ],
@@ -111,7 +113,7 @@ def test_a_conversation_that_the_calibration_had_none_like_departs_from_it(
 
 def test_a_shape_that_is_not_known_departs_too(calibrated_alone: App) -> None:
     found = told(calibrated_alone, prompt=None, input_ids=[1, 2])
-    assert found["void"] == [TOKEN_IDS, "conversation: not known; the calibration had none like it"]
+    assert found["void"] == [OUTSIDE, TOKEN_IDS, "conversation: not known; the calibration had none like it"]
 
 
 def test_the_list_of_bundles_names_the_shapes(calibrated_alone: App) -> None:

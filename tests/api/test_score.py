@@ -46,7 +46,9 @@ def test_one_prompt(service: ScoringApp) -> None:
     assert body["object"] == "risk.list"
     assert body["bundle"] == {"name": "one", "version": 1, "digest": service.bundles[0].manifest.digest}
     (row,) = body["data"]
-    assert set(row) == {"index", "risk", "depth_mean", "decision", "flagged", "threshold"}
+    assert set(row) == {
+        "index", "risk", "depth_mean", "decision", "flagged", "threshold", "outside_training", "distance"
+    }  # fmt: skip
     assert 0 <= row["risk"] <= 1
     assert row["decision"] == ("abstain" if row["risk"] >= row["threshold"] else "continue")
     tokens = len(service.engine.render_chat([{"role": "user", "content": "What is the capital of France?"}]))

@@ -18,6 +18,7 @@ from service.engines.scheduler import Scheduled
 from service.judging.coverage import Tenth
 from service.library.results import risk_of
 from service.scoring import Scorer
+from service.serving.judgement import JudgedPrompt
 from tests.command_line import hallutracer
 from tests.matching import contextual_bundle, matching_bundle
 from tests.scripted_engine import ScriptedEngine
@@ -142,4 +143,4 @@ def test_a_prompt_that_asks_for_no_fact_is_told(
     assert isinstance(console.file, StringIO)
     said = f"asks for no fact (P(asks) {report.context.asks or 0.0:.2f}): the risk does not apply"
     assert (said in console.file.getvalue()) is (applies is False)
-    assert risk_of("A", report).applies is applies
+    assert risk_of("A", JudgedPrompt(0, report)).applies is applies

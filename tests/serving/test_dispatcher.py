@@ -348,7 +348,7 @@ async def test_whoever_sends_much_does_not_delay_another(bench: Bench, monkeypat
         monkeypatch.setattr(bench.script, "score", recording)
         busy = [bench.request(*(f"{n} {m}" for m in range(10)), caller="busy") for n in range(20)]
         other = bench.request("mine", caller="other")
-        await until(lambda: len(bench.engine._queue) == 201)
+        await until(lambda: len(bench.engine._queue.waiting) == 201)
         bench.holding.release.set()
         for handle in (held, other, *busy):
             await handle.answers()

@@ -17,7 +17,6 @@ from service.engines.base import Engine
 from service.errors import NonFiniteReadout
 from service.scoring import Scorer
 from service.serving.rollout import Rollout, RolloutPlan
-from tests.api.test_uncertainty import CAREFUL, known
 from tests.engine_kinds import KINDS
 from tests.matching import matching_bundle
 from tests.running import App
@@ -220,15 +219,6 @@ def test_what_cannot_be_used_is_left_out_and_told(
         assert left_out["reference"] == reference
         assert reason in left_out["reason"]
         assert app.client.post("/score", json={"prompt": "a"}).json()["bundle"]["name"] == "one"
-
-
-def test_a_canary_that_cannot_do_what_the_policy_asks_is_left_out(tmp_path: Path) -> None:
-    plan, policies = RolloutPlan("two:1", 1.0), {CAREFUL.name: CAREFUL}
-    app = app_with(tmp_path, plan, policies=policies, policy=CAREFUL.name, names=("two",), add=[known])
-    app.bundles.reverse()
-    with app.started():
-        assert app.client.post("/score", json={"prompt": "a"}).json()["bundle"]["name"] == "known"
-        assert "outside training" in app.client.get("/v1/bundles").json()["status"]["left_out"][0]["reason"]
 
 
 def test_a_reload_by_the_api_swaps_or_changes_nothing(tmp_path: Path) -> None:
