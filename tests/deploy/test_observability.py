@@ -65,7 +65,8 @@ def test_an_alert_says_what_to_do_and_is_tested(alert: dict[str, Any]) -> None:
 def test_an_alert_leads_to_its_runbook() -> None:
     """MyST and GitHub make the anchor of a heading from its lower-case letters; tests/docs builds the page."""
     page = (ROOT / "docs" / "runbooks.md").read_text(encoding="utf-8")
-    sections = {part.partition("\n")[0]: part for part in page.split("\n## ")[1:]}
+    found = {part.partition("\n")[0]: part for part in page.split("\n## ")[1:]}
+    sections = {name: part for name, part in found.items() if name.startswith("HalluTracer")}
     alerts = {rule["alert"]: rule["annotations"]["runbook_url"] for rule in rules("alert")}
     assert set(sections) == set(alerts)
     for name, url in alerts.items():

@@ -26,4 +26,4 @@ def test_policies_that_only_our_own_service_has(tmp_path: Path, text: str, said:
         read_options({"HALLUTRACER_BUNDLE": "demo", "HALLUTRACER_POLICIES": str(path)})
     assert said in str(refused.value)
     path.write_text('[a]\naction = "block"')
-    assert "a" in read_options({"HALLUTRACER_BUNDLE": "demo", "HALLUTRACER_POLICIES": str(path)}).policies
+    assert "a" in read_options({"HALLUTRACER_BUNDLE": "demo", "HALLUTRACER_POLICIES": str(path)}).policies.named

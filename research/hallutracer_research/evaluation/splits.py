@@ -217,7 +217,7 @@ def shuffled_depth_mean(inputs: MethodInputs, split: Split, options: EvaluateOpt
 def pooled_depth_mean(readouts: Readouts, split: Split, options: EvaluateOptions) -> Floats:
     """Depth means of the test side from another pooling of the attention heads, at the split's C: [n_test]."""
     task = Task(split.train, split.test, split.c)
-    return depth_mean(fit_all_heads(readouts, [task], jobs=fit_options(options).jobs)[0].trajectory())
+    return depth_mean(fit_all_heads(readouts, [task], jobs=fit_options(options).n_jobs)[0].trajectory())
 
 
 def kept(path: Path, make: Callable[[], dict[str, NDArray[np.generic]]]) -> dict[str, NDArray[np.generic]]:
