@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from service.data.labels import sampled_labels
-from service.data.options import ABSTAIN, JudgeOptions
+from service.data.options import JudgeOptions
 from service.data.run_folder import RowsFile
 from service.data.sampled_answers import SampleOptions
 from service.data.training_rows import read_dataset
@@ -36,7 +36,7 @@ def main(run: str, data: str, samples: str, temperature: str, seeds: str = "3") 
     """Print the table."""
     folder, dataset = Path(run) / "train", read_dataset(Path(data), "generate", folds=0)
     sampled = SampleOptions(int(samples), float(temperature))
-    labelled = sampled_labels(dataset, folder, JudgeOptions(), ABSTAIN, sampled)
+    labelled = sampled_labels(dataset, folder, JudgeOptions(), sampled)
     geometry = Geometry(**json.loads((folder / "run.json").read_text())["model"]["geometry"])
     file = RowsFile(folder / f"rows-{Site.ATTENTION_HEAD}.f32", geometry, Site.ATTENTION_HEAD, len(dataset))
     index, label, share = labelled.index, labelled.label, labelled.share

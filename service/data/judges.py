@@ -27,6 +27,8 @@ _INSTRUCTION = (
     "You grade answers. Say whether the given answer states the same fact as one of the accepted answers. "
     "Reply with exactly one word: yes or no."
 )
+TIMEOUT_S = 60.0  # of one request
+RETRIES = 3  # after a failure that may pass: connection, 429, 5xx, no yes or no
 _BACKOFF_S = 0.5
 
 
@@ -80,7 +82,7 @@ def calls(question: str, answer: str, answers: Sequence[str]) -> bool:
 def answer_problems(options: JudgeOptions, answers: Sequence[str]) -> list[str]:
     """Problems of a row's answers for this judge; checked before a model is loaded."""
     expected = references.expected(answers)
-    if options.name == "calls":
+    if options.judge == "calls":
         if expected is None or len(answers) != 1:
             return [
                 "the judge 'calls' needs one answer that says what to expect: convert the set bfcl, or take another"
@@ -88,21 +90,21 @@ def answer_problems(options: JudgeOptions, answers: Sequence[str]) -> list[str]:
         problem = call_check.problem(expected)
         return [f"the expectation in 'answers' is damaged: {problem}"] if problem else []
     if expected is not None:
-        return [f"'answers' holds an expectation for the judge 'calls', which {options.name!r} cannot use"]
+        return [f"'answers' holds an expectation for the judge 'calls', which {options.judge_name!r} cannot use"]
     accepted, incorrect = references.split(answers)
     if incorrect and not accepted:
         return ["'answers' holds incorrect answers only: an accepted one is needed"]
-    if options.name == "similarity":
+    if options.judge == "similarity":
         missing = [] if incorrect else ['the judge \'similarity\' needs an incorrect answer too: {"incorrect": "..."}']
         return missing + [f"answer {one!r} has no word" for one in (*accepted, *incorrect) if not similarity.words(one)]
     problems = []
     for answer in accepted:
-        if options.name == "regex":
+        if options.judge == "regex":
             try:
                 re.compile(answer)
             except re.error as error:
                 problems.append(f"answer {answer!r} is not a regular expression: {error}")
-        elif options.name in ("exact", "contains") and not normalise(answer):
+        elif options.judge_name in ("exact", "contains") and not normalise(answer):
             problems.append(f"answer {answer!r} is empty once punctuation and articles are left out")
     return problems
 
@@ -113,12 +115,12 @@ def make_judge(options: JudgeOptions) -> Judge:
     A text that the pattern does not match is judged whole.
     """
     of_accepted: dict[str, Judge] = {"exact": exact, "contains": contains, "regex": regex}
-    if options.name == "openai":
+    if options.judge == "openai":
         judge = _of_accepted(OpenAIJudge(options))
-    elif options.name in of_accepted:
-        judge = _of_accepted(of_accepted[options.name])
+    elif options.judge_name in of_accepted:
+        judge = _of_accepted(of_accepted[options.judge_name])
     else:
-        judge = nearest if options.name == "similarity" else calls
+        judge = nearest if options.judge == "similarity" else calls
     if not options.answer_pattern:
         return judge
     pattern = re.compile(options.answer_pattern)
@@ -140,9 +142,9 @@ class OpenAIJudge:
 
     def __init__(self, options: JudgeOptions, sleep: Callable[[float], None] = time.sleep) -> None:
         self._options = options
-        self._url = options.base_url.rstrip("/") + "/chat/completions"
-        headers = {"Authorization": f"Bearer {options.api_key}"} if options.api_key else {}
-        self._client = httpx.Client(timeout=options.timeout_s, headers=headers)
+        self._url = options.judge_url.rstrip("/") + "/chat/completions"
+        headers = {"Authorization": f"Bearer {options.judge_key}"} if options.judge_key else {}
+        self._client = httpx.Client(timeout=TIMEOUT_S, headers=headers)
         self._sleep = sleep
 
     def __call__(self, question: str, answer: str, accepted: Sequence[str]) -> bool:
@@ -150,13 +152,13 @@ class OpenAIJudge:
         listed = "\n".join(f"- {candidate}" for candidate in accepted)
         text = f"Question:\n{question}\n\nAccepted answers:\n{listed}\n\nGiven answer:\n{answer}\n\nyes or no?"
         body = {
-            "model": self._options.model,
+            "model": self._options.judge_model,
             "temperature": 0,
             "max_tokens": 8,
             "messages": [{"role": "system", "content": _INSTRUCTION}, {"role": "user", "content": text}],
         }
         cause = ""
-        for attempt in range(self._options.retries + 1):
+        for attempt in range(RETRIES + 1):
             if attempt:
                 self._sleep(_BACKOFF_S * 2 ** (attempt - 1))
             try:
@@ -172,7 +174,7 @@ class OpenAIJudge:
             verdict, cause = _verdict(response)
             if verdict is not None:
                 return verdict
-        raise self._error(f"{cause} (after {self._options.retries + 1} tries; judged answers are kept, run again)")
+        raise self._error(f"{cause} (after {RETRIES + 1} tries; judged answers are kept, run again)")
 
     def _error(self, cause: str) -> TrainingError:
         return TrainingError(f"the judge at {self._url} {cause}", param="judge")

@@ -59,32 +59,30 @@ def check_answers(dataset: Dataset, options: JudgeOptions) -> None:
         raise DataError(str(dataset.path), problems)
 
 
-def judged_labels(dataset: Dataset, folder: Path, options: JudgeOptions, abstain_pattern: str) -> Labelled:
+def judged_labels(dataset: Dataset, folder: Path, options: JudgeOptions) -> Labelled:
     """Judge ``answers.jsonl`` of a collection, which has an answer of each row that applies.
 
     Empty answers and abstentions belong to neither class: they are left out and counted.
     """
     with (folder / "answers.jsonl").open(encoding="utf-8") as file:
         answers = sorted({record["row"]: record["answer"] for record in map(json.loads, file)}.items())
-    path = folder / f"labels-{_key(options, abstain_pattern)}.jsonl"
-    verdicts = _verdicts(dataset, answers, path, options, abstain_pattern)
+    path = folder / f"labels-{_key(options)}.jsonl"
+    verdicts = _verdicts(dataset, answers, path, options)
     used = [row for (row, _), verdict in zip(answers, verdicts, strict=True) if verdict in CLASSES]
     label = [CLASSES[verdict] for verdict in verdicts if verdict in CLASSES]
     left_out = Counter(verdict for verdict in verdicts if verdict not in CLASSES)
     return Labelled(np.array(used, np.int64), np.array(label, np.int64), dict(sorted(left_out.items())))
 
 
-def sampled_labels(
-    dataset: Dataset, folder: Path, options: JudgeOptions, abstain_pattern: str, sampled: SampleOptions
-) -> Labelled:
+def sampled_labels(dataset: Dataset, folder: Path, options: JudgeOptions, sampled: SampleOptions) -> Labelled:
     """Judge the greedy answer and K sampled ones of each row; ``share`` is how many of these are right.
 
     A row takes part where its greedy answer belongs to a class and at least one sampled answer does.
     """
-    greedy = judged_labels(dataset, folder, options, abstain_pattern)
+    greedy = judged_labels(dataset, folder, options)
     answers = [(answer.row, answer.text) for answer in read_samples(folder, sampled)]
-    path = folder / f"sample-labels-t{sampled.temperature:g}-{_key(options, abstain_pattern)}.jsonl"
-    verdicts = _verdicts(dataset, answers, path, options, abstain_pattern)
+    path = folder / f"sample-labels-t{sampled.temperature:g}-{_key(options)}.jsonl"
+    verdicts = _verdicts(dataset, answers, path, options)
     right, judged = np.zeros(len(dataset)), np.zeros(len(dataset))
     for (row, _), verdict in zip(answers, verdicts, strict=True):
         if verdict in CLASSES:
@@ -105,14 +103,11 @@ def verdict_on(answer: str, question: str, accepted: Sequence[str], judge: Judge
     return "factual" if judge(question, answer, accepted) else "hallucinated"
 
 
-def _verdicts(
-    dataset: Dataset, answers: Sequence[tuple[int, str]], path: Path, options: JudgeOptions, abstain_pattern: str
-) -> list[str]:
+def _verdicts(dataset: Dataset, answers: Sequence[tuple[int, str]], path: Path, options: JudgeOptions) -> list[str]:
     """A verdict for each (data row, answer), kept in ``path``."""
-    abstains = re.compile(abstain_pattern)
-    judge = make_judge(options)
+    abstains, judge = options.abstains, make_judge(options)
     # An endpoint's verdict costs money and is saved at once; the others are cheap, and one flush each would be slow.
-    saved_together = 1 if options.name == "openai" else 500
+    saved_together = 1 if options.judge == "openai" else 500
     pending: list[dict[str, str]] = []
     with closing(AppendLog(path)) as log:
         known = log.count
@@ -132,7 +127,8 @@ def _verdicts(
         return [record["verdict"] for record in records]
 
 
-def _key(options: JudgeOptions, abstain_pattern: str) -> str:
+def _key(options: JudgeOptions) -> str:
     """Name of the verdicts' file: options that change a verdict give another file."""
-    matters = {name: getattr(options, name) for name in ("name", "base_url", "model", "answer_pattern")}
-    return hashlib.sha256(json.dumps([matters, abstain_pattern], sort_keys=True).encode()).hexdigest()[:12]
+    matters = {"name": options.judge_name, "base_url": options.judge_url, "model": options.judge_model}
+    key = [matters | {"answer_pattern": options.answer_pattern}, options.abstains.pattern]
+    return hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:12]

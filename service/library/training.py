@@ -117,8 +117,8 @@ def train(
         engine: How the model is loaded.
         report: Takes the lines of progress; the default writes them to standard error.
         options: Any other field of ``service.trainer.options.TrainOptions``, such as ``test``, ``judge``, ``seeds``,
-            ``folds``, ``c``, ``readout``, ``evaluate`` or ``forms``: "mixture" of all forms of conversation, the
-            default where labels are not given, "none" for the rows as they are, or names.
+            ``folds``, ``c``, ``readout``, ``evaluate`` or ``forms``; as of ``hallutracer train``, except that ``seeds``
+            may also be the seeds themselves, and ``forms`` several names.
 
     Raises:
         DataError: Rows are at fault, by line number.
@@ -143,18 +143,13 @@ def train(
     >>> trained.own.low < trained.own.auroc < trained.own.high
     True
     """
-    from service.readout import Site
-    from service.trainer.options import TrainOptions, parse_forms
+    from service.trainer.options import TrainOptions
 
     folder = Path(run_dir) if run_dir is not None else Path("runs") / name
-    if "readout" in options:
-        options["readout"] = Site(options["readout"])
-    if isinstance(options.get("forms"), str):
-        options["forms"] = parse_forms(options["forms"])
-    for field_ in ("test", "data"):
-        if isinstance(options.get(field_), str):
-            options[field_] = Path(options[field_])
-    wanted = TrainOptions(data=rows_file(rows, folder), name=name, run_dir=folder, labels=labels, **options)
+    if not isinstance(options.get("forms", ""), str):
+        options["forms"] = ",".join(options["forms"]) or "none"
+    options |= {key: Path(value) for key, value in options.items() if key in ("test", "calibration") and value}
+    wanted = TrainOptions(name=name, data=rows_file(rows, folder), run_dir=folder, labels=labels, **options)
     chosen = engine or Engine()
     return run_training(
         wanted,
@@ -180,11 +175,11 @@ def run_training(
 
     bundle = run(
         options,
-        lambda: load_engine(engine, rows=[options.readout], threads=threads, report=report),
+        lambda: load_engine(engine, rows=[options.site], threads=threads, report=report),
         store,
         console=console,
     )
-    return Trained(bundle, options.run_dir, store.where, figures_of(bundle.evaluation()))
+    return Trained(bundle, options.folder, store.where, figures_of(bundle.evaluation()))
 
 
 def figures_of(evaluation: Mapping[str, Any]) -> tuple[SignalFigures, ...]:

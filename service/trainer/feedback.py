@@ -11,7 +11,6 @@ import hashlib
 import json
 from dataclasses import asdict, dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,7 +21,7 @@ from probes_store.manifest import PROBES
 from probes_store.recalibration import Recalibration
 from probes_store.store import Store
 from service.errors import TrainingError
-from service.feedback.databases import Location
+from service.feedback.databases import location
 from service.feedback.rows import CONTINUE
 from service.feedback.statements import Judged, read_answers
 from service.fitting.label_shift import ShiftTest, label_shift_test
@@ -32,7 +31,7 @@ from service.fitting.prior_shift import Traffic, estimate_share, number_together
 from service.risk import served_risk
 from service.trainer.feedback_card import CAUTION, feedback_lines
 from service.trainer.ledger import Marks, seen_by
-from service.trainer.options import Console, ThresholdRule
+from service.trainer.options import Console, RecalibrateOptions
 from service.trainer.recalibrated import Learnt, check_not_recalibrated, prior_of, recalibrated
 from service.trainer.recalibration_card import table
 from service.trainer.record import read_risks
@@ -42,25 +41,11 @@ LEAST_LABELLED = 20  # prompts of each class; fewer and the folds' maps are nois
 LEAST_TRAFFIC = 100  # answers, for an estimate without labels
 
 
-@dataclass(frozen=True, kw_only=True)
-class FeedbackOptions:
-    """One recalibration by feedback."""
-
-    bundle: str
-    feedback: Location
-    name: str | None = None  # of the new bundle; None: the same, one version on
-    trained_on: tuple[Path, ...] = ()  # the bundle's own rows, where it does not record them
-    threshold: ThresholdRule = "map"
-    allow_other_shift: bool = False  # use unlabelled answers although prior shift alone does not explain them
-    seed: int = 0
-    dry_run: bool = False
-
-
 @dataclass(frozen=True, eq=False)
 class FeedbackPlan:
     """The stored answers of a bundle's probes, and which of their labels are used."""
 
-    options: FeedbackOptions
+    options: RecalibrateOptions
     bundle: Bundle
     evaluation: dict[str, Any]
     answers: tuple[Judged, ...]
@@ -97,17 +82,16 @@ class FeedbackPlan:
         }  # fmt: skip
 
 
-def plan_feedback(options: FeedbackOptions, store: Store) -> FeedbackPlan:
+def plan_feedback(bundle: Bundle, options: RecalibrateOptions) -> FeedbackPlan:
     """Read the feedback and sort out what can be used.
 
     Raises FeedbackUnavailable, TrainingError for too few labels and for a bundle that cannot be recalibrated, DataError
-    for a training file, and what the store raises.
+    for a training file.
     """
-    bundle = store.load(options.bundle)
     evaluation, signals = bundle.evaluation(), bundle.manifest.signals
     check_not_recalibrated(bundle, evaluation)
     seen = frozenset[str]().union(*(marks.prompts for _, marks in seen_by(bundle, evaluation, options.trained_on)))
-    database = options.feedback.open(create=False)
+    database = location(options.feedback).open(create=False)
     try:
         found = read_answers(database, bundle.manifest.files[PROBES].sha256)
     finally:
@@ -115,7 +99,8 @@ def plan_feedback(options: FeedbackOptions, store: Store) -> FeedbackPlan:
     answers = tuple(answer for answer in found if all(name in answer.signals for name in signals))
     if not answers:
         raise TrainingError(
-            f"{options.feedback} holds no answer that the probes of {bundle.reference} scored", param="feedback"
+            f"{location(options.feedback)} holds no answer that the probes of {bundle.reference} scored",
+            param="feedback",
         )
     matrix = np.array([[answer.signals[name] for name in signals] for answer in answers], np.float64)
     judged = [place for place, answer in enumerate(answers) if answer.label is not None]
@@ -139,13 +124,15 @@ def plan_feedback(options: FeedbackOptions, store: Store) -> FeedbackPlan:
     return made
 
 
-def recalibrate_by_feedback(options: FeedbackOptions, store: Store, *, console: Console) -> Bundle | None:
+def recalibrate_by_feedback(
+    bundle: Bundle, options: RecalibrateOptions, store: Store, *, console: Console
+) -> Bundle | None:
     """Publish a version whose risk follows the feedback; None for a dry run, and where no map does better.
 
     Raises what ``plan_feedback`` raises.
     """
-    made = plan_feedback(options, store)
-    bundle, described = made.bundle, made.described()
+    made = plan_feedback(bundle, options)
+    described = made.described()
     (groups,) = number_together([made.answers[place].mark for place in made.used.tolist()])
     console.print(f"{len(made.answers)} answers of the probes of {bundle.reference}, {len(made.used)} with a label "
                   f"that is used, of {len(np.unique(groups))} prompts")  # fmt: skip
@@ -170,9 +157,9 @@ def recalibrate_by_feedback(options: FeedbackOptions, store: Store, *, console: 
         risk=risk,
         group=groups,
         choice=choice,
-        rule=options.threshold,
+        rule=options.threshold_rule,
         seed=options.seed,
-        name=options.name,
+        name=options.new_name,
         data={
             "file": "feedback",
             "digest": _digest(rows),

@@ -90,7 +90,7 @@ def spread(
     if not options.wanted_forms:
         return dataset, test
     forms = _forms(options, prompt_format, console)
-    fits = Fits(engine, prompt_format, options.max_new_tokens)
+    fits = Fits(engine, prompt_format, options.answer_tokens)
     found = [
         _in_forms(options, own, name, forms, fits, console)
         for own, name in ((dataset, "train"), (test, "test"))
@@ -126,9 +126,9 @@ def _in_forms(
     said: dict[str, str] = {}
     if any(form.name in WITH_OWN_ANSWERS for form in forms):
         said = _said(options, dataset, f"{name}-said", fits)
-    key = PATTERNS if options.judge.name == "regex" else ANSWERS
+    key = PATTERNS if options.judge == "regex" else ANSWERS
     rows = [_object(row, group, key) for row, group in zip(dataset.rows, group_names(dataset), strict=True)]
-    made = in_forms(rows, forms, seed=options.seeds[0], said=said, fits=fits)
+    made = in_forms(rows, forms, seed=options.shuffles[0], said=said, fits=fits)
     ids = {row["id"] for row in made}
     left = [row for row in rows if ids.isdisjoint({row["id"], *(f"{row['id']}+{form.name}" for form in forms)})]
     made += in_forms(left, [FORMS["lone"]])  # no form fits them, and to lose them would help nobody
@@ -137,7 +137,7 @@ def _in_forms(
     if name == "train" and options.wanted_forms == (MIXTURE,) and fits.prompt_format == "chat":
         made += _tasks(options, dataset, fits)
     made = [{ANSWERS if name == PATTERNS else name: value for name, value in row.items()} for row in made]
-    path = options.run_dir / IN_FORMS.format(name)
+    path = options.folder / IN_FORMS.format(name)
     lines = [json.dumps(as_asked(row, fits.prompt_format), ensure_ascii=False) for row in _unlike(made)]
     atomic_write(path, "".join(f"{line}\n" for line in lines).encode())
     result = replace(read_dataset(path, "generate", folds=None), made_of=dataset)
@@ -154,18 +154,18 @@ def _in_forms(
 def _said(options: TrainOptions, dataset: Dataset, folder: str, fits: Fits) -> dict[str, str]:
     """What the model answers to some of the lone questions, by id; resumes from ``folder`` in the run."""
     lone = [place for place, row in enumerate(dataset.rows) if row.prompt is not None and row.applies]
-    draw = random.Random(f"{options.seeds[0]} said")
+    draw = random.Random(f"{options.shuffles[0]} said")
     places = sorted(draw.sample(lone, min(len(lone), ASKED_ALONE)))
     if not places:
         return {}
     collection = collect(
         fits.engine,
         dataset.part(places),
-        options.run_dir / folder,
-        sites=(options.readout,),
+        options.folder / folder,
+        sites=(options.site,),
         prompt_format=fits.prompt_format,
         batch_rows=options.batch_rows,
-        max_new_tokens=options.max_new_tokens,
+        max_new_tokens=options.answer_tokens,
     )
     return read_said(collection.folder / "answers.jsonl")
 
@@ -175,7 +175,7 @@ def _tasks(options: TrainOptions, dataset: Dataset, fits: Fits) -> list[dict[str
     if len(dataset.others):
         return []
     count = max(LEAST_TASKS, round(TASKS * len(dataset)))
-    return [row for row in task_rows(count, options.seeds[0]) if fits.takes(row["messages"])]
+    return [row for row in task_rows(count, options.shuffles[0]) if fits.takes(row["messages"])]
 
 
 def group_names(dataset: Dataset) -> list[str]:

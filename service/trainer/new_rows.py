@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,7 +21,7 @@ from service.judging.uncertainty import distance
 from service.readout import Probes, Site
 from service.risk import served_risk
 from service.trainer.options import NewRowsOptions
-from service.trainer.prepare import Preparation, PreparedData, trajectories
+from service.trainer.prepare import PreparedData, trajectories
 from service.trainer.publish import served_signals
 
 QUESTION = "question.json"  # in the folder of the rows: what they were asked, once a label was looked at
@@ -35,7 +34,7 @@ class NewRows:
     bundle: Bundle
     evaluation: dict[str, Any]
     dataset: Dataset
-    preparation: Preparation
+    options: NewRowsOptions  # filled in
 
     @property
     def folder(self) -> str:
@@ -43,25 +42,23 @@ class NewRows:
         return f"calibration-{self.dataset.digest.removeprefix('sha256:')[:12]}"
 
 
-def read_new_rows(options: NewRowsOptions, data: Path, store: Store, *, folds: int | None = None) -> NewRows:
+def read_new_rows(bundle: Bundle, options: NewRowsOptions, store: Store, *, folds: int | None = None) -> NewRows:
     """Check everything that needs no model; ``folds`` as in ``read_dataset``.
 
     Raises DataError, TrainingError, and what the store raises.
     """
-    bundle = store.load(options.bundle)
-    name, training = options.name or bundle.manifest.name, bundle.manifest.training
-    if name == bundle.manifest.name and not store.is_own(bundle.path):
+    options = options.of(bundle.manifest.name, bundle.manifest.training)
+    if options.new_name == bundle.manifest.name and not store.is_own(bundle.path):
         raise TrainingError(
             f"{bundle.reference} is not in {store.where}, and a version there would hide it: publish under another "
             "name (--new-name)",
             param="name",
         )
-    preparation = options.preparation(training.labels, training.judge, Site(bundle.manifest.readout.site))
-    dataset = read_dataset(data, preparation.labels, folds=folds)
+    dataset = read_dataset(options.file, options.answers, folds=folds)
     check_all_apply(dataset)
-    if preparation.labels == "generate":
-        check_answers(dataset, preparation.judge)
-    return NewRows(bundle, bundle.evaluation(), dataset, preparation)
+    if options.answers == "generate":
+        check_answers(dataset, options)
+    return NewRows(bundle, bundle.evaluation(), dataset, options)
 
 
 def risks_of(bundle: Bundle, data: PreparedData, *, withhold_outside: bool = False) -> NDArray[np.float64]:

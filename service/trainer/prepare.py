@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 
 from service.data.collection import Collection, collect
 from service.data.labels import Labelled, given_labels, judged_labels, sampled_labels
-from service.data.options import ABSTAIN, BATCH_ROWS, JudgeOptions, Labels
 from service.data.sampled_answers import SampleOptions, sample_answers
 from service.data.training_rows import Dataset, class_problems
 from service.engines.base import Engine
@@ -20,22 +18,8 @@ from service.fitting.nested_cv import Inputs
 from service.prompts import PromptFormat
 from service.readout import Probes, Site
 from service.risk import truth_logits
+from service.trainer.options import NewRowsOptions, TrainOptions
 from service.trainer.prompt_labels import prompt_labels
-
-
-@dataclass(frozen=True)
-class Preparation:
-    """How rows become readouts and labels; the fields are those of ``TrainOptions``."""
-
-    run_dir: Path
-    readout: Site
-    sites: tuple[Site, ...]  # all that are collected, ``readout`` first
-    labels: Labels
-    judge: JudgeOptions = JudgeOptions()
-    abstain_pattern: str = ABSTAIN
-    max_new_tokens: int = 48
-    batch_rows: int = BATCH_ROWS
-    sampled: SampleOptions | None = None  # soft labels from sampled answers, too
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,35 +60,38 @@ class PreparedData:
 def prepare(
     engine: Engine,
     dataset: Dataset,
-    options: Preparation,
+    options: TrainOptions | NewRowsOptions,
     prompt_format: PromptFormat,
     name: str,
     *,
+    sites: Sequence[Site],
     folds: int | None,
+    sampled: SampleOptions | None = None,
 ) -> PreparedData:
     """Run one file through the engine, into the folder ``name`` of the run, where it resumes, and label it.
 
+    sites: what is collected, the site that the probes read first; sampled: soft labels from sampled answers, too;
     folds: how many groups each class must have once the answers are judged; None: any number, also none.
     Raises what ``collect`` and ``judged_labels`` raise, and TrainingError for a class with too few groups.
     """
-    folder = options.run_dir / name
+    folder = options.folder / name
     collection = collect(
         engine,
         dataset,
         folder,
-        sites=options.sites,
+        sites=sites,
         prompt_format=prompt_format,
         batch_rows=options.batch_rows,
-        max_new_tokens=options.max_new_tokens if options.labels == "generate" else None,
+        max_new_tokens=options.answer_tokens if options.answers == "generate" else None,
     )
-    if options.labels == "given":
+    if options.answers == "given":
         labelled = given_labels(dataset)
     else:
-        if options.sampled is None:
-            labelled = judged_labels(dataset, folder, options.judge, options.abstain_pattern)
+        if sampled is None:
+            labelled = judged_labels(dataset, folder, options)
         else:
-            sample_answers(engine, dataset, collection.prompts, folder, options.sampled, options.max_new_tokens)
-            labelled = sampled_labels(dataset, folder, options.judge, options.abstain_pattern, options.sampled)
+            sample_answers(engine, dataset, collection.prompts, folder, sampled, options.answer_tokens)
+            labelled = sampled_labels(dataset, folder, options, sampled)
         groups = dataset.groups[labelled.index]
         problems = [] if folds is None else class_problems(labelled.label, groups, folds)
         if problems:
@@ -112,7 +99,7 @@ def prepare(
     index = labelled.index
     tokens = collection.prompts.lengths[index]
     inputs = Inputs(
-        readouts=Readouts(collection.rows[options.readout], index, labelled.label, labelled.share),
+        readouts=Readouts(collection.rows[sites[0]], index, labelled.label, labelled.share),
         group=dataset.groups[index],
         first_token=collection.first_token[index],
         prompt_tokens=tokens,

@@ -147,9 +147,9 @@ def manifest_of(
         chat_template=ChatTemplateRecord(identity.chat_template),
         prompt_format=prompt_format,
         dtype=cast(DType, identity.dtype),  # checked on publishing
-        readout=ReadoutRecord(options.readout.value, "last"),
+        readout=ReadoutRecord(options.readout, "last"),
         logit_scale=options.logit_scale,
-        signals=with_context(options.signals, context),
+        signals=with_context(options.reads, context),
         classifier=Classifier(tuple(classifier.weight.tolist()), classifier.intercept),
         threshold=threshold,
         uncertainty=uncertainty,

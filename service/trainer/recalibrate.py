@@ -10,6 +10,7 @@ import json
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass, replace
+from typing import cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,6 +27,7 @@ from service.fitting.group_statistics import share_interval
 from service.fitting.label_shift import Source
 from service.fitting.map_choice import FOLDS, Choice, choose_map
 from service.prompts import as_prompt_format
+from service.readout import Site
 from service.scoring import Scorer
 from service.trainer.ledger import Marks, check_unspent, seen_by
 from service.trainer.new_rows import QUESTION, NewRows, read_new_rows, risks_of
@@ -54,10 +56,10 @@ class Plan:
         return prior_of(self.rows.bundle)
 
 
-def plan(options: RecalibrateOptions, store: Store) -> Plan:
+def plan(bundle: Bundle, options: RecalibrateOptions, store: Store) -> Plan:
     """Check everything that needs no model.  Raises DataError, TrainingError, and what the store raises."""
-    rows = read_new_rows(options, options.data, store, folds=FOLDS)
-    bundle = rows.bundle
+    rows = read_new_rows(bundle, options, store, folds=FOLDS)
+    options = cast(RecalibrateOptions, rows.options)
     check_not_recalibrated(bundle, rows.evaluation)
     traffic = None if options.traffic is None else read_traffic(options.traffic, bundle.manifest.digest)
     check_unspent(rows.dataset, list(seen_by(bundle, rows.evaluation, options.trained_on)))
@@ -73,7 +75,12 @@ def plan(options: RecalibrateOptions, store: Store) -> Plan:
 
 
 def recalibrate(
-    options: RecalibrateOptions, engine_factory: Callable[[], Engine], store: Store, *, console: Console
+    bundle: Bundle,
+    options: RecalibrateOptions,
+    engine_factory: Callable[[], Engine],
+    store: Store,
+    *,
+    console: Console,
 ) -> Bundle | None:
     """Publish a version of a bundle whose risk is recalibrated; None for a dry run, and where no map does better.
 
@@ -82,13 +89,13 @@ def recalibrate(
         TrainingError: see ``plan``; prior shift alone does not explain the traffic.
         probes_store.errors.BundleError: the bundle is not the model's, or the store cannot be written.
     """
-    made = plan(options, store)
+    made = plan(bundle, options, store)
     for line in described(made):
         console.print(line)
     if options.dry_run:
         return None
     store.check_writable()
-    with locked(options.run_dir), closing(engine_factory()) as engine:
+    with locked(made.options.folder), closing(engine_factory()) as engine:
         return _carry_out(made, engine, store, console)
 
 
@@ -104,7 +111,7 @@ def described(made: Plan) -> list[str]:
             lines.append("whether prior shift alone explains the traffic cannot be tested: you insisted")
     if bundle.manifest.guarantee is not None:
         lines.append(
-            f"the guarantee of {bundle.reference} will not be carried over: run 'hallutracer calibrate' on the new "
+            f"the guarantee of {bundle.reference} will not be carried over: run 'hallutracer guarantee' on the new "
             "version, with other rows"
         )
     return lines
@@ -127,13 +134,14 @@ def _carry_out(made: Plan, engine: Engine, store: Store, console: Console) -> Bu
     """Score, estimate, choose, publish.  Raises as ``recalibrate`` does."""
     rows, options = made.rows, made.options
     bundle = rows.bundle
+    site = Site(bundle.manifest.readout.site)
     scorer = Scorer(engine, bundle)  # this model's bundle, and it reads what it should
     unlabelled, test = None, None
     if made.traffic is not None:  # before a label is looked at
         unlabelled = score_traffic(made.traffic, scorer, options.batch_rows)
         source = _source_risks(made, engine)
         test = None if source is None else tested(source, unlabelled, options, console)
-    data = prepare(engine, rows.dataset, rows.preparation, scorer.prompt_format, rows.folder, folds=FOLDS)
+    data = prepare(engine, rows.dataset, options, scorer.prompt_format, rows.folder, sites=[site], folds=FOLDS)
     _note_spent(made)
     risk, label, group = risks_of(bundle, data), data.inputs.label, data.inputs.group
     share = float(np.mean(label == 0))
@@ -148,7 +156,7 @@ def _carry_out(made: Plan, engine: Engine, store: Store, console: Console) -> Bu
     if choice.chosen.map is None:
         console.print(
             "nothing was published: no recalibration is better than the risk as it is beyond chance. The labels of "
-            "these rows were looked at: do not use them for 'hallutracer calibrate'"
+            "these rows were looked at: do not use them for 'hallutracer guarantee'"
         )
         return None
     published = store.publish(recalibrated(_learnt(made, choice, shift, risk, data)))
@@ -163,16 +171,16 @@ def _source_risks(made: Plan, engine: Engine) -> Source | None:
     if not isinstance(made.source, Dataset):
         return made.source
     manifest, rows = made.rows.bundle.manifest, made.rows
-    preparation = made.options.preparation(manifest.training.labels, manifest.training.judge, rows.preparation.readout)
-    preparation = replace(preparation, labels=manifest.training.labels)
+    options = replace(made.options, labels=manifest.training.labels)
     name = f"held-out-{made.source.digest.removeprefix('sha256:')[:12]}"
-    data = prepare(engine, made.source, preparation, as_prompt_format(manifest.prompt_format), name, folds=None)
+    data = prepare(engine, made.source, options, as_prompt_format(manifest.prompt_format), name,
+                   sites=[Site(manifest.readout.site)], folds=None)  # fmt: skip
     return Source(risks_of(rows.bundle, data), data.inputs.label, data.inputs.group)
 
 
 def _note_spent(made: Plan) -> None:
     """Say beside the rows that their labels were looked at, so that no calibration takes them."""
-    path = made.options.run_dir / made.rows.folder / QUESTION
+    path = made.options.folder / made.rows.folder / QUESTION
     if not path.exists():  # of a calibration: it says so already
         atomic_write(path, (json.dumps({"recalibrated": made.rows.bundle.reference}) + "\n").encode())
 
@@ -187,12 +195,12 @@ def _learnt(made: Plan, choice: Choice, shift: PriorShift | None, risk: Floats, 
         risk=risk,
         group=data.inputs.group,
         choice=choice,
-        rule=options.threshold,
+        rule=options.threshold_rule,
         seed=options.seed,
-        name=options.name,
+        name=options.new_name,
         data={"file": rows.dataset.path.name, "digest": rows.dataset.digest} | data.counts,
-        labels=rows.preparation.labels,
-        judge=rows.preparation.judge.described() if rows.preparation.labels == "generate" else None,
+        labels=options.answers,
+        judge=options.judged_by if options.answers == "generate" else None,
         spent=Marks.of(rows.dataset),
         more={} if shift is None else {"traffic": shift.document()},
     )

@@ -35,11 +35,11 @@ def training_record(options: TrainOptions, data: PreparedData, c: float) -> Trai
     return TrainingRecord(
         data_digest=data.dataset.origin.file_digest,
         labels=options.answers,
-        judge=options.judge.described() if options.answers == "generate" else None,
-        seeds=options.seeds,
+        judge=options.judged_by if options.answers == "generate" else None,
+        seeds=options.shuffles,
         folds=options.folds,
         c=c,
-        c_grid=tuple(sorted(set(options.c_grid))) if options.c == "auto" else (),
+        c_grid=tuple(sorted(set(options.c_grid))) if options.c is None else (),
         class_balance=options.class_balance,
         hallutracer_version=service.__version__,
         **counts,
@@ -67,7 +67,7 @@ def evaluation_document(
     shift = scale_shift(out_of_fold.mean(axis=-1), refitted.mean(axis=-1), data.inputs.label)
     document: dict[str, Any] = {
         "data": {
-            "file": options.data.name,
+            "file": options.file.name,
             "digest": data.dataset.origin.file_digest,
             "effective_groups": rounded(effective_groups(data.inputs.group)),
             "largest_group_share": rounded(largest_share(data.inputs.group)),
@@ -151,7 +151,7 @@ def plot_data(
     own = _in_words(signals)
     risks: dict[str, Floats] = {}
     if nested is not None:  # the first seed's folds; together they cover every row once
-        shown = {"depth mean": name_of(options.signals[:1], options.logit_scale)}
+        shown = {"depth mean": name_of(options.reads[:1], options.logit_scale)}
         shown |= {own: name_of(signals, options.logit_scale)}
         shown |= {"first-token probability": "first_token_max_prob", "prompt length": "prompt_length"}
         risks = {text: nested.risk[name][0] for text, name in shown.items()}

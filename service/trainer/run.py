@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -41,10 +42,10 @@ from service.judging.sample import Sample
 from service.prompts import default_prompt_format
 from service.readout import Probes
 from service.trainer.by_form import by_form
-from service.trainer.calibrate import carry_out, described, plan
 from service.trainer.card import CHANCE, write_card
 from service.trainer.context import all_logits, fit_context, with_context
 from service.trainer.forms import spread
+from service.trainer.guarantee import carry_out, described, plan
 from service.trainer.ledger import Marks
 from service.trainer.options import Console, TrainOptions
 from service.trainer.plots import draw
@@ -76,20 +77,20 @@ def train(options: TrainOptions, engine_factory: Callable[[], Engine], store: St
         )
     dataset, test = _read(options)
     store.check_writable()
-    console.print(f"{len(dataset)} rows in {options.data.name}" + (f", {len(test)} held out" if test else ""))
+    console.print(f"{len(dataset)} rows in {options.file.name}" + (f", {len(test)} held out" if test else ""))
     for data in (dataset, test) if test is not None else (dataset,):
         for remark in data.remarks:
             console.print(f"{data.path.name}: {remark}")
     dataset, sample = draw_sample(options, dataset, test, console)
 
-    with locked(options.run_dir), closing(engine_factory()) as engine:
+    with locked(options.folder), closing(engine_factory()) as engine:
         draft, better = _draft(options, dataset, test, sample, engine, console)
         bundle = store.publish(draft)
         console.print(f"published {bundle.reference}")
         for line in (*closing_lines(bundle.evaluation()), *better):
             console.print(line)
-        if options.calibration is not None:
-            calibrating = plan(options.calibration.of(bundle.reference, options), store)
+        if options.guarantee is not None:
+            calibrating = plan(bundle, options.guarantee, store)
             for line in described(calibrating):
                 console.print(line)
             bundle = calibrating.done or carry_out(calibrating, engine, store, console)
@@ -108,9 +109,10 @@ def _draft(
     # Collect and label.
     prompt_format = default_prompt_format(engine) if options.prompt_format == "auto" else options.prompt_format
     dataset, test = spread(options, dataset, test, engine, prompt_format, console)
-    data = prepare(engine, dataset, options.preparation, prompt_format, "train", folds=options.folds)
-    greedy = replace(options.preparation, sampled=None)  # rows that are only measured on need no soft label
-    held = prepare(engine, test, greedy, prompt_format, "test", folds=0) if test else None
+    sites = tuple(dict.fromkeys((options.site, *options.sites)))
+    run = partial(prepare, engine, options=options, prompt_format=prompt_format, sites=sites)
+    data = run(dataset, name="train", folds=options.folds, sampled=options.sampled)
+    held = run(test, name="test", folds=0) if test else None  # rows that are only measured on need no soft label
     counts = data.counts
     others = f", {counts['others']} that ask for no fact" if counts["others"] else ""
     classes = f"{counts['factual']} factual, {counts['hallucinated']} hallucinated, {counts['left_out']} left out"
@@ -118,38 +120,38 @@ def _draft(
     inputs, rows, fit = data.inputs, np.arange(len(data.inputs.label)), options.fit
 
     # Fit: choose C, cross-fit for out-of-fold logits, refit the served probes on all rows.
-    choice = choose_c(inputs.readouts, inputs.group, rows, options.seeds[0], fit)
-    console.print(f"C = {choice.c:g}; cross-fitting {options.folds} folds x {len(options.seeds)} seeds")
-    crossed = cross_fit(inputs.readouts, inputs.group, rows, choice.c, options.folds, options.seeds, fit)
+    choice = choose_c(inputs.readouts, inputs.group, rows, options.shuffles[0], fit)
+    console.print(f"C = {choice.c:g}; cross-fitting {options.folds} folds x {len(options.shuffles)} seeds")
+    crossed = cross_fit(inputs.readouts, inputs.group, rows, choice.c, options.folds, options.shuffles, fit)
     final = refit(inputs.readouts, rows, rows, choice.c, fit)
     scaled = scale_logits(inputs, crossed, final, options)
     out_of_fold, refitted = scaled.out_of_fold, final.trajectory / scaled.scale
     class_mean, class_std = class_statistics(out_of_fold, inputs.label)
 
     # What a prompt is: does it ask for a fact, has it a passage?  And where the prompts of training lie.
-    context = fit_context(data, options.folds, options.seeds[0], fit)
-    names, columns = with_context(options.signals, context), None if context is None else context.columns
+    context = fit_context(data, options.folds, options.shuffles[0], fit)
+    names, columns = with_context(options.reads, context), None if context is None else context.columns
     reference = None
     if options.uncertainty:
         logits, more = all_logits(out_of_fold, data, final, scaled.scale, context)
-        reference = fit_reference(logits, inputs.label, inputs.group, options.folds, options.seeds, more)
+        reference = fit_reference(logits, inputs.label, inputs.group, options.folds, options.shuffles, more)
     tensors = probe_tensors(final, scaled.scale, class_mean, class_std, reference, context)
-    probes = Probes.all_of(options.readout, tensors)
+    probes = Probes.all_of(options.site, tensors)
     record = None if context is None else context.record()
 
     # Calibrate: the classifier sees out-of-fold signals only.
     signals, label = stacked(signal_matrix(out_of_fold, inputs.first_token, names, columns), inputs.label)
     share = inputs.readouts.share
-    classifier = fit_classifier(signals, label, None if share is None else np.tile(share, len(options.seeds)))
+    classifier = fit_classifier(signals, label, None if share is None else np.tile(share, len(options.shuffles)))
 
     # Choose the threshold, on every seed's out-of-fold risks.
-    risks = classifier.risk(signals).reshape(len(options.seeds), -1)
+    risks = classifier.risk(signals).reshape(len(options.shuffles), -1)
     cut = choose_threshold(options.rule, inputs.label, risks)
     threshold = cut.threshold
 
     # Evaluate.  Of the bundle's numbers only the width of its intervals comes from here.
     seen = inputs if columns is not None else replace(inputs, prompts=None)  # only what the bundle can read
-    nested = evaluate(seen, folds=options.folds, seeds=options.seeds, options=fit) if options.evaluate else None
+    nested = evaluate(seen, folds=options.folds, seeds=options.shuffles, options=fit) if options.evaluate else None
     own = name_of(names, options.logit_scale)
     if nested is not None:
         crossed_risk = nested.risk[own]
@@ -219,15 +221,15 @@ def _check_signal(auroc: dict[str, float], options: TrainOptions) -> None:
 
 def _read(options: TrainOptions) -> tuple[Dataset, Dataset | None]:
     """Both data files, checked."""
-    dataset = read_dataset(options.data, options.answers, folds=options.folds)
+    dataset = read_dataset(options.file, options.answers, folds=options.folds)
     test = read_dataset(options.test, options.answers, folds=0) if options.test is not None else None
     if options.answers == "generate":
         for data in (dataset, test) if test is not None else (dataset,):
-            check_answers(data, options.judge)
+            check_answers(data, options)
     if test is not None:
         check_disjoint(dataset, test)
     if options.calibration is not None:  # ``plan`` says so too, but only once there is a bundle
-        calibration = read_dataset(options.calibration.data, options.answers, folds=None)
+        calibration = read_dataset(options.calibration, options.answers, folds=None)
         check_all_apply(calibration)
         for seen in (dataset, test) if test is not None else (dataset,):
             check_disjoint(seen, calibration)
@@ -246,8 +248,8 @@ def _check_folds(options: TrainOptions, dataset: Dataset) -> None:
     if min(len(np.unique(group[label == value])) for value in (0, 1)) > 10 * max(options.folds, options.inner_folds):
         return
     rows = np.arange(len(label))
-    if options.c == "auto":
-        group_folds(label, group, rows, options.inner_folds, options.seeds[0], what="inner fold")
-    for fold in outer_folds(label, group, folds=options.folds, seeds=options.seeds):
+    if options.c is None:
+        group_folds(label, group, rows, options.inner_folds, options.shuffles[0], what="inner fold")
+    for fold in outer_folds(label, group, folds=options.folds, seeds=options.shuffles):
         if options.evaluate:
             group_folds(label, group, fold.train, options.inner_folds, fold.seed, what="inner fold")

@@ -27,11 +27,11 @@ def draw_sample(
 
     Rows leave by groups, kinds in turn, and where every class keeps the groups that the folds need.
     """
-    judge = options.judge.name if options.answers == "generate" else "contains"
-    if not options.sample or judge not in JUDGES or options.judge.answer_pattern:
+    judge = options.judge_name if options.answers == "generate" else "contains"
+    if not options.keep_sample or judge not in JUDGES or options.answer_pattern:
         return dataset, None
     source = dataset if test is None else test
-    draw = random.Random(options.seeds[0])
+    draw = random.Random(options.shuffles[0])
     places = _kinds_in_turn(source, draw)
     if test is None:
         places = _within_share(dataset, places)
@@ -48,9 +48,9 @@ def draw_sample(
         )
         dataset = left
     rows = [source.rows[place] for place in places]
-    length = min(options.max_new_tokens, MOST_TOKENS)
+    length = min(options.answer_tokens, MOST_TOKENS)
     questions = tuple(SampleQuestion(_asked(row), row.answers, row.strata.get("kind", "")) for row in rows)
-    return dataset, Sample(source.origin.path.name, judge, options.abstain_pattern, length, questions)
+    return dataset, Sample(source.origin.path.name, judge, options.abstains.pattern, length, questions)
 
 
 def without(dataset: Dataset, places: Sequence[int]) -> Dataset:

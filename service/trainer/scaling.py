@@ -34,7 +34,7 @@ def scale_logits(inputs: Inputs, crossed: OutOfFold, final: ProbeFit, options: T
         fit_layer_weights(
             of_seed, inputs.label, inputs.group, folds=options.folds, seed=seed, share=inputs.readouts.share
         )
-        for seed, of_seed in zip(options.seeds, crossed.unit_norm, strict=True)
+        for seed, of_seed in zip(options.shuffles, crossed.unit_norm, strict=True)
     ]
     weight = np.mean([fit.weight for fit in fits], axis=0)
     document = {

@@ -10,7 +10,7 @@ from service.fitting.thresholds import LEAST_ANSWERED
 
 _OPTIMISTIC = (
     "The threshold was chosen on these rows, so the share is a little too good, and it is no promise: "
-    "`hallutracer calibrate` makes one, on new rows."
+    "`hallutracer guarantee` makes one, on new rows."
 )
 
 

@@ -31,7 +31,7 @@ def test_the_commands_are_those_of_the_readme() -> None:
         "serve", "doctor", "try", "score", "train", "bundle list", "bundle show", "bundle compare", "bundle verify",
         "bundle alias", "bundle sign", "bundle push", "bundle pull", "bundle promote", "bundle rollback", "bundle diff",
         "demo info", "demo questions", "demo retrieval", "demo build", "data convert", "data list", "data mix",
-        "data forms", "data tasks", "data audit", "evaluate", "diagnose", "calibrate", "recalibrate", "feedback",
+        "data forms", "data tasks", "data audit", "evaluate", "diagnose", "guarantee", "recalibrate", "feedback",
         "keys new", "keys list", "keys revoke", "audit verify",
     } == COMMANDS  # fmt: skip
 
@@ -42,7 +42,7 @@ def test_help_prints(capsys: pytest.CaptureFixture[str], path: str, flag: str) -
     assert run(*path.split(), flag) == 0
     printed = capsys.readouterr().out
     assert "Usage" in printed
-    if path in ("score", "train", "calibrate", "recalibrate", "evaluate", "diagnose", "serve"):
+    if path in ("score", "train", "guarantee", "recalibrate", "evaluate", "diagnose", "serve"):
         assert f"  hallutracer {path} " in printed  # an example
         assert "[default: " in printed or path == "diagnose"
         assert ("HALLUTRACER_CONFIG" in printed) == (flag == "--help-all")
@@ -81,9 +81,9 @@ def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["recalibrate", "--feedback", "f.db"], "--bundle"),
         (["train", "--data", "x.jsonl"], "--name"),
         (["train", "--name", "x"], "--data"),
-        (["calibrate", "--bundle", "demo"], "--data"),
-        (["calibrate", "--data", "x.jsonl"], "--bundle"),
-        (["calibrate", "--data", "x.jsonl", "--bundle", "demo", "--alpha", ".1,2"], "--alpha"),
+        (["guarantee", "--bundle", "demo"], "--data"),
+        (["guarantee", "--data", "x.jsonl"], "--bundle"),
+        (["guarantee", "--data", "x.jsonl", "--bundle", "demo", "--alpha", ".1,2"], "--alpha"),
         (["recalibrate", "--bundle", "demo"], "--data"),
         (["recalibrate", "--data", "x.jsonl"], "--bundle"),
         (["score"], "--input"),

@@ -73,9 +73,9 @@ class Endpoint:
         said = {"choices": [{"message": {"content": content}}]} if status == 200 else content
         answer(request, status, json.dumps(said).encode())
 
-    def judge(self, **options: Any) -> tuple[judge.OpenAIJudge, list[float]]:
+    def judge(self) -> tuple[judge.OpenAIJudge, list[float]]:
         waited: list[float] = []
-        given = JudgeOptions("openai", base_url=self.url, model="grader", api_key="key", **options)
+        given = JudgeOptions("openai", self.url or "http://x", "grader", "key")
         return judge.OpenAIJudge(given, sleep=waited.append), waited
 
 
@@ -109,8 +109,9 @@ def test_it_tries_again_where_that_may_help(endpoint: Any) -> None:
     assert waited == [0.5, 1.0, 2.0]
 
 
-def test_it_gives_up_with_the_reason(endpoint: Any) -> None:
-    ask, _ = endpoint((200, "maybe")).judge(retries=1)
+def test_it_gives_up_with_the_reason(endpoint: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(judge, "RETRIES", 1)
+    ask, _ = endpoint((200, "maybe")).judge()
     with pytest.raises(TrainingError, match=r"'maybe' where yes or no was asked for \(after 2 tries"):
         ask("q", "a", ["b"])
 
@@ -123,11 +124,12 @@ def test_it_does_not_repeat_a_refusal(endpoint: Any) -> None:
     assert len(server.seen) == 1
 
 
-def test_an_unreachable_endpoint_is_named() -> None:
+def test_an_unreachable_endpoint_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(judge, "RETRIES", 0)
     server = Endpoint([])
     with listening(server) as address:
         server.url = f"http://{address}/v1"
-    ask, _ = server.judge(retries=0)
+    ask, _ = server.judge()
     with pytest.raises(TrainingError, match=f"{server.url}/chat/completions cannot be reached"):
         ask("q", "a", ["b"])
 
@@ -144,7 +146,7 @@ def test_the_answer_pattern_cuts_out_what_is_judged(text: str, expected: bool) -
 def test_an_answer_pattern_without_a_group_is_refused(tmp_path: Path) -> None:
     for pattern in ("It is", "("):
         with pytest.raises(TrainingError, match="answer_pattern"):
-            TrainOptions(tmp_path / "x", "x", tmp_path, judge=JudgeOptions("exact", answer_pattern=pattern))
+            TrainOptions(data=tmp_path / "x", name="x", run_dir=tmp_path, judge="exact", answer_pattern=pattern)
 
 
 @pytest.mark.parametrize(

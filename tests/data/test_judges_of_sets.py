@@ -63,7 +63,7 @@ def test_what_the_new_judges_cannot_use_is_said_before_a_model_is_loaded() -> No
 
 
 def test_the_manifest_names_the_measure() -> None:
-    assert JudgeOptions("similarity").described() == "similarity:rouge-l"
-    assert JudgeOptions("calls").described() == "calls:bfcl"
-    assert JudgeOptions("contains").described() == "contains"
-    assert JudgeOptions("openai", model="grader").described() == "openai:grader"
+    assert JudgeOptions("similarity").judged_by == "similarity:rouge-l"
+    assert JudgeOptions("calls").judged_by == "calls:bfcl"
+    assert JudgeOptions("contains").judged_by == "contains"
+    assert JudgeOptions("openai", "http://x", "grader").judged_by == "openai:grader"

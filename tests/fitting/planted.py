@@ -118,8 +118,8 @@ def main() -> None:
     engine.kill_at = given.pop("kill_at", None)
     store = Store(Path(given.pop("store")))
     paths = {key: Path(given.pop(key)) for key in ("data", "run_dir")}
-    sets = {key: tuple(given.pop(key)) for key in ("seeds", "forms")}
-    train(TrainOptions(**paths, **sets, **given), lambda: engine, store, console=Quiet())
+    given["seeds"] = tuple(given["seeds"])
+    train(TrainOptions(**paths, **given), lambda: engine, store, console=Quiet())
 
 
 if __name__ == "__main__":

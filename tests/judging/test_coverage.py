@@ -101,7 +101,7 @@ def test_means_and_deviations_are_read_as_normal_distributions(
         ({"out_of_fold": {"risks": {"risk": "", "hallucinated": ""}}}, {}),
         ({"out_of_fold": {"risks": {"risk": "nan", "hallucinated": "1"}}}, {}),
         ({"out_of_fold": {"depth_mean_cross_fitted_and_refitted": {"factual": {}}}}, {}),
-        (MEANS, {"signals": ("depth_mean", "log_max_prob", "entropy")}),
+        (MEANS, {"signals": "depth_mean,first_token"}),
         ({"cross_validation": {"at_threshold": {"answered": "x"}}, "recalibrations": []}, {}),
     ],
 )

@@ -35,11 +35,11 @@ from tests.trainer.test_run import run
 QUESTIONS, OTHERS = 360, 120
 WORDS = {"poem": (0, -2.0), "Context:": (1, 1.5), "states": (2, 1.5)}  # head and strength of what a prompt is
 QUICK: dict[str, Any] = {
-    "signals": ("depth_mean", "log_max_prob", "entropy"),
+    "signals": "depth_mean,first_token",
     "seeds": (0, 1),
     "c": 0.3,
     "labels": "generate",
-    "forms": (),
+    "forms": "none",
 }
 
 
@@ -90,9 +90,9 @@ def fresh(folder: Path) -> tuple[list[dict[str, Any]], PreparedData]:
     for row in rows[::10]:
         row["prompt"] += " strange"
     data = read_dataset(write_rows(folder / "fresh.jsonl", rows), "generate", folds=None)
-    options = TrainOptions(folder / "x", "x", folder / "new", labels="generate")
+    options = TrainOptions(data=folder / "x", name="x", run_dir=folder / "new", labels="generate")
     engine = Strange()
-    return rows, prepare(engine, data, options.preparation, "chat", "fresh", folds=None)
+    return rows, prepare(engine, data, options, "chat", "fresh", sites=[options.site], folds=None)
 
 
 class Strange(ReadingEngine):
@@ -211,8 +211,8 @@ def test_without_such_rows_a_bundle_has_none_and_its_former_version(tmp_path: Pa
             continue
         engine = ReadingEngine()
         rows_read = read_dataset(tmp_path / name / "rows.jsonl", "generate", folds=None)
-        options = TrainOptions(tmp_path / "x", "x", tmp_path / name / "run-again", labels="generate")
-        data = prepare(engine, rows_read, options.preparation, "chat", "again", folds=None)
+        options = TrainOptions(data=tmp_path / "x", name="x", run_dir=tmp_path / name / "run-again", labels="generate")
+        data = prepare(engine, rows_read, options, "chat", "again", sites=[options.site], folds=None)
         assert np.array_equal(risks_of(bundle, data, withhold_outside=True), risks_of(bundle, data))
 
 
@@ -264,8 +264,9 @@ def test_where_passages_differ_in_length_the_classifier_reads_it(tmp_path: Path)
     assert bundle.manifest.classifier.weight[-1] < 0  # for being right, of each e-fold of its tokens
     assert bundle.evaluation()["signal_of_the_bundle"] == "fused_context_unit_norm"
     path = write_rows(tmp_path / "fresh.jsonl", lengthened(reading_rows(60, 0, seed=3)))
-    options, engine = TrainOptions(tmp_path / "x", "x", tmp_path / "new", labels="generate"), Overlooking()
-    data = prepare(engine, read_dataset(path, "generate", folds=None), options.preparation, "chat", "fresh", folds=None)
+    options = TrainOptions(name="x", run_dir=tmp_path / "new", labels="generate")
+    engine, rows = Overlooking(), read_dataset(path, "generate", folds=None)
+    data = prepare(engine, rows, options, "chat", "fresh", sites=[options.site], folds=None)
     scorer = Scorer(engine, bundle)
     reports = scorer.score([scorer.render(prompt=row.prompt) for row in data.dataset.rows])
     risks = np.array([report.risk for report in reports])

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from probes_store.store import Store
-from service.data.options import JudgeOptions
 from service.engines.scheduler import Scheduled
 from service.engines.transformers.engine import TransformersEngine
 from service.readout import Site
@@ -32,14 +31,14 @@ def options(folder: Path, **changes: Any) -> TrainOptions:
         "test": write_rows(folder / "test.jsonl", planted_rows(80, seed=3)),
         "name": "tiny",
         "run_dir": folder / "run",
-        "signals": ("depth_mean", "log_max_prob", "entropy"),
+        "signals": "depth_mean,first_token",
         "folds": 3,
         "inner_folds": 2,
         "seeds": (0,),
         "batch_rows": 16,
         "jobs": 1,
         "sites": tuple(Site),
-        "forms": (),
+        "forms": "none",
     }
     return TrainOptions(**given | changes)
 
@@ -68,7 +67,7 @@ def test_generated_answers_resume_and_repeat(tmp_path: Path, monkeypatch: pytest
         "data": write_rows(tmp_path / "babble.jsonl", rows),
         "test": None,
         "labels": "generate",
-        "judge": JudgeOptions("regex"),
+        "judge": "regex",
         "evaluate": False,
         "max_new_tokens": 3,
     }

@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import Parameter
 
-from service.cli.options import Data, EngineChoice, FitChoices, LabelChoices, Out, Samples, UsageError
+from service.cli.options import EngineChoice, Out, UsageError
 from service.cli.output import print_line
+from service.data.options import ROWS, LabelOptions, Samples
 from service.options import Common
 from service.settings import Range, option, section
+from service.trainer.options import FoldOptions
 
 if TYPE_CHECKING:
     from hallutracer_research.evaluation.options import Source
@@ -25,7 +27,7 @@ FEWEST_ROWS = 50  # of a --limit
 class EvaluateChoices:
     """What is compared, and on which rows."""
 
-    data: Data = ()
+    data: Annotated[tuple[str, ...], ROWS, Parameter(metavar="FILE")] = ()
     out: Out = None
     suite: Annotated[
         Literal["main", "paper"],
@@ -56,8 +58,8 @@ class EvaluateChoices:
 def evaluate(
     *,
     options: EvaluateChoices = EvaluateChoices(),
-    labels: LabelChoices = LabelChoices(),
-    fit: FitChoices = FitChoices(),
+    labels: LabelOptions = LabelOptions(),
+    fit: FoldOptions = FoldOptions(),
     engine: EngineChoice = EngineChoice(),
     common: Common = Common(),
 ) -> None:
@@ -83,7 +85,7 @@ def evaluate(
         suite=options.suite,
         methods=method_names(options.methods),
         samples=options.samples,
-        seeds=fit.seeds,
+        seeds=len(fit.shuffles),
         folds=fit.folds,
         inner_folds=options.inner_folds,
         c=fit.c,

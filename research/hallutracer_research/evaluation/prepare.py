@@ -21,7 +21,7 @@ from hallutracer_research.evaluation.options import EvaluateOptions, Source
 from probes_store.durable import atomic_write
 from service.data.collection import Collection, collect
 from service.data.labels import check_answers, given_labels, judged_labels
-from service.data.options import ABSTAIN, JudgeName, JudgeOptions, Labels
+from service.data.options import JudgeName, JudgeOptions, Labels
 from service.data.rows import id_of, objects
 from service.data.training_rows import Dataset, check_all_apply, class_problems, read_dataset
 from service.engines.base import Engine
@@ -45,7 +45,6 @@ class SetRows:
     labels: Labels
     judge: JudgeOptions
     max_new_tokens: int
-    abstain_pattern: str
     kind: tuple[str, ...]  # [N] sub-dataset of each row, "" where it names none
     notes: tuple[str, ...]
 
@@ -107,9 +106,8 @@ def read_rows(source: Source, options: EvaluateOptions) -> SetRows:
         title=title,
         dataset=dataset,
         labels=labels,
-        judge=JudgeOptions(judge),
+        judge=JudgeOptions(judge, abstain_pattern=info.abstain_pattern if info else None),
         max_new_tokens=options.max_new_tokens or (info.max_new_tokens if info else None) or 48,
-        abstain_pattern=(info.abstain_pattern if info else None) or ABSTAIN,
         kind=_kinds(dataset),
         notes=tuple(notes),
     )
@@ -152,10 +150,8 @@ def prepare_set(
         max_new_tokens=rows.max_new_tokens if rows.labels == "generate" else None,
         poolings=poolings,
     )
-    if rows.labels == "given":
-        labelled = given_labels(rows.dataset)
-    else:
-        labelled = judged_labels(rows.dataset, folder, rows.judge, rows.abstain_pattern)
+    given = rows.labels == "given"
+    labelled = given_labels(rows.dataset) if given else judged_labels(rows.dataset, folder, rows.judge)
     index, label = labelled.index, labelled.label
     group = rows.dataset.groups[index]
     if problems := class_problems(label, group, options.folds):

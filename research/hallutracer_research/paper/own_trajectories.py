@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,9 +37,7 @@ class OwnSet:
     remarks: tuple[str, ...]
 
 
-def own_trajectories(
-    bundle: Bundle, data: Path, options: NewRowsOptions, engine_factory: Callable[[], Engine]
-) -> OwnSet:
+def own_trajectories(bundle: Bundle, options: NewRowsOptions, engine_factory: Callable[[], Engine]) -> OwnSet:
     """Run every row through the model, label it, and read it with the bundle's probes; resumes in the run folder.
 
     The file is checked before the model is loaded.  Raises DataError, TrainingError, RunMismatch and BundleRefused.
@@ -48,16 +45,16 @@ def own_trajectories(
     check_three_layers(bundle)
     manifest = bundle.manifest
     site = Site(manifest.readout.site)
-    preparation = options.preparation(manifest.training.labels, manifest.training.judge, site)
-    dataset = read_dataset(data, preparation.labels, folds=MIN_ROWS)
+    options = options.of(manifest.name, manifest.training)
+    dataset = read_dataset(options.file, options.answers, folds=MIN_ROWS)
     check_all_apply(dataset)
-    if preparation.labels == "generate":
-        check_answers(dataset, preparation.judge)
+    if options.answers == "generate":
+        check_answers(dataset, options)
     folder = f"diagnosis-{dataset.digest.removeprefix('sha256:')[:12]}"
-    with locked(options.run_dir), closing(engine_factory()) as engine:
+    with locked(options.folder), closing(engine_factory()) as engine:
         Scorer(engine, bundle)  # this model's bundle, and it reads what it should
         prompt_format = as_prompt_format(manifest.prompt_format)
-        prepared = prepare(engine, dataset, preparation, prompt_format, folder, folds=MIN_ROWS)
+        prepared = prepare(engine, dataset, options, prompt_format, folder, sites=[site], folds=MIN_ROWS)
         return _read(bundle, prepared, Probes.of(site, bundle.probes))
 
 

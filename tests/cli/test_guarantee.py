@@ -1,4 +1,4 @@
-"""hallutracer calibrate from the command line: what it refuses, what it would test, and where the promise is shown."""
+"""hallutracer guarantee from the command line: what it refuses, what it would test, and where the promise is shown."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return question_files(tmp_path_factory)
 
 
-command = partial(arguments, "calibrate", "sure")
+command = partial(arguments, "guarantee", "sure")
 
 
 def test_a_dry_run_loads_no_model_and_writes_nothing(

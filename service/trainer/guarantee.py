@@ -31,10 +31,11 @@ from service.fitting.promise import Profile, Promise, Step, least_groups, profil
 from service.fitting.promise import calibrate as test_sequence
 from service.judging.conversation import shape_of
 from service.prompts import as_prompt_format
+from service.readout import Site
 from service.scoring import Scorer
 from service.trainer.ledger import Marks, check_unspent, seen_by, spent_sets
 from service.trainer.new_rows import QUESTION, NewRows, draft_of, read_new_rows, risks_of
-from service.trainer.options import CalibrateOptions, Console
+from service.trainer.options import Console, GuaranteeOptions
 from service.trainer.prepare import PreparedData, prepare
 from service.trainer.statement import guaranteed_card, statement
 
@@ -45,7 +46,7 @@ PILOT_SHARE = 4  # one of so many groups chooses the thresholds of a bundle that
 class Plan:
     """What is going to be tested, on rows that were found to be new.  Made without a look at a label."""
 
-    options: CalibrateOptions
+    options: GuaranteeOptions  # filled in
     rows: NewRows
     gates: Profile | None  # by training's out-of-fold risks; None: a part of the calibration rows has to do
     done: Bundle | None = None  # the version that this very calibration has published already
@@ -56,6 +57,11 @@ class Plan:
         return self.rows.bundle
 
     @property
+    def site(self) -> Site:
+        """Return what the bundle's probes read."""
+        return Site(self.bundle.manifest.readout.site)
+
+    @property
     def dataset(self) -> Dataset:
         """The calibration rows."""
         return self.rows.dataset
@@ -63,12 +69,12 @@ class Plan:
     @property
     def question(self) -> dict[str, Any]:
         """What is asked of the rows: asked again, it has the same answer."""
-        options, preparation = self.options, self.rows.preparation
-        judge = preparation.judge.described() if preparation.labels == "generate" else None
+        options = self.options
+        judge = options.judged_by if options.answers == "generate" else None
         return {
             "alphas": list(options.alphas), "delta": options.delta, "seed": options.seed,
-            "labels": preparation.labels, "judge": judge,
-            "max_new_tokens": None if judge is None else preparation.max_new_tokens,
+            "labels": options.answers, "judge": judge,
+            "max_new_tokens": None if judge is None else options.answer_tokens,
         }  # fmt: skip
 
     @property
@@ -91,13 +97,14 @@ class Plan:
         return total if self.gates is not None else total - total // PILOT_SHARE
 
 
-def plan(options: CalibrateOptions, store: Store) -> Plan:
+def plan(bundle: Bundle, options: GuaranteeOptions, store: Store) -> Plan:
     """Check everything that needs no model.
 
     Raises DataError, TrainingError (too few groups; the bundle's rows are not known), and what the store raises.
     """
-    rows = read_new_rows(options, options.data, store)
-    bundle, evaluation, dataset = rows.bundle, rows.evaluation, rows.dataset
+    rows = read_new_rows(bundle, options, store)
+    options = cast(GuaranteeOptions, rows.options)
+    evaluation, dataset = rows.evaluation, rows.dataset
     gates = evaluation["out_of_fold"].get("gates") if "out_of_fold" in evaluation else None
     made = Plan(options, rows, None if gates is None else Profile(**_tuples(gates)))
     seen = list(seen_by(bundle, evaluation, options.trained_on))
@@ -117,8 +124,8 @@ def plan(options: CalibrateOptions, store: Store) -> Plan:
     return made
 
 
-def calibrate(
-    options: CalibrateOptions, engine_factory: Callable[[], Engine], store: Store, *, console: Console
+def guarantee(
+    bundle: Bundle, options: GuaranteeOptions, engine_factory: Callable[[], Engine], store: Store, *, console: Console
 ) -> Bundle | None:
     """Publish a version of a bundle with a threshold that is guaranteed; None for a dry run, which spends nothing.
 
@@ -129,13 +136,13 @@ def calibrate(
         TrainingError: see ``plan``.
         probes_store.errors.BundleError: the bundle is not the model's, or the store cannot be written.
     """
-    made = plan(options, store)
+    made = plan(bundle, options, store)
     for line in described(made):
         console.print(line)
     if options.dry_run or made.done is not None:
         return made.done
     store.check_writable()
-    with locked(options.run_dir), closing(engine_factory()) as engine:
+    with locked(made.options.folder), closing(engine_factory()) as engine:
         return carry_out(made, engine, store, console)
 
 
@@ -161,8 +168,8 @@ def carry_out(made: Plan, engine: Engine, store: Store, console: Console) -> Bun
     """Score, test, publish.  Raises as ``calibrate`` does."""
     Scorer(engine, made.bundle)  # this model's bundle, and it reads what it should
     prompt_format = as_prompt_format(made.bundle.manifest.prompt_format)
-    data = prepare(engine, made.dataset, made.rows.preparation, prompt_format, made.rows.folder, folds=None)
-    _note_question(made, made.options.run_dir / made.rows.folder)
+    data = prepare(engine, made.dataset, made.options, prompt_format, made.rows.folder, sites=[made.site], folds=None)
+    _note_question(made, made.options.folder / made.rows.folder)
     value, label, group = risks_of(made.bundle, data, withhold_outside=True), data.inputs.label, data.inputs.group
     gates, tested = made.gates, np.arange(len(label))
     if gates is None:
@@ -271,7 +278,7 @@ def _guarantee(
         statement="",
     )
     manifest = replace(made.bundle.manifest, guarantee_shapes=made.shapes)
-    text = statement(guarantee, manifest, made.rows.preparation.max_new_tokens, step)
+    text = statement(guarantee, manifest, made.options.answer_tokens, step)
     return replace(guarantee, statement=text)
 
 
@@ -311,7 +318,7 @@ def _draft(made: Plan, guarantee: Guarantee, step: Step | None, record: dict[str
     bundle = made.bundle
     manifest = replace(
         bundle.manifest,
-        name=made.options.name or bundle.manifest.name,
+        name=made.options.new_name or bundle.manifest.name,
         threshold=guarantee.threshold,
         guarantee=guarantee,
         guarantee_shapes=made.shapes,
