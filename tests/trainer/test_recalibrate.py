@@ -233,7 +233,7 @@ def test_a_guarantee_is_dropped_aloud_and_a_new_one_can_be_had(tmp_path: Path, s
 
 def test_the_threshold_may_stay_where_it_is(tmp_path: Path, store: Store, trained: Bundle) -> None:
     """A wrong answer costs what it did: on a risk that follows the traffic the same number is right."""
-    bundle = published(tmp_path, store, threshold="keep")
+    bundle = published(tmp_path, store, threshold_rule="keep")
     fresh = rare(300, 9)
     before, after = scored(trained, fresh)[1], scored(bundle, fresh)[1]
     assert bundle.manifest.threshold == trained.manifest.threshold == 0.5
