@@ -103,7 +103,7 @@ def compare(
 
     hallutracer bundle compare smollm2 smollm2-fused
     """
-    from service.trainer.compare import compare as side_by_side
+    from service.trainer.comparison import compare as side_by_side
 
     if len(references) < 2:
         raise UsageError("REFERENCES", "name two bundles or more")

@@ -16,7 +16,7 @@ from service.settings import Range, option
 
 if TYPE_CHECKING:
     from probes_store.bundle import Bundle
-    from service.trainer.promotion import PromotionBounds
+    from service.trainer.comparison import PromotionBounds
 
 FOLLOW = "running services: those with --watch-s follow by themselves; else SIGHUP or POST /v1/admin/reload"
 Candidate = Annotated[str, Parameter(help="NAME:VERSION or NAME@ALIAS, such as my-probe@canary.", show_env_var=False)]
@@ -55,7 +55,7 @@ def promote(
     """
     from probes_store.reference import parse_reference
     from service.errors import HalluTracerError
-    from service.trainer.promotion import PromotionBounds
+    from service.trainer.comparison import PromotionBounds
 
     if (service is None) is not ungated:
         raise UsageError("--service", "name a service that shadows the candidate, or say --ungated")
@@ -115,7 +115,7 @@ def diff(
       hallutracer bundle diff my-probe@production my-probe@canary
     """
     from service.fitting.markdown import markdown_table
-    from service.trainer.promotion import differences, probes_apart
+    from service.trainer.comparison import differences, probes_apart
 
     opened = open_store(store)
     first, second = (opened.load(reference) for reference in (before, after))
@@ -128,7 +128,7 @@ def diff(
 
 
 def _passes(bundle: Bundle, served: Any, bounds: PromotionBounds) -> bool:
-    from service.trainer.promotion import findings
+    from service.trainer.comparison import promotion_findings as findings
 
     found = findings(bundle, served, bounds)
     for one in found:

@@ -28,7 +28,8 @@ from service.data.rows import id_of, id_problem, objects, prompt_digest
 from service.errors import DataError
 
 Message = dict[str, str]
-STRATA = ("kind", "template", "form")
+FORM = "form"  # the key of a row that names its form
+STRATA = ("kind", "template", FORM)
 SHOWN = 60  # characters of a prompt that is named as an example
 REMARKED = 0.01  # share of rows from which on a likeness between named groups is remarked on
 

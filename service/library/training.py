@@ -184,7 +184,7 @@ def run_training(
 
 def figures_of(evaluation: Mapping[str, Any]) -> tuple[SignalFigures, ...]:
     """From a bundle's evaluation.json; () where it was trained without an evaluation."""
-    from service.trainer.card import SIGNALS
+    from service.trainer.cards import SIGNALS
 
     crossed = evaluation.get("cross_validation")
     if crossed is None:

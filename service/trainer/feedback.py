@@ -29,12 +29,11 @@ from service.fitting.map_choice import Fit, choose_map
 from service.fitting.nested_cv import rounded
 from service.fitting.prior_shift import Traffic, estimate_share, number_together, shift_to
 from service.risk import served_risk
-from service.trainer.feedback_card import CAUTION, feedback_lines
-from service.trainer.ledger import Marks, seen_by
+from service.trainer.cards import CAUTION, candidates_table, feedback_lines
+from service.trainer.new_rows import Marks, seen_by
 from service.trainer.options import Console, RecalibrateOptions
-from service.trainer.recalibrated import Learnt, check_not_recalibrated, prior_of, recalibrated
-from service.trainer.recalibration_card import table
-from service.trainer.record import read_risks
+from service.trainer.publish import read_risks
+from service.trainer.recalibrate import check_not_recalibrated, prior_of, recalibrated
 
 Floats = NDArray[np.floating]
 LEAST_LABELLED = 20  # prompts of each class; fewer and the folds' maps are noise
@@ -55,11 +54,11 @@ class FeedbackPlan:
 
     @property
     def label(self) -> NDArray[np.int64]:
-        """Of the used answers, 1 factual: [k]."""
+        """Return the labels of the used answers, 1 factual: [k]."""
         return np.array([self.answers[place].label for place in self.used.tolist()], np.int64)
 
     def described(self) -> dict[str, Any]:
-        """Who was labelled: for evaluation.json, the card and the console."""
+        """Return who was labelled: for evaluation.json, the card and the console."""
         label, tenth = self.label, np.minimum((self.risk * 10).astype(np.int64), 9)
         answers = np.bincount(tenth, minlength=10)
         labelled = np.bincount(tenth[self.used], minlength=10)
@@ -145,22 +144,13 @@ def recalibrate_by_feedback(
     store.check_writable()
     label, risk = made.label, made.risk[made.used]
     choice = choose_map(label, risk, groups, prior_fit, options.seed)
-    console.print(table(choice))
+    console.print(candidates_table(choice))
     if choice.chosen.map is None:
         console.print("nothing was published: no recalibration is better than the risk as it is beyond chance")
         return None
     rows = [made.answers[place] for place in made.used.tolist()]
-    learnt = Learnt(
-        bundle=bundle,
-        evaluation=made.evaluation,
-        label=label,
-        risk=risk,
-        group=groups,
-        choice=choice,
-        rule=options.threshold_rule,
-        seed=options.seed,
-        name=options.new_name,
-        data={
+    record = {
+        "data": {
             "file": "feedback",
             "digest": _digest(rows),
             "rows": len(rows),
@@ -169,12 +159,12 @@ def recalibrate_by_feedback(
             "left_out": sum(made.left_out.values()),
             "groups": len(np.unique(groups)),
         },
-        labels="feedback",
-        judge=None,
-        spent=Marks(frozenset(row.mark for row in rows), frozenset()),
-        more={"feedback": rounded(described)},
-    )
-    published = store.publish(recalibrated(learnt))
+        "labels": "feedback",
+        "judge": None,
+        "spent": Marks(frozenset(row.mark for row in rows), frozenset()).document(),
+        "feedback": rounded(described),
+    }
+    published = store.publish(recalibrated(bundle, made.evaluation, options, choice, (label, risk, groups), record))
     console.print(f"published {published.reference} ({published.manifest.digest}); no alias was moved")
     name = published.manifest.name
     if "production" not in store.aliases(name):
@@ -188,7 +178,7 @@ def recalibrate_by_feedback(
 
 
 def _prior_shift(made: FeedbackPlan, described: dict[str, Any]) -> Fit | None:
-    """The candidate that all answers give without labels, noted in ``described``; None, and the reason."""
+    """Return the candidate that all answers give without labels, noted in ``described``; None, and the reason."""
     options, prior = made.options, prior_of(made.bundle)
     (groups,) = number_together([answer.mark for answer in made.answers])
     traffic = Traffic(made.risk, groups)

@@ -6,9 +6,10 @@ bundle of the same digest, also where a run was killed and started again.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from contextlib import closing
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -23,6 +24,7 @@ from service.data.training_rows import Dataset, check_all_apply, check_disjoint,
 from service.engines.base import Engine
 from service.errors import TrainingError
 from service.fitting.calibration import (
+    OutOfFold,
     choose_c,
     class_statistics,
     cross_fit,
@@ -31,8 +33,10 @@ from service.fitting.calibration import (
     signal_matrix,
     stacked,
 )
+from service.fitting.fit import Floats, ProbeFit
 from service.fitting.folds import group_folds, outer_folds
-from service.fitting.nested_cv import evaluate, held_out, name_of, rounded
+from service.fitting.layer_weights import fit_layer_weights
+from service.fitting.nested_cv import Inputs, evaluate, held_out, name_of, rounded
 from service.fitting.promise import profile
 from service.fitting.scores import at_threshold
 from service.fitting.thresholds import by_wrong_costs, choose_threshold
@@ -41,22 +45,25 @@ from service.judging.sample import KEY as SAMPLE
 from service.judging.sample import Sample
 from service.prompts import default_prompt_format
 from service.readout import Probes
-from service.trainer.by_form import by_form
-from service.trainer.card import CHANCE, write_card
-from service.trainer.context import all_logits, fit_context, with_context
-from service.trainer.forms import spread
-from service.trainer.guarantee import carry_out, described, plan
-from service.trainer.ledger import Marks
+from service.trainer.cards import CHANCE, write_card
+from service.trainer.guarantee import carry_out, plan
+from service.trainer.new_rows import Marks
 from service.trainer.options import Console, TrainOptions
 from service.trainer.plots import draw
-from service.trainer.prepare import prepare, trajectories
-from service.trainer.publish import golden_rows, manifest_of, probe_tensors, record_golden, served_signals
-from service.trainer.record import evaluation_document, plot_data, training_record
-from service.trainer.sample import draw_sample
-from service.trainer.scaling import scale_logits
-from service.trainer.summary import better_options
-from service.trainer.summary import closing as closing_lines
-from service.trainer.uncertainty import uncertainty_record
+from service.trainer.prepare import all_logits, fit_context, prepare, served_signals, trajectories, with_context
+from service.trainer.publish import (
+    by_form,
+    evaluation_document,
+    golden_rows,
+    manifest_of,
+    plot_data,
+    probe_tensors,
+    record_golden,
+    training_record,
+    uncertainty_record,
+)
+from service.trainer.summary import better_options, closing_lines
+from service.trainer.training_set import draw_sample, spread
 
 
 def train(options: TrainOptions, engine_factory: Callable[[], Engine], store: Store, *, console: Console) -> Bundle:
@@ -91,7 +98,7 @@ def train(options: TrainOptions, engine_factory: Callable[[], Engine], store: St
             console.print(line)
         if options.guarantee is not None:
             calibrating = plan(bundle, options.guarantee, store)
-            for line in described(calibrating):
+            for line in calibrating.described():
                 console.print(line)
             bundle = calibrating.done or carry_out(calibrating, engine, store, console)
     return bundle
@@ -253,3 +260,37 @@ def _check_folds(options: TrainOptions, dataset: Dataset) -> None:
     for fold in outer_folds(label, group, folds=options.folds, seeds=options.shuffles):
         if options.evaluate:
             group_folds(label, group, fold.train, options.inner_folds, fold.seed, what="inner fold")
+
+
+@dataclass(frozen=True, eq=False)
+class Scaling:
+    """What each layer's logit is divided by before the mean over depth: one rule of ``--logit-scale``, fitted."""
+
+    out_of_fold: Floats  # [seeds, n, m] scaled trajectories; nothing of it was fitted on the row's own fold
+    scale: Floats  # [m] of the served probes
+    document: dict[str, Any] = field(default_factory=dict)  # what evaluation.json says of it
+
+
+def scale_logits(inputs: Inputs, crossed: OutOfFold, final: ProbeFit, options: TrainOptions) -> Scaling:
+    """Fit the rule that the options name.
+
+    ``crossed``: the cross-fit over ``options.folds`` and its seeds; ``final``: the served probes.
+    """
+    if options.logit_scale == "unit_norm":
+        return Scaling(crossed.unit_norm, np.ones_like(final.scale))
+    if options.logit_scale == "standardized":
+        return Scaling(crossed.standardized, final.scale)
+    fits = [
+        fit_layer_weights(
+            of_seed, inputs.label, inputs.group, folds=options.folds, seed=seed, share=inputs.readouts.share
+        )
+        for seed, of_seed in zip(options.shuffles, crossed.unit_norm, strict=True)
+    ]
+    weight = np.mean([fit.weight for fit in fits], axis=0)
+    document = {
+        "layer_weights": {
+            "weight": rounded(weight.tolist()),
+            "pull_to_equal_weights": [None if math.isinf(fit.strength) else fit.strength for fit in fits],
+        }
+    }
+    return Scaling(np.stack([fit.out_of_fold for fit in fits]), 1 / weight, document)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from probes_store.store import Store
-from service.trainer.statement import guaranteed_card
+from service.trainer.cards import guaranteed_card
 from tests.cli.new_rows import arguments, dry_run, own, question_files
 from tests.cli.test_command_line import run
 from tests.probes_store.test_guarantee import draft

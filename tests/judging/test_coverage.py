@@ -14,7 +14,7 @@ from probes_store.recalibration import Recalibration
 from probes_store.store import SHIPPED
 from service.fitting.scores import at_threshold, coverage_curve
 from service.judging.coverage import THRESHOLDS, Coverage, Gate, coverage
-from service.trainer.record import risks_document
+from service.trainer.publish import risks_document
 from tests.probes_store.factory import VERSION_1, make_draft, write_bundle
 from tests.probes_store.test_guarantee import GUARANTEE
 

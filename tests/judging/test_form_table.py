@@ -13,7 +13,7 @@ from probes_store.recalibration import Recalibration
 from probes_store.store import SHIPPED
 from service.data.forms import registry
 from service.judging.form_table import FormTable, form_table
-from service.trainer.by_form import by_form
+from service.trainer.publish import by_form
 from tests.probes_store.test_guarantee import GUARANTEE
 from tests.test_coverage import bundle_with
 

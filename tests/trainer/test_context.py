@@ -26,8 +26,7 @@ from service.readout import Site
 from service.scoring import Scorer
 from service.trainer.new_rows import risks_of
 from service.trainer.options import TrainOptions
-from service.trainer.prepare import PreparedData, prepare
-from service.trainer.prompt_labels import WITH_PASSAGE, prompt_labels
+from service.trainer.prepare import WITH_PASSAGE, PreparedData, prepare, prompt_labels
 from tests.data.test_forms import SAID, made
 from tests.fitting.planted import PlantedEngine, planted_rows, write_rows
 from tests.trainer.test_run import run

@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import islice
 from typing import Any
 
-from service.trainer.card import cell, cheaper_and_better
+from service.trainer.cards import cell, cheaper_and_better
 from service.trainer.summary import closing
 
 

@@ -17,10 +17,10 @@ from service.data.training_rows import read_dataset
 from service.engines.base import Extraction
 from service.errors import DataError, TrainingError
 from service.readout import Site
-from service.trainer.forms import group_names
-from service.trainer.ledger import Marks, check_unspent
+from service.trainer.new_rows import Marks, check_unspent
 from service.trainer.options import TrainOptions, parse_forms
 from service.trainer.prepare import prepare
+from service.trainer.training_set import group_names
 from tests.data.test_forms import SAID, made
 from tests.fitting.planted import PlantedEngine, planted_rows, write_rows
 from tests.trainer.test_run import run

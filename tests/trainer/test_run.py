@@ -19,7 +19,7 @@ from probes_store.store import Store
 from service.errors import DataError, RunMismatch, TrainingError
 from service.readout import Site
 from service.scoring import Scorer
-from service.trainer.card import NO_SIGNAL, group_warning
+from service.trainer.cards import NO_SIGNAL, group_warning
 from service.trainer.options import TrainOptions
 from service.trainer.run import train
 from tests.fitting.planted import PlantedEngine, Quiet, planted_rows, write_rows

@@ -11,7 +11,7 @@ import pytest
 from service.data.training_rows import Dataset, read_dataset
 from service.judging.sample import Sample, sample_of
 from service.trainer.options import TrainOptions
-from service.trainer.sample import KEPT, SHARE, draw_sample
+from service.trainer.training_set import KEPT, SHARE, draw_sample
 from tests.fitting.planted import planted_rows, write_rows
 from tests.trainer.test_run import Quiet, run
 

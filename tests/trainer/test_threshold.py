@@ -16,9 +16,9 @@ from service.errors import TrainingError
 from service.fitting.scores import at_threshold
 from service.fitting.thresholds import Target, WrongCosts
 from service.judging.coverage import coverage
+from service.trainer.cards import rule_in_words, threshold_section
 from service.trainer.options import TrainOptions
 from service.trainer.plots import PlotData, _coverage
-from service.trainer.threshold_card import rule_in_words, threshold_section
 from tests.fitting.planted import Quiet, planted_rows, write_rows
 from tests.trainer.test_plots import data
 from tests.trainer.test_run import run

@@ -10,8 +10,8 @@ from hallutracer_research.evaluation.main_table import pooled_ranks
 from hallutracer_research.evaluation.options import OURS
 from hallutracer_research.evaluation.set_result import SetResult
 from hallutracer_research.evaluation.tables import Cell, Column, Table
+from service.data.training_rows import FORM
 from service.fitting.scores import risk_auroc
-from service.trainer.by_form import FORM
 
 RIVALS = ("iti", "text-ngrams")  # the best single head, and what the words alone tell
 

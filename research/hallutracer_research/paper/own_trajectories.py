@@ -22,7 +22,7 @@ from service.fitting.fit import Readouts
 from service.prompts import as_prompt_format
 from service.readout import Probes, Site
 from service.scoring import Scorer
-from service.trainer.ledger import Marks, group_mark
+from service.trainer.new_rows import Marks, group_mark
 from service.trainer.options import NewRowsOptions
 from service.trainer.prepare import PreparedData, prepare, trajectories
 
