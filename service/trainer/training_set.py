@@ -18,10 +18,9 @@ import numpy as np
 
 from probes_store.durable import atomic_write
 from service.data.collection import collect, render_all
-from service.data.forms.base import Form, Message
-from service.data.forms.registry import FORMS, chosen, is_one_message
+from service.data.forms.registry import FORMS, Form, Message, chosen, is_one_message
 from service.data.forms.spread import in_forms, read_said
-from service.data.forms.task_rows import task_rows
+from service.data.forms.tasks import task_rows
 from service.data.judges import normalise
 from service.data.run_folder import IN_FORMS
 from service.data.training_rows import Dataset, Row, missing_groups, read_dataset

@@ -11,9 +11,7 @@ from typing import Any
 import pytest
 
 from service.data.forms import task_given, task_handed, task_making, task_talk, task_texts
-from service.data.forms.task_asked import ASKED
-from service.data.forms.task_rows import task_rows
-from service.data.forms.tasks import SLOTS, TASKS
+from service.data.forms.tasks import SLOTS, TASKS, task_rows
 from tests.cli.test_command_line import run
 
 ROWS = task_rows(1500)
@@ -75,7 +73,7 @@ def test_company_has_its_share() -> None:
     alone = sum(len(row["messages"]) == 1 for row in ROWS) / len(ROWS)
     assert 0.5 < alone < 0.65  # beside a fact or a passage is one message, too
     assert 0.1 < sum(roles(row)[0] == "system" for row in ROWS) / len(ROWS) < 0.22
-    questions = {question for question, *_ in ASKED}
+    questions = {question for question, *_ in WORDINGS["asked"]}
     asked = [row for row in ROWS if questions & {message["content"] for message in row["messages"][:-1]}]
     assert 0.2 < len(asked) / len(ROWS) < 0.35
     assert all(len(row["messages"]) > 2 for row in ROWS if row["kind"] == "task/follow_up")

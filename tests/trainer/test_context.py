@@ -18,7 +18,7 @@ from probes_store.context import CONTEXT_SIGNALS
 from probes_store.golden import check_golden
 from service.data.forms.registry import FORMS, chosen, families
 from service.data.forms.spread import in_forms
-from service.data.forms.task_rows import task_rows
+from service.data.forms.tasks import task_rows
 from service.data.training_rows import read_dataset
 from service.engines.base import Completion, Sampling, TokenIds
 from service.fitting.nested_cv import CONTEXT_NAMES

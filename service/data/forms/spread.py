@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from service.data.forms.base import Company, Form, Message, Question, Unfit
+from service.data.forms.registry import Form, Message, Question, Surroundings, Unfit
 from service.data.references import split
 from service.data.rows import check_text, objects
 from service.errors import DataError
@@ -46,7 +46,7 @@ def in_forms(
         draw = random.Random(f"{seed} {question.id}")
         same = _others(question, by_kind[question.kind], draw)
         other = [one for one in _others(question, every, draw) if one.kind != question.kind]
-        found += _rows(row, question, Company(draw, same, other), forms, per_row, fits)
+        found += _rows(row, question, Surroundings(draw, same, other), forms, per_row, fits)
     return found
 
 
@@ -74,15 +74,15 @@ def _is_question(row: Row) -> bool:
 
 
 def _rows(
-    row: Row, question: Question, company: Company, forms: Sequence[Form], per_row: int, fits: Fits | None
+    row: Row, question: Question, around: Surroundings, forms: Sequence[Form], per_row: int, fits: Fits | None
 ) -> list[Row]:
     found: list[Row] = []
     left = list(forms)
     while left and len(found) < per_row:
-        [form] = company.random.choices(left, [one.weight for one in left])
+        [form] = around.random.choices(left, [one.weight for one in left])
         left.remove(form)
         try:
-            messages = form.make(question, company)
+            messages = form.make(question, around)
         except Unfit:
             continue
         if fits is not None and not fits(form, messages):
