@@ -17,11 +17,9 @@ include_patterns = [
     "deploy/README.md",
     "deploy/sidecar/README.md",
     "probes_store/FORMAT.md",
-    "service/demo/assets/ATTRIBUTION.md",
-    "service/demo/assets/hallutracer-demo/README.md",
-    "benchmarks/LOG.md",
 ]
-exclude_patterns = [".*", "build", "runs", "probes", "evaluation"]
+# Records, not pages: a generated report and a list of licences.
+exclude_patterns = [".*", "build", "runs", "probes", "evaluation", "docs/smollm2-report.md", "docs/licences.md"]
 
 myst_heading_anchors = 4
 # Pages such as a generated report leave out a heading level; browsers do not mind.
@@ -41,49 +39,31 @@ html_theme_options = {"navigation_with_keys": True}
 
 # GitHub shows README.md as it is, so the navigation is not written there.
 NAVIGATION = {
-    "Start": {"Install": "docs/install", "Where to put it": "docs/choosing"},
-    "Use": {
+    "Start": {"Install": "docs/install", "From your app": "docs/apps", "Python": "docs/python"},
+    "Serve": {
         "Serving": "docs/serving",
-        "Keys and the audit log": "docs/access",
-        "When HalluTracer is away": "docs/away",
-        "Rollout": "docs/rollout",
-        "Drift": "docs/drift",
-        "Traces": "docs/tracing",
-        "Feedback": "docs/feedback",
-        "Gateways": "docs/gateways",
-        "Playground": "docs/playground",
-        "Python": "docs/python",
-        "Python client": "docs/client",
-        "Clients of OpenAI's API": "docs/clients",
-        "hallutracer-client": "clients/python/README",
-        "vLLM": "docs/vllm",
-        "Deployment": "deploy/README",
-        "Capacity": "docs/capacity",
+        "API": "docs/api",
+        "vLLM, gateways": "docs/vllm",
         "A guard beside a RAG app": "deploy/sidecar/README",
+    },
+    "Operate": {
+        "Deployment": "deploy/README",
+        "Security": "docs/security",
+        "Rollout, drift, feedback": "docs/rollout",
         "Runbooks": "docs/runbooks",
-        "Upgrading": "docs/upgrading",
-        "Threat model": "docs/threat_model",
     },
-    "Train and evaluate": {
+    "Train": {
         "Training": "docs/training",
-        "Bundles on the hub": "docs/publishing",
-        "Stores by URL, signatures": "docs/bundle_trust",
+        "Guarantees": "docs/guarantees",
         "Evaluation": "docs/evaluation",
-        "SmolLM2": "docs/smollm2",
-        "Demo model": "docs/demo-model",
-        "SmolLM2's report": "docs/smollm2-report",
-        "The demo model's card": "service/demo/assets/hallutracer-demo/README",
+        "Results": "docs/results",
     },
-    "Reference": {"Command line": "docs/cli", "Bundle format": "probes_store/FORMAT"},
-    "Project": {
-        "Architecture": "docs/architecture",
+    "Reference": {
+        "Command line": "docs/cli",
+        "Bundle format": "probes_store/FORMAT",
+        "hallutracer-client": "clients/python/README",
         "Contributing": "docs/contributing",
-        "Benchmarks": "docs/benchmarks",
-        "Benchmark log": "benchmarks/LOG",
-        "Dependencies": "docs/dependencies",
-        "Licences": "docs/licences",
         "Changelog": "CHANGELOG",
-        "Sources of the demo's facts": "service/demo/assets/ATTRIBUTION",
     },
 }
 

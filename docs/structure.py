@@ -40,6 +40,7 @@ ROLES = {
     "service.options": ("flag, variable or file: an option's value", GROUND),
     "service.errors": ("every error", GROUND),
     "service.settings": ("settings", GROUND),
+    "service.batch_writer": ("a thread that writes what waits", GROUND),
     "service.progress": ("lines about long steps", GROUND),
 }
 WIDTH, ROW, GAP, LEFT = 760, 44, 8, 40

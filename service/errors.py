@@ -7,6 +7,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel, ValidationError
 
 
 class HalluTracerError(Exception):
@@ -130,22 +134,6 @@ class Overloaded(HalluTracerError):
     def __init__(self, message: str, *, retry_after_s: int = 1) -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
-
-
-class RateLimited(HalluTracerError):
-    """The key's requests per minute are used up."""
-
-    status, code = 429, "rate_limit_exceeded"  # as OpenAI calls it, and the next
-
-    def __init__(self, message: str, *, retry_after_s: int) -> None:
-        super().__init__(message)
-        self.retry_after_s = retry_after_s
-
-
-class QuotaExceeded(RateLimited):
-    """The key's prompt tokens of the day are used up."""
-
-    status, code = 429, "insufficient_quota"
 
 
 class ClientGone(HalluTracerError):
@@ -284,3 +272,13 @@ class NoThreshold(TrainingError):
     """No threshold keeps the promise of a calibration at any of its alphas; nothing was published."""
 
     status, code = 500, "no_threshold"
+
+
+def first_problem(error: ValidationError, model: type[BaseModel]) -> str:
+    """Return which field of a file's ``model`` is wrong and what was expected; never the value, which may be secret."""
+    first = error.errors(include_url=False, include_input=False)[0]
+    where = ".".join(map(str, first["loc"]))
+    if first["type"] == "extra_forbidden":
+        return f"unknown field {where!r}; known: {', '.join(model.model_fields)}"
+    said = first["msg"].removeprefix("Value error, ")
+    return f"{where}: {said}" if where else said

@@ -138,8 +138,8 @@ CallersMay = Annotated[
 
 KeysFile = Annotated[
     Path | None,
-    option("TOML file of named keys with scopes, limits and an end; it holds no secrets.  'hallutracer keys new' makes "
-           "it; a running service reads it again when it changes.", everyday=True),
+    option("TOML file of named keys with scopes and an end; it holds no secrets.  'hallutracer keys make' prints the "
+           "lines of a key; a running service reads the file again when it changes.", everyday=True),
 ]  # fmt: skip
 AuditLogFile = Annotated[
     Path | None,

@@ -17,7 +17,7 @@ from fastapi.testclient import TestClient
 
 from probes_store.bundle import Bundle
 from service.access.callers import ApiKey, Key, Right
-from service.access.ring import KeyRing
+from service.access.keys import KeyRing
 from service.api.app import create_app
 from service.cli.listening import make_server
 from service.policies.guard import Policy

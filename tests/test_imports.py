@@ -33,7 +33,7 @@ LAYERS = [
     ["service.options"],
     ["service.settings"],
     ["service.access.routes"],
-    ["service.errors", "service.progress", "service.access.callers"],
+    ["service.errors", "service.progress", "service.batch_writer", "service.access.callers"],
 ]
 RANK = {name: rank for rank, layer in enumerate(LAYERS) for name in layer}
 

@@ -141,9 +141,10 @@ run hallutracer bundle verify my-probe:1 --store "$store" --require-signature ke
 refused "a signature is required here" hallutracer bundle verify my-probe:2 --files-only --store "$store" --require-signature key.pub
 
 say "4. named keys, doctor, two replicas, nginx, Prometheus"
-app="$(hallutracer keys new app --keys keys.toml)"
-deployer="$(hallutracer keys new deployer --scope admin --keys keys.toml)"
-(umask 077; hallutracer keys new prometheus --scope observe --expires never --keys keys.toml >prometheus.key)
+key() { hallutracer keys make "$@" 2>&1 >>keys.toml | tail -n 1; } # the secret; its digest goes into the file
+app="$(key app)"
+deployer="$(key deployer --scope admin)"
+(umask 077; key prometheus --scope observe --expires never >prometheus.key)
 run hallutracer keys list --keys keys.toml
 export HALLUTRACER_POLICY=gate
 serve=(--store "$store" --require-signature key.pub --canary my-probe@canary --canary-share 0.3

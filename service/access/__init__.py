@@ -1,1 +1,1 @@
-"""Named keys: their file, how it is edited, which of them are in force, and how much each may ask."""
+"""Named keys: who calls, which routes a key opens, the keys of a file and which of them are in force."""

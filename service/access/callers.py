@@ -1,5 +1,5 @@
 """Who sends a request: which routes its key opens, what it may choose that lets more through than the operator's own
-policy, how much it may ask, and whose answers it may label."""
+policy, and whose answers it may label."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ class ApiKey:
     may: frozenset[Right] = frozenset()
 
     def hashed(self) -> Key:
-        """As it is looked up.  Never an administrator: such keys were given out before there were scopes."""
+        """Return it as it is looked up: no administrator, which takes a key of the file."""
         return Key(name=self.name, digest=digest_of(self.secret), may=self.may)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Key:
-    """What is known of a key.  Its secret is not."""
+    """A key as the service knows it, without its secret."""
 
     name: str
     digest: str = field(repr=False)  # as ``digest_of``
@@ -52,11 +52,9 @@ class Key:
     policies: tuple[str, ...] | None = None  # that its requests may be judged by; None: all
     expires: datetime | None = None
     revoked: datetime | None = None
-    requests_per_minute: int | None = None
-    prompt_tokens_per_day: int | None = None
 
     def expired(self) -> bool:
-        """Whether its time is over."""
+        """Return whether its time is over."""
         return self.expires is not None and now() >= self.expires
 
 
@@ -73,7 +71,7 @@ _START = datetime.now(UTC), time.monotonic()
 
 
 def now() -> datetime:
-    """The clock's time; where it was set back since the process began, the time that it would show."""
+    """Return the clock's time; where it was set back since the process began, the time that it would show."""
     began, ticks = _START
     return max(datetime.now(UTC), began + timedelta(seconds=time.monotonic() - ticks))
 
@@ -82,20 +80,17 @@ _PLACEHOLDER = re.compile(r"(replace|change)[\W_]*me|your[\W_]*(api[\W_]*)?key|p
 
 
 def is_placeholder(secret: str) -> bool:
-    """Whether it stands in an example for a key that is still to be made, as ``REPLACE-ME-app-one``: all know it.
-
-    One random key of 32 bytes in a thousand million looks so.
-    """
+    """Return whether it stands in an example for a key that is still to be made, as ``REPLACE-ME-app-one``."""
     return _PLACEHOLDER.search(secret) is not None
 
 
 def digest_of(secret: str) -> str:
-    """SHA-256 in hexadecimal: enough for a secret of 256 random bits, which nobody can guess."""
+    """Return the SHA-256 in hexadecimal: enough for a secret of 256 random bits, which nobody can guess."""
     return hashlib.sha256(secret.encode("utf-8", "surrogateescape")).hexdigest()
 
 
 def address_in(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
-    """None: a name."""
+    """Return the address that ``host`` is; None for a name."""
     try:
         return ipaddress.ip_address(host)
     except ValueError:
@@ -103,6 +98,6 @@ def address_in(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | Non
 
 
 def on_loopback(host: str) -> bool:
-    """Whether ``host`` is this machine alone: where only it can reach a service, or what only it calls from."""
+    """Return whether ``host`` is this machine alone, to listen on or to call from."""
     address = address_in(host)
     return host == "localhost" if address is None else address.is_loopback

@@ -11,7 +11,7 @@ CLASSIFY_ROUTE = "/classify"
 FEEDBACK_ROUTE = "/v1/feedback"
 ANSWER_ROUTES = (*SCORE_ROUTES, CHAT_ROUTE, TEXT_ROUTE)
 PROMPT_ROUTES = (*ANSWER_ROUTES, LITELLM_ROUTE, CLASSIFY_ROUTE)
-CALLED = frozenset({*PROMPT_ROUTES, FEEDBACK_ROUTE})  # count against a key's requests per minute
+CALLED = frozenset({*PROMPT_ROUTES, FEEDBACK_ROUTE})
 CATALOGUE = ("/v1/models", "/v1/bundles")
 METRICS = "/metrics"
 ADMIN = "/v1/admin/"  # what changes the service is below it
@@ -21,12 +21,12 @@ COUNTED = tuple(route for route in PROMPT_ROUTES if route != SCORE_ROUTES[1]) + 
 
 
 def canonical(route: str) -> str:
-    """An alias's own route."""
+    """Return the route that an alias stands for."""
     return SCORE_ROUTES[0] if route in SCORE_ROUTES else route
 
 
 def scopes_of(path: str) -> frozenset[Scope]:
-    """Any one of these opens the path to a key; none: every key does."""
+    """Return the scopes of which a key needs one for this path; none: every key opens it."""
     if path.startswith(ADMIN):
         return frozenset({Scope.ADMIN})
     if path in CALLED:

@@ -11,7 +11,6 @@ from fastapi import Request
 
 from service.access.callers import Caller
 from service.access.routes import canonical
-from service.api.auth import allowance_of
 from service.api.dependencies import who_of
 from service.api.reply import Reply
 from service.api.request_log import record_of
@@ -79,7 +78,6 @@ async def answer(request: Request, state: ServiceState, asked: Asked) -> tuple[R
         async with while_connected(request):
             async with handle.deadline.enforced():
                 token_ids, kept, shapes = await state.tokenizing.run(asked.size, lambda: _read(asked, state.feedback))
-            allowance_of(request, state.keys)(sum(map(len, token_ids)))
             reply.shapes = shapes
             handle.start(token_ids)
             reports = await (handle.risks() if asked.stream else handle.answers())

@@ -32,9 +32,7 @@ from service.serving.keys import watch_keys
 from service.serving.state import ServiceState
 
 EXPOSED_HEADERS = ["x-request-id", "x-queue-time", "x-inference-time", "x-total-time", "retry-after",
-            "x-hallutracer-bundle", "x-hallutracer-risk", "x-hallutracer-decision",
-            *(f"x-ratelimit-{part}-{of}" for part in ("limit", "remaining", "reset") for of in ("requests", "tokens")),
-            ]  # fmt: skip
+                   "x-hallutracer-bundle", "x-hallutracer-risk", "x-hallutracer-decision"]  # fmt: skip
 
 
 def create_app(state: ServiceState, on_loaded: Callable[[ServiceState], None] | None = None) -> FastAPI:

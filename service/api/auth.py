@@ -5,17 +5,16 @@ Plain ASGI: before the body is read.  Unknown paths need a key too, so that the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 
-from starlette.datastructures import Headers, MutableHeaders
+from starlette.datastructures import Headers
 from starlette.requests import HTTPConnection
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
-from service.access.allowance import Allowance
 from service.access.callers import Key, on_loopback
 from service.access.callers import Scope as KeyScope
-from service.access.ring import KeyRing
-from service.access.routes import CALLED, METRICS, scopes_of
+from service.access.keys import KeyRing
+from service.access.routes import METRICS, scopes_of
 from service.api.error_handlers import respond
 from service.errors import HalluTracerError, KeyExpired, KeyRevoked, MissingScope, Unauthorized
 
@@ -26,8 +25,8 @@ FORWARDED = ("x-forwarded-for", "forwarded", "x-real-ip", "via")
 class BearerKeys:
     """Answers 401 unless ``Authorization: Bearer KEY``, or without that header ``X-Api-Key``, holds one of ``keys``.
 
-    403 where the key does not open the route, 429 where it has asked too much.  Without any keys all routes are open,
-    except to other machines those that change the service.
+    403 where the key does not open the route.  Without any keys all routes are open, except to other machines those
+    that change the service.
     """
 
     def __init__(self, app: ASGIApp, keys: KeyRing, protect_metrics: bool, pages: Collection[str] = ()) -> None:
@@ -50,9 +49,6 @@ class BearerKeys:
                 self._note(scope, key)
             if not is_open:
                 check_scopes(HTTPConnection(scope), self._keys, scopes_of(path))
-            if not is_open and key is not None and path in CALLED:
-                send = self._counted(key, send)
-                self._keys.allowance(key).take_request(key)
         except HalluTracerError as refusal:
             await respond(refusal, scope, receive, send)
             return
@@ -68,16 +64,6 @@ class BearerKeys:
         if "record" in state:
             state["record"].caller = key.name
 
-    def _counted(self, key: Key, send: Send) -> Send:
-        allowance = self._keys.allowance(key)
-
-        async def counted(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                MutableHeaders(scope=message).update(allowance.headers(key))
-            await send(message)
-
-        return counted
-
 
 def key_of(request: HTTPConnection) -> Key | None:
     """The key that a request was sent with, where it is known."""
@@ -91,7 +77,7 @@ def check_scopes(request: HTTPConnection, keys: KeyRing, wanted: Collection[KeyS
         if KeyScope.ADMIN in wanted and ("origin" in request.headers or not from_here(request)):
             raise MissingScope(
                 "while there are no keys, only programs on this machine may change the service; to do it from "
-                "elsewhere, make a key: hallutracer keys new NAME --scope admin"
+                "elsewhere, make a key: hallutracer keys make NAME --scope admin"
             )
         return
     key = key_of(request)
@@ -104,15 +90,6 @@ def check_scopes(request: HTTPConnection, keys: KeyRing, wanted: Collection[KeyS
     if wanted and not key.scopes & set(wanted):
         needed = " or ".join(repr(str(one)) for one in sorted(wanted))
         raise MissingScope(f"this route needs the scope {needed}; key {key.name!r} has {', '.join(sorted(key.scopes))}")
-
-
-def allowance_of(request: HTTPConnection, keys: KeyRing) -> Callable[[int], None]:
-    """Takes so many prompt tokens from what the request's key has left.  Raises QuotaExceeded."""
-    key = key_of(request)
-    if key is None:
-        return lambda tokens: None
-    allowance: Allowance = keys.allowance(key)
-    return lambda tokens: allowance.take_tokens(key, tokens)
 
 
 def from_here(request: HTTPConnection) -> bool:

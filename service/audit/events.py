@@ -10,8 +10,6 @@ Prompts have no digest: from one, a prompt that was guessed could be confirmed. 
 
 from __future__ import annotations
 
-import getpass
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
@@ -27,19 +25,10 @@ class Who:
 
     key: str | None = None
     address: str | None = None
-    by: str = "api"  # or "signal", "file", "alias", "service", "command line: USER"
+    by: str = "api"  # or "signal", "file", "alias", "service"
 
 
 SERVICE = Who(by="service")
-
-
-def shell_user() -> Who:
-    """Whoever runs a command."""
-    try:
-        name = getpass.getuser()
-    except (OSError, KeyError):  # an id without a name, as in containers
-        name = str(os.geteuid())
-    return Who(by=f"command line: {name}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,34 +42,16 @@ class Judged:
 
 
 def decision(
-    who: Who,
-    *,
-    request_id: str,
-    route: str,
-    model: str,
-    bundle: str,
-    digest: str,
-    policy: str,
-    threshold: float,
+    who: Who, *, request_id: str, route: str, model: str, bundle: str, digest: str, policy: str, threshold: float,
     prompts: Sequence[Judged],
-) -> Line:
-    """What became of a request's prompts."""
-    return _line(
-        "decision",
-        who,
-        request_id=request_id,
-        route=route,
-        model=model,
-        bundle=bundle,
-        digest=digest,
-        policy=policy,
-        threshold=threshold,
-        prompts=[asdict(one) for one in prompts],
-    )
+) -> Line:  # fmt: skip
+    """Return the line that says what became of a request's prompts."""
+    return _line("decision", who, request_id=request_id, route=route, model=model, bundle=bundle, digest=digest,
+                 policy=policy, threshold=threshold, prompts=[asdict(one) for one in prompts])  # fmt: skip
 
 
 def change(who: Who, event: str, outcome: Outcome, what: Mapping[str, Any]) -> Line:
-    """Something of the service that is another from then on."""
+    """Return the line of something of the service that is another from then on."""
     return _line(event, who, outcome=outcome, what=dict(what))
 
 

@@ -1,4 +1,4 @@
-"""Reads an audit log and finds lines that were changed, removed or put in."""
+"""The check of an audit log: it finds lines that were changed, removed or put in."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from service.audit.head import FIRST, digest_of, head_path, noted_head, parsed
+from service.audit.file import FIRST, digest_of, head_path, noted_head, parsed
 from service.errors import HalluTracerError
 
 
@@ -40,7 +40,7 @@ class _Chain:
     digests: set[str] = field(default_factory=set)  # of all lines, and of the one before the first
 
     def read(self, place: str, text: bytes, *, begins: bool) -> None:
-        """One line; ``begins``: the first of its file."""
+        """Follow one line; ``begins``: the first of its file."""
         found, own = self.found, parsed(text)
         if own is None:
             self.cut, found.torn = place, found.torn + 1

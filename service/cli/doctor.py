@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 from cyclopts import Parameter
 
 from service.access.callers import on_loopback
-from service.access.key_file import read_keys
+from service.access.keys import read_keys
 from service.audit.file import AuditFile
 from service.cli.listening import listen
 from service.cli.loading import LeaveOut, bundle_names, load_engine, load_scorers, open_store
@@ -126,7 +126,7 @@ def _keys(settings: ServiceSettings, access: AccessOptions) -> Iterator[Finding]
         for key in () if access.keys is None else read_keys(access.keys):
             if key.revoked is not None or key.expired():
                 state = "expired" if key.revoked is None else "revoked"
-                cure = f"who uses it still needs another: hallutracer keys new NAME --keys {access.keys}"
+                cure = f"who uses it still needs another: hallutracer keys make NAME >> {access.keys}"
                 yield warn("keys", f"{key.name} is {state}", cure)
     elif on_loopback(settings.host):
         yield ok("keys", "none; only this machine reaches the port")

@@ -1,12 +1,11 @@
-"""hallutracer keys: make, list and revoke named keys."""
+"""hallutracer keys: make and list named keys."""
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 from cyclopts import Parameter
 
@@ -14,40 +13,19 @@ from service.access.callers import Key, Right, now
 from service.cli.options import Json, UsageError
 from service.cli.output import note, print_json, print_line
 from service.options import Common
-from service.settings import AT_LEAST_1, AuditLogFile, KeysFile, option, section
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
+from service.settings import KeysFile, option, section
 
 Name = Annotated[str, Parameter(help="Of the key in the log: letters, digits, '_' and '-'.", show_env_var=False)]
 SOON = timedelta(days=14)
-LIMITS = ("requests_per_minute", "prompt_tokens_per_day", "policies", "may")
+LIMITS = ("policies", "may")
 
 
 @section("Keys", 10)
 @dataclass(frozen=True, kw_only=True)
 class KeyStore:
-    """Where keys are, and where it is written that they change."""
+    """Where keys are."""
 
     keys: KeysFile = None
-    audit_log: AuditLogFile = None
-
-    @property
-    def path(self) -> Path:
-        """The file.  Raises UsageError."""
-        if self.keys is None:
-            raise UsageError("--keys", "name the file of keys, such as --keys keys.toml")
-        return self.keys
-
-    def audited(self, event: str, what: dict[str, Any]) -> Callable[[], None]:
-        """Writes the change, before it happens.  Raises AuditUnavailable where it cannot: then nothing is changed."""
-        from service.audit.events import change, shell_user
-        from service.audit.file import AuditFile
-
-        if self.audit_log is None:
-            return lambda: None
-        file = AuditFile(self.audit_log)
-        return lambda: _appended(file, change(shell_user(), event, "done", what))
 
 
 @section("What the key opens", 20)
@@ -67,8 +45,6 @@ class KeyChoices:
     expires: Annotated[
         str, option("When it ends: days (90d), a date (2027-02-21, its first second in UTC) or never.")
     ] = "365d"
-    requests_per_minute: Annotated[int | None, option("Then 429.  Default: no limit.", limits=AT_LEAST_1)] = None
-    prompt_tokens_per_day: Annotated[int | None, option("Then 429.  Default: no limit.", limits=AT_LEAST_1)] = None
 
     def fields(self) -> dict[str, Any]:
         """As the file has them.  Raises UsageError."""
@@ -77,37 +53,25 @@ class KeyChoices:
             "expires": _end(self.expires),
             "may": list(dict.fromkeys(self.may)) or None,
             "policies": list(dict.fromkeys(self.allow_policy)) or None,
-            "requests_per_minute": self.requests_per_minute,
-            "prompt_tokens_per_day": self.prompt_tokens_per_day,
         }
 
 
-def new(
-    name: Name,
-    /,
-    *,
-    store: KeyStore = KeyStore(),
-    choices: KeyChoices = KeyChoices(),
-    common: Common = Common(),
-) -> None:
-    """Make a key and print its secret, once: the file holds only its digest.
+def make(name: Name, /, *, choices: KeyChoices = KeyChoices(), common: Common = Common()) -> None:
+    """Make a key: print its table, to be added to the file of keys, and on standard error its secret, once.
 
-    A running service reads the file within two seconds, or at a SIGHUP.  Limits are counted by each replica for itself.
+    A running service reads the file within two seconds, or at a SIGHUP.  To revoke a key, add a line such as
+    'revoked = 2027-02-21T00:00:00Z' to its table, which stays, so that its name in the logs means one key for ever.
 
-      hallutracer keys new search-team --keys keys.toml
-      hallutracer keys new grafana --keys keys.toml --scope observe --expires never
-      hallutracer keys new trial --keys keys.toml --requests-per-minute 60 --prompt-tokens-per-day 200000 --expires 30d
+      hallutracer keys make search-team >> keys.toml
+      hallutracer keys make grafana --scope observe --expires never >> keys.toml
     """
-    from service.access.edit import add_key
-    from service.access.key_file import NAME
+    from service.access.keys import NAME, new_key
 
     if not NAME.fullmatch(name):
         raise UsageError("NAME", f"{name!r}: a name has lower-case letters, digits, '_' and '-', at most 64")
-    fields = choices.fields()
-    audited = store.audited("keys.new", {"name": name} | {k: _plain(v) for k, v in fields.items() if v is not None})
-    secret = add_key(store.path, name, fields, audited)
-    note(f"key {name}, scopes {', '.join(fields['scopes'])}, {_until(fields['expires'])}; its secret is shown once:")
-    print_line(secret)
+    secret, table = new_key(name, choices.fields())
+    print_line(f"\n{table}")
+    note(f"the secret of {name}, shown once:\n{secret}")
 
 
 def list_keys(*, store: KeyStore = KeyStore(), as_json: Json = False, common: Common = Common()) -> None:
@@ -115,13 +79,14 @@ def list_keys(*, store: KeyStore = KeyStore(), as_json: Json = False, common: Co
     from rich.console import Console
     from rich.table import Table
 
-    from service.access.key_file import read_keys
+    from service.access.keys import read_keys
 
-    found = read_keys(store.path)
+    if store.keys is None:
+        raise UsageError("--keys", "name the file of keys, such as --keys keys.toml")
+    rows = [_row(key) for key in read_keys(store.keys)]
     if as_json:
-        print_json([_row(key) for key in found])
+        print_json(rows)
         return
-    rows = [_row(key) for key in found]
     table = Table(box=None, pad_edge=False)
     shown = ["name", "scopes", "state", "expires", *(name for name in LIMITS if any(row[name] for row in rows))]
     for name in shown:
@@ -133,35 +98,15 @@ def list_keys(*, store: KeyStore = KeyStore(), as_json: Json = False, common: Co
     Console(highlight=False).print(table)
 
 
-def revoke(name: Name, /, *, store: KeyStore = KeyStore(), common: Common = Common()) -> None:
-    """Revoke a key: it opens nothing any more, from the moment at which a running service reads the file again.
-
-    Its table stays, marked as revoked, so that its name in the logs means one key for ever.
-    """
-    from service.access.edit import revoke_key
-
-    revoke_key(store.path, name, store.audited("keys.revoke", {"name": name}))
-    print_line(f"{name} is revoked")
-
-
-def _appended(file: Any, line: Any) -> None:
-    try:
-        file.append([line], sync=True)
-    finally:
-        file.close()
-
-
 def _row(key: Key) -> dict[str, Any]:
     return {
         "name": key.name,
         "scopes": sorted(key.scopes),
         "state": _state(key),
-        "expires": _plain(key.expires),
-        "revoked": _plain(key.revoked),
+        "expires": key.expires and key.expires.isoformat(),
+        "revoked": key.revoked and key.revoked.isoformat(),
         "may": sorted(key.may),
         "policies": None if key.policies is None else list(key.policies),
-        "requests_per_minute": key.requests_per_minute,
-        "prompt_tokens_per_day": key.prompt_tokens_per_day,
     }
 
 
@@ -173,16 +118,8 @@ def _state(key: Key) -> str:
     return "ends soon" if key.expires is not None and key.expires - now() < SOON else "in force"
 
 
-def _plain(value: Any) -> Any:
-    return value.isoformat() if isinstance(value, datetime) else value
-
-
-def _until(end: datetime | None) -> str:
-    return "without an end" if end is None else f"until {end:%Y-%m-%d}"
-
-
 def _end(text: str) -> datetime | None:
-    """None: never.  Raises UsageError."""
+    """Return when a key ends; None for never.  Raises UsageError."""
     today = now().replace(microsecond=0)
     try:
         if days := re.fullmatch(r"(\d{1,5})d", text):
@@ -198,4 +135,4 @@ def _end(text: str) -> datetime | None:
     return end
 
 
-COMMANDS = ("Named keys of the service: make, list, revoke.", {"new": new, "list": list_keys, "revoke": revoke})
+COMMANDS = ("Named keys of the service: make, list.", {"make": make, "list": list_keys})

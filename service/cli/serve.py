@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from service.access.callers import on_loopback
-from service.access.ring import KeyRing
+from service.access.keys import KeyRing
 from service.cli.access import load_keys
 from service.cli.listening import in_url, known_hosts, listen, make_server
 from service.cli.loading import LeaveOut, bundle_names, load_bundles, load_engine, load_scorers, open_store

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from service.errors import FeedbackUnavailable, RequestError
+from service.errors import RequestError
 from service.feedback.databases import Database
 from service.feedback.rows import CONTINUE, Answer, Given, Standing, Stored, Tally
 
@@ -24,22 +24,18 @@ ORDER BY CASE WHEN caller = ? THEN 0 ELSE 1 END, time DESC, uid LIMIT 1"""
 
 
 def write_answers(database: Database, answers: Sequence[Answer]) -> None:
-    """Inside a transaction; an answer that is there already stays as it is."""
-    if answers:
-        database.run_many(_WRITE, [_values(answer) for answer in answers])
-
-
-def _values(answer: Answer) -> tuple[object, ...]:
-    return (
-        answer.uid, answer.request_id, answer.index, answer.caller, answer.time, answer.route, answer.model,
-        answer.bundle, answer.digest, answer.probes, answer.policy, answer.threshold, answer.risk, int(answer.flagged),
-        answer.decision, json.dumps(dict(answer.signals)), answer.mark, answer.prompt,
-        int(answer.drawn),
-    )  # fmt: skip
+    """Write answers, inside a transaction; one that is there already stays as it is."""
+    rows = [(
+        one.uid, one.request_id, one.index, one.caller, one.time, one.route, one.model, one.bundle, one.digest,
+        one.probes, one.policy, one.threshold, one.risk, int(one.flagged), one.decision, json.dumps(dict(one.signals)),
+        one.mark, one.prompt, int(one.drawn),
+    ) for one in answers]  # fmt: skip
+    if rows:
+        database.run_many(_WRITE, rows)
 
 
 def write_label(database: Database, given: Given) -> Stored | None:
-    """Inside a transaction; None where no such answer is known to this caller.
+    """Write a label, inside a transaction; return None where no such answer is known to this caller.
 
     Raises RequestError where one caller labels one answer again and again.
     """
@@ -64,7 +60,7 @@ def write_label(database: Database, given: Given) -> Stored | None:
 
 
 def tally_of(database: Database, digest: str) -> Tally:
-    """What labels say of the answers that were drawn under the bundle of this digest.
+    """Return what labels say of the answers that were drawn under the bundle of this digest.
 
     One for each different prompt, and none newer than the newest with a label, so that those that nobody has come to
     yet do not count.
@@ -87,22 +83,14 @@ def tally_of(database: Database, digest: str) -> Tally:
 
 
 def to_label(database: Database) -> Iterator[dict[str, Any]]:
-    """Drawn answers that have no label yet, oldest first, one for each different prompt of a bundle.
+    """Yield drawn answers that have no label yet, oldest first, one for each different prompt of a bundle.
 
     Without the risk, which would tell whoever labels what to think.  Raises FeedbackUnavailable.
     """
     seen: set[tuple[str, str]] = set()
-    found = """SELECT request_id, place, time, bundle, digest, mark, prompt,
+    answers = database.run("""SELECT request_id, place, time, bundle, digest, mark, prompt,
 EXISTS (SELECT 1 FROM hallutracer_labels WHERE answer = uid) AS labelled
-FROM hallutracer_answers WHERE drawn = 1 ORDER BY labelled DESC, time, place, uid"""
-    try:
-        answers = database.run(found)
-    except FeedbackUnavailable as error:
-        if "drawn" not in str(error):
-            raise
-        raise FeedbackUnavailable(
-            f"nothing was drawn yet: start the service with this database once ({error})"
-        ) from None
+FROM hallutracer_answers WHERE drawn = 1 ORDER BY labelled DESC, time, place, uid""")
     for request_id, index, time, bundle, digest, mark, prompt, labelled in answers:
         if not labelled and (digest, mark) not in seen:
             given = {} if prompt is None else {"given": json.loads(prompt)}
@@ -111,7 +99,7 @@ FROM hallutracer_answers WHERE drawn = 1 ORDER BY labelled DESC, time, place, ui
 
 
 def believed_time(database: Database, clock: float, most: float) -> float:
-    """The time by which answers grow old: it goes towards ``clock``, by at most ``most`` seconds a call, and is stored.
+    """Return the time by which answers grow old, and store it: it goes towards ``clock``, by at most ``most`` s a call.
 
     At first it is the clock's, or that of the newest answer where that is earlier; and never earlier than the oldest's.
     """
@@ -132,7 +120,7 @@ def believed_time(database: Database, clock: float, most: float) -> float:
 
 
 def delete_before(database: Database, time: float) -> bool:
-    """Delete some answers from before ``time``, with prompts and labels; whether there may be more."""
+    """Delete some answers from before ``time``, with prompts and labels; return whether there may be more."""
     with database.transaction():
         found = database.run("SELECT uid FROM hallutracer_answers WHERE time < ? ORDER BY time LIMIT ?", (time, CHUNK))
         if found:
@@ -141,7 +129,7 @@ def delete_before(database: Database, time: float) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Judged:
+class LabelledAnswer:
     """A stored answer and what its labels come to."""
 
     signals: dict[str, float]
@@ -161,8 +149,8 @@ class Judged:
         return self.label is not None and self.decision == CONTINUE
 
 
-def read_answers(database: Database, probes: str) -> list[Judged]:
-    """Every stored answer that was scored by these probes, oldest first; of each caller the last label counts."""
+def read_answers(database: Database, probes: str) -> list[LabelledAnswer]:
+    """Return every stored answer that was scored by these probes, oldest first, with each caller's last label."""
     said: dict[str, dict[str, str]] = {}
     answers = database.run("SELECT uid, signals, risk, bundle, decision, flagged, mark, time FROM hallutracer_answers "
                            "WHERE probes = ? ORDER BY time, uid", (probes,))  # fmt: skip
@@ -175,7 +163,6 @@ def read_answers(database: Database, probes: str) -> list[Judged]:
         labels = set(said.get(uid, {}).values())
         clear = labels - {"unclear"}
         verdict = int(clear == {"factual"}) if len(clear) == 1 else None
-        judged = Judged(json.loads(signals), risk, bundle, decision, bool(flagged), mark, time,
-                        verdict, len(clear) > 1, labels == {"unclear"})  # fmt: skip
-        found.append(judged)
+        found.append(LabelledAnswer(json.loads(signals), risk, bundle, decision, bool(flagged), mark, time,
+                                    verdict, len(clear) > 1, labels == {"unclear"}))  # fmt: skip
     return found

@@ -1,4 +1,4 @@
-"""One thread that writes: answers in batches, labels as soon as it can, and nobody is told before it is on disk.
+"""The thread that writes feedback: answers in batches, labels as soon as it can; nobody is told before it is on disk.
 
 The event loop only puts rows into a bounded queue.  Where that is full answers are not kept, and counted; labels are
 refused.  While the database cannot be reached, answers wait in the queue and labels fail.
@@ -7,14 +7,12 @@ refused.  While the database cannot be reached, answers wait in the queue and la
 from __future__ import annotations
 
 import logging
-import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
 from typing import Literal
 
+from service.batch_writer import BatchWriter, Queued
 from service.errors import FeedbackUnavailable, Overloaded, RequestError
 from service.feedback.databases import Database, Location, Refused
 from service.feedback.rows import Answer, Given, Stored
@@ -30,19 +28,10 @@ DELETE_EVERY_S = 600.0
 DAY_S = 86_400.0
 CATCH_UP = 24.0  # days that the age of answers grows in a day, at most, after a stop or under a clock that is wrong
 Fate = Literal["stored", "dropped"]
+_Batch = list[Queued[Answer | Given]]
 
 
-@dataclass(frozen=True, eq=False)
-class _Waiting:
-    given: Given
-    done: Future[Stored | None] = field(default_factory=Future)
-
-    @property
-    def size(self) -> int:
-        return self.given.size
-
-
-class Writer:
+class Writer(BatchWriter[Answer | Given]):
     """``count`` is told how many answers were stored or dropped, on any thread."""
 
     def __init__(
@@ -54,102 +43,81 @@ class Writer:
         most_bytes: int = MOST_BYTES,
     ) -> None:
         """Open the database; ``days`` after which answers are deleted.  Raises FeedbackUnavailable."""
-        self._where, self._days, self._count, self._most = where, days, count, most_bytes
+        self._where, self._days, self._count = where, days, count
         self._database: Database | None = where.open()
-        self._queue: deque[Answer | _Waiting] = deque()
-        self._bytes, self._labels, self._closing, self._failed = 0, 0, False, False
-        self._next_delete, self._deleted, self._clock_doubted = 0.0, time.monotonic(), False
-        self._changed = threading.Condition()
-        self._thread = threading.Thread(target=self._work, name="feedback", daemon=True)
-        self._thread.start()
+        self._failed, self._clock_doubted = False, False
+        self._next_delete, self._deleted = 0.0, time.monotonic()
+        super().__init__("feedback", most=most_bytes, batch=BATCH, closing_s=CLOSING_S, gather_s=GATHER_S)
 
     def record(self, answers: Sequence[Answer]) -> None:
         """Keep what was answered, if there is room; never waits."""
-        dropped = 0
-        with self._changed:
-            for answer in answers:
-                if not self._put(answer):
-                    dropped += 1
-        if dropped:
+        if dropped := sum(not self.put(answer, answer.size) for answer in answers):
             self._count("dropped", dropped)
 
     def label(self, given: Given) -> Future[Stored | None]:
-        """Done once the label is on disk; None: no such answer.  Raises Overloaded, and FeedbackUnavailable at the end.
+        """Return what is done once the label is on disk; None: no such answer.
 
-        It fails with FeedbackUnavailable where the database cannot be written, and as ``write_label`` does.
+        Raises Overloaded, and FeedbackUnavailable at the end.  What is returned fails with FeedbackUnavailable where
+        the database cannot be written, and as ``write_label`` does.
         """
-        waiting = _Waiting(given)
-        with self._changed:
-            if self._closing:
+        done: Future[Stored | None] = Future()
+        if not self.put(given, given.size, done):
+            if self.closing:
                 raise FeedbackUnavailable("the service is shutting down")
-            if not self._put(waiting):
-                raise Overloaded("too much feedback waits to be written; try again in 1 s")
-        return waiting.done
+            raise Overloaded("too much feedback waits to be written; try again in 1 s")
+        return done
 
     def close(self) -> None:
         """Write what waits, then end."""
-        with self._changed:
-            self._closing = True
-            self._changed.notify()
-        self._thread.join(CLOSING_S)
-        with self._changed:
-            self._give_up(FeedbackUnavailable("the service is shutting down"))
+        left = self.finish()
+        for one in left:
+            if one.done is not None and one.listens():
+                one.done.set_exception(FeedbackUnavailable("the service is shutting down"))
+        if dropped := sum(one.done is None for one in left):
+            self._count("dropped", dropped)
 
-    def _put(self, item: Answer | _Waiting) -> bool:
-        if self._closing or self._bytes + item.size > self._most:
-            return False
-        self._queue.append(item)
-        self._bytes += item.size
-        self._labels += isinstance(item, _Waiting)
-        self._changed.notify()
-        return True
+    def write(self, batch: _Batch) -> _Batch:
+        """Store a batch in one transaction, and delete what has become too old."""
+        answers, labels = [one for one in batch if one.done is None], [one for one in batch if one.listens()]
+        try:
+            if batch:
+                self._store(answers, labels)
+            if self.wake_s() == 0:
+                self._delete()
+        except Exception as error:  # whatever it is, the thread goes on
+            return self._after_failure(error, answers, labels)
+        self._failed = False
+        return []
 
-    def _take(self) -> list[Answer | _Waiting] | None:
-        """The next batch, perhaps empty; None at the end."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._queue or self._closing, self._until_delete())
-            if self._queue and not self._labels:
-                self._changed.wait_for(lambda: self._labels or self._closing or len(self._queue) >= BATCH, GATHER_S)
-            batch = [self._queue.popleft() for _ in range(min(BATCH, len(self._queue)))]
-            self._labels -= sum(isinstance(item, _Waiting) for item in batch)
-            return None if self._closing and not batch else batch
+    def wake_s(self) -> float | None:
+        """Return when answers are deleted next."""
+        return None if self._days is None else max(0.0, self._next_delete - time.monotonic())
 
-    def _work(self) -> None:
-        while (batch := self._take()) is not None:
-            answers = [item for item in batch if isinstance(item, Answer)]
-            # Whoever no longer waits has not been told anything; from here on nobody can leave.
-            labels = [item for item in batch if isinstance(item, _Waiting) and item.done.set_running_or_notify_cancel()]
-            try:
-                if batch:
-                    self._write(answers, labels)
-                if self._until_delete() == 0:
-                    self._delete()
-            except Exception as error:  # whatever it is, the thread goes on
-                self._after_failure(error, answers, labels)
-            else:
-                with self._changed:
-                    self._bytes -= sum(item.size for item in batch)
-                self._failed = False
+    def release(self) -> None:
+        """Close the database, which may be opened again."""
         if self._database is not None:
             self._database.close()
+        self._database = None
 
-    def _write(self, answers: list[Answer], labels: list[_Waiting]) -> None:
+    def _store(self, answers: _Batch, labels: _Batch) -> None:
         database, found = self._connected(), list[Stored | RequestError | None]()
         with database.transaction():
-            write_answers(database, answers)
-            for waiting in labels:
+            write_answers(database, [one.item for one in answers if isinstance(one.item, Answer)])
+            for one in labels:
+                assert isinstance(one.item, Given)
                 try:
-                    found.append(write_label(database, waiting.given))
+                    found.append(write_label(database, one.item))
                 except RequestError as error:
                     found.append(error)
         if answers:
             self._count("stored", len(answers))
             answers.clear()  # whatever fails now, they are there
-        for waiting, result in zip(labels, found, strict=True):
+        for one, result in zip(labels, found, strict=True):
+            assert one.done is not None
             if isinstance(result, RequestError):
-                waiting.done.set_exception(result)
+                one.done.set_exception(result)
             else:
-                waiting.done.set_result(result)
+                one.done.set_result(result)
 
     def _connected(self) -> Database:
         if self._database is None:
@@ -169,42 +137,21 @@ class Writer:
         if not delete_before(self._connected(), believed - self._days * DAY_S):
             self._next_delete = time.monotonic() + DELETE_EVERY_S
 
-    def _until_delete(self) -> float | None:
-        return None if self._days is None else max(0.0, self._next_delete - time.monotonic())
-
-    def _after_failure(self, error: Exception, answers: list[Answer], labels: list[_Waiting]) -> None:
-        """Labels fail, answers wait for the next attempt; those that the database refuses are dropped."""
+    def _after_failure(self, error: Exception, answers: _Batch, labels: _Batch) -> _Batch:
+        """Fail the labels; return the answers for the next attempt, or drop those that the database refuses."""
+        expected = isinstance(error, FeedbackUnavailable)
         if not self._failed:
-            log.error("feedback is not being written: %s", error, exc_info=None if _expected(error) else error)
+            log.error("feedback is not being written: %s", error, exc_info=None if expected else error)
         self._failed = True
-        refusal = FeedbackUnavailable("feedback cannot be written just now; the service's log says why")
-        for waiting in labels:
-            if not waiting.done.done():
-                waiting.done.set_exception(refusal)
-        kept = answers if _expected(error) and not isinstance(error, Refused) and not self._closing else []
-        with self._changed:
-            self._queue.extendleft(reversed(kept))
-            self._bytes = sum(item.size for item in self._queue)
-        if len(answers) > len(kept):
-            self._count("dropped", len(answers) - len(kept))
+        for one in labels:
+            if one.done is not None and not one.done.done():
+                said = "feedback cannot be written just now; the service's log says why"
+                one.done.set_exception(FeedbackUnavailable(said))
+        if not expected or isinstance(error, Refused) or self.closing:
+            if answers:
+                self._count("dropped", len(answers))
+            answers = []
         self._next_delete = time.monotonic() + AGAIN_S
-        if self._database is not None:
-            self._database.close()
-        self._database = None
-        with self._changed:
-            self._changed.wait_for(lambda: self._closing, AGAIN_S)
-
-    def _give_up(self, error: FeedbackUnavailable) -> None:
-        dropped = 0
-        for item in self._queue:
-            if isinstance(item, Answer):
-                dropped += 1
-            elif item.done.set_running_or_notify_cancel():
-                item.done.set_exception(error)
-        self._queue.clear()
-        if dropped:
-            self._count("dropped", dropped)
-
-
-def _expected(error: Exception) -> bool:
-    return isinstance(error, FeedbackUnavailable)
+        self.release()
+        self.pause(AGAIN_S)
+        return answers

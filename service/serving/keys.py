@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from dataclasses import asdict
 
 from service.audit.auditor import recorded
 from service.audit.events import Who
@@ -46,15 +45,15 @@ async def _reload(state: ServiceState, who: Who) -> bool:
     except HalluTracerError as error:
         _say(state, who, f"the keys in force stay: {error}")
         return True
-    if changes.any:
+    if any(changes):
         try:
-            async with recorded(state.audit, who, "keys.reload", asdict(changes)):
+            async with recorded(state.audit, who, "keys.reload", changes._asdict()):
                 ring.use(keys)
         except AuditUnavailable as error:
             ring.keep_common(keys)
             _say(state, who, f"no key was added or changed: {error}")
             return False
-        log.info("keys: added %s, removed %s, changed %s", *(", ".join(names) or "none" for names in changes.all))
+        log.info("keys: added %s, removed %s, changed %s", *(", ".join(names) or "none" for names in changes))
     _say(state, who, None)
     return True
 

@@ -17,7 +17,7 @@ from probes_store.errors import BundleError, GoldenMismatch
 from probes_store.golden import check_golden
 from probes_store.reference import PIN
 from service.access.callers import Caller, on_loopback
-from service.access.ring import KeyRing
+from service.access.keys import KeyRing
 from service.audit.auditor import Auditor, recorded
 from service.audit.events import SERVICE, Who
 from service.engines.base import Engine

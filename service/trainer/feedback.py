@@ -23,7 +23,7 @@ from probes_store.store import Store
 from service.errors import TrainingError
 from service.feedback.databases import location
 from service.feedback.rows import CONTINUE
-from service.feedback.statements import Judged, read_answers
+from service.feedback.statements import LabelledAnswer, read_answers
 from service.fitting.label_shift import ShiftTest, label_shift_test
 from service.fitting.map_choice import Fit, choose_map
 from service.fitting.nested_cv import rounded
@@ -47,7 +47,7 @@ class FeedbackPlan:
     options: RecalibrateOptions
     bundle: Bundle
     evaluation: dict[str, Any]
-    answers: tuple[Judged, ...]
+    answers: tuple[LabelledAnswer, ...]
     risk: NDArray[np.float64]  # [n] of every answer, as this bundle serves it
     used: NDArray[np.int64]  # [k] places of the answers whose label is used
     left_out: dict[str, int]
@@ -210,7 +210,7 @@ def _of_share(shift: Recalibration, label: NDArray[np.integer], risk: Floats) ->
     return shift
 
 
-def _digest(rows: list[Judged]) -> str:
+def _digest(rows: list[LabelledAnswer]) -> str:
     digest = hashlib.sha256()
     for row in rows:
         digest.update(json.dumps([row.mark, row.time, row.signals, row.label], sort_keys=True).encode() + b"\n")

@@ -16,8 +16,7 @@ import pytest
 
 from probes_store.errors import BundleNotFound
 from service.access.callers import Key, Scope, digest_of
-from service.access.edit import add_key, revoke_key
-from service.access.ring import Changes, KeyRing
+from service.access.keys import Changes, KeyRing
 from service.access.routes import RELOAD_ROUTE
 from service.audit.auditor import Auditor
 from service.audit.events import Who
@@ -26,6 +25,7 @@ from service.engines.base import Engine
 from service.scoring import Scorer
 from service.serving.keys import reload_keys
 from service.serving.rollout import RolloutPlan
+from tests.key_files import add_key, revoke_key
 from tests.running import App, until
 
 SIGNAL = Who(by="signal")

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 
 from service.access.callers import ApiKey
-from service.access.edit import add_key, revoke_key
 from service.audit.auditor import Auditor
 from service.audit.events import Who
 from service.audit.verify import verify
 from service.serving.auditing import decision_line
 from service.serving.keys import reload_keys
+from tests.key_files import add_key, revoke_key
 from tests.running import App, until
 
 KEY = {"authorization": "Bearer sesame"}

@@ -113,7 +113,7 @@ async def test_required_ones_are_refused_and_on_disk(tmp_path: Path, monkeypatch
 
 async def test_a_decision_does_not_wait_for_a_disk_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "WAIT_S", 0.05)
-    monkeypatch.setattr(module, "MOST_WAITING", 3)
+    monkeypatch.setattr(module, "MOST_WAITING", 4)
     log = Watched(tmp_path)
     hangs, real = asyncio.Event(), log.auditor._file.append
     loop, goes_on = asyncio.get_running_loop(), asyncio.run_coroutine_threadsafe

@@ -32,7 +32,7 @@ def test_the_commands_are_those_of_the_readme() -> None:
         "bundle alias", "bundle sign", "bundle push", "bundle pull", "bundle promote", "bundle rollback", "bundle diff",
         "demo info", "demo questions", "demo retrieval", "demo build", "data convert", "data list", "data mix",
         "data forms", "data tasks", "data audit", "evaluate", "diagnose", "guarantee", "recalibrate", "feedback",
-        "keys new", "keys list", "keys revoke", "audit verify",
+        "keys make", "keys list", "audit verify",
     } == COMMANDS  # fmt: skip
 
 
@@ -65,7 +65,7 @@ def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["serve", "--protect-metrics"], "--api-key"),
         (["serve", "--host", "0.0.0.0"], "--allow-anonymous"),
         (["serve", "--audit-required"], "--audit-log"),
-        (["keys", "new", "x"], "--keys"),
+        (["keys", "list"], "--keys"),
         (["audit", "verify"], "FILES"),
         (["serve", "--api-key", "short"], "16 characters"),
         (["serve", "--api-key", "REPLACE-ME-app-one"], "placeholder"),

@@ -17,10 +17,10 @@ import pytest
 from probes_store.bundle import write_manifest
 from probes_store.manifest import read_manifest, sealed
 from probes_store.store import SHIPPED, Store
-from service.access.edit import add_key, revoke_key
 from service.cli.main import main
 from service.demo import MODEL_DIR
 from service.doctor.findings import ok, summary
+from tests.key_files import add_key, revoke_key
 from tests.probes_store.factory import VERSION_1
 from tests.probes_store.keys import key_pair
 

@@ -31,7 +31,7 @@ REQUIRED = {
     "train": ["--name", "n"], "demo questions": ["--split", "dev"], "diagnose": ["x.npz"], "score": ["why?"],
     "bundle show": ["demo"], "bundle verify": ["demo"], "bundle alias": ["a", "b", "1"], "data convert": ["helm", "."],
     "bundle push": ["a", "hf://b/c"], "bundle sign": ["a"], "bundle pull": ["hf://b/c"],
-    "data forms": ["x.jsonl"], "data audit": ["x.csv"], "keys new": ["n"], "keys revoke": ["n"],
+    "data forms": ["x.jsonl"], "data audit": ["x.csv"], "keys make": ["n"],
     "audit verify": ["x.jsonl"], "bundle promote": ["a@b"], "bundle rollback": ["a"], "bundle diff": ["a", "b"],
 }  # fmt: skip
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from service.data.forms import task_given, task_handed, task_making, task_talk, task_texts
+from service.data.forms.registry import WORDINGS
 from service.data.forms.tasks import SLOTS, TASKS, task_rows
 from tests.cli.test_command_line import run
 

@@ -1,4 +1,4 @@
-"""docs/away.md by experiment: each caller before a service that answers, and after it was stopped under it."""
+"""docs/runbooks.md by experiment: each caller before a service that answers, and after it was stopped under it."""
 
 from __future__ import annotations
 

@@ -16,7 +16,12 @@ PAGES = [
     ROOT / "deploy" / "README.md",
     ROOT / "deploy" / "sidecar" / "README.md",
     ROOT / "probes_store" / "FORMAT.md",
-    ROOT / "tests" / "bench" / "LOG.md",
+    ROOT / "benchmarks" / "LOG.md",
+]
+RECORDS = [  # not on the site: generated, or a log
+    ROOT / "docs" / "licences.md",
+    ROOT / "docs" / "smollm2-report.md",
+    ROOT / "benchmarks" / "LOG.md",
 ]
 RUNNABLE = {"sh", "console", "python"}
 SPELLINGS = {"bash", "shell", "shell-session", "py", "pycon", "zsh"}  # of the same: one name for each language

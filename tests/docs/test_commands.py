@@ -54,7 +54,7 @@ class Sandbox:
         self.folder, self.request = folder, request
         work = folder / "work"
         work.mkdir()
-        folders = ("clients", "deploy", "docs", "probes_store", "service", "tests")
+        folders = ("benchmarks", "clients", "deploy", "docs", "probes_store", "research", "service", "tests")
         for entry in (*folders, "pyproject.toml", "constraints.txt"):
             (work / entry).symlink_to(ROOT / entry)
         programs = folder / "bin"

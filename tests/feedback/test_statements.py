@@ -109,28 +109,6 @@ def test_what_waits_for_a_label_is_listed_oldest_first(database: Database) -> No
     ]
 
 
-def test_a_database_from_before_answers_were_drawn_goes_on(where: Location) -> None:
-    first = where.open()
-    put(first, answer("old"))
-    say(first, "old", "hallucinated")
-    first.run("DROP INDEX hallutracer_answers_drawn")
-    first.run("ALTER TABLE hallutracer_answers DROP COLUMN drawn")
-    first.close()
-    before = where.open(create=False)
-    with pytest.raises(FeedbackUnavailable, match="start the service"):
-        list(to_label(before))
-    before.close()
-    again = where.open()
-    put(again, answer("new", mark="m1", drawn=True))
-    assert rows(where, "SELECT request_id, drawn FROM hallutracer_answers ORDER BY time") == [("old", 0), ("new", 1)]
-    assert len(read_answers(again, PROBES)) == 2
-    late = say(again, "old", "factual")
-    assert late is not None
-    assert (late.standing, late.drawn, late.tally) == ("changed", False, None)
-    again.close()
-    where.open().close()
-
-
 def test_an_answer_to_somebody_else_is_not_there(database: Database, where: Location) -> None:
     put(database, answer())
     assert say(database, caller="bob") is None

@@ -65,7 +65,7 @@ def test_a_label_is_on_disk_when_it_is_acknowledged(where: Location) -> None:
 
 
 def test_what_could_not_be_committed_is_not_acknowledged(file: Location, monkeypatch: pytest.MonkeyPatch) -> None:
-    broken, whole = [True], databases._Sqlite.transaction
+    broken, whole = [True], databases.Database.transaction
 
     @contextmanager
     def transaction(self: Any) -> Iterator[None]:
@@ -75,7 +75,7 @@ def test_what_could_not_be_committed_is_not_acknowledged(file: Location, monkeyp
                 raise FeedbackUnavailable("the disk is full")
 
     with writing(file) as (made, counted):
-        monkeypatch.setattr(databases._Sqlite, "transaction", transaction)
+        monkeypatch.setattr(databases.Database, "transaction", transaction)
         monkeypatch.setattr(databases, "_prepare", lambda *_: None)
         made.record([answer()])
         with pytest.raises(FeedbackUnavailable, match="cannot be written just now"):
@@ -248,7 +248,7 @@ def test_a_clock_that_is_ahead_at_the_start_deletes_nothing(where: Location, clo
     assert len(kept(where, clock, hours=1)) == 800
 
 
-def test_a_database_from_before_is_not_believed_to_be_older_than_its_newest_answer(
+def test_a_database_that_never_deleted_is_not_believed_to_be_older_than_its_newest_answer(
     where: Location, clock: Clock
 ) -> None:
     put_in(where, answer("old", time=clock.time() - 31 * DAY), answer("new", time=clock.time()))
@@ -289,14 +289,14 @@ def test_a_clock_that_was_behind_at_the_start_stops_no_deleting(where: Location,
 
 def test_answers_are_written_in_batches(file: Location, monkeypatch: pytest.MonkeyPatch) -> None:
     began: list[int] = []
-    whole: Callable[[Database], Any] = databases._Sqlite.transaction  # type: ignore[assignment]
+    whole: Callable[[Database], Any] = databases.Database.transaction
 
     def transaction(self: Any) -> Any:
         began.append(1)
         return whole(self)
 
     with writing(file) as (made, counted):
-        monkeypatch.setattr(databases._Sqlite, "transaction", transaction)
+        monkeypatch.setattr(databases.Database, "transaction", transaction)
         for number in range(400):
             made.record([answer(f"r{number}")])
         until(lambda: counted == {"stored": 400})

@@ -16,7 +16,9 @@ from typing import Any
 
 from service.errors import HalluTracerError
 
-WORDINGS: Mapping[str, Any] = tomllib.loads(Path(__file__).with_name("wordings.toml").read_text(encoding="utf-8"))
+_TEXTS: dict[str, Any] = tomllib.loads(Path(__file__).with_name("wordings.toml").read_text(encoding="utf-8"))
+WORDINGS: Mapping[str, list[str]] = _TEXTS
+TURNS: Mapping[str, list[list[str]]] = _TEXTS  # its entries of several texts: what was said, and the answers
 Message = dict[str, str]
 INSTRUCTION = re.compile(r"\s+Answer [^.?!]*\.$")  # behind a question: "Answer briefly."
 STATED = 8  # other questions with a statement, from which on facts and passages are made of statements alone
@@ -197,12 +199,12 @@ def _system_facts(question: Question, around: Surroundings) -> list[Message]:
 
 
 def _greeting(question: Question, around: Surroundings) -> list[Message]:
-    hello, answer = around.random.choice(WORDINGS["greetings"])
+    hello, answer = around.random.choice(TURNS["greetings"])
     return [_user(hello), _assistant(answer), _user(question.text)]
 
 
 def _small_talk(question: Question, around: Surroundings) -> list[Message]:
-    pairs = around.random.sample(WORDINGS["small_talk"], around.random.randint(1, 2))
+    pairs = around.random.sample(TURNS["small_talk"], around.random.randint(1, 2))
     said = [message for hello, answer in pairs for message in (_user(hello), _assistant(answer))]
     return [*said, _user(question.text)]
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from service.data.forms.registry import WORDINGS, Form, Message, Question, Surroundings, Unfit, chosen
+from service.data.forms.registry import TURNS, WORDINGS, Form, Message, Question, Surroundings, Unfit, chosen
 
 _SLOTS = {
     "topic": "topics", "place": "places", "person": "people", "matter": "matters", "role": "roles",
@@ -85,7 +85,7 @@ def _conversation(draw: random.Random, task: Task, request: TaskRequest) -> list
         return [{"role": "user", "content": request.text}]
     forms = chosen(BEFORE_FOLLOW_UP if task.follows else AROUND)
     asked = Question(id="", text=request.text, answer="", said="", statement="", group="", kind="task")
-    pool = draw.sample(WORDINGS["asked"], len(WORDINGS["asked"]))
+    pool = draw.sample(TURNS["asked"], len(TURNS["asked"]))
     others = [Question("", text, answer, said, said, text, "fact") for text, answer, said in pool]
     return _in_form(forms, asked, Surroundings(draw, same=others[::2], other=others[1::2]))
 
@@ -113,7 +113,6 @@ def _formatting(draw: random.Random) -> TaskRequest:
 
 
 def _nonsense(draw: random.Random) -> TaskRequest:
-    things = WORDINGS["things"]
     made = {
         "mash": lambda: " ".join("".join(draw.choices("asdfghjklq", k=5)) for _ in range(draw.randint(1, 5))),
         "letters": lambda: "".join(draw.choices(string.ascii_lowercase + "?", k=draw.randint(1, 14))),
