@@ -18,7 +18,7 @@ from service.engines.base import Extraction
 from service.errors import DataError, TrainingError
 from service.readout import Site
 from service.trainer.new_rows import Marks, check_unspent
-from service.trainer.options import TrainOptions, parse_forms
+from service.trainer.options import TrainOptions
 from service.trainer.prepare import prepare
 from service.trainer.training_set import group_names
 from tests.data.test_forms import SAID, made
@@ -262,17 +262,17 @@ def test_rows_that_do_not_apply_are_read_but_not_answered(tmp_path: Path) -> Non
     options = TrainOptions(name="x", run_dir=tmp_path / "run", labels="generate", forms="none", batch_rows=16)
     engine = PlantedEngine()
     data = prepare(engine, dataset, options, "chat", "train", sites=[options.site], folds=2)
-    assert data.others.tolist() == list(range(30))
-    assert set(data.labelled.index.tolist()).isdisjoint(data.others.tolist())
+    assert data.dataset.others.tolist() == list(range(30))
+    assert set(data.labelled.index.tolist()).isdisjoint(data.dataset.others.tolist())
     answers = lines(tmp_path / "run" / "train" / "answers.jsonl")
     assert sorted(row["row"] for row in answers) == list(range(30, 90))
     assert data.counts["others"] == 30
     assert data.counts["rows"] == 60
-    read = data.readouts_of(data.others, np.zeros(30, np.int64))
+    read = data.readouts_of(data.dataset.others, np.zeros(30, np.int64))
     rendered = engine.render_chat([{"role": "user", "content": "Write poem 29."}])
     expected = engine.activations(rendered, Site.ATTENTION_HEAD)
     np.testing.assert_array_equal(read.file.head(2, 1)[read.index[:1]][0], expected[2].reshape(3, -1)[1])
-    assert len(set(dataset.groups[data.others].tolist())) == 1
+    assert len(set(dataset.groups[data.dataset.others].tolist())) == 1
 
 
 def test_given_labels_and_rows_that_do_not_apply(tmp_path: Path) -> None:
@@ -285,10 +285,10 @@ def test_given_labels_and_rows_that_do_not_apply(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("text", "forms"),
-    [(None, None), ("none", ()), ("mixture", ("mixture",)), ("turns, lone", ("turns", "lone"))],
+    [(None, ("mixture",)), ("none", ()), ("mixture", ("mixture",)), ("turns, lone", ("turns", "lone"))],
 )
-def test_forms_as_written_on_the_command_line(text: str | None, forms: tuple[str, ...] | None) -> None:
-    assert parse_forms(text) == forms
+def test_forms_as_written_on_the_command_line(text: str | None, forms: tuple[str, ...]) -> None:
+    assert TrainOptions(name="x", labels="generate", forms=text).wanted_forms == forms
 
 
 @pytest.mark.parametrize(
@@ -305,7 +305,7 @@ def test_senseless_forms_are_refused(tmp_path: Path, change: dict[str, Any], mat
         TrainOptions(data=tmp_path, name="x", run_dir=tmp_path, **change)
     assert caught.value.param == "forms"
     with pytest.raises(TrainingError, match="forms is empty"):
-        parse_forms(" ,")
+        TrainOptions(name="x", labels="generate", forms=" ,")
 
 
 def test_the_default_depends_on_the_labels(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from probes_store.store import Store
 from service.errors import DataError, RunMismatch, TrainingError
 from service.readout import Site
 from service.scoring import Scorer
-from service.trainer.cards import NO_SIGNAL, group_warning
+from service.trainer.cards import group_warning
 from service.trainer.options import TrainOptions
 from service.trainer.run import train
 from tests.fitting.planted import PlantedEngine, Quiet, planted_rows, write_rows
@@ -28,6 +28,7 @@ FAST: dict[str, Any] = {
     "folds": 3, "inner_folds": 2, "seeds": (0, 1), "c_grid": (0.1, 0.3), "jobs": 1, "forms": "none",
     "keep_sample": False,
 }  # fmt: skip
+NO_SIGNAL = "The interval of the bundle's own AUROC reaches chance"
 FUSED = ("depth_mean", "log_max_prob", "entropy")
 
 
