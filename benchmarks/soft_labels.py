@@ -17,9 +17,8 @@ from pathlib import Path
 import numpy as np
 
 from service.data.labels import sampled_labels
-from service.data.options import JudgeOptions
+from service.data.options import JudgeOptions, SampleOptions
 from service.data.run_folder import RowsFile
-from service.data.sampled_answers import SampleOptions
 from service.data.training_rows import read_dataset
 from service.fitting.calibration import FitOptions
 from service.fitting.fit import Readouts

@@ -2,20 +2,28 @@
 
 ``exact`` and ``contains`` compare normalised text with the accepted answers, ``regex`` takes these as patterns, and
 ``openai`` asks any endpoint that speaks /v1/chat/completions.  ``similarity`` (TruthfulQA) and ``calls`` (BFCL) need
-more than accepted answers, encoded in the answers' strings (service/data/references.py); incorrect reference
-answers are passed to ``similarity`` only.
+more.  ``answers`` is the only part of a row that reaches a judge, so that more is encoded there: a plain string is an
+accepted answer; a string that is a JSON object with one of these keys is not:
+
+``{"incorrect": "You die"}``
+    a false reference answer, used by the judge ``similarity`` alone;
+``{"expect": "calls", "calls": [{"name": ..., "arguments": {name: [accepted values]}, "optional": [names]}]}``
+    the right function calls, in any order (judge ``calls``); or ``"expect": "no_call"``, ``"some_call"``, or
+    ``{"expect": "text", "texts": [...]}``: one of the texts must occur in the answer.
 """
 
 from __future__ import annotations
 
+import json
 import re
 import time
 import unicodedata
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import httpx
 
-from service.data import call_check, references, similarity
+from service.data.calls import expectation_problem, meets
 from service.data.options import JudgeOptions
 from service.errors import TrainingError
 
@@ -33,7 +41,7 @@ _BACKOFF_S = 0.5
 
 
 def normalise(text: str) -> str:
-    """NFKC, casefold, punctuation and symbols to spaces, no English articles, single spaces.
+    """Return the text in NFKC, casefolded, punctuation and symbols to spaces, no English articles, single spaces.
 
     Apostrophes are dropped ("don't" -> "dont"); a minus before a digit and a point or comma inside a number keep their
     meaning ("-5", "1,000" -> "1000"); an article at the end stays ("Vitamin A").
@@ -49,12 +57,12 @@ def normalise(text: str) -> str:
 
 
 def exact(question: str, answer: str, accepted: Sequence[str]) -> bool:
-    """The normalised answer is one of the normalised accepted ones."""
+    """Return whether the normalised answer is one of the normalised accepted ones."""
     return normalise(answer) in {normalise(candidate) for candidate in accepted}
 
 
 def contains(question: str, answer: str, accepted: Sequence[str]) -> bool:
-    """A normalised accepted answer occurs in the normalised answer as whole words.
+    """Return whether a normalised accepted answer occurs in the normalised answer as whole words.
 
     In scripts that write no spaces between words (Chinese, Japanese, Thai, ...) as a substring.
     """
@@ -64,39 +72,39 @@ def contains(question: str, answer: str, accepted: Sequence[str]) -> bool:
 
 
 def regex(question: str, answer: str, accepted: Sequence[str]) -> bool:
-    """One of the accepted answers, taken as a case-insensitive pattern, is found in the answer."""
+    """Return whether one of the accepted answers, taken as a case-insensitive pattern, is found in the answer."""
     return any(re.search(pattern, answer, re.IGNORECASE) for pattern in accepted)
 
 
 def nearest(question: str, answer: str, answers: Sequence[str]) -> bool:
-    """Nearer, by ROUGE-L, to a correct reference answer than to any incorrect one (TruthfulQA's offline rule)."""
-    return similarity.margin(answer, *references.split(answers)) > 0
+    """Return whether ROUGE-L is nearer to a correct reference answer than to any incorrect one (TruthfulQA)."""
+    return margin(answer, *split_answers(answers)) > 0
 
 
 def calls(question: str, answer: str, answers: Sequence[str]) -> bool:
-    """The answer meets the expectation: the right function calls, none, any, or a short answer."""
-    expected = references.expected(answers)
-    return expected is not None and call_check.meets(answer, expected)
+    """Return whether the answer meets the expectation: the right function calls, none, any, or a short answer."""
+    found = expected(answers)
+    return found is not None and meets(answer, found)
 
 
 def answer_problems(options: JudgeOptions, answers: Sequence[str]) -> list[str]:
-    """Problems of a row's answers for this judge; checked before a model is loaded."""
-    expected = references.expected(answers)
+    """Return problems of a row's answers for this judge; checked before a model is loaded."""
+    found = expected(answers)
     if options.judge == "calls":
-        if expected is None or len(answers) != 1:
+        if found is None or len(answers) != 1:
             return [
                 "the judge 'calls' needs one answer that says what to expect: convert the set bfcl, or take another"
             ]
-        problem = call_check.problem(expected)
+        problem = expectation_problem(found)
         return [f"the expectation in 'answers' is damaged: {problem}"] if problem else []
-    if expected is not None:
+    if found is not None:
         return [f"'answers' holds an expectation for the judge 'calls', which {options.judge_name!r} cannot use"]
-    accepted, incorrect = references.split(answers)
-    if incorrect and not accepted:
+    accepted, false = split_answers(answers)
+    if false and not accepted:
         return ["'answers' holds incorrect answers only: an accepted one is needed"]
     if options.judge == "similarity":
-        missing = [] if incorrect else ['the judge \'similarity\' needs an incorrect answer too: {"incorrect": "..."}']
-        return missing + [f"answer {one!r} has no word" for one in (*accepted, *incorrect) if not similarity.words(one)]
+        missing = [] if false else ['the judge \'similarity\' needs an incorrect answer too: {"incorrect": "..."}']
+        return missing + [f"answer {one!r} has no word" for one in (*accepted, *false) if not words(one)]
     problems = []
     for answer in accepted:
         if options.judge == "regex":
@@ -110,7 +118,7 @@ def answer_problems(options: JudgeOptions, answers: Sequence[str]) -> list[str]:
 
 
 def make_judge(options: JudgeOptions) -> Judge:
-    """The judge that the options name, applied to what ``answer_pattern`` extracts from the generated text.
+    """Return the judge that the options name, applied to what ``answer_pattern`` extracts from the generated text.
 
     A text that the pattern does not match is judged whole.
     """
@@ -133,8 +141,8 @@ def make_judge(options: JudgeOptions) -> Judge:
 
 
 def _of_accepted(judge: Judge) -> Judge:
-    """The judge without the incorrect reference answers, which it would treat as accepted."""
-    return lambda question, answer, answers: judge(question, answer, references.split(answers)[0])
+    """Return the judge without the incorrect reference answers, which it would treat as accepted."""
+    return lambda question, answer, answers: judge(question, answer, split_answers(answers)[0])
 
 
 class OpenAIJudge:
@@ -181,10 +189,86 @@ class OpenAIJudge:
 
 
 def _verdict(response: httpx.Response) -> tuple[bool | None, str]:
-    """The verdict, or None and a description of the reply.  A single word is required: "yes, but" is no verdict."""
+    """Return the verdict, or None and a description of the reply.  "Yes, but" is none."""
     try:
         reply = response.json()["choices"][0]["message"]["content"]
     except (ValueError, LookupError, TypeError):
         return None, f"did not answer like /v1/chat/completions: {response.text[:200]!r}"
     word = reply.strip().strip(".!\"'*").casefold() if isinstance(reply, str) else ""
     return {"yes": True, "no": False}.get(word), f"said {reply!r} where yes or no was asked for"
+
+
+EXPECTATIONS = ("calls", "no_call", "some_call", "text")
+
+
+def incorrect(text: str) -> str:
+    """Return a false reference answer, as a string for ``answers``."""
+    return json.dumps({"incorrect": text}, ensure_ascii=False)
+
+
+def expectation(expect: str, **what: Any) -> str:
+    """Return an expectation on the answer, as a string for ``answers``; ``expect`` is one of EXPECTATIONS."""
+    return json.dumps({"expect": expect, **what}, ensure_ascii=False)
+
+
+def split_answers(answers: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return accepted answers and false answers, without expectations."""
+    accepted, false = [], []
+    for answer in answers:
+        value = _object(answer)
+        if value is None:
+            accepted.append(answer)
+        elif "incorrect" in value:
+            false.append(value["incorrect"])
+    return accepted, false
+
+
+def expected(answers: Sequence[str]) -> dict[str, Any] | None:
+    """Return the first expectation among the answers, or None."""
+    return next((value for value in map(_object, answers) if value is not None and "expect" in value), None)
+
+
+def _object(answer: str) -> dict[str, Any] | None:
+    """Return the decoded object, or None for a plain answer."""
+    if not answer.startswith("{"):
+        return None
+    try:
+        value = json.loads(answer)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(value, dict):
+        return None
+    if isinstance(value.get("incorrect"), str) and len(value) == 1:
+        return value
+    return value if value.get("expect") in EXPECTATIONS else None
+
+
+def words(text: str) -> list[str]:
+    """Return runs of letters and digits, case folded, in order."""
+    return re.findall(r"[^\W_]+", unicodedata.normalize("NFKC", text).casefold())
+
+
+def rouge_l(first: Sequence[str], second: Sequence[str]) -> float:
+    """Return ROUGE-L (Lin 2004), the F1 in [0, 1] of the longest common subsequence; 0 if either is empty."""
+    if not first or not second:
+        return 0.0
+    lengths = [0] * (len(second) + 1)
+    for word in first:
+        diagonal = 0
+        for place, candidate in enumerate(second, 1):
+            diagonal, lengths[place] = (
+                lengths[place],
+                diagonal + 1 if word == candidate else max(lengths[place], lengths[place - 1]),
+            )
+    return 2 * lengths[-1] / (len(first) + len(second))
+
+
+def margin(answer: str, correct: Sequence[str], incorrect: Sequence[str]) -> float:
+    """Return the largest ROUGE-L to a correct reference minus the largest to an incorrect one; above 0 is factual.
+
+    The rule is crude: it compares words, not meaning, and long answers score low against every reference.  TruthfulQA's
+    authors use it as a substitute for human judges.
+    """
+    given = words(answer)
+    best = [max((rouge_l(given, words(one)) for one in texts), default=0.0) for texts in (correct, incorrect)]
+    return best[0] - best[1]

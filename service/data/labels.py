@@ -13,16 +13,15 @@ from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 from tqdm import tqdm
 
 from service.data.judges import Judge, answer_problems, make_judge
-from service.data.options import JudgeOptions
+from service.data.options import JudgeOptions, SampleOptions
 from service.data.run_folder import AppendLog
-from service.data.sampled_answers import SampleOptions, read_samples
 from service.data.training_rows import Dataset
 from service.errors import DataError, RunMismatch
 
@@ -42,7 +41,7 @@ class Labelled:
 
 
 def given_labels(dataset: Dataset) -> Labelled:
-    """The file's own labels: every row that applies takes part."""
+    """Return the file's own labels: every row that applies takes part."""
     index = dataset.asking
     return Labelled(index, np.array([dataset.rows[row].label for row in index.tolist()], np.int64), {})
 
@@ -80,7 +79,7 @@ def sampled_labels(dataset: Dataset, folder: Path, options: JudgeOptions, sample
     A row takes part where its greedy answer belongs to a class and at least one sampled answer does.
     """
     greedy = judged_labels(dataset, folder, options)
-    answers = [(answer.row, answer.text) for answer in read_samples(folder, sampled)]
+    answers = [(record["row"], record["answer"]) for record in read_samples(folder, sampled)]
     path = folder / f"sample-labels-t{sampled.temperature:g}-{_key(options)}.jsonl"
     verdicts = _verdicts(dataset, answers, path, options)
     right, judged = np.zeros(len(dataset)), np.zeros(len(dataset))
@@ -94,8 +93,14 @@ def sampled_labels(dataset: Dataset, folder: Path, options: JudgeOptions, sample
     return Labelled(index, greedy.label[kept], greedy.left_out | without, right[index] / judged[index])
 
 
+def read_samples(folder: Path, options: SampleOptions) -> list[dict[str, Any]]:
+    """Return the first K samples of every row, sample by sample: row, sample, answer, tokens, finish."""
+    with (folder / options.file).open(encoding="utf-8") as file:
+        return [record for record in map(json.loads, file) if record["sample"] < options.samples]
+
+
 def verdict_on(answer: str, question: str, accepted: Sequence[str], judge: Judge, abstains: re.Pattern[str]) -> Verdict:
-    """The verdict on one generated answer."""
+    """Return the verdict on one generated answer."""
     if not answer.strip():
         return "empty"
     if abstains.search(answer.replace("\u2019", "'")):
@@ -104,7 +109,7 @@ def verdict_on(answer: str, question: str, accepted: Sequence[str], judge: Judge
 
 
 def _verdicts(dataset: Dataset, answers: Sequence[tuple[int, str]], path: Path, options: JudgeOptions) -> list[str]:
-    """A verdict for each (data row, answer), kept in ``path``."""
+    """Return a verdict for each (data row, answer), kept in ``path``."""
     abstains, judge = options.abstains, make_judge(options)
     # An endpoint's verdict costs money and is saved at once; the others are cheap, and one flush each would be slow.
     saved_together = 1 if options.judge == "openai" else 500
@@ -128,7 +133,7 @@ def _verdicts(dataset: Dataset, answers: Sequence[tuple[int, str]], path: Path, 
 
 
 def _key(options: JudgeOptions) -> str:
-    """Name of the verdicts' file: options that change a verdict give another file."""
+    """Return the name of the verdicts' file: options that change a verdict give another file."""
     matters = {"name": options.judge_name, "base_url": options.judge_url, "model": options.judge_model}
     key = [matters | {"answer_pattern": options.answer_pattern}, options.abstains.pattern]
     return hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:12]

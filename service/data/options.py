@@ -133,3 +133,16 @@ class JudgeOptions:
         how = {"openai": self.judge_model, "similarity": "rouge-l", "calls": "bfcl"}.get(self.judge_name)
         name = f"{self.judge_name}:{how}" if how else self.judge_name
         return f"{name} of {self.answer_pattern}" if self.answer_pattern else name
+
+
+@dataclass(frozen=True)
+class SampleOptions:
+    """How many answers are drawn of each prompt, and how."""
+
+    samples: int  # K
+    temperature: float = 1.0
+
+    @property
+    def file(self) -> str:
+        """Return the name of the file that keeps the samples of this temperature in a run folder."""
+        return f"samples-t{self.temperature:g}.jsonl"

@@ -23,6 +23,7 @@ from service.data.options import (
     Labels,
     Rows,
     RunDir,
+    SampleOptions,
     Samples,
     Seed,
 )
@@ -32,7 +33,6 @@ from service.readout import Site
 from service.settings import DATABASE, Range, option, section
 
 if TYPE_CHECKING:
-    from service.data.sampled_answers import SampleOptions
     from service.fitting.calibration import FitOptions
     from service.fitting.thresholds import Rule
 
@@ -412,10 +412,8 @@ class TrainOptions(ConfidenceOptions, FoldOptions, JudgeOptions, LabelOptions):
         return SIGNALS[self.signals]
 
     @property
-    def sampled(self) -> "SampleOptions | None":
+    def sampled(self) -> SampleOptions | None:
         """Return how the answers are sampled that soft labels come from, if any do."""
-        from service.data.sampled_answers import SampleOptions
-
         return SampleOptions(self.samples, self.temperature) if self.labels == "sample" else None
 
     @property

@@ -11,11 +11,11 @@ from numpy.typing import NDArray
 
 from probes_store.context import CONTEXT_SIGNALS, Applicability, Context
 from probes_store.manifest import Signal
-from service.data.collection import Collection, collect
+from service.data.collection import Collection, collect, sample_answers
 from service.data.forms.registry import FORMS
 from service.data.judges import contains
 from service.data.labels import Labelled, given_labels, judged_labels, sampled_labels
-from service.data.sampled_answers import SampleOptions, sample_answers
+from service.data.options import SampleOptions
 from service.data.training_rows import FORM, Dataset, Row, class_problems
 from service.engines.base import Engine
 from service.engines.context import prompt_context

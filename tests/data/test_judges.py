@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from service.data import judges as judge
-from service.data import references
+from service.data import judges as references
 from service.data.options import ABSTAIN, JudgeName, JudgeOptions
 from service.errors import TrainingError
 from service.trainer.options import TrainOptions

@@ -13,7 +13,8 @@ import pytest
 from hallutracer_research.data.judge_audit import sample
 from probes_store.store import Store
 from service.data import collection
-from service.data.sampled_answers import SampleOptions, read_samples
+from service.data.labels import read_samples
+from service.data.options import SampleOptions
 from service.data.training_rows import read_dataset
 from service.engines.base import Completion, Sampling
 from service.errors import TrainingError
@@ -113,9 +114,9 @@ def test_an_interrupted_run_goes_on_with_the_sample_where_it_stopped(
     assert [count for count, _ in engine.drawn] == [100, 100, 40]
     folder = tmp_path / "run" / "train"
     for count in (5, 6):
-        found = list(read_samples(folder, SampleOptions(count, 0.7)))
+        found = read_samples(folder, SampleOptions(count, 0.7))
         assert len(found) == count * 240
-        assert {answer.sample for answer in found} == set(range(count))
+        assert {answer["sample"] for answer in found} == set(range(count))
     again, _ = run(tmp_path, SamplingEngine(), evaluate=False, **SOFT)  # and five of six are the five
     assert again.manifest.digest == bundle.manifest.digest
 
@@ -123,7 +124,7 @@ def test_an_interrupted_run_goes_on_with_the_sample_where_it_stopped(
 def test_samples_of_a_row_differ(soft: Path) -> None:
     texts: dict[int, set[str]] = {}
     for answer in read_samples(soft / "run" / "train", SampleOptions(5, 0.7)):
-        texts.setdefault(answer.row, set()).add(answer.text)
+        texts.setdefault(answer["row"], set()).add(answer["answer"])
     assert np.mean([len(found) > 1 for found in texts.values()]) > 0.5
 
 

@@ -3,7 +3,7 @@
 ``read_truthfulqa``: the question is the prompt and the label judges the read model's own answer.  The paper's
 numbers suggest this reading: the positive rate implied by its (AUROC, AUPRC) pairs differs between models.
 ``answers`` holds the correct answers ('I have no comment' is truthful by the authors' rule) and the incorrect ones
-(service/data/references.py); the set's own offline judge is ``similarity``.
+(service/data/judges.py); the set's own offline judge is ``similarity``.
 
 ``read_truthfulqa_reference``: the 6,204 reference answers with their labels, as ITI reads them ("Q: ... A: ...", last
 token).  It needs no model answers, but the state stands *after* an answer: not a reading before decoding.
@@ -17,7 +17,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from hallutracer_research.data.files import Row, csv_table, json_document
-from service.data import references
+from service.data import judges as references
 
 TABLE, TASK = "TruthfulQA.csv", "mc_task.json"
 ROWS = 817
