@@ -10,7 +10,7 @@ import torch
 
 from hallutracer_research.demo.documents import FRAMES, Document
 from hallutracer_research.demo.tokenizer import render
-from service.demo.forms import question_text, random_form
+from service.demo.questions import question_text, random_form
 from service.demo.world import Fact
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ import random
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from service.demo.forms import question_text, random_form
+from service.demo.questions import question_text, random_form
 from service.demo.world import Fact, World
 
 BRIEF = "Be brief."

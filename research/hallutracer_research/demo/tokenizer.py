@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from hallutracer_research.demo.documents import BRIEF, CAREFUL, FRAMES, REFUSAL
-from service.demo.forms import FORMS, question_text
+from service.demo.questions import FORMS, question_text
 from service.demo.world import World
 
 if TYPE_CHECKING:
