@@ -104,7 +104,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line; exit 0 done, 1 the work failed, 2 the command line was wrong, 130 interrupted."""
     sources = Sources()
     given = sys.argv[1:] if arguments is None else arguments
-    bound = None
     try:
         command, bound, _ = make_app(sources, whole_help=HELP_ALL in given).parse_args(
             given, exit_on_error=False, print_error=False
@@ -123,8 +122,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except UsageError as error:
         _fail(str(error), 2)
     except (HalluTracerError, BundleError) as error:
-        param = getattr(error, "param", None) if bound is None else None  # unbound: an option's value is wrong
-        _fail(str(error) if param is None else f"--{param.replace('_', '-')}: {error}", 1 if param is None else 2)
+        _fail(str(error), 1)
     except BrokenPipeError:  # the reader of a pipe, such as head, has gone
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)

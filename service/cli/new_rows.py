@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, TypeVar
 
 from service.cli.loading import load_engine, open_store
-from service.cli.options import BundleOptions, EngineChoice, UsageError
+from service.cli.options import BundleOptions, EngineChoice, UsageError, check
 from service.cli.output import print_line
 from service.options import Common
 from service.trainer.options import GuaranteeOptions, NewRowsOptions, RecalibrateOptions
@@ -35,6 +35,7 @@ def guarantee(
 
       hallutracer guarantee --bundle my-probe --data new.jsonl --alpha 0.1 --delta 0.05 --model ./my-model
     """
+    check(options)
     store, bundle = one_bundle(bundles, "to give a guarantee")
     from service.trainer.guarantee import guarantee as run
 
@@ -60,6 +61,7 @@ def recalibrate(
       hallutracer recalibrate --bundle my-probe --data labelled.jsonl --traffic risks.jsonl --model ./my-model
       hallutracer recalibrate --bundle my-probe --feedback feedback.db
     """
+    check(options)
     store, bundle = one_bundle(bundles, "to recalibrate")
     if options.feedback:
         from rich.console import Console
@@ -88,8 +90,6 @@ def _run_on(
     engine: EngineChoice, store: Store, bundle: Bundle, run: Callable[..., Bundle | None], options: Options
 ) -> Bundle | None:
     """Return what ``run`` of the trainer published, if anything, with an engine that is loaded when it is asked for."""
-    if options.data is None:
-        raise UsageError("--data", "name one JSONL file")
     from rich.console import Console
 
     from service.readout import Site

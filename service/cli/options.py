@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import Parameter
 
-from service.data.options import DRY_RUN
-from service.errors import HalluTracerError, ModelLoadError
+from service.data.options import DRY_RUN, JudgeOptions
+from service.errors import HalluTracerError, ModelLoadError, TrainingError
 from service.library.default_model import SHIPPED, default_model, model_folder
 from service.settings import (
     AT_LEAST_1,
@@ -59,6 +59,14 @@ class UsageError(HalluTracerError):
 
     def __init__(self, flag: str, message: str) -> None:
         super().__init__(f"{flag}: {message}", param=flag)
+
+
+def check(options: JudgeOptions) -> None:
+    """Raise UsageError for an invalid value."""
+    try:
+        options.check()
+    except TrainingError as error:
+        raise UsageError(f"--{(error.param or '').replace('_', '-')}", error.message) from None
 
 
 def check_place(model: str | None) -> None:

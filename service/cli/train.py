@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from service.cli.loading import open_store
-from service.cli.options import EngineChoice, StoreOptions, UsageError
+from service.cli.options import EngineChoice, StoreOptions, UsageError, check
 from service.cli.output import note, print_line
 from service.options import Common
 from service.settings import DEFAULT_STORE
@@ -32,7 +32,8 @@ def train(
 
       hallutracer train --model ./my-model --data rows.jsonl --name my-probe
     """
-    if options.data is None:
+    check(options)
+    if len(options.data) != 1:
         raise UsageError("--data", "name one JSONL file")
     from rich.console import Console
 

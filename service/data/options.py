@@ -29,7 +29,7 @@ JudgeName = Literal["exact", "contains", "regex", "openai", "similarity", "calls
 PYTHON = Parameter(parse=False)
 ROWS = option("JSONL rows: prompt or messages, label or answers; id and group if any.  evaluate: also NAME=FOLDER for "
               "a public set you downloaded ('hallutracer data list'), and repeatable.")  # fmt: skip
-Rows = Annotated[Path | None, ROWS, Parameter(metavar="FILE")]
+Data = Annotated[tuple[str, ...], ROWS, Parameter(metavar="FILE")]
 GeneratedLabels = Annotated[
     TrainingLabels | None,
     option("given: each row's 'label' (1 factual, 0 hallucinated).  generate: the model answers greedily and a judge "
@@ -84,7 +84,7 @@ class LabelOptions:
 @section("Judge of generated labels", 32)
 @dataclass(frozen=True)
 class JudgeOptions:
-    """How a generated answer is compared with the accepted ones.  Raises TrainingError for an invalid value."""
+    """How a generated answer is compared with the accepted ones."""
 
     judge: _Judge = None  # see data/judges.py
     judge_url: Annotated[str, option("Endpoint of the openai judge, up to /v1.", group=_JUDGE)] = ""
@@ -104,8 +104,8 @@ class JudgeOptions:
                group=_JUDGE),
     ] = None  # fmt: skip
 
-    def __post_init__(self) -> None:
-        """Check the patterns, and that the openai judge has an endpoint."""
+    def check(self) -> None:
+        """Raise TrainingError for a pattern that is none, and for an openai judge without an endpoint."""
         for name in ("abstain_pattern", "answer_pattern"):
             pattern = getattr(self, name) or ""
             try:

@@ -149,7 +149,7 @@ def train(
     if not isinstance(options.get("forms", ""), str):
         options["forms"] = ",".join(options["forms"]) or "none"
     options |= {key: Path(value) for key, value in options.items() if key in ("test", "calibration") and value}
-    wanted = TrainOptions(name=name, data=rows_file(rows, folder), run_dir=folder, labels=labels, **options)
+    wanted = TrainOptions(name=name, data=(str(rows_file(rows, folder)),), run_dir=folder, labels=labels, **options)
     chosen = engine or Engine()
     return run_training(
         wanted,

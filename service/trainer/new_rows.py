@@ -78,7 +78,7 @@ def words_mark(row: Row) -> str:
     return group_mark(json.dumps([sorted(words), digits]))
 
 
-def seen_by(bundle: Bundle, evaluation: Mapping[str, Any], trained_on: Sequence[Path]) -> Iterator[tuple[str, Marks]]:
+def seen_by(bundle: Bundle, evaluation: Mapping[str, Any], trained_on: Sequence[str]) -> Iterator[tuple[str, Marks]]:
     """Yield the rows that a bundle was fitted and tested on, each set with what it is called.
 
     A bundle of an older trainer records only the digests of its files: ``trained_on`` must name them.
@@ -87,7 +87,7 @@ def seen_by(bundle: Bundle, evaluation: Mapping[str, Any], trained_on: Sequence[
     recorded = evaluation.get("rows_seen", {})
     for what, marks in recorded.items():
         yield f"the {what} rows of {bundle.manifest.name}", Marks.read(marks)
-    files = [read_dataset(path, bundle.manifest.training.labels, folds=None) for path in trained_on]
+    files = [read_dataset(Path(path), bundle.manifest.training.labels, folds=None) for path in trained_on]
     for dataset in files:
         yield str(dataset.path), Marks.of(dataset)
     wanted = {} if recorded else {"training": bundle.manifest.training.data_digest}
@@ -173,6 +173,7 @@ def read_new_rows(bundle: Bundle, options: Options, store: Store, *, folds: int 
 
     Raises DataError, TrainingError, and what the store raises.
     """
+    options.check()
     options = options.of(bundle.manifest.name, bundle.manifest.training)
     if options.new_name == bundle.manifest.name and not store.is_own(bundle.path):
         raise TrainingError(

@@ -16,12 +16,12 @@ from service.data.options import (
     DRY_RUN,
     PYTHON,
     BatchRows,
+    Data,
     GeneratedLabels,
     JudgeName,
     JudgeOptions,
     LabelOptions,
     Labels,
-    Rows,
     RunDir,
     SampleOptions,
     Samples,
@@ -55,6 +55,13 @@ def made_of(kind: type[Made], options: object, **changes: Any) -> Made:
     return kind(**shared | changes)
 
 
+def one_file(data: tuple[str, ...]) -> Path:
+    """Return the one file that is named.  Raises TrainingError."""
+    if len(data) != 1:
+        raise TrainingError("name one JSONL file", param="data")
+    return Path(data[0])
+
+
 class Console(Protocol):
     """Where progress is printed, such as a ``rich.console.Console``."""
 
@@ -67,10 +74,9 @@ class Console(Protocol):
 class FoldOptions:
     """How probes are fitted and cross-validated."""
 
-    seeds: Annotated[
-        int | tuple[int, ...],
-        option("Shuffles of the folds: seeds 0 .. K-1.", limits=Range(1, 100), group=_FITS, metavar="INT"),
-    ] = 3  # from Python also the seeds themselves
+    seeds: Annotated[int, option("Shuffles of the folds: seeds 0 .. K-1.", limits=Range(1, 100), group=_FITS)] = (
+        3  # from Python also a tuple, the seeds themselves
+    )
     folds: Annotated[int, option("Group-disjoint stratified folds.", limits=Range(2), group=_FITS)] = 5
     c: Annotated[
         float | None,
@@ -83,12 +89,13 @@ class FoldOptions:
     @property
     def shuffles(self) -> tuple[int, ...]:
         """Return the seeds, one for each shuffle of the folds."""
-        return tuple(range(self.seeds)) if isinstance(self.seeds, int) else self.seeds
+        given = cast("int | tuple[int, ...]", self.seeds)
+        return tuple(range(given)) if isinstance(given, int) else given
 
 
 @dataclass(frozen=True, kw_only=True)
 class ConfidenceOptions:
-    """What a guaranteed threshold keeps, and how surely.  Raises TrainingError for an invalid value."""
+    """What a guaranteed threshold keeps, and how surely."""
 
     alpha: Annotated[
         str,
@@ -104,8 +111,8 @@ class ConfidenceOptions:
         bool, option("Where no threshold qualifies, publish a gate that answers nothing.", group=_GUARANTEE)
     ] = False
 
-    def __post_init__(self) -> None:
-        """Check alpha and delta."""
+    def check(self) -> None:
+        """Raise TrainingError for an invalid alpha or delta."""
         try:
             alphas = self.alphas
         except ValueError:
@@ -127,13 +134,13 @@ class ConfidenceOptions:
 class NewRowsOptions(JudgeOptions, LabelOptions):
     """Rows that a published bundle has never seen, and what is published from them."""
 
-    data: Rows = None
+    data: Data = ()
     labels: GeneratedLabels = None
     new_name: Annotated[
         str | None, option("Name to publish under.  Default: the bundle's own, as its next version.")
     ] = None
     trained_on: Annotated[
-        tuple[Path, ...],
+        tuple[str, ...],
         option("The bundle's own training and held-out files, repeatable: for bundles that do not record which rows "
                "they have seen."),
         Parameter(metavar="FILE"),
@@ -143,9 +150,10 @@ class NewRowsOptions(JudgeOptions, LabelOptions):
     batch_rows: BatchRows = BATCH_ROWS
     run_dir: RunDir = None
 
-    def __post_init__(self) -> None:
-        """Refuse what belongs to training."""
-        super().__post_init__()
+    def check(self) -> None:
+        """Raise TrainingError for an invalid value, and for what belongs to training."""
+        super().check()
+        _ = self.file
         if self.labels == "sample":
             raise TrainingError("labels are of greedy answers here: given or generate", param="labels")
         if self.prompt_format != "auto":
@@ -154,9 +162,7 @@ class NewRowsOptions(JudgeOptions, LabelOptions):
     @property
     def file(self) -> Path:
         """Return the file of the rows.  Raises TrainingError without one."""
-        if self.data is None:
-            raise TrainingError("data: name one JSONL file", param="data")
-        return self.data
+        return one_file(self.data)
 
     @property
     def answers(self) -> Labels:
@@ -194,10 +200,10 @@ class NewRowsOptions(JudgeOptions, LabelOptions):
 class GuaranteeOptions(ConfidenceOptions, NewRowsOptions):
     """One guarantee for a threshold of a published bundle."""
 
-    def __post_init__(self) -> None:
-        """Check both parts."""
-        ConfidenceOptions.__post_init__(self)
-        NewRowsOptions.__post_init__(self)
+    def check(self) -> None:
+        """Raise TrainingError for an invalid value of either part."""
+        ConfidenceOptions.check(self)
+        NewRowsOptions.check(self)
 
 
 _RECALIBRATION = Group("Recalibration", sort_key=6)
@@ -230,9 +236,10 @@ class RecalibrateOptions(NewRowsOptions):
                group=_RECALIBRATION),
     ] = False  # fmt: skip
 
-    def __post_init__(self) -> None:
-        """Refuse rows beside feedback."""
-        super().__post_init__()
+    def check(self) -> None:
+        """Raise TrainingError for an invalid value, and for rows beside feedback."""
+        if not self.feedback:
+            super().check()
         for name in ("data", "traffic", "labels"):
             if self.feedback and getattr(self, name):
                 raise TrainingError("--feedback brings rows, labels and traffic of its own", param=name)
@@ -241,10 +248,10 @@ class RecalibrateOptions(NewRowsOptions):
 @section("Training", 5)
 @dataclass(frozen=True, kw_only=True)
 class TrainOptions(ConfidenceOptions, FoldOptions, JudgeOptions, LabelOptions):
-    """One training run.  Raises TrainingError for an invalid value, before anything is loaded."""
+    """One training run."""
 
     name: Annotated[str, option("Name of the bundle.", group="Parameters")]
-    data: Rows = None
+    data: Data = ()
     test: Annotated[Path | None, option("Held-out rows, scored with the final bundle and used for nothing else.")] = (
         None
     )
@@ -312,10 +319,10 @@ class TrainOptions(ConfidenceOptions, FoldOptions, JudgeOptions, LabelOptions):
     inner_folds: Annotated[int, PYTHON] = 3  # inside a training partition: choice of C, the classifier's cross-fit
     c_grid: Annotated[tuple[float, ...], PYTHON] = C_GRID  # what C is chosen from
 
-    def __post_init__(self) -> None:
-        """Check values, not types."""
-        ConfidenceOptions.__post_init__(self)
-        JudgeOptions.__post_init__(self)
+    def check(self) -> None:
+        """Raise TrainingError for an invalid value; nothing is loaded before."""
+        ConfidenceOptions.check(self)
+        JudgeOptions.check(self)
         seeds = self.shuffles
         checks = (
             (self.signals in SIGNALS, "signals", f"one of {', '.join(map(repr, SIGNALS))}"),
@@ -365,9 +372,7 @@ class TrainOptions(ConfidenceOptions, FoldOptions, JudgeOptions, LabelOptions):
     @property
     def file(self) -> Path:
         """Return the file of the rows.  Raises TrainingError without one."""
-        if self.data is None:
-            raise TrainingError("data: name one JSONL file", param="data")
-        return self.data
+        return one_file(self.data)
 
     @property
     def folder(self) -> Path:

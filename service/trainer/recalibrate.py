@@ -10,6 +10,7 @@ import json
 from collections.abc import Callable, Mapping
 from contextlib import closing
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -117,7 +118,8 @@ def _source(rows: NewRows[RecalibrateOptions]) -> Source | Dataset | None:
     if recorded is not None:
         return read_risks(recorded)
     held_out = rows.evaluation.get("held_out") or {}
-    files = (read_dataset(path, rows.bundle.manifest.training.labels, folds=None) for path in rows.options.trained_on)
+    labels = rows.bundle.manifest.training.labels
+    files = (read_dataset(Path(path), labels, folds=None) for path in rows.options.trained_on)
     return next((dataset for dataset in files if dataset.digest == held_out.get("digest")), None)
 
 

@@ -82,6 +82,7 @@ def train(options: TrainOptions, engine_factory: Callable[[], Engine], store: St
             f"not {options.name!r}",
             param="name",
         )
+    options.check()
     dataset, test = _read(options)
     store.check_writable()
     console.print(f"{len(dataset)} rows in {options.file.name}" + (f", {len(test)} held out" if test else ""))

@@ -147,7 +147,7 @@ def test_the_answer_pattern_cuts_out_what_is_judged(text: str, expected: bool) -
 def test_an_answer_pattern_without_a_group_is_refused(tmp_path: Path) -> None:
     for pattern in ("It is", "("):
         with pytest.raises(TrainingError, match="answer_pattern"):
-            TrainOptions(data=tmp_path / "x", name="x", run_dir=tmp_path, judge="exact", answer_pattern=pattern)
+            TrainOptions(name="x", run_dir=tmp_path, judge="exact", answer_pattern=pattern).check()
 
 
 @pytest.mark.parametrize(
@@ -211,7 +211,7 @@ def test_other_judges_are_not_shown_incorrect_answers(name: JudgeName) -> None:
 
 @pytest.mark.parametrize("name", ["exact", "contains", "regex", "openai", "similarity"])
 def test_other_judges_refuse_expectations(name: JudgeName) -> None:
-    assert "for the judge 'calls'" in judge.answer_problems(JudgeOptions(name, "http://x", "grader"), AREA)[0]
+    assert "for the judge 'calls'" in judge.answer_problems(JudgeOptions(name), AREA)[0]
 
 
 def test_what_the_new_judges_cannot_use_is_said_before_a_model_is_loaded() -> None:

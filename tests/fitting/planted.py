@@ -117,7 +117,7 @@ def main() -> None:
     collection.ANSWERED_TOGETHER = 64  # several calls, to be killed between
     engine.kill_at = given.pop("kill_at", None)
     store = Store(Path(given.pop("store")))
-    paths = {key: Path(given.pop(key)) for key in ("data", "run_dir")}
+    paths: dict[str, Any] = {"data": (given.pop("data"),), "run_dir": Path(given.pop("run_dir"))}
     given["seeds"] = tuple(given["seeds"])
     train(TrainOptions(**paths, **given), lambda: engine, store, console=Quiet())
 

@@ -89,7 +89,7 @@ def fresh(folder: Path) -> tuple[list[dict[str, Any]], PreparedData]:
     for row in rows[::10]:
         row["prompt"] += " strange"
     data = read_dataset(write_rows(folder / "fresh.jsonl", rows), "generate", folds=None)
-    options = TrainOptions(data=folder / "x", name="x", run_dir=folder / "new", labels="generate")
+    options = TrainOptions(name="x", run_dir=folder / "new", labels="generate")
     engine = Strange()
     return rows, prepare(engine, data, options, "chat", "fresh", sites=[options.site], folds=None)
 
@@ -210,7 +210,7 @@ def test_without_such_rows_a_bundle_has_none_and_its_former_version(tmp_path: Pa
             continue
         engine = ReadingEngine()
         rows_read = read_dataset(tmp_path / name / "rows.jsonl", "generate", folds=None)
-        options = TrainOptions(data=tmp_path / "x", name="x", run_dir=tmp_path / name / "run-again", labels="generate")
+        options = TrainOptions(name="x", run_dir=tmp_path / name / "run-again", labels="generate")
         data = prepare(engine, rows_read, options, "chat", "again", sites=[options.site], folds=None)
         assert np.array_equal(risks_of(bundle, data, withhold_outside=True), risks_of(bundle, data))
 

@@ -199,7 +199,7 @@ def test_rows_that_were_spent_here_cannot_be_calibrated_on(tmp_path: Path, store
     assert bundle is not None
     data = write_rows(tmp_path / "labelled.jsonl", rows[:300])
     with pytest.raises(DataError, match="the recalibration of planted:2 has spent"):
-        plan(store.load("planted:2"), GuaranteeOptions(data=data, run_dir=tmp_path / "run", alpha="0.3"), store)
+        plan(store.load("planted:2"), GuaranteeOptions(data=(str(data),), run_dir=tmp_path / "run", alpha="0.3"), store)
 
 
 def test_too_few_labels_are_refused_with_their_number(tmp_path: Path, store: Store, trained: Bundle) -> None:

@@ -302,13 +302,13 @@ def test_forms_as_written_on_the_command_line(text: str | None, forms: tuple[str
 )
 def test_senseless_forms_are_refused(tmp_path: Path, change: dict[str, Any], match: str) -> None:
     with pytest.raises(TrainingError, match=match) as caught:
-        TrainOptions(data=tmp_path, name="x", run_dir=tmp_path, **change)
+        TrainOptions(name="x", **change).check()
     assert caught.value.param == "forms"
     with pytest.raises(TrainingError, match="forms is empty"):
-        TrainOptions(name="x", labels="generate", forms=" ,")
+        TrainOptions(name="x", labels="generate", forms=" ,").check()
 
 
 def test_the_default_depends_on_the_labels(tmp_path: Path) -> None:
-    assert TrainOptions(data=tmp_path, name="x", run_dir=tmp_path).wanted_forms == ()
+    assert TrainOptions(name="x", run_dir=tmp_path).wanted_forms == ()
     for labels in ("generate", "sample"):
-        assert TrainOptions(data=tmp_path, name="x", run_dir=tmp_path, labels=labels).wanted_forms == ("mixture",)  # type: ignore[arg-type]
+        assert TrainOptions(name="x", run_dir=tmp_path, labels=labels).wanted_forms == ("mixture",)  # type: ignore[arg-type]

@@ -47,7 +47,7 @@ def calibrated(
     data = folder / "calibration.jsonl"
     if rows is not None or not data.exists():
         write_rows(data, planted_rows(400, seed=5) if rows is None else rows)
-    given: dict[str, Any] = {"data": data, "run_dir": folder / "run", "alpha": "0.2"} | changes
+    given: dict[str, Any] = {"data": (str(data),), "run_dir": folder / "run", "alpha": "0.2"} | changes
     bundle = store.load(given.pop("bundle", "planted"))
     console = Quiet()
     return guarantee(bundle, GuaranteeOptions(**given), engine, store, console=console), console
@@ -231,13 +231,13 @@ def test_an_older_bundle_needs_its_own_rows_and_gives_up_a_part_of_the_new_ones(
     train, test = (tmp_path / name for name in ("a.jsonl", "b.jsonl"))
     write_rows(train, planted_rows(240)), write_rows(test, planted_rows(80, seed=3))
     with pytest.raises(TrainingError, match="training file.*--trained-on"):
-        calibrated(tmp_path, store, engine=Never, bundle="older", trained_on=(test,))
+        calibrated(tmp_path, store, engine=Never, bundle="older", trained_on=(str(test),))
     with pytest.raises(TrainingError, match="held-out file.*--trained-on"):
-        calibrated(tmp_path, store, engine=Never, bundle="older", trained_on=(train,))
+        calibrated(tmp_path, store, engine=Never, bundle="older", trained_on=(str(train),))
     with pytest.raises(DataError, match=r"line 1 and 239 more lines: its prompt is among .*a\.jsonl"):
-        calibrated(tmp_path, store, planted_rows(400), Never, bundle="older", trained_on=(train, test))
+        calibrated(tmp_path, store, planted_rows(400), Never, bundle="older", trained_on=(str(train), str(test)))
     rows = planted_rows(400, seed=5)
-    bundle = published(tmp_path, store, rows, bundle="older", trained_on=(train, test))
+    bundle = published(tmp_path, store, rows, bundle="older", trained_on=(str(train), str(test)))
     guarantee = bundle.manifest.guarantee
     assert guarantee is not None
     assert guarantee.all_groups == 150
@@ -290,7 +290,7 @@ def test_training_ends_with_a_calibration(tmp_path: Path) -> None:
 @pytest.mark.parametrize("change", [{"alpha": ""}, {"alpha": "0.1,0.1"}, {"alpha": "1.0"}, {"delta": 0.0}])
 def test_senseless_options_are_refused(tmp_path: Path, change: dict[str, Any]) -> None:
     with pytest.raises(TrainingError):
-        GuaranteeOptions(data=tmp_path, **change)
+        GuaranteeOptions(data=("x",), **change).check()
 
 
 def test_a_plan_reads_no_label(tmp_path: Path, store: Store) -> None:
@@ -299,7 +299,7 @@ def test_a_plan_reads_no_label(tmp_path: Path, store: Store) -> None:
     for value in (0, 1):
         rows = [row | {"label": value} for row in planted_rows(400, seed=5)]
         data = write_rows(tmp_path / f"{value}.jsonl", rows)
-        made = plan(store.load("planted"), GuaranteeOptions(data=data, run_dir=tmp_path / "run"), store)
+        made = plan(store.load("planted"), GuaranteeOptions(data=(str(data),), run_dir=tmp_path / "run"), store)
         assert made.gates is not None
         plans.append(json.dumps([made.groups, dataclasses.asdict(made.gates)]))
     assert plans[0] == plans[1]

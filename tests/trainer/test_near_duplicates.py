@@ -56,7 +56,7 @@ def test_coin_labels_of_paraphrases_have_no_signal(tmp_path: Path, demo: Transfo
         tmp_path / "rows.jsonl", copied([{"prompt": text, "label": draw.getrandbits(1)} for text in asked], copies)
     )
     quick: dict[str, Any] = {"folds": 4, "inner_folds": 2, "seeds": (0,), "c": 0.3, "jobs": 1}
-    options = TrainOptions(data=data, name="coin", run_dir=tmp_path / "run", **quick)
+    options = TrainOptions(data=(str(data),), name="coin", run_dir=tmp_path / "run", **quick)
     console = Quiet()
     with pytest.raises(TrainingError, match="no signal: the nested AUROC is 0"):
         train(options, lambda: demo, Store(tmp_path / "store"), console=console)

@@ -27,7 +27,7 @@ def _one_thread() -> None:
 
 def options(folder: Path, **changes: Any) -> TrainOptions:
     given: dict[str, Any] = {
-        "data": write_rows(folder / "rows.jsonl", planted_rows(160)),
+        "data": (str(write_rows(folder / "rows.jsonl", planted_rows(160))),),
         "test": write_rows(folder / "test.jsonl", planted_rows(80, seed=3)),
         "name": "tiny",
         "run_dir": folder / "run",
@@ -64,7 +64,7 @@ def test_generated_answers_resume_and_repeat(tmp_path: Path, monkeypatch: pytest
     for row in rows:
         row["answers"] = ["[a-m]"]  # of a random model's babble about half holds such a letter
     changes: dict[str, Any] = {
-        "data": write_rows(tmp_path / "babble.jsonl", rows),
+        "data": (str(write_rows(tmp_path / "babble.jsonl", rows)),),
         "test": None,
         "labels": "generate",
         "judge": "regex",

@@ -50,7 +50,7 @@ def recalibrated(
     data = write_rows(folder / "labelled.jsonl", rare(150, 5) if rows is None else rows)
     if isinstance(changes.get("traffic"), list):
         changes["traffic"] = write_rows(folder / "traffic.jsonl", changes["traffic"])
-    given: dict[str, Any] = {"data": data, "run_dir": folder / "run"} | changes
+    given: dict[str, Any] = {"data": (str(data),), "run_dir": folder / "run"} | changes
     bundle = store.load(given.pop("bundle", "planted"))
     console = Quiet()
     return recalibrate(bundle, RecalibrateOptions(**given), engine, store, console=console), console
@@ -173,9 +173,9 @@ def test_where_nothing_is_better_nothing_is_published(tmp_path: Path, store: Sto
     assert "nothing was published" in console.lines[-1]
     assert "**the risk as it is**" in "\n".join(console.lines)
     assert store.load("planted").reference == "planted:1"
+    options = GuaranteeOptions(data=(str(tmp_path / "labelled.jsonl"),), run_dir=tmp_path / "run", alpha="0.3")
     with pytest.raises(RunMismatch, match="recalibrated"):  # the labels were looked at
-        guarantee(store.load("planted"), GuaranteeOptions(data=tmp_path / "labelled.jsonl", run_dir=tmp_path / "run",
-                                   alpha="0.3"), PlantedEngine, store, console=Quiet())  # fmt: skip
+        guarantee(store.load("planted"), options, PlantedEngine, store, console=Quiet())
 
 
 @pytest.mark.parametrize("by", ["prompt", "group"])
@@ -195,7 +195,11 @@ def test_rows_that_ask_for_no_fact_have_no_place_here(tmp_path: Path, store: Sto
 
 def test_rows_that_were_spent_here_cannot_be_calibrated_on(tmp_path: Path, store: Store) -> None:
     published(tmp_path, store)
-    options: dict[str, Any] = {"data": tmp_path / "labelled.jsonl", "alpha": "0.3", "run_dir": tmp_path / "other"}
+    options: dict[str, Any] = {
+        "data": (str(tmp_path / "labelled.jsonl"),),
+        "alpha": "0.3",
+        "run_dir": tmp_path / "other",
+    }
     for bundle in ("planted:1", "planted:2"):
         with pytest.raises(DataError, match=r"the recalibration of planted:2 has spent"):
             plan(store.load(bundle), GuaranteeOptions(**options), store)
@@ -203,7 +207,7 @@ def test_rows_that_were_spent_here_cannot_be_calibrated_on(tmp_path: Path, store
 
 def test_a_guarantee_is_dropped_aloud_and_a_new_one_can_be_had(tmp_path: Path, store: Store) -> None:
     new = write_rows(tmp_path / "new.jsonl", planted_rows(400, seed=21))
-    first = guarantee(store.load("planted"), GuaranteeOptions(data=new, run_dir=tmp_path / "c", alpha="0.2"),
+    first = guarantee(store.load("planted"), GuaranteeOptions(data=(str(new),), run_dir=tmp_path / "c", alpha="0.2"),
                       PlantedEngine, store, console=Quiet())  # fmt: skip
     assert first is not None
     assert first.manifest.guarantee is not None
@@ -218,7 +222,7 @@ def test_a_guarantee_is_dropped_aloud_and_a_new_one_can_be_had(tmp_path: Path, s
         float(bundle.manifest.recalibration(first.manifest.threshold))  # type: ignore[misc]
     )
     fresh = write_rows(tmp_path / "fresh.jsonl", planted_rows(400, seed=22))
-    again = guarantee(store.load("planted"), GuaranteeOptions(data=fresh, run_dir=tmp_path / "d", alpha="0.2"),
+    again = guarantee(store.load("planted"), GuaranteeOptions(data=(str(fresh),), run_dir=tmp_path / "d", alpha="0.2"),
                       PlantedEngine, store, console=Quiet())  # fmt: skip
     assert again is not None
     assert again.manifest.guarantee is not None
@@ -268,7 +272,7 @@ def test_a_bundle_without_recorded_risks_needs_its_held_out_file_for_traffic(
     traffic = unlabelled(rare(200, 7))
     with pytest.raises(TrainingError, match="name its training file"):
         recalibrated(tmp_path, store, engine=Never)
-    bundle, console = recalibrated(tmp_path, store, traffic=traffic, trained_on=(train, test))
+    bundle, console = recalibrated(tmp_path, store, traffic=traffic, trained_on=(str(train), str(test)))
     assert bundle is not None
     assert "against the best mixture" in "\n".join(console.lines)
     del evaluation["held_out"]

@@ -25,7 +25,7 @@ def drawn(
 ) -> tuple[Dataset, Sample | None]:
     data = dataset(folder / "rows.jsonl", rows)
     held = None if test is None else dataset(folder / "test.jsonl", test)
-    chosen = TrainOptions(data=data.path, name="a", run_dir=folder / "run", **options)
+    chosen = TrainOptions(data=(str(data.path),), name="a", run_dir=folder / "run", **options)
     return draw_sample(chosen, data, held, Quiet())
 
 

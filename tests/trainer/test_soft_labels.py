@@ -141,7 +141,7 @@ def test_greedy_verdicts_alone_are_audited(soft: Path) -> None:
 @pytest.mark.parametrize("change", [{"samples": 1}, {"temperature": 0.0}, {"class_balance": "downsample"}])
 def test_senseless_options_are_refused(tmp_path: Path, change: dict[str, Any]) -> None:
     with pytest.raises(TrainingError) as caught:
-        TrainOptions(data=tmp_path, name="n", run_dir=tmp_path, **SOFT | change)
+        TrainOptions(name="n", **SOFT | change).check()
     assert caught.value.param in change
 
 
@@ -156,7 +156,7 @@ def test_samples_without_doubt_train_the_bundle_of_the_greedy_labels(tmp_path: P
     data = write_rows(tmp_path / "rows.jsonl", planted_rows(240))
     bundles = []
     for name, changes in (("a", SOFT), ("b", {"labels": "generate"})):
-        options = TrainOptions(data=data, name=name, run_dir=tmp_path / name, evaluate=False, **FAST | changes)
+        options = TrainOptions(data=(str(data),), name=name, run_dir=tmp_path / name, evaluate=False, **FAST | changes)
         bundles.append(train(options, Sure, Store(tmp_path / "store"), console=Quiet()))
     one, other = bundles
     assert one.manifest.classifier == other.manifest.classifier

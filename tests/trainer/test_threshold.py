@@ -193,5 +193,5 @@ def test_the_options_have_one_rule(tmp_path: Path) -> None:
         ({"wrong_costs": 0.0}, "wrong_costs"),
     ):
         with pytest.raises(TrainingError, match=field) as caught:
-            options(**given)
+            options(**given).check()
         assert caught.value.param == field

@@ -12,11 +12,12 @@ from cyclopts import Parameter
 
 from service.cli.loading import load_engine
 from service.cli.new_rows import one_bundle
-from service.cli.options import BundleOptions, EngineChoice, Output, UsageError
+from service.cli.options import BundleOptions, EngineChoice, Output, UsageError, check
 from service.cli.output import note
-from service.data.options import BATCH_ROWS, BatchRows, GeneratedLabels, JudgeOptions, LabelOptions, Rows, RunDir
+from service.data.options import BATCH_ROWS, BatchRows, Data, GeneratedLabels, JudgeOptions, LabelOptions, RunDir
 from service.options import Common
 from service.settings import option, section
+from service.trainer.options import NewRowsOptions, made_of
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -90,7 +91,7 @@ ISOTROPY: Sequence[Row] = (
 class DiagnoseChoices(JudgeOptions, LabelOptions):
     """What is diagnosed: with a bundle, the trajectories of these rows."""
 
-    data: Rows = None
+    data: Data = ()
     labels: GeneratedLabels = None
     run_dir: RunDir = None
     batch_rows: BatchRows = BATCH_ROWS
@@ -162,10 +163,10 @@ def diagnose(
 
 def _own(options: DiagnoseChoices, bundles: BundleOptions, engine: EngineChoice) -> LabelledSet:
     """Return the trajectories of the bundle's probes on the rows."""
+    check(made_of(NewRowsOptions, options))
     _, bundle = one_bundle(bundles, "whose probes read the rows")
     from hallutracer_research.paper.own_trajectories import own_trajectories
     from service.readout import Site
-    from service.trainer.options import NewRowsOptions, made_of
 
     engine.options_for([bundle.manifest.name])  # a wrong option is reported before rows are read
     site, rows = Site(bundle.manifest.readout.site), made_of(NewRowsOptions, options, new_name=bundle.manifest.name)

@@ -11,7 +11,7 @@ from cyclopts import Parameter
 
 from service.cli.options import EngineChoice, Out, UsageError
 from service.cli.output import print_line
-from service.data.options import ROWS, LabelOptions, Samples
+from service.data.options import Data, LabelOptions, Samples
 from service.options import Common
 from service.settings import Range, option, section
 from service.trainer.options import FoldOptions
@@ -27,7 +27,7 @@ FEWEST_ROWS = 50  # of a --limit
 class EvaluateChoices:
     """What is compared, and on which rows."""
 
-    data: Annotated[tuple[str, ...], ROWS, Parameter(metavar="FILE")] = ()
+    data: Data = ()
     out: Out = None
     suite: Annotated[
         Literal["main", "paper"],

@@ -107,7 +107,7 @@ def _train_bundles(out: Path, model: Path, chosen: int, jobs: int, console: Cons
     bundles = []
     for name, signals in BUNDLES.items():
         options = TrainOptions(
-            data=paths["train"],
+            data=(str(paths["train"]),),
             test=paths["test"],
             name=name,
             run_dir=out / f"run-{chosen}",  # shared: same answers and activations
