@@ -277,7 +277,7 @@ def test_a_bundle_without_recorded_risks_needs_its_held_out_file_for_traffic(
     assert "against the best mixture" in "\n".join(console.lines)
     del evaluation["held_out"]
     store.publish(BundleDraft(trained.manifest, trained.probes, trained.golden, evaluation, trained.card(), {}))
-    given: dict[str, Any] = {"bundle": "planted:4", "trained_on": (train,)}
+    given: dict[str, Any] = {"bundle": "planted:4", "trained_on": (str(train),)}
     with pytest.raises(TrainingError, match="no risks of its training rows.*--allow-other-shift"):
         recalibrated(tmp_path, store, engine=Never, traffic=traffic, **given)
     bundle, console = recalibrated(tmp_path, store, traffic=traffic, allow_other_shift=True, **given)
