@@ -156,7 +156,7 @@ def test_a_set_is_spent_once(tmp_path: Path, store: Store) -> None:
     again, console = calibrated(tmp_path, store, engine=Never)  # the same question has the same answer
     assert again is not None
     assert again.reference == bundle.reference
-    assert "this very calibration" in console.lines[0]
+    assert "this very guarantee" in console.lines[0]
     for changes in ({"alpha": "0.3"}, {"seed": 1}, {"bundle": "planted:1", "delta": 0.1}):
         with pytest.raises(DataError, match="has spent"):
             calibrated(tmp_path, store, engine=Never, **changes)
