@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.load_stats import CACHE
+from benchmarks.harness import CACHE
 from tests.serve_process import ROOT
 
 if TYPE_CHECKING:
@@ -67,7 +67,6 @@ class Direct:
 
     @property
     def pid(self) -> int:
-        """The process id."""
         return self._process.pid
 
     def score(self, prompts: Sequence[list[int] | str], batch: int) -> list[float]:
@@ -75,7 +74,6 @@ class Direct:
         return [float(value) for value in self._ask({"prompts": prompts, "batch": batch})["seconds"]]
 
     def lengths(self, prompts: Sequence[list[int] | str]) -> list[int]:
-        """Tokens of each prompt, strings rendered."""
         return [int(value) for value in self._ask({"prompts": prompts})["lengths"]]
 
     def _ask(self, job: dict[str, Any]) -> dict[str, Any]:
@@ -101,10 +99,9 @@ class Direct:
 
 
 def _paths(shape: str, cache: Path) -> tuple[Path, Path]:
-    """The model's folder and a store."""
     from service.demo import MODEL_DIR
     from service.engines.gguf import folder_of
-    from service.engines.packaged import PACKAGED
+    from service.engines.places import PACKAGED
 
     store = cache / f"{shape}-probes"
     if shape in PACKAGED:
@@ -220,7 +217,6 @@ def _direct(shape: str, cache: Path, threads: int | None) -> None:
 
 
 def main() -> None:
-    """The two processes."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=["prepare", "direct"])
     parser.add_argument("--shape", choices=SHAPES, required=True)

@@ -43,7 +43,6 @@ class Model:
 
     @property
     def bytes(self) -> float:
-        """Of the weights."""
         return 2 * self.parameters
 
 
@@ -87,7 +86,6 @@ def replicas(rate: float, cost: float) -> int:
 
 
 def rows(load: Load) -> list[str]:
-    """The table's lines."""
     lines = ["| model, GPU | GPUs of a replica | a score | 1/s | 10/s | 1,000/s | the same with answers |",
              "| --- | ---: | ---: | ---: | ---: | ---: | ---: |"]  # fmt: skip
     for model in MODELS:
@@ -105,7 +103,6 @@ def rows(load: Load) -> list[str]:
 
 
 def main() -> int:
-    """Print the table."""
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     arguments.add_argument("--prompt", type=int, default=500, help="tokens")
     arguments.add_argument("--answer", type=int, default=100, help="tokens")

@@ -33,17 +33,37 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from benchmarks.bench_model import SHIPPED_BUNDLES
-from benchmarks.fleet import NAME, SOURCES, Fleet, Replica, draft, fleet, two_versions
-from benchmarks.load_stats import Check, conclude, parser, say
-from benchmarks.loadgen import closed_loop, make_prompts, raise_file_limit, score_requests
+from benchmarks.fleet import (
+    NAME,
+    SOURCES,
+    Fleet,
+    Replica,
+    Witness,
+    draft,
+    fleet,
+    kept,
+    questions,
+    recorded,
+    replay,
+    two_versions,
+)
+from benchmarks.harness import (
+    Check,
+    ServiceProcess,
+    closed_loop,
+    conclude,
+    make_prompts,
+    parser,
+    raise_file_limit,
+    say,
+    score_requests,
+)
 from benchmarks.service_disconnects import judge, plans
 from benchmarks.service_disconnects import run as disconnected
-from benchmarks.service_process import ServiceProcess
-from benchmarks.witness import Witness, kept, questions, recorded, replay
 from probes_store.store import Store
 from service.feedback.databases import location
-from tests.feedback.killing import STORED, a_database
 from tests.feedback.made import rows
+from tests.feedback.test_killed import STORED, a_database
 
 DISTINCT, LABELS = 200, 0.3
 READY_S = 120.0  # on a machine that others use, too
@@ -58,8 +78,6 @@ class LeftOut(Exception):
 
 @dataclass(frozen=True)
 class Stage:
-    """What a scenario is played on."""
-
     fleet: Fleet
     witness: Witness
     store: Store
@@ -70,7 +88,6 @@ class Stage:
 
     @property
     def one(self) -> Replica:
-        """The first replica."""
         return self.fleet.replicas[0]
 
     def play(self, act: Callable[[], Awaitable[list[Check]]], rate: float) -> list[Check]:
@@ -221,7 +238,6 @@ def away(store: Store) -> Iterator[None]:
 
 @contextmanager
 def silent(process: int) -> Iterator[None]:
-    """It takes connections and gives no answer."""
     os.kill(process, signal.SIGSTOP)
     try:
         yield
@@ -230,13 +246,11 @@ def silent(process: int) -> Iterator[None]:
 
 
 def unreadable(options: argparse.Namespace) -> list[Check]:
-    """A folder."""
     with stage(options, 1, "--watch-s", "0.5") as on:
         return cut_off(on, options.rate, lambda: away(on.store))
 
 
 def unreachable(options: argparse.Namespace) -> list[Check]:
-    """A URL."""
     try:
         from tests.probes_store.s3_server import BUCKET, s3_process, use
     except ImportError as error:
@@ -275,7 +289,6 @@ def cut_off(on: Stage, rate: float, outage: Callable[[], AbstractContextManager[
 
 
 def publishing(store: Store) -> str:
-    """What becomes of a publish."""
     try:
         store.publish(draft(SOURCES[0]))
     except Exception as error:
@@ -340,7 +353,6 @@ def disk_full(options: argparse.Namespace) -> list[Check]:
 
 
 def faketime() -> str:
-    """libfaketime's path.  Raises LeftOut."""
     named = os.environ.get("HALLUTRACER_FAKETIME")
     found = [*Path("/usr/lib").glob("*/faketime/libfaketimeMT.so.1"), *Path("/usr/local/lib").glob("faketime/*MT.so.1")]
     if named or found:
@@ -395,19 +407,12 @@ def disconnects(options: argparse.Namespace) -> list[Check]:
 
 
 SCENARIOS: dict[str, Callable[[argparse.Namespace], list[Check]]] = {
-    "killed": killed,
-    "vllm-core": vllm_core,
-    "stopped": stopped,
-    "store": unreadable,
-    "store-url": unreachable,
-    "disk-full": disk_full,
-    "clock": clock,
-    "disconnects": disconnects,
-}
+    "killed": killed, "vllm-core": vllm_core, "stopped": stopped, "store": unreadable, "store-url": unreachable,
+    "disk-full": disk_full, "clock": clock, "disconnects": disconnects,
+}  # fmt: skip
 
 
 def main() -> int:
-    """Play the scenarios."""
     arguments = parser(__doc__, quick="two kills, 100 disconnects, short pauses", cache=False)
     arguments.add_argument("--only", choices=SCENARIOS, action="append", help="this scenario, repeatable")
     arguments.add_argument("--kills", type=int, default=20)

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tqdm import tqdm
 
-from service.engines.context import UNKNOWN
+from service.engines.base import UNKNOWN
 from service.fitting.markdown import markdown_table
 from service.judging.drift import DriftLimits, LabelTest
 from service.serving.monitor import Monitor
@@ -53,7 +53,6 @@ Traffic = Callable[[np.random.Generator, int], tuple[Floats, NDArray[np.int64]]]
 
 
 def fresh(**how: Any) -> Traffic:
-    """Each prompt is a new one."""
     return lambda draw, count: (means(draw, count, **how), np.arange(count))
 
 
@@ -88,7 +87,6 @@ TRAFFIC: dict[str, Traffic] = {
 
 
 def risks(mean: Floats) -> Floats:
-    """As the classifier gives them."""
     return np.asarray(1 / (1 + np.exp(WEIGHT * mean)))
 
 
@@ -98,7 +96,8 @@ def watching(draw: np.random.Generator, limits: DriftLimits) -> Monitor:
         "risk": " ".join(map(repr, risks(means(draw, ROWS)).tolist())),
         "hallucinated": " ".join("01" * (ROWS // 2)),
     }
-    manifest = SimpleNamespace(guarantee=None, uncertainty=None, recalibration=None)
+    record = SimpleNamespace(outside_share=0.0)
+    manifest = SimpleNamespace(guarantee=None, uncertainty=record, recalibration=None)
     bundle = SimpleNamespace(
         reference="a:1", manifest=manifest, evaluation=lambda: {"out_of_fold": {"risks": kept}}
     )  # fmt: skip
@@ -114,11 +113,10 @@ def void_after(monitor: Monitor, served: Floats, prompts: NDArray[np.int64]) -> 
     names, step = [number.to_bytes(8, signed=True) for number in prompts.tolist()], monitor.limits.every
     for start in range(0, len(reports), step):
         monitor.observe(reports[start : start + step], names[start : start + step])
-        yield "drift" in monitor.void
+        yield "drift" in monitor.violations
 
 
 def alarms(served: Floats, prompts: NDArray[np.int64], monitor: Monitor) -> int:
-    """How often it begins to cry."""
     cries = np.array([False, *void_after(monitor, served, prompts)])
     return int((cries[1:] & ~cries[:-1]).sum())
 

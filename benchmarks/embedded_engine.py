@@ -22,8 +22,8 @@ from probes_store.store import SHIPPED, Store
 from service.cli.options import EngineChoice
 from service.demo.questions import questions
 from service.engines.base import Sampling
+from service.engines.transformers.batching import Prefix
 from service.engines.transformers.engine import TransformersEngine
-from service.engines.transformers.prefix import Prefix
 from service.readout import Probes, Site
 
 RESAMPLES = 2_000
@@ -55,7 +55,6 @@ def risks(engine: TransformersEngine, probes: Probes, prompts: list[list[int]]) 
 
 
 def paired(rounds: int, first: Callable[[], float], second: Callable[[], float]) -> str:
-    """Median of first / second over rounds."""
     rng = random.Random(0)
     ratios, seconds = [], []
     for _ in range(rounds):
@@ -73,7 +72,6 @@ def paired(rounds: int, first: Callable[[], float], second: Callable[[], float])
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Print the figures."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--bundle", default="smollm2")
@@ -83,7 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     bundle = Store(SHIPPED).load(options.bundle)
     asked = questions("test")
-    with closing(TransformersEngine.load(EngineChoice(model=options.model).engine_options)) as engine:
+    with closing(TransformersEngine.load(EngineChoice(model=options.model).options_for())) as engine:
         probes = Probes.of(Site(bundle.manifest.readout.site), bundle.probes)
         stride = len(asked) // options.answers
         prompts = [engine.render_chat([{"role": "user", "content": row["prompt"]}]) for row in asked[::stride]]

@@ -28,7 +28,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.load_stats import Check, table
+from benchmarks.harness import Check, table
 from benchmarks.running_service import GENERATE, Job, Line, add_options, answers, together, user
 from hallutracer_research.data.mixture import read_rows
 from service.data.forms.registry import FORMS, Form, chosen
@@ -47,7 +47,6 @@ COMPANY = 400  # questions at least from which a form takes what stands around o
 def plan(
     rows: Sequence[Line], forms: Sequence[Form], per_form: int, seed: int, said: dict[str, str] | None = None
 ) -> list[Job]:
-    """``per_form`` rows of each form."""
     questions = [row for row in rows if "prompt" in row]
     random.Random(seed).shuffle(questions)
     drawn = questions[: max(4 * per_form, COMPANY)]
@@ -87,7 +86,6 @@ class Worth:
 
     @property
     def answered_off(self) -> float:
-        """The same of the answered ones."""
         assert self.answered_risk is not None
         assert self.answered_wrong is not None
         return self.answered_risk - self.answered_wrong
@@ -107,19 +105,13 @@ def worth(lines: Sequence[Line], *, abstained_wrong: bool = False) -> Worth | No
     both = 0 < label.sum() < len(label)
     low, high = auroc_interval(label, risk, group) if both else (None, None)
     return Worth(
-        rows=len(kept),
-        left_out=len(lines) - len(kept),
-        wrong=float(1 - label.mean()),
-        risk=float(risk.mean()),
+        rows=len(kept), left_out=len(lines) - len(kept), wrong=float(1 - label.mean()), risk=float(risk.mean()),
         calibration=debiased_calibration_error(label, risk, shown_bins(len(kept))),
-        auroc=risk_auroc(label, risk) if both else None,
-        low=low,
-        high=high,
-        answered=int(answered.sum()),
+        auroc=risk_auroc(label, risk) if both else None, low=low, high=high, answered=int(answered.sum()),
         answered_wrong=float(1 - label[answered].mean()) if answered.any() else None,
         answered_risk=float(risk[answered].mean()) if answered.any() else None,
         outside=float(np.mean(outside)) if outside else None,
-    )
+    )  # fmt: skip
 
 
 def auroc_interval(
@@ -138,7 +130,6 @@ def auroc_interval(
 
 
 def worths(lines: Sequence[Line], *, abstained_wrong: bool = False) -> dict[str, Worth]:
-    """By form, and of all forms together."""
     names = list(dict.fromkeys(line["form"] for line in lines))
     parts = {name: [line for line in lines if line["form"] == name] for name in names} | {ALL: lines}
     found = {name: worth(part, abstained_wrong=abstained_wrong) for name, part in parts.items()}
@@ -150,24 +141,15 @@ HEADER = ["form", "n", "left out", "wrong", "mean risk", "risk - wrong", "calibr
 
 
 def shown(found: dict[str, Worth]) -> str:
-    """The table."""
     rows = [
         [
-            name if name == ALL else f"`{name}`",
-            f"{one.rows:,}",
-            f"{one.left_out:,}",
-            _number(one.wrong),
-            _number(one.risk),
-            f"{one.off:+.3f}",
-            _number(one.calibration),
+            name if name == ALL else f"`{name}`", f"{one.rows:,}", f"{one.left_out:,}", _number(one.wrong),
+            _number(one.risk), f"{one.off:+.3f}", _number(one.calibration),
             "-" if one.auroc is None else f"{one.auroc:.3f} [{_number(one.low)}, {_number(one.high)}]",
-            f"{one.answered:,}",
-            _number(one.answered_wrong),
-            _number(one.answered_risk),
-            _number(one.outside),
+            f"{one.answered:,}", _number(one.answered_wrong), _number(one.answered_risk), _number(one.outside),
         ]
         for name, one in found.items()
-    ]
+    ]  # fmt: skip
     return markdown_table(HEADER, rows, range(1, len(HEADER)))
 
 
@@ -184,24 +166,17 @@ def targets(found: dict[str, Worth]) -> list[Check]:
     return [
         _check("(a) |mean risk - wrong|", forms, {}, lambda one: one.off, lambda off: abs(off) <= OFF, f"<= {OFF}"),
         _check(
-            "(b) AUROC - the lone question's",
-            ranked,
+            "(b) AUROC - the lone question's", ranked,
             {name: one for name, one in forms.items() if name not in ranked},
-            lambda one: (one.auroc or 0.0) - (lone or 0.0),
-            lambda gain: gain >= -LOSS,
-            f">= -{LOSS}",
+            lambda one: (one.auroc or 0.0) - (lone or 0.0), lambda gain: gain >= -LOSS, f">= -{LOSS}",
             "not judged, for want of lone questions or of a class",
         ),
         _check(
-            "(c) |mean risk - wrong| among answered",
-            enough,
-            {name: one for name, one in forms.items() if name not in enough},
-            lambda one: one.answered_off,
-            lambda off: abs(off) <= OFF_ANSWERED,
-            f"<= {OFF_ANSWERED}",
-            f"not judged, fewer than {ENOUGH} answered",
+            "(c) |mean risk - wrong| among answered", enough,
+            {name: one for name, one in forms.items() if name not in enough}, lambda one: one.answered_off,
+            lambda off: abs(off) <= OFF_ANSWERED, f"<= {OFF_ANSWERED}", f"not judged, fewer than {ENOUGH} answered",
         ),
-    ]
+    ]  # fmt: skip
 
 
 def _check(
@@ -289,7 +264,6 @@ def applying(lines: Sequence[Line]) -> str:
 
 
 def main() -> int:
-    """Ask and print the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--questions", type=Path, help="JSONL rows: id, prompt, answers, group, kind")
     parser.add_argument("--said", type=Path, help="answers.jsonl of a run on them, for forms with the model's own")

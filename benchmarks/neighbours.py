@@ -24,7 +24,7 @@ from contextlib import ExitStack, contextmanager
 
 import httpx
 
-from benchmarks.service_process import ServiceProcess
+from benchmarks.harness import ServiceProcess
 
 QUESTIONS = [
     "Which city is the capital of Yemen?",
@@ -39,7 +39,6 @@ RISKS = 10  # single questions in a turn
 
 @contextmanager
 def neighbours(count: int) -> Iterator[None]:
-    """So many processes that never wait."""
     busy = [subprocess.Popen([sys.executable, "-c", BUSY]) for _ in range(count)]
     try:
         yield

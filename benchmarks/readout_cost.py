@@ -27,20 +27,16 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, Qwen2Config
 
-from benchmarks.load_stats import spread
+from benchmarks.harness import spread
 from service.demo import MODEL_DIR
 from service.engines.transformers.engine import TransformersEngine
 from service.readout import Site
 from tests.engines.tiny import probes
 
 RATIOS = [
-    ("score", "bare", "<= 1.02"),
-    ("score", "bare+head", "<= 1.02"),
-    ("score+1st", "bare+head", "<= 1.02"),
-    ("score", "hidden", "< 1"),
-    ("residual", "bare", "<= 1.02"),
-    ("residual", "hidden", "< 1"),
-]
+    ("score", "bare", "<= 1.02"), ("score", "bare+head", "<= 1.02"), ("score+1st", "bare+head", "<= 1.02"),
+    ("score", "hidden", "< 1"), ("residual", "bare", "<= 1.02"), ("residual", "hidden", "< 1"),
+]  # fmt: skip
 
 
 def build(shape: str) -> tuple[PreTrainedModel, TransformersEngine]:
@@ -50,15 +46,9 @@ def build(shape: str) -> tuple[PreTrainedModel, TransformersEngine]:
         model = AutoModelForCausalLM.from_pretrained(MODEL_DIR, dtype=torch.float32)
         return model, TransformersEngine(model, tokenizer)
     config = Qwen2Config(
-        vocab_size=151_936,
-        hidden_size=896,
-        intermediate_size=4_864,
-        num_hidden_layers=24,
-        num_attention_heads=14,
-        num_key_value_heads=2,
-        tie_word_embeddings=True,
-        max_position_embeddings=32_768,
-    )
+        vocab_size=151_936, hidden_size=896, intermediate_size=4_864, num_hidden_layers=24, num_attention_heads=14,
+        num_key_value_heads=2, tie_word_embeddings=True, max_position_embeddings=32_768,
+    )  # fmt: skip
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()  # type: ignore[no-untyped-call]
     return model, TransformersEngine(model, tokenizer)

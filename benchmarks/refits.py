@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tqdm import tqdm
 
-from probes_store.uncertainty import RefitInterval
+from probes_store.records import RefitInterval
 from service.data.run_folder import RowsFile
 from service.fitting.calibration import (
     FitOptions,
@@ -94,7 +94,6 @@ class World:
 
 
 def on_disk(folder: Path, name: str, x: NDArray[np.float32], label: Index, geometry: Geometry = GEOMETRY) -> Readouts:
-    """As the trainer reads them."""
     path = folder / name
     np.ascontiguousarray(x.transpose(1, 0, 2), "<f4").tofile(path)
     return Readouts(RowsFile(path, geometry, Site.ATTENTION_HEAD, len(x)), np.arange(len(x)), label)
@@ -103,7 +102,6 @@ def on_disk(folder: Path, name: str, x: NDArray[np.float32], label: Index, geome
 def trained(
     train: Readouts, group: Index, fresh: Readouts, elsewhere: Readouts | None, options: FitOptions = OPTIONS
 ) -> Said:
-    """The trainer's steps, for the depth mean."""
     rows, label, blank = np.arange(len(train.label)), train.label, np.zeros((len(train.label), 2))
 
     def fold_risk(fold: OuterFold) -> dict[str, Floats]:
@@ -132,7 +130,6 @@ def trained(
 
 
 def half_widths(interval: RefitInterval, log_odds: Floats, away: Floats) -> Floats:
-    """Of each prompt, [N]."""
     return np.array([interval.half_width(*pair) for pair in zip(log_odds.tolist(), away.tolist(), strict=True)])
 
 
@@ -178,7 +175,6 @@ HEADER = ["training rows", "refits inside", "worst tenth of draws", "low / middl
 
 
 def main() -> None:
-    """Print the table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--draws", type=int, default=30)
     parser.add_argument("--seed", type=int, default=0)

@@ -24,13 +24,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from benchmarks.fleet import Fleet, Replica, fleet, running, two_versions
-from benchmarks.http_client import Pool, post
-from benchmarks.load_stats import Check, conclude, parser, percentile, say, spread
-from benchmarks.loadgen import raise_file_limit
-from benchmarks.service_process import CpuMeter
+from benchmarks.fleet import Fleet, Replica, Witness, fleet, questions, replay, running, two_versions
+from benchmarks.harness import Check, CpuMeter, Pool, conclude, parser, percentile, post, raise_file_limit, say, spread
 from benchmarks.traffic import CITIES, FORMS, require
-from benchmarks.witness import Witness, questions, replay
 from service.access.routes import SCORE_ROUTES
 from tests.deploy.balancer import balancing
 
@@ -123,8 +119,6 @@ def faults(options: argparse.Namespace) -> list[Check]:
 
 @dataclass
 class Chats:
-    """Turns after a session's first."""
-
     seconds: list[float] = field(default_factory=list)
     prompt: int = 0
     cached: int = 0
@@ -201,7 +195,6 @@ PARTS = {"throughput": throughput, "faults": faults, "sessions": sessions}
 
 
 def main() -> int:
-    """Measure."""
     arguments = parser(__doc__, quick="one short round each, 1 and 2 replicas; sessions only with --only", cache=False)
     arguments.add_argument("--counts", type=int, nargs="+", default=[1, 2, 4])
     arguments.add_argument("--rounds", type=int, default=5)

@@ -22,10 +22,8 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.fleet import NAME, Fleet, Replica, fleet, two_versions
-from benchmarks.load_stats import Check, conclude, parser, say, slope
-from benchmarks.loadgen import raise_file_limit
-from benchmarks.witness import Witness, questions, replay
+from benchmarks.fleet import NAME, Fleet, Replica, Witness, fleet, questions, replay, two_versions
+from benchmarks.harness import Check, conclude, parser, raise_file_limit, say, slope
 from probes_store.store import Store
 
 MAX_GROWTH = 1.02  # last third over first third of a process's life after its warm-up
@@ -40,8 +38,6 @@ FLAGS = ("--canary", f"{NAME}@canary", "--canary-share", "0.3", "--deadline-s", 
 
 @dataclass
 class Events:
-    """What was done to the replicas."""
-
     swaps: int = 0
     roles: set[tuple[int, int | None]] = field(default_factory=set)  # versions of production and canary
     refused: list[str] = field(default_factory=list)
@@ -141,7 +137,6 @@ def grown(lives: Mapping[tuple[int, int], Sequence[tuple[float, float]]], least_
 
 
 def judge(witness: Witness, digests: Mapping[str, str], store: Path, events: Events, planned: int) -> list[Check]:
-    """The targets."""
     return [
         witness.failed(),
         replay(witness, digests, store),
@@ -155,7 +150,6 @@ def judge(witness: Witness, digests: Mapping[str, str], store: Path, events: Eve
 
 
 def main() -> int:
-    """Run the soak and its checks."""
     arguments = parser(__doc__, quick="40 s, a swap every 2 s; memory is not judged", cache=False)
     arguments.add_argument("--seconds", type=float, default=1800.0)
     arguments.add_argument("--share", type=float, default=0.8, help="of the measured capacity")

@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 import httpx
 from tqdm import tqdm
 
-from benchmarks.service_process import ServiceProcess
+from benchmarks.harness import ServiceProcess
 from service.data.judges import make_judge
 from service.data.labels import verdict_on
 from service.data.options import ABSTAIN, JudgeOptions
@@ -137,26 +137,18 @@ def post(client: httpx.Client, more: Body, body: Body) -> Line:
 
 
 def line_of(answer: dict[str, Any]) -> Line:
-    """What is kept of an answer to one prompt."""
     [one] = answer["data"]
     completion = one.get("completion")
     return {
-        "bundle": answer["bundle"]["digest"],
-        "risk": one["risk"],
-        "threshold": one["threshold"],
-        "flagged": one["flagged"],
-        "decision": one["decision"],
-        "outside": one.get("outside_training"),
-        "applies": one.get("applies"),
-        "answer": None if completion is None else completion["text"],
-    }
+        "bundle": answer["bundle"]["digest"], "risk": one["risk"], "threshold": one["threshold"],
+        "flagged": one["flagged"], "decision": one["decision"], "outside": one.get("outside_training"),
+        "applies": one.get("applies"), "answer": None if completion is None else completion["text"],
+    }  # fmt: skip
 
 
 def user(text: str) -> Message:
-    """A turn of the user."""
     return {"role": "user", "content": text}
 
 
 def group_of(row: Line) -> str:
-    """A row's group; its id where it has none."""
     return str(row.get("group") or row["id"])

@@ -22,10 +22,21 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.bench_model import SHAPES, prepare
-from benchmarks.http_client import post
-from benchmarks.load_stats import Check, Outcome, conclude, parser, statuses
-from benchmarks.loadgen import closed_loop, make_prompts, raise_file_limit, score_requests
-from benchmarks.service_process import GAUGES, ServiceProcess, cpu_seconds
+from benchmarks.harness import (
+    GAUGES,
+    Check,
+    Outcome,
+    ServiceProcess,
+    closed_loop,
+    conclude,
+    cpu_seconds,
+    make_prompts,
+    parser,
+    post,
+    raise_file_limit,
+    score_requests,
+    statuses,
+)
 
 MIX = "mixed 32-96"
 WORK = (
@@ -45,8 +56,6 @@ KINDS: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class Plan:
-    """One request that will be broken off."""
-
     kind: str
     moment: str
     reset: bool
@@ -173,7 +182,6 @@ def judge(
     files_before: int,
     within_s: float,
 ) -> tuple[list[Check], dict[str, Any]]:
-    """Check that nothing is left behind."""
     took, left = settle(server, within_s)
     before, cpu = server.metrics(), cpu_seconds(server.pid)
     time.sleep(2.0)
@@ -208,7 +216,6 @@ def judge(
 
 
 def main() -> int:
-    """Run the disconnects and the checks."""
     arguments = parser(__doc__, quick="100 disconnects")
     arguments.add_argument("--shape", choices=SHAPES, default="demo")
     arguments.add_argument("--count", type=int, default=1000)

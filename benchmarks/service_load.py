@@ -35,17 +35,26 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.bench_model import SHAPES, Direct, Prepared, prepare
-from benchmarks.http_client import Pool
-from benchmarks.load_plot import draw
-from benchmarks.load_stats import (
+from benchmarks.harness import (
+    MIXES,
+    TEXT,
     Check,
+    CpuMeter,
     Outcome,
+    Pool,
+    ServiceProcess,
     bad_refusals,
+    closed_loop,
     conclude,
     goodput,
+    make_prompts,
+    make_texts,
+    open_loop,
     parser,
     percentile,
     poisson_arrivals,
+    raise_file_limit,
+    score_requests,
     spread,
     statuses,
     steady,
@@ -53,17 +62,54 @@ from benchmarks.load_stats import (
     table,
     write_json,
 )
-from benchmarks.loadgen import (
-    MIXES,
-    TEXT,
-    closed_loop,
-    make_prompts,
-    make_texts,
-    open_loop,
-    raise_file_limit,
-    score_requests,
-)
-from benchmarks.service_process import CpuMeter, ServiceProcess
+
+BLUE, RED, GREY = "#1f5a99", "#c0562b", "#666666"
+
+
+def draw(sweeps: dict[str, Any], path: Path) -> None:
+    """Write a PNG.
+
+    ``sweeps``: shape -> {"direct_rate", "direct_way", "levels": [{"clients", "p50_ms", "p99_ms", "rate"}]}.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+    from matplotlib.ticker import FuncFormatter
+
+    figure, axes = plt.subplots(2, len(sweeps), figsize=(5.2 * len(sweeps), 6.4), squeeze=False, sharex="col")
+    plain = FuncFormatter(lambda value, _: f"{value:g}")
+    for column, (shape, sweep) in enumerate(sweeps.items()):
+        levels = sweep["levels"]
+        clients = [level["clients"] for level in levels]
+        above, below = axes[0][column], axes[1][column]
+        for key, colour, label, up in (("p50_ms", BLUE, "p50", -4), ("p99_ms", RED, "p99", 4)):
+            values = [level[key] for level in levels]
+            above.plot(clients, values, "o-", color=colour, markersize=4)
+            above.annotate(label, (clients[-1], values[-1]), (6, up), textcoords="offset points", va="center",
+                           color=colour, annotation_clip=False)  # fmt: skip
+        above.set(title=shape, yscale="log", ylabel="latency, ms" if column == 0 else "")
+        rates = [level["rate"] for level in levels]
+        below.plot(clients, rates, "o-", color=BLUE, markersize=4)
+        direct = sweep["direct_rate"]
+        below.axhline(direct, color=GREY, linestyle="--", linewidth=1)
+        below.annotate(f"engine called directly, {sweep['direct_way']}", (clients[0], direct), (0, 4),
+                       textcoords="offset points", color=GREY, fontsize=9)  # fmt: skip
+        below.set(xlabel="clients", xscale="log", ylabel="prompts per second" if column == 0 else "")
+        below.set_ylim(0, max([*rates, direct]) * 1.18)
+        below.set_xscale("log", base=2)
+        below.set_xticks(clients)
+        below.xaxis.set_major_formatter(plain)
+        above.yaxis.set_major_formatter(plain)
+        for axis in (above, below):
+            axis.grid(True, which="major", color="#dddddd", linewidth=0.7)
+            axis.set_axisbelow(True)
+            axis.spines[["top", "right"]].set_visible(False)
+    figure.tight_layout()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150, bbox_inches="tight")
+    plt.close(figure)
+
 
 CLIENTS = [1, 2, 4, 8, 16, 32, 64, 128, 256]
 BATCH = 32
@@ -299,13 +345,9 @@ class Bench:
             f"from the intended send time; the generator's own lag p99 {lag * 1e3:.1f} ms; {shown(cores)}",
         )
         self.record["overload"] = {
-            "capacity": [before, after],
-            "goodput": asdict(found),
-            "summary": asdict(summary),
-            "bad_refusals": bad,
-            "generator_lag_p99_s": lag,
-            "cores": cores,
-        }
+            "capacity": [before, after], "goodput": asdict(found), "summary": asdict(summary), "bad_refusals": bad,
+            "generator_lag_p99_s": lag, "cores": cores,
+        }  # fmt: skip
 
     def _direct_rates(self, direct: Direct, prompts: Sequence[list[int] | str]) -> dict[int, float]:
         """Prompts per second by batch size, 32 and 1 (without padding, on a CPU perhaps the better), each twice."""
@@ -363,27 +405,22 @@ def wrk_rate(address: tuple[str, int], requests: list[bytes], seconds: int) -> f
 
 
 def any_prompts(count: int, mix: str, seed: int) -> Sequence[list[int] | str]:
-    """Token ids of a mix, or texts."""
     return make_texts(count, seed) if mix == TEXT else make_prompts(count, mix, seed)
 
 
 def better(rates: dict[int, float]) -> int:
-    """The batch size with the highest rate."""
     return max(rates, key=lambda size: rates[size])
 
 
 def way(size: int) -> str:
-    """How the engine was called, in words."""
     return "one by one" if size == 1 else f"in batches of {size}"
 
 
 def not_answered(outcomes: list[Outcome]) -> dict[str, int]:
-    """Statuses other than 200."""
     return {name: count for name, count in statuses(outcomes).items() if name != "200"}
 
 
 def add(into: dict[str, int], more: dict[str, int]) -> None:
-    """Add counts."""
     for name, count in more.items():
         into[name] = into.get(name, 0) + count
 
@@ -395,12 +432,10 @@ def shown(cores: dict[str, float]) -> str:
 
 
 def say(line: str) -> None:
-    """Print at once: a run takes minutes."""
     print(line, flush=True)
 
 
 def parse() -> argparse.Namespace:
-    """The command line."""
     arguments = parser(__doc__, quick="smoke: short, and no figure to quote")
     arguments.add_argument("--shapes", default="qwen2.5-0.5b,demo", help=", ".join(SHAPES))
     arguments.add_argument("--parts", default="rate,latency,sweep,overload")

@@ -22,11 +22,19 @@ from typing import Any
 import numpy as np
 
 from benchmarks.bench_model import SHAPES, Prepared, prepare
-from benchmarks.http_client import Pool
-from benchmarks.load_stats import Check, conclude, parser, percentile, slope
-from benchmarks.loadgen import raise_file_limit
+from benchmarks.harness import (
+    Check,
+    CpuMeter,
+    Metrics,
+    Pool,
+    ServiceProcess,
+    conclude,
+    parser,
+    percentile,
+    raise_file_limit,
+    slope,
+)
 from benchmarks.service_disconnects import Plan, break_off, settle
-from benchmarks.service_process import CpuMeter, Metrics, ServiceProcess
 from benchmarks.traffic import Tally, Traffic, Unexpected
 
 WARM_UP = 0.2  # share of the run whose memory is not judged
@@ -36,8 +44,6 @@ KEPT = 20_000  # latencies per kind
 
 @dataclass
 class Soak:
-    """What the clients saw."""
-
     tally: Tally = field(default_factory=Tally)
     counts: Counter[str] = field(default_factory=Counter)
     latencies: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
@@ -47,7 +53,6 @@ class Soak:
 
 
 async def client(server: ServiceProcess, traffic: Traffic, soak: Soak, until: float, think_s: float) -> None:
-    """One client, one request after the other."""
     pool = Pool(*server.address)
     pick = random.Random(id(traffic))
     while time.monotonic() < until and server.alive():
@@ -102,7 +107,6 @@ async def watch(server: ServiceProcess, soak: Soak, until: float) -> None:
 
 
 async def run(server: ServiceProcess, prepared: Prepared, options: argparse.Namespace) -> Soak:
-    """All clients until the time is over."""
     soak = Soak()
     until = time.monotonic() + options.seconds
     first, second = prepared.bundles
@@ -119,7 +123,6 @@ async def run(server: ServiceProcess, prepared: Prepared, options: argparse.Name
 
 
 def memory_checks(series: list[tuple[float, float]]) -> list[Check]:
-    """Growth after warm-up."""
     times, values = np.array(series).T
     kept = times >= times[-1] * WARM_UP
     times, values = times[kept], values[kept]
@@ -190,7 +193,6 @@ def metric_checks(before: Metrics, after: Metrics, soak: Soak, bundle: str) -> l
 
 
 def kinds_table(soak: Soak) -> str:
-    """Requests and latencies by kind."""
     lines = [f"{'':28} {'requests':>9} {'p50 ms':>8} {'p99 ms':>8}"]
     for kind, values in sorted(soak.latencies.items()):
         lines.append(f"{kind:28} {soak.counts[kind]:9} {percentile(values, 0.5) * 1e3:8.1f} "
@@ -200,7 +202,6 @@ def kinds_table(soak: Soak) -> str:
 
 
 def main() -> int:
-    """Run the soak and its checks."""
     arguments = parser(__doc__, quick="20 s")
     arguments.add_argument("--shape", choices=SHAPES, default="demo")
     arguments.add_argument("--seconds", type=float, default=600.0)

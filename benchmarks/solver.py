@@ -28,7 +28,7 @@ import numpy as np
 from joblib import Parallel, delayed, parallel_config
 from sklearn.linear_model import LogisticRegression
 
-from benchmarks.load_stats import Check, conclude, parser, say
+from benchmarks.harness import Check, conclude, parser, say
 from service.fitting.fit import row_weights
 from service.fitting.scores import auroc
 from service.fitting.solver import INTERCEPT_PENALTY, one_torch_thread, solve
@@ -59,7 +59,6 @@ def layer(number: int, heads: int, rows: int) -> np.ndarray:
 
 
 def labels(rows: int) -> np.ndarray:
-    """[rows], 45 % factual."""
     return (np.random.default_rng(7).random(rows) < 0.45).astype(np.int64)
 
 
@@ -78,19 +77,16 @@ Fits = tuple[np.ndarray, np.ndarray]  # raw-space weights [h, P, DIM], intercept
 
 
 def ours_alone(x: np.ndarray) -> Fits:
-    """Heads [h, n, DIM] in this process."""
     with one_torch_thread():
         found = solve(x, labels(x.shape[1]), folds(x.shape[1]), PARTITION, C)
     return found.weight, found.intercept
 
 
 def ours_part(path: Path, heads: list[int]) -> Fits:
-    """Some heads of a layer on disk."""
     return ours_alone(np.stack([np.load(path, mmap_mode="r")[head] for head in heads]))
 
 
 def ours(path: Path, heads: int, jobs: int) -> Fits:
-    """All heads, shared out in small parts."""
     parts = np.array_split(np.arange(heads), min(heads, 4 * jobs))
     with parallel_config(backend="loky", n_jobs=jobs, inner_max_num_threads=1):
         found = Parallel()(delayed(ours_part)(path, part.tolist()) for part in parts)
@@ -139,7 +135,6 @@ def objectives(x: np.ndarray, weight: np.ndarray, intercept: np.ndarray) -> np.n
 
 
 def training_aurocs(x: np.ndarray, weight: np.ndarray) -> np.ndarray:
-    """[h, P]; 0 where a probe is zero."""
     label, s = labels(x.shape[1]), folds(x.shape[1])
     found = np.zeros(weight.shape[:2])
     for head in range(len(x)):
@@ -151,7 +146,6 @@ def training_aurocs(x: np.ndarray, weight: np.ndarray) -> np.ndarray:
 
 
 def slope(sizes: list[int], seconds: list[float]) -> float:
-    """Of the line through logarithms."""
     return float(np.polyfit(np.log(sizes), np.log(seconds), 1)[0])
 
 
@@ -166,7 +160,6 @@ def alone(number: int, heads: int, rows: int) -> float:
 
 
 def main() -> int:
-    """The run."""
     arguments = parser(__doc__, quick="small sizes, nothing judged", cache=False)
     arguments.add_argument("--layers", type=int, default=28)
     arguments.add_argument("--heads", type=int, default=28)

@@ -9,10 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from benchmarks.http_client import post
-
-CITIES = ["Rome", "Oslo", "Lima", "Accra", "Hanoi", "Quito", "Riga", "Dakar", "Turin", "Osaka", "Perth", "Leeds"]
-FORMS = ["Which country is {} in?", "What continent is {} on?", "Where is {}?", "In which region does {} lie?"]
+from benchmarks.harness import CITIES, FORMS, post
 
 
 @dataclass
@@ -27,7 +24,6 @@ class Tally:
     codes: Counter[str] = field(default_factory=Counter)
 
     def add(self, answer: dict[str, Any], usage: dict[str, int]) -> None:
-        """One answer's data and its final usage."""
         for risk in answer["data"]:
             self.prompts[risk["decision"]] += 1
             self.flagged += bool(risk["flagged"])
@@ -80,11 +76,9 @@ class Traffic:
         ]
 
     def kinds(self) -> list[str]:
-        """All of them."""
         return [name for _, name, _ in self._kinds]
 
     def next(self) -> Request:
-        """One request."""
         weights = [weight for weight, _, _ in self._kinds]
         _, name, make = self._random.choices(self._kinds, weights)[0]
         return Request(name, *make())

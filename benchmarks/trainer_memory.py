@@ -19,7 +19,7 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.load_stats import Check, conclude, say
+from benchmarks.harness import Check, conclude, say
 from benchmarks.solver import DIM, labels, layer
 from benchmarks.vllm_turns import group_memory_gib
 from service.data.run_folder import RowsFile
@@ -31,7 +31,6 @@ LIMIT_GIB = 2.0
 
 
 def rows_file(options: argparse.Namespace) -> RowsFile:
-    """Where the rows are, made or to be made."""
     geometry = Geometry(options.layers, options.heads, DIM, options.heads * DIM)
     return RowsFile(options.folder / "rows.f32", geometry, Site.ATTENTION_HEAD, options.rows)
 
@@ -52,7 +51,6 @@ def fit(options: argparse.Namespace) -> None:
 
 
 def main() -> int:
-    """The run."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, default=20_000)
     parser.add_argument("--layers", type=int, default=28)

@@ -35,8 +35,6 @@ SAME: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Kind:
-    """How a contestant differs."""
-
     words: str
     worker: str | None = None
     eager: bool = False
@@ -55,7 +53,6 @@ KINDS = {
 
 
 def start(model: str, kind: Kind, stats: bool, more: dict[str, Any]) -> Any:
-    """A ``vllm.LLM``."""
     from service.engines.vllm.launch import ENVIRONMENT
     from service.engines.vllm.wire import KEY
 
@@ -141,7 +138,6 @@ _ANSWERS = 1
 
 
 def main() -> None:
-    """See above."""
     global _ANSWERS
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True)

@@ -36,8 +36,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.bench_model import SHAPES, prepare
-from benchmarks.load_stats import Check, parser, say, table, write_json
-from benchmarks.service_process import machine_busy_seconds
+from benchmarks.harness import Check, machine_busy_seconds, parser, say, table, write_json
 from benchmarks.vllm_turns import Talker, group_memory_gib, interval
 
 SITTINGS = "bare,again,ours,hooks;bare,both,eager"
@@ -48,20 +47,16 @@ SHORT_S = 0.4  # a measure shorter than this is repeated within a turn
 
 @dataclass(frozen=True)
 class Measure:
-    """One thing that is timed."""
-
     name: str
     prompt: int
     tokens: int
     target: float
 
     def seconds(self, answer: dict[str, Any]) -> float:
-        """Out of a contestant's answer."""
         return float(answer["seconds"] if self.tokens == 1 else answer["decode"][0])
 
 
 def measures(lengths: list[int]) -> list[Measure]:
-    """Prefills of these lengths, and decode."""
     return [Measure(f"prefill {length}", length, 1, 1.01) for length in lengths] + [
         Measure("decode", min(64, *lengths), DECODED, 1.01)
     ]
@@ -126,7 +121,6 @@ class Run:
 
 
 def checks_of(run: Run, judged: bool) -> list[Check]:
-    """A line for every ratio of every measure."""
     found = []
     for measure in run.todo:
         for ours, theirs in RATIOS:
@@ -188,7 +182,6 @@ def sit(options: argparse.Namespace, run: Run, rounds: int, folder: str, logs: P
 
 
 def parse() -> argparse.Namespace:
-    """The command line."""
     arguments = parser(__doc__, quick="smoke: demo model, eager, few rounds, nothing judged")
     arguments.add_argument("--shape", choices=SHAPES, default=SHAPES[0])
     arguments.add_argument("--sittings", default=SITTINGS, help="contestants; those before and after a ; sit apart")

@@ -32,9 +32,20 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.bench_model import SHAPES, Prepared, prepare
-from benchmarks.http_client import Pool, post
-from benchmarks.load_stats import Check, conclude, parser, percentile, say, table, write_json
-from benchmarks.loadgen import MIXES, make_prompts, score_requests
+from benchmarks.harness import (
+    MIXES,
+    Check,
+    Pool,
+    conclude,
+    make_prompts,
+    parser,
+    percentile,
+    post,
+    say,
+    score_requests,
+    table,
+    write_json,
+)
 from benchmarks.vllm_contestant import MAX_LENGTH, SAME
 from benchmarks.vllm_turns import Listener, Talker, group_memory_gib, interval
 
@@ -109,7 +120,6 @@ class Bench:
                     self.latency(ours, stock, clients, count)
 
     def rate(self, ours: Listener, direct: Talker, mix: str) -> None:
-        """Fixed work, both ways."""
         with direct.turn():
             seconds = [direct.ask(prompts=self._prompts(CLIENTS, mix), tokens=1)["seconds"] for _ in range(2)]
         count = CLIENTS * max(self.options.least, round(self.options.round_seconds / seconds[1]))
@@ -208,7 +218,6 @@ class Bench:
 
 
 def parse() -> argparse.Namespace:
-    """The command line."""
     arguments = parser(__doc__, quick="smoke: demo model, eager, short; nothing judged")
     arguments.add_argument("--shapes", default="qwen2.5-0.5b,demo", help=", ".join(SHAPES))
     arguments.add_argument("--parts", default="rate,latency")

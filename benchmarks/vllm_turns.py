@@ -58,16 +58,10 @@ class Group:
         self._log = log
         with log.open("wb") as stderr:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", *command],
-                cwd=ROOT,
-                env=inherited() | (environment or {}),
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=stderr,
-                text=True,
-                bufsize=1,
+                [sys.executable, "-m", *command], cwd=ROOT, env=inherited() | (environment or {}),
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr, text=True, bufsize=1,
                 start_new_session=True,
-            )
+            )  # fmt: skip
         try:
             self._until_ready()
         except BaseException:
@@ -77,12 +71,10 @@ class Group:
 
     @property
     def pid(self) -> int:
-        """Of the process, and of its group."""
         return self._process.pid
 
     @contextmanager
     def turn(self) -> Iterator[None]:
-        """Let it run."""
         self._signal(signal.SIGCONT)
         try:
             yield

@@ -13,11 +13,11 @@ from pathlib import Path
 
 import httpx
 import matplotlib.pyplot as plt
-from playwright.sync_api import Browser, expect
+from playwright.sync_api import Browser, expect, sync_playwright
 from rich.console import Console
 from rich.text import Text
 
-from tests.browser.chromium import chromium
+from tests.browser.chromium import executable
 
 DOCS = Path(__file__).parent
 ROWS = 24
@@ -65,7 +65,8 @@ def tenths(url: str, target: Path) -> None:
 
 def main(url: str) -> None:
     """All of them."""
-    with chromium() as browser:
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=executable())
         page(browser, url, DOCS / "playground.png", 1280, 900)
         page(browser, url, DOCS / "playground-phone.png", 390, 844)
     terminal(url, DOCS / "try.svg")

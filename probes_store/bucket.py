@@ -1,4 +1,4 @@
-"""A store's objects below a URL.
+"""A store's objects below a URL, through fsspec.
 
     URL/NAME/blobs/SHA256           every file of every version, by its content; never overwritten with other bytes
     URL/NAME/VERSION/bundle.json    the manifest, created last and only where there is none: this publishes a version
@@ -7,49 +7,78 @@
 
 A publisher that dies leaves blobs, which are no bundle.  Nothing but ``model.sig`` is ever overwritten, so all that is
 needed of the server is that an object can be created on the condition that there is none.
+
+Credentials and endpoints are those of fsspec's implementations: AWS_* variables and ~/.aws for s3, application default
+credentials for gs, AZURE_STORAGE_* for az, FSSPEC_* and ~/.config/fsspec for all.  A URL holds none.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import errno
+import secrets
+import socket
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cached_property
+from typing import Any
 
-from probes_store.aliases import ALIASES, moved, parse_aliases
 from probes_store.bundle import MAX_MANIFEST, MAX_SIGNATURE, SIGNATURE, timestamp
-from probes_store.errors import BundleDamaged, DigestMismatch, MissingFile
-from probes_store.manifest import MANIFEST, NAME, Manifest, manifest_bytes, read_manifest, record_of, sealed
-from probes_store.objects import Objects
-from probes_store.reference import VERSION, next_number
-from probes_store.strict import readable_json
+from probes_store.errors import (
+    BundleDamaged,
+    BundleError,
+    DigestMismatch,
+    MissingFile,
+    StoreRefused,
+    StoreUnreachable,
+    one_line,
+)
+from probes_store.manifest import MANIFEST, Manifest, manifest_bytes, read_manifest, record_of, sealed
+from probes_store.syntax import (
+    ALIASES,
+    EXTRAS,
+    NAME,
+    VERSION,
+    check_url,
+    moved,
+    next_number,
+    parse_aliases,
+    readable_json,
+)
 
-TABLES = "aliases"
-BLOBS = "blobs"
+TABLES, BLOBS = "aliases", "blobs"
+EXCLUSIVE = ".exclusive"  # an object that tells whether the server honours a conditional create
+WRITE_S, WRITE_BYTES_S = 20.0, 100_000  # how long a write may take, and at what rate at least
+_NO_ANSWER = {  # classes of botocore, aiohttp, azure and google.auth, none of which is imported here
+    "EndpointConnectionError", "ConnectTimeoutError", "HTTPClientError", "ClientConnectionError", "ServiceRequestError",
+    "ServiceResponseError", "TransportError",
+}  # fmt: skip
+_BUSY = {errno.EBUSY, errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, getattr(errno, "EREMOTEIO", errno.EBUSY)}
+_OPTIONS: dict[str, dict[str, dict[str, Any]]] = {  # a server that is down must not hold a start up for minutes
+    "s3": {"config_kwargs": {"connect_timeout": 5, "read_timeout": 10, "retries": {"max_attempts": 1}}}
+}
 
 
 class Bucket:
-    """See ``Source`` for what the methods do."""
+    """See ``BundleSource`` for what the methods do."""
 
     def __init__(self, url: str) -> None:
         self._objects = Objects(url)
-
-    @property
-    def where(self) -> str:
-        """The URL."""
-        return self._objects.url
+        self.where = self._objects.url
 
     def names(self) -> Sequence[str]:
-        """Names with a version."""
+        """Return names with a version."""
         return [name for name in self._objects.children() if NAME.fullmatch(name) and self.versions(name)]
 
     def versions(self, name: str) -> set[int]:
-        """Numbers below the name: a publisher creates nothing there before the manifest."""
+        """Return the numbers below the name: a publisher creates nothing there before the manifest."""
         return {int(child) for child in self._objects.children(name) if VERSION.fullmatch(child)}
 
     def aliases(self, name: str) -> dict[str, int]:
-        """The newest table."""
+        """Return the newest table."""
         return self._table(name)[1]
 
     def manifest(self, name: str, version: int) -> bytes:
-        """bundle.json."""
+        """Read bundle.json."""
         path = f"{name}/{version}/{MANIFEST}"
         data = self._objects.read(path, MAX_MANIFEST)
         if data is None:
@@ -57,23 +86,20 @@ class Bucket:
         return data
 
     def signature(self, name: str, version: int) -> bytes | None:
-        """model.sig."""
+        """Read model.sig."""
         return self._objects.read(f"{name}/{version}/{SIGNATURE}", MAX_SIGNATURE)
 
     def files(self, manifest: Manifest) -> dict[str, bytes]:
-        """The blobs that the manifest lists."""
+        """Read the blobs that the manifest lists."""
         files = {}
         for name, record in manifest.files.items():
             shown = f"{manifest.name}/{manifest.version}/{name}"
             data = self._objects.read(f"{manifest.name}/{BLOBS}/{record.sha256}", record.bytes)
             if data is None:
                 raise MissingFile("the file is missing", file=shown)
-            if record_of(data) != record:
-                found = record_of(data)
-                raise DigestMismatch(
-                    f"{self.where} has another file", file=shown, expected=f"{record.bytes} bytes, {record.sha256}",
-                    found=f"{found.bytes} bytes, {found.sha256}",
-                )  # fmt: skip
+            found = record_of(data)
+            if found != record:
+                raise DigestMismatch(f"{self.where} has another file", file=shown, expected=record, found=found)
             files[name] = data
         return files
 
@@ -82,7 +108,7 @@ class Bucket:
         self._objects.check_exclusive()
 
     def publish(self, manifest: Manifest, files: Mapping[str, bytes]) -> int:
-        """Blobs first, then the manifest under the next free number."""
+        """Write blobs first, then the manifest under the next free number."""
         name = manifest.name
         self._objects.check_exclusive()
         self._upload(name, files)
@@ -99,7 +125,7 @@ class Bucket:
                 return version
 
     def add(self, manifest: Manifest, files: Mapping[str, bytes]) -> bool:
-        """Blobs first, then the manifest, then the signature."""
+        """Write blobs first, then the manifest, then the signature."""
         self._objects.check_exclusive()
         self._upload(manifest.name, {name: files[name] for name in manifest.files})
         if not self._claim(manifest):
@@ -121,11 +147,11 @@ class Bucket:
                 return
 
     def write_signature(self, name: str, version: int, data: bytes) -> None:
-        """Over an older one."""
+        """Write over an older one."""
         self._objects.put(f"{name}/{version}/{SIGNATURE}", data)
 
     def _table(self, name: str) -> tuple[int, dict[str, int]]:
-        """The highest revision and its table; 0 and a local store's aliases.json, where that was copied to the URL."""
+        """Return the highest revision and its table; 0 and a local store's aliases.json, where that was copied here."""
         children = self._objects.children(name, TABLES)
         revision = max((int(c[:-5]) for c in children if c.endswith(".json") and VERSION.fullmatch(c[:-5])), default=0)
         path = f"{name}/{TABLES}/{revision}.json" if revision else f"{name}/{ALIASES}"
@@ -137,7 +163,7 @@ class Bucket:
         return revision, parse_aliases(data, path)
 
     def _digest(self, name: str, version: int) -> str | None:
-        """None for a manifest that does not read: it is no substitute for anything."""
+        """Return None for a manifest that does not read: it is no substitute for anything."""
         try:
             return read_manifest(self.manifest(name, version)).digest
         except BundleDamaged:
@@ -150,9 +176,154 @@ class Bucket:
                 self._objects.put(path, data)  # damaged: its name says what it must be
 
     def _claim(self, manifest: Manifest) -> bool:
-        """Whether this manifest is the version's: the only step that publishes."""
+        """Return whether this manifest is the version's: the only step that publishes."""
         data = manifest_bytes(manifest)
         if self._objects.create(f"{manifest.name}/{manifest.version}/{MANIFEST}", data):
             return True
         # Ours after all, where the answer to an earlier attempt was lost on its way and the client asked again.
         return self.manifest(manifest.name, manifest.version) == data
+
+
+class Objects:
+    """What lies below one URL.  Every method raises StoreRefused, and StoreUnreachable where there was no answer."""
+
+    def __init__(self, url: str) -> None:
+        self.url = check_url(url)
+        self._scheme, _, self._root = self.url.partition("://")
+
+    @cached_property
+    def _fs(self) -> Any:
+        import fsspec
+        from fsspec.config import conf
+
+        options: dict[str, Any] = {"use_listings_cache": False}
+        for name, value in _OPTIONS.get(self._scheme, {}).items():
+            options[name] = value | conf.get(self._scheme, {}).get(name, {})
+        try:
+            opened = fsspec.filesystem(self._scheme, **options)
+        except ImportError as error:
+            raise StoreRefused(
+                f"{self._scheme}:// needs a package that is not installed: {error}",
+                cure=f"Run: pip install 'hallutracer[{EXTRAS[self._scheme]}]'",
+            ) from error
+        if self._scheme == "s3":
+            opened.retries = 1  # s3fs's own, around botocore's one more try
+        return opened
+
+    def children(self, *parts: str) -> list[str]:
+        """Return names directly below a path, sorted; none where there is nothing.
+
+        Below the root, a bucket that does not exist is an error rather than an empty store.
+        """
+        path = self._path(*parts)
+        with self._errors(path):
+            try:
+                found = self._fs.ls(path, detail=False)
+            except FileNotFoundError:
+                container = self._root.partition("/")[0]
+                if not parts and self._scheme != "memory" and not self._fs.exists(container):
+                    raise StoreRefused(
+                        f"there is no {container!r}", file=self.url, cure="Check the spelling, or create it first"
+                    ) from None
+                return []
+        base = f"{path}/"
+        below = (str(name).strip("/") for name in found)
+        return sorted({name.removeprefix(base).partition("/")[0] for name in below if name.startswith(base)})
+
+    def read(self, path: str, limit: int) -> bytes | None:
+        """Return an object; None where there is none, and only the first ``limit`` + 1 bytes of a longer one."""
+        full = self._path(path)
+        with self._errors(full):
+            try:
+                return bytes(self._fs.cat_file(full, start=0, end=limit + 1))
+            except FileNotFoundError:
+                return None
+            except Exception as error:  # no range of an empty object can be asked for
+                if not _no_answer(error) and self._fs.info(full)["size"] == 0:
+                    return b""
+                raise
+
+    def put(self, path: str, data: bytes) -> None:
+        """Write an object, over another if there is one; a reader sees the old or the new one."""
+        full = self._path(path)
+        with self._errors(full):
+            self._write(full, data)
+
+    def create(self, path: str, data: bytes) -> bool:
+        """Write an object unless there is one: of several callers one gets True.
+
+        An answer that was lost on its way may make the winner see False: compare what is there.
+        """
+        full = self._path(path)
+        for _ in range(8):
+            with self._errors(full):
+                try:
+                    self._write(full, data, mode="create")
+                except FileExistsError:
+                    return False
+                except OSError as error:
+                    if _code(error) == "ConditionalRequestConflict":  # another create is under way: ask again
+                        continue
+                    if _code(error) == "PreconditionFailed":
+                        return False
+                    raise
+                return True
+        raise StoreUnreachable("others keep writing this object", file=full, cure="Run the command again")
+
+    def _write(self, full: str, data: bytes, **options: str) -> None:
+        """Within a time: botocore has none for the server's "100 Continue", and aiohttp's is five minutes."""
+        seconds = WRITE_S + len(data) / WRITE_BYTES_S
+        try:
+            self._fs.pipe_file(full, data, timeout=seconds, **options)
+        except TimeoutError as error:
+            raise TimeoutError(str(error) or f"none within {seconds:.0f} s") from error
+
+    def check_exclusive(self) -> None:
+        """Raise StoreRefused where the server takes a second create of one object for a first one.
+
+        Two publishers would then both believe that they have a version, and the later one overwrites the other's.
+        """
+        if self.create(EXCLUSIVE, secrets.token_bytes(8)) and self.create(EXCLUSIVE, secrets.token_bytes(8)):
+            raise StoreRefused(
+                "the server ignores If-None-Match, so that one publisher could overwrite another's version",
+                file=self.url,
+                cure="Use a server with conditional writes (Amazon S3, GCS, Azure, MinIO, Ceph from 20 on), or publish "
+                "into a folder and copy that",
+            )
+
+    def _path(self, *parts: str) -> str:
+        return "/".join((self._root, *(part for part in parts if part)))
+
+    @contextmanager
+    def _errors(self, path: str) -> Iterator[None]:
+        """Turn what a file system raises into a StoreRefused or StoreUnreachable that says what to do."""
+        try:
+            yield
+        except (BundleError, FileExistsError):
+            raise
+        except Exception as error:  # the libraries behind the schemes share no base class
+            said, where = one_line(error), f"{self._scheme}://{path}"
+            if _no_answer(error):
+                cure = "Check the connection and the endpoint, or try again later"
+                raise StoreUnreachable(f"no answer: {said}", file=where, cure=cure) from error
+            cure = "Check the credentials, what they allow, the endpoint and the bucket's region"
+            raise StoreRefused(said, file=where, cure=cure) from error
+
+
+def _no_answer(error: BaseException) -> bool:
+    """Return whether it was the way or the server that failed, rather than the request."""
+    names = {kind.__name__ for kind in type(error).__mro__}
+    status = getattr(error, "status", None) or getattr(error, "status_code", None) or getattr(error, "code", None)
+    return (
+        isinstance(error, TimeoutError | ConnectionError)
+        or bool(names & _NO_ANSWER)
+        or (isinstance(error, OSError) and error.errno in _BUSY)
+        or isinstance(error, socket.gaierror)
+        or (isinstance(status, int) and status >= 500)
+    )
+
+
+def _code(error: BaseException) -> str | None:
+    """Return S3's own word for an error."""
+    response = getattr(error.__cause__, "response", None)
+    return response.get("Error", {}).get("Code") if isinstance(response, dict) else None

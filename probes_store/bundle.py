@@ -1,4 +1,4 @@
-"""A bundle folder: draft -> bytes on disk -> frozen Bundle.
+"""A bundle folder: draft -> bytes on disk -> frozen Bundle, and the replay of its golden prompts.
 
 Loading checks the manifest first, then names, sizes and hashes of all files, and only then parses the tensors.
 Before writing, everything is rendered to bytes and read back by the same reader, so that only a bundle that loads can
@@ -9,37 +9,26 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from probes_store.durable import sync_folder, write_file
+import numpy as np
+from numpy.typing import NDArray
+
+from probes_store import manifest as manifests
 from probes_store.errors import (
     BadValue,
     BundleNotFound,
     DigestMismatch,
+    GoldenMismatch,
     MissingFile,
     Truncated,
     UnknownFile,
 )
-from probes_store.manifest import (
-    CARD,
-    EVALUATION,
-    GOLDEN,
-    MANIFEST,
-    PROBES,
-    UNSET_TIME,
-    FileRecord,
-    Manifest,
-    check_fields,
-    manifest_bytes,
-    read_manifest,
-    record_of,
-    sealed,
-)
-from probes_store.strict import parse_json, plain, read_record, readable_json
+from probes_store.manifest import CARD, EVALUATION, GOLDEN, MANIFEST, PROBES, FileRecord, Manifest, read_manifest
+from probes_store.syntax import parse_json, plain, readable_json
 from probes_store.tensors import Golden, ProbeTensors, pack, read_golden, read_probes
 
 MAX_MANIFEST = 1 << 20  # bytes
@@ -75,15 +64,15 @@ class Bundle:
         return self.manifest.reference
 
     def evaluation(self) -> dict[str, Any]:
-        """evaluation.json, read and verified.  Raises a subclass of BundleDamaged."""
-        data = _read_listed(self.path, EVALUATION, self.manifest.files[EVALUATION])
-        value = parse_json(data, _shown(self.path, EVALUATION))
+        """Read and verify evaluation.json.  Raises a subclass of BundleDamaged."""
+        shown = _shown(self.path, EVALUATION)
+        value = parse_json(_read_listed(self.path, EVALUATION, self.manifest.files[EVALUATION]), shown)
         if not isinstance(value, dict):
-            raise BadValue("bad value", file=_shown(self.path, EVALUATION), expected="an object", found=type(value))
+            raise BadValue("bad value", file=shown, expected="an object", found=type(value))
         return value
 
     def card(self) -> str:
-        """README.md, read and verified.  Raises a subclass of BundleDamaged."""
+        """Read and verify README.md.  Raises a subclass of BundleDamaged."""
         data = _read_listed(self.path, CARD, self.manifest.files[CARD])
         try:
             return data.decode()
@@ -102,29 +91,38 @@ def load_bundle(path: Path) -> Bundle:
     manifest = read_manifest(_read(path, MANIFEST, MAX_MANIFEST), _shown(path, MANIFEST))
     for entry in path.rglob("*"):
         name = entry.relative_to(path).as_posix()
-        known = name in (*manifest.files, MANIFEST, SIGNATURE, "plots") or name.rsplit("/", 1)[-1].startswith(".")
-        if not known:
+        if not (name in (*manifest.files, MANIFEST, SIGNATURE, "plots") or entry.name.startswith(".")):
             raise UnknownFile("the manifest does not list this file", file=_shown(path, name))
     files = read_files(path, manifest)
     probes = read_probes(files[PROBES], manifest, _shown(path, PROBES))
-    golden = read_golden(files[GOLDEN], manifest, _shown(path, GOLDEN))
-    return Bundle(manifest, probes, golden, path)
+    return Bundle(manifest, probes, read_golden(files[GOLDEN], manifest, _shown(path, GOLDEN)), path)
+
+
+def load_version(name: str, path: Path) -> Bundle:
+    """Load the bundle in .../NAME/VERSION, whose manifest must say the same.  Raises what ``load_bundle`` raises."""
+    bundle = load_bundle(path)
+    for part, expected in (("name", name), ("version", int(path.name))):
+        found = getattr(bundle.manifest, part)
+        if found != expected:
+            raise BadValue(
+                "the folder does not match the manifest", file=_shown(path, MANIFEST), field=part, expected=expected,
+                found=found, cure="Move the folder back to its place, or publish the bundle anew",
+            )  # fmt: skip
+    return bundle
 
 
 def read_signature(path: Path) -> bytes | None:
-    """model.sig of a bundle's folder; None where there is none.  Raises a subclass of BundleDamaged."""
-    if not (path / SIGNATURE).exists():
-        return None
-    return _read(path, SIGNATURE, MAX_SIGNATURE)
+    """Read model.sig of a bundle's folder; None where there is none.  Raises a subclass of BundleDamaged."""
+    return _read(path, SIGNATURE, MAX_SIGNATURE) if (path / SIGNATURE).exists() else None
 
 
 def read_files(path: Path, manifest: Manifest) -> dict[str, bytes]:
-    """Every file that the manifest lists, after checking its size and hash.  Raises a subclass of BundleDamaged."""
+    """Read every file that the manifest lists, with its size and hash.  Raises a subclass of BundleDamaged."""
     return {name: _read_listed(path, name, record) for name, record in manifest.files.items()}
 
 
 def render(draft: BundleDraft) -> tuple[Manifest, dict[str, bytes]]:
-    """A draft -> its manifest (version 1, ``UNSET_TIME``) and the bytes of every other file.
+    """Return a draft's manifest, as version 1 without a time, and the bytes of every other file.
 
     The same draft gives the same bytes and the same digest.  Raises a subclass of BundleDamaged where the result would
     not load.
@@ -138,37 +136,23 @@ def render(draft: BundleDraft) -> tuple[Manifest, dict[str, bytes]]:
         CARD: draft.card.encode(),
         **{f"plots/{name}": data for name, data in draft.plots.items()},
     }
-    records = {name: record_of(data) for name, data in files.items()}
-    document = dataclasses.asdict(dataclasses.replace(draft.manifest, files=records))
-    manifest = read_record(Manifest, plain(document, MANIFEST), MANIFEST)
-    manifest = sealed(manifest, version=1, created=UNSET_TIME)
-    check_fields(manifest)
+    records = {name: manifests.record_of(data) for name, data in files.items()}
+    fields = dataclasses.asdict(draft.manifest) | {
+        "version": 1, "created": manifests.UNSET_TIME, "files": {name: vars(record) for name, record in records.items()}
+    }  # fmt: skip
+    manifest = manifests.read_record(manifests.with_seal(plain(fields, MANIFEST)), MANIFEST)
     read_probes(files[PROBES], manifest)
     read_golden(files[GOLDEN], manifest)
     return manifest, files
 
 
-def write_files(into: Path, files: Mapping[str, bytes]) -> None:
-    """Every file but the manifest, flushed.  Raises OSError."""
-    for name, data in files.items():
-        write_file(into / name, data)
-    for folder in {(into / name).parent for name in files}:
-        sync_folder(folder)
-
-
-def write_manifest(into: Path, manifest: Manifest) -> None:
-    """bundle.json, flushed; written last, so that a folder is invalid until fully written.  Raises OSError."""
-    write_file(into / MANIFEST, manifest_bytes(manifest))
-    sync_folder(into)
-
-
 def timestamp(moment: datetime | None = None) -> str:
-    """A moment (with a time zone; default now) as the manifest writes it."""
+    """Return a moment (with a time zone; default now) as the manifest writes it."""
     return (moment or datetime.now(UTC)).astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
 def _read(folder: Path, name: str, limit: int) -> bytes:
-    """A regular file inside the folder, of at most ``limit`` bytes."""
+    """Read a regular file inside the folder, of at most ``limit`` bytes."""
     path, shown = folder / name, _shown(folder, name)
     try:
         if not path.is_file():
@@ -186,24 +170,108 @@ def _read(folder: Path, name: str, limit: int) -> bytes:
 
 
 def _read_listed(folder: Path, name: str, record: FileRecord) -> bytes:
-    """A file that the manifest lists, after checking its size and hash; returns the bytes that were hashed."""
-    data = _read(folder, name, record.bytes)
+    """Read a file that the manifest lists; returns the bytes that were hashed."""
+    data, shown = _read(folder, name, record.bytes), _shown(folder, name)
     if len(data) < record.bytes:
-        raise Truncated(
-            "the file is too short",
-            file=_shown(folder, name),
-            expected=f"{record.bytes} bytes",
-            found=f"{len(data)} bytes",
-        )
+        expected, short = f"{record.bytes} bytes", f"{len(data)} bytes"
+        raise Truncated("the file is too short", file=shown, expected=expected, found=short)
     found = hashlib.sha256(data).hexdigest()
     if found != record.sha256:
-        raise DigestMismatch(
-            "the file was changed", file=_shown(folder, name), field="sha256", expected=record.sha256, found=found
-        )
+        raise DigestMismatch("the file was changed", file=shown, field="sha256", expected=record.sha256, found=found)
     return data
 
 
 def _shown(folder: Path, name: str) -> str:
-    """NAME/VERSION/file: a message may reach a client, so it must not show the machine's folders."""
+    """Return NAME/VERSION/file: a message may reach a client, so it must not show the machine's folders."""
     folder = folder.absolute()
     return f"{folder.parent.name}/{folder.name}/{name}"
+
+
+@dataclass(frozen=True, slots=True)
+class Tolerance:
+    """Largest accepted deviation of a risk, and of a truth logit in units of the trajectories' spread."""
+
+    risk: float
+    trajectory: float
+
+
+TOLERANCES = {
+    "float32": Tolerance(risk=1e-3, trajectory=1e-3),
+    "float16": Tolerance(risk=0.05, trajectory=0.25),
+    "bfloat16": Tolerance(risk=0.05, trajectory=0.25),
+}
+
+
+def tolerance_for(*dtypes: str) -> Tolerance:
+    """Return the loosest tolerance among the dtypes.  Raises ValueError for a dtype that is not in TOLERANCES."""
+    unknown = [dtype for dtype in dtypes if dtype not in TOLERANCES]
+    if unknown:
+        raise ValueError(f"no golden tolerance for dtype {unknown[0]!r}; expected one of {', '.join(TOLERANCES)}")
+    return max((TOLERANCES[dtype] for dtype in dtypes), key=lambda tolerance: tolerance.risk)
+
+
+def spreads(trajectory: NDArray[np.floating], layers: int) -> NDArray[np.float64]:
+    """Return the spread of each logit's own probe, [(1 + A) m], of golden logits [G, (1 + A) m] with m ``layers``.
+
+    It is the standard deviation over all golden logits of a probe, at least 1 % of their root mean square: the lower
+    bound keeps a constant trajectory (one layer and one prompt) from requiring exact equality.
+    """
+    probes = np.asarray(trajectory, np.float64).reshape(len(trajectory), -1, layers)
+    of_probe = [max(values.std(), 0.01 * np.sqrt(np.mean(values**2))) for values in np.moveaxis(probes, 1, 0)]
+    return np.repeat(np.array(of_probe), layers)
+
+
+@dataclass(frozen=True, slots=True)
+class Deviation:
+    """Largest deviation of a replay that passed, and what would have passed; units as in ``Tolerance``."""
+
+    found: Tolerance
+    allowed: Tolerance
+
+
+def check_golden(
+    bundle: Bundle, trajectories: NDArray[np.floating], risks: NDArray[np.floating], *, dtype: str
+) -> Deviation:
+    """Compare a replay's logits [G, (1 + A) m] and risks [G], computed in ``dtype``, with the recorded ones.
+
+    Hashes show that a bundle's bytes are right; only the replay shows that the engine reads the right layer, position
+    and heads.  The logits of each probe are compared in units of their own spread.
+
+    The tolerance is that of the looser dtype, the bundle's or the engine's.  float32: 1e-3; two correct engines differ
+    by about 1e-6.  Half types: a bfloat16 rounding is 0.4 %, which over a few dozen blocks grows to some percent of the
+    spread, so a quarter of the spread and 0.05 of risk are accepted.  A wrong position, head or layer gives unrelated
+    logits, whose largest deviation over G x m entries exceeds one spread.
+
+    Raises GoldenMismatch with the worst deviation, for any NaN and for another shape; ValueError for an unknown dtype.
+    """
+    golden, reference = bundle.golden, bundle.reference
+    tolerance = tolerance_for(bundle.manifest.dtype, dtype)
+    layers, context = bundle.manifest.model.num_layers, bundle.manifest.context
+    scale = spreads(golden.trajectory, layers)
+    worst_of: dict[str, float] = {}
+    for what, found, recorded, unit, limit in (
+        ("trajectory", trajectories, golden.trajectory, scale, tolerance.trajectory),
+        ("risk", risks, golden.risk, np.ones(()), tolerance.risk),
+    ):
+        replayed, expected = np.asarray(found, np.float64), np.asarray(recorded, np.float64)
+        if replayed.shape != expected.shape:
+            raise GoldenMismatch(
+                f"bundle {reference}: the replay has another shape", field=what, expected=list(expected.shape),
+                found=list(replayed.shape),
+            )  # fmt: skip
+        deviation = np.abs(replayed - expected) / unit
+        worst_of[what] = float(deviation.max())
+        worst = np.unravel_index(int(np.argmax(deviation)), deviation.shape)
+        if not deviation[worst] <= limit:  # argmax finds NaN first, and this comparison rejects it
+            place = f"golden prompt {worst[0]}"
+            if len(worst) > 1:
+                probe, layer = divmod(int(worst[1]), layers)
+                place += f", layer {layer}"
+                place += f" of context probe {context.probes[probe - 1].name}" if probe and context is not None else ""
+            size = float(np.broadcast_to(unit, deviation.shape)[worst])
+            raise GoldenMismatch(
+                f"bundle {reference}: the engine ({dtype}) does not reproduce {place}, recorded in "
+                f"{bundle.manifest.dtype}; the deviation is {deviation[worst] * size:.3g} and {limit * size:.3g} would "
+                "pass", field=what, expected=f"{expected[worst]:.6g}", found=f"{replayed[worst]:.6g}",
+            )  # fmt: skip
+    return Deviation(Tolerance(worst_of["risk"], worst_of["trajectory"]), tolerance)

@@ -1,4 +1,4 @@
-"""One repository of the Hugging Face hub, through huggingface_hub: what it holds, its files, and what went wrong.
+"""A repository of the Hugging Face hub, through huggingface_hub: its files, what went wrong, and it as a store to read.
 
 HF_ENDPOINT, HF_TOKEN, HF_HOME and HF_HUB_OFFLINE mean what they mean to huggingface_hub, which also resumes, retries
 and caches downloads.  Nothing that is downloaded is executed or unpickled: files are read as bytes, by names we know.
@@ -7,26 +7,19 @@ and caches downloads.  Nothing that is downloaded is executed or unpickled: file
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import httpx2
 from huggingface_hub import HfApi
-from huggingface_hub.errors import (
-    EntryNotFoundError,
-    GatedRepoError,
-    HfHubHTTPError,
-    LocalEntryNotFoundError,
-    OfflineModeIsEnabled,
-    RepositoryNotFoundError,
-    RevisionNotFoundError,
-)
+from huggingface_hub import errors as of_hub
 from huggingface_hub.utils.sha import git_hash
 from tqdm import tqdm
 
+from probes_store.bundle import MAX_MANIFEST, MAX_SIGNATURE, SIGNATURE
 from probes_store.errors import (
     BundleError,
     DigestMismatch,
@@ -35,50 +28,26 @@ from probes_store.errors import (
     HubUnreachable,
     InvalidReference,
     MissingFile,
+    StoreRefused,
+    StoreUnreachable,
+    one_line,
 )
-from probes_store.manifest import FileRecord, Manifest
-from probes_store.reference import HUB
+from probes_store.manifest import MANIFEST, FileRecord, Manifest, read_manifest, record_of
+from probes_store.syntax import HubAddress, parse_address
 
 MAIN = "main"
 TAG = re.compile(r"v[1-9][0-9]*")  # of a version
-_PART = r"(?![A-Za-z0-9._-]*(?:--|\.\.))[A-Za-z0-9][A-Za-z0-9._-]{0,95}"
-# A revision becomes a file's name in huggingface_hub's cache, so it must not lead anywhere.
-_ADDRESS = re.compile(rf"({_PART}/{_PART})(?:@((?!.*\.\.)[A-Za-z0-9][A-Za-z0-9._/-]{{0,199}}))?")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
-_TOKEN = "Log in with 'hf auth login', or set HF_TOKEN to a token of https://huggingface.co/settings/tokens"
-
-
-@dataclass(frozen=True, slots=True)
-class HubAddress:
-    """hf://OWNER/NAME, with or without @REVISION: a tag, a branch or a commit."""
-
-    repository: str
-    revision: str | None = None
-
-    def __str__(self) -> str:
-        return f"{HUB}{self.repository}" + (f"@{self.revision}" if self.revision else "")
-
-
-def parse_address(text: str) -> HubAddress:
-    """Raises InvalidReference."""
-    match = _ADDRESS.fullmatch(text.removeprefix(HUB)) if text.startswith(HUB) else None
-    if match is None:
-        raise InvalidReference(
-            "not an address on the hub",
-            expected="hf://OWNER/NAME or hf://OWNER/NAME@REVISION",
-            found=ascii(text),
-            cure="Owner and name are those of the repository's page; the revision is a tag such as v1",
-        )
-    return HubAddress(match[1], match[2])
+_TOKEN = "log in with 'hf auth login', or set HF_TOKEN to a token of https://huggingface.co/settings/tokens"
 
 
 def tag_of(manifest: Manifest) -> str:
-    """The tag of a bundle's version: v1, v2, ..."""
+    """Return the tag of a bundle's version: v1, v2, ..."""
     return f"v{manifest.version}"
 
 
 def is_hidden(name: str) -> bool:
-    """Whether a file is none of a bundle's business, as .gitattributes, which the hub makes."""
+    """Return whether a file is none of a bundle's business, as .gitattributes, which the hub makes."""
     return name.rsplit("/", 1)[-1].startswith(".")
 
 
@@ -91,7 +60,7 @@ class RemoteFile:
     blob: str | None  # git's digest, of the others
 
     def differs(self, record: FileRecord, data: bytes | None = None) -> bool:
-        """Whether this cannot be the file of ``record``; ``data``, its bytes, allow git's digest to be compared."""
+        """Return whether this cannot be the file of ``record``; of ``data``, its bytes, git's digest is compared."""
         if self.size != record.bytes:
             return True
         if self.sha256 is not None:
@@ -114,15 +83,11 @@ class Hub:
     def __init__(self, repository: str, *, endpoint: str | None = None, cache: Path | None = None) -> None:
         self.repository = repository
         self.api = HfApi(endpoint=endpoint, library_name="hallutracer")
+        self.url = f"{self.api.endpoint}/{repository}"  # the repository's page
         self._cache = cache
 
-    @property
-    def url(self) -> str:
-        """The repository's page."""
-        return f"{self.api.endpoint}/{self.repository}"
-
     def snapshot(self, revision: str | None = None) -> Snapshot:
-        """The files at a revision, from one answer, so that they belong to one commit."""
+        """Return the files at a revision, from one answer, so that they belong to one commit."""
         with self.errors(revision):
             info = self.api.model_info(self.repository, revision=revision, files_metadata=True)
             commit = info.sha or ""
@@ -137,14 +102,14 @@ class Hub:
             return Snapshot(commit, bool(info.private), files)
 
     def tags(self) -> set[str]:
-        """Names of the repository's tags."""
+        """Return the names of the repository's tags."""
         with self.errors():
             return {ref.name for ref in self.api.list_repo_refs(self.repository).tags}
 
     def read(
         self, name: str, revision: str, limit: int, *, bar: Any = None, cached: bool = False, again: bool = False
     ) -> tuple[bytes, Path]:
-        """A file of at most ``limit`` bytes, and its place in the cache; whatever is longer is not downloaded.
+        """Return a file of at most ``limit`` bytes, and its place in the cache; a longer one is not downloaded.
 
         ``bar`` has ``update(bytes)``; ``cached``: without a connection; ``again``: although the cache has it.
         """
@@ -167,44 +132,52 @@ class Hub:
             yield
         except BundleError:
             raise
-        except GatedRepoError as error:
-            cure = f"Accept its terms at {self.url} and then: {_TOKEN[0].lower()}{_TOKEN[1:]}"
-            raise HubError("the repository is gated", file=where, cure=cure) from error
-        except RepositoryNotFoundError as error:
-            cure = f"Check the spelling.  Where it is private: {_TOKEN[0].lower()}{_TOKEN[1:]}"
-            raise HubMissing("no such repository, or it is private", file=where, cure=cure) from error
-        except RevisionNotFoundError as error:
-            cure = f"Its tags and branches are at {self.url}/tree/main"
-            raise HubError("no such revision", file=where, cure=cure) from error
-        except (OfflineModeIsEnabled, LocalEntryNotFoundError) as error:
-            reason = "HF_HUB_OFFLINE is set" if isinstance(error, OfflineModeIsEnabled) else "not in the cache"
-            cure = "Connect, or unset HF_HUB_OFFLINE; what was downloaded once is found in the cache"
-            raise HubUnreachable(reason, file=where, cure=cure) from error
-        except EntryNotFoundError as error:
-            raise MissingFile("the repository has no such file", file=where) from error
-        except HfHubHTTPError as error:
-            raise self._refused(error, where) from error
-        except httpx2.HTTPError as error:  # no answer, or half of one
-            cure = "Check the connection and run the command again: finished files are kept in the cache"
-            problem = f"no answer from {self.api.endpoint}: {_line(error)}"
-            raise HubUnreachable(problem, file=where, cure=cure) from error
-        except (OSError, ValueError, RuntimeError) as error:  # as huggingface_hub says it: sizes, metadata, uploads
-            cause = error.__cause__ if isinstance(error, RuntimeError) and error.__cause__ else error
-            raise HubError(_line(cause), file=where, cure="Correct that, or run the command again") from error
+        except (
+            of_hub.EntryNotFoundError,
+            of_hub.HfHubHTTPError,
+            httpx2.HTTPError,
+            OSError,
+            ValueError,
+            RuntimeError,
+        ) as error:
+            raise self._translated(error, where) from error
 
-    def _refused(self, error: HfHubHTTPError, where: str) -> HubError:
-        status = error.response.status_code
-        if status in (401, 403):
-            return HubError(f"the hub refused the token, or asks for one ({status})", file=where, cure=_TOKEN)
-        said = _line(error.server_message or error)
-        if status >= 500 or status == 429:
-            cure = "Run the command again later: finished files are kept in the cache"
-            return HubUnreachable(f"the hub answered {status}: {said}", file=where, cure=cure)
-        return HubError(f"the hub answered {status}: {said}", file=where, cure="Correct that, or run the command again")
+    def _translated(self, error: Exception, where: str) -> BundleError:
+        kind: type[BundleError] = HubError
+        cure: str | None = "Correct that, or run the command again"
+        later = "the command again: finished files are kept in the cache"
+        match error:
+            case of_hub.GatedRepoError():
+                problem, cure = "the repository is gated", f"Accept its terms at {self.url} and then: {_TOKEN}"
+            case of_hub.RepositoryNotFoundError():
+                kind, problem = HubMissing, "no such repository, or it is private"
+                cure = f"Check the spelling.  Where it is private: {_TOKEN}"
+            case of_hub.RevisionNotFoundError():
+                problem, cure = "no such revision", f"Its tags and branches are at {self.url}/tree/main"
+            case of_hub.OfflineModeIsEnabled() | of_hub.LocalEntryNotFoundError():
+                offline = isinstance(error, of_hub.OfflineModeIsEnabled)
+                kind, problem = HubUnreachable, "HF_HUB_OFFLINE is set" if offline else "not in the cache"
+                cure = "Connect, or unset HF_HUB_OFFLINE; what was downloaded once is found in the cache"
+            case of_hub.EntryNotFoundError():
+                kind, problem, cure = MissingFile, "the repository has no such file", None
+            case of_hub.HfHubHTTPError():
+                status = error.response.status_code
+                problem = f"the hub answered {status}: {one_line(error.server_message or error)}"
+                if status in (401, 403):
+                    problem, cure = f"the hub refused the token, or asks for one ({status})", f"Try this: {_TOKEN}"
+                elif status >= 500 or status == 429:
+                    kind, cure = HubUnreachable, f"Wait, and run {later}"
+            case httpx2.HTTPError():  # no answer, or half of one
+                kind, problem = HubUnreachable, f"no answer from {self.api.endpoint}: {one_line(error)}"
+                cure = f"Check the connection and run {later}"
+            case _:  # as huggingface_hub says it: sizes, metadata, uploads
+                cause = error.__cause__ if isinstance(error, RuntimeError) and error.__cause__ else error
+                problem = one_line(cause)
+        return kind(problem, file=where, cure=cure)
 
 
 def _limited(name: str, limit: int, bar: Any) -> type[tqdm[Any]]:
-    """A progress bar that shows nothing by itself, and ends a download that is longer than it may be.
+    """Return a progress bar that shows nothing by itself, and ends a download that is longer than it may be.
 
     The hub states sizes beforehand; this holds where what arrives is longer than that.
     """
@@ -230,6 +203,81 @@ def _too_long(name: str, limit: int) -> DigestMismatch:
     return DigestMismatch("the file is too long", file=name, expected=f"at most {limit} bytes", found="more")
 
 
-def _line(error: object, limit: int = 300) -> str:
-    """What a server or library says, as one printable line."""
-    return "".join(c if c.isprintable() else " " for c in " ".join(str(error).split()))[:limit].rstrip(".")
+class HubSource:
+    """A repository as a store to read: its tags v1, v2, ... are the versions of its one bundle, without aliases.
+
+    See ``BundleSource`` for what the methods do.  What the hub refuses is a HubError.
+    """
+
+    def __init__(self, url: str) -> None:
+        address = parse_address(url.rstrip("/"))
+        if address.revision is not None:
+            raise InvalidReference(
+                "a store has all versions", file=url, expected="hf://OWNER/NAME", found=ascii(url),
+                cure="Name the version with the bundle: --bundle NAME:VERSION",
+            )  # fmt: skip
+        self.where = str(address)
+        self._hub = Hub(address.repository)
+
+    def names(self) -> Sequence[str]:
+        """Return the one name."""
+        with _answering():
+            self._hub.tags()  # huggingface_hub reads a file from its cache where there is no answer; this asks
+            return [read_manifest(self._hub.read(MANIFEST, MAIN, MAX_MANIFEST)[0]).name]
+
+    def versions(self, name: str) -> set[int]:
+        """Return the tags' numbers."""
+        if name not in self.names():
+            return set()
+        with _answering():
+            return {int(tag[1:]) for tag in self._hub.tags() if TAG.fullmatch(tag)}
+
+    def aliases(self, name: str) -> dict[str, int]:
+        """Return none: a repository has no table."""
+        return {}
+
+    def manifest(self, name: str, version: int) -> bytes:
+        """Read bundle.json at the tag."""
+        with _answering():
+            return self._hub.read(MANIFEST, f"v{version}", MAX_MANIFEST)[0]
+
+    def signature(self, name: str, version: int) -> bytes | None:
+        """Read model.sig at the tag."""
+        with _answering():
+            if SIGNATURE not in self._hub.snapshot(f"v{version}").files:
+                return None
+            return self._hub.read(SIGNATURE, f"v{version}", MAX_SIGNATURE)[0]
+
+    def files(self, manifest: Manifest) -> dict[str, bytes]:
+        """Read those at the tag."""
+        files = {}
+        for name, record in manifest.files.items():
+            with _answering():
+                files[name] = read_listed(self._hub, tag_of(manifest), name, record)
+            if (found := record_of(files[name])) != record:
+                raise DigestMismatch("the repository has another file", file=name, expected=record, found=found)
+        return files
+
+    def _refuse(self, *_: object, **__: object) -> NoReturn:
+        raise StoreRefused(
+            "a repository of the hub is only read as a store, and has no aliases", file=self.where,
+            cure="Publish into a store of your own, sign there, and run 'hallutracer bundle push'",
+        )  # fmt: skip
+
+    check_writable = publish = add = set_alias = write_signature = _refuse
+
+
+def read_listed(hub: Hub, revision: str, name: str, record: FileRecord, **options: Any) -> bytes:
+    """Read a file, once more where it differs: what an earlier run left in huggingface_hub's cache may be damaged."""
+    data, _ = hub.read(name, revision, record.bytes, **options)
+    if record_of(data) != record and not options.get("cached"):
+        data, _ = hub.read(name, revision, record.bytes, again=True)
+    return data
+
+
+@contextmanager
+def _answering() -> Iterator[None]:
+    try:
+        yield
+    except HubUnreachable as error:
+        raise StoreUnreachable(str(error)) from error

@@ -1,74 +1,68 @@
 """A folder of bundles: ROOT/NAME/VERSION/, and ROOT/NAME/aliases.json, the only file in it that changes.
 
-A version appears by one rename, so readers see a complete bundle or none.  Publishers need no lock: a rename onto an
-existing version fails, and the next number is tried.
+A version appears by one rename, so readers see a complete bundle or none, also after a crash.  Publishers need no lock:
+a rename onto an existing version fails, and the next number is tried.
 """
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import os
+import secrets
+import shutil
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from probes_store.aliases import ALIASES, moved, parse_aliases
-from probes_store.backend import load_version
-from probes_store.bundle import SIGNATURE, timestamp, write_files, write_manifest
-from probes_store.durable import atomic_write, clean_aside, folder_aside, locked, sync_folder, writing
-from probes_store.errors import BadValue, BundleDamaged, InvalidReference
-from probes_store.manifest import MANIFEST, NAME, Manifest, read_manifest, sealed
-from probes_store.reference import VERSION, next_number
-from probes_store.strict import readable_json
+from probes_store.bundle import SIGNATURE, load_version, timestamp
+from probes_store.errors import BadValue, BundleDamaged, InvalidReference, StoreNotWritable
+from probes_store.manifest import MANIFEST, Manifest, manifest_bytes, read_manifest, sealed
+from probes_store.syntax import ALIASES, NAME, VERSION, moved, next_number, parse_aliases, readable_json
+
+ASIDE = ".publish-"  # prefix of a folder that is not published yet
 
 
 class LocalBackend:
-    """Bundles under ``root``; see ``Backend`` for what the methods do."""
+    """Bundles under ``folders``; see ``Backend`` for what the methods do."""
 
-    def __init__(self, root: Path) -> None:
-        self.folders = root
-
-    @property
-    def where(self) -> str:
-        """The folder."""
-        return str(self.folders)
+    def __init__(self, folders: Path) -> None:
+        self.folders = folders
+        self.where = str(folders)
 
     def names(self) -> Sequence[str]:
-        """Names with a version."""
+        """Return names with a version."""
         try:
             return [name for name in os.listdir(self.folders) if NAME.fullmatch(name) and self.versions(name)]
         except OSError:
             return []
 
     def versions(self, name: str) -> set[int]:
-        """Numbered folders; a folder that is still being written has no number."""
+        """Return the numbered folders; a folder that is still being written has no number."""
         try:
-            names = os.listdir(self.folders / name)
+            return {int(found) for found in os.listdir(self.folders / name) if VERSION.fullmatch(found)}
         except OSError:
             return set()
-        return {int(name) for name in names if VERSION.fullmatch(name)}
 
     def aliases(self, name: str) -> dict[str, int]:
-        """aliases.json; no file means no alias."""
-        path, shown = self.folders / name / ALIASES, f"{name}/{ALIASES}"
+        """Read aliases.json; no file means no alias."""
+        shown = f"{name}/{ALIASES}"
         try:
-            data = self._inside(path).read_bytes()
+            return parse_aliases(self._inside(self.folders / name / ALIASES).read_bytes(), shown)
         except FileNotFoundError:
             return {}
         except OSError as error:
-            raise BadValue(
-                f"the file cannot be read: {error.strerror}", file=shown, cure="Check its permissions"
-            ) from error
-        return parse_aliases(data, shown)
+            problem = f"the file cannot be read: {error.strerror}"
+            raise BadValue(problem, file=shown, cure="Check its permissions") from error
 
     def folder(self, name: str, version: int) -> Path:
-        """The folder, unless a link in it leads out of the store."""
+        """Return the folder, unless a link in it leads out of the store."""
         self._inside(self.folders / name)
         return self._inside(self.folders / name / str(version))
 
     def stamp(self, name: str, version: int) -> str:
-        """Sizes, times and modes of the files."""
+        """Return a digest of the sizes, times and modes of the files."""
         folder = self.folder(name, version)
         try:
             found = [(str(path), path.lstat()) for path in sorted((folder, *folder.rglob("*")))]
@@ -85,33 +79,30 @@ class LocalBackend:
                 pass
 
     def publish(self, manifest: Manifest, files: Mapping[str, bytes]) -> int:
-        """As the next version, by one rename; the same content is not copied."""
+        """Publish as the next version, by one rename; the same content is not copied."""
         existing = self._same_content(manifest)
         if existing is not None:
             return existing
         with self._written_aside(manifest.name, files) as aside:
-            return self._take_version(aside.parent, aside, manifest)
-
-    def _take_version(self, folder: Path, aside: Path, manifest: Manifest) -> int:
-        """Rename the finished folder to the next free version, unless the same content was published meanwhile."""
-        while True:
-            # Take the number before the search: if the same content is published in between, the rename fails.
-            version = next_number(self.versions(folder.name), folder.name)
-            existing = self._same_content(manifest)
-            if existing is not None:
-                return existing
-            write_manifest(aside, sealed(manifest, version=version, created=timestamp()))
-            if self._rename(aside, folder / str(version)):
-                return version
+            while True:
+                # Take the number before the search: if the same content is published in between, the rename fails.
+                version = next_number(self.versions(manifest.name), manifest.name)
+                existing = self._same_content(manifest)
+                if existing is not None:
+                    return existing
+                dated = sealed(manifest, version=version, created=timestamp())
+                write_files(aside, {MANIFEST: manifest_bytes(dated)})  # last: until then the folder is no bundle
+                if self._rename(aside, aside.parent / str(version)):
+                    return version
 
     def add(self, manifest: Manifest, files: Mapping[str, bytes]) -> bool:
-        """Under its own number, by one rename."""
+        """Add under its own number, by one rename."""
         with self._written_aside(manifest.name, files) as aside:
             return self._rename(aside, aside.parent / str(manifest.version))
 
     @contextmanager
     def _written_aside(self, name: str, files: Mapping[str, bytes]) -> Iterator[Path]:
-        """A folder beside the versions of a bundle, with the files; gone afterwards unless it was renamed."""
+        """Make a folder beside the versions of a bundle, with the files; gone afterwards unless it was renamed."""
         folder = self.folders / name
         with writing(self.folders):
             folder.mkdir(parents=True, exist_ok=True)
@@ -122,7 +113,7 @@ class LocalBackend:
                 yield aside
 
     def _rename(self, aside: Path, target: Path) -> bool:
-        """False where another publisher was faster.  Raises OSError."""
+        """Return False where another publisher was faster.  Raises OSError."""
         try:
             os.rename(aside, target)
         except OSError:
@@ -145,26 +136,116 @@ class LocalBackend:
         return None
 
     def set_alias(self, name: str, alias: str, version: int, keep_as: str | None = None) -> None:
-        """In one rename: a reader sees the old or the new table."""
+        """Move in one rename: a reader sees the old or the new table."""
         folder = self.folders / name
-        with writing(folder), locked(folder):
+        with writing(folder), _open_folder(folder) as descriptor:
+            _lock(descriptor, fcntl.LOCK_EX)  # where the file system has locks; some network mounts have none
             aliases = moved(self.aliases(name), alias, version, keep_as)
             atomic_write(folder / ALIASES, readable_json(aliases))
 
     def write_signature(self, name: str, version: int, data: bytes) -> None:
-        """In one rename."""
+        """Write in one rename."""
         path = self.folder(name, version)
         with writing(path):
             atomic_write(path / SIGNATURE, data)
 
     def _inside(self, path: Path) -> Path:
-        """``path``, unless a link in it leads out of the store.  Raises InvalidReference."""
+        """Return ``path``, unless a link in it leads out of the store.  Raises InvalidReference."""
         if not path.resolve().is_relative_to(self.folders.resolve()):
             raise InvalidReference(
-                "a link that leads out of the store",
-                file=str(path.relative_to(self.folders)),
-                expected="a folder",
-                found="a link",
-                cure="Replace the link by a copy of the bundle",
-            )
+                "a link that leads out of the store", file=str(path.relative_to(self.folders)), expected="a folder",
+                found="a link", cure="Replace the link by a copy of the bundle",
+            )  # fmt: skip
         return path
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Turn an OSError in the block into a StoreNotWritable that names ``path``."""
+    try:
+        yield
+    except OSError as error:
+        raise StoreNotWritable(f"cannot write: {error.strerror or error}", file=str(path)) from error
+
+
+def write_files(into: Path, files: Mapping[str, bytes]) -> None:
+    """Write and flush files and the folders that they lie in, which are made.  Raises OSError."""
+    for name, data in files.items():
+        path = into / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(path, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+    for folder in {(into / name).parent for name in files}:
+        sync_folder(folder)
+
+
+def atomic_write(path: Path, data: bytes) -> None:
+    """Write to a temporary file and rename it over ``path``: readers see the old bytes or the new ones."""
+    aside = path.with_name(f".{path.name}-{secrets.token_hex(8)}")
+    try:
+        write_files(path.parent, {aside.name: data})
+        os.replace(aside, path)
+        sync_folder(path.parent)
+    finally:
+        aside.unlink(missing_ok=True)
+
+
+def sync_folder(path: Path) -> None:
+    """Flush a folder's list of names."""
+    with _open_folder(path) as descriptor:
+        os.fsync(descriptor)
+
+
+@contextmanager
+def folder_aside(parent: Path) -> Iterator[Path]:
+    """Make a temporary folder in ``parent``, locked while the block runs and then removed unless it was renamed.
+
+    The lock ends with the process, so that ``clean_aside`` can tell a killed publisher's folder from one in use.
+    """
+    while True:
+        path = parent / f"{ASIDE}{secrets.token_hex(8)}"
+        path.mkdir()
+        try:
+            descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        except FileNotFoundError:
+            continue  # ``clean_aside`` removed it between the two lines above
+        _lock(descriptor, fcntl.LOCK_EX)
+        if os.fstat(descriptor).st_nlink and path.exists():
+            break
+        os.close(descriptor)  # removed before it was locked
+    try:
+        yield path
+    finally:
+        os.close(descriptor)
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def clean_aside(parent: Path) -> None:
+    """Remove the temporary folders of killed publishers; without working locks they stay, unlisted."""
+    for path in parent.glob(f"{ASIDE}*"):
+        try:
+            with _open_folder(path, os.O_NOFOLLOW) as descriptor:
+                if _lock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB):
+                    shutil.rmtree(path, ignore_errors=True)
+        except OSError:
+            continue
+
+
+@contextmanager
+def _open_folder(path: Path, flags: int = 0) -> Iterator[int]:
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | flags)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _lock(descriptor: int, how: int) -> bool:
+    """Return whether the lock is held now."""
+    try:
+        fcntl.flock(descriptor, how)
+    except OSError:
+        return False
+    return True

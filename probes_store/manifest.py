@@ -8,135 +8,161 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import re
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any, Final, Literal, get_args
+from operator import attrgetter
+from typing import Annotated, Any, Final, Literal, Protocol, Self, get_args
 
-from probes_store.context import CONTEXT_SIGNALS, Context, check_context
-from probes_store.errors import BadValue, DigestMismatch, MissingField, Truncated, UnknownField, WrongShape
-from probes_store.guarantee import Guarantee, check_guarantee
-from probes_store.recalibration import Recalibration, check_recalibration
-from probes_store.strict import canonical_json, parse_json, read_record, readable_json
-from probes_store.uncertainty import Uncertainty, check_uncertainty
+from pydantic import AfterValidator, Field, TypeAdapter, ValidationError, model_validator
+
+from probes_store import errors
+from probes_store.errors import BadValue, DigestMismatch, MissingField, NotFinite, Truncated, UnknownField, WrongShape
+from probes_store.records import (
+    CONTEXT_NEEDS,
+    AboveZero,
+    AtLeast2,
+    Context,
+    DType,
+    Filled,
+    Guarantee,
+    Int,
+    Labels,
+    Natural,
+    Positive,
+    Real,
+    Recalibration,
+    Record,
+    Share,
+    Text,
+    Uncertainty,
+    matching,
+    require,
+)
+from probes_store.syntax import HEX, NAME, NAMES, canonical_json, parse_json, readable_json
 
 FORMAT: Final = "hallutracer-bundle"
-FORMAT_VERSION: Final = 1  # of a bundle with none of these
-OPTIONAL: Final = {
-    "guarantee": 2,
-    "uncertainty": 3,
-    "recalibration": 3,
-    "context": 4,
-    "guarantee_shapes": 4,
-}  # field -> the format version that brought it
-LATER_SCALES: Final = {"weighted": 3}  # logit scale -> the format version that brought it
-UNSET_TIME = "1970-01-01T00:00:00Z"
+FORMAT_VERSION: Final = 1
 MAX_FILE = 64 * 1024 * 1024  # bytes of any file: a file is read whole
 MANIFEST = "bundle.json"
 PROBES, GOLDEN, EVALUATION, CARD = "probes.safetensors", "golden.safetensors", "evaluation.json", "README.md"
 REQUIRED = (PROBES, GOLDEN, EVALUATION, CARD)
-NAME = re.compile(r"[a-z0-9](?!.*\.\.)[a-z0-9._-]{0,63}")  # of a bundle and of an alias
 PLOT = re.compile(r"plots/[A-Za-z0-9][A-Za-z0-9_-]{0,99}\.png")
-_HEX = re.compile(r"[0-9a-f]{64}")
-_NOT_CONTENT = ("version", "created", "digest", "seal")
+DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
+UNSET_TIME = "1970-01-01T00:00:00Z"
 
 Signal = Literal["depth_mean", "log_max_prob", "entropy", "passage", "stated", "stated_length"]
 FIRST_TOKEN_SIGNALS: tuple[Signal, Signal] = ("log_max_prob", "entropy")
 SIGNALS: tuple[Signal, ...] = get_args(Signal)
-DType = Literal["float32", "bfloat16", "float16"]
 SiteName = Literal["attention_head", "residual_stream"]
 LogitScale = Literal["unit_norm", "standardized", "weighted"]
+Digest = Annotated[Text, matching(DIGEST, "sha256: and 64 hex digits")]
 
 
-@dataclass(frozen=True, slots=True)
-class ModelRecord:
+def _time(text: str) -> str:
+    try:
+        if datetime.strptime(text, "%Y-%m-%dT%H:%M:%SZ").strftime("%Y-%m-%dT%H:%M:%SZ") == text:
+            return text
+    except ValueError:
+        pass
+    raise ValueError("UTC time like 2026-01-31T12:00:00Z")
+
+
+@dataclass(frozen=True)
+class ModelRecord(Record):
     """The model that the probes were trained on."""
 
-    name: str  # as the trainer was given it; for people only, a folder may move
-    revision: str  # hub commit, or "local"
-    fingerprint: str  # over the configuration and the weight files
-    architecture: str  # e.g. LlamaForCausalLM
-    model_type: str  # e.g. llama
-    num_layers: int
-    num_heads: int  # query heads
-    head_dim: int
-    hidden_size: int
+    name: Filled  # as the trainer was given it; for people only, a folder may move
+    revision: Filled  # hub commit, or "local"
+    fingerprint: Filled  # over the configuration and the weight files
+    architecture: Filled  # e.g. LlamaForCausalLM
+    model_type: Filled  # e.g. llama
+    num_layers: Positive
+    num_heads: Positive  # query heads
+    head_dim: Positive
+    hidden_size: Positive
 
 
-@dataclass(frozen=True, slots=True)
-class TokenizerRecord:
+@dataclass(frozen=True)
+class TokenizerRecord(Record):
     """The tokenizer."""
 
-    digest: str  # over its own serialisation
+    digest: Filled  # over its own serialisation
 
 
-@dataclass(frozen=True, slots=True)
-class ChatTemplateRecord:
+@dataclass(frozen=True)
+class ChatTemplateRecord(Record):
     """The chat template."""
 
-    digest: str | None  # None where the tokenizer has none
+    digest: Filled | None  # None where the tokenizer has none
 
 
-@dataclass(frozen=True, slots=True)
-class ReadoutRecord:
+@dataclass(frozen=True)
+class ReadoutRecord(Record):
     """Where a_l is taken (Eq. readout)."""
 
     site: SiteName
     position: Literal["last"]  # the answer onset t*
 
 
-@dataclass(frozen=True, slots=True)
-class Classifier:
+@dataclass(frozen=True)
+class Classifier(Record):
     """risk = 1 - sigmoid(weight . signals + intercept)."""
 
-    weight: tuple[float, ...]  # one for each of the signals, in their order
-    intercept: float
+    weight: tuple[Real, ...]  # one for each of the signals, in their order
+    intercept: Real
 
 
-@dataclass(frozen=True, slots=True)
-class TrainingRecord:
+@dataclass(frozen=True)
+class TrainingRecord(Record):
     """What the training run saw and chose."""
 
-    data_digest: str
-    rows: int  # rows of the data file
-    factual: int  # rows of class 1 that took part
-    hallucinated: int  # rows of class 0 that took part
-    left_out: int  # rows without a usable label
-    groups: int  # questions or entities that folds keep together
-    labels: Literal["given", "generate"]
-    judge: str | None  # who judged generated answers
-    seeds: tuple[int, ...]
-    folds: int
-    c: float  # inverse strength of the probes' regularisation
-    c_grid: tuple[float, ...]  # what it was chosen from; empty where it was given
-    class_balance: str
-    hallutracer_version: str
+    data_digest: Filled
+    rows: AtLeast2  # rows of the data file
+    factual: Positive  # rows of class 1 that took part
+    hallucinated: Positive  # rows of class 0 that took part
+    left_out: Natural  # rows without a usable label
+    groups: Positive  # questions or entities that folds keep together
+    labels: Labels
+    judge: Text | None  # who judged generated answers
+    seeds: Annotated[tuple[Int, ...], Field(min_length=1)]
+    folds: AtLeast2
+    c: AboveZero  # inverse strength of the probes' regularisation
+    c_grid: tuple[AboveZero, ...]  # what it was chosen from; empty where it was given
+    class_balance: Filled
+    hallutracer_version: Filled
+
+    @model_validator(mode="after")
+    def _relations(self) -> Self:
+        used = self.factual + self.hallucinated
+        require(used <= self.rows, "rows", f"at least factual + hallucinated = {used}", self.rows)
+        return self
 
 
-@dataclass(frozen=True, slots=True)
-class FileRecord:
+@dataclass(frozen=True)
+class FileRecord(Record):
     """One other file of the bundle."""
 
-    bytes: int
-    sha256: str  # 64 hex digits
+    bytes: Annotated[Natural, Field(le=MAX_FILE)]
+    sha256: Annotated[Text, matching(HEX, "64 hex digits")]
 
 
 def record_of(data: bytes) -> FileRecord:
-    """The record of a file with these bytes."""
+    """Return the record of a file with these bytes."""
     return FileRecord(len(data), hashlib.sha256(data).hexdigest())
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Manifest:
-    """bundle.json.  Fields with a default are set on publishing; a file must have every field."""
+@dataclass(frozen=True, kw_only=True)
+class Manifest(Record):
+    """bundle.json.  Fields with a default are set on publishing, or null; a file must have every field."""
 
     format: Literal["hallutracer-bundle"] = FORMAT
-    format_version: Literal[1, 2, 3, 4] = FORMAT_VERSION  # ``version_of``; set on publishing
-    name: str
-    version: int = 1
-    created: str = UNSET_TIME  # ISO 8601, UTC, whole seconds: 2026-01-31T12:00:00Z
-    digest: str = ""  # of the content: sha256:..., see ``content_digest``
-    seal: str = ""  # of this file: sha256:..., see ``manifest_seal``
+    format_version: Literal[1] = FORMAT_VERSION
+    name: Annotated[Text, matching(NAME, NAMES)]
+    version: Positive = 1
+    created: Annotated[Text, AfterValidator(_time)] = UNSET_TIME
+    digest: Digest = ""  # of the content, see ``with_seal``
+    seal: Digest = ""  # of this file
     model: ModelRecord
     tokenizer: TokenizerRecord
     chat_template: ChatTemplateRecord
@@ -147,14 +173,14 @@ class Manifest:
     signals: tuple[Signal, ...]  # depth_mean first
     classifier: Classifier
     # By cost, t = 1 / (1 + K), or by a target, on out-of-fold training risks; with a guarantee, the one it is about.
-    threshold: float
-    guarantee: Guarantee | None = None  # these: ``OPTIONAL``
-    uncertainty: Uncertainty | None = None
+    threshold: Share
+    guarantee: Guarantee | None = None
+    uncertainty: Uncertainty
     recalibration: Recalibration | None = None
     context: Context | None = None
-    guarantee_shapes: tuple[str, ...] | None = None  # of conversations, that the guarantee was calibrated on
+    guarantee_shapes: tuple[Filled, ...] | None = None  # of conversations, that the guarantee was calibrated on
     training: TrainingRecord
-    files: dict[str, FileRecord] = dataclasses.field(default_factory=dict)  # relative name -> size and hash
+    files: dict[Text, FileRecord] = dataclasses.field(default_factory=dict)  # relative name -> size and hash
 
     @property
     def reference(self) -> str:
@@ -184,209 +210,180 @@ class Manifest:
     @property
     def tells_outside(self) -> bool:
         """Whether its reference has seen more than the trajectory; one that has not misses most of what is new."""
-        return self.uncertainty is not None and self.context is not None
+        return self.context is not None
 
     @property
     def logits(self) -> int:
         """(1 + A) m: the truth logits of a prompt, then those of each context probe."""
         return self.model.num_layers * (1 + self.context_probes)
 
+    @model_validator(mode="after")
+    def _relations(self) -> Self:
+        signals, weight, given, shapes = self.signals, self.classifier.weight, self.guarantee, self.guarantee_shapes
+        fine = signals[:1] == ("depth_mean",) and len(set(signals)) == len(signals)
+        require(fine, "signals", "depth_mean first and none twice", signals)
+        same = len(weight) == len(signals)
+        require(same, "classifier.weight", f"[{len(signals)}], one for each signal", f"[{len(weight)}]", "wrong_shape")
+        if given is None:  # a guarantee may let nothing or everything through
+            require(0.0 < self.threshold < 1.0, "threshold", "a number between 0 and 1", self.threshold)
+        else:
+            same = given.threshold == self.threshold
+            require(same, "guarantee.threshold", f"the threshold, {self.threshold}", given.threshold)
+        if shapes is not None:
+            require(given is not None, "guarantee_shapes", "null without a guarantee", shapes)
+            fine = bool(shapes) and len(set(shapes)) == len(shapes)
+            require(fine, "guarantee_shapes", "one or more, each once", shapes)
+        probes = {probe.name for probe in self.context.probes} if self.context is not None else None
+        for name in signals:
+            needed = CONTEXT_NEEDS.get(name, set())
+            field = "context" if probes is None else "context.probes"
+            require(needed <= (probes or set()), field, f"the probes {sorted(needed)} of the signal {name}", probes)
+        for file in REQUIRED:
+            require(file in self.files, f"files.{file}", "a file that every bundle has", None, "missing")
+        for file in self.files:
+            fine = file in REQUIRED or bool(PLOT.fullmatch(file))
+            require(fine, f"files.{file}", "", None, "unexpected_keyword_argument")
+        return self
+
 
 def manifest_bytes(manifest: Manifest) -> bytes:
-    """The only bytes that bundle.json of this manifest may have."""
-    return readable_json(document_of(manifest))
+    """Return the only bytes that bundle.json of this manifest may have."""
+    return readable_json(dataclasses.asdict(manifest))
 
 
-def version_of(manifest: Manifest) -> int:
-    """The format version that the manifest's content needs: the highest that brought a part of it."""
-    there = [version for field, version in OPTIONAL.items() if getattr(manifest, field) is not None]
-    return max([*there, LATER_SCALES.get(manifest.logit_scale, FORMAT_VERSION)])
+def with_seal(document: Mapping[str, Any]) -> dict[str, Any]:
+    """Return bundle.json's values with the digest and the seal that these have.
 
-
-def document_of(manifest: Manifest) -> dict[str, Any]:
-    """The manifest as JSON has it, without fields of later format versions: older files keep their bytes."""
-    later = {field for field, version in OPTIONAL.items() if version > manifest.format_version}
-    return {key: value for key, value in dataclasses.asdict(manifest).items() if key not in later}
-
-
-def content_digest(manifest: Manifest) -> str:
-    """sha256 over the canonical JSON of the manifest without version, created, digest and seal.
-
-    ``files`` is inside, so it covers every byte of the other files; equal content has an equal digest whatever the
-    time and the version.
+    digest: over the content, all but version, created, digest and seal.  ``files`` is inside, so it covers every byte
+    of the other files; equal content has an equal digest whatever the time and the version.  seal: over all but itself.
     """
-    return _sha256(manifest, _NOT_CONTENT)
+    digested = dict(document) | {"digest": _sha256(document, ("version", "created", "digest", "seal"))}
+    return digested | {"seal": _sha256(digested, ("seal",))}
 
 
-def manifest_seal(manifest: Manifest) -> str:
-    """sha256 over the canonical JSON of the manifest without the seal: covers version, created and digest as well."""
-    return _sha256(manifest, ("seal",))
+def _sha256(document: Mapping[str, Any], left_out: tuple[str, ...]) -> str:
+    content = {key: value for key, value in document.items() if key not in left_out}
+    return f"sha256:{hashlib.sha256(canonical_json(content)).hexdigest()}"
 
 
-def _sha256(manifest: Manifest, left_out: tuple[str, ...]) -> str:
-    document = {key: value for key, value in document_of(manifest).items() if key not in left_out}
-    return f"sha256:{hashlib.sha256(canonical_json(document)).hexdigest()}"
-
-
-def sealed(manifest: Manifest, *, version: int, created: str) -> Manifest:
-    """The same content under a version and a time, with format version, digest and seal filled in."""
-    manifest = dataclasses.replace(manifest, format_version=version_of(manifest))  # type: ignore[arg-type]
-    dated = dataclasses.replace(manifest, version=version, created=created, digest=content_digest(manifest), seal="")
-    return dataclasses.replace(dated, seal=manifest_seal(dated))
+def sealed(manifest: Manifest, *, version: int = 1, created: str = UNSET_TIME) -> Manifest:
+    """Return the same content under a version and a time, with digest and seal.  Raises what ``read_record`` raises."""
+    document = dataclasses.asdict(manifest) | {"version": version, "created": created}
+    return read_record(with_seal(document), MANIFEST)
 
 
 def read_manifest(data: bytes, file: str = MANIFEST) -> Manifest:
-    """Bytes of bundle.json -> Manifest.  ``file`` is what messages call it.
+    """Read the bytes of bundle.json; ``file`` is what messages call it.
 
     Raises a subclass of BundleDamaged: Truncated, BadValue, NotFinite, UnknownField, MissingField, WrongShape where a
     field is at fault, DigestMismatch where each field is fine but one was changed after publishing.
     """
     document = parse_json(data, file)
-    _check_format(document, file)
-    manifest = read_record(Manifest, _with_later_fields(document, file), file)
-    check_fields(manifest, file)
-    for field, expected in (("digest", content_digest(manifest)), ("seal", manifest_seal(manifest))):
-        found = getattr(manifest, field)
-        if found != expected:
-            raise DigestMismatch("the manifest was changed", file=file, field=field, expected=expected, found=found)
-    whole = manifest_bytes(manifest)
+    if isinstance(document, dict) and "format_version" in document and document.get("format") == FORMAT:
+        found = document["format_version"]
+        if type(found) is not int or found != FORMAT_VERSION:  # before what such a format may have besides
+            raise BadValue(
+                "a format that this release does not read", file=file, field="format_version", expected=FORMAT_VERSION,
+                found=repr(found), cure="Use the release that wrote it, or train and publish the bundle with this one",
+            )  # fmt: skip
+    manifest = read_record(document, file)
+    right, whole = with_seal(document), readable_json(document)
+    for field in ("digest", "seal"):
+        if document[field] != right[field]:
+            raise DigestMismatch(
+                "the manifest was changed", file=file, field=field, expected=right[field], found=document[field]
+            )
     if data != whole and whole.startswith(data):
         raise Truncated("the end is missing", file=file, expected=f"{len(whole)} bytes", found=f"{len(data)} bytes")
     if data != whole:
-        raise DigestMismatch(
-            "the manifest was reformatted",
-            file=file,
-            field="seal",
-            expected="the bytes that publishing wrote",
-            found="other white space or spelling",
-        )
+        expected, found = "the bytes that publishing wrote", "other white space or spelling"
+        raise DigestMismatch("the manifest was reformatted", file=file, field="seal", expected=expected, found=found)
     return manifest
 
 
-def _check_format(document: Any, file: str) -> None:
-    """Check the version first: a newer format is reported as such and not by its first unknown field."""
-    if isinstance(document, dict) and document.get("format") == FORMAT:
-        found, newest = document.get("format_version"), max(OPTIONAL.values())
-        if type(found) is int and found > newest:
-            raise BadValue(
-                "written by a newer version",
-                file=file,
-                field="format_version",
-                expected=f"at most {newest}",
-                found=found,
-                cure="Upgrade hallutracer",
-            )
+_ADAPTER = TypeAdapter(Manifest)
 
 
-def _with_later_fields(document: Any, file: str) -> Any:
-    """``read_record`` wants every field: those of later versions are None, and may not be in the file."""
-    if not isinstance(document, dict):
-        return document
-    found = document.get("format_version")
-    own = found if type(found) is int else FORMAT_VERSION  # what is wrong with it, ``read_record`` says
-    later = {field: None for field, version in OPTIONAL.items() if version > own}
-    for field in later:
-        if field in document:
-            raise UnknownField(f"version {own} of this format has no such field", file=file, field=field)
-    return document | later
-
-
-def is_digest(text: str) -> bool:
-    """Whether it is sha256: and 64 hex digits."""
-    return text.startswith("sha256:") and bool(_HEX.fullmatch(text[7:]))
-
-
-def check_fields(manifest: Manifest, file: str = MANIFEST) -> None:
-    """Check ranges and the relations between fields; ``read_record`` has checked the types.
-
-    Raises BadValue, WrongShape, MissingField and UnknownField.
-    """
-
-    def require(fine: bool, field: str, expected: object, found: object) -> None:
-        if not fine:
-            raise BadValue("bad value", file=file, field=field, expected=expected, found=repr(found))
-
-    model, training = manifest.model, manifest.training
-    require(bool(NAME.fullmatch(manifest.name)), "name", "[a-z0-9][a-z0-9._-]{0,63} without ..", manifest.name)
-    require(manifest.version >= 1, "version", "1 or more", manifest.version)
-    require(_is_time(manifest.created), "created", "UTC time like 2026-01-31T12:00:00Z", manifest.created)
-    for field in ("digest", "seal"):
-        text = getattr(manifest, field)
-        require(is_digest(text), field, "sha256: and 64 hex digits", text)
-    for field in ("name", "revision", "fingerprint", "architecture", "model_type"):
-        require(getattr(model, field) != "", f"model.{field}", "a non-empty string", "")
-    for field in ("num_layers", "num_heads", "head_dim", "hidden_size"):
-        require(getattr(model, field) >= 1, f"model.{field}", "1 or more", getattr(model, field))
-    require(manifest.tokenizer.digest != "", "tokenizer.digest", "a non-empty string", "")
-    require(manifest.chat_template.digest != "", "chat_template.digest", "null or a non-empty string", "")
-    signals = manifest.signals
-    require(
-        signals[:1] == ("depth_mean",) and len(set(signals)) == len(signals),
-        "signals",
-        "depth_mean first and none twice",
-        signals,
-    )
-    if len(manifest.classifier.weight) != len(signals):
-        raise WrongShape(
-            "one weight for each signal",
-            file=file,
-            field="classifier.weight",
-            expected=f"[{len(signals)}]",
-            found=f"[{len(manifest.classifier.weight)}]",
-        )
-    version, guarantee = manifest.format_version, manifest.guarantee
-    least = LATER_SCALES.get(manifest.logit_scale, FORMAT_VERSION)
-    require(version >= least, "logit_scale", f"a value that version {version} has", manifest.logit_scale)
-    own = " or ".join(field for field, brought in OPTIONAL.items() if brought == version)
-    require(version == version_of(manifest), own, f"one, in version {version}", None)
-    if guarantee is None:
-        require(0.0 < manifest.threshold < 1.0, "threshold", "a number between 0 and 1", manifest.threshold)
-    else:  # it may let nothing or everything through
-        require(0.0 <= manifest.threshold <= 1.0, "threshold", "a number from 0 to 1", manifest.threshold)
-        check_guarantee(guarantee, manifest.threshold, require)
-    if manifest.uncertainty is not None:
-        check_uncertainty(manifest.uncertainty, require)
-    if manifest.recalibration is not None:
-        check_recalibration(manifest.recalibration, require)
-    read = [name for name in CONTEXT_SIGNALS if name in signals]
-    require(manifest.context is not None or not read, "context", f"the probes of the signals {read}", None)
-    if manifest.context is not None:
-        check_context(manifest.context, signals, require)
-    shapes = manifest.guarantee_shapes
-    if shapes is not None:
-        require(guarantee is not None, "guarantee_shapes", "null without a guarantee", shapes)
-        named = bool(shapes) and all(shapes) and len(set(shapes)) == len(shapes)
-        require(named, "guarantee_shapes", "one or more, each once, none empty", shapes)
-    _check_training(training, require)
-    _check_files(manifest, file, require)
-
-
-def _check_training(training: TrainingRecord, require: Callable[[bool, str, object, object], None]) -> None:
-    for field in ("data_digest", "class_balance", "hallutracer_version"):
-        require(getattr(training, field) != "", f"training.{field}", "a non-empty string", "")
-    minimum = {"rows": 2, "factual": 1, "hallucinated": 1, "left_out": 0, "groups": 1, "folds": 2}
-    for field, least in minimum.items():
-        require(getattr(training, field) >= least, f"training.{field}", f"{least} or more", getattr(training, field))
-    used = training.factual + training.hallucinated
-    require(used <= training.rows, "training.rows", f"at least factual + hallucinated = {used}", training.rows)
-    require(len(training.seeds) >= 1, "training.seeds", "at least one seed", training.seeds)
-    require(training.c > 0, "training.c", "a positive number", training.c)
-    require(all(c > 0 for c in training.c_grid), "training.c_grid", "positive numbers", training.c_grid)
-
-
-def _check_files(manifest: Manifest, file: str, require: Callable[[bool, str, object, object], None]) -> None:
-    for name in REQUIRED:
-        if name not in manifest.files:
-            raise MissingField("every bundle has this file", file=file, field=f"files.{name}")
-    for name, record in manifest.files.items():
-        if name not in REQUIRED and not PLOT.fullmatch(name):
-            raise UnknownField("this format has no such file", file=file, field=f"files.{name}")
-        require(0 <= record.bytes <= MAX_FILE, f"files.{name}.bytes", f"0 to {MAX_FILE}", record.bytes)
-        require(bool(_HEX.fullmatch(record.sha256)), f"files.{name}.sha256", "64 hex digits", record.sha256)
-
-
-def _is_time(text: str) -> bool:
+def read_record(document: Any, file: str) -> Manifest:
+    """Check every value of bundle.json.  Raises BadValue, NotFinite, UnknownField, MissingField and WrongShape."""
+    inner = document.get("recalibration") if isinstance(document, dict) else None
+    for kind, where, given in ((Manifest, "", document), (Recalibration, "recalibration.", inner)):
+        for field in dataclasses.fields(kind):  # these have defaults, which are not for files
+            if isinstance(given, dict) and field.name not in given:
+                raise MissingField("the field is missing", file=file, field=f"{where}{field.name}")
     try:
-        return datetime.strptime(text, "%Y-%m-%dT%H:%M:%SZ").strftime("%Y-%m-%dT%H:%M:%SZ") == text
-    except ValueError:
-        return False
+        return _ADAPTER.validate_python(document)
+    except ValidationError as error:
+        raise _refusal(error, file) from None
+
+
+_PROBLEMS = {
+    "unexpected_keyword_argument": (UnknownField, "this format has no such field or file"),
+    "missing": (MissingField, "the field is missing"),
+    "finite_number": (NotFinite, "not finite"),
+    "wrong_shape": (WrongShape, "another length"),
+}
+
+
+def _refusal(error: ValidationError, file: str) -> Exception:
+    """Return the first of pydantic's errors as ours, those about a field's presence before those about its value."""
+    found = min(error.errors(), key=lambda one: [*_PROBLEMS, one["type"]].index(one["type"]))
+    context = found.get("ctx", {})
+    parts = [*found["loc"], *(part for part in (context.get("field"),) if part)]
+    field = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in parts).removeprefix(".")
+    kind, problem = _PROBLEMS.get(found["type"], (BadValue, "bad value"))
+    if kind in (UnknownField, MissingField):
+        return kind(problem, file=file, field=field)
+    expected = found["msg"].removeprefix("Input should be ").removeprefix("Value error, ")
+    value = context.get("found", found["input"])
+    return kind(problem, file=file, field=field or "the whole file", expected=expected, found=ascii(value))
+
+
+class _ModelFacts(Protocol):
+    """What an engine reports about its model, each as ``Manifest`` records it."""
+
+    @property
+    def fingerprint(self) -> str: ...
+    @property
+    def architecture(self) -> str: ...
+    @property
+    def revision(self) -> str: ...
+    @property
+    def tokenizer(self) -> str: ...
+    @property
+    def chat_template(self) -> str | None: ...
+    @property
+    def geometry(self) -> object: ...  # with num_layers, num_heads, head_dim and hidden_size
+
+
+# Field of the manifest -> what an engine calls it, the error, the difference.
+_IDENTITY: Final[Mapping[str, tuple[str, type[errors.BundleRefused], str]]] = {
+    "model.architecture": ("architecture", errors.WrongModel, "another architecture"),
+    "model.fingerprint": ("fingerprint", errors.WrongModel, "other weights, or weights and caches of other types"),
+    "model.revision": ("revision", errors.WrongRevision, "another revision"),
+    **{
+        f"model.{size}": (f"geometry.{size}", errors.WrongGeometry, "another shape")
+        for size in ("num_layers", "num_heads", "head_dim", "hidden_size")
+    },
+    "tokenizer.digest": ("tokenizer", errors.WrongTokenizer, "another tokenizer"),
+    "chat_template.digest": ("chat_template", errors.WrongChatTemplate, "another chat template"),
+}
+
+
+def check_identity(manifest: Manifest, loaded: _ModelFacts) -> None:
+    """Refuse a model that the bundle was not trained on.
+
+    Raises the error of the first difference, in this order: WrongModel (architecture, fingerprint), WrongRevision,
+    WrongGeometry, WrongTokenizer, WrongChatTemplate.  The model's name may differ: a folder can move, and a copy keeps
+    its fingerprint.
+    """
+    at = f"{manifest.model.name} at revision {manifest.model.revision}"
+    for field, (attribute, error, difference) in _IDENTITY.items():
+        expected, found = attrgetter(field)(manifest), attrgetter(attribute)(loaded)
+        if expected != found:
+            cure = f"Load {at}" if field.startswith("model.") else f"Restore the {attribute.replace('_', ' ')} of {at}"
+            raise error(
+                f"bundle {manifest.reference} was trained on {difference}", field=field,
+                expected="none" if expected is None else expected, found="none" if found is None else found,
+                cure=f"{cure}, or train a bundle for what is loaded",
+            )  # fmt: skip

@@ -1,4 +1,4 @@
-"""A store that is not on this machine, read through a copy that is.
+"""Where a store keeps its bundles (``Backend``), and a store that is not on this machine, read through a copy that is.
 
 CACHE/NAME/VERSION/   the copies, in the layout of a local store; aliases.json as it was last read
 """
@@ -13,59 +13,70 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol, TypeVar
 
-from probes_store.aliases import ALIASES
-from probes_store.backend import load_version
-from probes_store.bundle import MAX_TOTAL, SIGNATURE
-from probes_store.durable import atomic_write, writing
+from probes_store.bundle import MAX_TOTAL, SIGNATURE, load_version
 from probes_store.errors import BadValue, BundleConflict, BundleDamaged, StoreUnreachable
-from probes_store.local import LocalBackend
+from probes_store.local import LocalBackend, atomic_write, writing
 from probes_store.manifest import MANIFEST, Manifest, manifest_bytes, read_manifest
-from probes_store.strict import readable_json
+from probes_store.syntax import ALIASES, readable_json
 
 log = logging.getLogger("hallutracer")
 T = TypeVar("T")
 STAYS_DOWN_S = 10.0  # after no answer the copies are taken at once: each further question could wait for its timeout
 
 
-class Source(Protocol):
-    """Where the copies come from.  Every method raises StoreUnreachable where there is no answer."""
+class _Place(Protocol):
+    """Versions of names, and their aliases.
+
+    Every operation may raise InvalidReference, a subclass of BundleDamaged, or, at a URL, StoreRefused and
+    StoreUnreachable; those that write also StoreNotWritable.  ``publish`` takes a manifest that is not sealed yet, as
+    the next version, or finds the same content: the version; ``add`` keeps its number: False where that is taken.
+    ``set_alias`` changes as ``syntax.moved`` does, in one step; moves of other aliases at the same time are not lost.
+    """
 
     @property
-    def where(self) -> str:
-        """The URL."""
+    def where(self) -> str: ...  # the folder or the URL, for people
+    def names(self) -> Sequence[str]: ...  # those with a version
+    def versions(self, name: str) -> set[int]: ...  # published ones
+    def aliases(self, name: str) -> dict[str, int]: ...
+    def check_writable(self) -> None: ...  # before long work
+    def publish(self, manifest: Manifest, files: Mapping[str, bytes]) -> int: ...
+    def add(self, manifest: Manifest, files: Mapping[str, bytes]) -> bool: ...
+    def set_alias(self, name: str, alias: str, version: int, keep_as: str | None = None) -> None: ...
+    def write_signature(self, name: str, version: int, data: bytes) -> None: ...
 
-    def names(self) -> Sequence[str]:
-        """Names with a version."""
 
-    def versions(self, name: str) -> set[int]:
-        """Published versions."""
+class Backend(_Place, Protocol):
+    """A place with a local folder for each version."""
 
-    def aliases(self, name: str) -> dict[str, int]:
-        """Alias -> version."""
+    @property
+    def folders(self) -> Path:
+        """ROOT of the folders ROOT/NAME/VERSION that ``folder`` returns."""
+
+    def folder(self, name: str, version: int) -> Path:
+        """Return the folder of a version that ``versions`` has; a URL's is fetched and checked first."""
+
+    def stamp(self, name: str, version: int) -> str:
+        """Return what changes where something of a version does, its signature too; nothing is fetched."""
+
+
+class BundleSource(_Place, Protocol):
+    """A place where copies come from.  Every method raises StoreUnreachable where there is no answer."""
 
     def manifest(self, name: str, version: int) -> bytes:
-        """The manifest's bytes.  Raises MissingFile."""
+        """Return the manifest's bytes.  Raises MissingFile."""
 
     def signature(self, name: str, version: int) -> bytes | None:
-        """The signature's bytes; None where there is none."""
+        """Return the signature's bytes; None where there is none."""
 
     def files(self, manifest: Manifest) -> dict[str, bytes]:
-        """Exactly the files that the manifest lists, compared with it.  Raises a subclass of BundleDamaged."""
+        """Return the files that the manifest lists, compared with it.  Raises a subclass of BundleDamaged."""
 
-    def check_writable(self) -> None:
-        """As of ``Backend``, as are the methods below."""
 
-    def publish(self, manifest: Manifest, files: Mapping[str, bytes]) -> int:
-        """The version."""
-
-    def add(self, manifest: Manifest, files: Mapping[str, bytes]) -> bool:
-        """False where the number is taken."""
-
-    def set_alias(self, name: str, alias: str, version: int, keep_as: str | None = None) -> None:
-        """Point an alias at a version."""
-
-    def write_signature(self, name: str, version: int, data: bytes) -> None:
-        """Put a signature beside a version."""
+def check_total(manifest: Manifest) -> None:
+    """Raise BadValue where the files together are larger than a bundle from a network may be."""
+    total = sum(record.bytes for record in manifest.files.values())
+    if total > MAX_TOTAL:
+        raise BadValue("the bundle is too large", expected=f"at most {MAX_TOTAL} bytes", found=total)
 
 
 class RemoteBackend:
@@ -74,45 +85,39 @@ class RemoteBackend:
     Reading goes on with the copies where the source gives no answer, and says so in the log.  A refusal is an error.
     """
 
-    def __init__(self, source: Source, cache: Path, *, stand_in: bool = True) -> None:
+    def __init__(self, source: BundleSource, cache: Path, *, stand_in: bool = True) -> None:
         """``cache``: the folder of all sources' copies.  ``stand_in``: whether they do where there is no answer."""
         self._source, self._cache, self._stand_in = source, cache, stand_in
+        self.where = source.where
         self._copies = LocalBackend(cache / hashlib.sha256(source.where.encode()).hexdigest()[:16])
+        self.folders = self._copies.folders
         self._down_until = 0.0
-        self.check_writable = source.check_writable
-        self.publish = source.publish
-        self.add = source.add
-        self.set_alias = source.set_alias
-        self.write_signature = source.write_signature
+        self.check_writable, self.publish, self.add = source.check_writable, source.publish, source.add
+        self.set_alias, self.write_signature = source.set_alias, source.write_signature
 
     def answering(self) -> RemoteBackend:
-        """The same, where no answer is an error."""
+        """Return the same, where no answer is an error."""
         return RemoteBackend(self._source, self._cache, stand_in=False)
 
-    @property
-    def where(self) -> str:
-        """The URL."""
-        return self._source.where
-
-    @property
-    def folders(self) -> Path:
-        """Where this source's copies are."""
-        return self._copies.folders
-
     def names(self) -> Sequence[str]:
-        """Names with a version, or with a copy where there is no answer."""
+        """Return names with a version, or with a copy where there is no answer."""
         return self._or_copy(self._source.names, self._copies.names)
 
     def versions(self, name: str) -> set[int]:
-        """Published versions, or those with a copy where there is no answer."""
+        """Return the published versions, or those with a copy where there is no answer."""
         return self._or_copy(lambda: self._source.versions(name), lambda: self._copies.versions(name))
 
     def aliases(self, name: str) -> dict[str, int]:
-        """The newest table, or the one that was read last where there is no answer."""
+        """Return the newest table, or the one that was read last where there is no answer."""
 
         def ask() -> dict[str, int]:
             table = self._source.aliases(name)
-            self._remember(name, table)
+            path, data = self.folders / name / ALIASES, readable_json(table)
+            self._make_folder()
+            with writing(path.parent):
+                path.parent.mkdir(exist_ok=True)
+                if not path.is_file() or path.read_bytes() != data:
+                    atomic_write(path, data)
             return table
 
         def copy() -> dict[str, int]:
@@ -124,11 +129,11 @@ class RemoteBackend:
         return self._or_copy(ask, copy)
 
     def folder(self, name: str, version: int) -> Path:
-        """The version's copy, fetched and checked where there is none yet; compared with the URL's manifest else."""
+        """Return the version's copy, fetched and checked where there is none yet; else compared with the source's."""
         return self._or_copy(lambda: self._fetched(name, version), lambda: self._copy(name, version))
 
     def stamp(self, name: str, version: int) -> str:
-        """Of the manifest and the signature: nothing else of a version can change that is not an error."""
+        """Return the hashes of manifest and signature: any other change of a version is an error."""
 
         def ask() -> str:
             parts = self._source.manifest(name, version), self._source.signature(name, version) or b""
@@ -137,8 +142,7 @@ class RemoteBackend:
         return self._or_copy(ask, lambda: self._copies.stamp(name, version))
 
     def _fetched(self, name: str, version: int) -> Path:
-        data = self._source.manifest(name, version)
-        signature = self._source.signature(name, version)
+        data, signature = self._source.manifest(name, version), self._source.signature(name, version)
         if version in self._copies.versions(name):
             path = self._copies.folder(name, version)
             if self._is_copy(name, path, data):
@@ -146,15 +150,14 @@ class RemoteBackend:
                 return path
             with writing(path):
                 shutil.rmtree(path)  # damaged on this machine: fetched again
-        manifest = read_manifest(data, f"{name}/{version}/{MANIFEST}")
+        shown = f"{name}/{version}/{MANIFEST}"
+        manifest = read_manifest(data, shown)
         if (manifest.name, manifest.version) != (name, version):
             raise BadValue(
-                "the place does not match the manifest", file=f"{name}/{version}/{MANIFEST}", field="name and version",
+                "the place does not match the manifest", file=shown, field="name and version",
                 expected=f"{name}:{version}", found=manifest.reference, cure="Publish the bundle anew",
             )  # fmt: skip
-        total = sum(record.bytes for record in manifest.files.values())
-        if total > MAX_TOTAL:
-            raise BadValue("the bundle is too large", expected=f"at most {MAX_TOTAL} bytes", found=total)
+        check_total(manifest)
         files = {MANIFEST: data, **self._source.files(manifest)}
         if signature is not None:
             files[SIGNATURE] = signature
@@ -163,7 +166,7 @@ class RemoteBackend:
         return self._copies.folder(name, version)
 
     def _is_copy(self, name: str, path: Path, data: bytes) -> bool:
-        """False for a damaged copy.  Raises BundleConflict where the URL has another bundle under that version now."""
+        """Return False for a damaged copy.  Raises BundleConflict where the source has another bundle there now."""
         try:
             copy = load_version(name, path).manifest
         except BundleDamaged:
@@ -172,14 +175,13 @@ class RemoteBackend:
             return True
         raise BundleConflict(
             f"{self.where} has another bundle under this version than before, and a published version never changes",
-            file=copy.reference,
-            expected=copy.seal,
+            file=copy.reference, expected=copy.seal,
             found=read_manifest(data, f"{copy.name}/{copy.version}/{MANIFEST}").seal,
             cure=f"Ask who changed it.  Where that was meant, remove {path} and run the command again",
-        )
+        )  # fmt: skip
 
     def _refresh_signature(self, path: Path, signature: bytes | None) -> None:
-        """A signature may come after its bundle."""
+        """Take over a signature that came after its bundle, or changed."""
         here = path / SIGNATURE
         with writing(path):
             if signature is None:
@@ -195,22 +197,13 @@ class RemoteBackend:
             )
         return self._copies.folder(name, version)
 
-    def _remember(self, name: str, table: dict[str, int]) -> None:
-        """Keep the table for times without an answer."""
-        path = self.folders / name / ALIASES
-        self._make_folder()
-        with writing(path.parent):
-            path.parent.mkdir(exist_ok=True)
-            if not path.is_file() or path.read_bytes() != readable_json(table):
-                atomic_write(path, readable_json(table))
-
     def _make_folder(self) -> None:
         with writing(self.folders):
             self.folders.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
             self.folders.mkdir(exist_ok=True, mode=0o700)
 
     def _or_copy(self, ask: Callable[[], T], copy: Callable[[], T]) -> T:
-        """What the URL says, and what the copies say where there is no answer."""
+        """Return what the source says, and what the copies say where there is no answer."""
         if time.monotonic() < self._down_until:
             return copy()
         try:

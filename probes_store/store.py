@@ -13,23 +13,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from probes_store.aliases import PRODUCTION
-from probes_store.backend import Backend, load_version
 from probes_store.bucket import Bucket
-from probes_store.bundle import Bundle, BundleDraft, render
-from probes_store.errors import (
-    BundleConflict,
-    BundleError,
-    BundleNotFound,
-    DigestMismatch,
-)
+from probes_store.bundle import Bundle, BundleDraft, load_version, render
+from probes_store.errors import BundleConflict, BundleError, BundleNotFound, DigestMismatch
 from probes_store.local import LocalBackend
 from probes_store.manifest import Manifest
-from probes_store.objects import is_url
-from probes_store.permissions import check_bundle_closed, check_closed
-from probes_store.reference import HUB, Reference, check_name, parse_reference
-from probes_store.remote import RemoteBackend, Source
-from probes_store.signing import RequiredSignature, Signing
+from probes_store.remote import Backend, RemoteBackend
+from probes_store.syntax import HUB, PRODUCTION, BundleReference, check_name, is_url, parse_reference
+from probes_store.trust import RequiredSignature, Signing, check_bundle_closed, check_closed
 
 log = logging.getLogger("hallutracer")
 SHIPPED = Path(__file__).parent / "shipped"  # bundles that come with the package, used as a fallback
@@ -64,7 +55,7 @@ class Trust:
 
 
 def cache_folder(chosen: Path | None = None) -> Path:
-    """Where copies of stores at a URL are kept: hallutracer/stores in the user's cache folder."""
+    """Return where copies of stores at a URL are kept: hallutracer/stores in the user's cache folder."""
     if chosen is not None:
         return chosen.expanduser()
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hallutracer" / "stores"
@@ -74,19 +65,18 @@ class Store:
     """Bundles in a folder or at a URL; names that it lacks are looked up in the read-only ``fallbacks``."""
 
     def __init__(
-        self,
-        place: Path | str,
-        fallbacks: Sequence[Path] = (),
-        *,
-        trust: Trust = Trust(),
-        cache: Path | None = None,
+        self, place: Path | str, fallbacks: Sequence[Path] = (), *, trust: Trust = Trust(), cache: Path | None = None
     ) -> None:
         """``cache``: where copies are kept if ``place`` is a URL.  Raises InvalidReference for a wrong URL."""
         self.own: Backend
-        if isinstance(place, str) and is_url(place):
-            self.own = RemoteBackend(_source(place), cache_folder(cache))
-        else:
+        if not isinstance(place, str) or not is_url(place):
             self.own = LocalBackend(Path(place).expanduser())
+        elif place.startswith(HUB):
+            from probes_store.hub import HubSource  # huggingface_hub takes a while to import
+
+            self.own = RemoteBackend(HubSource(place), cache_folder(cache))
+        else:
+            self.own = RemoteBackend(Bucket(place), cache_folder(cache))
         self.behind: tuple[Backend, ...] = tuple(LocalBackend(Path(fallback)) for fallback in fallbacks)
         self.trust = trust
         self._told: set[str] = set()
@@ -120,28 +110,27 @@ class Store:
         return load_version(name, self.own.folder(name, self.own.publish(manifest, files)))
 
     def resolve(self, reference: str) -> Path:
-        """NAME, NAME@ALIAS or NAME:VERSION -> its folder; of a URL, that of the copy, which is fetched if need be.
+        """Return the folder of a reference; of a URL, that of the copy, which is fetched if need be.
 
         A bare name is the alias ``production`` where it is set, and else the highest version.  A pin is not compared
         here.  Raises InvalidReference, BundleNotFound, OpenStore, StoreRefused, StoreUnreachable, and a subclass of
         BundleDamaged for a damaged aliases.json.
         """
         wanted = parse_reference(reference)
-        backend, versions = self._backend(wanted.name)
-        return backend.folder(wanted.name, _version(backend, versions, wanted, reference))
+        backend, version = self._find(wanted, reference)
+        return backend.folder(wanted.name, version)
 
     def stamp(self, reference: str) -> str:
-        """Changes where the reference means another version, or the version's bytes or signature change.
+        """Return what changes where the reference means another version, or its bytes or signature change.
 
         Of a URL nothing but small objects is read.  Raises what ``resolve`` raises.
         """
         wanted = parse_reference(reference)
-        backend, versions = self._backend(wanted.name)
-        version = _version(backend, versions, wanted, reference)
+        backend, version = self._find(wanted, reference)
         return f"{backend.where} {wanted.name}:{version} {backend.stamp(wanted.name, version)}"
 
     def answering(self) -> Store:
-        """The same store, where no answer from its URL is an error, rather than a reason to take copies."""
+        """Return the same store, where no answer from its URL is an error, rather than a reason to take copies."""
         if not isinstance(self.own, RemoteBackend):
             return self
         store = copy.copy(self)
@@ -160,17 +149,14 @@ class Store:
         bundle = self._read(wanted.name, self.resolve(reference), signature)
         if wanted.digest is not None and bundle.manifest.digest != wanted.digest:
             raise DigestMismatch(
-                "this is not the bundle that the reference pins",
-                file=bundle.reference,
-                field="digest",
-                expected=wanted.digest,
-                found=bundle.manifest.digest,
+                "this is not the bundle that the reference pins", file=bundle.reference, field="digest",
+                expected=wanted.digest, found=bundle.manifest.digest,
                 cure="Look at both with 'hallutracer bundle list' and pin the one that you mean",
-            )
+            )  # fmt: skip
         return bundle
 
     def verify(self, reference: str) -> Bundle:
-        """``load``, and read the evaluation and the card.  Raises what ``load`` raises."""
+        """Do as ``load``, and read the evaluation and the card.  Raises what ``load`` raises."""
         bundle = self.load(reference)
         bundle.evaluation()
         bundle.card()
@@ -183,16 +169,13 @@ class Store:
         """
         bundle = self._load(reference, None)
         if not self.is_own(bundle.path):
-            raise BundleConflict(
-                "this bundle comes with the package, which vouches for it",
-                file=reference,
-                cure="Sign bundles of your own store",
-            )
+            problem = "this bundle comes with the package, which vouches for it"
+            raise BundleConflict(problem, file=reference, cure="Sign bundles of your own store")
         self.own.write_signature(bundle.manifest.name, bundle.manifest.version, signing.sign(bundle))
         return bundle
 
     def aliases(self, name: str) -> dict[str, int]:
-        """Alias -> version.  Raises InvalidReference, BundleNotFound and a subclass of BundleDamaged."""
+        """Return alias -> version.  Raises InvalidReference, BundleNotFound and a subclass of BundleDamaged."""
         backend, _ = self._backend(check_name(name, "a bundle"))
         return backend.aliases(name)
 
@@ -204,14 +187,13 @@ class Store:
         """
         check_name(alias, "an alias")
         if not self.own.versions(check_name(name, "a bundle")):
-            raise BundleNotFound(
-                f"no bundle {name} in this store", cure="Publish it here first; fallbacks are only read"
-            )
+            cure = "Publish it here first; fallbacks are only read"
+            raise BundleNotFound(f"no bundle {name} in this store", cure=cure)
         self.load(f"{name}:{version}")
         self.own.set_alias(name, alias, version, keep_as)
 
     def list(self) -> Summaries:
-        """Every version of every name, sorted, without shadowed fallbacks; damaged bundles with their error."""
+        """Return every version of every name, sorted, without shadowed fallbacks; damaged bundles with their error."""
         self.check_closed()
         seen: dict[str, Backend] = {}
         for backend in (self.own, *self.behind):
@@ -236,8 +218,29 @@ class Store:
             names = tuple(sorted(alias for alias, target in aliases.items() if target == version))
             yield BundleSummary(name, version, path, names, manifest, error_here)
 
+    def _find(self, wanted: BundleReference, reference: str) -> tuple[Backend, int]:
+        """Return where the version that a reference means is, and its number."""
+        backend, versions = self._backend(wanted.name)
+        version = wanted.version
+        if version is None:
+            aliases = backend.aliases(wanted.name)
+            version = aliases.get(wanted.alias or PRODUCTION)
+            if version is None and wanted.alias is not None:
+                known = ", ".join(sorted(aliases)) or "none"
+                raise BundleNotFound(
+                    f"bundle {wanted.name} has no alias {wanted.alias}",
+                    cure=f"Set it, or use one of its aliases: {known}",
+                )
+            version = version or max(versions)
+        if version not in versions:
+            raise BundleNotFound(
+                f"{reference} names version {version} of bundle {wanted.name}, which is not there",
+                cure=f"Use one of its versions: {', '.join(map(str, sorted(versions)))}",
+            )
+        return backend, version
+
     def _backend(self, name: str) -> tuple[Backend, set[int]]:
-        """The store itself or the first fallback that has versions of this name, and these."""
+        """Return the store itself or the first fallback that has versions of this name, and these."""
         self.check_closed()
         having = [(found, at) for at in (self.own, *self.behind) if (found := at.versions(name))]
         if not having:
@@ -253,7 +256,7 @@ class Store:
         return backend, versions
 
     def _read(self, name: str, path: Path, signature: RequiredSignature | None) -> Bundle:
-        """The bundle in a folder of the store's or of a fallback.  Raises what ``load`` raises."""
+        """Read the bundle in a folder of the store's or of a fallback.  Raises what ``load`` raises."""
         bundle = load_version(name, path)
         if self.is_own(path):
             if not self.trust.open_store:
@@ -263,42 +266,10 @@ class Store:
         return bundle
 
     def is_own(self, path: Path) -> bool:
-        """Whether a bundle's folder is the store's, rather than a fallback's."""
+        """Return whether a bundle's folder is the store's, rather than a fallback's."""
         return path.parent.parent.resolve() == self.root.resolve()
 
     def check_closed(self) -> None:
         """Raise OpenStore where anyone on this machine can write to the store, unless that was agreed to."""
         if not self.trust.open_store:
             check_closed(self.root)
-
-
-def _source(url: str) -> Source:
-    if not url.startswith(HUB):
-        return Bucket(url)
-    from probes_store.hub_source import HubSource  # huggingface_hub takes a while to import
-
-    return HubSource(url)
-
-
-def _version(backend: Backend, versions: set[int], wanted: Reference, reference: str) -> int:
-    """What a reference means in the backend that has these versions of its name."""
-    version = wanted.version
-    if version is None:
-        aliases = backend.aliases(wanted.name)
-        if wanted.alias is None:
-            version = aliases.get(PRODUCTION) or max(versions)
-        elif wanted.alias in aliases:
-            version = aliases[wanted.alias]
-        else:
-            known = ", ".join(sorted(aliases)) or "none"
-            raise BundleNotFound(
-                f"bundle {wanted.name} has no alias {wanted.alias}",
-                cure=f"Set it, or use one of its aliases: {known}",
-            )
-    if version not in versions:
-        known = ", ".join(map(str, sorted(versions)))
-        raise BundleNotFound(
-            f"{reference} names version {version} of bundle {wanted.name}, which is not there",
-            cure=f"Use one of its versions: {known}",
-        )
-    return version

@@ -1,13 +1,14 @@
 """The two tensor files: contents, layout, and conversion to bytes and back.
 
-Symbols: m layers, d the length of a probe direction, G golden prompts.  Arrays that were read are read-only.
+Symbols: m layers, d the length of a probe direction, A context probes, L = (1 + A) m logits, G golden prompts.  Arrays
+that were read are read-only.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,13 +17,25 @@ from safetensors.numpy import save
 
 from probes_store.errors import BadValue, MissingField, NotFinite, UnknownField, WrongShape
 from probes_store.manifest import GOLDEN, PROBES, Manifest
-from probes_store.strict import parse_json
+from probes_store.syntax import parse_json
 
-TensorLayout = dict[str, tuple[str, tuple[int | None, ...]]]  # tensor -> element type, shape; None: any length
-_NUMPY: dict[str, np.dtype[Any]] = {"I32": np.dtype("<i4"), "F32": np.dtype("<f4"), "F64": np.dtype("<f8")}
 UNIT_NORM_TOLERANCE = 1e-4
 MAX_HEADER = 64 * 1024  # bytes; there are at most twelve tensors
 ALIGNMENT = 8  # of the header, in bytes
+_NUMPY: dict[str, np.dtype[Any]] = {"I32": np.dtype("<i4"), "F32": np.dtype("<f4"), "F64": np.dtype("<f8")}
+_Layout = Mapping[str, tuple[str, str]]
+# Tensor -> element type, axes; "any" length is as the file has it.
+_PROBE_LAYOUT: Final[_Layout] = {
+    "head": ("I32", "m"), "direction": ("F32", "m d"), "bias": ("F32", "m"), "scale": ("F32", "m"),
+    "trajectory_mean": ("F32", "2 m"), "trajectory_std": ("F32", "2 m"),
+    "reference_mean": ("F32", "L"), "reference_whitening": ("F32", "L L"),
+    "context_head": ("I32", "A m"), "context_direction": ("F32", "A m d"), "context_bias": ("F32", "A m"),
+    "context_scale": ("F32", "A m"),
+}  # fmt: skip
+_GOLDEN_LAYOUT: Final[_Layout] = {
+    "input_ids": ("I32", "any"), "offsets": ("I32", "any"), "trajectory": ("F32", "any L"), "risk": ("F64", "any"),
+    "first_token": ("F32", "any 2"),
+}  # fmt: skip
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,10 +48,9 @@ class ProbeTensors:
     scale: NDArray[np.float32]  # [m] divides the logit; all ones under unit_norm
     trajectory_mean: NDArray[np.float32]  # [2, m] out-of-fold; row 0 hallucinated, row 1 factual
     trajectory_std: NDArray[np.float32]  # [2, m]
-    # Of a prompt's logits L [(1 + A) m], those of the context probes behind its trajectory: with an uncertainty record.
-    reference_mean: NDArray[np.float32] | None = None  # [(1 + A) m]
-    reference_whitening: NDArray[np.float32] | None = None  # [that, that] distance = |whitening (L - mean)|, cutoff 1
-    context_head: NDArray[np.int32] | None = None  # [A, m] these four: of the A context probes, as the fields above
+    reference_mean: NDArray[np.float32]  # [L] of a prompt's logits, those of the context probes behind its trajectory
+    reference_whitening: NDArray[np.float32]  # [L, L] distance = |whitening (logits - mean)|, cutoff 1
+    context_head: NDArray[np.int32] | None = None  # [A, m] these four: of the context probes, as the fields above
     context_direction: NDArray[np.float32] | None = None  # [A, m, d]
     context_bias: NDArray[np.float32] | None = None  # [A, m]
     context_scale: NDArray[np.float32] | None = None  # [A, m]
@@ -50,7 +62,7 @@ class Golden:
 
     input_ids: NDArray[np.int32]  # [total] all prompts, one after the other
     offsets: NDArray[np.int32]  # [G + 1] prompt g is input_ids[offsets[g] : offsets[g + 1]]
-    trajectory: NDArray[np.float32]  # [G, (1 + A) m] scaled logits, those of the context probes last
+    trajectory: NDArray[np.float32]  # [G, L] scaled logits, those of the context probes last
     risk: NDArray[np.float64]  # [G]
     first_token: NDArray[np.float32] | None = None  # [G, 2] log_max_prob (nats), entropy (nats)
 
@@ -62,7 +74,7 @@ class Golden:
         risk: NDArray[np.floating],
         first_token: NDArray[np.floating] | None = None,
     ) -> Golden:
-        """From G prompts of token ids and their readings; shapes as in the fields."""
+        """Return G prompts of token ids and their readings; shapes as in the fields."""
         return cls(
             np.array([token for prompt in prompts for token in prompt], np.int32),
             np.cumsum([0, *map(len, prompts)]).astype(np.int32),
@@ -72,95 +84,51 @@ class Golden:
         )
 
     def prompts(self) -> list[list[int]]:
-        """The G prompts as lists of token ids."""
-        bounds = self.offsets.tolist()
-        return [self.input_ids[start:end].tolist() for start, end in zip(bounds, bounds[1:], strict=False)]
+        """Return the G prompts as lists of token ids."""
+        return [ids.tolist() for ids in np.split(self.input_ids, self.offsets[1:-1])]
 
 
 def pack(tensors: ProbeTensors | Golden, file: str) -> bytes:
-    """Tensors -> safetensors bytes.  Raises WrongShape where an element type would lose something (int64 ids, say)."""
-    layout = (
-        probe_layout(1, 1, tensors.reference_mean is not None, 0 if tensors.context_head is None else 1)
-        if isinstance(tensors, ProbeTensors)
-        else golden_layout(1, tensors.first_token is not None)
-    )
-    arrays = {}
-    for name, (code, _) in layout.items():
-        given = np.asarray(getattr(tensors, name))
-        wanted = _NUMPY[code]
-        if wanted.kind == "i" and (given.dtype.kind not in "iu" or not np.array_equal(given, given.astype(wanted))):
-            raise WrongShape(
-                "element type", file=file, field=name, expected="integers that fit int32", found=given.dtype
-            )
-        if given.dtype.kind not in "fiu":
-            raise WrongShape("element type", file=file, field=name, expected="numbers", found=given.dtype)
+    """Return safetensors bytes.  Raises WrongShape where an element type would lose something (int64 ids, say)."""
+    layout, arrays = _PROBE_LAYOUT if isinstance(tensors, ProbeTensors) else _GOLDEN_LAYOUT, {}
+    for name, value in vars(tensors).items():
+        if value is None:
+            continue
+        given, wanted = np.asarray(value), _NUMPY[layout[name][0]]
+        fine, expected = given.dtype.kind in "fiu", "numbers"
+        if wanted.kind == "i":
+            fine, expected = given.dtype.kind in "iu", "integers that fit int32"
+            fine = fine and np.array_equal(given, given.astype(wanted))
+        if not fine:
+            raise WrongShape("element type", file=file, field=name, expected=expected, found=given.dtype)
         with np.errstate(over="ignore"):  # an overflow becomes infinite, which the reader reports
             arrays[name] = np.ascontiguousarray(given, wanted).reshape(given.shape)
     return save(arrays)
 
 
-def probe_layout(layers: int, dim: int, reference: bool, context: int = 0) -> TensorLayout:
-    """Tensors of probes.safetensors for m layers, directions of length d and A context probes.
-
-    ``reference``: with uncertainty.
-    """
-    layout: TensorLayout = {
-        "head": ("I32", (layers,)),
-        "direction": ("F32", (layers, dim)),
-        "bias": ("F32", (layers,)),
-        "scale": ("F32", (layers,)),
-        "trajectory_mean": ("F32", (2, layers)),
-        "trajectory_std": ("F32", (2, layers)),
-    }
-    logits = (1 + context) * layers
-    if reference:
-        layout |= {"reference_mean": ("F32", (logits,)), "reference_whitening": ("F32", (logits, logits))}
-    if context:
-        layout |= {
-            "context_head": ("I32", (context, layers)),
-            "context_direction": ("F32", (context, layers, dim)),
-            "context_bias": ("F32", (context, layers)),
-            "context_scale": ("F32", (context, layers)),
-        }
-    return layout
-
-
-def golden_layout(logits: int, first_token: bool) -> TensorLayout:
-    """Tensors of golden.safetensors for (1 + A) m logits; ``first_token`` where the classifier reads those signals."""
-    layout: TensorLayout = {
-        "input_ids": ("I32", (None,)),
-        "offsets": ("I32", (None,)),
-        "trajectory": ("F32", (None, logits)),
-        "risk": ("F64", (None,)),
-    }
-    return layout | {"first_token": ("F32", (None, 2))} if first_token else layout
-
-
 def read_probes(data: bytes, manifest: Manifest, file: str = PROBES) -> ProbeTensors:
-    """Bytes -> ProbeTensors of the manifest's geometry and records.  Raises a subclass of BundleDamaged."""
-    reference, layers, dim = manifest.uncertainty is not None, manifest.model.num_layers, manifest.probe_dim
-    arrays = _unpack(data, probe_layout(layers, dim, reference, manifest.context_probes), file)
-    std = arrays["trajectory_std"]
-    for prefix in ("", "context_") if manifest.context_probes else ("",):
-        _check_probe(arrays, prefix, manifest.probe_heads, file)
+    """Read the tensors of the manifest's geometry and records.  Raises a subclass of BundleDamaged."""
+    prefixes = ("", "context_") if manifest.context_probes else ("",)
+    layout = {name: at for name, at in _PROBE_LAYOUT.items() if not name.startswith("context_") or len(prefixes) == 2}
+    arrays = _unpack(data, layout, manifest, file)
+    for prefix in prefixes:
+        head, scale = arrays[f"{prefix}head"], arrays[f"{prefix}scale"]
+        norm, heads = np.linalg.norm(arrays[f"{prefix}direction"].astype(np.float64), axis=-1), manifest.probe_heads
+        unit = np.all(np.abs(norm - 1.0) <= UNIT_NORM_TOLERANCE)
+        _require(unit, file, f"{prefix}direction", "unit norm in every layer", norm)
+        _require(np.all((head >= 0) & (head < heads)), file, f"{prefix}head", f"heads from 0 to {heads - 1}", head)
+        _require(np.all(scale > 0), file, f"{prefix}scale", "positive numbers", scale)
     if manifest.logit_scale == "unit_norm":
         _require(np.all(arrays["scale"] == 1), file, "scale", "all ones under logit_scale unit_norm", arrays["scale"])
+    std = arrays["trajectory_std"]
     _require(np.all(std >= 0), file, "trajectory_std", "no negative number", std.min())
     return ProbeTensors(**arrays)
 
 
-def _check_probe(arrays: Mapping[str, NDArray[Any]], prefix: str, heads: int, file: str) -> None:
-    head, scale = arrays[f"{prefix}head"], arrays[f"{prefix}scale"]
-    norm = np.linalg.norm(arrays[f"{prefix}direction"].astype(np.float64), axis=-1)
-    unit = np.all(np.abs(norm - 1.0) <= UNIT_NORM_TOLERANCE)
-    _require(unit, file, f"{prefix}direction", "unit norm in every layer", norm)
-    _require(np.all((head >= 0) & (head < heads)), file, f"{prefix}head", f"heads from 0 to {heads - 1}", head)
-    _require(np.all(scale > 0), file, f"{prefix}scale", "positive numbers", scale)
-
-
 def read_golden(data: bytes, manifest: Manifest, file: str = GOLDEN) -> Golden:
-    """Bytes -> Golden, with ``first_token`` where the signals need it.  Raises a subclass of BundleDamaged."""
-    arrays = _unpack(data, golden_layout(manifest.logits, manifest.needs_first_token), file)
+    """Read the golden prompts, with ``first_token`` where the signals need it.  Raises a subclass of BundleDamaged."""
+    layout = {name: at for name, at in _GOLDEN_LAYOUT.items() if name != "first_token" or manifest.needs_first_token}
+    arrays = _unpack(data, layout, manifest, file)
     ids, offsets, risk = arrays["input_ids"], arrays["offsets"], arrays["risk"]
     count = len(offsets) - 1
     _require(count >= 1, file, "offsets", "at least one prompt: two offsets", offsets)
@@ -179,7 +147,7 @@ def read_golden(data: bytes, manifest: Manifest, file: str = GOLDEN) -> Golden:
     return Golden(**arrays)
 
 
-def _unpack(data: bytes, layout: TensorLayout, file: str) -> dict[str, NDArray[Any]]:
+def _unpack(data: bytes, layout: _Layout, manifest: Manifest, file: str) -> dict[str, NDArray[Any]]:
     """Parse safetensors; types and shapes are checked against the layout before any number is read."""
     _check_header(data, file)
     try:
@@ -189,32 +157,31 @@ def _unpack(data: bytes, layout: TensorLayout, file: str) -> dict[str, NDArray[A
     for name in entries:
         if name not in layout:
             raise UnknownField("this format has no such tensor here", file=file, field=name)
+    lengths = {"m": manifest.model.num_layers, "d": manifest.probe_dim, "L": manifest.logits, "2": 2, "any": None}
+    lengths["A"] = manifest.context_probes
     arrays: dict[str, NDArray[Any]] = {}
-    for name, (code, shape) in layout.items():
+    for name, (code, axes) in layout.items():
         if name not in entries:
             raise MissingField("the tensor is missing", file=file, field=name)
-        found_code, found = entries[name]["dtype"], tuple(entries[name]["shape"])
-        fits = len(found) == len(shape) and all(want in (None, got) for want, got in zip(shape, found, strict=True))
+        found_code, found = entries[name]["dtype"], list(entries[name]["shape"])
+        wanted = [lengths[axis] for axis in axes.split()]
+        fits = len(found) == len(wanted) and all(want in (None, got) for want, got in zip(wanted, found, strict=True))
         if found_code != code or not fits:
+            expected = f"{code} {wanted}".replace("None", "any")
             raise WrongShape(
-                "element type or shape",
-                file=file,
-                field=name,
-                expected=f"{code} {_shape(shape)}",
-                found=f"{found_code} {_shape(found)}",
+                "element type or shape", file=file, field=name, expected=expected, found=f"{found_code} {found}"
             )
         array = np.frombuffer(bytes(entries[name]["data"]), _NUMPY[code]).reshape(found)  # bytes: hence read-only
         if not np.all(np.isfinite(array)):
             where = tuple(int(i) for i in np.argwhere(~np.isfinite(array))[0])
-            raise NotFinite(
-                "not finite", file=file, field=f"{name}{list(where)}", expected="finite numbers", found=array[where]
-            )
+            field = f"{name}{list(where)}"
+            raise NotFinite("not finite", file=file, field=field, expected="finite numbers", found=array[where])
         arrays[name] = array
     return arrays
 
 
 def _check_header(data: bytes, file: str) -> None:
-    """What safetensors does not refuse: padding beyond the alignment, a huge header, a tensor that is listed twice."""
+    """Refuse what safetensors takes: padding beyond the alignment, a huge header, a tensor that is listed twice."""
     size = int.from_bytes(data[:8], "little")
     if not 0 < size <= min(MAX_HEADER, len(data) - 8):
         raise BadValue("not a safetensors file", file=file, expected=f"a header of 1 to {MAX_HEADER} bytes", found=size)
@@ -222,10 +189,6 @@ def _check_header(data: bytes, file: str) -> None:
     if len(header) - len(header.rstrip(b" ")) >= ALIGNMENT:
         raise BadValue("padding", file=file, expected=f"less than {ALIGNMENT} spaces after the header", found="more")
     parse_json(header, file)
-
-
-def _shape(shape: Sequence[int | None]) -> str:
-    return "[" + ", ".join("any" if length is None else str(length) for length in shape) + "]"
 
 
 def _require(fine: bool | np.bool, file: str, field: str, expected: str, found: object) -> None:

@@ -1,42 +1,51 @@
-"""A bundle that was published elsewhere, into a store: the same name, version, bytes and signature."""
+"""Bundles between stores, and between a store and the hub: copy, push and pull.
+
+They keep name, version, bytes and signature.  A repository of the hub has one commit and one tag for each version of
+one bundle; from it come the manifest, then what that lists and nothing else, then one rename.
+"""
 
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Protocol
 
-from probes_store.aliases import PRODUCTION
-from probes_store.backend import load_version
-from probes_store.bundle import SIGNATURE, Bundle, read_files, read_signature, write_files
-from probes_store.errors import BadValue, BundleConflict, BundleDamaged, BundleNotFound
-from probes_store.manifest import MANIFEST, Manifest, manifest_bytes, read_manifest
-from probes_store.reference import VERSION, check_name
+from huggingface_hub import CommitOperationAdd, CommitOperationDelete
+
+from probes_store import errors
+from probes_store.bundle import MAX_MANIFEST, MAX_SIGNATURE, SIGNATURE, Bundle, load_version, read_files, read_signature
+from probes_store.errors import BadValue, BundleConflict, BundleDamaged, DigestMismatch, HubError, MissingFile
+from probes_store.hub import MAIN, TAG, Hub, Snapshot, is_hidden, read_listed, tag_of
+from probes_store.local import write_files
+from probes_store.manifest import CARD, DIGEST, MANIFEST, Manifest, manifest_bytes, read_manifest, record_of
+from probes_store.remote import check_total
 from probes_store.store import Store
-from probes_store.strict import parse_json, readable_json
+from probes_store.syntax import PRODUCTION, VERSION, VERSIONS, HubAddress, check_name, parse_json, readable_json
 
 ORIGIN = ".origin.json"  # in a bundle's folder: where it was pulled from; a hidden file is no part of a bundle
+HARMLESS = (CARD, "LICENSE", "LICENSE.md", "LICENSE.txt")  # may lie in a repository that gets its first bundle
 
 
 def files_of(bundle: Bundle) -> dict[str, bytes]:
-    """Everything that travels with a bundle: what the manifest lists, the manifest, the signature if there is one."""
+    """Return all that travels with a bundle: what the manifest lists, the manifest, the signature if there is one."""
     files = {**read_files(bundle.path, bundle.manifest), MANIFEST: manifest_bytes(bundle.manifest)}
     signature = read_signature(bundle.path)
     return files if signature is None else {**files, SIGNATURE: signature}
 
 
 def copy(bundle: Bundle, into: Store, *, source: str, take_over: bool = False) -> tuple[Bundle, bool]:
-    """Add a bundle to another store; the bundle there, and whether it was new.
+    """Add a bundle to another store: the bundle there, and whether it was new.
 
     source: the store that it came from.  Raises what ``add`` raises; the other store is then as it was.
     """
     before = held(into, bundle.manifest)
-    done = add(into, files_of(bundle), {"repository": source}, take_over=take_over)
-    return done, before is None
+    return add(into, files_of(bundle), {"repository": source}, take_over=take_over), before is None
 
 
 def held(store: Store, manifest: Manifest) -> Bundle | None:
-    """The store's version of this name and number, which has the same content; None where there is none yet.
+    """Return the store's version of this name and number, which has the same content; None where there is none yet.
 
     Raises BundleConflict where it has another content, and what ``Store.load`` raises where it is damaged.
     """
@@ -48,12 +57,10 @@ def held(store: Store, manifest: Manifest) -> Bundle | None:
             return found
         if backend is store.own:
             raise BundleConflict(
-                "another bundle has this version already",
-                file=manifest.reference,
-                expected=found.manifest.digest,
+                "another bundle has this version already", file=manifest.reference, expected=found.manifest.digest,
                 found=manifest.digest,
                 cure="Take it into another store with --store, or remove the version that is here",
-            )
+            )  # fmt: skip
     return None
 
 
@@ -65,18 +72,17 @@ def check_addition(store: Store, manifest: Manifest, origin: Mapping[str, str], 
     """
     try:
         before = store.resolve(manifest.name)
-    except BundleNotFound:
+    except errors.BundleNotFound:
         return
     own = store.is_own(before)
     moves = not own or (PRODUCTION not in store.own.aliases(manifest.name) and manifest.version > int(before.name))
-    if moves and not take_over and _read_origin(before) != dict(origin):
+    if moves and not take_over and _read_origin(before) != origin:
         pin = f"Pin it with 'hallutracer bundle alias {manifest.name} production {before.name}', t" if own else "T"
         raise BundleConflict(
             f"'{manifest.name}' would from now on mean this bundle; so far it means version {before.name}, "
-            "which is not from there",
-            file=manifest.reference,
+            "which is not from there", file=manifest.reference,
             cure=f"{pin}ake the new one into another store with --store, or agree with --take-over",
-        )
+        )  # fmt: skip
 
 
 def add(store: Store, files: Mapping[str, bytes], origin: Mapping[str, str], *, take_over: bool = False) -> Bundle:
@@ -88,15 +94,16 @@ def add(store: Store, files: Mapping[str, bytes], origin: Mapping[str, str], *, 
     """
     with tempfile.TemporaryDirectory() as outside:
         manifest = read_manifest(files[MANIFEST])
-        check_name(manifest.name, "a bundle")
-        if not VERSION.fullmatch(str(manifest.version)):
-            raise BadValue("no version of a store", field="version", expected="1 to 999999999", found=manifest.version)
+        _check_place(manifest)
         write_files(Path(outside, manifest.name, str(manifest.version)), files)
         Store(Path(outside), trust=store.trust).verify(manifest.reference)
     store.check_closed()
     existing = held(store, manifest)
     if existing is not None:
-        _complete(store, existing, files)
+        signature = files.get(SIGNATURE)  # it may have come after its bundle; one that is here stays
+        here = store.is_own(existing.path) and not (existing.path / SIGNATURE).exists()
+        if here and signature and manifest_bytes(existing.manifest) == files[MANIFEST]:
+            store.own.write_signature(manifest.name, manifest.version, signature)
         return existing
     check_addition(store, manifest, origin, take_over)
     if not store.own.add(manifest, {ORIGIN: readable_json(dict(origin)), **files}):
@@ -106,18 +113,279 @@ def add(store: Store, files: Mapping[str, bytes], origin: Mapping[str, str], *, 
     return load_version(manifest.name, store.own.folder(manifest.name, manifest.version))
 
 
-def _complete(store: Store, existing: Bundle, files: Mapping[str, bytes]) -> None:
-    """A signature that came after its bundle; one that is here stays."""
-    manifest, signature = existing.manifest, files.get(SIGNATURE)
-    here = store.is_own(existing.path) and not (existing.path / SIGNATURE).exists()
-    if here and signature and manifest_bytes(manifest) == files[MANIFEST]:
-        store.own.write_signature(manifest.name, manifest.version, signature)
+def _check_place(manifest: Manifest) -> None:
+    """Raise InvalidReference or BadValue for a name or a number that no store can hold."""
+    check_name(manifest.name, "a bundle")
+    if not VERSION.fullmatch(str(manifest.version)):
+        raise BadValue("bad value", file=MANIFEST, field="version", expected=VERSIONS, found=manifest.version)
 
 
-def _read_origin(path: Path) -> dict[str, str] | None:
-    """Where the bundle in a folder was pulled from; None where it was published here, or nobody can tell."""
+def _read_origin(path: Path) -> object:
+    """Return where the bundle in a folder was pulled from; None where it was published here, or nobody can tell."""
     try:
-        origin = parse_json((path / ORIGIN).read_bytes(), ORIGIN)
+        return parse_json((path / ORIGIN).read_bytes(), ORIGIN)
     except (OSError, BundleDamaged):
         return None
-    return origin if isinstance(origin, dict) else None
+
+
+class Bar(Protocol):
+    """What shows the bytes that have arrived."""
+
+    def update(self, n: int) -> Any:
+        """Show ``n`` more bytes."""
+
+
+@dataclass(frozen=True)
+class Pulled:
+    """What a pull did."""
+
+    bundle: Bundle
+    commit: str
+    added: bool  # False: the store had it
+    offline: str | None  # why the hub was not asked; then the files come from huggingface_hub's cache
+    left_out: Sequence[str]  # files of the repository that are no part of the bundle; not downloaded
+
+
+def pull(
+    store: Store,
+    address: HubAddress,
+    *,
+    digest: str | None = None,
+    take_over: bool = False,
+    endpoint: str | None = None,
+    cache: Path | None = None,
+    bar: Callable[[int], Bar] | None = None,
+) -> Pulled:
+    """Fetch a bundle and add it to the store under its own name and version.
+
+    digest: what the bundle must have; bar: makes a progress bar for so many bytes.  Where the hub gives no answer, the
+    copy in huggingface_hub's cache is taken.  Raises HubError, BundleConflict, InvalidReference, StoreNotWritable and
+    subclasses of BundleDamaged; the store is then as it was.
+    """
+    if digest is not None and not DIGEST.fullmatch(digest):
+        raise errors.InvalidReference("not a digest", expected="sha256: and 64 hex digits", found=ascii(digest))
+    hub, offline = Hub(address.repository, endpoint=endpoint, cache=cache), None
+    try:
+        snapshot = hub.snapshot(address.revision)
+    except errors.HubUnreachable as error:
+        snapshot, offline = None, str(error)
+    if snapshot is not None and MANIFEST not in snapshot.files:
+        cure = "A repository with a bundle has its files at the root: 'hallutracer bundle push' makes one"
+        raise MissingFile(f"no {MANIFEST} there, so it is no bundle", file=str(address), cure=cure)
+    manifest, data, commit = _manifest(hub, address.revision or MAIN, snapshot)
+    _check_wanted(manifest, address, digest)
+    left_out = [] if snapshot is None else _compare(manifest, snapshot)
+    origin = {"repository": str(HubAddress(address.repository)), "endpoint": hub.api.endpoint}
+    existing, signature = held(store, manifest), _signature(hub, commit, snapshot)
+    if existing is not None and (not signature or read_signature(existing.path)):
+        return Pulled(existing, commit, False, offline, left_out)
+    check_addition(store, manifest, origin, take_over)
+    store.check_writable()
+    shown = None if bar is None else bar(sum(record.bytes for record in manifest.files.values()))
+    files = {
+        name: read_listed(hub, commit, name, record, bar=shown, cached=snapshot is None)
+        for name, record in manifest.files.items()
+    }
+    bundle = add(store, {MANIFEST: data, **files, **signature}, origin, take_over=take_over)
+    return Pulled(bundle, commit, existing is None, offline, left_out)
+
+
+def _manifest(hub: Hub, revision: str, snapshot: Snapshot | None) -> tuple[Manifest, bytes, str]:
+    """Return the manifest, its bytes, and the commit that they belong to."""
+    for again in (False, True):
+        # By the name of the revision, not by its commit: so the cache knows it when there is no connection.
+        data, path = hub.read(MANIFEST, revision, MAX_MANIFEST, cached=snapshot is None, again=again)
+        commit = path.parent.name
+        if snapshot is not None and commit != snapshot.commit:
+            raise HubError("the repository changed meanwhile", file=hub.repository, cure="Run the command again")
+        try:
+            return read_manifest(data), data, commit
+        except BundleDamaged:
+            if again or snapshot is None:
+                raise
+    raise AssertionError("unreachable")
+
+
+def _check_wanted(manifest: Manifest, address: HubAddress, digest: str | None) -> None:
+    if digest is not None and manifest.digest != digest:
+        raise DigestMismatch(
+            "this is not the bundle that --digest names", file=str(address), field="digest", expected=digest,
+            found=manifest.digest, cure="Ask its publisher which one is right; nothing was taken",
+        )  # fmt: skip
+    _check_place(manifest)
+    if TAG.fullmatch(address.revision or "") and address.revision != tag_of(manifest):
+        cure = "Ask its publisher; a commit can be named instead of the tag"
+        raise BundleConflict(
+            f"the tag {address.revision} holds version {manifest.version}", file=str(address), cure=cure
+        )
+
+
+def _compare(manifest: Manifest, snapshot: Snapshot) -> list[str]:
+    """Return names that are no part of the bundle.  Raises a subclass of BundleDamaged before anything is fetched."""
+    for name, record in manifest.files.items():
+        remote = snapshot.files.get(name)
+        if remote is None:
+            raise MissingFile("the repository lacks this file of the bundle", file=name)
+        if remote.differs(record):
+            raise DigestMismatch("the repository has another file", file=name, expected=record, found=remote)
+    check_total(manifest)
+    own = (*manifest.files, MANIFEST, SIGNATURE)
+    return sorted(name for name in snapshot.files if name not in own and not is_hidden(name))
+
+
+def _signature(hub: Hub, commit: str, snapshot: Snapshot | None) -> dict[str, bytes]:
+    """Read model.sig where the repository has one; without a connection where the cache has it."""
+    if snapshot is not None and SIGNATURE not in snapshot.files:
+        return {}
+    try:
+        return {SIGNATURE: hub.read(SIGNATURE, commit, MAX_SIGNATURE, cached=snapshot is None)[0]}
+    except errors.HubUnreachable:
+        if snapshot is not None:
+            raise
+        return {}
+
+
+@dataclass(frozen=True)
+class PushPlan:
+    """What a push will do; all false: the hub has that version already."""
+
+    create: bool  # the repository
+    commit: bool  # the files
+    tag: bool
+    deleted: tuple[str, ...] = ()  # files of the version before that this one lacks
+    head: str | None = None  # the commit that the new one follows
+
+    @property
+    def nothing(self) -> bool:
+        """Whether the hub has it all."""
+        return not (self.create or self.commit or self.tag)
+
+
+@dataclass(frozen=True)
+class Pushed:
+    """What a push did, or would do."""
+
+    plan: PushPlan
+    tag: str
+    url: str  # of the version's page
+    address: str  # what to pull
+    private: bool
+    files: Mapping[str, int]  # name -> bytes
+
+
+def push(
+    bundle: Bundle,
+    address: HubAddress,
+    *,
+    private: bool = False,
+    dry_run: bool = False,
+    endpoint: str | None = None,
+    cache: Path | None = None,
+) -> Pushed:
+    """Publish a verified bundle at the root of a repository of the hub, which is created where there is none.
+
+    private: the repository must be, or becomes, a private one.  dry_run: ask the hub, change nothing.  Raises
+    HubError, BundleConflict where the repository holds something else, and subclasses of BundleDamaged.
+    """
+    manifest, tag, files = bundle.manifest, tag_of(bundle.manifest), files_of(bundle)
+    hub = Hub(address.repository, endpoint=endpoint, cache=cache)
+    try:
+        head = hub.snapshot()
+    except errors.HubMissing:
+        head = None
+    if head is not None and private and not head.private:
+        cure = f"Leave out --private, or make it private at {hub.url}/settings"
+        raise BundleConflict("the repository is public", file=str(address), cure=cure)
+    plan = _plan(hub, head, manifest, files)
+    is_private = head.private if head is not None else private
+    if not (dry_run or plan.nothing):
+        is_private = _carry_out(hub, plan, manifest, files, private)
+    sizes = {name: len(data) for name, data in sorted(files.items())}
+    return Pushed(plan, tag, f"{hub.url}/tree/{tag}", str(HubAddress(address.repository, tag)), is_private, sizes)
+
+
+def _plan(hub: Hub, head: Snapshot | None, manifest: Manifest, files: Mapping[str, bytes]) -> PushPlan:
+    if head is None:
+        return PushPlan(True, True, True)
+    tag, elsewhere = tag_of(manifest), "Push to another repository"
+    if tag in hub.tags():
+        _check_same(_manifest_at(hub, tag), manifest, f"the tag {tag}")
+        _check_complete(hub.snapshot(tag), files)
+        return PushPlan(False, False, False, head=head.commit)
+    if MANIFEST not in head.files:
+        strangers = sorted(name for name in head.files if not is_hidden(name) and name not in HARMLESS)
+        if strangers:
+            problem = f"the repository holds something else: {', '.join(map(ascii, strangers[:5]))}"
+            raise BundleConflict(problem, file=hub.url, cure=f"{elsewhere}; one that does not exist is created")
+        return PushPlan(False, True, True, head=head.commit)
+    there = _manifest_at(hub, MAIN)
+    if there.name != manifest.name:
+        raise BundleConflict(
+            "the repository is another bundle's", file=hub.url, expected=there.name, found=manifest.name,
+            cure=f"{elsewhere}: each has the versions of one bundle",
+        )  # fmt: skip
+    if there.version > manifest.version:
+        problem = f"the repository is at version {there.version} already, and versions follow each other"
+        raise BundleConflict(problem, file=hub.url, cure=f"Push a version above {there.version}")
+    if there.version == manifest.version:  # an earlier push ended before its tag
+        _check_same(there, manifest, MAIN)
+        _check_complete(head, files)
+        return PushPlan(False, False, True, head=head.commit)
+    deleted = tuple(name for name in (*there.files, SIGNATURE) if name not in files and name in head.files)
+    return PushPlan(False, True, True, deleted, head.commit)
+
+
+def _manifest_at(hub: Hub, revision: str) -> Manifest:
+    try:
+        return read_manifest(hub.read(MANIFEST, revision, MAX_MANIFEST)[0])
+    except BundleDamaged as error:
+        problem = f"{revision} has no {MANIFEST} that can be read: {error}"
+        raise BundleConflict(problem, file=hub.url, cure="Push to another repository") from error
+
+
+def _check_same(there: Manifest, ours: Manifest, where: str) -> None:
+    if there.digest != ours.digest:
+        raise BundleConflict(
+            f"{where} is another bundle with this version", file=ours.reference, expected=ours.digest,
+            found=there.digest, cure="A published version never changes: train or publish yours as the next version",
+        )  # fmt: skip
+
+
+def _check_complete(there: Snapshot, files: Mapping[str, bytes]) -> None:
+    """Check that every byte arrived, by the hub's own digests.  ``bundle.json`` may have another time."""
+    for name, data in files.items():
+        remote, record = there.files.get(name), record_of(data)
+        if name == SIGNATURE and (remote is None or remote.differs(record, data)):
+            raise BundleConflict(
+                "the hub has this version without this signature, and a tag does not move", file=SIGNATURE,
+                cure="Sign before you push: publish the next version, sign and push that",
+            )  # fmt: skip
+        if remote is None:
+            raise MissingFile("the hub does not have this file", file=name, cure="Push to another repository")
+        if name != MANIFEST and remote.differs(record, data):
+            raise HubError(
+                "the hub has another file than the one that was pushed", file=name, expected=record, found=remote,
+                cure="Delete the tag there, or push to another repository",
+            )  # fmt: skip
+
+
+def _carry_out(hub: Hub, plan: PushPlan, manifest: Manifest, files: Mapping[str, bytes], private: bool) -> bool:
+    """Create, commit, tag, look again.  Each step alone may be the last: the next push goes on from there."""
+    tag, head = tag_of(manifest), plan.head
+    with hub.errors():
+        if plan.create:
+            hub.api.create_repo(hub.repository, private=private or None)
+            head = hub.snapshot().commit
+        if plan.commit:
+            additions = [CommitOperationAdd(name, data) for name, data in files.items()]
+            head = hub.api.create_commit(
+                hub.repository,
+                [*additions, *(CommitOperationDelete(name) for name in plan.deleted)],
+                commit_message=f"{manifest.name} version {manifest.version}",
+                commit_description=manifest.digest,
+                parent_commit=head,  # refused where somebody else was faster
+            ).oid
+        hub.api.create_tag(hub.repository, tag=tag, tag_message=manifest.digest, revision=head)
+    there = hub.snapshot(tag)
+    _check_complete(there, files)
+    return there.private

@@ -20,209 +20,145 @@ class HalluTracerError(Exception):
     code: str = "internal_error"
     retry_after_s: int | None = None  # the Retry-After header, seconds
 
-    def __init__(self, message: str, *, param: str | None = None) -> None:
+    def __init_subclass__(cls, **declared: int | str) -> None:
+        """Take ``status``, ``code`` and ``retry_after_s`` from the class's first line, else from its parent."""
+        for name, value in declared.items():
+            setattr(cls, name, value)
+
+    def __init__(self, message: str, *, param: str | None = None, retry_after_s: int | None = None) -> None:
         super().__init__(message)
         self.message = message
         self.param = param  # the request field or option that is wrong
+        if retry_after_s is not None:
+            self.retry_after_s = retry_after_s
 
 
-class RequestError(HalluTracerError):
+class RequestError(HalluTracerError, status=422, code="invalid_request"):
     """The request is wrong and would fail again unchanged."""
 
-    status, code = 422, "invalid_request"
 
-
-class ReloadFailed(HalluTracerError):
+class ReloadFailed(HalluTracerError, status=409, code="reload_failed"):
     """Keys or bundles that were to be read again cannot be used; those in force stay."""
 
-    status, code = 409, "reload_failed"
 
-
-class EmptyPrompt(RequestError):
+class EmptyPrompt(RequestError, status=422, code="empty_prompt"):
     """A prompt without tokens has no answer onset."""
 
-    status, code = 422, "empty_prompt"
 
-
-class PromptTooLong(RequestError):
+class PromptTooLong(RequestError, status=413, code="prompt_too_long"):
     """Longer than the model's context.  Prompts are never truncated."""
 
-    status, code = 413, "prompt_too_long"
 
-
-class BodyTooLarge(RequestError):
+class BodyTooLarge(RequestError, status=413, code="body_too_large"):
     """The request body exceeds the configured limit."""
 
-    status, code = 413, "body_too_large"
 
-
-class BodyTooSlow(RequestError):
+class BodyTooSlow(RequestError, status=408, code="body_too_slow"):
     """The request body did not arrive before the deadline."""
 
-    status, code = 408, "body_too_slow"
 
-
-class NotHttp(RequestError):
+class NotHttp(RequestError, status=400, code="invalid_http"):
     """What arrived is not HTTP/1.1."""
 
-    status, code = 400, "invalid_http"
 
-
-class HeadersTooSlow(RequestError):
+class HeadersTooSlow(RequestError, status=408, code="headers_too_slow"):
     """The request's line and headers did not arrive in time."""
 
-    status, code = 408, "headers_too_slow"
 
-
-class HeadersTooLarge(RequestError):
+class HeadersTooLarge(RequestError, status=431, code="headers_too_large"):
     """Headers or trailers exceed their limits."""
 
-    status, code = 431, "headers_too_large"
 
-
-class WrongHost(HalluTracerError):
+class WrongHost(HalluTracerError, status=421, code="wrong_host"):
     """The request is addressed to a name that is not this service's."""
 
-    status, code = 421, "wrong_host"
 
-
-class Unauthorized(HalluTracerError):
+class Unauthorized(HalluTracerError, status=401, code="unauthorized"):
     """The bearer key is missing or unknown."""
 
-    status, code = 401, "unauthorized"
 
-
-class KeyExpired(Unauthorized):
+class KeyExpired(Unauthorized, status=401, code="key_expired"):
     """The bearer key was valid until a while ago."""
 
-    status, code = 401, "key_expired"
 
-
-class KeyRevoked(Unauthorized):
+class KeyRevoked(Unauthorized, status=401, code="key_revoked"):
     """The operator has taken the bearer key back."""
 
-    status, code = 401, "key_revoked"
 
-
-class MissingScope(HalluTracerError):
+class MissingScope(HalluTracerError, status=403, code="missing_scope"):
     """The bearer key does not open this route."""
 
-    status, code = 403, "missing_scope"
 
-
-class NotAllowed(HalluTracerError):
+class NotAllowed(HalluTracerError, status=403, code="not_allowed"):
     """The request chooses what its caller may not; the operator can allow it."""
-
-    status, code = 403, "not_allowed"
 
     def __init__(self, message: str, *, param: str, cure: str = "") -> None:
         cure = cure or f"the operator can allow it with --callers-may {param}"
         super().__init__(f"{message}; {cure}", param=param)
 
 
-class NotFound(HalluTracerError):
+class NotFound(HalluTracerError, status=404, code="not_found"):
     """The bundle or model is not loaded."""
 
-    status, code = 404, "not_found"
 
-
-class Overloaded(HalluTracerError):
+class Overloaded(HalluTracerError, status=429, code="overloaded", retry_after_s=1):
     """The queue is full."""
 
-    status, code = 429, "overloaded"
 
-    def __init__(self, message: str, *, retry_after_s: int = 1) -> None:
-        super().__init__(message)
-        self.retry_after_s = retry_after_s
-
-
-class ClientGone(HalluTracerError):
+class ClientGone(HalluTracerError, status=499, code="client_closed_request"):
     """The client closed its connection before the answer; in logs and metrics only."""
 
-    status, code = 499, "client_closed_request"
 
-
-class NotReady(HalluTracerError):
+class NotReady(HalluTracerError, status=503, code="not_ready", retry_after_s=1):
     """The service is still loading, or shutting down."""
 
-    status, code = 503, "not_ready"
-    retry_after_s = 1
 
-
-class BodiesFull(HalluTracerError):
+class BodiesFull(HalluTracerError, status=503, code="bodies_full", retry_after_s=1):
     """The bodies of other requests, this caller's among them, take the memory that there is for bodies."""
 
-    status, code = 503, "bodies_full"
-    retry_after_s = 1
 
-
-class FeedbackUnavailable(HalluTracerError):
+class FeedbackUnavailable(HalluTracerError, status=503, code="feedback_unavailable", retry_after_s=5):
     """The database of feedback cannot be read or written; answers do not depend on it."""
 
-    status, code = 503, "feedback_unavailable"
-    retry_after_s = 5
 
-
-class AuditUnavailable(HalluTracerError):
+class AuditUnavailable(HalluTracerError, status=503, code="audit_unavailable", retry_after_s=5):
     """The audit log cannot be written: what has to be in it is not done."""
 
-    status, code = 503, "audit_unavailable"
-    retry_after_s = 5
 
-
-class UpstreamFailed(HalluTracerError):
+class UpstreamFailed(HalluTracerError, status=502, code="upstream_failed"):
     """The server that a policy falls back on gave no answer; this service is well."""
 
-    status, code = 502, "upstream_failed"
 
-
-class DeadlineExceeded(HalluTracerError):
+class DeadlineExceeded(HalluTracerError, status=504, code="deadline_exceeded"):
     """The request's deadline passed before the answer."""
 
-    status, code = 504, "deadline_exceeded"
 
-
-class UnknownFamily(HalluTracerError):
+class UnknownFamily(HalluTracerError, status=500, code="unknown_family"):
     """The model's type has no entry in ``engines/families.py``."""
 
-    status, code = 500, "unknown_family"
 
-
-class EngineError(HalluTracerError):
+class EngineError(HalluTracerError, status=500, code="engine_error"):
     """The engine failed."""
 
-    status, code = 500, "engine_error"
 
-
-class ModelLoadError(EngineError):
+class ModelLoadError(EngineError, status=500, code="model_load_error"):
     """The model could not be loaded."""
 
-    status, code = 500, "model_load_error"
 
-
-class NonFiniteReadout(EngineError):
+class NonFiniteReadout(EngineError, status=500, code="non_finite_readout"):
     """A NaN or infinity came out of the forward pass."""
 
-    status, code = 500, "non_finite_readout"
 
-
-class ProbeReplaced(EngineError):
+class ProbeReplaced(EngineError, status=503, code="probe_replaced", retry_after_s=1):
     """Another server of the same vLLM has put its own probe into this one's slot; the next request writes it again."""
 
-    status, code = 503, "probe_replaced"
-    retry_after_s = 1
 
-
-class TrainingError(HalluTracerError):
+class TrainingError(HalluTracerError, status=500, code="training_error"):
     """A training run cannot go on."""
 
-    status, code = 500, "training_error"
 
-
-class DataError(TrainingError):
+class DataError(TrainingError, status=500, code="bad_data"):
     """Rows of a data file are invalid.  ``problems`` has one entry each, ``line 7: ...``."""
-
-    status, code = 500, "bad_data"
 
     def __init__(self, source: str, problems: Sequence[str], *, shown: int = 20) -> None:
         grouped = _grouped(problems)
@@ -256,27 +192,22 @@ def _grouped(problems: Sequence[str]) -> list[str]:
     return grouped
 
 
-class RunMismatch(TrainingError):
+class RunMismatch(TrainingError, status=500, code="run_mismatch"):
     """The run folder belongs to another model, data file or set of options."""
 
-    status, code = 500, "run_mismatch"
 
-
-class NoDirection(TrainingError):
+class NoDirection(TrainingError, status=500, code="no_direction"):
     """All coefficients of every probe of a layer are zero."""
 
-    status, code = 500, "no_direction"
 
-
-class NoThreshold(TrainingError):
+class NoThreshold(TrainingError, status=500, code="no_threshold"):
     """No threshold keeps the promise of a calibration at any of its alphas; nothing was published."""
-
-    status, code = 500, "no_threshold"
 
 
 def first_problem(error: ValidationError, model: type[BaseModel]) -> str:
     """Return which field of a file's ``model`` is wrong and what was expected; never the value, which may be secret."""
-    first = error.errors(include_url=False, include_input=False)[0]
+    # A misspelt field before the one that is missing for it.
+    first = min(error.errors(include_url=False, include_input=False), key=lambda one: one["type"] != "extra_forbidden")
     where = ".".join(map(str, first["loc"]))
     if first["type"] == "extra_forbidden":
         return f"unknown field {where!r}; known: {', '.join(model.model_fields)}"

@@ -8,11 +8,11 @@ The configuration file is TOML: a table for each command, and keys above the tab
     port = 9000
     api_key_file = "keys.txt"
 
-    [bundle.verify]
-    dtype = "float32"
-
 An unknown key, a value of another type and a value out of range are errors wherever they stand: a typo must not leave a
 service with a default that nobody chose.
+
+Of cyclopts' own configurations ``Env`` gives names and help.  Its values and ``Toml`` are not used: ``Env`` takes an
+empty variable for a value and reads older names, ``Toml`` has no shared keys and converts ``port = "9"``.
 """
 
 from __future__ import annotations
@@ -24,8 +24,7 @@ import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import NoneType, UnionType
-from typing import Annotated, Any, TypeVar, Union, get_args, get_origin
+from typing import Annotated, Any, TypeVar
 
 from cyclopts import App, CycloptsError, Parameter, Token
 from cyclopts.argument import Argument, ArgumentCollection
@@ -35,9 +34,10 @@ from service.errors import HalluTracerError
 from service.settings import DATABASE, NEVER_EMPTY, NO_OPTIONS, PREFIX, SECRET, env, option, section
 
 T = TypeVar("T")
-LIKE: Mapping[tuple[str, ...], tuple[str, ...]] = {
+Command = tuple[str, ...]  # ("bundle", "list")
+LIKE: Mapping[Command, Command] = {
     ("doctor",): ("serve",)
-}  # a command -> another whose table holds for it, too, after its own
+}  # command -> another whose table holds for it, after its own
 COMMON = ("--config", "--print-config")  # said on the command line or, the first, by a variable; never in the file
 
 
@@ -64,48 +64,43 @@ class Sources(Env):
         super().__init__(PREFIX, command=False)
         self.environment = os.environ if environment is None else environment
         self.root = root  # of the commands whose tables a configuration file may hold
-        self.commands: tuple[str, ...] = ()  # of the last parse, as are the arguments
+        self.commands: Command = ()  # of the last parse, as are the arguments
         self.arguments: Sequence[Argument] = ()
 
-    def __call__(self, app: App, commands: tuple[str, ...], arguments: ArgumentCollection) -> None:
+    def __call__(self, app: App, commands: Command, arguments: ArgumentCollection) -> None:
         """Called by cyclopts between reading the command line and converting values.  Raises CycloptsError."""
         self.commands, self.arguments = commands, arguments
         for argument in options_of(arguments):
-            if not argument.tokens and argument.name != "--print-config":
-                self._from_environment(argument)
+            if argument.tokens or argument.name == "--print-config":
+                continue
+            name = env(argument.name)
+            text = self.environment.get(name)
+            if text == "" and name in NEVER_EMPTY:  # other empty variables are unset: compose files pass them
+                raise CycloptsError(msg=f"{name} is set but empty; unset it or give a value.")
+            _fill(argument, argument.env_var_split(text) if text else (), name, "the environment")
         path = next((a.tokens[0].value for a in arguments if a.name == "--config" and a.tokens), None)
         if path is not None and self.root is not None:
-            self._from_file(path, commands, arguments)
+            self._from_file(path, self.root)
 
-    def _from_environment(self, argument: Argument) -> None:
-        name = env(argument.name)
-        text = self.environment.get(name)
-        if text == "" and name in NEVER_EMPTY:  # other empty variables are unset: compose files pass them
-            raise CycloptsError(msg=f"{name} is set but empty; unset it or give a value.")
-        for index, value in enumerate(argument.env_var_split(text) if text else ()):
-            argument.append(Token(keyword=name, value=value, source="the environment", index=index))
-
-    def _from_file(self, path: str, commands: tuple[str, ...], arguments: ArgumentCollection) -> None:
-        assert self.root is not None
+    def _from_file(self, path: str, root: App) -> None:
         document = _read(path)
-        _check(document, path, dict(commands_of(self.root)))
+        _check(document, path, dict(commands_of(root)))
         # A name may be both: [bundle.list] is a table, bundle = ["a"] an option.
-        shared = {key: value for key, value in document.items() if not isinstance(value, dict)}
-        tables = {".".join(path): _table(document, path) for path in (commands, LIKE.get(commands, commands))}
-        for argument in options_of(arguments):
-            key = key_of(argument)
-            keyword, value = next(
-                ((f"{path}.{key}", table[key]) for path, table in tables.items() if key in table),
-                (key, shared.get(key)),
-            )
-            if value is None or argument.tokens or argument.name in COMMON:
-                continue
-            for index, item in enumerate(value if isinstance(value, list) else [value]):
-                text = str(item).lower() if isinstance(item, bool) else str(item)
-                argument.append(Token(keyword=keyword, value=text, source=path, index=index))
+        given = {key: (key, value) for key, value in document.items() if not isinstance(value, dict)}
+        for command in (LIKE.get(self.commands, self.commands), self.commands):
+            table: Any = document
+            for name in command:
+                table = table.get(name, {}) if isinstance(table, dict) else {}
+            given |= {key: (".".join((*command, key)), table[key]) for key in table}
+        for argument in options_of(self.arguments):
+            if not argument.tokens and argument.name not in COMMON and (key := key_of(argument)) in given:
+                keyword, value = given[key]
+                values = value if isinstance(value, list) else [value]
+                texts = [str(one).lower() if isinstance(one, bool) else str(one) for one in values]
+                _fill(argument, texts, keyword, path)
 
     def unknown(self) -> tuple[str, ...]:
-        """A warning for each ``HALLUTRACER_`` variable that no command reads, or that stands for another option now."""
+        """Return a warning for each ``HALLUTRACER_`` variable that no command reads, or that is an older name."""
         own = {env(argument.name): argument for argument in options_of(self.arguments)}
         others = sorted(name for name in self.environment if name.startswith(PREFIX) and name not in own)
         if not others:
@@ -124,29 +119,27 @@ class Sources(Env):
         return tuple(warnings)
 
     def values(self) -> dict[str, Any]:
-        """The converted value of each option of the last parse, by its configuration key."""
+        """Return the converted value of each option of the last parse, by its configuration key."""
         return {key_of(a): a.value if a.tokens else a.field_info.default for a in options_of(self.arguments)}
 
     def effective(self) -> str:
-        """The options of the last parse as TOML, each with its source; secrets are masked."""
+        """Return the options of the last parse as TOML, each with its source; secrets are masked."""
         lines, values = [f"[{'.'.join(self.commands)}]"], self.values()
         for argument in options_of(self.arguments):
             if argument.name in COMMON:
                 continue
-            token = argument.tokens[0] if argument.tokens else None
-            value = values[key_of(argument)]
-            source = "default"
-            if token:
+            value, source = values[key_of(argument)], "default"
+            if argument.tokens:
+                token = argument.tokens[0]
                 source = "command line" if token.source == "cli" else f"{token.keyword} in {token.source}"
-            text, commented = _toml(value), value is None
-            if value and argument.parameter.metavar in (SECRET, DATABASE):
-                text, commented = '"***"', True
-            lines.append(f"{'# ' if commented else ''}{key_of(argument)} = {text}  # {source}")
+            hidden = value and argument.parameter.metavar in (SECRET, DATABASE)
+            text = '"***"' if hidden else "" if value is None else _toml(value)
+            lines.append(f"{'# ' if hidden or value is None else ''}{key_of(argument)} = {text}  # {source}")
         return "\n".join(lines)
 
 
 def parse(cls: type[T], environment: Mapping[str, str] | None = None) -> tuple[T, tuple[str, ...]]:
-    """The options of a dataclass from the environment alone, and warnings about unknown variables.
+    """Return the options of a dataclass from the environment alone, and warnings about unknown variables.
 
     For processes whose command line is not ours.  Raises HalluTracerError naming the variable at fault.
     """
@@ -161,22 +154,22 @@ def parse(cls: type[T], environment: Mapping[str, str] | None = None) -> tuple[T
 
 
 def options_of(arguments: Iterable[Argument]) -> Iterator[Argument]:
-    """The arguments that are options: neither positional nor a dataclass of options."""
+    """Yield the arguments that are options: neither positional nor a dataclass of options."""
     return (a for a in arguments if a.parse and a.index is None and not a.children and a.name.startswith("--"))
 
 
 def key_of(argument: Argument) -> str:
-    """``--max-queue`` -> ``max_queue``."""
+    """Return the configuration key: ``--max-queue`` -> ``max_queue``."""
     return argument.name.removeprefix("--").replace("-", "_")
 
 
 def one_line(error: CycloptsError) -> str:
-    """What was wrong with an option, in one line."""
+    """Return in one line what was wrong with an option."""
     return " ".join(str(error).split())
 
 
-def commands_of(app: App, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], ArgumentCollection]]:
-    """Each command with its arguments."""
+def commands_of(app: App, path: Command = ()) -> Iterator[tuple[Command, ArgumentCollection]]:
+    """Yield each command with its arguments."""
     for name in app:
         if name.startswith("-"):
             continue
@@ -186,12 +179,18 @@ def commands_of(app: App, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[st
         yield from commands_of(child, (*path, name))
 
 
-def _table(document: Mapping[str, Any], path: tuple[str, ...]) -> Mapping[str, Any]:
-    """The table of a command; an empty one where there is none."""
-    table: Any = document
-    for name in path:
-        table = table.get(name, {}) if isinstance(table, dict) else {}
-    return table if isinstance(table, dict) else {}
+def _toml(value: Any) -> str:
+    """Return a value as TOML has it."""
+    if isinstance(value, tuple):
+        return f"[{', '.join(map(_toml, value))}]"
+    if isinstance(value, bool):
+        return str(value).lower()
+    return repr(value) if isinstance(value, int | float) else json.dumps(str(value), ensure_ascii=False)
+
+
+def _fill(argument: Argument, texts: Iterable[str], keyword: str, source: str) -> None:
+    for index, text in enumerate(texts):
+        argument.append(Token(keyword=keyword, value=text, source=source, index=index))
 
 
 def _read(path: str) -> dict[str, Any]:
@@ -204,10 +203,7 @@ def _read(path: str) -> dict[str, Any]:
 
 
 def _check(
-    document: Mapping[str, Any],
-    path: str,
-    commands: Mapping[tuple[str, ...], ArgumentCollection],
-    table: tuple[str, ...] = (),
+    document: Mapping[str, Any], path: str, commands: Mapping[Command, ArgumentCollection], table: Command = ()
 ) -> None:
     """Refuse keys that no command has and values of another type, in every table."""
     here = [arguments for command, arguments in commands.items() if not table or command == table]
@@ -218,49 +214,21 @@ def _check(
         if key in tables and isinstance(value, dict):
             _check(value, path, commands, (*table, key))
         elif key not in known:
-            what = "table" if isinstance(value, dict) else "key"
             close = difflib.get_close_matches(key, [*known, *tables], n=1)
             hint = f"did you mean {close[0]}?" if close else f"known: {', '.join(sorted({*known, *tables}))}."
+            what = "table" if isinstance(value, dict) else "key"
             raise CycloptsError(msg=f"{path}: unknown {what} {place}; {hint}")
-        elif not _fits(value, known[key].hint):
+        elif fault := _misfit(value, known[key].hint):
             got = "" if known[key].parameter.metavar in (SECRET, DATABASE) else f", not {value!r}"
-            raise CycloptsError(msg=f"{path}: {place} must be {_expected(known[key].hint)}{got}.")
+            raise CycloptsError(msg=f"{path}: {place}: {fault}{got}.")
 
 
-def _alternatives(hint: Any) -> list[Any]:
-    if get_origin(hint) is Annotated:
-        return _alternatives(get_args(hint)[0])
-    members = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
-    return [member for member in members if member is not NoneType]
+def _misfit(value: Any, hint: Any) -> str | None:
+    """What is wrong with a value's type, by pydantic's strict JSON mode; ranges are checked where it is converted."""
+    from pydantic import TypeAdapter, ValidationError
 
-
-def _fits(value: Any, hint: Any) -> bool:
-    """Whether a value of TOML has the type of an option; choices and ranges are checked where it is converted."""
-    for kind in _alternatives(hint):
-        if get_origin(kind) is tuple:
-            fits = isinstance(value, list) and all(_fits(item, get_args(kind)[0]) for item in value)
-        elif kind is bool:
-            fits = isinstance(value, bool)
-        elif kind in (int, float):
-            fits = isinstance(value, int if kind is int else int | float) and not isinstance(value, bool)
-        else:
-            fits = isinstance(value, str)
-        if fits:
-            return True
-    return False
-
-
-def _expected(hint: Any) -> str:
-    names = {bool: "true or false", int: "an integer", float: "a number"}
-    return " or ".join(
-        f"a list, each {_expected(get_args(kind)[0])}" if get_origin(kind) is tuple else names.get(kind, "a string")
-        for kind in _alternatives(hint)
-    )
-
-
-def _toml(value: Any) -> str:
-    if isinstance(value, tuple):
-        return f"[{', '.join(_toml(item) for item in value)}]"
-    if isinstance(value, bool) or value is None:
-        return "" if value is None else str(value).lower()
-    return repr(value) if isinstance(value, int | float) else json.dumps(str(value), ensure_ascii=False)
+    try:
+        TypeAdapter(hint).validate_json(json.dumps(value, default=lambda date: {}), strict=True)
+    except ValidationError as error:
+        return error.errors()[0]["msg"].removeprefix("Input ")
+    return None

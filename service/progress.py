@@ -13,13 +13,9 @@ Report = Callable[[str], None]
 
 
 def note(text: str) -> None:
-    """A line on standard error, at once."""
+    """Print a line on standard error, at once."""
     sys.stderr.write(text + "\n")
     sys.stderr.flush()
-
-
-def silent(text: str) -> None:
-    """Report nothing."""
 
 
 @contextmanager

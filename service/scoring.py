@@ -16,28 +16,28 @@ from itertools import accumulate
 import numpy as np
 from numpy.typing import NDArray
 
-from probes_store.bundle import Bundle
-from probes_store.golden import check_golden
-from probes_store.identity import check_identity
-from probes_store.manifest import SIGNALS
-from probes_store.recalibration import least_reaching
+from probes_store.bundle import Bundle, check_golden
+from probes_store.manifest import SIGNALS, check_identity
+from probes_store.records import least_reaching
 from service.engines.base import (
     FIRST_COME,
+    UNKNOWN,
     Completion,
     Engine,
+    EngineGate,
     FirstToken,
-    Gate,
     PrefillResult,
+    PromptContext,
     Sampling,
     TokenIds,
     Turn,
     Update,
     prefill_of,
+    prompt_context,
     unfinished,
 )
 from service.engines.bridge import gather_all, wait_for
 from service.engines.checks import check_sampling
-from service.engines.context import UNKNOWN, PromptContext, prompt_context
 from service.errors import NonFiniteReadout
 from service.judging.uncertainty import Uncertain, uncertain
 from service.policies.guard import GATE, Decision, Policy, Verdict, judge
@@ -211,7 +211,7 @@ class Scorer:
             return policy.withhold_outside
         return policy.action.withholds and self.bundle.manifest.tells_outside
 
-    def gate(self, policy: Policy) -> Gate | None:
+    def gate(self, policy: Policy) -> EngineGate | None:
         """When an engine that decodes by itself must not begin; None where ``policy`` ends no answer.
 
         It only saves work: the decision is ``judge``'s.  At threshold 1 there is nothing to save, since only a risk
@@ -227,7 +227,7 @@ class Scorer:
         context = manifest.context
         if context is not None and policy.withhold_no_fact:
             context = replace(context, applicability=None)
-        return Gate(weight, manifest.classifier.intercept, threshold, context)
+        return EngineGate(weight, manifest.classifier.intercept, threshold, context)
 
     def shadowed(self, result: PrefillResult, policy: Policy, place: int) -> ShadowRisk:
         """What this bundle would have said; nothing that is wrong with it is the request's fault."""

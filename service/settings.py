@@ -19,27 +19,19 @@ from service.access.callers import Loosened
 
 PREFIX = "HALLUTRACER_"
 NO_OPTIONS = frozenset({f"{PREFIX}CACHE"})  # variables alone: where unpacked GGUF files are kept, below all commands
-
-DEFAULT_STORE = "~/.hallutracer/probes"
-"""Where bundles are published and looked up first; the bundles shipped with the package come second."""
-
+DEFAULT_STORE = "~/.hallutracer/probes"  # looked up first; the bundles shipped with the package come second
 DEFAULT_MESSAGE = "I am not sure."
-
-KV_TOKENS = 16_384
-"""Default for the prompt and answer tokens of all answers being decoded: each holds its keys and values."""
-
+DEFAULT_SHARE = 0.05  # of a canary
+DEFAULT_DRAWN = 0.05  # of the unflagged answers, to be labelled
+KV_TOKENS = 16_384  # prompt and answer tokens of all answers being decoded: each holds its keys and values
+SPARE_FILES = 128  # open files of the service that are not connections
+LEAST_CONNECTIONS = 16
 SECRET = "KEY"  # the metavar of values that are never printed
 DATABASE = "FILE|URL"  # and of addresses, which are not printed either: they may hold a password
 
 
-SPARE_FILES = 128
-"""Open files of the service that are not connections."""
-
-LEAST_CONNECTIONS = 16
-
-
 def env(flag: str) -> str:
-    """The variable behind ``--flag``: ``max-batch-tokens`` -> ``HALLUTRACER_MAX_BATCH_TOKENS``."""
+    """Return the variable behind ``--flag``: ``max-batch-tokens`` -> ``HALLUTRACER_MAX_BATCH_TOKENS``."""
     return PREFIX + flag.removeprefix("--").replace("-", "_").upper()
 
 
@@ -56,37 +48,28 @@ class Range:
     positive: bool = False
 
     def __call__(self, _hint: Any, value: Any) -> None:
-        """Called by cyclopts with the converted value."""
-        for number in value if isinstance(value, tuple) else (value,):
-            if number is None:
-                continue
+        """Check the converted value; called by cyclopts."""
+        for number in value if isinstance(value, tuple) else () if value is None else (value,):
             if not math.isfinite(number):
                 raise ValueError("Must be a finite number.")
             if not self.least <= number <= self.most or (self.positive and not number > 0):
                 raise ValueError(f"Must be {self}.")
 
     def __str__(self) -> str:
-        if self.positive:
-            return "> 0"
-        if math.isinf(self.most):
-            return f">= {self.least:g}"
-        return f"{self.least:g} to {self.most:g}"
+        bounds = f">= {self.least:g}" if math.isinf(self.most) else f"{self.least:g} to {self.most:g}"
+        return "> 0" if self.positive else bounds
 
 
 def option(
-    help: str,
-    *names: str,
-    limits: Range | None = None,
-    secret: bool = False,
-    metavar: str | None = None,
-    everyday: bool = False,
+    help: str, *names: str, limits: Range | None = None, secret: bool = False, metavar: str | None = None,
     group: Group | str | None = None,
-) -> Parameter:
-    """An option: its help, its name where the field's own will not do (then older names), and its limits.
+    everyday: bool = False,
+) -> Parameter:  # fmt: skip
+    """Declare an option: its help, its name where the field's own will not do (then older names), and its limits.
 
     A secret is masked wherever options are printed, and an empty variable for one is an error.  ``everyday``: shown
-    also where a command with many options shows the few that most people use.  ``group``: where it stands in the
-    help, if not in its class's section.
+    also where a command with many options shows the few that most people use.  ``group``: where it stands in
+    the help, if not in its class's section.
     """
     shown: dict[str, Any] = {"show": True} if everyday else {}  # None would be a value, and win over the command's own
     shown |= {} if group is None else {"group": group}
@@ -101,20 +84,17 @@ def option(
 
 
 def _shown(default: Any) -> str | None:
-    """A default in the help: none where there is nothing to see, and the home folder as ~."""
     if default in (None, (), "", False):
         return None
     return str(default).replace(str(Path.home()), "~", 1) if isinstance(default, Path) else str(default)
 
 
 def section(title: str, place: int) -> Parameter:
-    """Class decorator: the fields are options of their own, under this title in the help."""
+    """Decorate a class whose fields are options of their own, under this title in the help."""
     return Parameter(name="*", group=Group(title, sort_key=place), negative_iterable="", negative_none="")
 
 
 AT_LEAST_1 = Range(1)
-DEFAULT_SHARE = 0.05  # of a canary
-DEFAULT_DRAWN = 0.05  # of the unflagged answers, to be labelled
 
 MaxQueue = Annotated[int, option("Prompts that may wait; further ones get 429.", limits=AT_LEAST_1)]
 DeadlineS = Annotated[float, option("Longest time of one request; then 504.", limits=Range(positive=True))]
@@ -192,16 +172,15 @@ class ServiceSettings:
     host: Annotated[str, option("Address to listen on.", everyday=True)] = "127.0.0.1"  # opening up is a decision
     port: Annotated[int, option("0: any free port.", limits=Range(0, 65535), everyday=True)] = 8765
     max_queue: MaxQueue = 1024
-    max_wait_ms: Annotated[
+    max_wait_ms: Annotated[  # only where the previous batch had more than one prompt
         float, option("Batching delay: how long a batch may wait for further prompts.", limits=Range(0, 1000))
-    ] = 2.0  # only where the previous batch had more than one prompt
+    ] = 2.0
     deadline_s: DeadlineS = 30.0  # a request's own deadline_ms included
     stall_s: Annotated[
         float,
-        option(
-            "Not ready while prompts wait and the engine has given nothing for so long.", limits=Range(positive=True)
-        ),
-    ] = 20.0  # a single forward pass over a long prompt gives nothing until it ends
+        option("Not ready while prompts wait and the engine has given nothing for so long.",
+               limits=Range(positive=True)),
+    ] = 20.0  # a forward pass over a long prompt gives nothing until it ends  # fmt: skip
     drain_s: Annotated[
         float, option("How long running requests may take to finish after SIGTERM or Ctrl-C.", limits=Range(0))
     ] = 30.0
@@ -216,11 +195,9 @@ class ServiceSettings:
     ] = KV_TOKENS
     max_connections: Annotated[
         int,
-        option(
-            "Open connections; a further one takes the place of the one that idles longest.",
-            limits=Range(LEAST_CONNECTIONS),
-        ),
-    ] = 4096
+        option("Open connections; a further one takes the place of the one that idles longest.",
+               limits=Range(LEAST_CONNECTIONS)),
+    ] = 4096  # fmt: skip
     max_body_bytes: Annotated[int, option("Largest request body.", limits=Range(1024))] = 4 * 1024 * 1024
     refuse_special_tokens: Annotated[
         bool, option("Refuse messages that spell out special tokens of the model, instead of reading them as text.")

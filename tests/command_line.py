@@ -4,32 +4,43 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from contextlib import chdir, redirect_stderr, redirect_stdout
 from pathlib import Path
 from subprocess import CompletedProcess
 from unittest.mock import patch
+
+import pytest
 
 from service.cli.main import main
 
 ROOT = Path(__file__).parents[1]
 
 
-@contextmanager
-def _environment(arguments: tuple[str, ...], variables: dict[str, str], stdin: str) -> Iterator[None]:
+def hallutracer(*arguments: str, stdin: str = "", **variables: str) -> CompletedProcess[str]:
+    """Run a command to its end.  Of our variables it sees only ``variables``, and the demo model as default."""
+    out, err, status = io.StringIO(), io.StringIO(), 0
     kept = {name: value for name, value in os.environ.items() if not name.startswith("HALLUTRACER_")}
-    folder = Path.cwd()
-    given = io.TextIOWrapper(io.BytesIO(stdin.encode()), encoding="utf-8")
     with (
         patch.dict(os.environ, kept | {"HALLUTRACER_MODEL": "demo"} | variables, clear=True),
-        patch("sys.stdin", given),
+        patch("sys.stdin", io.TextIOWrapper(io.BytesIO(stdin.encode()), encoding="utf-8")),
         patch("sys.argv", ["hallutracer", *arguments]),
+        chdir(ROOT),
+        redirect_stdout(out),
+        redirect_stderr(err),
     ):
-        os.chdir(ROOT)
         try:
-            yield
-        finally:
-            os.chdir(folder)
+            main()
+        except SystemExit as ended:
+            status = ended.code if isinstance(ended.code, int) else 1
+    return CompletedProcess(arguments, status, out.getvalue(), err.getvalue())
+
+
+def run(*arguments: str) -> int:
+    """Run a command in this process's own environment; return its exit status."""
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    assert isinstance(caught.value.code, int)
+    return caught.value.code
 
 
 def one_line_says(arguments: tuple[str, ...], status: int, word: str) -> None:
@@ -39,14 +50,3 @@ def one_line_says(arguments: tuple[str, ...], status: int, word: str) -> None:
     assert done.stderr.startswith("error: ")
     assert done.stderr.count("\n") == 1
     assert word in done.stderr
-
-
-def hallutracer(*arguments: str, stdin: str = "", **variables: str) -> CompletedProcess[str]:
-    """Run a command to its end.  Of our variables it sees only ``variables``, and the demo model as default."""
-    out, err, status = io.StringIO(), io.StringIO(), 0
-    with _environment(arguments, variables, stdin), redirect_stdout(out), redirect_stderr(err):
-        try:
-            main()
-        except SystemExit as ended:
-            status = ended.code if isinstance(ended.code, int) else 1
-    return CompletedProcess(arguments, status, out.getvalue(), err.getvalue())

@@ -13,7 +13,7 @@ Behaviour = Callable[[BaseHTTPRequestHandler, bytes], None]  # the request, and 
 
 @contextmanager
 def listening(behave: Behaviour, protocol: str = "HTTP/1.0") -> Iterator[str]:
-    """``host:port`` of a server that calls ``behave`` for each GET and POST."""
+    """``host:port`` of a server that calls ``behave`` for each GET, HEAD and POST."""
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = protocol
@@ -21,7 +21,7 @@ def listening(behave: Behaviour, protocol: str = "HTTP/1.0") -> Iterator[str]:
         def do_POST(self) -> None:
             behave(self, self.rfile.read(int(self.headers.get("Content-Length", 0))))
 
-        do_GET = do_POST
+        do_GET = do_HEAD = do_POST
 
         def log_message(self, format: str, *args: Any) -> None:
             pass

@@ -12,15 +12,14 @@ from typing import Any
 import numpy as np
 
 from probes_store.bundle import Bundle, BundleDraft
-from probes_store.context import Applicability, Context, ContextName, ContextProbe
 from probes_store.manifest import Classifier
+from probes_store.records import Applicability, Context, ContextName, ContextProbe
 from probes_store.tensors import Golden
 from service.engines.base import LoadedModel
 from service.readout import Probes, Site
 from service.risk import depth_mean, risk
 from service.trainer.publish import model_record
-from tests.probes_store.factory import make_draft, write_bundle
-from tests.probes_store.test_uncertainty import UNCERTAINTY
+from tests.probes_store.factory import UNCERTAINTY, make_draft, write_bundle
 from tests.scripted_engine import ScriptedEngine
 
 GOLDEN = [[256, 65, 66], [256, 67]]
@@ -76,7 +75,7 @@ def with_context(
 ) -> BundleDraft:
     """The draft with random context probes; ``signals``: the classifier's weights.
 
-    ``reach``: with a reference that ends at this distance from 0, and no guarantee of its own.
+    ``reach``: with a reference that ends at this distance from 0, and no guarantee of its own; else far away.
     """
     generator, shape = np.random.default_rng(len(names)), draft.probes.direction.shape
     drawn = generator.standard_normal((len(names), *shape))
@@ -100,11 +99,11 @@ def with_context(
     )
     if reach is not None:
         draft.manifest = replace(draft.manifest, uncertainty=UNCERTAINTY)
-        draft.probes = replace(
-            draft.probes,
-            reference_mean=np.zeros(layers, np.float32),
-            reference_whitening=np.eye(layers, dtype=np.float32) / reach,
-        )
+    draft.probes = replace(
+        draft.probes,
+        reference_mean=np.zeros(layers, np.float32),
+        reference_whitening=np.eye(layers, dtype=np.float32) / (reach or 1e3),
+    )
     read = Probes.all_of(Site(draft.manifest.readout.site), draft.probes)
     results = engine.score(prompts, read, first_token=True)
     means = np.array([[depth_mean(one) for one in result.trajectories] for result in results])

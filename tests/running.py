@@ -19,11 +19,14 @@ from probes_store.bundle import Bundle
 from service.access.callers import ApiKey, Key, Right
 from service.access.keys import KeyRing
 from service.api.app import create_app
+from service.audit.auditor import Auditor
 from service.cli.listening import make_server
 from service.policies.guard import Policy
-from service.policies.policy import built_in
+from service.policies.policy import Policies, built_in
 from service.scoring import Scorer
-from service.serving.state import ServiceState
+from service.serving.feedback import Feedback
+from service.serving.metrics import Metrics
+from service.serving.service import Service
 from service.serving.tracing import Tracing
 from service.settings import ServiceSettings
 from tests.engine_kinds import KINDS, engine_of
@@ -48,6 +51,8 @@ class App:
         keys_file: Path | None = None,
         callers_may: Sequence[Right] = get_args(Right),
         tracing: Tracing | None = None,
+        feedback: Callable[[Metrics], Feedback] | None = None,
+        audit: Callable[[Metrics], Auditor] | None = None,
         **settings: Any,
     ) -> None:
         named = [ApiKey(key, f"key-{n}") if isinstance(key, str) else key for n, key in enumerate(api_keys, 1)]
@@ -56,12 +61,16 @@ class App:
         self.served = engine_of(self.engine, kind, max_kv_tokens=max_kv_tokens)
         self.bundles = [matching_bundle(self.engine, tmp_path, name, seed) for seed, name in enumerate(names)]
         self.bundles += [make(self.engine, tmp_path) for make in add]
-        self.state = ServiceState(
+        metrics, named_policies = Metrics(), built_in() | policies
+        self.state = Service.of(
             lambda: {bundle.reference: Scorer(self.served, bundle) for bundle in self.bundles},
-            aliases_of,
-            ServiceSettings(callers_may=tuple(callers_may), **{"policy": "gate"} | settings),
-            built_in() | policies,
-            keys=KeyRing(keys, keys_file, built_in() | policies),
+            aliases_of=aliases_of,
+            settings=ServiceSettings(callers_may=tuple(callers_may), **{"policy": "gate"} | settings),
+            policies=Policies(named_policies),
+            keys=KeyRing(keys, keys_file, named_policies),
+            metrics=metrics,
+            feedback=None if feedback is None else feedback(metrics),
+            audit=None if audit is None else audit(metrics),
             tracing=tracing,
         )
         self.app = create_app(self.state)
@@ -71,7 +80,7 @@ class App:
     def started(self) -> Iterator[Self]:
         """Ready, in this process and without a socket: ``client`` reaches it."""
         with self.client:
-            until(lambda: self.state.is_ready)
+            until(lambda: self.state.lifecycle.is_ready)
             yield self
 
 
@@ -111,7 +120,7 @@ class Served(Running):
 
     def __init__(self, tmp_path: Path, **options: Any) -> None:
         super().__init__(tmp_path, **options)
-        self.server = make_server(self.app, self.state.settings, self.state.leave)
+        self.server = make_server(self.app, self.state.settings, self.state.lifecycle.leave)
 
     def connect(self, *chunks: bytes) -> socket.socket:
         connection = socket.create_connection(("127.0.0.1", self.port), timeout=20)
@@ -126,7 +135,7 @@ def listening(service: Some) -> Iterator[Some]:
     thread = threading.Thread(target=lambda: service.server.run(sockets=[service.socket]))
     thread.start()
     try:
-        until(lambda: service.state.is_ready)
+        until(lambda: service.state.lifecycle.is_ready)
         yield service
     finally:
         service.server.should_exit = True

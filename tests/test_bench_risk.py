@@ -29,7 +29,6 @@ ROWS = [
 
 
 def scored(risk: float, text: str | None = None, **more: Any) -> Line:
-    """What is kept of an answer."""
     flagged = risk >= 0.5
     return {"bundle": "sha256:a", "risk": risk, "threshold": 0.5, "flagged": flagged, "outside": False, "applies": None,
             "decision": "abstain" if flagged else "continue", "answer": text} | more  # fmt: skip
@@ -45,8 +44,6 @@ def form_rows(form: str, wrong: int, right: int, risk_wrong: float, risk_right: 
 
 
 class Fake:
-    """Starts once and counts what it is asked."""
-
     def __init__(self, ask: Ask) -> None:
         self.starts, self.asked, self._ask = 0, 0, ask
 
@@ -59,39 +56,34 @@ class Fake:
         return self._ask(body)
 
 
-def test_the_figures_of_a_form_by_hand() -> None:
-    found = worth([*form_rows("lone", 2, 2, 0.8, 0.3), row("lone", "abstained", 0.9, "z", outside=True)])
+def measured(lines: list[Line], **options: bool) -> forms.Worth:
+    found = worth(lines, **options)
     assert found is not None
+    return found
+
+
+def test_the_figures_of_a_form_by_hand_where_an_abstention_is_left_out_or_wrong() -> None:
+    found = measured([*form_rows("lone", 2, 2, 0.8, 0.3), row("lone", "abstained", 0.9, "z", outside=True)])
     assert (found.rows, found.left_out, found.wrong, found.answered) == (4, 1, 0.5, 2)
     assert found.risk == pytest.approx(0.55)
     assert found.off == pytest.approx(0.05)
     assert found.answered_off == pytest.approx(0.3)
     assert (found.auroc, found.low, found.high, found.outside) == (1.0, 1.0, 1.0, 0.0)
-
-
-def test_an_abstention_is_left_out_or_wrong() -> None:
     lines = [*form_rows("lone", 1, 1, 0.8, 0.3), row("lone", "abstained", 0.9, "z"), row("lone", "empty", 0.9, "y")]
-    left_out, counted = worth(lines), worth(lines, abstained_wrong=True)
-    assert left_out is not None
-    assert counted is not None
+    left_out, counted = measured(lines), measured(lines, abstained_wrong=True)
     assert (left_out.rows, left_out.wrong) == (2, 0.5)
     assert (counted.rows, counted.left_out, counted.wrong) == (4, 0, 0.75)
     assert worth([{"refused": "prompt_too_long", "form": "lone", "group": "g"}]) is None
 
 
 def test_an_interval_counts_groups_and_not_rows() -> None:
-    rng = np.random.default_rng(0)
+    rng, alone = np.random.default_rng(0), np.arange(200)
     label, risk = rng.integers(0, 2, 200), rng.random(200)
-
-    def width(group: np.ndarray[Any, np.dtype[np.int64]]) -> float:
-        low, high = forms.auroc_interval(label, risk, group)
-        assert low is not None
-        assert high is not None
-        return high - low
-
-    assert width(np.repeat(np.arange(10), 20)) != width(np.arange(200))
-    copied = forms.auroc_interval(np.tile(label, 4), np.tile(risk, 4), np.tile(np.arange(200), 4))
-    assert copied == forms.auroc_interval(label, risk, np.arange(200))  # copies of the groups tell nothing new
+    interval = forms.auroc_interval(label, risk, alone)
+    assert None not in interval
+    assert forms.auroc_interval(label, risk, np.repeat(np.arange(10), 20)) != interval
+    copied = forms.auroc_interval(*(np.tile(one, 4) for one in (label, risk, alone)))
+    assert copied == interval  # copies of the groups tell nothing new
 
 
 def test_each_target_names_the_forms_that_miss_it() -> None:
@@ -107,6 +99,9 @@ def test_each_target_names_the_forms_that_miss_it() -> None:
     assert ranking.note.startswith("missed by facts -1.000; 1 not judged")
     assert (answered.passed, answered.figure) == (False, "met by 1 of 3")  # lone and turns answer right ones only
     assert answered.note == "missed by turns +0.400, lone +0.250; 1 not judged, fewer than 20 answered: long"
+    assert targets(worths(form_rows("lone", 30, 30, 0.8, 0.3)))[0].passed  # 0.55 for 0.5
+    few = targets(worths(form_rows("turns", 5, 5, 0.8, 0.3)))
+    assert [check.passed for check in few] == [True, None, None]  # no lone question, ten answered
 
 
 def test_the_examples_are_the_middle_ones_of_lone_questions() -> None:
@@ -119,12 +114,6 @@ def test_the_examples_are_the_middle_ones_of_lone_questions() -> None:
     table = forms.examples([*wrong, *other, *right]).splitlines()
     assert [row.split(" | ")[1:4] for row in table[2:]] == [["5", "r2", "0.200"], ["5", "w7", "0.700"]]
     assert forms.examples(right).splitlines()[3].split(" | ")[1:4] == ["0", "-", "-"]
-
-
-def test_a_target_is_met_by_its_limit_and_not_judged_without_forms() -> None:
-    assert targets(worths(form_rows("lone", 30, 30, 0.8, 0.3)))[0].passed  # 0.55 for 0.5
-    few = targets(worths(form_rows("turns", 5, 5, 0.8, 0.3)))
-    assert [check.passed for check in few] == [True, None, None]  # no lone question, ten answered
 
 
 def test_the_report_has_both_conventions_and_what_is_missing() -> None:
@@ -261,10 +250,7 @@ def test_the_search_keeps_and_extends_what_lowers_the_risk() -> None:
         if line["risk"] < lowest:
             lowest, kept = line["risk"], line["suffix"]
     assert kept.count("an") >= 5
-
-
-def test_a_search_that_finds_nothing_ends() -> None:
-    lines = searched(lambda text: 0.9)
+    lines = searched(lambda text: 0.9)  # nothing is found: it ends
     assert len(lines) == QUERIES
     assert len({line["suffix"] for line in lines}) > 10
     assert "freed nothing" in adversaries.searching(lines)
@@ -275,16 +261,10 @@ def way(name: str, question: str, risk: float, verdict: str = "hallucinated", **
 
 
 def test_of_several_lines_of_a_question_the_lowest_risk_counts() -> None:
-    found = freed(
-        [
-            way("...", "a", 0.4, "factual"),
-            way("junk", "a", 0.3, outside=True),
-            way("...", "b", 0.2, "factual"),
-            way("...", "c", 0.9),
-            way("junk", "d", 0.1, "abstained"),
-            {"question": "e", "refused": "invalid_request"},
-        ]
-    )
+    found = freed([
+        way("...", "a", 0.4, "factual"), way("junk", "a", 0.3, outside=True), way("...", "b", 0.2, "factual"),
+        way("...", "c", 0.9), way("junk", "d", 0.1, "abstained"), {"question": "e", "refused": "invalid_request"},
+    ])  # fmt: skip
     assert (found.tried, found.free, found.right, found.wrong, found.outside) == (4, 3, 1, 1, 1)
     assert found.share.startswith("0.75 [")
 

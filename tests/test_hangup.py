@@ -2,99 +2,68 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import signal
-import time
-from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import httpx
 
-from probes_store.bundle import BundleDraft
-from probes_store.store import SHIPPED, Store
+from benchmarks.fleet import NAME, two_versions
+from tests.running import until
 from tests.serve_process import ServeProcess
-
-PROMPT = "What is the capital of the Solomon Islands?"
-
-
-def two_versions(folder: Path) -> tuple[Store, list[str]]:
-    """A store with two versions of ``mine``, and their digests."""
-    store, digests = Store(folder, fallbacks=[SHIPPED]), []
-    for source in ("demo", "demo-fused"):
-        bundle = store.load(source)
-        manifest = dataclasses.replace(bundle.manifest, name="mine")
-        draft = BundleDraft(manifest, bundle.probes, bundle.golden, bundle.evaluation(), bundle.card())
-        digests.append(store.publish(draft).manifest.digest)
-    store.set_alias("mine", "production", 1)
-    return store, digests
 
 
 def digest_of(served: ServeProcess, **body: str) -> str:
-    answer = httpx.post(f"{served.url}/score", json={"prompt": PROMPT} | body, timeout=60)
-    found: str = answer.json()["bundle"]["digest"]
+    body = {"prompt": "What is the capital of the Solomon Islands?"} | body
+    found: str = httpx.post(f"{served.url}/score", json=body, timeout=60).json()["bundle"]["digest"]
     return found
 
 
-def until(condition: Callable[[], bool], seconds: float = 30.0) -> None:
-    limit = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < limit
-        time.sleep(0.05)
+def bundles(served: ServeProcess) -> dict[str, Any]:
+    found: dict[str, Any] = httpx.get(f"{served.url}/v1/bundles").json()
+    return found
 
 
 def test_a_moved_alias_takes_effect_at_a_hangup_even_one_while_loading(tmp_path: Path) -> None:
     store, digests = two_versions(tmp_path)
+    first, second = digests
 
     def move(process: int) -> None:
-        store.set_alias("mine", "production", 2)
+        store.set_alias(NAME, "production", 2)
         os.kill(process, signal.SIGHUP)
 
-    arguments = ("--bundle", "mine@production", "--threads", "1")
+    production = f"{NAME}@production"
+    arguments = ("--bundle", production, "--threads", "1")
     with ServeProcess(*arguments, on_listening=move, HALLUTRACER_STORE=str(tmp_path)) as served:
-
-        def digest() -> str:
-            return digest_of(served, bundle="mine@production")
-
-        until(lambda: digest() == digests[1])  # the one that came while the model was loading
-        store.set_alias("mine", "production", 1)
-        assert digest() == digests[1]  # an alias means what it meant when it was loaded
+        until(lambda: digest_of(served, bundle=production) == second)  # the one that came while the model was loading
+        store.set_alias(NAME, "production", 1)
+        assert digest_of(served, bundle=production) == second  # an alias means what it meant when it was loaded
         os.kill(served.process.pid, signal.SIGHUP)
-        until(lambda: digest() == digests[0])
-        (tmp_path / "mine" / "aliases.json").write_text("{")
-        assert digest() == digests[0]
+        until(lambda: digest_of(served, bundle=production) == first)
+        (tmp_path / NAME / "aliases.json").write_text("{")
+        assert digest_of(served, bundle=production) == first
         os.kill(served.process.pid, signal.SIGHUP)
         until(lambda: "not swapped" in served.log())
-        assert digest() == digests[0]
+        assert digest_of(served, bundle=production) == first
     assert served.process.returncode == 0
 
 
 def test_a_watched_alias_brings_a_canary_and_takes_it_back(tmp_path: Path) -> None:
     store, digests = two_versions(tmp_path)
-    arguments = ("--bundle", "mine@production", "--canary", "mine@canary", "--canary-share", "1", "--watch-s", "0.2")
+    first, second = digests
+    arguments = ("--bundle", f"{NAME}@production", "--canary", f"{NAME}@canary", "--canary-share", "1", "--watch-s=0.2")
 
     def move(process: int) -> None:  # while the model loads, and after the bundles were read
-        store.set_alias("mine", "canary", 2)
+        store.set_alias(NAME, "canary", 2)
 
     with ServeProcess(*arguments, "--threads", "1", on_listening=move, HALLUTRACER_STORE=str(tmp_path)) as served:
-
-        def left_out() -> list[dict[str, str]]:
-            found: list[dict[str, str]] = httpx.get(f"{served.url}/v1/bundles").json()["status"]["left_out"]
-            return found
-
-        def roles() -> list[str]:
-            return [one["role"] for one in httpx.get(f"{served.url}/v1/bundles").json()["data"]]
-
-        until(lambda: digest_of(served) == digests[1])
-        assert left_out() == []
-        store.set_alias("mine", "canary", 1)  # what judges already
-        until(lambda: digest_of(served) == digests[0])
-        assert "judges already" in left_out()[0]["reason"]
-        store.set_alias("mine", "production", 2)  # promoted, with the old one as canary
-        until(
-            lambda: (
-                [one["role"] for one in httpx.get(f"{served.url}/v1/bundles").json()["data"]] == ["default", "canary"]
-            )
-        )
-        assert digest_of(served) == digests[0]
+        until(lambda: digest_of(served) == second)
+        assert bundles(served)["status"]["left_out"] == []
+        store.set_alias(NAME, "canary", 1)  # what judges already
+        until(lambda: digest_of(served) == first)
+        assert "judges already" in bundles(served)["status"]["left_out"][0]["reason"]
+        store.set_alias(NAME, "production", 2)  # promoted, with the old one as canary
+        until(lambda: [one["role"] for one in bundles(served)["data"]] == ["default", "canary"])
+        assert digest_of(served) == first
     assert served.process.returncode == 0

@@ -26,6 +26,7 @@ LAYERS = [
     ["service.prompts", "service.judging"],
     ["service.policies"],
     ["service.feedback", "service.audit"],
+    ["service.engines.transformers", "service.engines.vllm"],
     ["service.engines", "service.access"],
     ["service.risk"],
     ["service.readout"],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 from collections.abc import Awaitable, Callable
 from itertools import cycle
 
@@ -12,24 +13,26 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.http_client import Pool, post
-from benchmarks.load_stats import (
+from benchmarks import harness as stats
+from benchmarks.harness import (
+    MIXES,
     Check,
+    Metrics,
     Outcome,
-    bad_refusals,
-    goodput,
+    Pool,
+    closed_loop,
+    make_prompts,
+    make_texts,
+    open_loop,
     percentile,
     poisson_arrivals,
+    post,
+    score_requests,
     slope,
-    spread,
     statuses,
-    steady,
     summarise,
-    table,
 )
-from benchmarks.loadgen import MIXES, closed_loop, make_prompts, make_texts, open_loop, score_requests
 from benchmarks.service_load import better
-from benchmarks.service_process import Metrics
 from benchmarks.service_soak import Soak, memory_checks, metric_checks
 
 Exchange = Callable[[tuple[str, int]], Awaitable[None]]
@@ -49,16 +52,11 @@ def test_arrivals_are_a_poisson_process() -> None:
     assert counts.var() / counts.mean() == pytest.approx(1.0, abs=0.3)  # a constant rate would give 0
     assert np.array_equal(times, poisson_arrivals(50.0, 400.0, seed=0))
     assert not np.array_equal(times[:10], poisson_arrivals(50.0, 400.0, seed=1)[:10])
-
-
-def test_arrivals_fill_the_whole_time_even_where_the_first_draw_was_too_short() -> None:
+    # They fill the whole time even where the first draw was too short.
     assert all(poisson_arrivals(1.0, 30.0, seed)[-1] > 15.0 for seed in range(50))
-
-
-@pytest.mark.parametrize(("rate", "seconds"), [(0.0, 1.0), (1.0, 0.0), (-1.0, 1.0)])
-def test_arrivals_need_a_rate_and_a_time(rate: float, seconds: float) -> None:
-    with pytest.raises(ValueError, match="must be positive"):
-        poisson_arrivals(rate, seconds, 0)
+    for rate, seconds in ((0.0, 1.0), (1.0, 0.0), (-1.0, 1.0)):
+        with pytest.raises(ValueError, match="must be positive"):
+            poisson_arrivals(rate, seconds, 0)
 
 
 @given(st.lists(st.floats(0, 1e6), min_size=1), st.floats(0.001, 1.0))
@@ -76,11 +74,8 @@ def test_percentiles_by_hand() -> None:
         percentile([], 0.5)
 
 
-def test_latency_counts_from_the_intended_time() -> None:
+def test_summary_with_latency_from_the_intended_time() -> None:
     assert Outcome(intended=1.0, sent=3.0, done=3.5, status=200).latency == 2.5
-
-
-def test_summary() -> None:
     found = summarise([outcome(0.1), outcome(0.2), outcome(0.3, 429, wait="1"), outcome(9.0, 0)], seconds=2.0)
     assert (found.requests, found.rate) == (4, 1.0)
     assert found.statuses == {"200": 2, "429": 1, "timeout": 1}
@@ -89,49 +84,32 @@ def test_summary() -> None:
 
 
 def test_steady_leaves_the_warm_up_out() -> None:
-    kept, seconds = steady([outcome(done) for done in (4.0, 1.0, 2.0, 3.0)], warm=2)
+    kept, seconds = stats.steady([outcome(done) for done in (4.0, 1.0, 2.0, 3.0)], warm=2)
     assert [one.done for one in kept] == [3.0, 4.0]
     assert seconds == 2.0
     with pytest.raises(ValueError, match="run longer"):
-        steady([outcome(1.0)], warm=1)
+        stats.steady([outcome(1.0)], warm=1)
 
 
 def test_goodput_counts_answers_within_the_deadline() -> None:
-    outcomes = [
-        outcome(1.0),
-        outcome(5.0, intended=1.0),
-        outcome(5.0, intended=0.5),  # 4.5 s: late
-        outcome(12.0, intended=9.0),  # good, after the window
-        outcome(2.0, 429, wait="1"),
-    ]
-    found = goodput(outcomes, deadline_s=4.0, window_s=10.0)
+    late, after = outcome(5.0, intended=0.5), outcome(12.0, intended=9.0)  # 4.5 s; good, after the window
+    outcomes = [outcome(1.0), outcome(5.0, intended=1.0), late, after, outcome(2.0, 429, wait="1")]
+    found = stats.goodput(outcomes, deadline_s=4.0, window_s=10.0)
     assert (found.good, found.late) == (3, 1)
     assert found.in_window == pytest.approx(0.2)
     assert found.overall == pytest.approx(3 / 12)
 
 
 def test_only_429_and_503_with_a_number_of_seconds_are_refusals() -> None:
-    outcomes = [
-        outcome(1, 200),
-        outcome(1, 429, wait="1"),
-        outcome(1, 503, wait="30"),
-        outcome(1, 429),
-        outcome(1, 503, wait="soon"),
-        outcome(1, 429, wait="0"),
-        outcome(1, 504, wait="1"),
-        outcome(1, 0),
-    ]
-    assert bad_refusals(outcomes) == {
-        "429 with Retry-After None": 1,
-        "503 with Retry-After soon": 1,
-        "429 with Retry-After 0": 1,
-        "504": 1,
-        "timeout": 1,
-    }
+    fine = ((200, None), (429, "1"), (503, "30"))
+    bad = {(429, None): "429 with Retry-After None", (503, "soon"): "503 with Retry-After soon",
+           (429, "0"): "429 with Retry-After 0", (504, "1"): "504", (0, None): "timeout"}  # fmt: skip
+    found = stats.bad_refusals([outcome(1, status, wait=wait) for status, wait in (*fine, *bad)])
+    assert found == dict.fromkeys(bad.values(), 1)
 
 
 def test_spread_is_median_and_middle() -> None:
-    found = spread(np.arange(101))
+    found = stats.spread(np.arange(101))
     assert (found.median, found.low, found.high) == (50, 5, 95)
     assert str(found) == "50.000 [5.000, 95.000]"
 
@@ -176,19 +154,18 @@ def test_a_soak_in_which_nobody_notices_a_hang_up_falls_short() -> None:
 
 
 def test_table_names_what_falls_short() -> None:
-    lines = table([Check("a", "1", ">= 2", False, "why"), Check("bb", "22", "", None), Check("c", "3", "3", True)])
+    lines = stats.table(
+        [Check("a", "1", ">= 2", False, "why"), Check("bb", "22", "", None), Check("c", "3", "3", True)]
+    )
     assert "FALLS SHORT" in lines.splitlines()[0]
     assert lines.splitlines()[1].strip() == "why"
     assert lines.splitlines()[3].endswith("pass")
 
 
-def test_prompts_have_the_lengths_of_their_mix() -> None:
+def test_prompts_have_the_lengths_of_their_mix_and_are_sent_as_what_they_are() -> None:
     lengths = {mix: {len(prompt) for prompt in make_prompts(3_000, mix, 0)} for mix in MIXES}
     assert lengths == {"mixed 32-96": set(range(32, 97)), "fixed 64": {64}}
     assert make_prompts(3, "fixed 64", 1) == make_prompts(3, "fixed 64", 1) != make_prompts(3, "fixed 64", 2)
-
-
-def test_texts_and_ids_are_sent_as_what_they_are() -> None:
     texts = make_texts(200, 1)
     assert texts == make_texts(200, 1)
     assert len(set(texts)) == 200
@@ -267,9 +244,6 @@ def test_client_reads_plain_and_chunked_answers_in_any_pieces() -> None:
 
 
 def test_a_broken_connection_is_a_failed_request_and_the_next_one_is_not() -> None:
-    def answer(body: bytes) -> list[bytes]:
-        return [] if body == b"bad" else plain(b"good")
-
     async def use(address: tuple[str, int]) -> None:
         pool = Pool(*address)
         with pytest.raises(ConnectionError):
@@ -278,7 +252,7 @@ def test_a_broken_connection_is_a_failed_request_and_the_next_one_is_not() -> No
         assert pool.opened == 2
         pool.close()
 
-    serve(answer, use)
+    serve(lambda body: [] if body == b"bad" else plain(b"good"), use)
 
 
 def test_loops_send_everything_and_report_what_came_back() -> None:
@@ -301,15 +275,7 @@ def test_loops_send_everything_and_report_what_came_back() -> None:
 
 
 def test_nobody_listening_is_an_outcome() -> None:
-    async def use(address: tuple[str, int]) -> None:
-        pass
-
-    async def refused() -> list[Outcome]:
-        server = await asyncio.start_server(lambda reader, writer: None, "127.0.0.1", 0)
-        host, port = server.sockets[0].getsockname()[:2]
-        server.close()
-        await server.wait_closed()
-        return await closed_loop((host, port), iter(score_requests([[1]])), clients=1)
-
-    (one,) = asyncio.run(refused())
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        (one,) = asyncio.run(closed_loop(free.getsockname(), iter(score_requests([[1]])), clients=1))
     assert (one.status, one.error) == (0, "ConnectionRefusedError")

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Iterator
 from contextlib import aclosing
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,11 @@ import numpy as np
 import pytest
 
 from probes_store.bundle import Bundle
-from probes_store.context import ContextName
 from probes_store.errors import GoldenMismatch, WrongModel
 from probes_store.manifest import Classifier
-from probes_store.recalibration import Recalibration
+from probes_store.records import ContextName, Recalibration
 from probes_store.tensors import Golden
-from service.engines.base import Gate, Sampling
+from service.engines.base import EngineGate, Sampling
 from service.engines.scheduler import Scheduled
 from service.errors import EmptyPrompt, EngineError, NonFiniteReadout, RequestError
 from service.policies.guard import BLOCK, GATE, OBSERVE, Action, Decision, Policy, judge
@@ -61,7 +61,7 @@ def test_gate_and_continue(
     scorer: Scorer, script: ScriptedEngine, honoured: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not honoured:
-        monkeypatch.setattr(Gate, "closes", lambda *_: False)
+        monkeypatch.setattr(EngineGate, "closes", lambda *_: False)
     ids = [scorer.render(prompt=f"prompt {n}") for n in range(20)]
     alone = scorer.score(ids)
     middle = sorted(report.risk for report in alone)[10]
@@ -71,21 +71,17 @@ def test_gate_and_continue(
     assert {report.completion.text for report in reports if report.completion} == {script.answer}
 
 
-def test_where_all_are_gated_nothing_is_decoded(scorer: Scorer, script: ScriptedEngine) -> None:
-    ids = [scorer.render(prompt=text) for text in ("a", "b", "c")]
-    gated = scorer.score_or_continue(ids, Sampling(), GATE.at(0.0))
+def test_what_is_gated_impossible_or_nothing_costs_no_work(scorer: Scorer, script: ScriptedEngine) -> None:
+    gated = scorer.score_or_continue([scorer.render(prompt=text) for text in "abc"], Sampling(), GATE.at(0.0))
     assert all(report.decision is Decision.ABSTAIN and report.completion is None for report in gated)
     assert script.counters.decode_steps == 0
-
-
-def test_no_prompts_are_no_work(scorer: Scorer) -> None:
-    assert scorer.score_or_continue([], Sampling()) == []
-
-
-def test_impossible_sampling_costs_no_prefill(scorer: Scorer) -> None:
     before = scorer.engine.counters.prefills
+    assert scorer.score_or_continue([], Sampling()) == []
     with pytest.raises(RequestError):
         scorer.score_or_continue([[256, 65]], Sampling(seed=2**64))
+    for prompt in ("", "  \n"):
+        with pytest.raises(EmptyPrompt):
+            scorer.render(prompt=prompt)
     assert scorer.engine.counters.prefills == before
 
 
@@ -96,15 +92,9 @@ def test_one_failure_ends_them_all(scorer: Scorer, script: ScriptedEngine, monke
 
 
 def test_an_answer_that_the_engine_alone_gated_is_an_error(scorer: Scorer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Gate, "closes", lambda *_: True)
+    monkeypatch.setattr(EngineGate, "closes", lambda *_: True)
     with pytest.raises(EngineError, match="complete"):
         scorer.score_or_continue([[256, 65]], Sampling(), GATE.at(0.999999))
-
-
-def test_nan_is_never_a_risk(scorer: Scorer, script: ScriptedEngine) -> None:
-    script.nan_layer = 1
-    with pytest.raises(NonFiniteReadout):
-        scorer.score([[256, 65]])
 
 
 def test_another_model_or_other_golden_risks_are_refused(tmp_path: Path, script: ScriptedEngine) -> None:
@@ -123,12 +113,6 @@ def test_another_model_or_other_golden_risks_are_refused(tmp_path: Path, script:
         Scorer(Scheduled(script), wrong)
 
 
-@pytest.mark.parametrize("prompt", ["", "  \n"])
-def test_an_empty_prompt_is_refused(scorer: Scorer, prompt: str) -> None:
-    with pytest.raises(EmptyPrompt):
-        scorer.render(prompt=prompt)
-
-
 def test_the_gate_closes_where_the_verdict_says_so(scorer: Scorer) -> None:
     for policy in (GATE, BLOCK.at(0.3), GATE.at(0.0)):
         gate = scorer.gate(policy)
@@ -139,38 +123,24 @@ def test_the_gate_closes_where_the_verdict_says_so(scorer: Scorer) -> None:
             value = float(risk(np.array([depth, -0.5, 0.7, 0.0, 0.0, 0.0]), np.array(gate.weight), gate.intercept))
             verdict = judge(value, policy, scorer.bundle.manifest.threshold)
             assert (value >= gate.threshold) == (verdict.decision is not Decision.CONTINUE)
-
-
-def test_no_gate_where_nothing_is_ended(scorer: Scorer) -> None:
-    assert scorer.gate(OBSERVE) is None
-    assert scorer.gate(OBSERVE.at(0.0)) is None
-    assert scorer.gate(GATE.at(1.0)) is None
+    for policy in (OBSERVE, OBSERVE.at(0.0), GATE.at(1.0)):  # which end nothing
+        assert scorer.gate(policy) is None
 
 
 def test_weights_go_to_their_signals(tmp_path: Path, script: ScriptedEngine) -> None:
     plain = matching_bundle(script, tmp_path, "plain")
     weight = np.array([WEIGHT, 0.5, -0.25])
     results = script.score(GOLDEN, [Probes.of(Site.ATTENTION_HEAD, plain.probes)], first_token=True)
+    tokens = [one.first_token for one in results if one.first_token]
+    trajectories = np.stack([one.trajectories[0] for one in results])
     signals: Any = np.array(
-        [
-            (depth_mean(one.trajectories[0]), one.first_token.entropy, one.first_token.log_max_prob)
-            for one in results
-            if one.first_token
-        ]
-    )
-    golden = Golden.record(
-        GOLDEN,
-        np.stack([one.trajectories[0] for one in results]),
-        risk(signals, weight, INTERCEPT),
-        signals[:, [2, 1]],
+        [(depth_mean(row), one.entropy, one.log_max_prob) for row, one in zip(trajectories, tokens, strict=True)]
     )
     bundle = matching_bundle(
-        script,
-        tmp_path,
-        signals=("depth_mean", "entropy", "log_max_prob"),
+        script, tmp_path, signals=("depth_mean", "entropy", "log_max_prob"),
         classifier=Classifier((2.0, 0.5, -0.25), INTERCEPT),
-        golden=golden,
-    )
+        golden=Golden.record(GOLDEN, trajectories, risk(signals, weight, INTERCEPT), signals[:, [2, 1]]),
+    )  # fmt: skip
     engine = Scheduled(script)
     scorer = Scorer(engine, bundle)
     gate = scorer.gate(GATE)
@@ -211,33 +181,20 @@ def test_a_recalibrated_risk_is_served_gated_and_replayed(
     middle = sorted(report.risk for report in served)[10]
     answered = scorer.score_or_continue(ids, Sampling(), GATE.at(middle))
     assert [report.completion is None for report in answered] == [report.risk >= middle for report in served]
-    wrong = replace(scorer.bundle, manifest=replace(scorer.bundle.manifest, recalibration=None))
-    with pytest.raises(GoldenMismatch):
-        Scorer(Scheduled(script), wrong)
-
-
-@pytest.mark.parametrize("recalibration", RECALIBRATIONS, ids=lambda one: str(one.method))
-def test_the_engines_gate_is_on_the_classifiers_own_scale(
-    tmp_path: Path, script: ScriptedEngine, recalibration: Recalibration
-) -> None:
-    """It closes where the recalibrated risk reaches the threshold, and never before."""
-    scorer = Scorer(Scheduled(script), recalibrated_bundle(script, tmp_path, recalibration))
-    for threshold in (0.12, 0.5, 0.66):
+    for threshold in (0.12, 0.5, 0.66):  # the engine's gate is on the classifier's own scale
         gate = scorer.gate(GATE.at(threshold))
         assert gate is not None
         assert float(recalibration(gate.threshold)) == pytest.approx(threshold, rel=1e-6)
         assert recalibration(gate.threshold) >= threshold
     never = scorer.gate(GATE.at(0.95))
     assert never is None if recalibration.knots else never is not None
-
-
-def test_nan_is_no_risk_of_a_recalibrated_bundle_either(tmp_path: Path, script: ScriptedEngine) -> None:
-    for recalibration in RECALIBRATIONS:
-        scorer = Scorer(Scheduled(script), recalibrated_bundle(script, tmp_path / recalibration.method, recalibration))
-        script.nan_layer = 1
+    wrong = replace(scorer.bundle, manifest=replace(scorer.bundle.manifest, recalibration=None))
+    with pytest.raises(GoldenMismatch):
+        Scorer(Scheduled(script), wrong)
+    script.nan_layer = 1  # NaN is never a risk
+    for one in (plain, scorer):
         with pytest.raises(NonFiniteReadout):
-            scorer.score([[256, 65]])
-        script.nan_layer = None
+            one.score([[256, 65]])
 
 
 def asked(scorer: Scorer, count: int = 60) -> list[list[int]]:
@@ -362,20 +319,17 @@ def test_a_prompt_that_asks_for_no_fact_decodes_behind_a_gate_for_all(tmp_path: 
 ANNOTATE = Policy("annotate", Action.ANNOTATE)
 
 
-@pytest.mark.parametrize("policy", [GATE, BLOCK, OBSERVE, ANNOTATE], ids=lambda policy: policy.name)
-@pytest.mark.parametrize("said", [None, True, False])
-@pytest.mark.parametrize(("context", "record"), [(True, True), (True, False), (False, True), (False, False)])
-def test_who_withholds_what_lies_outside_training(
-    tmp_path: Path, script: ScriptedEngine, policy: Policy, said: bool | None, context: bool, record: bool
-) -> None:
-    reach = 1e-3 if record else None  # everything lies outside
-    bundle = contextual_bundle(script, tmp_path, reach=reach, applies_from=0.01)
-    if not context:
-        bundle = replace(bundle, manifest=replace(bundle.manifest, context=None))
-    scorer = object.__new__(Scorer)
-    scorer.bundle = bundle
-    expected = said if said is not None else policy.action.withholds and context and record
-    assert scorer.withholds_outside(replace(policy, withhold_outside=said)) is expected
+def test_who_withholds_what_lies_outside_training(tmp_path: Path, script: ScriptedEngine) -> None:
+    for context in (True, False):
+        name = str(context).lower()
+        bundle = contextual_bundle(script, tmp_path, name, reach=1e-3, applies_from=0.01)  # everything lies outside
+        if not context:
+            bundle = replace(bundle, manifest=replace(bundle.manifest, context=None))
+        scorer = object.__new__(Scorer)
+        scorer.bundle = bundle
+        for policy, said in product((GATE, BLOCK, OBSERVE, ANNOTATE), (None, True, False)):
+            expected = said if said is not None else policy.action.withholds and context
+            assert scorer.withholds_outside(replace(policy, withhold_outside=said)) is expected, (policy, said)
 
 
 @pytest.mark.parametrize("said", [None, True, False])
@@ -392,11 +346,10 @@ def test_what_lies_outside_is_withheld_by_default_where_the_bundle_can_tell(
             assert (report.decision is Decision.ABSTAIN, report.verdict.flagged) == (withheld, False)
 
 
-@pytest.mark.parametrize("place", range(3))
-def test_the_replay_finds_a_wrong_context_probe(tmp_path: Path, script: ScriptedEngine, place: int) -> None:
+def test_the_replay_finds_a_wrong_context_probe(tmp_path: Path, script: ScriptedEngine) -> None:
     bundle = contextual_bundle(script, tmp_path)
-    bias = np.array(bundle.probes.context_bias)
-    bias[place, 1] += 0.1
-    wrong = replace(bundle, probes=replace(bundle.probes, context_bias=bias))
-    with pytest.raises(GoldenMismatch, match=f"layer 1 of context probe {('asks', 'passage', 'stated')[place]}"):
-        Scorer(Scheduled(script), wrong)
+    for place, name in enumerate(("asks", "passage", "stated")):
+        bias = np.array(bundle.probes.context_bias)
+        bias[place, 1] += 0.1
+        with pytest.raises(GoldenMismatch, match=f"layer 1 of context probe {name}"):
+            Scorer(Scheduled(script), replace(bundle, probes=replace(bundle.probes, context_bias=bias)))

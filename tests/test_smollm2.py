@@ -9,7 +9,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from service.engines.packaged import PACKAGED
+from service.engines.places import PACKAGED
 from service.library.default_model import SHIPPED, SMOLLM2
 from tests.command_line import hallutracer
 from tests.serve_process import MAY_CHOOSE, ServeProcess, serve

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -18,9 +16,10 @@ import httpx
 import numpy as np
 import pytest
 
-from probes_store.bundle import Bundle, BundleDraft
-from probes_store.store import SHIPPED, Store
+from benchmarks.fleet import two_versions
+from probes_store.store import Store
 from tests.engines.vllm.installed import vllm_or_skip
+from tests.running import until
 from tests.serve_process import MAY_CHOOSE, ServeProcess, serve
 
 vllm_or_skip()
@@ -32,12 +31,6 @@ EAGER = ("--engine", "vllm", "--engine-arg", "enforce_eager=true")
 STARTING_S = 240.0
 
 
-def draft_of(bundle: Bundle) -> BundleDraft:
-    """The same bundle, to be published as another version of ``mine``."""
-    manifest = dataclasses.replace(bundle.manifest, name="mine")
-    return BundleDraft(manifest, bundle.probes, bundle.golden, bundle.evaluation(), bundle.card())
-
-
 @dataclass(frozen=True)
 class Service:
     served: ServeProcess
@@ -47,10 +40,7 @@ class Service:
 @pytest.fixture(scope="module")
 def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     folder = tmp_path_factory.mktemp("vllm")
-    store = Store(folder / "store", fallbacks=[SHIPPED])
-    for source in ("demo", "demo-fused"):
-        store.publish(draft_of(store.load(source)))
-    store.set_alias("mine", "production", 1)
+    store, _ = two_versions(folder / "store")
     bundles = "demo demo-fused mine@production"  # the variable that has vLLM end where nothing gates
     store_at, rollout = str(folder / "store"), ("--shadow=demo-fused",)
     with serve(*EAGER, *rollout, HALLUTRACER_BUNDLE=bundles, HALLUTRACER_STORE=store_at, **MAY_CHOOSE) as served:
@@ -97,11 +87,8 @@ def test_the_other_bundle_reads_the_same_forward_pass(service: str) -> None:
 def test_a_shadow_reads_the_same_forward_pass(service: str) -> None:
     def differences() -> float:
         lines = httpx.get(f"{service}/metrics").text.splitlines()
-        (line,) = [
-            line
-            for line in lines
-            if line.startswith("hallutracer_shadow_risk_difference_sum{") and 'bundle="demo:1"' in line
-        ]
+        sums = [line for line in lines if line.startswith("hallutracer_shadow_risk_difference_sum{")]
+        (line,) = [line for line in sums if 'bundle="demo:1"' in line]
         assert 'shadow="demo-fused:1"' in line
         return float(line.split()[-1])
 
@@ -151,12 +138,12 @@ def test_an_answer_whose_reader_leaves_is_ended(service: str) -> None:
     body = {"prompt": KNOWN, "generate": {"max_tokens": 200, "temperature": 3.0}, "stream": True, "policy": "observe"}
     with httpx.stream("POST", f"{service}/score", json=body, timeout=60) as response:
         next(response.iter_lines())
-    until = time.monotonic() + 30
-    while time.monotonic() < until:
+
+    def idle() -> bool:
         lines = httpx.get(f"{service}/metrics").text.splitlines()
-        if all(line.endswith(" 0.0") for line in lines if line.startswith("hallutracer_running_decodes ")):
-            return
-    raise AssertionError("still decoding")
+        return all(line.endswith(" 0.0") for line in lines if line.startswith("hallutracer_running_decodes "))
+
+    until(idle, 30)
 
 
 def test_a_bundle_is_swapped_while_it_serves(started: Service) -> None:
@@ -167,10 +154,14 @@ def test_a_bundle_is_swapped_while_it_serves(started: Service) -> None:
     assert ask() == (1, pytest.approx(0.8138, abs=1e-4))
     started.store.set_alias("mine", "production", 2)
     started.served.process.send_signal(signal.SIGHUP)
-    until = time.monotonic() + 60
-    while (answer := ask())[0] == 1 and time.monotonic() < until:
-        assert answer[1] == pytest.approx(0.8138, abs=1e-4)
-    assert answer == (2, pytest.approx(0.8018, abs=1e-4))
+    risks = {1: pytest.approx(0.8138, abs=1e-4), 2: pytest.approx(0.8018, abs=1e-4)}
+
+    def swapped() -> bool:
+        version, risk = ask()
+        assert risk == risks[version]
+        return version == 2
+
+    until(swapped, 60)
 
 
 def engine_of(served: ServeProcess) -> int:
@@ -185,10 +176,8 @@ def test_an_engine_ends_with_the_service_that_was_killed() -> None:
     with ServeProcess(*EAGER, HALLUTRACER_THREADS="1") as served:
         core = engine_of(served)
         served.process.kill()
-        until = time.monotonic() + 15
-        while Path(f"/proc/{core}").exists() and "Z" not in Path(f"/proc/{core}/stat").read_text().split()[2]:
-            assert time.monotonic() < until, "the engine is an orphan"
-            time.sleep(0.1)
+        stat = Path(f"/proc/{core}/stat")
+        until(lambda: not stat.exists() or "Z" in stat.read_text().split()[2], 15)  # it is no orphan
 
 
 def test_a_service_whose_vllm_dies_says_so_and_exits() -> None:
@@ -200,10 +189,7 @@ def test_a_service_whose_vllm_dies_says_so_and_exits() -> None:
 
 def test_a_service_whose_vllm_stands_still_is_not_ready_until_it_goes_on() -> None:
     def becomes(status: int) -> None:
-        until = time.monotonic() + 30
-        while httpx.get(f"{served.url}/health/ready", timeout=10).status_code != status:
-            assert time.monotonic() < until, f"ready is not {status}"
-            time.sleep(0.2)
+        until(lambda: httpx.get(f"{served.url}/health/ready", timeout=10).status_code == status, 30)
 
     with serve(*EAGER, "--stall-s", "5") as served, ThreadPoolExecutor(1) as pool:
         core = engine_of(served)

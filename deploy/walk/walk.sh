@@ -127,7 +127,7 @@ else
     run "${train[@]}" --c 0.03 2>>train.log
     run "${train[@]}" --c 0.1 2>>train.log
 fi
-run hallutracer bundle diff my-probe:1 my-probe:2 --store ./probes
+run hallutracer bundle compare my-probe:1 my-probe:2 --store ./probes
 
 say "3. a key pair; version 1 is signed and pushed, version 2 is pushed as it is"
 run openssl ecparam -name prime256v1 -genkey -noout -out key.pem

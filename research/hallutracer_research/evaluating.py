@@ -17,7 +17,7 @@ from service.progress import Report, note
 if TYPE_CHECKING:
     from pandas import DataFrame
 
-    from hallutracer_research.evaluation.options import EvaluateOptions, Source
+    from hallutracer_research.evaluation.options import EvaluateOptions, EvaluationSource
     from hallutracer_research.evaluation.run import EvaluationResult
     from service.engines.base import EngineOptions
     from service.trainer.options import Console
@@ -145,9 +145,9 @@ def run_evaluation(
 
 def sources_of(
     data: str | Path | Iterable[Mapping[str, Any]] | Mapping[str, str | Path] | None, model: str | None, out: Path
-) -> tuple[Source, ...]:
+) -> tuple[EvaluationSource, ...]:
     """What ``evaluate`` takes as data.  Raises BadSource."""
-    from hallutracer_research.evaluation.options import Source
+    from hallutracer_research.evaluation.options import EvaluationSource
 
     if data is None:
         return (demo_source(model),)
@@ -156,43 +156,38 @@ def sources_of(
     if isinstance(data, Mapping):
         return tuple(source(f"{name}={folder}") for name, folder in data.items())
     rows = [dict(row) for row in data]
-    return (Source("rows", None, rows=lambda: rows, title="rows given in Python"),)
+    return (EvaluationSource("rows", None, rows=lambda: rows, title="rows given in Python"),)
 
 
-def source(text: str) -> Source:
+def source(text: str) -> EvaluationSource:
     """``NAME=FOLDER`` of a known set, or a JSONL file.  Raises BadSource."""
     from hallutracer_research.data.registry import SETS
-    from hallutracer_research.evaluation.options import Source
+    from hallutracer_research.evaluation.options import EvaluationSource
 
     name, equals, folder = text.partition("=")
     if equals and name in SETS:
-        return Source(name, Path(folder).expanduser(), name)
+        return EvaluationSource(name, Path(folder).expanduser(), name)
     path = Path(text).expanduser()
     if path.is_file():
-        return Source(path.stem, path)
+        return EvaluationSource(path.stem, path)
     raise BadSource(f"{text!r} is neither a JSONL file nor NAME=FOLDER with NAME one of {', '.join(SETS)}")
 
 
-def demo_source(model: str | None) -> Source:
+def demo_source(model: str | None) -> EvaluationSource:
     """The demo's questions, for a shipped model.  Raises BadSource for any other."""
     if model is not None and model not in SHIPPED:
         raise BadSource("name the data to evaluate this model on")
-    from hallutracer_research.evaluation.options import Source
+    from hallutracer_research.evaluation.options import EvaluationSource
     from service.demo.questions import questions
 
     title = "questions about real facts (the training split), answered by the model itself"
-    return Source("demo-questions", None, rows=lambda: questions("train"), title=title)
+    return EvaluationSource("demo-questions", None, rows=lambda: questions("train"), title=title)
 
 
 def _figures(row: Mapping[str, Any]) -> MethodFigures:
     auroc = row["auroc"]
     return MethodFigures(
-        set=row["set"],
-        method=row["method"],
-        auroc=auroc["mean"],
-        low=auroc.get("low"),
-        high=auroc.get("high"),
-        auprc_hallucinated=row["auprc_hallucinated"]["mean"],
-        auprc_factual=row["auprc_factual"]["mean"],
+        set=row["set"], method=row["method"], auroc=auroc["mean"], low=auroc.get("low"), high=auroc.get("high"),
+        auprc_hallucinated=row["auprc_hallucinated"]["mean"], auprc_factual=row["auprc_factual"]["mean"],
         cost=row["cost"],
-    )
+    )  # fmt: skip

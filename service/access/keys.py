@@ -1,14 +1,4 @@
-"""Named keys: their TOML file, how a new one is made, and which are in force while the service runs.
-
-[search-team]
-sha256 = "9f86d0.."               # of the secret, which only its owner has
-scopes = ["score"]                # score, observe, admin
-created = 2026-11-23T08:30:00Z
-expires = 2027-02-21T00:00:00Z    # optional, as is all that follows
-may = ["threshold"]               # what its requests may loosen: policy, threshold, bundle, rendering, feedback
-policies = ["gate", "support"]    # the only ones that its requests may be judged by
-revoked = 2026-12-01T09:00:00Z    # it opens nothing any more, and its name stays taken
-"""
+"""Named keys: their TOML file, how a new one is made, and which are in force while the service runs."""
 
 from __future__ import annotations
 
@@ -33,7 +23,7 @@ PREFIX = "ht-"  # by which scanners for leaked secrets can tell them
 
 
 class KeyTable(BaseModel):
-    """A key's table in the file."""
+    """A key's table in the file; docs/security.md shows one with every field."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 

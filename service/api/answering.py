@@ -1,37 +1,43 @@
-"""The way of every request: admission -> token ids -> dispatcher -> reports, given up where the client goes away."""
+"""The way of every request: admission -> token ids -> dispatcher -> judgement, given up where the client goes away."""
 
 from __future__ import annotations
 
 import asyncio
+import json
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
+from itertools import takewhile
+from typing import Any
 
 from fastapi import Request
 
 from service.access.callers import Caller
 from service.access.routes import canonical
-from service.api.dependencies import who_of
+from service.api.auth import who_of
 from service.api.reply import Reply
-from service.api.request_log import record_of
 from service.api.request_schema import Include
-from service.engines.base import Sampling
+from service.engines.base import Sampling, TokenIds
 from service.engines.checks import check_length, check_special_tokens
 from service.errors import ClientGone, EmptyPrompt, RequestError
 from service.judging.conversation import Shape, shape_of
-from service.policies.guard import Action, Decision, Policy
+from service.judging.guarantee import decoding_violations, shape_violations
+from service.policies.guard import Action, Policy
 from service.prompts import Message
-from service.scoring import RiskReport, Scorer
-from service.serving.auditing import decision_line
-from service.serving.choice import untemplated
+from service.scoring import Scorer
+from service.serving import observers
+from service.serving.catalogue import untemplated
 from service.serving.deadline import Deadline
-from service.serving.feedback import Content, Feedback, Kept
-from service.serving.state import ServiceState
+from service.serving.feedback import Content, Feedback
+from service.serving.judgement import JudgedPrompt, Judgement, StoredPrompt
+from service.serving.request_log import record_of
+from service.serving.service import Service
 from service.settings import ServiceSettings
 
 
 @dataclass(frozen=True)
-class Asked:
+class ScoringRequest:
     """What a request asks for, whichever route it came by."""
 
     scorer: Scorer
@@ -46,77 +52,102 @@ class Asked:
     stream: bool = False
     deadline: Deadline | None = None  # None: the service's own
     include: Sequence[Include] = ()
-    departures: tuple[str, ...] = ()  # of its rendering, from what a guarantee was calibrated on
+    violations: tuple[str, ...] = ()  # by its rendering, of what a guarantee assumes
     retrieval_of: str | None = None  # id of an earlier answer
 
 
-async def answer(request: Request, state: ServiceState, asked: Asked) -> tuple[Reply, list[RiskReport]]:
-    """The reports with their answers; of a stream the risks, before any answer.
+@dataclass(frozen=True, slots=True)
+class _ReadPrompt:
+    token_ids: TokenIds
+    shape: Shape | None
+    stored: StoredPrompt | None
 
-    The caller accounts for the reply where it returns; where this raises, it is accounted for.
+
+async def answer(request: Request, service: Service, asked: ScoringRequest) -> Reply:
+    """Return the reply with the answers; of a stream with the risks, before any answer.
+
+    The caller ends the reply where it returns; where this raises, it has been ended.
     """
-    check_count(asked, state.settings)
-    asked = _asked_again(asked, state)
-    if asked.departures:
+    check_count(asked, service.settings)
+    asked = _with_retry_policy(asked, service)
+    if asked.violations:
         asked = replace(asked, policy=untemplated(asked.scorer, asked.policy))
     # Before any work is spent on what would be refused.
-    handle = state.dispatcher.admit(
+    handle = service.lifecycle.dispatcher.admit(
         asked.count,
         asked.scorer,
         asked.policy,
         caller=asked.caller.name,
         sampling=asked.sampling,
-        deadline=asked.deadline or Deadline(state.settings.deadline_s),
+        deadline=asked.deadline or Deadline(service.settings.deadline_s),
         streams=asked.stream,
-        shadows=state.rollout.watching(asked.scorer),
+        shadows=service.catalogue.rollout.watching(asked.scorer),
     )
-    named = asked.retrieval_of
-    retrieval = None if named is None else state.retrievals.recall(asked.caller.name, named)
-    monitor = state.monitors.get(asked.scorer.bundle.reference)
-    reply = Reply(handle, list(asked.include), record_of(request), state.metrics, asked.departures, retrieval, monitor)
+    created, record, named = int(time.time()), record_of(request), asked.retrieval_of
+    retrieval = None if named is None else service.retrievals.recall(asked.caller.name, named)
+    monitor = service.catalogue.monitors.get(asked.scorer.bundle.reference)
+    prompts: list[_ReadPrompt] = []
+
+    def judgement() -> Judgement:
+        """Of the prompts that are scored by now."""
+        shapes = shape_violations(asked.scorer.bundle.manifest, [one.shape for one in prompts])
+        jobs = list(enumerate(zip(handle.jobs, prompts, strict=False)))  # no jobs where it ended before
+        return Judgement(
+            scorer=asked.scorer,
+            policy=asked.policy,
+            prompts=tuple(
+                JudgedPrompt(
+                    index,
+                    replace(job.report, completion=None) if asked.stream else job.report,
+                    token_ids=job.token_ids,
+                    timings=job.timings,
+                    submitted_ns=job.submitted_ns,
+                    shape=one.shape,
+                    stored=one.stored,
+                )
+                for index, (job, one) in jobs
+                if job.report is not None
+            ),
+            unscored={index: job.submitted_ns for index, (job, _) in jobs if job.report is None},
+            request_id=record.request_id,
+            created=created,
+            route=canonical(record.path),
+            caller=asked.caller,
+            who=who_of(request),
+            sampling=asked.sampling,
+            streams=asked.stream,
+            request_violations=(*asked.violations, *decoding_violations(asked.sampling), *shapes),
+            monitor=monitor,
+            bundle_violations=() if monitor is None else monitor.reasons,
+            retrieval=retrieval,
+        )
+
+    judged: Judgement | None = None
     try:
         async with while_connected(request):
             async with handle.deadline.enforced():
-                token_ids, kept, shapes = await state.tokenizing.run(asked.size, lambda: _read(asked, state.feedback))
-            reply.shapes = shapes
-            handle.start(token_ids)
-            reports = await (handle.risks() if asked.stream else handle.answers())
-            route = canonical(reply.record.path)
-            if state.audit is not None:  # before anybody is told
-                line = decision_line(
-                    who_of(request), reply.record.request_id, route, asked.scorer, asked.policy, enumerate(reports)
-                )
-                await state.audit.decided(line)
-            if state.feedback is not None:  # before anybody can know the id
-                state.feedback.remember(
-                    asked.caller,
-                    reply.record.request_id,
-                    route,
-                    asked.scorer,
-                    asked.policy,
-                    reports,
-                    kept,
-                    reply.own_departures,
-                )
-            if asked.count == 1 and reports[0].decision is Decision.RETRIEVE:
-                digest = asked.scorer.bundle.manifest.digest
-                state.retrievals.remember(asked.caller.name, reply.record.request_id, reports[0].risk, digest)
-            return reply, reports
+                prompts = await service.tokenizing.run(asked.size, lambda: _read(asked, service.feedback))
+            handle.start([one.token_ids for one in prompts])
+            await (handle.risks() if asked.stream else handle.answers())
+            judged = judgement()
+            await observers.judged(service, judged)
+            return Reply(judged, handle, service, record, tuple(asked.include))
     except BaseException:
         handle.cancel()
-        reply.account()
+        Reply(judged or judgement(), handle, service, record).end()
         raise
 
 
-def _read(asked: Asked, feedback: Feedback | None) -> tuple[list[list[int]], list[Kept], list[Shape | None]]:
-    """Token ids, and of the prompts that have some what feedback keeps, and their shapes."""
-    token_ids, contents = asked.token_ids(), asked.contents()
-    kept = [] if feedback is None else feedback.kept(contents)
-    return token_ids, kept, [_shape(one, asked.scorer) for one in contents]
+def _read(asked: ScoringRequest, feedback: Feedback | None) -> list[_ReadPrompt]:
+    """Return each prompt's token ids, its shape, and what feedback stores of it."""
+    return [
+        _ReadPrompt(ids, _shape(content, asked.scorer), None if feedback is None else feedback.stored(content))
+        for ids, content in zip(asked.token_ids(), asked.contents(), strict=True)
+    ]
 
 
 def _shape(content: Content, scorer: Scorer) -> Shape | None:
-    """None for token ids and for text that goes through no template: it may hold a whole conversation."""
+    """Return None for token ids and for text that goes through no template: it may hold a whole conversation."""
     if "messages" in content:
         return shape_of(content["messages"])
     if "prompt" in content and scorer.prompt_format == "chat":  # rendered as one user turn
@@ -124,7 +155,7 @@ def _shape(content: Content, scorer: Scorer) -> Shape | None:
     return None
 
 
-def check_count(asked: Asked, settings: ServiceSettings) -> None:
+def check_count(asked: ScoringRequest, settings: ServiceSettings) -> None:
     """Raise EmptyPrompt for no prompt, RequestError for too many."""
     if asked.count == 0:
         raise EmptyPrompt(f"{asked.field!r} is an empty list: give at least one prompt", param=asked.field)
@@ -133,7 +164,7 @@ def check_count(asked: Asked, settings: ServiceSettings) -> None:
         raise RequestError(f"{asked.count} prompts in one request; at most {most} are taken", param=asked.field)
 
 
-def _asked_again(asked: Asked, state: ServiceState) -> Asked:
+def _with_retry_policy(asked: ScoringRequest, service: Service) -> ScoringRequest:
     """With a passage that did not help, the policy abstains: nobody is sent to fetch one for ever."""
     if asked.retrieval_of is None:
         return asked
@@ -141,7 +172,7 @@ def _asked_again(asked: Asked, state: ServiceState) -> Asked:
         raise RequestError("'retrieval_of' takes exactly one prompt", param="retrieval_of")
     if asked.policy.action is not Action.RETRIEVE:
         return asked
-    policy = replace(asked.policy, action=Action.ABSTAIN, message=state.abstain_message)
+    policy = replace(asked.policy, action=Action.ABSTAIN, message=service.catalogue.abstain_message)
     return replace(asked, policy=policy)
 
 
@@ -191,3 +222,27 @@ async def while_connected(request: Request) -> AsyncIterator[None]:
         raise ClientGone("the client closed its connection before its answer was there") from None
     finally:
         watcher.cancel()
+
+
+HEADER = "x-session-id"
+
+
+def session_of(request: Request, contents: Callable[[], Sequence[Content]]) -> Callable[[], str]:
+    """The header ``x-session-id``; without it, what the first prompt begins with, up to its first user message."""
+
+    def session() -> str:
+        named = request.headers.get(HEADER)
+        if named:
+            return named
+        found = contents()
+        return _beginning(found[0]) if found else ""
+
+    return session
+
+
+def _beginning(content: Content) -> str:
+    messages: list[dict[str, Any]] | None = content.get("messages")
+    if messages is None:
+        return json.dumps(dict(content))
+    before = list(takewhile(lambda message: message.get("role") != "user", messages))
+    return json.dumps([*before, *messages[len(before) : len(before) + 1]])

@@ -1,4 +1,4 @@
-"""The FastAPI application, built from a ``ServiceState``.  Reads no environment and loads no model itself."""
+"""The FastAPI application, built from a ``Service``.  Reads no environment and loads no model itself."""
 
 from __future__ import annotations
 
@@ -12,45 +12,41 @@ from starlette.middleware.cors import CORSMiddleware
 
 from service import __version__
 from service.api import (
-    admin_routes,
     catalogue,
     error_handlers,
     feedback_routes,
     guardrail_routes,
     health,
     openai_routes,
-    sample_routes,
     score,
 )
-from service.api.auth import BearerKeys
+from service.api.auth import BearerKeys, KnownHosts
+from service.api.body import LoadShedder
 from service.api.forwarding import Forwarder
-from service.api.hosts import KnownHosts
 from service.api.middleware import RequestFrame
 from service.api.pages import pages, routes
-from service.api.shedding import LoadShedder
-from service.serving.keys import watch_keys
-from service.serving.state import ServiceState
+from service.serving.service import Service
 
 EXPOSED_HEADERS = ["x-request-id", "x-queue-time", "x-inference-time", "x-total-time", "retry-after",
                    "x-hallutracer-bundle", "x-hallutracer-risk", "x-hallutracer-decision"]  # fmt: skip
 
 
-def create_app(state: ServiceState, on_loaded: Callable[[ServiceState], None] | None = None) -> FastAPI:
-    """Build the app around ``state``; ``on_loaded`` is called when loading has succeeded or failed."""
+def create_app(service: Service, on_loaded: Callable[[], None] | None = None) -> FastAPI:
+    """Build the app around ``service``; ``on_loaded`` is called when loading has succeeded or failed."""
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         async def load() -> None:
-            await state.start()
+            await service.lifecycle.start()
             if on_loaded is not None:
-                on_loaded(state)
+                on_loaded()
 
-        loading, watching = asyncio.create_task(load()), asyncio.create_task(watch_keys(state))
+        loading, watching = asyncio.create_task(load()), asyncio.create_task(service.access.watch())
         yield
         loading.cancel()
         watching.cancel()
         await app.state.forwarder.close()
-        await asyncio.to_thread(state.stop)
+        await asyncio.to_thread(service.stop)
 
     app = FastAPI(
         title="HalluTracer",
@@ -60,18 +56,18 @@ def create_app(state: ServiceState, on_loaded: Callable[[ServiceState], None] | 
         docs_url=None,  # FastAPI's own pages load scripts from the internet
         redoc_url=None,
     )
-    app.state.service = state
-    app.state.forwarder = Forwarder(state.metrics)
-    settings = state.settings
-    app.add_middleware(LoadShedder, state=state)
+    app.state.service = service
+    app.state.forwarder = Forwarder(service.metrics)
+    settings = service.settings
+    app.add_middleware(LoadShedder, service=service)
     # Middleware added last is outermost: a 401 still has a request id, a log line and CORS headers.
     app.add_middleware(
         BearerKeys,
-        keys=state.keys,
+        keys=service.access.keys,
         protect_metrics=settings.protect_metrics,
         pages=[page.path for page in pages(settings.playground)],
     )
-    if state.keys.closed:
+    if service.access.keys.closed:
         _declare_keys(app, settings.protect_metrics)
     if settings.allowed_hosts and "*" not in settings.allowed_hosts:
         app.add_middleware(KnownHosts, hosts=settings.allowed_hosts)
@@ -87,21 +83,15 @@ def create_app(state: ServiceState, on_loaded: Callable[[ServiceState], None] | 
         RequestFrame,
         max_body_bytes=settings.max_body_bytes,
         body_seconds=settings.deadline_s,
-        metrics=state.metrics,
-        tracing=state.tracing,
+        metrics=service.metrics,
+        tracing=service.tracing,
     )
     error_handlers.install(app)
-    for module in (
-        score,
-        openai_routes,
-        guardrail_routes,
-        feedback_routes,
-        catalogue,
-        sample_routes,
-        admin_routes,
-        health,
-    ):
-        app.include_router(module.router)
+    for router in (
+        score.router, openai_routes.router, guardrail_routes.router, feedback_routes.router, catalogue.router,
+        health.admin, health.router,
+    ):  # fmt: skip
+        app.include_router(router)
     app.router.routes += routes(settings.playground)
     return app
 

@@ -1,22 +1,28 @@
-"""Bearer keys for every route but health checks, the pages' files and, unless protected, metrics.
+"""Who may ask: known hosts, bearer keys for every route but health, pages and open metrics, and what routes depend on.
+
 
 Plain ASGI: before the body is read.  Unknown paths need a key too, so that the routes cannot be probed without one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import ipaddress
+from collections.abc import Collection, Sequence
+from typing import Annotated
 
+from fastapi import Depends, Request
 from starlette.datastructures import Headers
 from starlette.requests import HTTPConnection
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from service.access.callers import Key, on_loopback
+from service.access.callers import Caller, Key, on_loopback
 from service.access.callers import Scope as KeyScope
 from service.access.keys import KeyRing
 from service.access.routes import METRICS, scopes_of
 from service.api.error_handlers import respond
-from service.errors import HalluTracerError, KeyExpired, KeyRevoked, MissingScope, Unauthorized
+from service.audit.events import Who
+from service.errors import HalluTracerError, KeyExpired, KeyRevoked, MissingScope, Unauthorized, WrongHost
+from service.serving.service import Service
 
 HEALTH = frozenset({"/health", "/health/live", "/health/ready"})
 FORWARDED = ("x-forwarded-for", "forwarded", "x-real-ip", "via")
@@ -111,3 +117,83 @@ def _over(key: Key) -> bool:
 def _secret(headers: Headers) -> str | None:
     scheme, _, secret = headers.get("authorization", f"Bearer {headers.get('x-api-key', '')}").partition(" ")
     return secret.strip() if scheme.lower() == "bearer" else None
+
+
+class KnownHosts:
+    """Answers 421 unless ``Host``, its port left out, is an IP address or one of ``hosts``.
+
+    A page of a foreign site can have its own name resolve to 127.0.0.1 (DNS rebinding), and then read what a service
+    there answers.  The browser still sends the foreign name; an address as ``Host`` cannot be such a page's.
+    """
+
+    def __init__(self, app: ASGIApp, hosts: Sequence[str]) -> None:
+        self.app = app
+        self._hosts = frozenset(host.lower() for host in hosts)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve or refuse one request."""
+        if scope["type"] != "http" or self._knows(_name(Headers(scope=scope).get("host", ""))):
+            await self.app(scope, receive, send)
+            return
+        message = "this service does not answer to the name in the Host header; its operator can add it: --allowed-host"
+        await respond(WrongHost(message), scope, receive, send)
+
+    def _knows(self, name: str) -> bool:
+        return name in self._hosts or _is_address(name)
+
+
+def _name(host: str) -> str:
+    """Without the port; an IPv6 address keeps its brackets."""
+    name, _, port = host.rpartition(":")
+    return (name if name and port.isdigit() else host).lower()
+
+
+def _is_address(name: str) -> bool:
+    """As browsers write one in ``Host``: four decimal numbers, or IPv6 in brackets."""
+    try:
+        if name.startswith("[") and name.endswith("]"):
+            return ipaddress.IPv6Address(name[1:-1]).scope_id is None
+        ipaddress.IPv4Address(name)
+    except ValueError:
+        return False
+    return True
+
+
+async def running_service(request: Request) -> Service:
+    """Return the service that the app factory attached.  A coroutine: plain functions go through a thread pool."""
+    service = request.app.state.service
+    assert isinstance(service, Service)
+    return service
+
+
+TheService = Annotated[Service, Depends(running_service)]
+
+
+def caller_of(request: HTTPConnection, service: Service) -> Caller:
+    """Return the key's owner; without keys, whoever has the connection's address."""
+    return service.access.caller(key_of(request), address_of(request), here=from_here(request))
+
+
+def address_of(request: HTTPConnection) -> str | None:
+    """The connection's, which is a proxy's where there is one before the service."""
+    return request.client.host if request.client else None
+
+
+def who_of(request: HTTPConnection) -> Who:
+    """For the audit log."""
+    key = key_of(request)
+    return Who(key=None if key is None else key.name, address=address_of(request))
+
+
+def knows_caller(request: HTTPConnection, service: Service) -> bool:
+    """Whether the request has a key, where there are keys; the health routes are open to all."""
+    return not service.access.keys.closed or key_of(request) is not None
+
+
+async def administrator(request: Request, service: TheService) -> Who:
+    """Who calls a route of ``KeyScope.ADMIN``.  Raises as ``check_scopes``, also where the path does not ask for it."""
+    check_scopes(request, service.access.keys, {KeyScope.ADMIN})
+    return who_of(request)
+
+
+Admin = Annotated[Who, Depends(administrator)]

@@ -8,11 +8,22 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from fastapi import HTTPException, Request, Response
+from fastapi import Request, Response
 from fastapi.routing import APIRoute
+from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
+from starlette.requests import HTTPConnection
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from service.access.routes import PROMPT_ROUTES
+from service.api.auth import caller_of
+from service.api.error_handlers import respond
+from service.errors import BodiesFull, Overloaded
+from service.serving.service import Service
 
 MAX_CONTAINERS = 8192  # lists and objects of one body; more than the prompts and messages of any request
 _STRINGS = re.compile(rb'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)  # also one that does not end: linear in any body
@@ -64,3 +75,107 @@ def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(content) < len(pairs):
         raise json.JSONDecodeError("an object has the same key twice", "", 0)
     return content
+
+
+FREE = 16 * 1024  # bytes of each body that are not counted: most have no more, and ``max_connections`` bounds them
+LEAST = 128 * 2**20  # bytes of all bodies that are always allowed
+LARGEST = 32  # so many of the largest bodies as well
+
+
+class LoadShedder:
+    """Answers 429 if ``Lifecycle.check_not_full`` raises Overloaded, 503 if ``BodyMemory`` raises BodiesFull."""
+
+    def __init__(self, app: ASGIApp, service: Service) -> None:
+        self.app = app
+        self._service = service
+        self._memory = BodyMemory(max(LEAST, LARGEST * service.settings.max_body_bytes))
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve or refuse one request."""
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        if scope["path"] in PROMPT_ROUTES:
+            try:
+                self._service.lifecycle.check_not_full(caller_of(HTTPConnection(scope), self._service).name)
+            except Overloaded as full:
+                await respond(full, scope, receive, send)
+                return
+        headers = Headers(scope=scope)
+        length = headers.get("content-length", "0")
+        told = length.isdecimal() and "transfer-encoding" not in headers  # then the server lets no more arrive
+        size = int(length) if told else 0
+        if told and size <= FREE:
+            await self.app(scope, receive, send)
+            return
+        body = _Counted(receive, self._memory, caller_of(HTTPConnection(scope), self._service).name, size)
+        try:
+            await self.app(scope, body.receive, send)
+        finally:
+            body.give_back()
+
+
+class BodyMemory:
+    """The bytes of all requests' bodies, from their arrival to the end of the answer, shared by callers.
+
+    A caller may hold as much as it leaves free (dynamic thresholds: Choudhury, Hahne, 1998): one alone a half, two a
+    third each, and a newcomer finds something left.  On the event loop only.
+    """
+
+    def __init__(self, most: int) -> None:
+        self.free = most  # bytes
+        self._held: Counter[str] = Counter()
+
+    def take(self, caller: str, size: int) -> None:
+        """``size`` bytes more.  Raises BodiesFull."""
+        held = self._held[caller]
+        if held + size > self.free - size:
+            raise BodiesFull(
+                f"the bodies of this caller's unfinished requests hold {held} bytes, and {size} more do not fit now; "
+                f"try again in {BodiesFull.retry_after_s} s, or send fewer at once"
+            )
+        self._held[caller] += size
+        self.free -= size
+
+    def give_back(self, caller: str, size: int) -> None:
+        """``size`` bytes that were taken."""
+        self.free += size
+        self._held[caller] -= size
+        if not self._held[caller]:
+            del self._held[caller]
+
+
+class _Counted:
+    """A body whose memory is taken before it is read, or as it comes where it does not say how long it is."""
+
+    def __init__(self, receive: Receive, memory: BodyMemory, caller: str, size: int) -> None:
+        self._receive, self._memory, self._caller = receive, memory, caller
+        self._size = size  # bytes, as declared
+        self._parts = bytearray()
+        self._taken = 0
+
+    async def receive(self) -> Message:
+        """The whole body in one message: Starlette would keep its parts in a list and join them, which takes more.
+
+        Raises HTTPException: FastAPI turns any other exception here into a plain 400.
+        """
+        self._take(self._size)
+        while (message := await self._receive())["type"] == "http.request":
+            self._parts += message.get("body", b"")
+            self._take(len(self._parts))
+            if not message.get("more_body", False):
+                body, self._parts = bytes(self._parts), bytearray()
+                return {"type": "http.request", "body": body, "more_body": False}
+        return message
+
+    def _take(self, size: int) -> None:
+        more = size - FREE - self._taken
+        if more > 0:
+            try:
+                self._memory.take(self._caller, more)
+            except BodiesFull as full:
+                raise HTTPException(full.status, full.message, {"Retry-After": str(full.retry_after_s)}) from None
+            self._taken += more
+
+    def give_back(self) -> None:
+        self._memory.give_back(self._caller, self._taken)

@@ -10,6 +10,7 @@ from functools import lru_cache
 from fastapi import APIRouter
 
 from probes_store.bundle import Bundle
+from service.api.auth import TheService
 from service.api.catalogue_schema import (
     BundleApplicability,
     BundleCard,
@@ -28,17 +29,18 @@ from service.api.catalogue_schema import (
     LoadedOut,
     ModelCard,
     ModelList,
+    SampleAnswerOut,
     SampleOut,
     SampleQuestionOut,
 )
-from service.api.dependencies import State
-from service.api.response_docs import errors
+from service.api.response_schema import errors
+from service.errors import NotFound
 from service.judging.coverage import coverage
 from service.judging.form_table import form_table
 from service.judging.sample import sample_of
 from service.scoring import Scorer
 from service.serving.rollout import Comparison
-from service.serving.state import ServiceState
+from service.serving.service import Service
 
 router = APIRouter(tags=["catalogue"])
 RESPONSES = errors(_401="no bearer key, or an unknown one", _503="not ready: loading, or shutting down")
@@ -48,54 +50,54 @@ NAMED = RESPONSES | errors(_404="no such model is loaded")
 
 
 @router.get("/v1/models", summary="The loaded model and its names", responses=RESPONSES)
-async def models(state: State) -> ModelList:
+async def models(service: TheService) -> ModelList:
     """The loaded model, then the other names that requests may give it."""
-    card = loaded(state)
-    names = [name for name in state.settings.model_names if name not in ("*", card.id)]
+    card = loaded(service)
+    names = [name for name in service.settings.model_names if name not in ("*", card.id)]
     return ModelList(data=[card, *(card.model_copy(update={"id": name}) for name in names)])
 
 
 @router.get("/v1/models/{name:path}", summary="The loaded model, by a name", responses=NAMED)
-async def model(name: str, state: State) -> ModelCard:
+async def model(name: str, service: TheService) -> ModelCard:
     """The loaded model, by one of its names."""
-    state.scorer(None, name)
-    return loaded(state).model_copy(update={"id": name})
+    service.ready.scorer(None, name)
+    return loaded(service).model_copy(update={"id": name})
 
 
-def loaded(state: ServiceState) -> ModelCard:
+def loaded(service: Service) -> ModelCard:
     """The loaded model under its own name.  Raises NotReady."""
-    state.check_ready()
-    identity = state.scorers[0].engine.identity
+    service.lifecycle.check_ready()
+    identity = service.catalogue.scorers[0].engine.identity
     return ModelCard(
         id=identity.model,
-        created=state.created,
+        created=service.created,
         architecture=identity.architecture,
         revision=identity.revision,
         dtype=identity.dtype,
         max_model_len=identity.max_tokens,
-        bundles=[scorer.bundle.reference for scorer in state.scorers],
+        bundles=[scorer.bundle.reference for scorer in service.catalogue.scorers],
         root=identity.model,
     )
 
 
 @router.get("/v1/bundles", summary="Loaded bundles and policies", responses=RESPONSES)
-async def bundles(state: State) -> BundleList:
+async def bundles(service: TheService) -> BundleList:
     """The loaded bundles, what each does, and the available policies."""
-    return bundle_list(state)
+    return bundle_list(service)
 
 
-def bundle_list(state: ServiceState) -> BundleList:
+def bundle_list(service: Service) -> BundleList:
     """What is loaded, since when, and what is left out.  Raises NotReady."""
-    state.check_ready()
-    default, loaded = state.settings.policy, state.loaded
+    service.lifecycle.check_ready()
+    default, loaded, lifecycle = service.settings.policy, service.catalogue.loaded, service.lifecycle
     return BundleList(
-        data=[_card(scorer, state) for scorer in state.scorers],
-        policies=[default, *sorted(set(state.policies) - {default})],
+        data=[_card(scorer, service) for scorer in service.catalogue.scorers],
+        policies=[default, *sorted(set(service.catalogue.policies.named) - {default})],
         status=LoadedOut(
             since=_time(loaded.time),
             left_out=[LeftOut(reference=name, reason=reason) for name, reason in loaded.left_out.items()],
-            reload_error=state.reload_error,
-            reload_failing_since=None if state.failing_since is None else _time(state.failing_since),
+            reload_error=lifecycle.reload_error,
+            reload_failing_since=None if lifecycle.failing_since is None else _time(lifecycle.failing_since),
         ),
     )
 
@@ -109,10 +111,10 @@ def _time(seconds: float) -> str:
     summary="One bundle: what its thresholds and risks are worth",
     responses=RESPONSES | errors(_404="no such bundle is loaded"),
 )
-async def one_bundle(bundle: str, state: State) -> BundleDetail:
+async def one_bundle(bundle: str, service: TheService) -> BundleDetail:
     """One loaded bundle, as name, name:version or name@alias: its classes, what its thresholds do, its forms."""
-    scorer = state.scorer(bundle, None)
-    card = _card(scorer, state)
+    scorer = service.ready.scorer(bundle, None)
+    card = _card(scorer, service)
     probes = scorer.bundle.probes
     hallucinated, factual = probes.trajectory_mean.tolist()
     hallucinated_std, factual_std = probes.trajectory_std.tolist()
@@ -142,11 +144,11 @@ def _evaluated(bundle: Bundle) -> tuple[CoverageOut, FormsOut | None, SampleOut 
     )
 
 
-def _card(scorer: Scorer, state: ServiceState) -> BundleCard:
-    manifest, golden, rollout = scorer.bundle.manifest, scorer.golden, state.rollout
+def _card(scorer: Scorer, service: Service) -> BundleCard:
+    manifest, golden, rollout = scorer.bundle.manifest, scorer.golden, service.catalogue.rollout
     applies = None if manifest.context is None else manifest.context.applicability
-    monitor = state.monitors.get(manifest.reference)
-    role = rollout.role(scorer, state.scorers[0])
+    monitor = service.catalogue.monitors.get(manifest.reference)
+    role = rollout.role(scorer, service.catalogue.scorers[0])
     shadowed = rollout.shadowed(manifest.digest)
     share = {"default": 1.0 if rollout.canary is None else 1.0 - rollout.share, "canary": rollout.share}.get(role)
     return BundleCard(
@@ -168,7 +170,7 @@ def _card(scorer: Scorer, state: ServiceState) -> BundleCard:
         default=role == "default",
         role=role,
         share=share,
-        compared=_compared(state.metrics.compared.get(manifest.reference, Comparison())) if shadowed else None,
+        compared=_compared(service.metrics.compared.get(manifest.reference, Comparison())) if shadowed else None,
         drift=None if monitor is None or monitor.drift is None else DriftOut(**asdict(monitor.drift)),
         labels=None if monitor is None or monitor.labels is None else LabelsOut(**asdict(monitor.labels)),
         void=[] if monitor is None else list(monitor.reasons),
@@ -192,4 +194,34 @@ def _compared(found: Comparison) -> ComparedOut:
         failed=counts["failed"],
         disagreement=1.0 - counts["agrees"] / prompts if prompts else None,
         mean_difference=found.difference / given if given else None,
+    )
+
+
+_sample_of = lru_cache(maxsize=32)(sample_of)  # reads a file; a bundle never changes
+DOCUMENTED = RESPONSES | errors(_404="no such bundle is loaded, or it carries no such question")
+
+
+@router.get(
+    "/v1/bundles/{bundle}/sample/{number}", summary="A held-out question, answered and judged", responses=DOCUMENTED
+)
+async def sample_answer(bundle: str, number: int, service: TheService) -> SampleAnswerOut:
+    """One question of the bundle's sample: the risk before the answer, the answer, and whether it is right."""
+    scorer = service.ready.scorer(bundle, None)
+    sample = await asyncio.to_thread(_sample_of, scorer.bundle)
+    if sample is None or not 0 <= number < len(sample.questions):
+        count = 0 if sample is None else len(sample.questions)
+        raise NotFound(f"{scorer.bundle.reference} carries {count} questions, and none of number {number}")
+    found = await service.sampled.answer(scorer, sample, number)
+    report = found.report
+    return SampleAnswerOut(
+        number=number,
+        prompt=found.question.prompt,
+        kind=found.question.kind,
+        risk=report.risk,
+        threshold=report.verdict.threshold,
+        flagged=report.verdict.flagged,
+        outside_training=None if report.uncertain is None else report.uncertain.outside,
+        answer=found.answer,
+        verdict=found.verdict,
+        accepted=list(found.question.answers),
     )

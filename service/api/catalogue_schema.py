@@ -201,9 +201,9 @@ class TenthOut(Strict):
 class CoverageOut(Strict):
     """What a bundle would answer and get wrong over thresholds, on questions like its training rows."""
 
-    source: Literal["out_of_fold_risks", "normal_model", "own_threshold"] = Field(
-        description="counted from the out-of-fold risks of the training rows; modelled by a normal distribution of "
-        "each class's depth mean, an approximation; or nothing but the bundle's own threshold is known"
+    source: Literal["out_of_fold_risks", "own_threshold"] = Field(
+        description="counted from the out-of-fold risks of the training rows; or nothing but the bundle's own "
+        "threshold is known"
     )
     rows: int
     hallucinated: Risk = Field(description="share of the rows: what is wrong where everything is answered")

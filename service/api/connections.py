@@ -9,15 +9,54 @@ import asyncio
 import json
 import logging
 import resource
+import socket
 import time
-from typing import Any, ClassVar
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, ClassVar
 
+import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from service.api.error_handlers import error_body
-from service.api.one_write import OneWrite
 from service.errors import HalluTracerError, HeadersTooLarge, HeadersTooSlow, NotHttp
 from service.settings import LEAST_CONNECTIONS, SPARE_FILES
+
+if TYPE_CHECKING:
+    _Base = asyncio.Transport
+else:
+    _Base = object  # a transport's own methods would hide those of the one behind it
+
+
+class OneWrite(_Base):
+    """``transport``, whose writes are joined until the turn ends; everything else is the transport's own.
+
+    uvicorn writes an answer's head and its body one after the other.  A process that dies between the two leaves half
+    an answer, which a balancer cannot ask of another replica: it has passed the head on.
+    """
+
+    def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
+        self._transport, self._loop = transport, loop
+        self._parts: list[bytes | bytearray | memoryview[Any]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+    def write(self, data: bytes | bytearray | memoryview[Any]) -> None:
+        """Send ``data`` when this turn ends, with what else it brings."""
+        if not self._parts:
+            self._loop.call_soon(self._send)
+        self._parts.append(data)
+
+    def close(self) -> None:
+        """Send what is written, and close."""
+        self._send()
+        self._transport.close()
+
+    def _send(self) -> None:
+        parts, self._parts = self._parts, []
+        if parts and not self._transport.is_closing():
+            self._transport.write(b"".join(parts))
+
 
 log = logging.getLogger("hallutracer")
 HEAD_BYTES = 64 * 1024  # of a request line with its headers; of trailers, too
@@ -210,3 +249,42 @@ def places(most: int) -> int:
         soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     return most if soft == resource.RLIM_INFINITY else min(most, soft - SPARE_FILES)
+
+
+LEAVING_S = 1.0  # without a request: longer than what was sent before a refusal was read takes, on a busy machine too
+# With requests: nginx.conf lets a replica rest for 5 s that has come back, and asks this one until then.
+MOST_S = 7.0
+
+
+class LeavingServer(uvicorn.Server):
+    """Where it has clients it refuses new work until none has come for ``LEAVING_S``, and then stops.
+
+    uvicorn closes its socket and its idle connections at once when it is told to stop.  A request that is on its way
+    then meets a reset, and whoever sent it cannot know whether it was begun and must not send it again.
+
+    ``leave`` is called when it is told to stop; from then on the app answers 503, which a balancer takes elsewhere, and
+    each connection ends with its answer.
+    """
+
+    def __init__(self, config: uvicorn.Config, leave: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._leave = leave
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Refuse, then close; a second Ctrl-C ends the refusing."""
+        self._leave()
+        if self.server_state.connections:
+            setattr(self.config.http_protocol_class, "leaving", True)  # noqa: B010  (a Connection: listening.py)
+            await self._refuse()
+        await super().shutdown(sockets)
+
+    async def _refuse(self) -> None:
+        """Until no request was answered for ``LEAVING_S``, at most ``MOST_S``."""
+        clock = asyncio.get_running_loop().time
+        start = last = now = clock()
+        answered = self.server_state.total_requests
+        while now - last < LEAVING_S and now - start < MOST_S and not self.force_exit:
+            await asyncio.sleep(0.05)
+            now = clock()
+            if self.server_state.total_requests != answered:
+                answered, last = self.server_state.total_requests, now

@@ -14,9 +14,9 @@ from starlette.types import Receive, Scope, Send
 
 from service.access.routes import CHAT_ROUTE, SCORE_ROUTES, TEXT_ROUTE
 from service.api.openai_request import Arguments, ChatRequest, TextRequest
-from service.api.request_log import record_of
 from service.api.request_schema import Generate, RequestModel, ScoreRequest
 from service.errors import BodiesFull, BodyTooLarge, BodyTooSlow, HalluTracerError, Unauthorized
+from service.serving.request_log import record_of
 
 _FIELD = re.compile(r"[A-Za-z_]\w*")
 _TAGS = ("body", "str", "int", "float")

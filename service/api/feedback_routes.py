@@ -3,18 +3,61 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Annotated
+from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Body, Request
+from pydantic import AfterValidator, Field, StrictInt, StrictStr
 
 from service.access.routes import FEEDBACK_ROUTE
 from service.api.answering import while_connected
+from service.api.auth import TheService, caller_of
 from service.api.body import JsonRoute
-from service.api.dependencies import State, caller_of
-from service.api.feedback_schema import FeedbackRequest, FeedbackResponse
-from service.api.response_docs import errors
+from service.api.request_schema import RequestModel, Strict
+from service.api.response_schema import errors
 from service.errors import DeadlineExceeded, NotFound
-from service.feedback.rows import Label, Stored
+from service.feedback.rows import Label, Standing, Stored
+
+EXAMPLE: Any = {"id": "risk-c67afd5b1cb64cdeadfda66467e28928", "label": "hallucinated", "comment": "It is Honiara."}
+
+
+def _text(value: str) -> str:
+    if any(char == "\0" or "\ud800" <= char <= "\udfff" for char in value):
+        raise ValueError("holds a NUL, or half of a surrogate pair: it is not text")
+    return value
+
+
+class FeedbackRequest(RequestModel):
+    """What somebody says of an earlier answer."""
+
+    model_config = RequestModel.model_config | {"json_schema_extra": {"example": EXAMPLE}}
+
+    id: StrictStr = Field(
+        pattern=r"^[A-Za-z0-9._:-]{1,140}$",
+        description="of an answer (risk-.., chatcmpl-.., cmpl-..), or its x-request-id where a route has no ids",
+    )
+    index: StrictInt = Field(0, ge=0, le=4095, description="of the prompt, in a request of several")
+    label: Label = Field(description="unclear: looked at and undecided; it also takes an earlier label back")
+    comment: Annotated[StrictStr, Field(max_length=2000), AfterValidator(_text)] | None = Field(
+        None, description="kept beside the label, as it is"
+    )
+
+
+class FeedbackResponse(Strict):
+    """The label is on disk."""
+
+    object: Literal["feedback"] = "feedback"
+    id: str
+    index: int
+    label: Label
+    standing: Standing = Field(description="new; repeated: you said so before; changed: your earlier label is history")
+    conflict: bool = Field(description="another caller says otherwise")
+    drawn: bool = Field(
+        description="the service drew this answer at random when it gave it: only such labels are held against a "
+        "guarantee"
+    )
+    counts: bool = Field(description="whether a recalibration would use this answer's label as things stand")
+    reason: str | None = Field(description="why it does not count")
+
 
 router = APIRouter(tags=["feedback"], route_class=JsonRoute)
 RESPONSES = errors(
@@ -31,13 +74,13 @@ RESPONSES = errors(
 
 
 @router.post(FEEDBACK_ROUTE, summary="Say whether an answer was right", responses=RESPONSES)
-async def feedback(body: Annotated[FeedbackRequest, Body()], request: Request, state: State) -> FeedbackResponse:
+async def feedback(body: Annotated[FeedbackRequest, Body()], request: Request, service: TheService) -> FeedbackResponse:
     """Store whether an answer was right.  The response is sent once the label is on disk."""
-    kept = state.feedback
+    kept = service.feedback
     if kept is None:
         raise NotFound("this service keeps no feedback: its operator can start it with --feedback-db")
-    caller = caller_of(request, state)
-    seconds = state.settings.deadline_s
+    caller = caller_of(request, service)
+    seconds = service.settings.deadline_s
     try:
         async with while_connected(request), asyncio.timeout(seconds):
             stored = await kept.label(caller, body.id, body.index, body.label, body.comment)
@@ -52,7 +95,7 @@ async def feedback(body: Annotated[FeedbackRequest, Body()], request: Request, s
             param="id",
         )
     reason = _reason(body.label, stored)
-    monitor = state.monitors.get(stored.bundle)
+    monitor = service.catalogue.monitors.get(stored.bundle)
     if monitor is not None and stored.tally is not None:
         monitor.count(stored.tally)
     return FeedbackResponse(

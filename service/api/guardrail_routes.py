@@ -7,32 +7,71 @@ router (``http_classify``), gets the risk as the probability of a label and deci
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Body, Request, Response
-from pydantic import ValidationError
+from pydantic import BaseModel, ConfigDict, Field, StrictStr, ValidationError
 
 from service.access.routes import CLASSIFY_ROUTE, LITELLM_ROUTE
-from service.api.answering import Asked, answer, encoded, rendered_chat
+from service.api.answering import ScoringRequest, answer, encoded, rendered_chat, session_of
+from service.api.auth import TheService, caller_of
 from service.api.body import JsonRoute
-from service.api.dependencies import State, caller_of
-from service.api.guardrail_schema import (
-    ClassifyRequest,
-    GuardrailParams,
-    GuardrailRequest,
-    GuardrailResponse,
-    LabelScore,
-)
 from service.api.openai_request import ChatMessage, size
 from service.api.openai_response import note, withheld
-from service.api.response_docs import FAILURES
-from service.api.session import session_of
+from service.api.request_schema import RequestModel, Risk, Texts
+from service.api.response_schema import FAILURES
 from service.errors import EmptyPrompt, RequestError
-from service.judging.guarantee import chat_departures
+from service.judging.guarantee import chat_violations
 from service.policies.guard import Action
 from service.prompts import Message
 from service.scoring import RiskReport
 from service.serving.feedback import Content
+
+LITELLM_EXAMPLE: Any = {"input_type": "request", "texts": ["What is the capital of France?"], "request_data": {}}
+
+
+class GuardrailParams(RequestModel):
+    """``additional_provider_specific_params``: what ``bundle``, ``policy`` and ``threshold`` are to /v1/risk/score."""
+
+    bundle: StrictStr | None = None
+    policy: StrictStr | None = None
+    threshold: Annotated[Risk, Field(strict=True)] | None = None
+
+
+class GuardrailRequest(BaseModel):
+    """What LiteLLM sends before a call."""
+
+    model_config = ConfigDict(extra="ignore", json_schema_extra={"example": LITELLM_EXAMPLE})
+
+    input_type: Literal["request", "response"]
+    texts: Texts | None = None
+    structured_messages: Annotated[list[dict[str, Any]], Field(fail_fast=True, max_length=1024)] | None = None
+    images: list[Any] | None = None
+    tools: list[Any] | None = None
+    tool_calls: list[Any] | None = None
+    additional_provider_specific_params: GuardrailParams | None = None
+
+
+class GuardrailResponse(BaseModel):
+    """NONE lets the call go on."""
+
+    action: Literal["NONE", "BLOCKED"]
+    blocked_reason: str | None = None
+    hallutracer: dict[str, Any] = Field(description="the risks, as OpenAI's routes have them, or why there are none")
+
+
+class ClassifyRequest(RequestModel):
+    """As the classifiers of text-embeddings-inference take it."""
+
+    inputs: StrictStr | Texts
+
+
+class LabelScore(BaseModel):
+    """One label's probability; those of one text sum to 1."""
+
+    label: Literal["hallucinated", "factual"]
+    score: Risk
+
 
 router = APIRouter(tags=["guardrail"], route_class=JsonRoute)
 
@@ -43,13 +82,13 @@ router = APIRouter(tags=["guardrail"], route_class=JsonRoute)
     response_model=GuardrailResponse,
     responses=FAILURES,
 )
-async def litellm(body: Annotated[GuardrailRequest, Body()], request: Request, state: State) -> Response:
+async def litellm(body: Annotated[GuardrailRequest, Body()], request: Request, service: TheService) -> Response:
     """LiteLLM's generic guardrail API, mode pre_call: BLOCKED where the policy withholds the answer."""
     if body.input_type != "request":
         raise RequestError("a risk is of a prompt: give this guardrail the mode pre_call", param="input_type")
     chosen = body.additional_provider_specific_params or GuardrailParams()
-    caller = caller_of(request, state)
-    scorer, policy = state.choose(
+    caller = caller_of(request, service)
+    scorer, policy = service.ready.choose(
         caller,
         LITELLM_ROUTE,
         bundle=chosen.bundle,
@@ -67,8 +106,8 @@ async def litellm(body: Annotated[GuardrailRequest, Body()], request: Request, s
         if policy.action.withholds:
             return _json({"action": "BLOCKED", "blocked_reason": str(error)} | found)
         return _json({"action": "NONE"} | found)
-    texts, departures = body.texts or [], chat_departures(conversation or ())
-    asked = Asked(
+    texts, violations = body.texts or [], chat_violations(conversation or ())
+    asked = ScoringRequest(
         scorer,
         policy,
         caller,
@@ -78,18 +117,18 @@ async def litellm(body: Annotated[GuardrailRequest, Body()], request: Request, s
         token_ids=lambda: (
             encoded(scorer, texts, lambda text: scorer.render(prompt=text))
             if conversation is None
-            else rendered_chat(scorer, conversation, state.settings)
+            else rendered_chat(scorer, conversation, service.settings)
         ),
         contents=lambda: [{"prompt": text} for text in texts] if conversation is None else [{"messages": conversation}],
-        departures=departures,
+        violations=violations,
     )
-    reply, reports = await answer(request, state, asked)
-    reply.account()
-    found = {"hallutracer": note(reply, reports)}
-    stopped = [report for report in reports if withheld(report)]
+    reply = await answer(request, service, asked)
+    reply.end()
+    found = {"hallutracer": note(reply.judgement)}
+    stopped = [report for report in reply.judgement.reports if withheld(report)]
     if not stopped:
-        return _json({"action": "NONE"} | found, reply.headers(reports))
-    return _json({"action": "BLOCKED", "blocked_reason": _reason(stopped[0])} | found, reply.headers(reports))
+        return _json({"action": "NONE"} | found, reply.headers())
+    return _json({"action": "BLOCKED", "blocked_reason": _reason(stopped[0])} | found, reply.headers())
 
 
 @router.post(
@@ -98,15 +137,15 @@ async def litellm(body: Annotated[GuardrailRequest, Body()], request: Request, s
     response_model=list[LabelScore] | list[list[LabelScore]],
     responses=FAILURES,
 )
-async def classify(body: Annotated[ClassifyRequest, Body()], request: Request, state: State) -> Response:
+async def classify(body: Annotated[ClassifyRequest, Body()], request: Request, service: TheService) -> Response:
     """The risk of each text as the probability of a label, after text-embeddings-inference; the caller decides."""
-    caller = caller_of(request, state)
+    caller = caller_of(request, service)
     texts = [body.inputs] if isinstance(body.inputs, str) else body.inputs
     session = session_of(request, lambda: [{"prompt": text} for text in texts])
-    scorer, policy = state.choose(
+    scorer, policy = service.ready.choose(
         caller, CLASSIFY_ROUTE, bundle=None, model=None, policy=None, threshold=None, session=session
     )
-    asked = Asked(
+    asked = ScoringRequest(
         scorer,
         policy,
         caller,
@@ -116,13 +155,13 @@ async def classify(body: Annotated[ClassifyRequest, Body()], request: Request, s
         token_ids=lambda: encoded(scorer, texts, lambda text: scorer.render(prompt=text)),
         contents=lambda: [{"prompt": text} for text in texts],
     )
-    reply, reports = await answer(request, state, asked)
-    reply.account()
+    reply = await answer(request, service, asked)
+    reply.end()
     found = [
         [{"label": "hallucinated", "score": report.risk}, {"label": "factual", "score": 1.0 - report.risk}]
-        for report in reports
+        for report in reply.judgement.reports
     ]
-    return _json(found[0] if isinstance(body.inputs, str) else found, reply.headers(reports))
+    return _json(found[0] if isinstance(body.inputs, str) else found, reply.headers())
 
 
 class _CannotRead(Exception):

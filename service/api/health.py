@@ -8,11 +8,13 @@ from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
-from service.api.catalogue_schema import Status
-from service.api.dependencies import State, knows_caller
-from service.api.response_docs import errors
-from service.errors import NotReady
-from service.serving.state import ServiceState
+from service.access.routes import RELOAD_ROUTE
+from service.api.auth import Admin, TheService, knows_caller
+from service.api.catalogue import bundle_list
+from service.api.catalogue_schema import BundleList, Status
+from service.api.response_schema import errors
+from service.errors import AuditUnavailable, NotFound, NotReady, ReloadFailed
+from service.serving.service import Service
 
 router = APIRouter(tags=["operations"])
 _TEXT: dict[int | str, dict[str, Any]] = {
@@ -29,10 +31,10 @@ NOT_READY = errors(_503="loading, loading failed, or shutting down; the message 
     response_model_exclude_none=True,
     responses=errors(_503="the process must be restarted"),
 )
-async def live(state: State, request: Request) -> Status:
+async def live(service: TheService, request: Request) -> Status:
     """200 unless the process must be restarted."""
-    with _reasons_for(state, request):
-        state.check_alive()
+    with _reasons_for(service, request):
+        service.lifecycle.check_alive()
     return Status(status="live")
 
 
@@ -40,34 +42,63 @@ async def live(state: State, request: Request) -> Status:
 @router.head("/health", include_in_schema=False)
 @router.get("/health/ready", summary="Can it score?", response_model_exclude_none=True, responses=NOT_READY)
 @router.get("/health", summary="Can it score? (/health/ready)", response_model_exclude_none=True, responses=NOT_READY)
-async def ready(state: State, request: Request) -> Status:
+async def ready(service: TheService, request: Request) -> Status:
     """200 once scores can be served, until then 503 with the reason."""
-    with _reasons_for(state, request):
-        state.check_ready()
-    if not knows_caller(request, state):
+    with _reasons_for(service, request):
+        service.lifecycle.check_ready()
+    if not knows_caller(request, service):
         return Status(status="ready")
     return Status(
         status="ready",
-        model=state.scorers[0].engine.identity.model,
-        bundles=[scorer.bundle.reference for scorer in state.scorers],
-        keys=state.keys.problem,
+        model=service.catalogue.scorers[0].engine.identity.model,
+        bundles=[scorer.bundle.reference for scorer in service.catalogue.scorers],
+        keys=service.access.keys.problem,
     )
 
 
 @contextmanager
-def _reasons_for(state: ServiceState, request: Request) -> Iterator[None]:
+def _reasons_for(service: Service, request: Request) -> Iterator[None]:
     """Paths and names in a failure are for those with a key, where there are keys."""
     try:
         yield
     except NotReady:
-        if knows_caller(request, state):
+        if knows_caller(request, service):
             raise
         raise NotReady("not ready; send a key for the reason") from None
 
 
 @router.get("/metrics", summary="Prometheus metrics", response_class=Response, responses=SCRAPED)
-def metrics(state: State) -> Response:
+def metrics(service: TheService) -> Response:
     """Counters, histograms and gauges of this service."""
-    state.metrics.ready(state.is_ready)
-    body, content_type = state.metrics.render()
+    service.metrics.ready(service.lifecycle.is_ready)
+    body, content_type = service.metrics.render()
     return Response(body, media_type=content_type)
+
+
+admin = APIRouter(tags=["admin"])
+RELOADED = errors(
+    _401="no bearer key, or an unknown one",
+    _403="the key does not have the scope admin, or there are no keys and the caller is not on this machine",
+    _404="this service was not started by a command that can reload",
+    _409="the keys or the bundles cannot be used; the message tells of each, and what cannot be used is as before",
+    _503="not ready: loading, or shutting down; or the audit log cannot be written",
+)
+
+
+@admin.post(RELOAD_ROUTE, summary="Load keys and bundles again", responses=RELOADED)
+async def reload(service: TheService, who: Admin) -> BundleList:
+    """Read the keys again, look the bundles up again and swap them; requests under way end with what they began with.
+
+    Of keys and bundles each is taken where it can be, whatever is wrong with the other.
+    """
+    if service.lifecycle.load_again is None:
+        raise NotFound("this service cannot load its bundles again")
+    keys, error = await service.reload(who)
+    if keys is None and error is None:
+        return bundle_list(service)
+    bundles = f"not swapped, those that were loaded stay: {error}" if error is not None else "swapped"
+    message = f"keys: {keys or 'as their file says'}; bundles: {bundles}"
+    for kind in (NotReady, AuditUnavailable):  # what may be otherwise soon
+        if isinstance(error, kind):
+            raise kind(message)
+    raise ReloadFailed(message)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import random
 import re
 import time
@@ -14,13 +15,14 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from service.access.routes import PROMPT_ROUTES
 from service.api.error_handlers import respond
-from service.api.request_log import RequestRecord, log
 from service.errors import BodyTooLarge, BodyTooSlow, ClientGone, HalluTracerError, NotReady
 from service.serving.metrics import Metrics
+from service.serving.request_log import RequestRecord
 
 if TYPE_CHECKING:
     from service.serving.tracing import Tracing
 
+log = logging.getLogger("hallutracer")
 _ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
@@ -59,7 +61,6 @@ class RequestFrame:
         )
         if self.tracing is not None and not record.routine:
             record.trace = self.tracing.request(headers, record.method)
-            record.trace_id = record.trace.id
         scope.setdefault("state", {})["record"] = record
         body = _Body(receive, self.max_body_bytes, self.body_seconds)
 
@@ -103,7 +104,8 @@ class RequestFrame:
                 self.metrics.request_ended(record.status, record.code, seconds)
             if record.trace is not None:
                 route = getattr(scope.get("route"), "path", None)
-                record.trace.end(record.request_id, route, record.status, record.code)
+                judgement, answers = record.judgement, record.answers
+                record.trace.end(record.request_id, route, record.status, record.code, judgement, answers)
 
 
 class _Body:

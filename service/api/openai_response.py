@@ -6,13 +6,19 @@ OpenAI's clients know both.
 
 from __future__ import annotations
 
+import asyncio
+import json
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing
+from dataclasses import replace
 from typing import Any, Literal
 
 from pydantic import BaseModel, Field
 
-from service.api.reply import Reply, risk_note, risk_out, usage
+from service.api.reply import DONE, Reply, failure, retrieval_out, risk_note, risk_out, usage
 from service.policies.guard import Decision
 from service.scoring import RiskReport
+from service.serving.judgement import Judgement
 
 Kind = Literal["chat", "text"]
 OBJECTS = {"chat": "chat.completion", "text": "text_completion"}
@@ -88,31 +94,30 @@ def refusal(report: RiskReport, message_in_content: bool) -> dict[str, Any]:
     return {"content": message if message_in_content else None, "refusal": message}
 
 
-def response(kind: Kind, reply: Reply, reports: list[RiskReport], message_in_content: bool) -> dict[str, Any]:
+def response(kind: Kind, reply: Reply, message_in_content: bool) -> dict[str, Any]:
     """The whole document; keys without a value are those that OpenAI's have, too."""
-    return head(kind, reply) | {
+    reports = reply.judgement.reports
+    return head(kind, reply.judgement) | {
         "choices": [_choice(kind, index, report, message_in_content) for index, report in enumerate(reports)],
         "usage": counted(reports),
-        "hallutracer": note(reply, reports),
+        "hallutracer": note(reply.judgement),
     }
 
 
-def head(kind: Kind, reply: Reply, chunk: bool = False) -> dict[str, Any]:
+def head(kind: Kind, judgement: Judgement, chunk: bool = False) -> dict[str, Any]:
     """What each event of a stream begins with, too."""
     return {
-        "id": f"{'chatcmpl' if kind == 'chat' else 'cmpl'}-{reply.record.request_id}",
+        "id": f"{'chatcmpl' if kind == 'chat' else 'cmpl'}-{judgement.request_id}",
         "object": "chat.completion.chunk" if kind == "chat" and chunk else OBJECTS[kind],
-        "created": reply.created,
-        "model": reply.handle.scorer.engine.identity.model,
+        "created": judgement.created,
+        "model": judgement.model,
     }
 
 
-def note(reply: Reply, reports: list[RiskReport]) -> dict[str, Any]:
-    """The risks, without the answers."""
-    handle = reply.handle
-    risks = [risk_out(index, report).model_copy(update={"completion": None}) for index, report in enumerate(reports)]
-    found = risk_note(handle.scorer, handle.policy, risks, reply.all_departures)
-    retrieved = reply.retrieved(reports)
+def note(judgement: Judgement) -> dict[str, Any]:
+    """Return the risks, without the answers."""
+    risks = [risk_out(one.index, replace(one.report, completion=None)) for one in judgement.prompts]
+    found, retrieved = risk_note(judgement, risks), retrieval_out(judgement)
     return found if retrieved is None else found | {"retrieval": retrieved.model_dump(exclude_none=True)}
 
 
@@ -137,3 +142,65 @@ def _choice(kind: Kind, index: int, report: RiskReport, message_in_content: bool
     if kind == "text":
         return {"index": index, "text": said["content"] or "", **end}
     return {"index": index, "message": {"role": "assistant", **said}, **end}
+
+
+async def chunks(
+    kind: Kind,
+    reply: Reply,
+    with_usage: bool,
+    message_in_content: bool,
+    foreign: AsyncGenerator[dict[str, Any], None] | None = None,
+) -> AsyncIterator[bytes]:
+    """The stream of one prompt; ``foreign`` are the chunks of the server that answers instead."""
+    same = head(kind, reply.judgement, chunk=True) | ({"usage": None} if with_usage else {})
+    reports = reply.judgement.reports
+    report = reports[0]
+    first: dict[str, Any] = {"role": "assistant", "content": annotation(report)}
+    end = None
+    if foreign is None and withheld(report):
+        first, end = {"role": "assistant", **refusal(report, message_in_content)}, WITHHELD
+    yield _event(same | {"choices": [_delta(kind, first, end)], "hallutracer": note(reply.judgement)})
+    if foreign is not None:
+        try:
+            async with aclosing(foreign), aclosing(_in_time(reply, foreign)) as timely:
+                async for chunk in timely:
+                    yield _event(same | chunk)
+        except Exception as error:
+            yield failure(reply, error)
+        yield DONE
+        return
+    if end is None:
+        try:
+            async for pieces in reply.handle.pieces():
+                for piece in pieces:
+                    yield _event(same | {"choices": [_delta(kind, {"content": piece})]})
+                await asyncio.sleep(0)  # neither a full queue nor a free socket suspends: let other requests run
+            reports = await reply.handle.answers()
+        except Exception as error:
+            yield failure(reply, error)
+            yield DONE
+            return
+        yield _event(same | {"choices": [_delta(kind, {}, finish_reason(reports[0]))]})
+    if with_usage:
+        yield _event(same | {"choices": [], "usage": counted(reports)})
+    yield DONE
+
+
+async def _in_time(reply: Reply, foreign: AsyncGenerator[dict[str, Any], None]) -> AsyncGenerator[dict[str, Any], None]:
+    """Each chunk before the request's deadline.  Raises DeadlineExceeded."""
+    while True:
+        try:
+            async with reply.handle.deadline.enforced():
+                chunk = await anext(foreign)
+        except StopAsyncIteration:
+            return
+        yield chunk
+
+
+def _delta(kind: Kind, delta: dict[str, Any], finish_reason: str | None = None) -> dict[str, Any]:
+    end = {"index": 0, "finish_reason": finish_reason, "logprobs": None}
+    return end | ({"delta": delta} if kind == "chat" else {"text": delta.get("content") or ""})
+
+
+def _event(content: dict[str, Any]) -> bytes:
+    return b"data: " + json.dumps(content, ensure_ascii=False).encode() + b"\n\n"

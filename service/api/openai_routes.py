@@ -10,9 +10,9 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Body, Request, Response
 
 from service.access.routes import CHAT_ROUTE, TEXT_ROUTE
-from service.api.answering import Asked, answer, encoded, rendered_chat, while_connected
+from service.api.answering import ScoringRequest, answer, encoded, rendered_chat, session_of, while_connected
+from service.api.auth import TheService, caller_of
 from service.api.body import JsonRoute
-from service.api.dependencies import State, caller_of
 from service.api.forwarding import Forwarder
 from service.api.openai_request import (
     OPENAI_TEMPERATURE,
@@ -22,19 +22,17 @@ from service.api.openai_request import (
     TextRequest,
     size,
 )
-from service.api.openai_response import Kind, OpenAIResponse, response
-from service.api.openai_stream import chunks
-from service.api.response_docs import FAILURES, HEADERS, events
-from service.api.session import session_of
-from service.api.stream import EventStream
+from service.api.openai_response import Kind, OpenAIResponse, chunks, response
+from service.api.reply import EventStream
+from service.api.response_schema import FAILURES, HEADERS, events
 from service.engines.base import Sampling
 from service.errors import RequestError
-from service.judging.guarantee import NO_TEMPLATE, TOKEN_IDS, chat_departures
+from service.judging.guarantee import NO_TEMPLATE, TOKEN_IDS, chat_violations
 from service.policies.guard import Action, Decision
 from service.scoring import Scorer
 from service.serving.deadline import Deadline
 from service.serving.feedback import Content
-from service.serving.state import ServiceState
+from service.serving.service import Service
 
 router = APIRouter(tags=["openai"], route_class=JsonRoute)
 _ANSWERED: dict[int | str, dict[str, Any]] = {
@@ -55,25 +53,25 @@ RESPONSES = _ANSWERED | FAILURES
 
 
 @router.post(CHAT_ROUTE, summary="Chat, as OpenAI's, with the risk beside the answer", responses=RESPONSES)
-async def chat(body: Annotated[ChatRequest, Body()], request: Request, state: State) -> Response:
+async def chat(body: Annotated[ChatRequest, Body()], request: Request, service: TheService) -> Response:
     """An answer to a conversation; its risk is known before its first token."""
     conversation = body.conversation()
     return await _served(
         "chat",
         body,
         request,
-        state,
-        limit=body.limit(state.settings.max_new_tokens),
+        service,
+        limit=body.limit(service.settings.max_new_tokens),
         count=1,
         length=size([message["content"] for message in conversation]),
-        token_ids=lambda scorer: rendered_chat(scorer, conversation, state.settings),
+        token_ids=lambda scorer: rendered_chat(scorer, conversation, service.settings),
         contents=[{"messages": conversation}],
-        departures=chat_departures(conversation),
+        violations=chat_violations(conversation),
     )
 
 
 @router.post(TEXT_ROUTE, summary="Text completion, as OpenAI's, with the risk", responses=RESPONSES)
-async def text(body: Annotated[TextRequest, Body()], request: Request, state: State) -> Response:
+async def text(body: Annotated[TextRequest, Body()], request: Request, service: TheService) -> Response:
     """A continuation of each prompt, which goes through no chat template."""
     prompts = body.prompts()
     as_ids = bool(prompts) and not isinstance(prompts[0], str)
@@ -88,13 +86,13 @@ async def text(body: Annotated[TextRequest, Body()], request: Request, state: St
         "text",
         body,
         request,
-        state,
-        limit=body.limit(state.settings.max_new_tokens),
+        service,
+        limit=body.limit(service.settings.max_new_tokens),
         count=len(prompts),
         length=size(prompts),
         token_ids=token_ids,
         contents=[{"input_ids" if as_ids else "text": prompt} for prompt in prompts],
-        departures=(TOKEN_IDS,) if as_ids else (NO_TEMPLATE,),
+        violations=(TOKEN_IDS,) if as_ids else (NO_TEMPLATE,),
     )
 
 
@@ -102,18 +100,18 @@ async def _served(
     kind: Kind,
     body: OpenAIRequest,
     request: Request,
-    state: ServiceState,
+    service: Service,
     *,
     limit: int,
     count: int,
     length: int,
     token_ids: Callable[[Scorer], list[list[int]]],
     contents: list[Content],
-    departures: tuple[str, ...],
+    violations: tuple[str, ...],
 ) -> Response:
-    caller, chosen = caller_of(request, state), body.vllm_xargs or Arguments()
-    deadline = Deadline(state.settings.deadline_s)
-    scorer, policy = state.choose(
+    caller, chosen = caller_of(request, service), body.vllm_xargs or Arguments()
+    deadline = Deadline(service.settings.deadline_s)
+    scorer, policy = service.ready.choose(
         caller,
         route := CHAT_ROUTE if kind == "chat" else TEXT_ROUTE,
         bundle=chosen.hallutracer_bundle,
@@ -124,11 +122,11 @@ async def _served(
     )
     if body.stream and count != 1:
         raise RequestError("'stream' takes exactly one prompt; send one request per prompt", param="prompt")
-    if policy.action is Action.FALLBACK and (count != 1 or TOKEN_IDS in departures):
+    if policy.action is Action.FALLBACK and (count != 1 or TOKEN_IDS in violations):
         raise RequestError(f"policy {policy.name!r} may send a prompt on: give exactly one, as text", param="prompt")
     if scorer.prompt_format != "chat":
-        departures = tuple(one for one in departures if one != NO_TEMPLATE)
-    asked = Asked(
+        violations = tuple(one for one in violations if one != NO_TEMPLATE)
+    asked = ScoringRequest(
         scorer,
         policy,
         caller,
@@ -136,30 +134,30 @@ async def _served(
         field="messages" if kind == "chat" else "prompt",
         size=length,
         token_ids=lambda: token_ids(scorer),
-        sampling=_sampling(body, limit, state.settings.max_new_tokens, deadline),
+        sampling=_sampling(body, limit, service.settings.max_new_tokens, deadline),
         deadline=deadline,
         stream=bool(body.stream),
-        departures=departures,
+        violations=violations,
         retrieval_of=chosen.hallutracer_retrieval_of,
         contents=lambda: [_as_trained(one, scorer) for one in contents],
     )
-    reply, reports = await answer(request, state, asked)
+    reply = await answer(request, service, asked)
     forwarder: Forwarder = request.app.state.forwarder
-    upstream = policy.upstream if reports[0].decision is Decision.FALLBACK else None
+    upstream = policy.upstream if reply.judgement.reports[0].decision is Decision.FALLBACK else None
     sent_on = body.model_dump(mode="json", exclude_none=True, exclude={"vllm_xargs"})
-    in_content, trace = state.settings.message_in_content, reply.record.trace
+    in_content, trace = service.settings.message_in_content, reply.record.trace
     if body.stream:
         foreign = None if upstream is None else forwarder.stream(upstream, route, sent_on, trace)
-        return EventStream(reply, reports, chunks(kind, reply, reports, body.with_usage, in_content, foreign))
+        return EventStream(reply, chunks(kind, reply, body.with_usage, in_content, foreign))
     try:
-        content = response(kind, reply, reports, in_content)
+        content = response(kind, reply, in_content)
         if upstream is not None:
             async with while_connected(request), reply.handle.deadline.enforced():
                 content |= await forwarder.whole(upstream, route, sent_on, trace)
     finally:
-        reply.account()
+        reply.end()
     text = json.dumps(content, ensure_ascii=False)
-    return Response(text, media_type="application/json", headers=reply.headers(reports))
+    return Response(text, media_type="application/json", headers=reply.headers())
 
 
 def _as_trained(content: Content, scorer: Scorer) -> Content:

@@ -1,17 +1,24 @@
-"""From reports to the wire: the body, the headers, the log record and the metrics of one scoring request."""
+"""From a judgement to the wire: the body and the headers of one scoring request."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+import asyncio
+import json
+from collections.abc import AsyncIterator, Collection, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from service.api.request_log import RequestRecord
+from pydantic import BaseModel
+from starlette.responses import StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from service.api.error_handlers import error_body
 from service.api.request_schema import Include
 from service.api.response_schema import (
     BundleRef,
+    CompletionChunk,
     CompletionOut,
+    Delta,
     GuaranteeOut,
     RetrievalOut,
     RiskOut,
@@ -19,149 +26,78 @@ from service.api.response_schema import (
     Usage,
 )
 from service.engines.base import Completion
-from service.judging.conversation import Shape
-from service.judging.guarantee import decoding_departures, shape_departures, standing
-from service.policies.guard import Policy
+from service.errors import ClientGone, DeadlineExceeded, HalluTracerError
+from service.judging.guarantee import GuaranteeStatus
+from service.policies.guard import Decision
 from service.risk import running_means
 from service.scoring import RiskReport, Scorer
-from service.serving.metrics import Metrics
-from service.serving.monitor import Monitor, digest_of
+from service.serving import observers
+from service.serving.judgement import Judgement
 from service.serving.request_handle import RequestHandle
-from service.serving.retrievals import Retrieval
+from service.serving.request_log import RequestRecord
+from service.serving.service import Service
 
 
-@dataclass
+@dataclass(frozen=True)
 class Reply:
-    """What is the same for all of one request's events."""
+    """A judgement on its way to whoever asked, and the work that goes on behind it."""
 
+    judgement: Judgement
     handle: RequestHandle
-    include: list[Include]
+    service: Service
     record: RequestRecord
-    metrics: Metrics
-    departures: tuple[str, ...] = ()  # of the request from what a guarantee was calibrated on
-    retrieval: Retrieval | None = None  # where the request names an earlier one
-    monitor: Monitor | None = None  # of the bundle
-    shapes: Sequence[Shape | None] = ()  # of its prompts, once these are read
-    created: int = field(default_factory=lambda: int(time.time()))
+    include: tuple[Include, ...] = ()
 
     @property
     def id(self) -> str:
-        """The same in every event of a stream."""
-        return f"risk-{self.record.request_id}"
+        """Return the id, the same in every event of a stream."""
+        return f"risk-{self.judgement.request_id}"
 
-    def body(self, reports: list[RiskReport]) -> ScoreResponse:
-        """The whole answer, or a stream's first event."""
-        scorer, policy = self.handle.scorer, self.handle.policy
-        return score_response(
-            scorer,
-            policy,
-            reports,
-            self.include,
-            departures=self.all_departures,
-            retrieval=self.retrieved(reports),
-            id=self.id,
-            created=self.created,
-        )
+    def body(self) -> ScoreResponse:
+        """Return the whole answer, or a stream's first event."""
+        return score_response(self.judgement, self.include)
 
-    def retrieved(self, reports: Sequence[RiskReport]) -> RetrievalOut | None:
-        """What the passage changed; None where the request names no earlier one."""
-        if self.retrieval is None:
-            return None
-        first = self.retrieval.first
-        if first is None or first.digest != self.handle.scorer.bundle.manifest.digest:
-            return RetrievalOut(of=self.retrieval.of, known=False, drop=None)
-        drop = first.risk - reports[0].risk
-        return RetrievalOut(of=self.retrieval.of, known=True, risk_before=first.risk, drop=drop)
-
-    @property
-    def own_departures(self) -> tuple[str, ...]:
-        """The request's: of its rendering, its decoding, and its conversations once these are read."""
-        shapes = shape_departures(self.handle.scorer.bundle.manifest, self.shapes)
-        return (*self.departures, *decoding_departures(self.handle.sampling), *shapes)
-
-    @property
-    def all_departures(self) -> tuple[str, ...]:
-        """The request's own, and what is known of the bundle while it serves."""
-        return (*self.own_departures, *(() if self.monitor is None else self.monitor.reasons))
-
-    def headers(self, reports: list[RiskReport]) -> dict[str, str]:
-        """Times in ms, of the prompt that took longest, and ``risk_headers``."""
-        timings = [job.timings for job in self.handle.jobs]
+    def headers(self) -> dict[str, str]:
+        """Return times in ms, of the prompt that took longest, and ``risk_headers``."""
+        jobs = [(job.timings, job.decode_s or 0.0) for job in self.handle.jobs]
         return {
-            "x-queue-time": f"{max(t.queue for t in timings) * 1e3:.3f}",
-            "x-inference-time": f"{max(t.prefill + t.probe + (t.decode or 0.0) for t in timings) * 1e3:.3f}",
-        } | risk_headers(self.handle.scorer, reports)
+            "x-queue-time": f"{max(times.queue for times, _ in jobs) * 1e3:.3f}",
+            "x-inference-time": f"{max(times.prefill + times.probe + decode for times, decode in jobs) * 1e3:.3f}",
+        } | risk_headers(self.judgement.scorer, self.judgement.reports)
 
-    def account(self) -> None:
-        """Tell the log and the metrics of every prompt that was scored.  Once, when nothing more will be sent."""
-        # What was decoded before a reader left was decoded all the same.
-        scored = [
-            (
-                job.timings,
-                job.report,
-                len(job.report.completion.token_ids) if job.report.completion else job.tokens,
-                shape,
-            )
-            for job, shape in zip(self.handle.jobs, self.shapes, strict=False)  # no jobs where it ended before
-            if job.report is not None
-        ]
-        reports = [report for _, report, _, _ in scored]
-        model, reference = self.handle.scorer.engine.identity.model, self.handle.scorer.bundle.reference
-        for timings, report, tokens, shape in scored:
-            self.metrics.prompt(
-                model, reference, report, timings, tokens, route=self.record.path, shape=shape, key=self.record.caller
-            )
-        if self.monitor is not None:
-            prompts = [digest_of(job.token_ids) for job in self.handle.jobs if job.report is not None]
-            self.monitor.observe(reports, prompts)
-        record, manifest = self.record, self.handle.scorer.bundle.manifest
-        if record.trace is not None:
-            record.trace.handle, record.trace.departures = self.handle, self.all_departures
-        record.model, record.bundle, record.digest = model, reference, manifest.digest
-        record.policy = self.handle.policy.name
-        record.risks = [report.risk for report in reports]
-        record.decisions = [report.decision.value for report in reports]
-        if scored:
-            record.threshold = reports[0].verdict.threshold
-            record.prompt_tokens = sum(report.prompt_tokens for report in reports)
-            record.completion_tokens = sum(tokens for _, _, tokens, _ in scored)
-            record.queue_ms = max(timings.queue for timings, *_ in scored) * 1e3
-            record.prefill_ms = max(timings.prefill for timings, *_ in scored) * 1e3
-            record.probe_ms = max(timings.probe for timings, *_ in scored) * 1e3
-            decodes = [timings.decode for timings, *_ in scored if timings.decode is not None]
-            record.decode_ms = max(decodes) * 1e3 if decodes else None
+    def end(self) -> None:
+        """Tell the observers that nothing more will be sent.  Once."""
+        answers = [self.handle.jobs[prompt.index].end() for prompt in self.judgement.prompts]
+        observers.ended(self.service, self.judgement, answers, self.record)
 
 
-def score_response(
-    scorer: Scorer,
-    policy: Policy,
-    reports: Sequence[RiskReport],
-    include: Collection[Include] = (),
-    *,
-    departures: tuple[str, ...] = (),
-    retrieval: RetrievalOut | None = None,
-    id: str,
-    created: int,
-) -> ScoreResponse:
-    """The document that answers a scoring request, over HTTP and on the command line.
-
-    ``departures`` are the request's own from what a guarantee was calibrated on.
-    """
+def score_response(judgement: Judgement, include: Collection[Include] = ()) -> ScoreResponse:
+    """Return the document that answers a scoring request, over HTTP and on the command line."""
     return ScoreResponse(
-        id=id,
-        created=created,
-        model=scorer.engine.identity.model,
-        policy=policy.name,
-        bundle=bundle_ref(scorer),
-        guarantee=guarantee_out(scorer, policy, departures),
-        retrieval=retrieval,
-        data=[risk_out(index, report, include) for index, report in enumerate(reports)],
-        usage=usage(reports),
+        id=f"risk-{judgement.request_id}",
+        created=judgement.created,
+        model=judgement.model,
+        policy=judgement.policy.name,
+        bundle=bundle_ref(judgement.scorer),
+        guarantee=guarantee_out(judgement.guarantee),
+        retrieval=retrieval_out(judgement),
+        data=[risk_out(prompt.index, prompt.report, include) for prompt in judgement.prompts],
+        usage=usage(judgement.reports),
     )
 
 
+def retrieval_out(judgement: Judgement) -> RetrievalOut | None:
+    """Return what the passage changed; None where the request names no earlier one."""
+    if judgement.retrieval is None:
+        return None
+    of, first = judgement.retrieval.of, judgement.retrieval.first
+    if first is None or first.digest != judgement.digest:
+        return RetrievalOut(of=of, known=False, drop=None)
+    return RetrievalOut(of=of, known=True, risk_before=first.risk, drop=first.risk - judgement.reports[0].risk)
+
+
 def usage(reports: Sequence[RiskReport]) -> Usage:
-    """Token counts of a request."""
+    """Return the token counts of a request."""
     prompts = sum(report.prompt_tokens for report in reports)
     answers = sum(len(report.completion.token_ids) for report in reports if report.completion)
     cached = sum(report.cached_tokens for report in reports)
@@ -169,7 +105,7 @@ def usage(reports: Sequence[RiskReport]) -> Usage:
 
 
 def risk_out(index: int, report: RiskReport, include: Collection[Include] = ()) -> RiskOut:
-    """One prompt's place in ``data``."""
+    """Return one prompt's place in ``data``."""
     verdict, known = report.verdict, report.uncertain
     return RiskOut(
         index=index,
@@ -186,39 +122,36 @@ def risk_out(index: int, report: RiskReport, include: Collection[Include] = ()) 
         message=verdict.message,
         trajectory=report.trajectory.tolist() if "trajectory" in include else None,
         running_mean=running_means(report.trajectory).tolist() if "running_mean" in include else None,
-        completion=_completion(report.completion),
+        completion=completion_out(report.completion),
     )
 
 
-def risk_note(
-    scorer: Scorer, policy: Policy, risks: Sequence[RiskOut], departures: tuple[str, ...] = ()
-) -> dict[str, Any]:
-    """``hallutracer`` in the responses of OpenAI's routes, ours and vLLM's: ``risks`` with what applies to them all."""
-    guarantee = guarantee_out(scorer, policy, departures)
+def risk_note(judgement: Judgement, risks: Sequence[RiskOut]) -> dict[str, Any]:
+    """Return ``hallutracer`` of the responses of OpenAI's routes: ``risks`` with what applies to them all."""
+    guarantee = guarantee_out(judgement.guarantee)
     return {
-        "bundle": bundle_ref(scorer).model_dump(),
-        "policy": policy.name,
+        "bundle": bundle_ref(judgement.scorer).model_dump(),
+        "policy": judgement.policy.name,
         **({} if guarantee is None else {"guarantee": guarantee.model_dump()}),
         "data": [risk.model_dump(exclude_none=True) for risk in risks],
     }
 
 
 def bundle_ref(scorer: Scorer) -> BundleRef:
-    """The bundle that says so."""
+    """Return the bundle that says so."""
     manifest = scorer.bundle.manifest
     return BundleRef(name=manifest.name, version=manifest.version, digest=manifest.digest)
 
 
-def guarantee_out(scorer: Scorer, policy: Policy, departures: tuple[str, ...] = ()) -> GuaranteeOut | None:
-    """The bundle's guarantee as it stands for a request under ``policy``; None where it has none."""
-    stands = standing(scorer.bundle.manifest, policy, scorer.engine.identity.dtype, departures)
-    if stands is None:
+def guarantee_out(status: GuaranteeStatus | None) -> GuaranteeOut | None:
+    """Return the bundle's guarantee as it stands for a request; None where it has none."""
+    if status is None:
         return None
-    return GuaranteeOut(alpha=stands.alpha, delta=stands.delta, holds=stands.holds, void=list(stands.void))
+    return GuaranteeOut(alpha=status.alpha, delta=status.delta, holds=status.holds, void=list(status.violations))
 
 
 def risk_headers(scorer: Scorer, reports: Sequence[RiskReport]) -> dict[str, str]:
-    """The bundle; risk and decision where there is one prompt."""
+    """Return the bundle; risk and decision where there is one prompt."""
     headers = {"x-hallutracer-bundle": scorer.bundle.reference}
     if len(reports) == 1:
         headers["x-hallutracer-risk"] = f"{reports[0].risk:.6f}"
@@ -226,7 +159,8 @@ def risk_headers(scorer: Scorer, reports: Sequence[RiskReport]) -> dict[str, str
     return headers
 
 
-def _completion(completion: Completion | None) -> CompletionOut | None:
+def completion_out(completion: Completion | None) -> CompletionOut | None:
+    """Return an answer, where there is one."""
     if completion is None:
         return None
     reason = completion.finish_reason
@@ -236,3 +170,75 @@ def _completion(completion: Completion | None) -> CompletionOut | None:
         finish_reason="stop" if reason == "stop" else "length",
         completion_tokens=len(completion.token_ids),
     )
+
+
+DONE = b"data: [DONE]\n\n"
+SLOW_READER_S = 5.0  # beyond the deadline, for a reader that is slow rather than gone
+
+
+class EventStream(StreamingResponse):
+    """Starts once the risks are known; whatever ends it also ends the work behind it."""
+
+    def __init__(self, reply: Reply, content: AsyncIterator[bytes]) -> None:
+        """``content`` begins with the risks, and ends the stream with DONE."""
+        headers = {"cache-control": "no-cache", "x-accel-buffering": "no", **reply.headers()}
+        super().__init__(content, media_type="text/event-stream", headers=headers)
+        self._reply = reply
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the events; a client that goes away stops the decoding."""
+        handle, record = self._reply.handle, self._reply.record
+        try:
+            # A reader that takes nothing blocks a send for ever, which no deadline of ours would see.
+            async with asyncio.timeout(max(0.0, handle.deadline.left) + SLOW_READER_S):
+                await super().__call__(scope, receive, send)
+        except TimeoutError:
+            record.code = DeadlineExceeded.code  # the server closes the connection of an unfinished response
+        finally:
+            if record.code is None and not handle.finished:
+                record.code = ClientGone.code
+            handle.cancel()
+            self._reply.end()
+
+
+async def events(reply: Reply) -> AsyncIterator[bytes]:
+    """The stream of a scoring request."""
+    yield _event(reply.body())
+    if reply.judgement.reports[0].decision is Decision.CONTINUE:
+        try:
+            async for pieces in reply.handle.pieces():
+                yield b"".join(_chunk(CompletionChunk(id=reply.id, delta=Delta(text=piece))) for piece in pieces)
+                await asyncio.sleep(0)  # neither a full queue nor a free socket suspends: let other requests run
+            answers = await reply.handle.answers()
+        except Exception as error:
+            yield failure(reply, error)
+        else:
+            completion = completion_out(answers[0].completion)
+            assert completion is not None
+            yield _chunk(
+                CompletionChunk(
+                    id=reply.id,
+                    delta=Delta(text=""),
+                    finish_reason=completion.finish_reason,
+                    usage=usage(answers),
+                )
+            )
+    yield DONE
+
+
+def _event(content: BaseModel) -> bytes:
+    return b"data: " + content.model_dump_json(exclude_none=True).encode() + b"\n\n"
+
+
+def _chunk(content: CompletionChunk) -> bytes:
+    """As ``_event``, but with the ``"finish_reason": null`` that readers of OpenAI's streams look for."""
+    left_out = {"usage"} if content.usage is None else None
+    return b"data: " + content.model_dump_json(exclude=left_out).encode() + b"\n\n"
+
+
+def failure(reply: Reply, error: Exception) -> bytes:
+    """An error after the status line has been sent; one that is not ours keeps its details to itself."""
+    known = error if isinstance(error, HalluTracerError) else HalluTracerError("an internal error under way")
+    reply.record.code = known.code
+    content: dict[str, Any] = error_body(known.status, known.message, known.code, known.param)
+    return b"data: " + json.dumps(content).encode() + b"\n\n"

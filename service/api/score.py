@@ -7,16 +7,15 @@ from typing import Annotated
 from fastapi import APIRouter, Body, Request, Response
 
 from service.access.routes import SCORE_ROUTES
-from service.api.answering import Asked, answer, encoded, rendered_chat
+from service.api.answering import ScoringRequest, answer, encoded, rendered_chat, session_of
+from service.api.auth import TheService, caller_of
 from service.api.body import JsonRoute
-from service.api.dependencies import State, caller_of
+from service.api.reply import EventStream, events
 from service.api.request_schema import REQUEST_EXAMPLES, ScoreRequest
-from service.api.response_docs import SCORE_RESPONSES
-from service.api.session import session_of
-from service.api.stream import EventStream, events
+from service.api.response_schema import SCORE_RESPONSES
 from service.engines.base import Sampling
 from service.errors import RequestError
-from service.judging.guarantee import TOKEN_IDS, chat_departures
+from service.judging.guarantee import TOKEN_IDS, chat_violations
 from service.scoring import Scorer
 from service.serving.deadline import Deadline
 from service.settings import ServiceSettings
@@ -32,12 +31,12 @@ SUMMARY = "Risk of each prompt before it is answered, and the answer if the poli
 async def score(
     body: Annotated[ScoreRequest, Body(openapi_examples=REQUEST_EXAMPLES)],
     request: Request,
-    state: State,
+    service: TheService,
 ) -> Response:
     """The risk of each prompt's answer, before its first token; with ``generate``, the answer where it may go on."""
-    settings = state.settings
-    caller = caller_of(request, state)
-    scorer, policy = state.choose(
+    settings = service.settings
+    caller = caller_of(request, service)
+    scorer, policy = service.ready.choose(
         caller,
         SCORE_ROUTES[0],
         bundle=body.bundle,
@@ -47,8 +46,8 @@ async def score(
         session=session_of(request, body.contents),
     )
     last = [message.model_dump() for message in (body.messages or [])[-1:]]
-    departures = chat_departures(last) if body.input_ids is None else (TOKEN_IDS,)
-    asked = Asked(
+    violations = chat_violations(last) if body.input_ids is None else (TOKEN_IDS,)
+    asked = ScoringRequest(
         scorer,
         policy,
         caller,
@@ -60,16 +59,16 @@ async def score(
         stream=body.stream,
         deadline=_deadline(body, settings),
         include=body.include,
-        departures=departures,
+        violations=violations,
         retrieval_of=body.retrieval_of,
         contents=body.contents,
     )
-    reply, reports = await answer(request, state, asked)
+    reply = await answer(request, service, asked)
     if body.stream:
-        return EventStream(reply, reports, events(reply, reports))
-    reply.account()
-    content = reply.body(reports).model_dump_json(exclude_none=True)
-    return Response(content, media_type="application/json", headers=reply.headers(reports))
+        return EventStream(reply, events(reply))
+    reply.end()
+    content = reply.body().model_dump_json(exclude_none=True)
+    return Response(content, media_type="application/json", headers=reply.headers())
 
 
 def _deadline(body: ScoreRequest, settings: ServiceSettings) -> Deadline:

@@ -123,7 +123,7 @@ class Auditor(BatchWriter[tuple[Line, bool]]):
 async def recorded(
     auditor: Auditor | None, who: Who, event: str, what: Mapping[str, Any]
 ) -> AsyncIterator[dict[str, Any]]:
-    """Around a change: what is asked for is on disk before it begins, and afterwards what came of it.
+    """Have on disk what a change is to be before it begins, and afterwards what came of it.
 
     The block may add to the yielded outcome.  Raises AuditUnavailable before the block: then nothing may change.
     """

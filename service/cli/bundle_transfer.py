@@ -9,23 +9,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
-from probes_store.objects import check_url, is_url
-from probes_store.reference import HUB
+from probes_store.syntax import HUB, check_url, is_url
 from service.cli.loading import open_store
 from service.cli.options import DryRun, Reference, StoreOptions, UsageError
-from service.cli.output import note, print_line, progress
+from service.cli.output import print_line
 from service.options import Common
+from service.progress import note, progress
 from service.settings import option
 
 if TYPE_CHECKING:
-    from probes_store.bundle import Bundle
+    from tqdm import tqdm
 
-Place = Annotated[str, Parameter(help="hf://OWNER/NAME, or the URL of a store", show_env_var=False)]
-Source = Annotated[
-    str,
-    Parameter(help="hf://OWNER/NAME or hf://OWNER/NAME@REVISION, or the URL of a store, / and NAME, NAME@ALIAS or "
-              "NAME:VERSION", show_env_var=False),
-]  # fmt: skip
+    from probes_store.bundle import Bundle
 
 
 def sign(
@@ -51,7 +46,7 @@ def sign(
       hallutracer bundle verify my-probe:3 --require-signature key.pub --files-only
     """
     from probes_store.bundle import SIGNATURE
-    from probes_store.signing import Signing
+    from probes_store.trust import Signing
 
     if key_file is None and (certificate or chain or key_password):
         raise UsageError("--key-file", "name the private key")
@@ -60,12 +55,12 @@ def sign(
     bundle = open_store(store).sign(
         reference, Signing(key_file, key_password or None, certificate, tuple(map(Path, chain)))
     )
-    print_line(f"{pinned(bundle)}: signed, {bundle.path / SIGNATURE}")
+    print_line(f"{_pinned(bundle)}: signed, {bundle.path / SIGNATURE}")
 
 
 def push(
     reference: Reference,
-    to: Place,
+    to: Annotated[str, Parameter(help="hf://OWNER/NAME, or the URL of a store", show_env_var=False)],
     /,
     *,
     private: Annotated[bool, option("The repository is, or becomes, a private one."), Parameter(negative="")] = False,
@@ -83,8 +78,8 @@ def push(
     if is_url(to) and not to.startswith(HUB):
         _push_to_store(reference, to, store, private=private, dry_run=dry_run)
         return
-    from probes_store.hub import parse_address
-    from probes_store.push import push as push_to_hub
+    from probes_store.syntax import parse_address
+    from probes_store.transfer import push as push_to_hub
 
     address = parse_address(to)
     if address.revision is not None:
@@ -96,13 +91,15 @@ def push(
         print_line(f"{bundle.reference}: the hub has it already, nothing was done")
     else:
         kind = "private" if done.private else "public"
-        create = f"create the {kind} repository, " if done.plan.create else ""
-        commit = f"commit {len(done.files)} files ({sum(done.files.values()):,} bytes), " if done.plan.commit else ""
-        deleted = f"delete {', '.join(done.plan.deleted)}, " if done.plan.deleted else ""
+        steps = [
+            f"create the {kind} repository" if done.plan.create else "",
+            f"commit {len(done.files)} files ({sum(done.files.values()):,} bytes)" if done.plan.commit else "",
+            f"delete {', '.join(done.plan.deleted)}" if done.plan.deleted else "",
+            f"tag {done.tag}",
+        ]
         verb = "would " if dry_run else f"to a {kind} repository: "
-        print_line(f"{bundle.reference}: {verb}{create}{commit}{deleted}tag {done.tag}")
-    print_line(done.url)
-    print_line(f"hallutracer bundle pull {done.address} --digest {bundle.manifest.digest}")
+        print_line(f"{bundle.reference}: {verb}{', '.join(filter(None, steps))}")
+    print_line(f"{done.url}\nhallutracer bundle pull {done.address} --digest {bundle.manifest.digest}")
 
 
 def _push_to_store(reference: str, to: str, store: StoreOptions, *, private: bool, dry_run: bool) -> None:
@@ -118,11 +115,15 @@ def _push_to_store(reference: str, to: str, store: StoreOptions, *, private: boo
         return
     done, added = copy(bundle, there, source=own.where, take_over=True)  # its publisher says what a name means there
     print_line(f"{done.reference}: {'added to' if added else 'the same is there already:'} {there.where}")
-    print_line(f"hallutracer bundle verify {pinned(done)} --store {there.where}")
+    print_line(f"hallutracer bundle verify {_pinned(done)} --store {there.where}")
 
 
 def pull(
-    source: Source,
+    source: Annotated[
+        str,
+        Parameter(help="hf://OWNER/NAME or hf://OWNER/NAME@REVISION, or the URL of a store, / and NAME, NAME@ALIAS or "
+                  "NAME:VERSION", show_env_var=False),
+    ],
     /,
     *,
     digest: Annotated[
@@ -130,60 +131,51 @@ def pull(
     ] = None,
     take_over: Annotated[
         bool,
-        option(
-            "Also where a name that you have, or that comes with the package, would mean the pulled bundle from now on."
-        ),
+        option("Also where a name that you have, or that comes with the package, would mean the pulled bundle from now "
+               "on."),
         Parameter(negative=""),
     ] = False,
     store: StoreOptions = StoreOptions(),
     common: Common = Common(),
-) -> None:
+) -> None:  # fmt: skip
     """Fetch a bundle from the Hugging Face hub or from the store at a URL, under its own name and version.
 
     hallutracer bundle pull hf://some-name/some-probe@v1
     hallutracer bundle pull s3://my-bucket/probes/my-probe:3
     """
+    own = open_store(store)
     if is_url(source) and not source.startswith(HUB):
-        _pull_from_store(source, store, digest=digest, take_over=take_over)
-        return
+        from probes_store.transfer import copy
+
+        url, _, reference = source.rpartition("/")
+        there = open_store(replace(store, store=check_url(url)))
+        pinned = there.verify(reference if digest is None else f"{reference}@{digest}")
+        bundle, added = copy(pinned, own, source=there.where, take_over=take_over)
+        place = source
+    else:
+        from probes_store.syntax import parse_address
+        from probes_store.transfer import pull as pull_from_hub
+
+        address = parse_address(source)
+        with ExitStack() as stack:
+            done = pull_from_hub(own, address, digest=digest, take_over=take_over,
+                                 bar=lambda total: stack.enter_context(_bar(total, str(address))))  # fmt: skip
+        bundle, added, place = done.bundle, done.added, f"{address} at commit {done.commit}"
+        if done.offline:
+            note(f"{done.offline}\nno connection to the hub: taken from the cache, which may lack the newest version")
+        if done.left_out:
+            shown = ", ".join(map(ascii, done.left_out[:10])) + (", ..." if len(done.left_out) > 10 else "")
+            note(f"not part of the bundle and not downloaded: {shown}")
+    print_line(f"{bundle.reference}: {'pulled from' if added else 'here already, the same as'} {place}")
+    print_line(f"{bundle.manifest.digest}, for {ascii(bundle.manifest.model.name)[1:-1]}")
+    print_line(f"hallutracer bundle verify {bundle.reference} --model MODEL")
+
+
+def _bar(total: int, title: str) -> tqdm[Any]:
     from tqdm import tqdm
 
-    from probes_store.hub import parse_address
-    from probes_store.pull import pull as pull_from_hub
-
-    address = parse_address(source)
-    with ExitStack() as stack:
-
-        def bar(total: int) -> tqdm[Any]:
-            return stack.enter_context(
-                tqdm(total=total, unit="B", unit_scale=True, desc=str(address), disable=None, leave=False)
-            )
-
-        done = pull_from_hub(open_store(store), address, digest=digest, take_over=take_over, bar=bar)
-    manifest = done.bundle.manifest
-    if done.offline:
-        note(f"{done.offline}\nno connection to the hub: taken from the cache, which may not have the newest version")
-    if done.left_out:
-        shown = ", ".join(map(ascii, done.left_out[:10])) + (", ..." if len(done.left_out) > 10 else "")
-        note(f"not part of the bundle and not downloaded: {shown}")
-    what = "pulled from" if done.added else "here already, the same as"
-    print_line(f"{done.bundle.reference}: {what} {address} at commit {done.commit}")
-    print_line(f"{manifest.digest}, for {ascii(manifest.model.name)[1:-1]}")
-    print_line(f"hallutracer bundle verify {done.bundle.reference} --model MODEL")
+    return tqdm(total=total, unit="B", unit_scale=True, desc=title, disable=None, leave=False)
 
 
-def _pull_from_store(source: str, store: StoreOptions, *, digest: str | None, take_over: bool) -> None:
-    from probes_store.transfer import copy
-
-    url, _, reference = source.rpartition("/")
-    there, own = open_store(replace(store, store=check_url(url))), open_store(store)
-    bundle = there.verify(reference if digest is None else f"{reference}@{digest}")
-    done, added = copy(bundle, own, source=there.where, take_over=take_over)
-    print_line(f"{done.reference}: {'pulled from' if added else 'here already, the same as'} {source}")
-    print_line(f"{done.manifest.digest}, for {ascii(done.manifest.model.name)[1:-1]}")
-    print_line(f"hallutracer bundle verify {done.reference} --model MODEL")
-
-
-def pinned(bundle: Bundle) -> str:
-    """NAME:VERSION@sha256:DIGEST."""
+def _pinned(bundle: Bundle) -> str:
     return f"{bundle.reference}@{bundle.manifest.digest}"

@@ -7,23 +7,21 @@ import socket
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing
-from pathlib import Path
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated
 from urllib.parse import urlsplit
 
 from cyclopts import Parameter
 
 from service.access.callers import on_loopback
-from service.access.keys import read_keys
 from service.audit.file import AuditFile
 from service.cli.listening import listen
 from service.cli.loading import LeaveOut, bundle_names, load_engine, load_scorers, open_store
 from service.cli.options import BundleOptions, EngineChoice, Json
 from service.cli.output import print_json, print_line
-from service.cli.serve import AccessOptions, FeedbackOptions, RolloutOptions
-from service.cli.tracing import TraceOptions
-from service.doctor import machine, model, packages
-from service.doctor.findings import Finding, fail, ok, run, summary, warn, worst
+from service.cli.serve_options import AccessOptions, FeedbackOptions, RolloutOptions, TraceOptions
+from service.doctor import machine, model
+from service.doctor.machine import Finding, fail, ok, run, summary, warn, worst
 from service.errors import HalluTracerError
 from service.options import Common
 from service.policies.policy import load_policies
@@ -62,38 +60,31 @@ def doctor(
     loaded: dict[str, Bundle] = {}
     store = open_store(bundles)
     kept: list[Finding] = []
+    ranks = engine.tensor_parallel_size * engine.pipeline_parallel_size
+    plan, database = rollout.plan, feedback.location
 
     def bundle_checks() -> Iterator[Finding]:
         own = bundle_names(engine.model, bundles)
-        yield from model.check_bundles(store, tuple(dict.fromkeys((*own, *rollout.plan.references))), loaded)
+        yield from model.check_bundles(store, tuple(dict.fromkeys((*own, *plan.references))), loaded)
 
     def rollout_checks() -> Iterator[Finding]:
-        from service.doctor.rollout import check_drift, check_rollout
+        yield from model.check_rollout(plan, loaded, _own_policies(settings, access), rollout.watch_s)
+        judging = [one for place, (name, one) in enumerate(loaded.items()) if not place or name == plan.canary]
+        yield from model.check_drift({one.reference: one for one in judging}.values(), rollout.replay_s)
 
-        yield from check_rollout(rollout.plan, loaded, _own_policies(settings, access), rollout.watch_s)
-        judging = [one for place, (name, one) in enumerate(loaded.items()) if not place or name == rollout.canary]
-        yield from check_drift({one.reference: one for one in judging}.values(), rollout.replay_s)
+    def folders() -> Iterator[Finding]:
+        where = database()
+        yield from machine.check_disk(model.folders(store, where.path if where and not where.is_postgres else None))
 
-    def model_checks() -> Iterator[Finding]:
-        yield from model.check_model(engine.options_for(list(loaded)), loaded, load)
-
-    def clock() -> Iterable[Finding]:
-        return machine.check_clock(max((one.manifest.created for one in loaded.values()), default=None))
-
-    def loads() -> Iterator[Finding]:
-        if load and not any(finding.status == "fail" for finding in kept):
-            yield from _loads(engine, loaded)
-
-    ranks = engine.tensor_parallel_size * engine.pipeline_parallel_size
     checks: list[tuple[str, Callable[[], Iterable[Finding]]]] = [
-        ("packages", packages.check_packages),
-        ("engine", lambda: packages.check_engine(engine.engine, ranks)),
+        ("packages", machine.check_packages),
+        ("engine", lambda: machine.check_engine(engine.engine, ranks)),
         ("options", lambda: (warn("options", text, "correct or unset it") for text in common.warnings)),
         ("gpu", lambda: machine.check_gpu(engine.device, ranks)),
         ("cpu", lambda: machine.check_cpu(engine.threads)),
         ("store", lambda: model.check_store(store)),
         ("bundle", bundle_checks),
-        ("model", model_checks),
+        ("model", lambda: model.check_model(engine.options_for(list(loaded)), loaded, load)),
         ("rollout", rollout_checks),
         ("keys", lambda: _keys(settings, access)),
         ("policies", lambda: _policies(settings, access)),
@@ -101,10 +92,10 @@ def doctor(
         ("port", lambda: _port(settings)),
         ("feedback", lambda: _feedback(feedback)),
         ("traces", lambda: _traces(traces)),
-        ("disk", lambda: machine.check_disk(model.folders(store, _file(feedback)))),
+        ("disk", folders),
         ("files", lambda: machine.check_files(settings.max_connections)),
-        ("clock", clock),
-        ("load", loads),
+        ("clock", lambda: machine.check_clock(max((one.manifest.created for one in loaded.values()), default=None))),
+        ("load", lambda: _loads(engine, loaded) if load and worst(kept) != "fail" else ()),
     ]
     for finding in run(checks):
         kept.append(finding)
@@ -112,7 +103,7 @@ def doctor(
             print_line(finding.line())
     status = worst(kept)
     if as_json:
-        print_json({"status": status, "checks": [finding.as_json() for finding in kept]})
+        print_json({"status": status, "checks": [asdict(finding) for finding in kept]})
     else:
         print_line(summary(kept).line())
     if status == "fail":
@@ -120,7 +111,9 @@ def doctor(
 
 
 def _keys(settings: ServiceSettings, access: AccessOptions) -> Iterator[Finding]:
-    ring = access.ring()
+    from service.access.keys import read_keys
+
+    ring, give = access.ring(), "give --keys or --api-key-file"
     if ring.closed:
         yield ok("keys", f"{len(ring.names)}: {', '.join(sorted(ring.names))}")
         for key in () if access.keys is None else read_keys(access.keys):
@@ -131,12 +124,11 @@ def _keys(settings: ServiceSettings, access: AccessOptions) -> Iterator[Finding]
     elif on_loopback(settings.host):
         yield ok("keys", "none; only this machine reaches the port")
     elif access.allow_anonymous:
-        yield warn("keys", f"whoever reaches {settings.host} may use the service", "give --keys or --api-key-file")
+        yield warn("keys", f"whoever reaches {settings.host} may use the service", give)
     else:
-        yield fail("keys", f"whoever reaches {settings.host} could use the service", "give --keys, --api-key-file, or "
-                   "--allow-anonymous")  # fmt: skip
+        yield fail("keys", f"whoever reaches {settings.host} could use the service", f"{give}, or --allow-anonymous")
     if settings.protect_metrics and not ring.closed:
-        yield fail("keys", "--protect-metrics without a key", "give --keys or --api-key-file")
+        yield fail("keys", "--protect-metrics without a key", give)
 
 
 def _audit(access: AccessOptions) -> Iterator[Finding]:
@@ -147,12 +139,10 @@ def _audit(access: AccessOptions) -> Iterator[Finding]:
     elif path.exists():
         AuditFile(path).close()  # writes nothing
         yield ok("audit", f"{path} is gone on with")
-    elif not os.access(path.absolute().parent, os.W_OK | os.X_OK):
-        yield fail(
-            "audit", f"{path.absolute().parent} is no folder that can be written", "make it, or change its owner"
-        )
-    else:
+    elif os.access(folder := path.absolute().parent, os.W_OK | os.X_OK):
         yield ok("audit", f"{path} will be made")
+    else:
+        yield fail("audit", f"{folder} is no folder that can be written", "make it, or change its owner")
 
 
 def _policies(settings: ServiceSettings, access: AccessOptions) -> Iterator[Finding]:
@@ -196,9 +186,8 @@ def _traces(traces: TraceOptions) -> Iterator[Finding]:
     try:
         socket.create_connection((parts.hostname, parts.port or (443 if parts.scheme == "https" else 80)), 2).close()
     except OSError as error:
-        yield warn(
-            "traces", f"no collector at {endpoint}: {error.strerror or error}", "start it, or correct the address"
-        )
+        cure = "start it, or correct the address"
+        yield warn("traces", f"no collector at {endpoint}: {error.strerror or error}", cure)
     else:
         yield ok("traces", f"a collector takes connections at {endpoint}")
 
@@ -207,7 +196,7 @@ def _feedback(feedback: FeedbackOptions) -> Iterator[Finding]:
     where = feedback.location()
     if where is None:
         return
-    yield from packages.check_extras(where.is_postgres)
+    yield from machine.check_extras(where.is_postgres)
     if where.is_postgres or where.path.exists():
         where.open(create=False).close()
         yield ok("feedback", f"{where} answers")
@@ -215,16 +204,10 @@ def _feedback(feedback: FeedbackOptions) -> Iterator[Finding]:
         yield ok("feedback", f"{where} will be made at the start")
 
 
-def _file(feedback: FeedbackOptions) -> Path | None:
-    where = feedback.location()
-    return None if where is None or where.is_postgres else where.path
-
-
 def _loads(engine: EngineChoice, loaded: dict[str, Bundle]) -> Iterator[Finding]:
     began = time.monotonic()
     with closing(load_engine(engine, bundles=tuple(loaded.values()))) as running:
         scorers = load_scorers(running, loaded, leave_out=LeaveOut(tuple(loaded)[1:]))
-        names = ", ".join(scorer.bundle.reference for scorer in scorers.values())
-        identity = running.identity
+        names, identity = ", ".join(scorer.bundle.reference for scorer in scorers.values()), running.identity
     yield ok("load", f"{identity.model} ({identity.dtype}) in {time.monotonic() - began:.0f} s; the golden prompts of "
              f"{names} gave the recorded risks")  # fmt: skip

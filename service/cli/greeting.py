@@ -12,7 +12,7 @@ from service.engines.bridge import gather_all
 from service.judging.sample import sample_of
 from service.policies.guard import OBSERVE, Action
 from service.scoring import Scorer
-from service.serving.state import ServiceState
+from service.serving.service import Service
 
 log = logging.getLogger("hallutracer")
 HOW_TO_GATE = (
@@ -25,29 +25,29 @@ OWNED = (
 FALLBACK = ("What is the capital of France?",)  # of a bundle without a sample
 
 
-def first_line(state: ServiceState) -> str | None:
+def first_line(service: Service) -> str | None:
     """How to gate, where nothing is withheld; that callers of this machine may open the gate, where they may."""
-    own = state.policy(None, None)
+    own = service.catalogue.policy(None, None)
     if own.action is Action.OBSERVE:
         return HOW_TO_GATE.format(name=own.name)
-    return OWNED if state.owned else None
+    return OWNED if service.access.owned else None
 
 
-async def greet(state: ServiceState, address: str) -> None:
+async def greet(service: Service, address: str) -> None:
     """Print the lines.  The request's questions are read by the model first, as ``example`` says."""
-    scorer = state.scorers[0]
-    identity, own = scorer.engine.identity, state.policy(None, None)
-    references = ", ".join(one.bundle.reference for one in state.scorers)
+    scorer = service.catalogue.scorers[0]
+    identity, own = scorer.engine.identity, service.catalogue.policy(None, None)
+    references = ", ".join(one.bundle.reference for one in service.catalogue.scorers)
     print_line(f"ready: {identity.model} ({identity.dtype}) read by {references}")
     body = {"prompt": await example(scorer), "generate": {"max_tokens": 16}}
     if own.action is Action.OBSERVE:
         body["policy"] = "gate"
-    key = ' -H "Authorization: Bearer $KEY"' if state.keys.closed else ""
+    key = ' -H "Authorization: Bearer $KEY"' if service.access.keys.closed else ""
     text = shlex.quote(json.dumps(body, ensure_ascii=False))
     print_line("\nTry it, on the held-out questions of the lowest and of the highest risk:\n")
     print_line(f"  curl -s {address}/score{key} -H 'Content-Type: application/json' -d {text}\n")
     print_line(f"  hallutracer try --url {address}     # all of them, sorted by risk\n")
-    if state.settings.playground:
+    if service.settings.playground:
         print_line(f"Playground: {address}/")
     print_line(f"API reference: {address}/docs    Stop: Ctrl-C")
 

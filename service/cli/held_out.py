@@ -1,28 +1,28 @@
-"""hallutracer try: what the risk is worth, shown on held-out questions that the bundle carries."""
+"""hallutracer try and demo: what the risk is worth, on questions that a bundle carries, and the demo model's."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Parameter
 
-from service.cli.loading import bundle_names, load_engine, load_scorers, open_store
-from service.cli.options import BundleOptions, EngineChoice, Json, UsageError
-from service.cli.output import print_json
-from service.cli.sorted_table import Seen, Tried, draw_sorted
+from service.cli.loading import bundle_names, load_engine, load_scorers, open_store, running_service
+from service.cli.options import BundleOptions, EngineChoice, Json, StoreOptions, UsageError
+from service.cli.output import Seen, Tried, draw_sorted, print_json, print_line
+from service.demo import Passage
 from service.errors import HalluTracerError
+from service.library.default_model import DEMO, SHIPPED
 from service.options import Common
 from service.settings import Range, option, section
 
 if TYPE_CHECKING:
-    import httpx
-
-    from service.judging.coverage import Tenth
+    from tqdm import tqdm
 
 SHOWN = 24  # questions, where the bundle carries more
 
@@ -56,11 +56,11 @@ def held_out(
 
       hallutracer try --url http://127.0.0.1:8765
     """
-    found = _asked_here(options, bundles, engine) if options.url is None else _asked_there(options, bundles)
+    tried = _asked_here(options, bundles, engine) if options.url is None else _asked_there(options, bundles)
     if options.as_json:
-        print_json(found.document())
-        return
-    draw_sorted(found)
+        print_json(tried.document())
+    else:
+        draw_sorted(tried)
 
 
 def _asked_here(options: TryOptions, bundles: BundleOptions, engine: EngineChoice) -> Tried:
@@ -73,87 +73,54 @@ def _asked_here(options: TryOptions, bundles: BundleOptions, engine: EngineChoic
     if (sample := sample_of(bundle)) is None:
         raise _nothing(bundle.reference)
     numbers = range(min(options.show, len(sample.questions)))
-    with closing(load_engine(engine, bundles=[bundle])) as loaded, _bar(len(numbers)) as advance:
+    with closing(load_engine(engine, bundles=[bundle])) as loaded, _bar(len(numbers)) as bar:
         (scorer,) = load_scorers(loaded, {bundle.reference: bundle}).values()
         turn = asyncio.Semaphore(TOGETHER)
 
         async def one(number: int) -> Answered:
             async with turn:
                 answered = await ask(scorer, sample, number)
-            advance()
+            bar.update()
             return answered
 
         async def every() -> list[Answered]:
             return await gather_all([one(number) for number in numbers])
 
-        answers = wait_for(every())
-        model = loaded.identity.model
+        answers, model = wait_for(every()), loaded.identity.model
     seen = [
-        Seen(
-            found.question.prompt,
-            found.answer,
-            found.question.answers,
-            found.report.risk,
-            found.report.verdict.flagged,
-            found.verdict,
-        )
-        for found in answers
-    ]
+        Seen(one.question.prompt, one.answer, one.question.answers, one.report.risk, one.report.verdict.flagged,
+             one.verdict)
+        for one in answers
+    ]  # fmt: skip
     return _tried(bundle.reference, model, bundle.manifest.threshold, seen, coverage(bundle).tenths)
 
 
 def _asked_there(options: TryOptions, bundles: BundleOptions) -> Tried:
     from concurrent.futures import ThreadPoolExecutor
 
-    import httpx
-
     from service.judging.coverage import Tenth
     from service.serving.sampled import TOGETHER
 
     if len(bundles.bundle) > 1:
         raise UsageError("--bundle", "name one")
-    headers = {} if options.service_key is None else {"authorization": f"Bearer {options.service_key}"}
-    try:
-        with httpx.Client(base_url=options.url or "", headers=headers, timeout=60, trust_env=False) as client:
-            cards = _get(client, "/v1/bundles")["data"]
-            name = bundles.bundle[0] if bundles.bundle else next(card["id"] for card in cards if card["default"])
-            card = _get(client, f"/v1/bundles/{name}")
-            if card["sample"] is None:
-                raise _nothing(card["id"])
-            numbers = range(min(options.show, len(card["sample"]["questions"])))
-            with _bar(len(numbers)) as advance, ThreadPoolExecutor(TOGETHER) as pool:
-                found = []
-                for one in pool.map(lambda number: _get(client, f"/v1/bundles/{name}/sample/{number}"), numbers):
-                    found.append(one)
-                    advance()
-    except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, TypeError, StopIteration) as error:
-        raise HalluTracerError(
-            f"{options.url} did not answer as a HalluTracer service of this version: {error or type(error).__name__}"
-        ) from error
-    seen = [
-        Seen(one["prompt"], one["answer"], tuple(one["accepted"]), one["risk"], one["flagged"], one["verdict"])
-        for one in found
-    ]
-    tenths = tuple(Tenth(**one) for one in card["coverage"]["tenths"])
-    return _tried(card["id"], card["model"], found[0]["threshold"], seen, tenths)
+    with running_service(options.url or "", options.service_key) as get:
+        cards = get("/v1/bundles")["data"]
+        name = bundles.bundle[0] if bundles.bundle else next(card["id"] for card in cards if card["default"])
+        card = get(f"/v1/bundles/{name}")
+        if card["sample"] is None:
+            raise _nothing(card["id"])
+        numbers = range(min(options.show, len(card["sample"]["questions"])))
+        seen = []
+        with _bar(len(numbers)) as bar, ThreadPoolExecutor(TOGETHER) as pool:
+            for one in pool.map(lambda number: get(f"/v1/bundles/{name}/sample/{number}"), numbers):
+                accepted, threshold = tuple(one["accepted"]), one["threshold"]
+                seen.append(Seen(one["prompt"], one["answer"], accepted, one["risk"], one["flagged"], one["verdict"]))
+                bar.update()
+        return _tried(card["id"], card["model"], threshold, seen, [Tenth(**one) for one in card["coverage"]["tenths"]])
 
 
-def _get(client: httpx.Client, path: str) -> dict[str, Any]:
-    """Raises HalluTracerError with the service's own words where it refuses."""
-    answer = client.get(path)
-    if answer.status_code != 200:
-        try:
-            said = answer.json()["error"]["message"]
-        except (ValueError, LookupError, TypeError):
-            said = answer.text[:200]
-        raise HalluTracerError(f"GET {client.base_url}{path.lstrip('/')} answered {answer.status_code}: {said}")
-    document: dict[str, Any] = answer.json()
-    return document
-
-
-def _tried(reference: str, model: str, threshold: float, seen: Sequence[Seen], tenths: Sequence[Tenth]) -> Tried:
-    ordered = sorted(seen, key=lambda one: one.risk)
-    return Tried(reference, model, threshold, tuple(ordered), tuple(tenths))
+def _tried(reference: str, model: str, threshold: float, seen: Sequence[Seen], tenths: Sequence[Any]) -> Tried:
+    return Tried(reference, model, threshold, tuple(sorted(seen, key=lambda one: one.risk)), tuple(tenths))
 
 
 def _nothing(reference: str) -> HalluTracerError:
@@ -163,9 +130,54 @@ def _nothing(reference: str) -> HalluTracerError:
     )
 
 
-@contextmanager
-def _bar(total: int) -> Iterator[Any]:
+def _bar(total: int) -> tqdm[Any]:
     from tqdm import tqdm
 
-    with tqdm(total=total, desc="asking", unit="question", file=sys.stderr, disable=not sys.stderr.isatty()) as bar:
-        yield bar.update
+    return tqdm(total=total, desc="asking", unit="question", file=sys.stderr, disable=not sys.stderr.isatty())
+
+
+def info(*, as_json: Json = False, store: StoreOptions = StoreOptions(), common: Common = Common()) -> None:
+    """Print where the model and its bundles are."""
+    from service.demo import MODEL_DIR
+
+    opened = open_store(store)
+    bundles = [opened.load(name) for name in SHIPPED[DEMO]]
+    if as_json:
+        facts = [
+            {"name": one.manifest.name, "version": one.manifest.version, "digest": one.manifest.digest,
+             "path": str(one.path)} for one in bundles
+        ]  # fmt: skip
+        print_json({"model": str(MODEL_DIR), "bundles": facts})
+        return
+    print_line(f"model    {MODEL_DIR}")
+    for bundle in bundles:
+        print_line(f"bundle   {bundle.reference:<14} signals {', '.join(bundle.manifest.signals)}  {bundle.path}")
+    print_line("\nModel card: hallutracer bundle show demo")
+
+
+def questions(
+    *,
+    split: Annotated[
+        Literal["train", "dev", "test"],
+        option("No entity is in two of them.  train: the bundles' training rows.  dev: chose recipe and seed.  test: "
+               "only ever reported."),
+    ],
+    passages: Annotated[
+        tuple[Passage, ...],
+        option("In front of each question, repeatable, a row for each: right states the fact among two others; "
+               "unrelated and contradicting are the controls; none."),
+    ] = ("none",),
+    common: Common = Common(),
+) -> None:  # fmt: skip
+    """Print questions as JSONL: id, prompt, answers, group, kind, passage, exposures, template, in_refusals.
+
+    hallutracer demo questions --split test --passages none --passages right > questions.jsonl
+    """
+    from service.demo.questions import questions as rows
+    from service.demo.questions import with_passages
+
+    for row in with_passages(rows(split), tuple(dict.fromkeys(passages))):
+        print_line(json.dumps(row, ensure_ascii=False))
+
+
+DEMO_COMMANDS = ("The demonstration model: what it is and its questions.", {"info": info, "questions": questions})

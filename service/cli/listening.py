@@ -25,9 +25,8 @@ def make_server(app: object, settings: ServiceSettings, leave: Callable[[], None
     """uvicorn around the app, with every log line as JSON on stderr.  ``leave``: refuse work, the server will stop."""
     import uvicorn
 
-    from service.api.connections import connections
-    from service.api.leaving import LeavingServer
-    from service.api.request_log import JsonLines
+    from service.api.connections import LeavingServer, connections
+    from service.serving.request_log import JsonLines
 
     lines = logging.StreamHandler()
     lines.setFormatter(JsonLines())
@@ -71,7 +70,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def known_hosts(settings: ServiceSettings, *, keyed: bool) -> tuple[str, ...]:
-    """The names that requests may be addressed to; "*": any.  Addresses (``service.api.hosts``) are taken besides.
+    """The names that requests may be addressed to; "*": any.  Addresses (``service.api.auth``) are taken besides.
 
     Those given; else loopback's on loopback, and beyond it this machine's own, or any where every caller has a key
     (``keyed``), which a foreign page has not.  Raises UsageError for what no ``Host`` could be.

@@ -1,4 +1,4 @@
-"""From options to an engine, a store and scorers.  Heavy imports happen inside, after the command line was parsed."""
+"""From options to a store, an engine, scorers or a running service.  Heavy imports happen inside, after parsing."""
 
 from __future__ import annotations
 
@@ -7,20 +7,19 @@ import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from service.cli.options import BundleOptions, EngineChoice, StoreOptions, UsageError, check_place
+from service.errors import HalluTracerError
 from service.library import engine as library
 from service.library import stores
 from service.library.default_model import NoDefaultBundle, default_bundles
 from service.progress import Report, note, progress
-from service.settings import KV_TOKENS
 
 if TYPE_CHECKING:
     from probes_store.bundle import Bundle
     from probes_store.store import Store
     from service.engines.base import Engine
-    from service.readout import Site
     from service.scoring import Scorer
 
 log = logging.getLogger("hallutracer")
@@ -28,17 +27,15 @@ T = TypeVar("T")
 
 
 def open_store(options: StoreOptions) -> Store:
-    """The user's store, with the shipped bundles behind it."""
+    """Return the user's store, with the shipped bundles behind it."""
     return stores.open_store(
-        options.store,
-        cache=options.store_cache,
-        require_signature=options.require_signature,
+        options.store, cache=options.store_cache, require_signature=options.require_signature,
         allow_open_store=options.allow_open_store,
-    )
+    )  # fmt: skip
 
 
 def bundle_names(model: str | None, options: BundleOptions) -> tuple[str, ...]:
-    """Which bundles to load; shipped models have their own, any other model must name one.  Raises UsageError."""
+    """Return which bundles to load; shipped models have their own, any other must name one.  Raises UsageError."""
     check_place(model)
     if options.bundle:
         return options.bundle
@@ -48,28 +45,13 @@ def bundle_names(model: str | None, options: BundleOptions) -> tuple[str, ...]:
         raise UsageError(f"--{error.param}", error.message) from None
 
 
-def load_engine(
-    choice: EngineChoice,
-    *,
-    bundles: Sequence[Bundle] = (),
-    rows: Sequence[Site] = (),
-    max_kv_tokens: int = KV_TOKENS,
-    max_wait_s: float = 0.002,
-    report: Report = note,
-) -> Engine:
-    """The chosen model, as ``service.library.engine.load_engine`` loads it; none named: that of shipped bundles."""
+def load_engine(choice: EngineChoice, *, bundles: Sequence[Bundle] = (), **more: Any) -> Engine:
+    """Load the chosen model; none named: that of the shipped bundles.  ``more``: as ``library.engine.load_engine``."""
     with uncollected():
         if choice.engine == "transformers":
             _import_engine()
-        return library.load_engine(
-            choice.options_for([bundle.manifest.name for bundle in bundles]),
-            bundles=bundles,
-            rows=rows,
-            threads=choice.threads,
-            max_kv_tokens=max_kv_tokens,
-            max_wait_s=max_wait_s,
-            report=report,
-        )
+        chosen = choice.options_for([bundle.manifest.name for bundle in bundles])
+        return library.load_engine(chosen, bundles=bundles, threads=choice.threads, **more)
 
 
 @contextmanager
@@ -89,15 +71,12 @@ def _import_engine() -> None:
     for assisted decoding and for losses that no command has.  Only here, where the process is ours."""
     from transformers import utils
 
-    names = ("is_sklearn_available", "is_scipy_available")
-    own = {name: getattr(utils, name) for name in names}
+    own = {name: getattr(utils, name) for name in ("is_sklearn_available", "is_scipy_available")}
     try:
-        for name in names:
-            setattr(utils, name, lambda: False)
+        vars(utils).update(dict.fromkeys(own, lambda: False))
         import service.engines.transformers.engine  # noqa: F401
     finally:
-        for name, function in own.items():
-            setattr(utils, name, function)
+        vars(utils).update(own)
 
 
 @dataclass
@@ -113,7 +92,7 @@ class LeaveOut:
 
 
 def load_bundles(store: Store, names: Sequence[str], leave_out: LeaveOut | None = None) -> dict[str, Bundle]:
-    """The bundle of each reference."""
+    """Return the bundle of each reference."""
     return _usable(names, store.load, leave_out)
 
 
@@ -142,3 +121,30 @@ def _usable(names: Sequence[str], load: Callable[[str], T], leave_out: LeaveOut 
             leave_out.reasons[name] = str(error)
             log.error("bundle %s is left out: %s", name, error)
     return usable
+
+
+@contextmanager
+def running_service(url: str, key: str | None) -> Iterator[Callable[[str], Any]]:
+    """Yield a function that GETs the JSON document at a path of a running service.
+
+    Raises HalluTracerError, with the service's own words where it refuses, and for what is in no such document.
+    """
+    import httpx
+
+    def get(path: str) -> Any:
+        answer = client.get(path)
+        if answer.status_code != 200:
+            try:
+                said = answer.json()["error"]["message"]
+            except (ValueError, LookupError, TypeError):
+                said = answer.text[:200]
+            raise HalluTracerError(f"GET {client.base_url}{path.lstrip('/')} answered {answer.status_code}: {said}")
+        return answer.json()
+
+    headers = {} if key is None else {"authorization": f"Bearer {key}"}
+    try:
+        with httpx.Client(base_url=url, headers=headers, timeout=60, trust_env=False) as client:
+            yield get
+    except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, TypeError, StopIteration) as error:
+        why = error or type(error).__name__
+        raise HalluTracerError(f"{url} did not answer as a HalluTracer service of this version: {why}") from error

@@ -14,19 +14,7 @@ from cyclopts import App, CycloptsError, Parameter, UnknownCommandError
 
 from probes_store.errors import BundleError
 from service import __version__
-from service.cli import (
-    audit,
-    bundle,
-    demo,
-    doctor,
-    feedback,
-    held_out,
-    keys,
-    new_rows,
-    score,
-    serve,
-    train,
-)
+from service.cli import bundle, doctor, held_out, new_rows, records, score, serve, train
 from service.cli.options import UsageError
 from service.cli.output import print_line
 from service.errors import HalluTracerError
@@ -50,30 +38,30 @@ COMMANDS: dict[str, Any] = {  # name -> function, or for a group its help and co
     "train": train.train,
     "guarantee": new_rows.guarantee,
     "recalibrate": new_rows.recalibrate,
-    "feedback": feedback.feedback,
+    "feedback": records.feedback,
     "bundle": bundle.COMMANDS,
-    "demo": demo.COMMANDS,
-    "keys": keys.COMMANDS,
-    "audit": audit.COMMANDS,
+    "demo": held_out.DEMO_COMMANDS,
+    "keys": records.KEYS_COMMANDS,
+    "audit": records.AUDIT_COMMANDS,
 }
 GROUP = "hallutracer.commands"  # entry points of other distributions: name -> what COMMANDS holds
-RESEARCH = frozenset({"evaluate", "diagnose", "data"})  # commands of hallutracer-research
+RESEARCH = (("evaluate",), ("diagnose",), ("data",), ("demo", "build"), ("demo", "retrieval"))
+"""The commands of hallutracer-research."""
 
 
 def installed() -> dict[str, Any]:
-    """COMMANDS, and those of distributions with entry points of ``hallutracer.commands``; groups are joined by name."""
-    found = dict(COMMANDS)
+    """Return COMMANDS, and those of distributions with entry points of GROUP; groups are joined by name."""
+    found: dict[str, Any] = dict(COMMANDS)
     for point in sorted(entry_points(group=GROUP), key=lambda point: point.name):
         entry = point.load()
-        own = found.get(point.name)
-        if isinstance(entry, tuple) and isinstance(own, tuple):
+        if isinstance(own := found.get(point.name), tuple):
             entry = (entry[0], own[1] | entry[1])
         found[point.name] = entry
     return found
 
 
 def make_app(sources: Sources, *, whole_help: bool = True) -> App:
-    """The command line, with ``sources`` for what it leaves open.  ``whole_help``: its help leaves nothing out."""
+    """Return the command line, with ``sources`` for what it leaves open; ``whole_help``: with all options."""
     app = App(
         name="hallutracer",
         help=HELP,
@@ -88,13 +76,11 @@ def make_app(sources: Sources, *, whole_help: bool = True) -> App:
     for name, entry in installed().items():
         if isinstance(entry, tuple):
             title, commands = entry
-            group = App(name=name, help=title, help_flags=HELP_FLAGS, version_flags=())
-            app.command(group)
+            app.command(group := App(name=name, help=title, help_flags=HELP_FLAGS, version_flags=()))
             for child, function in commands.items():
                 group.command(function, name=child, help=_paragraphs(function), version_flags=())
         else:
-            few = name in MANY_OPTIONS and not whole_help
-            shown = Parameter(show=False) if few else None
+            shown = Parameter(show=False) if name in MANY_OPTIONS and not whole_help else None
             app.command(entry, name=name, help=_paragraphs(entry), version_flags=(), default_parameter=shown)
     sources.root = app
     return app
@@ -116,8 +102,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 bound.arguments["common"] = replace(common, warnings=sources.unknown())
             command(*bound.args, **bound.kwargs)
     except CycloptsError as error:
-        missing = isinstance(error, UnknownCommandError) and given and given[0] in RESEARCH
-        hint = f".  {given[0]!r} comes with hallutracer-research: pip install ./research" if missing else ""
+        absent = _absent(given) if isinstance(error, UnknownCommandError) else ""
+        hint = f".  {absent!r} comes with hallutracer-research: pip install ./research" if absent else ""
         _fail(one_line(error) + hint, 2)
     except UsageError as error:
         _fail(str(error), 2)
@@ -131,6 +117,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except KeyboardInterrupt:
         _fail("interrupted", 130)
     sys.exit(0)
+
+
+def _absent(given: Sequence[str]) -> str:
+    """Return which command of ``RESEARCH`` was asked for and is not installed; "" where none."""
+    known: set[tuple[str, ...]] = {(name,) for name in installed()}
+    known |= {(name, child) for name, entry in installed().items() if isinstance(entry, tuple) for child in entry[1]}
+    return next(
+        (" ".join(words) for words in RESEARCH if tuple(given[: len(words)]) == words and words not in known), ""
+    )
 
 
 def _fail(message: str, status: int) -> None:

@@ -28,7 +28,6 @@ from service.settings import (
 if TYPE_CHECKING:
     from service.engines.base import EngineOptions
 
-RANKS = ("tensor_parallel_size", "pipeline_parallel_size")
 
 Output = Annotated[Path | None, option("File that the results are written to, as JSON.  Default: standard output.")]
 Json = Annotated[bool, option("Print JSON, for programs.", "json"), Parameter(negative="")]
@@ -37,12 +36,9 @@ Out = Annotated[
 ]
 Threads = Annotated[
     int | None,
-    option(
-        "CPU threads for the model.  Default: as many as pay, up to the CPUs that this process may use, measured "
-        "while it runs; 2 in 'demo build'.",
-        limits=AT_LEAST_1,
-    ),
-]
+    option("CPU threads for the model.  Default: as many as pay, up to the CPUs that this process may use, measured "
+           "while it runs; 2 in 'demo build'.", limits=AT_LEAST_1),
+]  # fmt: skip
 FeedbackDatabase = Annotated[
     str,
     option("Where each prompt's risk is kept with the labels that POST /v1/feedback takes: a file (SQLite) or "
@@ -73,11 +69,9 @@ def check_place(model: str | None) -> None:
     """Raise UsageError for a path where nothing is."""
     from service.engines.places import place_of
 
-    if model in (None, *SHIPPED):
-        return
-    assert model is not None
     try:
-        place_of(model)
+        if model is not None and model not in SHIPPED:
+            place_of(model)
     except ModelLoadError as error:
         raise UsageError("--model", error.message) from None
 
@@ -94,13 +88,11 @@ class EngineChoice:
     ] = None  # fmt: skip
     revision: Annotated[str | None, option("Hub revision of the model.")] = None
     dtype: Annotated[
-        Literal["auto", "float32", "bfloat16", "float16"],
-        option("auto: float32 on CPU, the checkpoint's own on CUDA."),
+        Literal["auto", "float32", "bfloat16", "float16"], option("auto: float32 on CPU, the checkpoint's own on CUDA.")
     ] = "auto"
     device: Annotated[Literal["auto", "cpu", "cuda"], option("auto: CUDA where there is one.", everyday=True)] = "auto"
     max_batch_tokens: Annotated[
-        int | None,
-        option("Padded tokens in one forward pass.  Default: 512 on CPU, 8192 on CUDA.", limits=AT_LEAST_1),
+        int | None, option("Padded tokens in one forward pass.  Default: 512 on CPU, 8192 on CUDA.", limits=AT_LEAST_1)
     ] = None
     threads: Threads = None
     engine: Annotated[
@@ -118,13 +110,11 @@ class EngineChoice:
                "gpu_memory_utilization=0.8 with vllm, attn_implementation=eager with transformers."),
     ] = ()  # fmt: skip
 
-    @property
-    def engine_options(self) -> EngineOptions:
-        """What the engine takes; without a model, the default one.  Raises UsageError."""
-        return self.options_for(())
+    def options_for(self, bundles: Sequence[str] = ()) -> EngineOptions:
+        """Return what the engine takes; without a model, the one that these shipped bundles belong to.
 
-    def options_for(self, bundles: Sequence[str]) -> EngineOptions:
-        """What the engine takes; without a model, the one that these shipped bundles belong to."""
+        Raises UsageError.
+        """
         from service.engines.base import EngineOptions
 
         check_place(self.model)
@@ -134,20 +124,21 @@ class EngineChoice:
             if not (name and equals):
                 raise UsageError("--engine-arg", f"{argument!r} is not NAME=VALUE")
             extra[name] = value
-        for name in RANKS:
-            if (size := getattr(self, name)) > 1:
-                if self.engine != "vllm":
-                    raise UsageError(f"--{name.replace('_', '-')}", "needs --engine vllm")
-                extra[name] = str(size)
-        model = self.model if self.model is not None else default_model(bundles)
+        ranks = {
+            "tensor_parallel_size": self.tensor_parallel_size,
+            "pipeline_parallel_size": self.pipeline_parallel_size,
+        }
+        for name, size in ranks.items():
+            if size > 1 and self.engine != "vllm":
+                raise UsageError(f"--{name.replace('_', '-')}", "needs --engine vllm")
         return EngineOptions(
-            model=model_folder(model),
+            model=model_folder(default_model(bundles) if self.model is None else self.model),
             revision=self.revision,
             dtype=self.dtype,
             device=self.device,
             max_batch_tokens=self.max_batch_tokens,
             engine=self.engine,
-            extra=extra,
+            extra=extra | {name: str(size) for name, size in ranks.items() if size > 1},
         )
 
 

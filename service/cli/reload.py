@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from probes_store.store import Store
     from service.engines.base import Engine
     from service.scoring import Scorer
-    from service.serving.state import ServiceState
+    from service.serving.service import Service
 
 log = logging.getLogger("hallutracer")
 Stamps = Mapping[str, str | None]
@@ -24,16 +24,15 @@ SELDOM_S = 300.0
 _tasks: set[asyncio.Task[None]] = set()  # the event loop itself keeps none alive
 
 
-def on_hangup(state: ServiceState) -> Callable[[], None]:
+def on_hangup(service: Service) -> Callable[[], None]:
     """Reload on SIGHUP, and when the returned function is called.  Call on the service's event loop."""
     from service.audit.events import Who
-    from service.serving.reloading import reload_all
 
     loop = asyncio.get_running_loop()
 
     async def hangup() -> None:
-        _, error = await reload_all(state, Who(by="signal"))  # which logs what is wrong with the keys
-        _tell(state, error)
+        _, error = await service.reload(Who(by="signal"))  # which logs what is wrong with the keys
+        _report(service, error)
 
     def begin() -> None:
         _keep(loop.create_task(hangup()))
@@ -42,45 +41,44 @@ def on_hangup(state: ServiceState) -> Callable[[], None]:
     return begin
 
 
-def watch(state: ServiceState, look: Callable[[], Stamps], before: Stamps, seconds: float) -> None:
+def watch(service: Service, look: Callable[[], Stamps], before: Stamps, seconds: float) -> None:
     """Reload where ``look``, called every so many seconds, gives something else.  Call on the event loop.
 
     ``before``: what it gave before the loaded bundles were read.  Where the store gives no answer, or a reload failed,
     it is tried again, ever less often, for each time is in the audit log.
     """
     from service.audit.events import Who
-    from service.serving.reloading import reload_bundles
-    from service.serving.state import in_own_thread
+    from service.serving.lifecycle import in_own_thread
 
     async def again() -> None:
         seen, wait, again_at = before, seconds, 0.0
-        while not state.stopping:
+        while not service.lifecycle.stopping:
             await asyncio.sleep(seconds)
             try:
                 now = await asyncio.wrap_future(in_own_thread(look))  # a store that hangs must not hold the stop up
             except Exception:
                 log.exception("the store was not looked at")
                 continue
-            moved, failing = now != seen, None in now.values() or state.reload_error is not None
+            moved, failing = now != seen, None in now.values() or service.lifecycle.reload_error is not None
             if moved or (failing and time.monotonic() >= again_at):
-                seen, said = now, state.reload_error
-                error = await reload_bundles(state, Who(by="alias"))
+                seen, said = now, service.lifecycle.reload_error
+                error = await service.lifecycle.reload_bundles(Who(by="alias"))
                 if error is None or str(error) != said:  # what was said of the last one is not said again
-                    _tell(state, error)
+                    _report(service, error)
                 wait = seconds if moved else min(2 * wait, max(seconds, SELDOM_S))
                 again_at = time.monotonic() + wait
 
     _keep(asyncio.get_running_loop().create_task(again()))
 
 
-def replay(state: ServiceState, seconds: float) -> None:
+def replay(service: Service, seconds: float) -> None:
     """Replay the golden prompts every so many seconds.  Call on the event loop."""
 
     async def again() -> None:
-        while not state.stopping:
+        while not service.lifecycle.stopping:
             await asyncio.sleep(seconds)
             try:
-                await state.replay_golden()
+                await service.catalogue.replay_golden()
             except Exception as error:  # the engine's own watch says what is wrong with it
                 log.warning("the golden prompts were not replayed: %s", error)
 
@@ -88,12 +86,16 @@ def replay(state: ServiceState, seconds: float) -> None:
 
 
 def load_again(
-    state: ServiceState, engine: Engine, store: Store, names: Sequence[str], may: Collection[str]
+    left_out: dict[str, str], engine: Engine, store: Store, names: Sequence[str], may: Collection[str]
 ) -> dict[str, Scorer]:
-    """What the references mean now, on the running engine; ``may`` be left out, as far as the store answers."""
+    """Return what the references mean now, on the running engine; ``may`` be left out, as far as the store answers.
+
+    ``left_out`` then has the reasons of those that were.
+    """
     again = LeaveOut(may, must_answer=True)
     scorers = load_scorers(engine, load_bundles(store.answering(), names, again), log.info, again)
-    state.left_out = again.reasons
+    left_out.clear()
+    left_out.update(again.reasons)
     return scorers
 
 
@@ -118,11 +120,11 @@ def _keep(task: asyncio.Task[None]) -> None:
     task.add_done_callback(_tasks.discard)
 
 
-def _tell(state: ServiceState, error: Exception | None) -> None:
+def _report(service: Service, error: Exception | None) -> None:
     if error is not None:
         log.error("the bundles were not swapped, those that are loaded stay: %s", error)
         return
-    rollout, default = state.rollout, state.scorers[0]
-    roles = ((scorer.bundle.reference, rollout.role(scorer, default)) for scorer in state.scorers)
+    rollout, default = service.catalogue.rollout, service.catalogue.scorers[0]
+    roles = ((scorer.bundle.reference, rollout.role(scorer, default)) for scorer in service.catalogue.scorers)
     told = [name if role in ("default", "none") else f"{name} ({role})" for name, role in roles]
     print_line(f"read by {', '.join(told)} from now on")

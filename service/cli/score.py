@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
-import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,22 +15,20 @@ from cyclopts import Parameter
 
 from service.cli.loading import bundle_names, load_engine, load_scorers, open_store
 from service.cli.options import BundleOptions, EngineChoice, Json, Output, UsageError
-from service.cli.output import note, print_line, progress
+from service.cli.output import draw_report, print_line
 from service.data.rows import check_prompt, objects
 from service.errors import DataError, HalluTracerError, RequestError
 from service.options import Common
 from service.policies.guard import Policy
 from service.policies.policy import built_in
+from service.progress import note, progress
 from service.settings import Range, Threshold, option, section
 
 if TYPE_CHECKING:
-    from probes_store.bundle import Bundle
     from service.api.request_schema import Include
-    from service.api.response_schema import ScoreResponse
     from service.scoring import RiskReport, Scorer
 
 Rows = list[tuple[int, dict[str, Any]]]  # line number, object
-POLICY = "gate"
 MAX_PLOTTED = 6
 BATCH = 256  # rows between two updates of output and progress bar; the engine cuts its own batches from them
 
@@ -42,10 +39,9 @@ class ScoreOptions:
     """What is scored, and what is reported of it."""
 
     input: Annotated[
-        Path | None,
-        option("JSONL with 'prompt' or 'messages' in each row; - reads standard input."),
+        Path | None, option("JSONL with 'prompt' or 'messages' in each row; - reads standard input."),
         Parameter(allow_leading_hyphen=True),
-    ] = None
+    ] = None  # fmt: skip
     output: Output = None
     threshold: Threshold = None
     generate: Annotated[
@@ -59,8 +55,13 @@ class ScoreOptions:
 
     @property
     def include(self) -> list[Include]:
-        """As a request to the service names it."""
+        """Return what is added, as a request to the service names it."""
         return ["trajectory"] if self.trajectory else []
+
+    @property
+    def policy(self) -> Policy:
+        """Return the gate, at the given threshold."""
+        return built_in()["gate"].at(self.threshold)
 
 
 def score(
@@ -80,62 +81,79 @@ def score(
 
       hallutracer score --input questions.jsonl --output risks.jsonl
     """
-    if bool(prompts) == (options.input is not None):
+    source, output, plot = options.input, options.output, options.plot
+    if bool(prompts) == (source is not None):
         raise UsageError("PROMPT", "give a question, or --input FILE, and not both")
     if file := next((prompt for prompt in prompts if prompt.endswith(".jsonl") and Path(prompt).is_file()), None):
         raise UsageError("PROMPT", f"{file} is a file; to score its rows: --input {file}")
-    if options.plot is not None and len(prompts) not in range(1, MAX_PLOTTED + 1):
+    if plot is not None and len(prompts) not in range(1, MAX_PLOTTED + 1):
         raise UsageError("--plot", f"a picture has room for 1 to {MAX_PLOTTED} prompts, given on the command line")
-    if options.plot is not None and not options.plot.parent.is_dir():
-        raise UsageError("--plot", f"{options.plot.parent} is not a folder")
-    rows = None if options.input is None else _read_rows(options.input)
-    if options.output is not None and options.output.is_dir():
-        raise UsageError("--output", f"{options.output} is a folder; name a file")
+    if plot is not None and not plot.parent.is_dir():
+        raise UsageError("--plot", f"{plot.parent} is not a folder")
+    rows = None if source is None else _read_rows(source)
+    if output is not None and output.is_dir():
+        raise UsageError("--output", f"{output} is a folder; name a file")
     bundle = open_store(bundles).load(bundle_names(engine.model, bundles)[0])
     with closing(load_engine(engine, bundles=[bundle])) as loaded:
         (scorer,) = load_scorers(loaded, {bundle.reference: bundle}).values()
         if rows is not None:
-            rendered = _render_rows(scorer, rows, str(options.input))
-            _write(_scored(scorer, rows, rendered, options), options.output)
-            if options.output is not None:
-                note(f"{len(rows)} risks written to {options.output}")
+            _write(_scored(scorer, rows, _render_rows(scorer, rows, str(source)), options), output)
+            if output is not None:
+                note(f"{len(rows)} risks written to {output}")
             return
         with progress("scoring"):
             reports = _reports(scorer, [scorer.render(prompt) for prompt in prompts], options)
-    if options.plot is not None:
-        _plot(scorer.bundle, prompts, reports, options.plot)
-    if options.as_json or options.output is not None:
-        _write([_response(scorer, reports, options).model_dump_json(exclude_none=True)], options.output)
-        return
-    from service.cli.terminal import draw_report
+    if plot is not None:
+        from service.library.plots import draw_trajectories
 
+        try:
+            draw_trajectories(bundle, prompts, reports, plot)
+        except OSError as error:
+            raise HalluTracerError(f"cannot write {plot}: {error.strerror}") from None
+        note(f"picture written to {plot}")
+    if options.as_json or output is not None:
+        from service.api.reply import score_response
+        from service.serving.judgement import Judgement
+
+        document = score_response(Judgement.of(scorer, options.policy, reports, uuid.uuid4().hex), options.include)
+        _write([document.model_dump_json(exclude_none=True)], output)
+        return
     for prompt, report in zip(prompts, reports, strict=True):
         if len(prompts) > 1:
             print_line(prompt)
-        draw_report(scorer.bundle, report)
-
-
-def _plot(bundle: Bundle, prompts: Sequence[str], reports: list[RiskReport], path: Path) -> None:
-    from service.library.plots import draw_trajectories
-
-    try:
-        draw_trajectories(bundle, prompts, reports, path)
-    except OSError as error:
-        raise HalluTracerError(f"cannot write {path}: {error.strerror}") from None
-    note(f"picture written to {path}")
+        draw_report(bundle, report)
 
 
 def _reports(scorer: Scorer, prompts: list[list[int]], options: ScoreOptions) -> list[RiskReport]:
     from service.engines.base import Sampling
 
-    policy = _policy(options)
     if options.generate:
-        return scorer.score_or_continue(prompts, Sampling(max_tokens=options.generate), policy)
-    return scorer.score(prompts, policy)
+        return scorer.score_or_continue(prompts, Sampling(max_tokens=options.generate), options.policy)
+    return scorer.score(prompts, options.policy)
+
+
+def _read_rows(path: Path) -> Rows:
+    """Read and check every line before the model is loaded."""
+    problems: list[str] = []
+    rows = []
+    for line, row in objects(path, problems):
+        faults = list(check_prompt(row))
+        try:
+            json.dumps(row, ensure_ascii=False).encode()  # every row is written out again, whatever else it holds
+        except UnicodeEncodeError:
+            faults = faults or ["half of a surrogate pair (\\ud800 to \\udfff): it is not text"]
+        problems += [f"line {line}: {fault}" for fault in faults]
+        rows.append((line, row))
+    if problems or not rows:
+        raise DataError(str(path), problems or ["no rows: one JSON object per line is expected"])
+    return rows
 
 
 def _render_rows(scorer: Scorer, rows: Rows, source: str) -> list[list[int]]:
-    """All prompts to token ids, before the first is scored.  Raises DataError: what the model cannot take, by line."""
+    """Return the token ids of all prompts, before the first is scored.
+
+    Raises DataError: what the model cannot take, by line.
+    """
     prompts, problems, limit = [], [], scorer.engine.identity.max_tokens
     for line, row in rows:
         try:
@@ -149,47 +167,15 @@ def _render_rows(scorer: Scorer, rows: Rows, source: str) -> list[list[int]]:
     return prompts
 
 
-def _policy(options: ScoreOptions) -> Policy:
-    return built_in()[POLICY].at(options.threshold)
-
-
-def _response(scorer: Scorer, reports: list[RiskReport], options: ScoreOptions) -> ScoreResponse:
-    """The document that POST /score gives for these prompts."""
-    from service.api.reply import score_response
-
-    name, now = f"risk-{uuid.uuid4().hex}", int(time.time())
-    return score_response(scorer, _policy(options), reports, options.include, id=name, created=now)
-
-
-def _read_rows(path: Path) -> Rows:
-    """Read and check every line before the model is loaded."""
-    problems: list[str] = []
-    rows = []
-    for line, row in objects(path, problems):
-        problems += [f"line {line}: {problem}" for problem in list(check_prompt(row)) or _unwritable(row)]
-        rows.append((line, row))
-    if problems or not rows:
-        raise DataError(str(path), problems or ["no rows: one JSON object per line is expected"])
-    return rows
-
-
-def _unwritable(row: dict[str, Any]) -> list[str]:
-    """Every row is written out again, whatever else it holds."""
-    try:
-        json.dumps(row, ensure_ascii=False).encode()
-    except UnicodeEncodeError:
-        return ["half of a surrogate pair (\\ud800 to \\udfff): it is not text"]
-    return []
-
-
 def _scored(scorer: Scorer, rows: Rows, prompts: list[list[int]], options: ScoreOptions) -> Iterator[str]:
-    """Each row with the fields of its risk, and the bundle."""
+    """Yield each row with the fields of its risk, and the bundle."""
     from tqdm import tqdm
 
     from service.api.reply import bundle_ref, guarantee_out, risk_out
+    from service.serving.judgement import Judgement
 
     bundle: dict[str, Any] = {"bundle": bundle_ref(scorer).model_dump()}
-    if (guarantee := guarantee_out(scorer, _policy(options))) is not None:
+    if (guarantee := guarantee_out(Judgement.of(scorer, options.policy, ()).guarantee)) is not None:
         bundle["guarantee"] = guarantee.model_dump()
     with tqdm(total=len(rows), unit="prompt", file=sys.stderr, disable=not sys.stderr.isatty()) as bar:
         for start in range(0, len(rows), BATCH):
@@ -202,7 +188,7 @@ def _scored(scorer: Scorer, rows: Rows, prompts: list[list[int]], options: Score
             bar.update(len(batch))
 
 
-def _write(lines: Iterator[str] | Sequence[str], output: Path | None) -> None:
+def _write(lines: Iterable[str], output: Path | None) -> None:
     """To standard output, or to a file that has its name only once it is complete."""
     if output is None:
         for line in lines:
@@ -211,8 +197,7 @@ def _write(lines: Iterator[str] | Sequence[str], output: Path | None) -> None:
     partial = output.with_name(output.name + ".part")
     try:
         with partial.open("w", encoding="utf-8") as sink:
-            for line in lines:
-                sink.write(line + "\n")
+            sink.writelines(f"{line}\n" for line in lines)
     except OSError as error:
         raise HalluTracerError(f"cannot write {output}: {error.strerror}") from None
     partial.replace(output)

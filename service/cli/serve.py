@@ -6,163 +6,20 @@ import asyncio
 import gc
 import logging
 import signal
-from collections.abc import Collection
-from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from dataclasses import replace
 
 from service.access.callers import on_loopback
-from service.access.keys import KeyRing
-from service.cli.access import load_keys
 from service.cli.listening import in_url, known_hosts, listen, make_server
 from service.cli.loading import LeaveOut, bundle_names, load_bundles, load_engine, load_scorers, open_store
-from service.cli.options import BundleOptions, EngineChoice, FeedbackDatabase, UsageError
+from service.cli.options import BundleOptions, EngineChoice, UsageError
 from service.cli.output import print_line
 from service.cli.reload import load_again, on_hangup, replay, stamps, watch
-from service.cli.tracing import TraceOptions
+from service.cli.serve_options import AccessOptions, FeedbackOptions, RolloutOptions, TraceOptions
 from service.options import Common
 from service.policies.policy import load_policies
-from service.settings import (
-    DEFAULT_DRAWN,
-    DEFAULT_MESSAGE,
-    DEFAULT_SHARE,
-    AbstainMessage,
-    AuditLogFile,
-    AuditRequired,
-    KeysFile,
-    PoliciesFile,
-    Range,
-    ServiceSettings,
-    option,
-    section,
-)
-
-if TYPE_CHECKING:
-    from service.feedback.databases import Location
-    from service.serving.feedback import Feedback
-    from service.serving.metrics import Metrics
-    from service.serving.rollout import RolloutPlan
-    from service.serving.state import ServiceState
+from service.settings import ServiceSettings
 
 log = logging.getLogger("hallutracer")
-
-
-@section("Access and policies", 35)
-@dataclass(frozen=True, kw_only=True)
-class AccessOptions:
-    """Who may call the service, and the policies it knows."""
-
-    policies: PoliciesFile = None
-    abstain_message: AbstainMessage = DEFAULT_MESSAGE
-    api_key: Annotated[
-        tuple[str, ...],
-        option(
-            "Bearer key, repeatable; guards every route but health and metrics.  Default, on loopback: none.",
-            secret=True,
-        ),
-    ] = ()
-    api_key_file: Annotated[
-        Path | None,
-        option(
-            "File of bearer keys, one per line: KEY [name=NAME] [may=policy,threshold,bundle,feedback].  The name "
-            "stands in the log; may: see --callers-may."
-        ),
-    ] = None
-    keys: KeysFile = None
-    allow_anonymous: Annotated[
-        bool, option("Listen beyond loopback without keys: whoever reaches the port may use the service.")
-    ] = False
-    audit_log: AuditLogFile = None
-    audit_required: AuditRequired = False
-
-    def ring(self, policies: Collection[str] | None = None) -> KeyRing:
-        """All keys; ``policies``: those that a key may name.  Raises what is wrong with a key or a file of keys."""
-        plain = load_keys(self.api_key, self.api_key_file)
-        return KeyRing([key.hashed() for key in plain], self.keys, policies)
-
-
-@section("Rollout", 36)
-@dataclass(frozen=True, kw_only=True)
-class RolloutOptions:
-    """A new version of the probes beside the one that serves."""
-
-    canary: Annotated[
-        str | None,
-        option("Bundle that judges --canary-share of the requests that name none, such as NAME@canary."),
-    ] = None
-    canary_share: Annotated[
-        float,
-        option("Share of the canary; requests of one x-session-id, or of one first question, stay together.",
-               limits=Range(0, 1)),
-    ] = DEFAULT_SHARE  # fmt: skip
-    shadow: Annotated[
-        tuple[str, ...],
-        option("Bundle that reads every prompt on the same forward and decides nothing, repeatable; /metrics and "
-               "/v1/bundles tell how far it disagrees."),
-    ] = ()  # fmt: skip
-    watch_s: Annotated[
-        float,
-        option("Look every so many seconds whether an alias has moved, and reload where one has; 0: at a SIGHUP and "
-               "POST /v1/admin/reload only.", limits=Range(0)),
-    ] = 0.0  # fmt: skip
-
-    replay_s: Annotated[
-        float,
-        option("Replay the golden prompts so often while serving, and be not ready while they are off; 0: never.",
-               limits=Range(0)),
-    ] = 600.0  # fmt: skip
-
-    @property
-    def plan(self) -> RolloutPlan:
-        """What the service is told."""
-        from service.serving.rollout import RolloutPlan
-
-        return RolloutPlan(self.canary, self.canary_share, self.shadow)
-
-
-@section("Feedback", 37)
-@dataclass(frozen=True, kw_only=True)
-class FeedbackOptions:
-    """Whether answers and what users say of them are kept, and where."""
-
-    feedback_db: FeedbackDatabase = ""
-    feedback_prompts: Annotated[bool, option("Keep the prompts too; needs --feedback-days.")] = False
-    feedback_days: Annotated[
-        float | None,
-        option("Delete an answer's row, prompt and labels after so many days.  Default: never.",
-               limits=Range(positive=True)),
-    ] = None  # fmt: skip
-    feedback_share: Annotated[
-        float,
-        option("Share of the unflagged answers that is drawn at random; a guarantee is held against labels of these "
-               "alone, which 'hallutracer feedback' lists.", limits=Range(0, 1)),
-    ] = DEFAULT_DRAWN  # fmt: skip
-
-    def location(self) -> Location | None:
-        """Where feedback is kept; None: nowhere.  Raises UsageError."""
-        if not self.feedback_db:
-            others = {
-                "--feedback-prompts": self.feedback_prompts,
-                "--feedback-days": self.feedback_days,
-                "--feedback-share": self.feedback_share != DEFAULT_DRAWN,
-            }
-            for flag, given in others.items():
-                if given:
-                    raise UsageError(flag, "needs --feedback-db")
-            return None
-        if self.feedback_prompts and self.feedback_days is None:
-            raise UsageError("--feedback-prompts", "needs --feedback-days: prompts are kept for a time, not for ever")
-        from service.feedback.databases import location
-
-        return location(self.feedback_db)
-
-    def opened(self, where: Location, metrics: Metrics) -> Feedback:
-        """The database, ready.  Raises FeedbackUnavailable."""
-        from service.serving.feedback import Feedback
-
-        return Feedback(
-            where, metrics, prompts=self.feedback_prompts, days=self.feedback_days, share=self.feedback_share
-        )
 
 
 def serve(
@@ -213,7 +70,7 @@ def serve(
         raise UsageError("--audit-required", "needs --audit-log")
     kept = feedback.location()
     tracing = traces.opened()
-    loading = engine.engine_options
+    loading = engine.options_for()
 
     from service.api.connections import places
 
@@ -224,9 +81,17 @@ def serve(
     from service.api.app import create_app
     from service.audit.auditor import Auditor
     from service.cli.greeting import first_line, greet
-    from service.serving.state import ServiceState
+    from service.serving.feedback import Feedback
+    from service.serving.metrics import Metrics
+    from service.serving.service import Service
 
-    state = ServiceState(
+    def broken() -> None:
+        server.should_exit = True  # with status 1, so that a supervisor starts the service again
+
+    metrics, audit, left_out = Metrics(), None, at_start.reasons
+    if access.audit_log is not None:
+        audit = Auditor(access.audit_log, required=access.audit_required, count=metrics.audit_lines)
+    service = Service.of(
         lambda: load_scorers(
             load_engine(
                 engine,
@@ -239,46 +104,42 @@ def serve(
             log.info,
             at_start,
         ),
-        store.aliases,
-        settings,
-        policies.named,
-        policies.rules,
-        plan,
-        at_start.reasons,
+        load_again=lambda running: load_again(left_out, running, store, names, set(plan.references) - set(own)),
+        left_out=left_out,
+        aliases_of=store.aliases,
+        settings=settings,
+        policies=policies,
+        plan=plan,
         keys=keys,
+        metrics=metrics,
+        feedback=None
+        if kept is None
+        else Feedback(
+            kept, metrics, prompts=feedback.feedback_prompts, days=feedback.feedback_days, share=feedback.feedback_share
+        ),
+        audit=audit,
         tracing=tracing,
+        on_broken=broken,
     )
 
-    if kept is not None:
-        state.feedback = feedback.opened(kept, state.metrics)
-
-    if access.audit_log is not None:
-        metrics = state.metrics
-        state.audit = Auditor(access.audit_log, required=access.audit_required, count=metrics.audit_lines)
-
-    def loaded(state: ServiceState) -> None:
-        if state.failure is not None:
+    def loaded() -> None:
+        if service.lifecycle.failure is not None:
             server.should_exit = True
             return
         gc.collect()
         gc.freeze()  # the model and its libraries stay: collections need not walk them again
-        background.add(asyncio.get_running_loop().create_task(greet(state, address)))
+        background.add(asyncio.get_running_loop().create_task(greet(service, address)))
 
-        reload = on_hangup(state)
+        reload = on_hangup(service)
         if hangups:  # while it loaded
             reload()
         if rollout.watch_s:
-            watch(state, lambda: stamps(store, names), seen, rollout.watch_s)
+            watch(service, lambda: stamps(store, names), seen, rollout.watch_s)
         if rollout.replay_s:
-            replay(state, rollout.replay_s)
-
-    def broken() -> None:
-        server.should_exit = True  # with status 1, so that a supervisor starts the service again
+            replay(service, rollout.replay_s)
 
     background: set[asyncio.Task[None]] = set()  # asyncio itself keeps no hold of a task
-    state.on_broken = broken
-    state.load_again = lambda engine: load_again(state, engine, store, names, set(plan.references) - set(own))
-    server = make_server(create_app(state, loaded), settings, state.leave)
+    server = make_server(create_app(service, loaded), settings, service.lifecycle.leave)
     for warning in common.warnings:
         log.warning(warning)
     if not keys.closed and not on_loopback(settings.host):
@@ -289,9 +150,9 @@ def serve(
     signal.signal(signal.SIGTERM, lambda *_: None)
     hangups: list[int] = []
     signal.signal(signal.SIGHUP, lambda number, _: hangups.append(number))
-    if hint := first_line(state):
+    if hint := first_line(service):
         print_line(hint)
     print_line(f"listening on {address}, loading {loading.model} ...")
     server.run(sockets=[listener])
-    if state.error is not None:
-        raise state.error
+    if service.lifecycle.error is not None:
+        raise service.lifecycle.error

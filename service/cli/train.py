@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 
 from service.cli.loading import open_store
 from service.cli.options import EngineChoice, StoreOptions, UsageError, check
-from service.cli.output import note, print_line
+from service.cli.output import print_line
 from service.options import Common
+from service.progress import note
 from service.settings import DEFAULT_STORE
 from service.trainer.options import TrainOptions
 
@@ -39,7 +40,7 @@ def train(
 
     from service.library.training import run_training
 
-    chosen = engine.engine_options  # a wrong option is reported before rows are read
+    chosen = engine.options_for()  # a wrong option is reported before rows are read
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     try:
         trained = run_training(options, chosen, open_store(store), threads=engine.threads, console=console)

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tqdm import tqdm
 
-from probes_store.durable import atomic_write
+from probes_store.local import atomic_write
 from service.data.options import SampleOptions
 from service.data.run_folder import AppendLog, RowsFile, claim, write_at
 from service.data.training_rows import Dataset

@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from probes_store.durable import atomic_write
+from probes_store.local import atomic_write
 from service.errors import RunMismatch
 from service.readout import Geometry, Site
 

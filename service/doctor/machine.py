@@ -1,23 +1,32 @@
-"""The machine: port, GPU, CPU, memory, disk, open files, clock.  Asks the operating system, imports no torch."""
+"""Findings, and the checks of this machine and installation.  They ask the operating system and import no torch."""
 
 from __future__ import annotations
 
 import ctypes
+import importlib.util
 import os
 import resource
 import shutil
 import subprocess
+import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
+from ctypes.util import find_library
+from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from http.client import HTTPConnection, HTTPException
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
+from typing import Literal
 
-from service.doctor.findings import Finding, fail, ok, warn
+from probes_store.errors import BundleError
+from service import __version__
+from service.errors import HalluTracerError
 from service.settings import LEAST_CONNECTIONS, SPARE_FILES
 
+Status = Literal["ok", "warn", "fail"]
 GIB = 1 << 30
 TEMPORARY = "temporary files"
 ENOUGH = {TEMPORARY: GIB // 16}  # free bytes; else a GiB, for the next model.  A tenth of it is next to nothing
@@ -26,53 +35,136 @@ TIMEX_BYTES = 512  # struct timex has some 200
 AHEAD_S = 300.0
 
 
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One line.  ``fail``: `serve` would not serve; ``warn``: it would, and something is not as it should be."""
+
+    status: Status
+    check: str
+    found: str
+    cure: str = ""
+
+    def line(self) -> str:
+        """Return it for people."""
+        text = f"{self.status:<5} {self.check:<9} {self.found}"
+        return f"{text} -> {self.cure}" if self.cure else text
+
+
+ok, warn, fail = (partial(Finding, status) for status in ("ok", "warn", "fail"))
+
+
+def run(checks: Iterable[tuple[str, Callable[[], Iterable[Finding]]]]) -> Iterator[Finding]:
+    """Yield the findings of all checks; one that cannot be made is a finding, and the next are made all the same."""
+    for name, check in checks:
+        try:
+            yield from check()
+        except (HalluTracerError, BundleError) as error:  # whose messages name the cure
+            yield fail(name, " ".join(str(error).split()))
+        except Exception as error:
+            yield fail(name, f"the check itself failed: {type(error).__name__}: {error}", "please report this")
+
+
+def worst(findings: Iterable[Finding]) -> Status:
+    """Return the gravest status; "ok" of none."""
+    order: tuple[Status, ...] = ("ok", "warn", "fail")
+    return max((finding.status for finding in findings), key=order.index, default="ok")
+
+
+def summary(findings: Sequence[Finding]) -> Finding:
+    """Return the last line, for people: whether it would serve."""
+    failed, warned = (sum(finding.status == status for finding in findings) for status in ("fail", "warn"))
+    if failed:
+        text = f"serve would not serve: {failed} failed, {warned} warned"
+        return fail("result", text, "mend what failed, from the top")
+    if warned:
+        return warn("result", f"serve would serve; not all is as it should be: {warned} warned")
+    return ok("result", "serve would serve")
+
+
 def shown(size: float) -> str:
-    """Bytes, for people."""
+    """Return bytes, for people."""
     return f"{size / GIB:.1f} GiB" if size >= GIB / 4 else f"{size / 2**20:.1f} MiB"
 
 
-def answers_as_ours(host: str, port: int) -> bool:
-    """Whether a HalluTracer service answers there."""
+def check_packages() -> Iterator[Finding]:
+    """Compare Python's packages with the requirements of the installed distribution, extras aside."""
+    from packaging.requirements import Requirement
+
+    yield ok("python", f"{sys.version.split()[0]}, {sys.executable}")
     try:
-        with closing(HTTPConnection(host, port, timeout=1)) as connection:
-            connection.request("GET", "/health/live", headers={"Host": "localhost"})
-            return b'"live"' in connection.getresponse().read(1000)
-    except (OSError, HTTPException):
-        return False
+        wanted = [Requirement(text) for text in requires("hallutracer") or ()]
+        installed = version("hallutracer")
+    except PackageNotFoundError:
+        yield warn("packages", "hallutracer runs from a checkout that is not installed", "pip install --editable .")
+        return
+    if installed != __version__:
+        yield warn("packages", f"hallutracer {installed} is installed, and {__version__} runs", "pip install . again")
+    needed = [one for one in wanted if one.marker is None or one.marker.evaluate({"extra": ""})]
+    wrong = 0
+    for requirement in needed:
+        try:
+            found = version(requirement.name)
+        except PackageNotFoundError:
+            said, cure = f"{requirement.name} is missing", f"pip install '{requirement}'"
+        else:
+            if requirement.specifier.contains(found, prereleases=True):
+                continue
+            said = f"{requirement.name} {found}, wanted {requirement.specifier}"
+            cure = f"pip install '{requirement.name}{requirement.specifier}'"
+        wrong += 1
+        yield fail("packages", said, cure)
+    if not wrong:
+        yield ok("packages", f"hallutracer {__version__} and the {len(needed)} packages that it needs")
+
+
+def check_engine(engine: str, ranks: int) -> Iterator[Finding]:
+    """Look for the engine that was asked for, and what vLLM loads by name."""
+    if engine == "transformers":
+        yield ok("engine", f"transformers {version('transformers')}, torch {version('torch')}")
+        return
+    from service.engines.vllm.launch import VERSION, check_installed
+
+    check_installed()
+    yield ok("engine", f"vLLM {VERSION}, torch {version('torch')}")
+    if "+cpu" in version("torch") and find_library("numa") is None:
+        yield fail("engine", "vLLM on a CPU loads libnuma.so.1, which is not here", "apt-get install libnuma1")
+    if not any(map(shutil.which, ("g++", "gcc", "clang", "cc"))):
+        yield fail("engine", "vLLM compiles at its first start, and there is no C++ compiler", "apt-get install g++")
+    if ranks > 1 and (free := shutil.disk_usage("/dev/shm").free) < GIB:
+        yield warn("engine", f"/dev/shm has {free / 2**20:.0f} MiB, and {ranks} processes meet there",
+                   "docker run --shm-size 8g, or an emptyDir of medium Memory")  # fmt: skip
+
+
+def check_extras(postgres: bool) -> Iterator[Finding]:
+    """Look for packages that one option alone needs."""
+    if postgres and importlib.util.find_spec("psycopg") is None:
+        yield fail("feedback", "PostgreSQL needs psycopg", "pip install 'hallutracer[postgres]'")
 
 
 def check_gpu(device: str, ranks: int) -> Iterator[Finding]:
-    """What nvidia-smi says, against the device that was asked for and torch's build."""
-    found = _gpus()
+    """Compare what nvidia-smi says with the device that was asked for and torch's build."""
+    found: list[str] = []
+    if program := shutil.which("nvidia-smi"):
+        command = [program, "--query-gpu=name,memory.free,driver_version", "--format=csv,noheader"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+        found = [" ".join(line.split()) for line in done.stdout.splitlines() if line.strip() and not done.returncode]
     cpu_build = "+cpu" in version("torch")
-    if not found:
-        if device == "cuda" or ranks > 1 and not cpu_build:
-            yield fail("gpu", "no NVIDIA GPU is seen here (nvidia-smi)", "check the driver and the container's GPUs, "
-                       "or --device cpu")  # fmt: skip
-        else:
-            yield ok("gpu", "none; the model runs on the CPU")
-        return
-    if cpu_build and device != "cpu":
-        status = fail if device == "cuda" else warn
-        yield status("gpu", f"{found[0]}, and torch {version('torch')} knows no GPU", "install torch's CUDA build "
-                     "(docs/install.md), or --device cpu")  # fmt: skip
+    if not found and (device == "cuda" or ranks > 1 and not cpu_build):
+        yield fail("gpu", "no NVIDIA GPU is seen here (nvidia-smi)", "check the driver and the container's GPUs, or "
+                   "--device cpu")  # fmt: skip
+    elif not found:
+        yield ok("gpu", "none; the model runs on the CPU")
+    elif cpu_build and device != "cpu":
+        yield (fail if device == "cuda" else warn)("gpu", f"{found[0]}, and torch {version('torch')} knows no GPU",
+               "install torch's CUDA build (docs/install.md), or --device cpu")  # fmt: skip
     elif ranks > len(found) and not cpu_build:
         yield fail("gpu", f"{len(found)} GPUs for {ranks} ranks", "lower --tensor-parallel-size, or add GPUs")
     else:
         yield ok("gpu", "; ".join(found))
 
 
-def _gpus() -> list[str]:
-    program = shutil.which("nvidia-smi")
-    if program is None:
-        return []
-    command = [program, "--query-gpu=name,memory.free,driver_version", "--format=csv,noheader"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
-    return [" ".join(line.split()) for line in done.stdout.splitlines() if line.strip()] if not done.returncode else []
-
-
 def check_cpu(threads: int | None) -> Iterator[Finding]:
-    """More threads than CPUs wait for each other, and spin for the cores that they lack."""
+    """Compare threads with CPUs: more wait for each other, and spin for the cores that they lack."""
     from joblib import cpu_count
 
     most = cpu_count()  # by the affinity mask and the control group's quota
@@ -85,7 +177,7 @@ def check_cpu(threads: int | None) -> Iterator[Finding]:
 
 
 def memory_free() -> int | None:
-    """Bytes that a new process could take, by the machine and by the control group; None where nobody can tell."""
+    """Return the bytes that a new process could take, by the machine and the control group; None: nobody can tell."""
     found = []
     try:
         lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
@@ -98,41 +190,37 @@ def memory_free() -> int | None:
 
 
 def check_disk(folders: dict[str, Path]) -> Iterator[Finding]:
-    """Free space where something is written: what for -> folder; each file system is named once."""
+    """Measure free space where something is written: what for -> folder; each file system is named once."""
     seen: set[int] = set()
     for what, folder in folders.items():
         there = next(path for path in (folder, *folder.parents) if path.exists())
-        device = there.stat().st_dev
-        if device in seen:
+        if (device := there.stat().st_dev) in seen:
             continue
         seen.add(device)
-        free = shutil.disk_usage(there).free
+        free, enough = shutil.disk_usage(there).free, ENOUGH.get(what, GIB)
         found = f"{shown(free)} free for {what} in {folder}"
-        enough = ENOUGH.get(what, GIB)
         if free < enough // 10:
             yield fail("disk", found, "make room, or choose another place")
-        elif free < enough:
-            yield warn("disk", found, "make room before more comes")
         else:
-            yield ok("disk", found)
+            yield warn("disk", found, "make room before more comes") if free < enough else ok("disk", found)
 
 
 def check_files(connections: int) -> Iterator[Finding]:
-    """A connection is an open file; ``serve`` raises the soft limit by itself."""
+    """Compare connections with the open files that are allowed; ``serve`` raises the soft limit by itself."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted, least = connections + SPARE_FILES, LEAST_CONNECTIONS + SPARE_FILES
-    if hard != resource.RLIM_INFINITY and hard < least:
+    if hard == resource.RLIM_INFINITY or hard >= wanted:
+        yield ok("files", f"enough for {connections} connections")
+    elif hard < least:
         yield fail("files", f"{hard} open files (ulimit -Hn), and a service needs at least {least}",
                    f"ulimit -n {wanted} as root, or LimitNOFILE={wanted}, or --ulimit nofile={wanted}")  # fmt: skip
-    elif hard != resource.RLIM_INFINITY and hard < wanted:
+    else:
         cure = f"ulimit -Hn {wanted}, or --max-connections {hard - SPARE_FILES}"
         yield warn("files", f"{hard} open files for {connections} connections", cure)
-    else:
-        yield ok("files", f"enough for {connections} connections")
 
 
 def check_clock(newest: str | None, now: float | None = None) -> Iterator[Finding]:
-    """Is it behind the ``newest`` bundle's time (ISO 8601), and does the kernel know it to be synchronised?"""
+    """Compare the clock with the ``newest`` bundle's time (ISO 8601), and ask whether it is synchronised."""
     moment = time.time() if now is None else now
     shown = datetime.fromtimestamp(moment, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
     if newest is not None and datetime.fromisoformat(newest).timestamp() > moment + AHEAD_S:
@@ -145,9 +233,18 @@ def check_clock(newest: str | None, now: float | None = None) -> Iterator[Findin
 
 
 def _unsynchronised() -> bool:
-    """What the kernel says; False where it cannot be asked."""
+    """Return what the kernel says; False where it cannot be asked."""
     try:
-        found: int = ctypes.CDLL(None).adjtimex(ctypes.create_string_buffer(TIMEX_BYTES))
+        return bool(ctypes.CDLL(None).adjtimex(ctypes.create_string_buffer(TIMEX_BYTES)) == UNSYNCHRONISED)
     except (OSError, AttributeError):
         return False
-    return found == UNSYNCHRONISED
+
+
+def answers_as_ours(host: str, port: int) -> bool:
+    """Whether a HalluTracer service answers there."""
+    try:
+        with closing(HTTPConnection(host, port, timeout=1)) as connection:
+            connection.request("GET", "/health/live", headers={"Host": "localhost"})
+            return b'"live"' in connection.getresponse().read(1000)
+    except (OSError, HTTPException):
+        return False

@@ -15,25 +15,31 @@ from typing import Any, Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from probes_store.context import Context
-from service.engines.context import prompt_context
+from probes_store.records import Context
 from service.errors import EngineError
 from service.readout import Geometry, Pooling, Probes, Site
 from service.risk import depth_mean, risk
 
 TokenIds = Sequence[int]
+Prompts = Sequence[TokenIds]
+Seeds = Sequence[Sequence[int]]  # of several answers, by prompt
+Sites = Sequence[Site]
 EngineName = Literal["transformers", "vllm"]
 
 
-@dataclass(frozen=True, slots=True)
-class Turn:
-    """Whose a request is, and its place in the order of service; the lowest goes first."""
+@dataclass(frozen=True)
+class EngineOptions:
+    """How to load a model."""
 
-    caller: str = ""
-    place: int = 0
-
-
-FIRST_COME = Turn()
+    model: str
+    revision: str | None = None
+    dtype: str = "auto"  # auto: float32 on CPU, the checkpoint's own on CUDA
+    device: str = "auto"  # auto: cuda where there is one
+    max_batch_tokens: int | None = None  # padded tokens in one forward pass; None: the device's default
+    padding_side: str = "right"
+    trust_remote_code: bool = False
+    engine: EngineName = "transformers"
+    extra: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,21 +59,14 @@ class ModelIdentity:
 
 
 @dataclass(frozen=True, slots=True)
-class FirstToken:
-    """The first answer token's distribution, from the prefill's logits."""
+class Turn:
+    """Whose a request is, and its place in the order of service; the lowest goes first."""
 
-    log_max_prob: float  # nats, <= 0
-    entropy: float  # nats, >= 0
-    token: int  # the greedy first token
+    caller: str = ""
+    place: int = 0
 
 
-@dataclass(frozen=True)
-class PrefillResult:
-    """The readouts at one prompt's answer onset t*."""
-
-    trajectories: tuple[NDArray[np.float64], ...]  # one [m] for each requested probe
-    first_token: FirstToken | None  # only if requested
-    prompt_tokens: int
+FIRST_COME = Turn()
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +82,24 @@ class Sampling:
     seed: int | None = None
     stop: tuple[str, ...] = ()
     until: float = math.inf
+
+
+@dataclass(frozen=True, slots=True)
+class FirstToken:
+    """The first answer token's distribution, from the prefill's logits."""
+
+    log_max_prob: float  # nats, <= 0
+    entropy: float  # nats, >= 0
+    token: int  # the greedy first token
+
+
+@dataclass(frozen=True)
+class PrefillResult:
+    """The readouts at one prompt's answer onset t*."""
+
+    trajectories: tuple[NDArray[np.float64], ...]  # one [m] for each requested probe
+    first_token: FirstToken | None  # only if requested
+    prompt_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,12 +142,53 @@ class Counters:
 
 
 @dataclass(frozen=True, slots=True)
-class Gate:
+class PromptContext:
+    """The probabilities of one prompt; None where the bundle has no such probe."""
+
+    asks: float | None = None  # that it asks for a fact
+    passage: float | None = None  # that text to answer from stands beside the question
+    stated: float | None = None  # P(passage) P(that text states the answer)
+    stated_length: float | None = None  # the same times ln(tokens of the prompt): in longer ones it is found less often
+    applies: bool = True  # False: it asks for no fact, so the risk does not apply; True where the bundle cannot tell
+
+    @property
+    def said(self) -> bool | None:
+        """``applies``, None where the bundle cannot tell."""
+        return None if self.asks is None else self.applies
+
+
+UNKNOWN = PromptContext()
+
+
+def prompt_context(context: Context | None, depth_means: Sequence[float], prompt_tokens: int) -> PromptContext:
+    """Return the probabilities for the context probes' depth means, in the record's order, alike for every engine."""
+    if context is None:
+        return UNKNOWN
+    found = {
+        probe.name: sigmoid(probe.weight * mean + probe.intercept)
+        for probe, mean in zip(context.probes, depth_means, strict=True)
+    }
+    asks, passage, stated = (found.get(name) for name in ("asks", "passage", "stated"))
+    stated = None if passage is None or stated is None else passage * stated
+    length = None if stated is None else stated * math.log(prompt_tokens)
+    needed = context.applicability
+    applies = needed is None or asks is None or not asks < needed.threshold  # a NaN applies
+    return PromptContext(asks, passage, stated, length, applies)
+
+
+def sigmoid(z: float) -> float:
+    """Return 1 / (1 + exp(-z)); never overflows, and a NaN stays one."""
+    tail = math.exp(-abs(z)) if z == z else z
+    return (1.0 if z >= 0 else tail) / (1.0 + tail)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineGate:
     """An engine begins the answer only if ``risk < threshold``.
 
     The risk is the classifier's, from the depth mean of the first probe and the other signals, with weight 0 for those
-    that it does not use (``risk.risk``).  ``context``: what the request's next probes tell; where the prompt asks
-    for no fact, the gate stays open.
+    that it does not use (``risk.risk``).  ``context`` describes the request's next probes; where the prompt asks for
+    no fact, the gate stays open.
     """
 
     weight: tuple[float, ...]  # in the order of ``probes_store.manifest.SIGNALS``
@@ -139,21 +197,15 @@ class Gate:
     context: Context | None = None
 
     def closes(self, result: PrefillResult) -> bool:
-        """Whether the answer must not begin; a NaN risk closes the gate, too."""
+        """Return whether the answer must not begin; a NaN risk closes the gate, too."""
         first = result.first_token
         probes = 0 if self.context is None else len(self.context.probes)
         means = [float(depth_mean(trajectory)) for trajectory in result.trajectories[: 1 + probes]]
-        told = prompt_context(self.context, means[1:], result.prompt_tokens)
-        signals = (
-            means[0],
-            first.log_max_prob if first is not None else 0.0,
-            first.entropy if first is not None else 0.0,
-            told.passage or 0.0,
-            told.stated or 0.0,
-            told.stated_length or 0.0,
-        )
+        found = prompt_context(self.context, means[1:], result.prompt_tokens)
+        token = (0.0, 0.0) if first is None else (first.log_max_prob, first.entropy)
+        signals = means[0], *token, found.passage or 0.0, found.stated or 0.0, found.stated_length or 0.0
         withheld = not float(risk(np.array(signals), np.array(self.weight), self.intercept)) < self.threshold
-        return withheld and told.applies
+        return withheld and found.applies
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,6 +219,18 @@ class Update:
     cached_tokens: int = 0  # prompt tokens found in the prefix cache; with ``prefill``
     queue_s: float = 0.0  # from submission to the start of the first forward pass; with ``prefill``
     prefill_s: float = 0.0  # from there to the first token; with ``prefill``
+
+
+def prefill_of(update: Update) -> PrefillResult:
+    """Return the prefill of a prompt's first update.  Raises EngineError if it has none."""
+    if update.prefill is None:
+        raise EngineError("the engine sent an update before the prefill's; please report this bug of the engine")
+    return update.prefill
+
+
+def unfinished() -> EngineError:
+    """Return the error of a request whose updates ended before its answer was complete."""
+    return EngineError("the engine ended a request before its answer was complete; try again")
 
 
 @dataclass(frozen=True)
@@ -185,10 +249,7 @@ class Continuation(Protocol):
     prefill: PrefillResult  # the result at t*
 
     def decode(self, sampling: Sampling, cancelled: Callable[[], bool] = ...) -> Iterator[str]:
-        """Yield one piece of text per token, "" if it completes no character; ``completion`` has the whole answer.
-
-        Stops when ``cancelled()`` returns true or the iterator is closed.
-        """
+        """Yield one piece of text per token, "" if it completes no character, until ``cancelled()`` or closed."""
 
     @property
     def completion(self) -> Completion | None:
@@ -199,10 +260,7 @@ class Continuation(Protocol):
 
 
 class LoadedModel(Protocol):
-    """The methods shared by batch engines and serving engines.
-
-    ``tokenize``, ``render_chat`` and ``check`` may be called from any thread at any time.
-    """
+    """What batch and serving engines share.  ``tokenize``, ``render_chat``, ``check`` run on any thread at any time."""
 
     identity: ModelIdentity
     counters: Counters
@@ -214,31 +272,22 @@ class LoadedModel(Protocol):
         """The model's modules; None if they are in another process."""
 
     def tokenize(self, text: str) -> list[int]:
-        """Plain text to ids, with the tokenizer's own special tokens."""
+        """Encode plain text, with the tokenizer's own special tokens."""
 
     def render_chat(self, messages: Sequence[dict[str, str]]) -> list[int]:
-        """Messages to ids through the chat template, generation prompt included.
-
-        Raises RequestError if the tokenizer has no chat template or the template refuses the messages.
-        """
+        """Encode messages by the chat template, generation prompt included.  Raises RequestError if it refuses them."""
 
     def detokenize(self, token_ids: TokenIds) -> str:
-        """Ids to text, special tokens left out."""
+        """Decode ids, special tokens left out."""
 
-    def check(self, prompts: Sequence[TokenIds]) -> None:
+    def check(self, prompts: Prompts) -> None:
         """Raise EmptyPrompt, PromptTooLong or RequestError for the first invalid prompt."""
 
-    def score(
-        self, prompts: Sequence[TokenIds], probes: Sequence[Probes], *, first_token: bool = False
-    ) -> list[PrefillResult]:
+    def score(self, prompts: Prompts, probes: Sequence[Probes], *, first_token: bool = False) -> list[PrefillResult]:
         """Prefill all prompts and wait.  Without ``first_token`` the forward pass may end at the last readout."""
 
     def extract(
-        self,
-        prompts: Sequence[TokenIds],
-        sites: Sequence[Site],
-        poolings: Sequence[Pooling] = (Pooling.LAST_1,),
-        sampling: Sampling | None = None,
+        self, prompts: Prompts, sites: Sites, poolings: Sequence[Pooling] = (), sampling: Sampling | None = None
     ) -> Extraction:
         """Prefill and return every layer's activations, all heads; other poolings come from the same forward pass.
 
@@ -246,22 +295,14 @@ class LoadedModel(Protocol):
         answered, too, from the same prefill.  Raises EngineError if the engine cannot pool.
         """
 
-    def generate(self, prompts: Sequence[TokenIds], sampling: Sampling) -> list[Completion]:
-        """Batched decoding, for labelling."""
+    def generate(self, prompts: Prompts, sampling: Sampling) -> list[Completion]:
+        """Decode an answer to each prompt, in batches, for labelling."""
 
-    def sample(
-        self, prompts: Sequence[TokenIds], sampling: Sampling, seeds: Sequence[Sequence[int]]
-    ) -> list[list[TracedAnswer]]:
-        """Several answers of each prompt from one prefill: one for each of its ``seeds``, which replace the sampling's.
+    def sample(self, prompts: Prompts, sampling: Sampling, seeds: Seeds) -> list[list[TracedAnswer]]:
+        """Decode an answer for each of a prompt's ``seeds``.  Raises EngineError if the engine cannot trace answers."""
 
-        Raises EngineError if the engine cannot trace answers, whatever the prompts.
-        """
-
-    def next_token(self, prompts: Sequence[TokenIds], candidates: Sequence[int]) -> NDArray[np.float64]:
-        """Log-probability (nats) of each candidate as the first answer token, [n, candidates].
-
-        Raises EngineError if the engine cannot tell, whatever the prompts.
-        """
+    def next_token(self, prompts: Prompts, candidates: Sequence[int]) -> NDArray[np.float64]:
+        """Return candidates' log-probabilities (nats) as first answer token, [n, candidates].  Raises EngineError."""
 
     def close(self) -> None:
         """Free the model.  Later calls raise EngineError."""
@@ -270,14 +311,11 @@ class LoadedModel(Protocol):
 class BatchEngine(LoadedModel, Protocol):
     """Runs one batch at a time, synchronously, from one thread at a time."""
 
-    def begin(self, prompts: Sequence[TokenIds], probes: Sequence[Probes]) -> Sequence[Continuation]:
+    def begin(self, prompts: Prompts, probes: Sequence[Probes]) -> Sequence[Continuation]:
         """Prefill and keep the KV caches, so that any of the prompts can be decoded."""
 
     def step_together(self, continuations: Sequence[Any]) -> None:
-        """Run the next token of each of its own continuations at once; their ``decode`` goes on from there.
-
-        Costs about as much for many as for one: the weights are read once.
-        """
+        """Run the next token of all its continuations at about the cost of one; ``decode`` goes on from there."""
 
 
 class Engine(LoadedModel, Protocol):
@@ -301,7 +339,7 @@ class Engine(LoadedModel, Protocol):
         *,
         first_token: bool = False,
         sampling: Sampling | None = None,
-        gate: Gate | None = None,
+        gate: EngineGate | None = None,
         turn: Turn = FIRST_COME,
     ) -> AsyncGenerator[Update, None]:
         """Yield one prompt's prefill, then its answer from the same KV cache.  Runs on any event loop.
@@ -312,30 +350,3 @@ class Engine(LoadedModel, Protocol):
         is decoded.  Closing the generator, or cancelling the task that waits for it, ends the request.  Raises what
         ``score`` raises, and EngineError once the engine has failed.
         """
-
-
-def prefill_of(update: Update) -> PrefillResult:
-    """The prefill of a prompt's first update.  Raises EngineError if it has none."""
-    if update.prefill is None:
-        raise EngineError("the engine sent an update before the prefill's; please report this bug of the engine")
-    return update.prefill
-
-
-def unfinished() -> EngineError:
-    """The error of a request whose updates ended before its answer was complete."""
-    return EngineError("the engine ended a request before its answer was complete; try again")
-
-
-@dataclass(frozen=True)
-class EngineOptions:
-    """How to load a model."""
-
-    model: str
-    revision: str | None = None
-    dtype: str = "auto"  # auto: float32 on CPU, the checkpoint's own on CUDA
-    device: str = "auto"  # auto: cuda where there is one
-    max_batch_tokens: int | None = None  # padded tokens in one forward pass; None: the device's default
-    padding_side: str = "right"
-    trust_remote_code: bool = False
-    engine: EngineName = "transformers"
-    extra: dict[str, str] = field(default_factory=dict)

@@ -53,7 +53,7 @@ class Outboxes:
         self._lock = threading.Lock()
 
     def of(self, loop: asyncio.AbstractEventLoop) -> Outbox:
-        """The loop's outbox.  Those of closed loops are dropped."""
+        """Return the loop's outbox.  Those of closed loops are dropped."""
         for outbox in self._all:
             if outbox.loop is loop:
                 return outbox
@@ -69,7 +69,7 @@ class Outboxes:
 
 
 async def receive(inbox: asyncio.Queue[T | BaseException | None]) -> AsyncGenerator[T, None]:
-    """The items of an inbox up to None.  Raises the errors among them."""
+    """Yield the items of an inbox up to None.  Raises the errors among them."""
     received = 0
     while (item := await inbox.get()) is not None:
         if isinstance(item, BaseException):
@@ -83,25 +83,24 @@ async def receive(inbox: asyncio.Queue[T | BaseException | None]) -> AsyncGenera
 async def relay(
     loop: asyncio.AbstractEventLoop, outbox: Outbox, make: Callable[[], AsyncGenerator[T, None]]
 ) -> AsyncGenerator[T, None]:
-    """Iterate ``make()`` on ``loop`` and yield its items here, on the loop of ``outbox``.
-
-    Closing the generator cancels it there.  Raises EngineError if ``loop`` is closed.
-    """
+    """Yield here what ``make()`` yields on ``loop``; closing cancels it.  Raises EngineError if ``loop`` is closed."""
     inbox: asyncio.Queue[T | BaseException | None] = asyncio.Queue()
+
+    def send(item: object) -> None:
+        outbox.put(inbox, item)
+        outbox.flush()
 
     async def pump() -> None:
         ended: BaseException | None = EngineError("the engine cancelled a request; try again")
         try:
             async with aclosing(make()) as items:
                 async for item in items:
-                    outbox.put(inbox, item)
-                    outbox.flush()
+                    send(item)
             ended = None
         except Exception as error:
             ended = error
         finally:
-            outbox.put(inbox, ended)
-            outbox.flush()
+            send(ended)
 
     work = pump()
     try:
@@ -158,7 +157,7 @@ def wait_for(work: Coroutine[Any, Any, T]) -> T:
 
 
 async def gather_all(work: Sequence[Coroutine[Any, Any, T]], at_once: int | None = None) -> list[T]:
-    """Every result in order, ``at_once`` at a time; the first failure cancels the rest and is raised."""
+    """Return every result in order, ``at_once`` at a time; the first failure cancels the rest and is raised."""
     slots = asyncio.Semaphore(at_once or max(1, len(work)))
 
     async def bounded(item: Coroutine[Any, Any, T]) -> T:

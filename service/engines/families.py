@@ -17,10 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """The path from the causal-LM module to the readouts.
-
-    ``projection``, relative to a block, is the module whose INPUT is the concatenated head outputs (Eq. readout).
-    """
+    """The paths from the causal-LM module to the blocks, and from a block to the module whose INPUT the heads are."""
 
     name: str
     model_types: tuple[str, ...]  # config.model_type
@@ -58,11 +55,10 @@ class ModelModules:
 
 
 def family_of(config: Any) -> Family:
-    """The family of a transformers config.  Raises UnknownFamily."""
+    """Return the family of a transformers config.  Raises UnknownFamily."""
     model_type = str(getattr(config, "model_type", ""))
-    for family in FAMILIES:
-        if model_type in family.model_types:
-            return family
+    if found := next((family for family in FAMILIES if model_type in family.model_types), None):
+        return found
     known = ", ".join(sorted(name for family in FAMILIES for name in family.model_types))
     raise UnknownFamily(
         f"model_type {model_type!r} is not a known model family. Known: {known}. "
@@ -72,17 +68,13 @@ def family_of(config: Any) -> Family:
 
 
 def text_config(config: Any) -> Any:
-    """The language model's part of a config; the config itself for text-only models."""
+    """Return the language model's part of a config; the config itself for text-only models."""
     nested = getattr(config, "get_text_config", None)
     return nested() if nested is not None else config
 
 
 def geometry(config: Any) -> Geometry:
-    """Layers, QUERY heads and head size from a transformers config.
-
-    ``head_dim`` is the config's, or hidden_size / num_attention_heads if that is missing or None.
-    Raises EngineError if that division leaves a remainder.
-    """
+    """Return layers, QUERY heads and head size of a config.  Raises EngineError if the head size is no whole number."""
     text = text_config(config)
     hidden, heads = int(text.hidden_size), int(text.num_attention_heads)
     head_dim = getattr(text, "head_dim", None)
@@ -97,10 +89,7 @@ def geometry(config: Any) -> Geometry:
 
 
 def locate(model: nn.Module) -> ModelModules:
-    """Find a loaded model's blocks and projections and check them against its config.
-
-    Raises UnknownFamily for an unlisted model type and EngineError if the module tree contradicts the table.
-    """
+    """Find a loaded model's blocks and projections.  Raises UnknownFamily, or EngineError if its config contradicts."""
     config: Any = model.config
     family, shape = family_of(config), geometry(config)
     blocks = tuple(_submodule(model, family.blocks, family).children())
@@ -112,20 +101,15 @@ def locate(model: nn.Module) -> ModelModules:
     projections = tuple(_submodule(block, family.projection, family) for block in blocks)
     expected = shape.num_heads * shape.head_dim
     for layer, projection in enumerate(projections):
-        if (width := input_width(projection)) != expected:
+        # A Linear's ``in_features``, or the first axis of GPT-2's Conv1D weight.
+        weight: Any = projection.weight
+        if (width := int(getattr(projection, "in_features", weight.shape[0]))) != expected:
             raise EngineError(
                 f"{family.name}: {family.blocks}.{layer}.{family.projection} takes {width} inputs where "
                 f"{shape.num_heads} heads of {shape.head_dim} make {expected}; correct the row in "
                 "service/engines/families.py or the config"
             )
     return ModelModules(geometry=shape, blocks=blocks, projections=projections)
-
-
-def input_width(projection: nn.Module) -> int:
-    """Number of inputs of a projection: ``in_features`` of a Linear, the first axis of GPT-2's Conv1D weight."""
-    in_features = getattr(projection, "in_features", None)
-    weight: Any = projection.weight if in_features is None else None
-    return int(weight.shape[0]) if in_features is None else int(in_features)
 
 
 def _submodule(root: nn.Module, path: str, family: Family) -> nn.Module:

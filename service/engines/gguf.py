@@ -1,4 +1,4 @@
-"""GGUF files, the format of llama.cpp and Ollama, as plain model folders that both engines load.
+"""GGUF files, the format of llama.cpp and Ollama, made into plain model folders that both engines load.
 
 A file is dequantized once, by transformers, into a folder of the cache that is named after the file's sha256.  So both
 engines read the same weights, and the fingerprint does not change between starts.
@@ -26,13 +26,12 @@ from service.errors import HalluTracerError, ModelLoadError
 CONVERTER = 1  # part of the cache's folder names: raised where a conversion gives something else than before
 CHUNK = 1 << 24
 PROGRESS_FROM = 1 << 30  # bytes from which hashing shows its progress
-BYTES_PER_WEIGHT = 2  # on disk
+NEEDED = 2 * 1.1  # bytes of free space asked for, per weight
 MAKING = ".making-"  # how the names of folders begin that are not whole yet
-SPARE = 1.1  # free space asked for, over the weights' own
 
 
 def is_gguf(path: Path) -> bool:
-    """Whether it is a file that is to be read as GGUF, by its name or its first bytes."""
+    """Return whether it is a file that is to be read as GGUF, by its name or its first bytes."""
     if not path.is_file():
         return False
     with path.open("rb") as stream:
@@ -40,14 +39,21 @@ def is_gguf(path: Path) -> bool:
 
 
 def folder_of(file: Path, cache: Path | None = None) -> Path:
-    """The plain model folder of a GGUF file, made at the first call.  Raises ModelLoadError, UnknownFamily."""
+    """Return the plain model folder of a GGUF file, made at the first call.  Raises ModelLoadError, UnknownFamily."""
     cache = cache or cache_folder()
-    folder = _place(file, cache)
+    folder = _folder_in(cache, file)
     _remove_left(cache)
     if folder.is_dir():
         return folder
     facts = _facts(file)
-    _check_space(cache, facts.weights * BYTES_PER_WEIGHT * SPARE, file)
+    cache.mkdir(parents=True, exist_ok=True)
+    free, needed = shutil.disk_usage(cache).free, facts.weights * NEEDED
+    if free < needed:
+        raise ModelLoadError(
+            f"{file.name} takes {needed / 2**30:.1f} GiB dequantized, and {cache} has {free / 2**30:.1f} GiB "
+            "free; make room, or set HALLUTRACER_CACHE to a folder elsewhere",
+            param="model",
+        )
     with _at_work(cache):
         folder.parent.mkdir(parents=True, exist_ok=True)
         aside = Path(tempfile.mkdtemp(dir=folder.parent, prefix=MAKING))
@@ -64,23 +70,20 @@ def folder_of(file: Path, cache: Path | None = None) -> Path:
 
 
 def lock_of(cache: Path) -> Path:
-    """Locked by each process that unpacks into ``cache``, of other containers too: shared, alone by one that cleans up.
-
-    The system takes a lock from a process that is killed.  A process id would mean nothing in another container.
-    """
+    """Return the file that processes of all containers lock: shared to unpack, alone to clean up."""
     return cache.with_name(f".{cache.name}.lock")
 
 
 @contextmanager
 def _at_work(cache: Path) -> Iterator[None]:
-    """Nobody removes what this process unpacks.  Raises ModelLoadError where the cache cannot be written."""
+    """Keep others from removing what this process unpacks.  Raises ModelLoadError where the cache is read-only."""
     try:
         lock = lock_of(cache).open("a+")
     except OSError as error:
-        message = (
-            f"cannot write {lock_of(cache)}: {error.strerror}; set HALLUTRACER_CACHE to a folder that can be written"
-        )
-        raise ModelLoadError(message, param="model") from None
+        raise ModelLoadError(
+            f"cannot write {lock_of(cache)}: {error.strerror}; set HALLUTRACER_CACHE to a folder that can be written",
+            param="model",
+        ) from None
     with lock:
         with suppress(OSError):  # a file system without locks: nobody can lock it alone either, so nobody removes
             fcntl.flock(lock, fcntl.LOCK_SH)
@@ -98,17 +101,25 @@ def _remove_left(cache: Path) -> None:
 
 
 def unpacked(file: Path) -> Path | None:
-    """The folder of a GGUF file where ``folder_of`` has made it already.  Reads the file once, for its sha256."""
-    folder = _place(file, cache_folder())
+    """Return the folder of a GGUF file if ``folder_of`` has made it.  Reads the file once, for its sha256."""
+    folder = _folder_in(cache_folder(), file)
     return folder if folder.is_dir() else None
 
 
-def _place(file: Path, cache: Path) -> Path:
-    return cache / f"{_sha256(file)[:32]}-{CONVERTER}" / file.name.removesuffix(".gguf")
+def _folder_in(cache: Path, file: Path) -> Path:
+    digest, size = hashlib.sha256(), file.stat().st_size
+    with (
+        file.open("rb") as stream,
+        tqdm(total=size, unit="B", unit_scale=True, desc=f"reading {file.name}", disable=size < PROGRESS_FROM) as bar,
+    ):
+        while chunk := stream.read(CHUNK):
+            digest.update(chunk)
+            bar.update(len(chunk))
+    return cache / f"{digest.hexdigest()[:32]}-{CONVERTER}" / file.name.removesuffix(".gguf")
 
 
 def cache_folder() -> Path:
-    """``HALLUTRACER_CACHE``, else hallutracer/models in the user's cache folder."""
+    """Return ``HALLUTRACER_CACHE``, else hallutracer/models in the user's cache folder."""
     if given := os.environ.get("HALLUTRACER_CACHE"):
         return Path(given).expanduser() / "models"
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hallutracer" / "models"
@@ -125,7 +136,7 @@ class _Facts:
 
 
 def _facts(file: Path) -> _Facts:
-    """Raises ModelLoadError for a file that is damaged, or whose weights cannot be read here."""
+    """Raise ModelLoadError for a file that is damaged, or whose weights cannot be read here."""
     try:
         from gguf import GGUFReader
         from gguf.quants import _type_traits  # the types that it can dequantize
@@ -135,13 +146,18 @@ def _facts(file: Path) -> _Facts:
         ) from None
     try:
         reader = GGUFReader(file)
+
+        def said(name: str) -> Any:
+            field = reader.get_field(name)
+            return None if field is None else field.contents()
+
         types = {tensor.tensor_type for tensor in reader.tensors}
         weights = sum(int(tensor.n_elements) for tensor in reader.tensors)
-        kind = _field(reader, "tokenizer.ggml.model")
-        adds_bos = _field(reader, "tokenizer.ggml.add_bos_token")
-        adds_eos = _field(reader, "tokenizer.ggml.add_eos_token")
-        head_dim = _field(reader, f"{_field(reader, 'general.architecture')}.attention.key_length")
-        shards = int(_field(reader, "split.count") or 1)
+        kind = said("tokenizer.ggml.model")
+        adds_bos = said("tokenizer.ggml.add_bos_token")
+        adds_eos = said("tokenizer.ggml.add_eos_token")
+        head_dim = said(f"{said('general.architecture')}.attention.key_length")
+        shards = int(said("split.count") or 1)
     except (OSError, ValueError, KeyError, IndexError, UnicodeDecodeError) as error:
         raise ModelLoadError(f"{file} is not a sound GGUF file ({error}); download it again", param="model") from error
     if shards > 1:
@@ -161,19 +177,11 @@ def _facts(file: Path) -> _Facts:
     return _Facts(weights, None if head_dim is None else int(head_dim), adds_bos, bool(adds_eos))
 
 
-def _field(reader: Any, name: str) -> Any:
-    field = reader.get_field(name)
-    return None if field is None else field.contents()
-
-
 def _convert(file: Path, facts: _Facts, folder: Path) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-    source: dict[str, Any] = {
-        "pretrained_model_name_or_path": str(file.parent),
-        "gguf_file": file.name,
-        "local_files_only": True,
-    }
+    source: dict[str, Any] = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
+    source["local_files_only"] = True
     try:
         config = AutoConfig.from_pretrained(**source)
         family_of(config)
@@ -181,7 +189,7 @@ def _convert(file: Path, facts: _Facts, folder: Path) -> None:
             config.head_dim = facts.head_dim  # which the conversion forgets
         tokenizer = AutoTokenizer.from_pretrained(**source)
         model = AutoModelForCausalLM.from_pretrained(**source, config=config, dtype=torch.float16)
-        if not _finite(model):  # beyond float16's range
+        if not all(bool(torch.isfinite(one).all()) for one in model.parameters()):  # beyond float16's range
             model = AutoModelForCausalLM.from_pretrained(**source, config=config, dtype=torch.bfloat16)
         plain = _plain(model)
     except HalluTracerError:
@@ -194,7 +202,7 @@ def _convert(file: Path, facts: _Facts, folder: Path) -> None:
 
 
 def _plain(model: Any) -> Any:
-    """The same model without its quantization entry, which refuses to be saved."""
+    """Return the same model without its quantization entry, which refuses to be saved."""
     settings = model.config.to_dict()
     settings.pop("quantization_config", None)
     config = type(model.config).from_dict(settings)
@@ -206,15 +214,8 @@ def _plain(model: Any) -> Any:
     return plain
 
 
-def _finite(model: Any) -> bool:
-    return all(bool(torch.isfinite(parameter).all()) for parameter in model.parameters())
-
-
 def carry_special_tokens(tokenizer: Any, *, adds_bos: bool | None, adds_eos: bool) -> None:
-    """Make the converted tokenizer begin and end a text as the file's own does.
-
-    transformers' conversion forgets ``add_bos_token``; a Gemma without its first token only repeats the question.
-    """
+    """Make the converted tokenizer begin and end a text as the file's own does, which the conversion forgets."""
     if adds_bos is None:
         return
     first = tokenizer("a")["input_ids"][:1] == [tokenizer.bos_token_id]
@@ -232,27 +233,3 @@ def carry_special_tokens(tokenizer: Any, *, adds_bos: bool | None, adds_eos: boo
     )
     for name, value in (("add_bos_token", adds_bos), ("add_eos_token", adds_eos)):
         tokenizer.init_kwargs[name] = value
-
-
-def _check_space(cache: Path, needed: float, file: Path) -> None:
-    cache.mkdir(parents=True, exist_ok=True)
-    free = shutil.disk_usage(cache).free
-    if free < needed:
-        raise ModelLoadError(
-            f"{file.name} takes {needed / 2**30:.1f} GiB dequantized, and {cache} has {free / 2**30:.1f} GiB "
-            "free; make room, or set HALLUTRACER_CACHE to a folder elsewhere",
-            param="model",
-        )
-
-
-def _sha256(file: Path) -> str:
-    digest = hashlib.sha256()
-    size = file.stat().st_size
-    with (
-        file.open("rb") as stream,
-        tqdm(total=size, unit="B", unit_scale=True, desc=f"reading {file.name}", disable=size < PROGRESS_FROM) as bar,
-    ):
-        while chunk := stream.read(CHUNK):
-            digest.update(chunk)
-            bar.update(len(chunk))
-    return digest.hexdigest()

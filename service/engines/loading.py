@@ -1,34 +1,29 @@
-"""Loads a model and its tokenizer from engine options.  Raises ModelLoadError naming the cause."""
+"""A model and its tokenizer from engine options, and the digests over its configuration and weights."""
 
 from __future__ import annotations
 
+import hashlib
+import json
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.hub import cached_file
 
-from service.engines import gguf, hub
+from service.engines import gguf, places
 from service.engines.base import EngineOptions
 from service.engines.families import family_of, text_config
-from service.engines.identity import folder_fingerprint, weight_files
-from service.engines.places import place_of
 from service.errors import ModelLoadError
 
+MIB = 1 << 20
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 EXTRA_OPTIONS = frozenset({"attn_implementation"})
-
-
-@dataclass(frozen=True)
-class LoadedWeights:
-    """A model with its weights, ready to be run by an engine."""
-
-    model: Any
-    tokenizer: Any
-    name: str
-    fingerprint: str
+# Keys that saving, casting or renaming a checkpoint changes, without changing what is computed from its weights.
+INCIDENTAL = frozenset({"transformers_version", "_name_or_path", "torch_dtype", "dtype"})
 
 
 @dataclass(frozen=True)
@@ -43,88 +38,71 @@ class ModelFiles:
 
 
 def find_model_files(options: EngineOptions) -> ModelFiles:
-    """Configuration and tokenizer of a folder, a GGUF file, a packaged model or a hub name.
-
-    Raises ModelLoadError or UnknownFamily.
-    """
-    local = place_of(options.model)
+    """Return what a folder, GGUF file, package or hub has but weights.  Raises ModelLoadError, UnknownFamily."""
+    local = places.place_of(options.model)
+    arguments: dict[str, Any]
     if local is None:
         # Where the hub cannot be reached, what was downloaded before is read without asking for news of it.
-        offline = not hub.reachable(options.model, options.revision)
-        loader_arguments: dict[str, Any] = {
-            "pretrained_model_name_or_path": options.model,
-            "revision": options.revision,
-            "local_files_only": offline,
-        }
+        offline = not places.reachable(options.model, options.revision)
+        arguments = {"pretrained_model_name_or_path": options.model, "revision": options.revision}
     else:
         if options.revision is not None:
             raise ModelLoadError(f"{local} is on disk, without revisions; leave it out", param="revision")
         if gguf.is_gguf(local):
             local = gguf.folder_of(local)
         check_folder(local)
-        loader_arguments = {"pretrained_model_name_or_path": str(local), "local_files_only": True}
-    loader_arguments["trust_remote_code"] = options.trust_remote_code
-
-    config = _attempt("configuration", options, lambda: AutoConfig.from_pretrained(**loader_arguments))
+        arguments, offline = {"pretrained_model_name_or_path": str(local)}, True
+    arguments |= {"local_files_only": offline, "trust_remote_code": options.trust_remote_code}
+    config = _attempt("configuration", options, lambda: AutoConfig.from_pretrained(**arguments))
     family_of(config)
-    tokenizer = _attempt("tokenizer", options, lambda: AutoTokenizer.from_pretrained(**loader_arguments))
+    tokenizer = _attempt("tokenizer", options, lambda: AutoTokenizer.from_pretrained(**arguments))
     if local is not None:
         # The folder's name without its path, because the name is sent to clients.
-        return ModelFiles(loader_arguments, config, tokenizer, local.resolve().name, local)
+        return ModelFiles(arguments, config, tokenizer, local.resolve().name, local)
     cached = cached_file(options.model, "config.json", revision=options.revision, local_files_only=offline)
-    return ModelFiles(loader_arguments, config, tokenizer, options.model, Path(str(cached)).parent)
+    return ModelFiles(arguments, config, tokenizer, options.model, Path(str(cached)).parent)
 
 
-def load(options: EngineOptions) -> LoadedWeights:
-    """Load a folder or a hub name.  Raises ModelLoadError, or UnknownFamily before any weight is read."""
+def load(options: EngineOptions) -> tuple[Any, ModelFiles]:
+    """Load the model of a folder or a hub name.  Raises ModelLoadError, or UnknownFamily before any weight is read."""
     check_options(options)
     device = choose_device(options.device)
     files = find_model_files(options)
-    dtype = choose_dtype(options.dtype, files.config, device)
-    model, report = _attempt(
-        "weights",
-        options,
-        lambda: AutoModelForCausalLM.from_pretrained(
-            **files.loader_arguments,
-            config=files.config,
-            dtype=dtype,
-            output_loading_info=True,
-            **attention(files.config) | options.extra,
-        ),
-    )
+    arguments = {
+        **files.loader_arguments,
+        "config": files.config,
+        "dtype": choose_dtype(options.dtype, files.config, device),
+        "output_loading_info": True,
+        **attention(files.config),
+        **options.extra,
+    }
+    model, report = _attempt("weights", options, lambda: AutoModelForCausalLM.from_pretrained(**arguments))
     if missing := sorted(report["missing_keys"]):
         raise ModelLoadError(
             f"the checkpoint of {options.model} lacks {len(missing)} parameter(s), first {missing[0]}, which "
             "would be random; download the model again, or check that config.json belongs to these weights",
             param="model",
         )
-    model = _attempt("weights", options, lambda: model.to(device))
-    return LoadedWeights(
-        model=model, tokenizer=files.tokenizer, name=files.name, fingerprint=folder_fingerprint(files.folder)
-    )
+    return _attempt("weights", options, lambda: model.to(device)), files
 
 
 def attention(config: Any) -> dict[str, str]:
-    """``eager`` for models that cap attention logits (Gemma 2): transformers' other implementations do not."""
+    """Return ``eager`` for models that cap attention logits (Gemma 2): other implementations do not."""
     capped = getattr(text_config(config), "attn_logit_softcapping", None) is not None
     return {"attn_implementation": "eager"} if capped else {}
 
 
 def check_options(options: EngineOptions) -> None:
     """Raise ModelLoadError for an option that is invalid for any model."""
-    if options.dtype != "auto" and options.dtype not in DTYPES:
-        raise ModelLoadError(
-            f"dtype {options.dtype!r} is not supported; choose auto, {', '.join(DTYPES)}", param="dtype"
-        )
-    if options.padding_side not in ("left", "right"):
-        raise ModelLoadError(
-            f"padding_side is {options.padding_side!r}; it must be left or right", param="padding_side"
-        )
-    if options.max_batch_tokens is not None and options.max_batch_tokens < 1:
-        raise ModelLoadError(
-            f"max_batch_tokens is {options.max_batch_tokens}; it must be at least 1", param="max_batch_tokens"
-        )
-    if unknown := sorted(set(options.extra) - EXTRA_OPTIONS):
+    tokens, unknown = options.max_batch_tokens, sorted(set(options.extra) - EXTRA_OPTIONS)
+    for name, valid, expected in (
+        ("dtype", options.dtype in ("auto", *DTYPES), f"be auto, {', '.join(DTYPES)}"),
+        ("padding_side", options.padding_side in ("left", "right"), "be left or right"),
+        ("max_batch_tokens", tokens is None or tokens >= 1, "be at least 1"),
+    ):
+        if not valid:
+            raise ModelLoadError(f"{name} is {getattr(options, name)!r}; it must {expected}", param=name)
+    if unknown:
         raise ModelLoadError(
             f"the transformers engine has no option {', '.join(unknown)}; it takes {', '.join(sorted(EXTRA_OPTIONS))}",
             param="extra",
@@ -134,18 +112,18 @@ def check_options(options: EngineOptions) -> None:
 def check_folder(folder: Path) -> None:
     """Raise ModelLoadError for a file, or a folder without a config or without weights."""
     if not folder.is_dir():
-        raise ModelLoadError(f"{folder} is neither a folder nor a GGUF file", param="model")
-    if not (folder / "config.json").is_file():
-        raise ModelLoadError(f"{folder} has no config.json; it is not a transformers model folder", param="model")
-    if not weight_files(folder):
-        raise ModelLoadError(
-            f"{folder} has no weights; expected model.safetensors or pytorch_model.bin, or an index of shards",
-            param="model",
-        )
+        problem = "is neither a folder nor a GGUF file"
+    elif not (folder / "config.json").is_file():
+        problem = "has no config.json; it is not a transformers model folder"
+    elif not weight_files(folder):
+        problem = "has no weights; expected model.safetensors or pytorch_model.bin, or an index of shards"
+    else:
+        return
+    raise ModelLoadError(f"{folder} {problem}", param="model")
 
 
 def choose_device(device: str) -> torch.device:
-    """``auto`` is cuda if available.  Raises ModelLoadError for a device that is not available."""
+    """Return the device; ``auto`` is cuda if available.  Raises ModelLoadError for one that is not available."""
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -165,7 +143,7 @@ def choose_device(device: str) -> torch.device:
 
 
 def choose_dtype(dtype: str, config: Any, device: torch.device) -> torch.dtype:
-    """``auto``: float32 on CPU, the checkpoint's own on CUDA.  Raises ModelLoadError if that is not supported."""
+    """Return the dtype; ``auto`` is float32 on CPU, the checkpoint's own on CUDA.  Raises ModelLoadError."""
     if dtype != "auto":
         return DTYPES[dtype]
     if device.type == "cpu":
@@ -176,22 +154,93 @@ def choose_dtype(dtype: str, config: Any, device: torch.device) -> torch.dtype:
     return own
 
 
-def _attempt(what: str, options: EngineOptions, action: Any) -> Any:
+def _attempt(what: str, options: EngineOptions, action: Callable[[], Any]) -> Any:
     try:
         return action()
-    except (torch.OutOfMemoryError, MemoryError) as error:
-        raise _out_of_memory(options) from error
     except Exception as error:  # file formats raise their own types (safetensors, tokenizers)
-        if "out of memory" in str(error).lower() or "can't allocate memory" in str(error).lower():
-            raise _out_of_memory(options) from error
-        raise ModelLoadError(
-            f"the {what} of {options.model} cannot be loaded: {type(error).__name__}: {error}", param="model"
-        ) from error
+        told = str(error).lower()
+        full = isinstance(error, torch.OutOfMemoryError | MemoryError)
+        if full or "out of memory" in told or "can't allocate memory" in told:
+            message = (
+                f"{options.model} does not fit into memory on device {options.device}; use a smaller model, dtype "
+                "bfloat16 or another device"
+            )
+        else:
+            message = f"the {what} of {options.model} cannot be loaded: {type(error).__name__}: {error}"
+        raise ModelLoadError(message, param="model") from error
 
 
-def _out_of_memory(options: EngineOptions) -> ModelLoadError:
-    return ModelLoadError(
-        f"{options.model} does not fit into memory on device {options.device}; use a smaller model, dtype bfloat16 or "
-        "another device",
-        param="model",
-    )
+def weight_files(folder: Path) -> list[Path]:
+    """Return the weight files that transformers would load, by name.  Raises ModelLoadError if one is missing."""
+    for single in ("model.safetensors", "pytorch_model.bin"):
+        index = folder / f"{single}.index.json"
+        if (folder / single).is_file():
+            return [folder / single]
+        if index.is_file():
+            names = sorted(set(_read_json(index).get("weight_map", {}).values()))
+            if missing := [name for name in names if not (folder / name).is_file()]:
+                raise ModelLoadError(
+                    f"{index} names {', '.join(missing)}, which is not there; download the model again"
+                )
+            return [folder / name for name in names]
+    return []
+
+
+def folder_fingerprint(folder: Path) -> str:
+    """Return sha256 over config.json and each weight file's name, size and sha256 of its first and last MiB.
+
+    Reading only both ends takes milliseconds instead of minutes for tens of gigabytes.  It detects a wrong model, not a
+    deliberate edit in the middle of a file.
+    """
+    digest = hashlib.sha256(_canonical(_read_json(folder / "config.json")))
+    for file in weight_files(folder):
+        size = file.stat().st_size
+        with file.open("rb") as stream:
+            ends = hashlib.sha256(stream.read(MIB))
+            stream.seek(max(0, size - MIB))
+            ends.update(stream.read(MIB))
+        digest.update(_canonical([file.name, size, ends.hexdigest()]))
+    return digest.hexdigest()
+
+
+def changed_at_load(fingerprint: str, changes: Mapping[str, str]) -> str:
+    """Return the fingerprint of a checkpoint loaded otherwise than saved, as quantized; without changes its own."""
+    changed = hashlib.sha256(fingerprint.encode() + _canonical(dict(changes))).hexdigest()
+    return changed if changes else fingerprint
+
+
+def memory_fingerprint(model: nn.Module) -> str:
+    """Return sha256 over config and every parameter's name, dtype, shape and bytes, for a model built in memory."""
+    config: Any = model.config
+    digest = hashlib.sha256(_canonical(config.to_dict()))
+    for name, parameter in sorted(model.named_parameters()):
+        digest.update(_canonical([name, str(parameter.dtype), list(parameter.shape)]))
+        digest.update(parameter.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def revision_of(config: Any) -> str:
+    """Return the hub commit a model was loaded from, or "local"."""
+    return getattr(config, "_commit_hash", None) or "local"
+
+
+def _canonical(content: Any) -> bytes:
+    return json.dumps(_essential(content), sort_keys=True, separators=(",", ":"), default=str).encode()
+
+
+def _essential(content: Any) -> Any:
+    if isinstance(content, dict):
+        return {str(key): _essential(value) for key, value in content.items() if key not in INCIDENTAL}
+    if isinstance(content, list | tuple):
+        return [_essential(value) for value in content]
+    return content
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelLoadError(f"{path} cannot be read as JSON ({error}); download the model again") from error
+    if not isinstance(content, dict):
+        raise ModelLoadError(f"{path} is not a JSON object; download the model again")
+    return content

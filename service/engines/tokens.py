@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -21,7 +21,7 @@ class Tokens:
         self._tokenizer = tokenizer
 
     def tokenize(self, text: str) -> list[int]:
-        """Plain text to ids, with the tokenizer's own special tokens in front.  Raises RequestError on lone surrogates.
+        """Encode plain text, with the tokenizer's own special tokens in front.  Raises RequestError on lone surrogates.
 
         An end token that the tokenizer appends is removed, because t* is the prompt's last token.
         """
@@ -31,39 +31,37 @@ class Tokens:
         return ids[:-1] if appended else ids
 
     def render_chat(self, messages: Sequence[dict[str, str]]) -> list[int]:
-        """Messages to ids through the chat template, with its generation prompt, so that t* is its last token.
+        """Encode messages through the chat template, with its generation prompt, so that t* is its last token.
 
         The template writes its own special tokens, so none are added; those that a message spells out are encoded as
         the text that they are, so that no message can end its turn and begin another.  Raises RequestError if there is
         no chat template or the template refuses the messages.
         """
         if not getattr(self._tokenizer, "chat_template", None):
-            raise RequestError(
-                "this model's tokenizer has no chat template; send `prompt` or `input_ids` instead of `messages`",
-                param="messages",
-            )
+            raise _refused("this model's tokenizer has no chat template; send `prompt` or `input_ids` instead")
         if not messages:
-            raise RequestError("messages is empty; send at least one message", param="messages")
+            raise _refused("messages is empty; send at least one message")
         for number, message in enumerate(messages):
             for field in ("role", "content"):
                 if not isinstance(message, dict) or not isinstance(message.get(field), str):
-                    raise RequestError(f"message {number} needs {field!r} as a string", param="messages")
+                    raise _refused(f"message {number} needs {field!r} as a string")
         hidden: dict[str, str] = {}
         turns = [{**message, "content": self._hide(message["content"], hidden)} for message in messages]
         try:
-            text = self._tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
+            text = str(self._tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False))
         except Exception as error:  # a template is a program that can raise anything
-            raise RequestError(f"the chat template refuses these messages: {error}", param="messages") from error
-        return self._reveal(str(text), hidden) if hidden else self._encode(str(text), special=False)
+            raise _refused(f"the chat template refuses these messages: {error}") from error
+        return self._reveal(text, hidden) if hidden else self._encode(text, special=False)
 
     def detokenize(self, token_ids: Sequence[int]) -> str:
-        """Ids to text, special tokens left out."""
-        text = self._tokenizer.decode(list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        return str(text)
+        """Decode ids, special tokens left out."""
+        return str(
+            self._tokenizer.decode(list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        )
 
     @cached_property
     def digest(self) -> str:
-        """sha256 of the tokenizer's serialisation: equal for every load, different if any token id could change.
+        """The sha256 of the serialisation: equal for every load, different if any token id could change.
 
         It leaves out padding and truncation, which are settings of a call.  A slow tokenizer has no such serialisation:
         its class, vocabulary and special tokens are used instead.
@@ -78,7 +76,7 @@ class Tokens:
 
     @property
     def chat_template_digest(self) -> str | None:
-        """sha256 of the chat template; None if there is none."""
+        """The sha256 of the chat template; None if there is none."""
         template = getattr(self._tokenizer, "chat_template", None)
         if not template:
             return None
@@ -107,39 +105,35 @@ class Tokens:
         def stand_in(found: re.Match[str]) -> str:
             mark = hidden.setdefault(found[0], chr(ord(STAND_INS[0]) + len(hidden)))
             if mark > STAND_INS[1]:
-                raise RequestError("the messages spell out too many special tokens", param="messages")
+                raise _refused("the messages spell out too many special tokens")
             return mark
 
         return self._special.sub(stand_in, content)
 
     def _reveal(self, text: str, hidden: Mapping[str, str]) -> list[int]:
-        """Token ids of ``text``, with each stand-in replaced by the tokens of the text that it stands for.
-
-        Raises RequestError if the tokenizer does not keep a stand-in apart, or cannot split a special token.
-        """
+        """Encode ``text``, each stand-in as the tokens of what it stands for.  Raises RequestError if it cannot."""
         _check_unicode(text)
         if not self._tokenizer.is_fast:
-            raise _spelt_out(hidden)
-        split = {mark: self._split(special) for special, mark in hidden.items()}
+            raise _spelt_out(next(iter(hidden)))
+        split: dict[str, list[int]] = {}
+        for special, mark in hidden.items():
+            ids = self._tokenizer(special, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+            if set(ids) & set(self._tokenizer.all_special_ids):
+                raise _spelt_out(special)
+            split[mark] = [int(token) for token in ids]
         encoded = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-        ids: list[int] = []
+        tokens: list[int] = []
         revealed = -1  # the place of the stand-in before: one takes several tokens
         for token, (start, end) in zip(encoded["input_ids"], encoded["offset_mapping"], strict=True):
             found = next((place for place in range(start, end) if text[place] in split), None)
             if found is None:
-                ids.append(int(token))
+                tokens.append(int(token))
             elif end - start > 1:
-                raise _spelt_out(hidden)
+                raise _spelt_out(next(iter(hidden)))
             elif found != revealed:
                 revealed = found
-                ids += split[text[found]]
-        return ids
-
-    def _split(self, special: str) -> list[int]:
-        ids = self._tokenizer(special, add_special_tokens=False, split_special_tokens=True)["input_ids"]
-        if set(ids) & set(self._tokenizer.all_special_ids):
-            raise _spelt_out([special])
-        return [int(token) for token in ids]
+                tokens += split[text[found]]
+        return tokens
 
     def _encode(self, text: str, *, special: bool) -> list[int]:
         _check_unicode(text)
@@ -158,11 +152,14 @@ def _check_unicode(text: str) -> None:
         ) from error
 
 
-def _spelt_out(special: Iterable[str]) -> RequestError:
-    return RequestError(
-        f"a message spells out the special token {next(iter(special))!r}, and this model's tokenizer cannot "
-        "encode it as text; remove it",
-        param="messages",
+def _refused(message: str) -> RequestError:
+    return RequestError(message, param="messages")
+
+
+def _spelt_out(special: str) -> RequestError:
+    return _refused(
+        f"a message spells out the special token {special!r}, and this model's tokenizer cannot encode it as text; "
+        "remove it"
     )
 
 

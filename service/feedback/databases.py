@@ -99,7 +99,7 @@ class Location:
     text: str
 
     def __str__(self) -> str:
-        """Without user and password, for messages."""
+        """Return it without user and password, for messages."""
         if not self.is_postgres:
             return str(self.path)
         parts = urlsplit(self.text)

@@ -57,7 +57,7 @@ class Given:
 
     @property
     def size(self) -> int:
-        """As ``Answer.size``."""
+        """Bytes that it takes while it waits, roughly."""
         return _ROW_BYTES + len(self.comment or "")
 
 

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from sklearn.linear_model import LogisticRegression
 from threadpoolctl import threadpool_limits
 
-from probes_store.context import CONTEXT_SIGNALS
+from probes_store.records import CONTEXT_SIGNALS
 from service.errors import NoDirection
 from service.fitting.fit import Floats, Index, ProbeFit, Readouts, Task, fit_probes, require
 from service.fitting.folds import group_folds

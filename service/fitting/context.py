@@ -13,7 +13,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from probes_store.context import ContextName, ContextProbe
+from probes_store.records import ContextName, ContextProbe
 from service.fitting.calibration import FitOptions, cross_fit, fit_classifier, refit
 from service.fitting.fit import Floats, Index, ProbeFit, Readouts
 from service.fitting.layer_weights import fit_layer_weights

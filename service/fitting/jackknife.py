@@ -7,7 +7,7 @@ With few groups it is wider than a percentile bootstrap's, which is too short th
 Leaving out a group changes no fit.  What another training set would have changed is allowed for by a factor on the
 variance, 1 / (1 - share of the rows in a test side): 1.25 for five folds.  It is a rule in the manner of Nadeau and
 Bengio (2003, Mach. Learn. 52, 239-281), since no unbiased estimate exists (Bengio and Grandvalet 2004); how often the
-intervals cover is measured by ``benchmarks/intervals.py``.  Risks rise with hallucination; label 1 is factual.
+intervals cover was measured: ``benchmarks/LOG.md``.  Risks rise with hallucination; label 1 is factual.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from probes_store.recalibration import EDGE, Method, Recalibration
+from probes_store.records import EDGE, Method, Recalibration
 from service.fitting.folds import group_folds
 from service.fitting.jackknife import Interval, standard_error, t_interval
 from service.fitting.risk_maps import FITS

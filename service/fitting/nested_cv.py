@@ -16,8 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 from tqdm import tqdm
 
-from probes_store.context import CONTEXT_SIGNALS
 from probes_store.manifest import Signal
+from probes_store.records import CONTEXT_SIGNALS
 from service.fitting.calibration import (
     FinalClassifier,
     FitOptions,

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.special import logit
 
-from probes_store.recalibration import EDGE, Recalibration
+from probes_store.records import EDGE, Recalibration
 from service.fitting.group_draws import group_draws
 from service.fitting.jackknife import TAILS
 from service.fitting.scores import equal_mass_bins

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from scipy.special import expit, logit
 from sklearn.isotonic import isotonic_regression
 
-from probes_store.recalibration import EDGE, Method, Recalibration
+from probes_store.records import EDGE, Method, Recalibration
 from service.fitting.calibration import fit_classifier
 
 Floats = NDArray[np.floating]

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from scipy.optimize import nnls
 from sklearn.covariance import ledoit_wolf
 
-from probes_store.uncertainty import RefitInterval
+from probes_store.records import RefitInterval
 from service.fitting.fit import Floats, Index
 from service.fitting.folds import group_folds
 from service.judging.uncertainty import distance

@@ -51,12 +51,11 @@ class DriftLimits:
 
 @dataclass(frozen=True, eq=False)
 class Reference:
-    """The training rows' risks, sorted, and the ends of their tenths; ``modelled`` where they were not recorded."""
+    """The training rows' risks, sorted, and the ends of their tenths."""
 
     risks: Floats  # [N]
     edges: Floats  # [BINS - 1]
     outside: float | None  # share of training rows outside; None where the bundle cannot tell
-    modelled: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,14 +71,13 @@ class Drift:
 
 
 def reference_of(bundle: Bundle) -> Reference | None:
-    """From what the bundle keeps of its out-of-fold risks; None where it keeps too little."""
+    """Return what the bundle keeps of its out-of-fold risks; None where it keeps none."""
     found = training_risks(bundle)
     if found is None:
         return None
-    risks = np.sort(np.asarray(found[0], np.float64))
+    risks = np.sort(found)
     edges = np.asarray(np.quantile(risks, np.arange(1, BINS) / BINS), np.float64)
-    record = bundle.manifest.uncertainty
-    return Reference(risks, edges, None if record is None else record.outside_share, found[1] == "normal_model")
+    return Reference(risks, edges, bundle.manifest.uncertainty.outside_share)
 
 
 def compare(risks: Floats, outside: NDArray[np.bool_] | None, reference: Reference) -> Drift:

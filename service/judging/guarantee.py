@@ -22,35 +22,37 @@ ANSWERED = "rendering: the last message is the assistant's"
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
-    """A guarantee as it stands for one request; ``void`` has a reason for each departure from the calibration."""
+class GuaranteeStatus:
+    """A guarantee as it stands for one request; ``violations`` of what its calibration assumed."""
 
     alpha: float
     delta: float
-    void: tuple[str, ...]
+    violations: tuple[str, ...]
 
     @property
     def holds(self) -> bool:
-        """Whether nothing is known that voids it."""
-        return not self.void
+        """Return whether no violation is known."""
+        return not self.violations
 
 
-def standing(manifest: Manifest, policy: Policy, dtype: str, departures: tuple[str, ...] = ()) -> Standing | None:
-    """None where the bundle has no guarantee; dtype is the engine's, ``departures`` are further reasons."""
+def guarantee_status(
+    manifest: Manifest, policy: Policy, dtype: str, violations: tuple[str, ...] = ()
+) -> GuaranteeStatus | None:
+    """Return None where the bundle has no guarantee; ``dtype`` is the engine's, ``violations`` are further ones."""
     guarantee = manifest.guarantee
     if guarantee is None:
         return None
-    void = []
+    found = []
     if not policy.action.withholds:
-        void.append(f"policy: {policy.name!r} withholds nothing")
+        found.append(f"policy: {policy.name!r} withholds nothing")
     if not outside_as_calibrated(manifest, policy):
         does, did = ("also withholds", "did not") if policy.withhold_outside else ("does not withhold", "did")
-        void.append(f"policy: {policy.name!r} {does} prompts outside training, the calibration {did}")
+        found.append(f"policy: {policy.name!r} {does} prompts outside training, the calibration {did}")
     if policy.threshold is not None and policy.threshold != guarantee.threshold:
-        void.append(f"threshold: {policy.threshold:g} applies, {guarantee.threshold:g} is guaranteed")
+        found.append(f"threshold: {policy.threshold:g} applies, {guarantee.threshold:g} is guaranteed")
     if dtype != guarantee.dtype:
-        void.append(f"dtype: the engine computes in {dtype}, the calibration did in {guarantee.dtype}")
-    return Standing(guarantee.alpha, guarantee.delta, (*void, *departures))
+        found.append(f"dtype: the engine computes in {dtype}, the calibration did in {guarantee.dtype}")
+    return GuaranteeStatus(guarantee.alpha, guarantee.delta, (*found, *violations))
 
 
 def outside_as_calibrated(manifest: Manifest, policy: Policy) -> bool:
@@ -61,12 +63,12 @@ def outside_as_calibrated(manifest: Manifest, policy: Policy) -> bool:
     return policy.withhold_outside in (None, manifest.tells_outside)
 
 
-def chat_departures(messages: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
+def chat_violations(messages: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
     """How a conversation departs from a question: an answer's beginning moves the risk of what follows it."""
     return (ANSWERED,) if messages and messages[-1].get("role") == "assistant" else ()
 
 
-def shape_departures(manifest: Manifest, shapes: Sequence[Shape | None]) -> tuple[str, ...]:
+def shape_violations(manifest: Manifest, shapes: Sequence[Shape | None]) -> tuple[str, ...]:
     """Shapes of conversation that no row of the calibration had; of one that is not known, that it is not.
 
     Nothing of a bundle that does not name its own.
@@ -78,7 +80,7 @@ def shape_departures(manifest: Manifest, shapes: Sequence[Shape | None]) -> tupl
     return tuple(f"conversation: {shape}; the calibration had none like it" for shape in others if shape not in known)
 
 
-def decoding_departures(sampling: Sampling | None) -> tuple[str, ...]:
+def decoding_violations(sampling: Sampling | None) -> tuple[str, ...]:
     """How an answer that is decoded here departs from a greedy one; nothing to say where none is."""
     if sampling is None:
         return ()

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from probes_store.bundle import Bundle
-from probes_store.uncertainty import OUTSIDE
+from probes_store.records import OUTSIDE
 from service.risk import Floats, served_risk
 
 
@@ -34,13 +34,9 @@ class Uncertain:
         return self.distance >= OUTSIDE
 
 
-def uncertain(bundle: Bundle, logits: Floats, signals: Floats) -> Uncertain | None:
-    """Of a prompt's logits [(1 + A) m] and the classifier's input [k]; None where the bundle has no such record."""
+def uncertain(bundle: Bundle, logits: Floats, signals: Floats) -> Uncertain:
+    """Return the uncertainty of a prompt's logits [(1 + A) m] and the classifier's input [k]."""
     record, probes, classifier = bundle.manifest.uncertainty, bundle.probes, bundle.manifest.classifier
-    if record is None:
-        return None
-    assert probes.reference_mean is not None, "its reader wants the tensors with the record"
-    assert probes.reference_whitening is not None, "its reader wants the tensors with the record"
     away = float(distance(logits, probes.reference_mean, probes.reference_whitening))
     if record.interval is None:
         return Uncertain(away, None)

@@ -30,7 +30,7 @@ def default_model(bundles: Sequence[str] = ()) -> str:
 
     ``bundles``: references; only names count.
     """
-    from service.engines.packaged import PACKAGED
+    from service.engines.places import PACKAGED
 
     for reference in bundles:
         if model := short_name(reference.partition("@")[0].partition(":")[0]):

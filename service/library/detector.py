@@ -116,6 +116,7 @@ class Detector:
         """
         from service.engines.base import Sampling
         from service.policies.guard import GATE
+        from service.serving.judgement import Judgement
 
         given = as_prompts(prompts)
         ids = [
@@ -130,7 +131,8 @@ class Detector:
             if generate
             else self._scorer.score(ids, policy)
         )
-        return Risks(tuple(map(risk_of, given, reports)), self.bundle)
+        judgement = Judgement.of(self._scorer, policy, reports)
+        return Risks(tuple(map(risk_of, given, judgement.prompts)), self.bundle)
 
     def close(self) -> None:
         """Free the model; later calls raise EngineError."""

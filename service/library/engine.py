@@ -78,9 +78,9 @@ def _transformers(
 def _vllm(
     options: EngineOptions, bundles: Sequence[Bundle], rows: Sequence[Site], threads: int | None, report: Report
 ) -> Engine:
-    from service.engines.vllm.stages import stages
+    from service.engines.vllm.launch import stages
 
-    with stages() as told, progress(f"loading {_shown(options)} with vllm", report, told.last):
+    with stages() as last, progress(f"loading {_shown(options)} with vllm", report, last):
         from service.engines.vllm.engine import VllmEngine, slots_for
         from service.readout import Site
 
@@ -100,7 +100,7 @@ def refuse_another_model(options: EngineOptions, bundles: Sequence[Bundle]) -> N
         if bundles and bundles[0].manifest.model.revision == "local":
             why = f"{options.model!r} is no folder or GGUF file here, and a model of the hub is another"
             raise _wrong(bundles[0], why)
-        from service.engines.hub import reachable
+        from service.engines.places import reachable
 
         reachable(options.model, options.revision)
     except ModelLoadError as error:
@@ -109,8 +109,7 @@ def refuse_another_model(options: EngineOptions, bundles: Sequence[Bundle]) -> N
 
 def _refuse_other_weights(options: EngineOptions, bundles: Sequence[Bundle]) -> None:
     """Raise WrongModel where a folder's weights are not the bundle's: before they are read, which may take minutes."""
-    from service.engines.identity import folder_fingerprint
-    from service.engines.loading import check_folder
+    from service.engines.loading import check_folder, folder_fingerprint
 
     place = place_of(options.model)
     if not bundles or place is None or not place.is_dir():

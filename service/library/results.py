@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from probes_store.bundle import Bundle
     from service.prompts import Message
-    from service.scoring import RiskReport
+    from service.serving.judgement import JudgedPrompt
 
 MAX_PLOTTED = 6
 
@@ -130,8 +130,9 @@ class Risks(Sequence[Risk]):
         return ax
 
 
-def risk_of(prompt: str | Sequence[Message], report: RiskReport) -> Risk:
-    """A report of the scorer as a public result."""
+def risk_of(prompt: str | Sequence[Message], judged: JudgedPrompt) -> Risk:
+    """Return one prompt of a judgement as a public result."""
+    report = judged.report
     trajectory = np.array(report.trajectory, np.float64)
     trajectory.flags.writeable = False
     known = report.uncertain

@@ -21,8 +21,8 @@ def open_store(
     cache: where copies of a URL's bundles are kept; require_signature: a public key, certificates or
     sigstore:IDENTITY@ISSUER.  Raises InvalidReference, OpenStore and SigningError.
     """
-    from probes_store.signing import required_signature
     from probes_store.store import SHIPPED, Store, Trust
+    from probes_store.trust import required_signature
 
     required = None if require_signature is None else required_signature(str(require_signature))
     return Store(

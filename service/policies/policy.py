@@ -24,19 +24,21 @@ import re
 import tomllib
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
-from dataclasses import fields as dataclass_fields
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, TypeVar
+from urllib.parse import urlsplit
 
-from service.access.routes import CHAT_ROUTE, PROMPT_ROUTES, canonical
-from service.errors import HalluTracerError, RequestError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from service.access.routes import PROMPT_ROUTES, canonical
+from service.errors import HalluTracerError, first_problem
 from service.policies.guard import BLOCK, GATE, OBSERVE, Action, Policy
-from service.policies.upstreams import KEYS as UPSTREAM_KEYS
-from service.policies.upstreams import read_upstream
+from service.policies.upstreams import TIMEOUT_S, Upstream
 from service.settings import DEFAULT_MESSAGE
 
 NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
-KEYS = {"action", "threshold", "message", "withhold_outside", "withhold_no_fact"}
+Text = Annotated[str, Field(pattern=r"\S")]
+Table = TypeVar("Table", bound=BaseModel)
 MESSAGES = {
     Action.ANNOTATE: "Caution: this answer may be wrong (risk {risk}).",
     Action.RETRIEVE: "I cannot tell this from memory. Fetch a passage about it and ask again.",
@@ -45,18 +47,19 @@ MESSAGES = {
 
 
 def built_in(message: str = DEFAULT_MESSAGE) -> dict[str, Policy]:
-    """``observe``, ``gate`` (abstains, saying ``message``) and ``block``."""
+    """Return ``observe``, ``gate`` (abstains, saying ``message``) and ``block``."""
     return {policy.name: policy for policy in (OBSERVE, replace(GATE, message=message), BLOCK)}
 
 
-@dataclass(frozen=True, slots=True)
-class Rule:
+class Rule(BaseModel):
     """Chooses a policy by what a request is, None: whatever it is."""
 
-    policy: str
-    route: str | None = None
-    model: str | None = None
-    key: str | None = None
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    policy: Text
+    route: Text | None = None
+    model: Text | None = None
+    key: Text | None = None
 
     def check_key(self, names: Collection[str]) -> None:
         """Raise HalluTracerError where no key is called so: a misspelt rule would let through what it should not."""
@@ -65,7 +68,7 @@ class Rule:
             raise HalluTracerError(f"a rule of the policies file names the key {self.key!r}; {known}", param="policies")
 
     def fits(self, route: str, model: str, key: str) -> bool:
-        """Whether it applies to a request on ``route``, for ``model``, with the key of this name."""
+        """Return whether it applies to a request on ``route``, for ``model``, with the key of this name."""
         pairs = ((self.route, canonical(route)), (self.model, model), (self.key, key))
         return all(wanted in (None, own) for wanted, own in pairs)
 
@@ -79,7 +82,7 @@ class Policies:
 
 
 def load_policies(path: Path | None, message: str, default: str) -> Policies:
-    """The built-in policies and the file's.  Raises HalluTracerError: no message, or no policy named ``default``."""
+    """Return the built-in policies and the file's.  Raises HalluTracerError: no message, or no ``default``."""
     if not message.strip():
         raise HalluTracerError("the abstain message must not be empty", param="abstain_message")
     known = Policies(built_in(message)) if path is None else read_policies(path, message)
@@ -89,7 +92,7 @@ def load_policies(path: Path | None, message: str, default: str) -> Policies:
 
 
 def read_policies(path: Path, message: str = DEFAULT_MESSAGE) -> Policies:
-    """The built-in policies and the file's; a table of a built-in name replaces it.
+    """Return the built-in policies and the file's; a table of a built-in name replaces it.
 
     Raises HalluTracerError naming the file, the table and the key at fault.
     """
@@ -106,55 +109,80 @@ def read_policies(path: Path, message: str = DEFAULT_MESSAGE) -> Policies:
     return Policies(named, tuple(_rule(f"{path}, rule {place}", rule, named) for place, rule in enumerate(rules, 1)))
 
 
+class PolicyTable(BaseModel):
+    """A policy's table in the file."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    action: Annotated[Action, Field(strict=False)]
+    threshold: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] | None = None
+    message: Text | None = None
+    withhold_outside: bool | None = None
+    withhold_no_fact: bool = False
+    upstream: Text | None = None
+    upstream_model: Text | None = None
+    upstream_key_env: Text | None = None
+    upstream_timeout_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = TIMEOUT_S
+
+    @model_validator(mode="after")
+    def _belongs_to_its_action(self) -> PolicyTable:
+        if self.message is not None and not self.action.says:
+            speaking = ", ".join(one for one in Action if one.says)
+            raise ValueError(f"only actions {speaking} have a message; remove it or change the action")
+        for field in ("withhold_outside", "withhold_no_fact"):
+            if getattr(self, field) and not self.action.withholds:
+                raise ValueError(f"{field} must be false with action {self.action.value!r}")
+        given = sorted(field for field in self.model_fields_set if field.startswith("upstream"))
+        if self.action is not Action.FALLBACK:
+            if given:
+                raise ValueError(f"only action fallback has {given[0]}; remove it or change the action")
+        elif missing := {"upstream", "upstream_model"} - set(given):
+            raise ValueError(f"action 'fallback' needs {min(missing)}")
+        return self
+
+    def sent_to(self) -> Upstream | None:
+        """Return where a fallback sends a prompt.  Raises HalluTracerError: a missing key is told at start."""
+        if self.upstream is None or self.upstream_model is None:
+            return None
+        url = self.upstream.rstrip("/")
+        try:
+            parts = urlsplit(url)
+            usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+        except ValueError:
+            usable = False
+        if not usable or parts.query or parts.fragment:
+            raise HalluTracerError("upstream must be an address up to /v1, such as https://api.example.com/v1")
+        found = Upstream(url, self.upstream_model, self.upstream_key_env, self.upstream_timeout_s)
+        found.headers()
+        return found
+
+
+def _read(model: type[Table], where: str, table: Any) -> Table:
+    try:
+        return model.model_validate(table)
+    except ValidationError as error:
+        raise HalluTracerError(f"{where}: {first_problem(error, model)}") from None
+
+
 def _rule(where: str, table: Any, named: Mapping[str, Policy]) -> Rule:
-    fields = [field.name for field in dataclass_fields(Rule)]
-    if not isinstance(table, Mapping) or not all(isinstance(value, str) and value for value in table.values()):
-        raise HalluTracerError(f"{where}: {', '.join(fields)} are non-empty strings")
-    if unknown := sorted(set(table) - set(fields)):
-        raise HalluTracerError(f"{where}: unknown key {unknown[0]!r}; known: {', '.join(fields)}")
-    if table.get("policy") not in named:
-        known = ", ".join(sorted(named))
-        raise HalluTracerError(f"{where}: policy must be one of {known}, not {table.get('policy')!r}")
-    if table.get("route", CHAT_ROUTE) not in PROMPT_ROUTES:
-        raise HalluTracerError(f"{where}: route must be one of {', '.join(PROMPT_ROUTES)}, not {table['route']!r}")
-    return Rule(**{name: canonical(value) if name == "route" else value for name, value in table.items()})
+    rule = _read(Rule, where, table)
+    if rule.policy not in named:
+        raise HalluTracerError(f"{where}: policy must be one of {', '.join(sorted(named))}, not {rule.policy!r}")
+    if rule.route is not None and rule.route not in PROMPT_ROUTES:
+        raise HalluTracerError(f"{where}: route must be one of {', '.join(PROMPT_ROUTES)}, not {rule.route!r}")
+    return rule.model_copy(update={"route": rule.route and canonical(rule.route)})
 
 
 def _policy(path: Path, name: str, table: Any, message: str) -> Policy:
     where = f"{path}, policy [{name}]"
     if not NAME.fullmatch(name):
         raise HalluTracerError(f"{where}: a name has lower-case letters, digits, '.', '_' and '-', at most 64")
-    if not isinstance(table, Mapping):
+    if not isinstance(table, dict):
         raise HalluTracerError(f"{path}: {name!r} is outside a table; write [policy-name] above it")
-    if unknown := sorted(set(table) - KEYS - UPSTREAM_KEYS):
-        known = ", ".join(sorted(KEYS | UPSTREAM_KEYS))
-        raise HalluTracerError(f"{where}: unknown key {unknown[0]!r}; known: {known}")
-    if table.get("action") not in list(Action):
-        raise HalluTracerError(f"{where}: action must be one of {', '.join(Action)}, not {table.get('action')!r}")
-    action = Action(table["action"])
-    threshold, own_message = table.get("threshold"), table.get("message")
-    if threshold is not None and (isinstance(threshold, bool) or not isinstance(threshold, int | float)):
-        raise HalluTracerError(f"{where}: threshold must be a number in [0, 1], not {threshold!r}")
-    if own_message is not None and (not isinstance(own_message, str) or not own_message.strip()):
-        raise HalluTracerError(f"{where}: message must be a non-empty string")
-    if own_message is not None and not action.says:
-        speaking = ", ".join(one for one in Action if one.says)
-        raise HalluTracerError(f"{where}: only actions {speaking} have a message; remove it or change the action")
-    outside = table.get("withhold_outside")
-    if not isinstance(outside, bool | None) or (outside and not action.withholds):
-        raise HalluTracerError(
-            f"{where}: withhold_outside must be true or false, and false with action {action.value!r}"
-        )
-    no_fact = table.get("withhold_no_fact", False)
-    if not isinstance(no_fact, bool) or (no_fact and not action.withholds):
-        raise HalluTracerError(
-            f"{where}: withhold_no_fact must be true or false, and false with action {action.value!r}"
-        )
-    if misplaced := sorted(set(table) & UPSTREAM_KEYS) if action is not Action.FALLBACK else []:
-        raise HalluTracerError(f"{where}: only action fallback has {misplaced[0]}; remove it or change the action")
-    upstream = read_upstream(table, where) if action is Action.FALLBACK else None
-    says = (own_message or MESSAGES.get(action, message)) if action.says else None
+    found = _read(PolicyTable, where, table)
     try:
-        return Policy(name, action, threshold, says, outside, no_fact, upstream)
-    except RequestError as error:
+        upstream = found.sent_to()
+    except HalluTracerError as error:
         raise HalluTracerError(f"{where}: {error}") from None
+    says = (found.message or MESSAGES.get(found.action, message)) if found.action.says else None
+    return Policy(name, found.action, found.threshold, says, found.withhold_outside, found.withhold_no_fact, upstream)

@@ -19,6 +19,7 @@ from service.scoring import RiskReport, Scorer
 from service.serving import admission
 from service.serving.deadline import Deadline
 from service.serving.fair_share import FairShare
+from service.serving.judgement import PromptTimings
 from service.serving.metrics import Metrics
 from service.serving.request_handle import Job, RequestHandle
 
@@ -166,7 +167,7 @@ class Dispatcher:
         if request.finished:
             return
         if job.result().completion is not None:
-            job.timings.decode = time.monotonic() - scored_at
+            job.decode_s = time.monotonic() - scored_at
         if job.state == "decoding":
             self._leave(request, job)
             self._report_queue()
@@ -176,7 +177,7 @@ class Dispatcher:
 
     def _note_scored(self, request: RequestHandle, job: Job, report: RiskReport, update: Update) -> None:
         self._failures = 0
-        job.timings.queue, job.timings.prefill, job.timings.probe = update.queue_s, update.prefill_s, report.judge_s
+        job.timings = PromptTimings(update.queue_s, update.prefill_s, report.judge_s)
         # Where capacity is left, a new prompt waits at most for the step that is running.
         self._speed.note(len(job.token_ids), time.monotonic(), crowded=update.queue_s > update.prefill_s)
         self._leave(request, job)

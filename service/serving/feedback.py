@@ -8,8 +8,7 @@ import logging
 import random
 import time
 import uuid
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any
 
 from probes_store.manifest import PROBES
@@ -20,8 +19,8 @@ from service.feedback.rows import Answer, Given, Label, Stored, Tally
 from service.feedback.statements import tally_of
 from service.feedback.writer import Writer
 from service.judging.guarantee import outside_as_calibrated
-from service.policies.guard import Decision, Policy
-from service.scoring import RiskReport, Scorer
+from service.policies.guard import Decision
+from service.serving.judgement import Judgement, StoredPrompt
 from service.serving.metrics import Metrics
 from service.serving.retrievals import PREFIX
 from service.settings import DEFAULT_DRAWN
@@ -29,14 +28,6 @@ from service.settings import DEFAULT_DRAWN
 log = logging.getLogger("hallutracer")
 _CHANCE = random.SystemRandom()  # nobody can know or choose what is drawn
 Content = Mapping[str, Any]  # prompt, messages, text without a template, or input_ids
-
-
-@dataclass(frozen=True, slots=True)
-class Kept:
-    """What is kept of one prompt's text."""
-
-    mark: str
-    prompt: str | None
 
 
 class Feedback:
@@ -59,39 +50,30 @@ class Feedback:
         self._where, self._prompts, self._days, self._share, self._metrics = where, prompts, days, share, metrics
         self._writer = Writer(where, days=days, count=metrics.feedback_answers)
 
-    def kept(self, contents: Sequence[Content]) -> list[Kept]:
-        """Of each prompt; slow for a long one, so it is called where prompts are tokenized."""
-        return [Kept(mark_of(one), json.dumps(dict(one)) if self._prompts else None) for one in contents]
+    def stored(self, content: Content) -> StoredPrompt:
+        """Return what is stored of a prompt; slow for a long one, so it is called where prompts are tokenized."""
+        return StoredPrompt(mark_of(content), json.dumps(dict(content)) if self._prompts else None)
 
-    def remember(
-        self,
-        caller: Caller,
-        request_id: str,
-        route: str,
-        scorer: Scorer,
-        policy: Policy,
-        reports: Sequence[RiskReport],
-        kept: Sequence[Kept],
-        departures: Sequence[str],
-    ) -> None:
-        """Keep a row for each prompt, as soon as the answer's id is going to be told.
-
-        ``departures`` are the request's from what a guarantee was calibrated on.
-        """
+    def record(self, judgement: Judgement) -> None:
+        """Keep a row for each prompt, as soon as the answer's id is going to be known."""
         try:
-            manifest, now = scorer.bundle.manifest, time.time()
-            same = outside_as_calibrated(manifest, policy) and scorer.threshold(policy) == manifest.threshold
-            promised = same and not departures
-            self._writer.record([
-                Answer(
+            manifest, policy, now = judgement.scorer.bundle.manifest, judgement.policy, time.time()
+            same = outside_as_calibrated(manifest, policy) and judgement.scorer.threshold(policy) == manifest.threshold
+            guaranteed = same and not judgement.request_violations
+            rows = []
+            for one in judgement.prompts:
+                report = one.report
+                assert one.stored is not None
+                given = report.decision is Decision.CONTINUE and not report.verdict.flagged
+                row = Answer(
                     uid=uuid.uuid4().hex,
-                    request_id=request_id,
-                    index=index,
-                    caller=caller.name,
+                    request_id=judgement.request_id,
+                    index=one.index,
+                    caller=judgement.caller.name,
                     time=now,
-                    route=route,
-                    model=scorer.engine.identity.model,
-                    bundle=scorer.bundle.reference,
+                    route=judgement.route,
+                    model=judgement.model,
+                    bundle=judgement.bundle,
                     digest=manifest.digest,
                     probes=manifest.files[PROBES].sha256,
                     policy=policy.name,
@@ -100,15 +82,15 @@ class Feedback:
                     flagged=report.verdict.flagged,
                     decision=str(report.decision),
                     signals=dict(zip(manifest.signals, report.signals, strict=True)),
-                    mark=own.mark,
-                    prompt=own.prompt,
-                    drawn=promised and report.context.applies and _is_given(report) and _CHANCE.random() < self._share,
+                    mark=one.stored.mark,
+                    prompt=one.stored.prompt,
+                    drawn=guaranteed and report.context.applies and given and _CHANCE.random() < self._share,
                 )
-                for index, (report, own) in enumerate(zip(reports, kept, strict=True))
-            ])  # fmt: skip
+                rows.append(row)
+            self._writer.record(rows)
         except Exception as error:  # the answer is not to blame
             log.error("an answer was not kept for feedback", exc_info=error)
-            self._metrics.feedback_answers("dropped", len(reports))
+            self._metrics.feedback_answers("dropped", len(judgement.prompts))
 
     async def label(self, caller: Caller, named: str, index: int, label: Label, comment: str | None) -> Stored | None:
         """By the ``id`` of an answer; on disk when this returns.  None: there is no such answer for this caller.
@@ -140,7 +122,3 @@ class Feedback:
     def close(self) -> None:
         """Write what waits; the database is not used afterwards."""
         self._writer.close()
-
-
-def _is_given(report: RiskReport) -> bool:
-    return report.decision is Decision.CONTINUE and not report.verdict.flagged

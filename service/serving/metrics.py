@@ -33,7 +33,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.multiprocess import MultiProcessCollector, mark_process_dead
 
 from service import __version__
-from service.access.routes import COUNTED, OTHER, canonical
+from service.access.routes import COUNTED, OTHER
 from service.audit.auditor import Fate as AuditFate
 from service.errors import HalluTracerError
 from service.feedback.rows import LABELS, Label
@@ -41,9 +41,8 @@ from service.feedback.writer import Fate
 from service.judging.conversation import SHAPES, Shape
 from service.judging.drift import Drift
 from service.policies.guard import Decision
-from service.scoring import RiskReport
+from service.serving.judgement import AnswerEnd, Judgement
 from service.serving.monitor import CAUSES, Cause
-from service.serving.request_handle import Timings
 from service.serving.rollout import Comparison, ShadowVerdict
 
 Outcome = Literal["answered", "failed", "given_up"]
@@ -210,54 +209,44 @@ class Metrics:
         self._waiting.set(waiting)
         self._decoding.set(decoding)
 
-    def prompt(
-        self,
-        model_name: str,
-        bundle: str,
-        report: RiskReport,
-        timings: Timings,
-        answer_tokens: int,
-        *,
-        route: str,
-        shape: Shape | None = None,
-        key: str | None = None,
-    ) -> None:
-        """One prompt is done.  ``bundle`` is "name:version"; ``answer_tokens`` were decoded; it came by ``route``.
-
-        ``shape`` None: it is not known, as of token ids.  ``key``: the name of the caller's key, where it has one.
-        """
+    def judged(self, judgement: Judgement, answers: Sequence[AnswerEnd]) -> None:
+        """Count the prompts that were scored, with the end of each one's answer."""
+        model_name, bundle, key = judgement.model, judgement.bundle, judgement.who.key
         own = self._of(model_name, bundle)
-        place = canonical(route) if canonical(route) in own.gated_by_route else OTHER
-        own.routes[place, report.verdict.flagged].inc()
-        own.prompts[report.decision.value].inc()
-        if report.verdict.flagged:
-            own.flagged.inc()
-        if report.uncertain is not None and report.uncertain.outside:
-            own.outside.inc()
-        for shadow in report.shadows:
-            verdict = self.compared.setdefault(shadow.bundle, Comparison()).add(shadow, report)
-            self._shadow.labels(model_name, bundle, shadow.bundle, verdict).inc()
-            if shadow.risk is not None:
-                self._shadow_apart.labels(model_name, bundle, shadow.bundle).observe(abs(shadow.risk - report.risk))
-        if report.context.applies:
-            own.risk.observe(report.risk)
-            own.by_shape[shape].observe(report.risk)
-        else:
-            own.no_fact.inc()
-        if withheld := report.decision is not Decision.CONTINUE:
-            own.gated_by_shape[shape].inc()
-            own.gated_by_route[place].inc()
-        if key is not None:
-            self.key(key, withheld=withheld)
-        own.prompt_tokens.inc(report.prompt_tokens)
-        own.completion_tokens.inc(answer_tokens)
-        self._length.observe(report.prompt_tokens)
-        self._queue_s.observe(timings.queue)
-        self._prefill_s.observe(timings.prefill)
-        self._probe_s.observe(timings.probe)
-        self._risk_s.observe(timings.queue + timings.prefill + timings.probe)
-        if timings.decode is not None:
-            self._decode_s.observe(timings.decode)
+        place = judgement.route if judgement.route in own.gated_by_route else OTHER
+        for one, answer in zip(judgement.prompts, answers, strict=True):
+            report, timings = one.report, one.timings
+            own.routes[place, report.verdict.flagged].inc()
+            own.prompts[report.decision.value].inc()
+            if report.verdict.flagged:
+                own.flagged.inc()
+            if report.uncertain is not None and report.uncertain.outside:
+                own.outside.inc()
+            for shadow in report.shadows:
+                verdict = self.compared.setdefault(shadow.bundle, Comparison()).add(shadow, report)
+                self._shadow.labels(model_name, bundle, shadow.bundle, verdict).inc()
+                if shadow.risk is not None:
+                    apart = self._shadow_apart.labels(model_name, bundle, shadow.bundle)
+                    apart.observe(abs(shadow.risk - report.risk))
+            if report.context.applies:
+                own.risk.observe(report.risk)
+                own.by_shape[one.shape].observe(report.risk)
+            else:
+                own.no_fact.inc()
+            if withheld := report.decision is not Decision.CONTINUE:
+                own.gated_by_shape[one.shape].inc()
+                own.gated_by_route[place].inc()
+            if key is not None:
+                self.key(key, withheld=withheld)
+            own.prompt_tokens.inc(report.prompt_tokens)
+            own.completion_tokens.inc(answer.tokens)
+            self._length.observe(report.prompt_tokens)
+            self._queue_s.observe(timings.queue)
+            self._prefill_s.observe(timings.prefill)
+            self._probe_s.observe(timings.probe)
+            self._risk_s.observe(timings.queue + timings.prefill + timings.probe)
+            if answer.decode_s is not None:
+                self._decode_s.observe(answer.decode_s)
 
     def key(self, name: str, *, withheld: bool) -> None:
         """One prompt of the key of this name is done."""

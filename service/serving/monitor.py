@@ -32,12 +32,12 @@ def digest_of(token_ids: TokenIds) -> bytes:
 
 @dataclass(eq=False)
 class Monitor:
-    """One bundle's.  ``tell`` is called when a window was compared or a cause came or went.  Event loop only."""
+    """One bundle's.  ``report`` is called when a window was compared or a cause came or went.  Event loop only."""
 
     scorer: Scorer
     limits: DriftLimits
-    tell: Callable[[Monitor], None]
-    void: dict[Cause, str] = field(default_factory=dict)
+    report: Callable[[Monitor], None]
+    violations: dict[Cause, str] = field(default_factory=dict)
     drift: Drift | None = None  # of the newest window
     labels: Tally | None = None  # None: the bundle has no guarantee, or no label was looked at yet
 
@@ -55,8 +55,8 @@ class Monitor:
 
     @property
     def reasons(self) -> tuple[str, ...]:
-        """Why a guarantee of this bundle does not hold just now."""
-        return tuple(f"{cause}: {text}" for cause, text in self.void.items())
+        """Return why a guarantee of this bundle does not hold just now."""
+        return tuple(f"{cause}: {text}" for cause, text in self.violations.items())
 
     def observe(self, reports: Sequence[RiskReport], prompts: Sequence[bytes]) -> None:
         """Prompts that this bundle judged, with the ``digest_of`` each: one that comes again is counted once.
@@ -89,7 +89,7 @@ class Monitor:
             f"({labels.labelled} have a label, the others are taken for right), alpha {alpha:g}"
         )
         # What has been shown once is not taken back by more labels.
-        if self._label_test.broken(labels.wrong, labels.drawn) or "labels" in self.void:
+        if self._label_test.broken(labels.wrong, labels.drawn) or "labels" in self.violations:
             self._set("labels", text)
 
     def golden(self, failure: str | None) -> None:
@@ -104,7 +104,9 @@ class Monitor:
 
         def beyond(cause: Cause, value: float, limit: Callable[[float], float]) -> bool:
             # The way back is not widened: prompts that are alike are no sign that a drift has ended.
-            return value > (limits.back * limit(found.prompts) if cause in self.void else limit(found.independent))
+            return value > (
+                limits.back * limit(found.prompts) if cause in self.violations else limit(found.independent)
+            )
 
         apart = beyond("drift", found.ks, lambda prompts: limits.of_ks(prompts, rows)) or beyond(
             "drift", found.psi, lambda prompts: limits.of_psi(prompts, rows)
@@ -121,15 +123,15 @@ class Monitor:
             text = f"{found.outside:.1%} of the last {found.prompts:,} prompts lie outside training, "
             text += f"as {reference.outside:.1%} of its rows do"
             self._set("outside", text if more else None)
-        self.tell(self)
+        self.report(self)
 
     def _set(self, cause: Cause, text: str | None) -> None:
-        before = cause in self.void
+        before = cause in self.violations
         if text is None:
-            self.void.pop(cause, None)
+            self.violations.pop(cause, None)
         else:
-            self.void[cause] = text
+            self.violations[cause] = text
         if before is not (text is not None):
             reference = self.scorer.bundle.reference
             log.warning("bundle %s: %s: %s", reference, cause, text or "no longer")
-            self.tell(self)
+            self.report(self)

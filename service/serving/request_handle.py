@@ -16,18 +16,9 @@ from service.errors import DeadlineExceeded
 from service.policies.guard import Policy
 from service.scoring import RiskReport, Scorer
 from service.serving.deadline import Deadline
+from service.serving.judgement import AnswerEnd, PromptTimings
 
 MAX_PIECES = 64  # pieces of text handed on together
-
-
-@dataclass(slots=True)
-class Timings:
-    """Where one prompt's time went, in seconds.  ``decode`` None where nothing was decoded."""
-
-    queue: float = 0.0  # from submission to the start of its forward pass
-    prefill: float = 0.0  # of its batch's forward pass, readouts and truth logits included
-    probe: float = 0.0  # from truth logits to a verdict
-    decode: float | None = None  # from the verdict to the last token, other requests' turns included
 
 
 @dataclass(eq=False, slots=True)
@@ -37,16 +28,22 @@ class Job:
     token_ids: TokenIds
     report: RiskReport | None = None  # None until it is scored
     tokens: int = 0  # decoded so far
-    timings: Timings = field(default_factory=Timings)
+    timings: PromptTimings = PromptTimings()
+    decode_s: float | None = None  # from the verdict to the last token, other requests' turns included
     task: asyncio.Task[None] | None = None
     turn: Turn = FIRST_COME
     submitted_ns: int = field(default_factory=time.time_ns)  # since 1970, for traces
     state: Literal["waiting", "decoding", "over"] = "waiting"
 
     def result(self) -> RiskReport:
-        """The report of a prompt that was scored."""
+        """Return the report of a prompt that was scored."""
         assert self.report is not None
         return self.report
+
+    def end(self) -> AnswerEnd:
+        """Return how its answer has ended, or how far it had come."""
+        completion = None if self.report is None else self.report.completion
+        return AnswerEnd(len(completion.token_ids) if completion else self.tokens, self.decode_s, completion)
 
 
 @dataclass(eq=False)

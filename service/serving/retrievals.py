@@ -36,7 +36,7 @@ class Retrievals:
         self._most, self._seconds = most, seconds
         self._known: OrderedDict[tuple[str, str], FirstRisk] = OrderedDict()
 
-    def remember(self, caller: str, request_id: str, risk: float, digest: str) -> None:
+    def record(self, caller: str, request_id: str, risk: float, digest: str) -> None:
         """``request_id`` of a request whose only prompt was sent to fetch a passage."""
         self._known.pop((caller, request_id), None)
         self._known[caller, request_id] = FirstRisk(risk, digest, time.monotonic() + self._seconds)

@@ -18,28 +18,26 @@ from opentelemetry.util.types import AttributeValue
 from service.access.routes import CHAT_ROUTE, SCORE_ROUTES
 from service.engines.base import Sampling
 from service.errors import ClientGone
-from service.judging.guarantee import standing
 from service.policies.guard import Decision
 from service.policies.upstreams import Upstream
-from service.serving.request_handle import Job, RequestHandle
+from service.serving.judgement import AnswerEnd, JudgedPrompt, Judgement
 
 MOST_PROMPTS = 16  # of one request, with spans of their own
 REASONS = frozenset({"stop", "length", "content_filter", "tool_calls", "function_call"})
 Attributes = dict[str, AttributeValue]
+NO_END = AnswerEnd()
 # Not the baggage: what callers say of themselves is not for the server that a policy falls back on.
 PROPAGATOR = TraceContextTextMapPropagator()
 
 
 class RequestTrace:
-    """One request's spans: ``handle`` and ``departures`` are told by whoever admits it, if it is."""
+    """One request's spans."""
 
     def __init__(self, tracer: Tracer, span: Span, method: str) -> None:
         self._tracer, self._span, self._method = tracer, span, method
         self._context = set_span_in_context(span, Context())
         found = span.get_span_context()
         self.id = format_trace_id(found.trace_id) if found.is_valid else None  # None with OTEL_SDK_DISABLED
-        self.handle: RequestHandle | None = None
-        self.departures: tuple[str, ...] = ()  # from what a guarantee was calibrated on
 
     def upstream(self, upstream: Upstream, route: str) -> UpstreamCall:
         """Begin the span of a prompt that is sent on."""
@@ -51,13 +49,21 @@ class RequestTrace:
         name = f"{operation} {upstream.model}"
         return UpstreamCall(self._tracer.start_span(name, self._context, SpanKind.CLIENT, attributes))
 
-    def end(self, request_id: str, route: str | None, status: int, code: str | None) -> None:
+    def end(
+        self,
+        request_id: str,
+        route: str | None,
+        status: int,
+        code: str | None,
+        judgement: Judgement | None = None,
+        answers: Sequence[AnswerEnd] = (),
+    ) -> None:
         """End the request's span with all below it; ``code`` is the error's, ``route`` None where there is none."""
         span = self._span
         if not span.is_recording():
             return
-        if self.handle is not None and self.handle.jobs:
-            self._operation_ended(self.handle, route, code)
+        if judgement is not None and (judgement.prompts or judgement.unscored):
+            self._write_operation(judgement, answers, route, code)
         if route is not None:  # a path that is no route of ours may hold anything
             span.update_name(f"{self._method} {route}")
             span.set_attributes({"http.route": route, "url.path": route})
@@ -65,70 +71,94 @@ class RequestTrace:
         _fail(span, code, status)
         span.end()
 
-    def _operation_ended(self, handle: RequestHandle, route: str | None, code: str | None) -> None:
-        model, scorer, sampling = handle.scorer.engine.identity.model, handle.scorer, handle.sampling
-        operation = "score"
+    def _write_operation(
+        self, judgement: Judgement, answers: Sequence[AnswerEnd], route: str | None, code: str | None
+    ) -> None:
+        scorer, model, sampling = judgement.scorer, judgement.model, judgement.sampling
+        manifest, operation = scorer.bundle.manifest, "score"
         if sampling is not None:
             chat = route == CHAT_ROUTE or (route in SCORE_ROUTES and scorer.prompt_format == "chat")
             operation = "chat" if chat else "text_completion"
-        spans = [_JobSpans(handle, job) for job in handle.jobs]
-        bundle = _bundle(handle)
-        attributes = _operation(operation, "hallutracer", model) | _decoding(sampling) | _usage(handle.jobs) | bundle
-        attributes |= {"gen_ai.response.model": model, "hallutracer.prompts": handle.prompts}
+        spans = [
+            _PromptSpans(sampling is not None, one.index, one.submitted_ns, one, answer)
+            for one, answer in zip(judgement.prompts, answers, strict=True)
+        ]
+        spans += [_PromptSpans(sampling is not None, index, ns) for index, ns in judgement.unscored.items()]
+        spans.sort(key=lambda one: one.index)
+        bundle: Attributes = {
+            "hallutracer.bundle.name": manifest.name,
+            "hallutracer.bundle.version": manifest.version,
+            "hallutracer.bundle.digest": manifest.digest,
+            "hallutracer.policy": judgement.policy.name,
+        }
+        attributes = _operation(operation, "hallutracer", model) | _decoding(sampling) | bundle
+        attributes |= {
+            "gen_ai.usage.input_tokens": sum(report.prompt_tokens for report in judgement.reports),
+            "gen_ai.usage.cache_read.input_tokens": sum(report.cached_tokens for report in judgement.reports),
+            "gen_ai.usage.output_tokens": sum(answer.tokens for answer in answers),
+            "gen_ai.response.model": model,
+            "hallutracer.prompts": len(spans),
+        }
         if sampling is not None:
-            attributes["gen_ai.request.stream"] = handle.streams
-        reasons = [one.finish_reason for one in spans if one.finish_reason is not None]
-        if reasons:
+            attributes["gen_ai.request.stream"] = judgement.streams
+        if reasons := [one.finish_reason for one in spans if one.finish_reason is not None]:
             attributes["gen_ai.response.finish_reasons"] = reasons
         started = min(one.started for one in spans)
         span = self._tracer.start_span(
             f"{operation} {model}", self._context, SpanKind.INTERNAL, attributes, start_time=started
         )
         below = set_span_in_context(span, Context())
-        common = bundle | _guarantee(handle, self.departures)
-        for index, one in enumerate(spans[:MOST_PROMPTS]):
-            one.write(self._tracer, below, common | {"hallutracer.index": index}, code)
+        if (guarantee := judgement.guarantee) is not None:
+            bundle |= {
+                "hallutracer.guarantee.holds": guarantee.holds,
+                "hallutracer.guarantee.void": guarantee.violations,
+            }
+        for one in spans[:MOST_PROMPTS]:
+            one.write(self._tracer, below, bundle | {"hallutracer.index": one.index}, code)
         if not all(one.finished for one in spans):  # else what failed came after the model, such as an upstream
             _fail(span, code)
         span.end(max(one.ended for one in spans))
 
 
-class _JobSpans:
+class _PromptSpans:
     """One prompt's times, in ns since 1970: gate from ``started`` to ``judged``, decode from there to ``ended``."""
 
-    def __init__(self, handle: RequestHandle, job: Job) -> None:
-        self.job, now, times = job, time.time_ns(), job.timings
-        self.started = job.submitted_ns
-        self.judged = self.started + _ns(times.queue + times.prefill + times.probe) if job.report else now
-        report = job.report
-        self.decodes = report is not None and handle.sampling is not None and report.decision is Decision.CONTINUE
-        completion = None if report is None else report.completion
-        self.finished = report is not None and (completion is not None or not self.decodes)
+    def __init__(
+        self, answers: bool, index: int, submitted_ns: int, prompt: JudgedPrompt | None = None, end: AnswerEnd = NO_END
+    ) -> None:
+        self.index, self.prompt, self.end, now = index, prompt, end, time.time_ns()
+        self.started = self.judged = submitted_ns
+        self.decodes = answers and prompt is not None and prompt.report.decision is Decision.CONTINUE
+        self.finished = prompt is not None and (end.completion is not None or not self.decodes)
+        if prompt is None:
+            self.judged = now
+        else:
+            self.judged += _ns(prompt.timings.queue + prompt.timings.prefill + prompt.timings.probe)
         self.ended = self.judged
         if self.decodes:
-            self.ended = now if times.decode is None else self.judged + _ns(times.decode)
+            self.ended = now if end.decode_s is None else self.judged + _ns(end.decode_s)
         self.finish_reason: str | None = None
-        if completion is not None:
-            self.finish_reason = completion.finish_reason
-        elif report is not None and handle.sampling is not None and not self.decodes:
+        if end.completion is not None:
+            self.finish_reason = end.completion.finish_reason
+        elif prompt is not None and answers and not self.decodes:
             self.finish_reason = "content_filter"  # as OpenAI's routes say of a withheld answer
 
     def write(self, tracer: Tracer, context: Context, attributes: Attributes, code: str | None) -> None:
-        """Both spans; ``attributes`` are the gate's beside the prompt's own."""
-        report, times = self.job.report, self.job.timings
+        """Write both spans; ``attributes`` are the gate's beside the prompt's own."""
         gate = tracer.start_span("gate", context, SpanKind.INTERNAL, attributes, start_time=self.started)
-        if report is None:
+        if self.prompt is None:
             _fail(gate, code)
         else:
+            report, timings = self.prompt.report, self.prompt.timings
             gate.set_attributes(
                 {
                     "hallutracer.risk": report.risk,
                     "hallutracer.decision": report.decision.value,
                     "hallutracer.threshold": report.verdict.threshold,
                     "hallutracer.flagged": report.verdict.flagged,
-                    "hallutracer.queue_s": times.queue,
-                    "hallutracer.prefill_s": times.prefill,
-                    "hallutracer.probe_s": times.probe,
+                    "hallutracer.queue_s": timings.queue,
+                    "hallutracer.prefill_s": timings.prefill,
+                    "hallutracer.probe_s": timings.probe,
                     "gen_ai.usage.input_tokens": report.prompt_tokens,
                 }
             )
@@ -139,7 +169,7 @@ class _JobSpans:
         gate.end(self.judged)
         if self.decodes:
             decode = tracer.start_span("decode", context, SpanKind.INTERNAL, start_time=self.judged)
-            decode.set_attribute("gen_ai.usage.output_tokens", _output_tokens(self.job))
+            decode.set_attribute("gen_ai.usage.output_tokens", self.end.tokens)
             if self.finish_reason is not None:
                 decode.set_attribute("gen_ai.response.finish_reasons", [self.finish_reason])
             else:
@@ -193,38 +223,6 @@ def _decoding(sampling: Sampling | None) -> Attributes:
         "gen_ai.request.top_p": sampling.top_p,
     }
     return found if sampling.seed is None else found | {"gen_ai.request.seed": sampling.seed}
-
-
-def _usage(jobs: Sequence[Job]) -> Attributes:
-    reports = [job.report for job in jobs if job.report is not None]
-    return {
-        "gen_ai.usage.input_tokens": sum(report.prompt_tokens for report in reports),
-        "gen_ai.usage.cache_read.input_tokens": sum(report.cached_tokens for report in reports),
-        "gen_ai.usage.output_tokens": sum(map(_output_tokens, jobs)),
-    }
-
-
-def _output_tokens(job: Job) -> int:
-    completion = None if job.report is None else job.report.completion
-    return job.tokens if completion is None else len(completion.token_ids)
-
-
-def _bundle(handle: RequestHandle) -> Attributes:
-    manifest = handle.scorer.bundle.manifest
-    return {
-        "hallutracer.bundle.name": manifest.name,
-        "hallutracer.bundle.version": manifest.version,
-        "hallutracer.bundle.digest": manifest.digest,
-        "hallutracer.policy": handle.policy.name,
-    }
-
-
-def _guarantee(handle: RequestHandle, departures: tuple[str, ...]) -> Attributes:
-    scorer = handle.scorer
-    stands = standing(scorer.bundle.manifest, handle.policy, scorer.engine.identity.dtype, departures)
-    if stands is None:
-        return {}
-    return {"hallutracer.guarantee.holds": stands.holds, "hallutracer.guarantee.void": stands.void}
 
 
 def _fail(span: Span, code: str | None, status: int | None = None) -> None:

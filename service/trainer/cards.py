@@ -15,10 +15,8 @@ import numpy as np
 from huggingface_hub import EvalResult, ModelCardData
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from probes_store.guarantee import Guarantee
 from probes_store.manifest import Manifest
-from probes_store.recalibration import Recalibration
-from probes_store.uncertainty import Uncertainty
+from probes_store.records import Guarantee, Recalibration, Uncertainty
 from service.fitting.map_choice import Choice
 from service.fitting.markdown import markdown_table
 from service.fitting.promise import Step
@@ -219,9 +217,9 @@ def _gates(evaluation: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, fl
             yield rows, found["at_threshold"], counts["hallucinated"] / (counts["factual"] + counts["hallucinated"])
 
 
-def _intervals(record: Uncertainty | None) -> Iterator[tuple[float, float, float]]:
+def _intervals(record: Uncertainty) -> Iterator[tuple[float, float, float]]:
     """Yield some risks, each with the ends of its interval."""
-    if record is None or record.interval is None:
+    if record.interval is None:
         return
     for shown in (0.1, 0.25, 0.5, 0.75, 0.9):
         z = math.log((1 - shown) / shown)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 
 from probes_store.bundle import Bundle
-from probes_store.manifest import Manifest, document_of
+from probes_store.manifest import Manifest
 from service.errors import HalluTracerError
 from service.fitting.jackknife import jeffreys
 from service.fitting.markdown import markdown_table
@@ -128,7 +128,7 @@ def _findings(bundle: Bundle, served: Mapping[str, Any], bounds: PromotionBounds
 
 def differences(before: Manifest, after: Manifest) -> list[tuple[str, str, str]]:
     """Return field, value before, value after, of all fields of the manifest that differ, but for files' digests."""
-    flat = [_flat(document_of(manifest)) for manifest in (before, after)]
+    flat = [_flat(asdict(manifest)) for manifest in (before, after)]
     names = [name for name in dict.fromkeys([*flat[0], *flat[1]]) if not name.startswith("files.")]
     rows = [(name, flat[0].get(name, "-"), flat[1].get(name, "-")) for name in names]
     return [row for row in rows if row[1] != row[2]]

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from probes_store.bundle import Bundle
 from probes_store.manifest import PROBES
-from probes_store.recalibration import Recalibration
+from probes_store.records import Recalibration
 from probes_store.store import Store
 from service.errors import TrainingError
 from service.feedback.databases import location

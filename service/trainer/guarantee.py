@@ -17,9 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from probes_store.bundle import Bundle
-from probes_store.durable import atomic_write
-from probes_store.guarantee import CLOSED, Guarantee
-from probes_store.manifest import DType
+from probes_store.local import atomic_write
+from probes_store.records import CLOSED, DType, Guarantee
 from probes_store.store import Store
 from service.data.run_folder import locked
 from service.engines.base import Engine

@@ -20,9 +20,9 @@ from numpy.typing import NDArray
 
 from probes_store.bundle import Bundle, BundleDraft
 from probes_store.manifest import PROBES, Manifest
+from probes_store.records import OUTSIDE
 from probes_store.store import Store
 from probes_store.tensors import Golden
-from probes_store.uncertainty import OUTSIDE
 from service.data.labels import check_answers
 from service.data.near_duplicates import content_of
 from service.data.rows import MARK_DIGITS, prompt_mark
@@ -202,10 +202,8 @@ def risks_of(bundle: Bundle, data: PreparedData, *, withhold_outside: bool = Fal
     found = served_risk(signals, manifest)
     if not (withhold_outside and manifest.tells_outside):
         return found
-    mean, whitening = bundle.probes.reference_mean, bundle.probes.reference_whitening
-    assert mean is not None, "its reader wants the tensors with the record"
-    assert whitening is not None, "its reader wants the tensors with the record"
-    return np.where(distance(logits, mean, whitening) >= OUTSIDE, 1.0, found)
+    away = distance(logits, bundle.probes.reference_mean, bundle.probes.reference_whitening)
+    return np.where(away >= OUTSIDE, 1.0, found)
 
 
 def draft_of(

@@ -300,11 +300,6 @@ class TrainOptions(ConfidenceOptions, FoldOptions, JudgeOptions, LabelOptions):
     evaluate: Annotated[
         bool, option("Nested cross-validation for the model card; without it the card reports no performance.")
     ] = True
-    uncertainty: Annotated[
-        bool,
-        option("An interval for each risk, from the refits of the nested cross-validation, and a flag for prompts "
-               "unlike training; costs next to nothing."),
-    ] = True  # fmt: skip
     allow_no_signal: Annotated[
         bool,
         option("Publish although the nested AUROC's interval reaches chance, as it does on labels drawn by a coin."),

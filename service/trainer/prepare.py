@@ -9,16 +9,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from probes_store.context import CONTEXT_SIGNALS, Applicability, Context
 from probes_store.manifest import Signal
+from probes_store.records import CONTEXT_SIGNALS, Applicability, Context
 from service.data.collection import Collection, collect, sample_answers
 from service.data.forms.registry import FORMS
 from service.data.judges import contains
 from service.data.labels import Labelled, given_labels, judged_labels, sampled_labels
 from service.data.options import SampleOptions
 from service.data.training_rows import FORM, Dataset, Row, class_problems
-from service.engines.base import Engine
-from service.engines.context import prompt_context
+from service.engines.base import Engine, prompt_context
 from service.errors import TrainingError
 from service.fitting.calibration import FitOptions, signal_matrix
 from service.fitting.context import (

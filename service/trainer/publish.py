@@ -12,12 +12,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 import service
-from probes_store.context import CONTEXT_SIGNALS, Context
-from probes_store.golden import spreads, tolerance_for
+from probes_store.bundle import spreads, tolerance_for
 from probes_store.manifest import (
     ChatTemplateRecord,
     Classifier,
-    DType,
     Manifest,
     ModelRecord,
     ReadoutRecord,
@@ -25,8 +23,8 @@ from probes_store.manifest import (
     TokenizerRecord,
     TrainingRecord,
 )
+from probes_store.records import CONTEXT_SIGNALS, Context, DType, RefitInterval, Uncertainty
 from probes_store.tensors import Golden, ProbeTensors
-from probes_store.uncertainty import RefitInterval, Uncertainty
 from service.data.training_rows import FORM, Dataset
 from service.engines.base import Engine, ModelIdentity
 from service.errors import EngineError
@@ -54,7 +52,7 @@ def probe_tensors(
     scale: Floats,
     class_mean: Floats,
     class_std: Floats,
-    reference: Reference | None = None,
+    reference: Reference,
     context: BundleContext | None = None,
 ) -> ProbeTensors:
     """Return a fit in the element types that are stored: scale [m]; class_mean, class_std [2, m] out of fold."""
@@ -65,8 +63,8 @@ def probe_tensors(
         scale=scale.astype(np.float32),
         trajectory_mean=class_mean.astype(np.float32),
         trajectory_std=class_std.astype(np.float32),
-        reference_mean=None if reference is None else reference.mean.astype(np.float32),
-        reference_whitening=None if reference is None else reference.whitening.astype(np.float32),
+        reference_mean=reference.mean.astype(np.float32),
+        reference_whitening=reference.whitening.astype(np.float32),
         **({} if context is None else context.tensors()),
     )
 
@@ -134,7 +132,7 @@ def manifest_of(
     classifier: FinalClassifier,
     threshold: float,
     training: TrainingRecord,
-    uncertainty: Uncertainty | None = None,
+    uncertainty: Uncertainty,
     context: BundleContext | None = None,
 ) -> Manifest:
     """Return the manifest, without what publishing adds: version, time, digests and files."""

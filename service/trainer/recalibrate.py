@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from probes_store.bundle import Bundle, BundleDraft
-from probes_store.durable import atomic_write
+from probes_store.local import atomic_write
 from probes_store.store import Store
 from service.data.run_folder import locked
 from service.data.traffic import TrafficFile, read_traffic

@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 
 from probes_store.bundle import Bundle, BundleDraft
-from probes_store.manifest import NAME
 from probes_store.store import Store
+from probes_store.syntax import NAME
 from service.data.labels import check_answers
 from service.data.run_folder import locked
 from service.data.training_rows import Dataset, check_all_apply, check_disjoint, read_dataset
@@ -139,10 +139,8 @@ def _draft(
     # What a prompt is: does it ask for a fact, has it a passage?  And where the prompts of training lie.
     context = fit_context(data, options.folds, options.shuffles[0], fit)
     names, columns = with_context(options.reads, context), None if context is None else context.columns
-    reference = None
-    if options.uncertainty:
-        logits, more = all_logits(out_of_fold, data, final, scaled.scale, context)
-        reference = fit_reference(logits, inputs.label, inputs.group, options.folds, options.shuffles, more)
+    logits, more = all_logits(out_of_fold, data, final, scaled.scale, context)
+    reference = fit_reference(logits, inputs.label, inputs.group, options.folds, options.shuffles, more)
     tensors = probe_tensors(final, scaled.scale, class_mean, class_std, reference, context)
     probes = Probes.all_of(options.site, tensors)
     record = None if context is None else context.record()
@@ -167,10 +165,8 @@ def _draft(
         nested.document["by_wrong_costs"] = rounded(by_wrong_costs(inputs.label, crossed_risk))
         nested.document.update(_forms(by_form(inputs.label, crossed_risk, inputs.strata, threshold)))
         _check_signal(nested.document["signals"][own]["auroc"], options)
-    uncertainty = None
-    if reference is not None:
-        interval = None if nested is None else fit_interval(nested.risk[own], reference, options.folds)
-        uncertainty = uncertainty_record(reference, interval)
+    interval = None if nested is None else fit_interval(nested.risk[own], reference, options.folds)
+    uncertainty = uncertainty_record(reference, interval)
     first = risks[0]  # of one seed, so that each row counts once
     answering = profile(inputs.label, first, inputs.group)
     document = evaluation_document(options, names, data, out_of_fold, refitted, choice.auroc, nested, answering, first)

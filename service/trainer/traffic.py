@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from probes_store.recalibration import Recalibration
+from probes_store.records import Recalibration
 from service.data.traffic import TrafficFile
 from service.data.training_rows import Row
 from service.errors import DataError, RequestError, TrainingError

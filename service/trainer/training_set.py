@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from probes_store.durable import atomic_write
+from probes_store.local import atomic_write
 from service.data.collection import collect, render_all
 from service.data.forms.registry import FORMS, Form, Message, chosen, is_one_message
 from service.data.forms.spread import in_forms, read_said

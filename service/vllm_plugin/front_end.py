@@ -22,8 +22,7 @@ from typing import Any, NoReturn
 
 from probes_store.errors import BundleError
 from service.access.callers import is_placeholder
-from service.engines.vllm.launch import WORKER
-from service.engines.vllm.parent import FOLLOW, follow_parent
+from service.engines.vllm.launch import FOLLOW, WORKER, follow_parent
 from service.engines.vllm.wire import GATED, KEY
 from service.errors import HalluTracerError
 from service.settings import env

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from fastapi import HTTPException
@@ -16,19 +16,19 @@ from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 
 from service.access.callers import Caller
+from service.access.routes import canonical
 from service.api.openai_request import Arguments
+from service.engines.vllm.client import ProbeLease, times
 from service.engines.vllm.engine import VllmEngine
-from service.engines.vllm.requests import ProbeLease, times
 from service.engines.vllm.wire import KEY
 from service.errors import AuditUnavailable, HalluTracerError, NotReady
-from service.judging.guarantee import NO_TEMPLATE, OTHER_ENDING, shape_departures
+from service.judging.guarantee import NO_TEMPLATE, OTHER_ENDING, shape_violations
 from service.policies.guard import Action, Decision, Policy
-from service.scoring import RiskReport, Scorer
-from service.serving.auditing import decision_line
-from service.serving.choice import untemplated
-from service.serving.monitor import digest_of
-from service.serving.request_handle import Timings
-from service.serving.state import ServiceState
+from service.scoring import Scorer
+from service.serving import observers
+from service.serving.catalogue import untemplated
+from service.serving.judgement import AnswerEnd, JudgedPrompt, Judgement, PromptTimings
+from service.serving.service import Service
 from service.settings import env
 from service.vllm_plugin.note import CURRENT, NO_PLACE, OURS, Note
 
@@ -36,8 +36,8 @@ Generate = Callable[..., AsyncGenerator[Any, None]]
 XARGS = tuple(name for name in Arguments.model_fields if not name.endswith("retrieval_of"))  # our own service's alone
 
 
-def judging_generate(generate: Generate, state: ServiceState, engine_of: Callable[[], VllmEngine]) -> Generate:
-    """``generate`` with risks.  ``state`` may be loading, or have failed to; ``engine_of`` is called once ready."""
+def judging_generate(generate: Generate, service: Service, engine_of: Callable[[], VllmEngine]) -> Generate:
+    """Return ``generate`` with risks.  ``service`` may be loading, or have failed; ``engine_of`` is for a ready one."""
 
     def wrapped(prompt: Any, sampling_params: Any, request_id: str, *args: Any, **kwargs: Any) -> Any:
         note, parameters, xargs = CURRENT.get() or Note(carries=False), sampling_params, {}
@@ -45,21 +45,21 @@ def judging_generate(generate: Generate, state: ServiceState, engine_of: Callabl
             parameters = parameters.clone()
             xargs = _take_xargs(note, parameters)
         if not note.carries or parameters is sampling_params:
-            if xargs or not observes(state, xargs):
+            if xargs or not observes(service, xargs):
                 raise VLLMValidationError(NO_PLACE, parameter="hallutracer_policy")
             return generate(prompt, parameters, request_id, *args, **kwargs)
         place = note.add()
         try:
-            scorer, policy = _resolve(state, xargs)
+            scorer, policy = _resolve(service, xargs)
         except NotReady as error:
-            if not observes(state, xargs):
+            if not observes(service, xargs):
                 raise HTTPException(error.status, str(error)) from error
             note.unread = str(error)
             return generate(prompt, parameters, request_id, *args, **kwargs)
         if note.forges is not None and policy.action is not Action.OBSERVE:
             said = f"a message spells out the special token {note.forges!r}, which could end its turn; remove it"
             raise VLLMValidationError(said, parameter="messages")
-        if note.moves and policy.action is not Action.OBSERVE and "rendering" not in state.settings.callers_may:
+        if note.moves and policy.action is not Action.OBSERVE and "rendering" not in service.settings.callers_may:
             said = f"{note.moves[0]!r} has the messages rendered otherwise than in training, where no risk is known; "
             said += f"leave it out, or have the operator allow it with {env('callers-may')}=rendering"
             raise VLLMValidationError(said, parameter=note.moves[0])
@@ -71,21 +71,20 @@ def judging_generate(generate: Generate, state: ServiceState, engine_of: Callabl
         rendering = _rendering(note, scorer, prompt)
         if rendering:
             policy = untemplated(scorer, policy)
-        note.scorer, note.policy, note.choices = scorer, policy, parameters.n
-        note.monitor = state.monitors.get(scorer.bundle.reference)
-        shapes = shape_departures(scorer.bundle.manifest, [note.shape(place)])
-        note.departures = tuple(dict.fromkeys((*note.departures, *_departures(parameters), *rendering, *shapes)))
-        judged = _JudgedPrompt(state, engine_of(), scorer, policy, note, place, parameters, request_id)
+        note.choices = parameters.n
+        shapes = shape_violations(scorer.bundle.manifest, [note.shape(place)])
+        note.violations = tuple(dict.fromkeys((*note.violations, *_violations(parameters), *rendering, *shapes)))
+        judged = _VllmPrompt(service, engine_of(), scorer, policy, note, place, parameters, request_id)
         return judged.run(lambda: generate(prompt, parameters, request_id, *args, **kwargs))
 
     return wrapped
 
 
 @dataclass
-class _JudgedPrompt:
+class _VllmPrompt:
     """One prompt of one request."""
 
-    state: ServiceState
+    service: Service
     engine: VllmEngine
     scorer: Scorer
     policy: Policy
@@ -93,9 +92,7 @@ class _JudgedPrompt:
     place: int
     parameters: Any
     request_id: str
-    report: RiskReport | None = None
-    prompt: bytes = b""  # its digest, for the drift monitor
-    timings: Timings = field(default_factory=Timings)
+    judgement: Judgement | None = None
 
     async def run(self, start: Callable[[], AsyncGenerator[Any, None]]) -> AsyncGenerator[Any, None]:
         """vLLM's outputs; of a gated answer one, empty and finished."""
@@ -108,20 +105,21 @@ class _JudgedPrompt:
         try:
             async with aclosing(start()) as outputs:
                 async for output in outputs:
-                    if self.report is None and lease is not None:
+                    if self.judgement is None and lease is not None:
                         self._judge(lease, output)
-                        await self._audit()
-                        if self.report is not None and self.report.decision is not Decision.CONTINUE:
-                            yield _withheld(output, self.parameters.n, self.engine.end_token)
-                            return
+                        if self.judgement is not None:
+                            await self._tell(self.judgement)
+                            if self.judgement.reports[0].decision is not Decision.CONTINUE:
+                                yield _withheld(output, self.parameters.n, self.engine.end_token)
+                                return
                     new = sum(len(one.token_ids) for one in output.outputs)
                     tokens = tokens + new if self.parameters.output_kind is RequestOutputKind.DELTA else new
                     yield output
         finally:
             if lease is not None:
                 lease.release()
-            if self.report is not None:
-                self._account(self.report, tokens)
+            if self.judgement is not None:
+                observers.ended(self.service, self.judgement, [AnswerEnd(tokens)])
 
     async def _prepare(self) -> ProbeLease:
         """Hold the probe in its slot and put the directive into the request."""
@@ -140,25 +138,32 @@ class _JudgedPrompt:
         return lease
 
     def _judge(self, lease: ProbeLease, output: Any) -> None:
+        note, token_ids = self.note, output.prompt_token_ids or ()
         try:
-            result, _ = lease.prefill(output, len(output.prompt_token_ids or ()))
-            self.prompt = digest_of(output.prompt_token_ids or ())
-            cached = int(output.num_cached_tokens or 0)
-            self.report = self.scorer.judge(result, self.policy, cached_tokens=cached)
+            result, _ = lease.prefill(output, len(token_ids))
+            report = self.scorer.judge(result, self.policy, cached_tokens=int(output.num_cached_tokens or 0))
         except HalluTracerError as error:
             self._unread(error)
             return
-        self.timings = Timings(*times(output))
-        self.note.reports[self.place] = self.report
+        monitor = self.service.catalogue.monitors.get(self.scorer.bundle.reference)
+        timings, shape = PromptTimings(*times(output)), note.shape(self.place)
+        prompt = JudgedPrompt(self.place, report, token_ids, timings, shape=shape)
+        note.judgements[self.place] = self.judgement = Judgement(
+            scorer=self.scorer,
+            policy=self.policy,
+            prompts=(prompt,),
+            request_id=self.request_id,
+            route=canonical(note.route),
+            who=note.who,
+            request_violations=note.violations,
+            monitor=monitor,
+            bundle_violations=() if monitor is None else monitor.reasons,
+        )
 
-    async def _audit(self) -> None:
-        """Before anybody is told.  Raises HTTPException where the log is required and cannot be written."""
-        if self.report is None or self.state.audit is None:
-            return
-        note, indexed = self.note, [(self.place, self.report)]
-        line = decision_line(note.who, self.request_id, note.route, self.scorer, self.policy, indexed)
+    async def _tell(self, judgement: Judgement) -> None:
+        """Raise HTTPException where the audit log is required and cannot be written."""
         try:
-            await self.state.audit.decided(line)
+            await observers.judged(self.service, judgement)
         except AuditUnavailable as error:
             raise HTTPException(error.status, str(error)) from error
 
@@ -167,13 +172,6 @@ class _JudgedPrompt:
         if self.policy.action is not Action.OBSERVE:
             raise error
         self.note.unread = str(error)
-
-    def _account(self, report: RiskReport, tokens: int) -> None:
-        model, reference = self.scorer.engine.identity.model, self.scorer.bundle.reference
-        shape = self.note.shape(self.place)
-        self.state.metrics.prompt(model, reference, report, self.timings, tokens, route=self.note.route, shape=shape)
-        if self.note.monitor is not None:
-            self.note.monitor.observe([report], [self.prompt])
 
 
 def _take_xargs(note: Note, parameters: Any) -> dict[str, Any]:
@@ -192,14 +190,14 @@ def _take_xargs(note: Note, parameters: Any) -> dict[str, Any]:
     return {name: given[name] for name in XARGS if name in given}
 
 
-def _resolve(state: ServiceState, xargs: dict[str, Any]) -> tuple[Scorer, Policy]:
+def _resolve(service: Service, xargs: dict[str, Any]) -> tuple[Scorer, Policy]:
     """The scorer and policy that apply.  Raises NotReady, and VLLMValidationError naming the argument at fault."""
     bundle, policy, threshold = (xargs.get(name) for name in XARGS)
     if threshold is not None and (isinstance(threshold, bool) or not isinstance(threshold, int | float)):
         raise VLLMValidationError(f"{XARGS[2]} must be a number in [0, 1]", parameter=f"vllm_xargs.{XARGS[2]}")
     try:
-        return state.choose(
-            Caller(may=frozenset(state.settings.callers_may)),
+        return service.ready.choose(
+            Caller(may=frozenset(service.settings.callers_may)),
             "",
             bundle=None if bundle is None else str(bundle),
             model=None,
@@ -212,13 +210,14 @@ def _resolve(state: ServiceState, xargs: dict[str, Any]) -> tuple[Scorer, Policy
         raise VLLMValidationError(str(error), parameter="vllm_xargs") from error
 
 
-def observes(state: ServiceState, xargs: dict[str, Any]) -> bool:
+def observes(service: Service, xargs: dict[str, Any]) -> bool:
     """Whether the policy only observes: while the service is not ready, any other must not let an answer through."""
-    own = state.settings.policy
+    own = service.settings.policy
     applied = [own, str(xargs.get(XARGS[1], own))]
-    if "policy" in state.settings.callers_may:
+    if "policy" in service.settings.callers_may:
         del applied[0]
-    return all((policy := state.policies.get(name)) is not None and policy.action is Action.OBSERVE for name in applied)
+    named = service.catalogue.policies.named
+    return all((policy := named.get(name)) is not None and policy.action is Action.OBSERVE for name in applied)
 
 
 def _rendering(note: Note, scorer: Scorer, prompt: Any) -> tuple[str, ...]:
@@ -233,7 +232,7 @@ def _rendering(note: Note, scorer: Scorer, prompt: Any) -> tuple[str, ...]:
     return () if ids and tuple(ids[max(0, len(ids) - len(ending)) :]) == ending else (OTHER_ENDING,)
 
 
-def _departures(parameters: Any) -> tuple[str, ...]:
+def _violations(parameters: Any) -> tuple[str, ...]:
     """How the answer departs from a greedy one, on which guarantees are calibrated."""
     changed = [f"temperature {parameters.temperature:g}"] if parameters.temperature else []
     neutral = {"presence_penalty": 0, "frequency_penalty": 0, "repetition_penalty": 1, "min_tokens": 0}

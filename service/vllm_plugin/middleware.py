@@ -19,7 +19,7 @@ from service.api.openai_response import WITHHELD
 from service.audit.events import Who
 from service.errors import NotReady
 from service.judging.conversation import Shape, shape_of
-from service.judging.guarantee import chat_departures
+from service.judging.guarantee import chat_violations
 from service.vllm_plugin.note import CURRENT, NO_PLACE, OURS, Note
 
 PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/chat/completions/batch", "/invocations")
@@ -193,7 +193,7 @@ class _ResponseWriter:
         if not usage or not usage.get("completion_tokens"):
             return
         whole = not content["choices"] or not self._streams  # else a chunk's own, of its choices alone
-        places = range(len(note.reports)) if whole else {one["index"] // note.choices for one in content["choices"]}
+        places = range(len(note.judgements)) if whole else {one["index"] // note.choices for one in content["choices"]}
         counted = sum(map(note.gated, places)) * (note.choices if whole else 1)
         usage["completion_tokens"] -= counted
         usage["total_tokens"] -= counted
@@ -221,12 +221,12 @@ def _moves(content: dict[str, Any]) -> Iterator[str]:
 
 
 def _answered(messages: Any) -> tuple[str, ...]:
-    """``chat_departures`` of a chat's messages, or of any of a batch's."""
+    """``chat_violations`` of a chat's messages, or of any of a batch's."""
     if not isinstance(messages, list) or not messages:
         return ()
     chats = messages if isinstance(messages[0], list) else [messages]
     ends = [chat[-1] for chat in chats if isinstance(chat, list) and chat and isinstance(chat[-1], dict)]
-    return next(filter(None, (chat_departures([end]) for end in ends)), ())
+    return next(filter(None, (chat_violations([end]) for end in ends)), ())
 
 
 def _shapes(messages: Any) -> tuple[Shape, ...]:

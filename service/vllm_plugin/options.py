@@ -16,7 +16,7 @@ from service.audit.file import AuditFile
 from service.errors import HalluTracerError
 from service.library.stores import open_store
 from service.options import parse
-from service.policies.guard import Action, Policy
+from service.policies.guard import Action
 from service.policies.policy import Policies, load_policies
 from service.settings import (
     DEFAULT_MESSAGE,
@@ -72,7 +72,7 @@ class PluginOptions:
 
     store: Store
     bundles: Mapping[str, Bundle]  # by the reference that was given
-    policies: Mapping[str, Policy]
+    policies: Policies
     settings: ServiceSettings
     audit_log: Path | None = None
     audit_required: bool = False
@@ -108,7 +108,7 @@ def read_options(environment: Mapping[str, str] | None = None) -> PluginOptions:
     return PluginOptions(store, bundles, policies, settings, variables.audit_log, variables.audit_required)
 
 
-def _policies(found: Policies) -> Mapping[str, Policy]:
+def _policies(found: Policies) -> Policies:
     """Raises HalluTracerError for what only our own service can do."""
     own = "needs HalluTracer's own service (hallutracer serve --engine vllm)"
     if found.rules:
@@ -116,4 +116,4 @@ def _policies(found: Policies) -> Mapping[str, Policy]:
     for policy in found.named.values():
         if policy.action in (Action.ANNOTATE, Action.RETRIEVE, Action.FALLBACK):
             raise HalluTracerError(f"policy {policy.name!r}: action {policy.action.value!r} {own}")
-    return found.named
+    return found

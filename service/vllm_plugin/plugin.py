@@ -17,7 +17,8 @@ from service.api.app import create_app
 from service.audit.auditor import Auditor
 from service.engines.vllm.engine import VllmEngine
 from service.scoring import Scorer
-from service.serving.state import ServiceState
+from service.serving.metrics import Metrics
+from service.serving.service import Service
 from service.vllm_plugin.generation import judging_generate, observes
 from service.vllm_plugin.middleware import RiskNotes
 from service.vllm_plugin.options import read_options
@@ -46,54 +47,57 @@ class HalluTracerPlugin:
 
     def __init__(self) -> None:
         """Read the options.  Raises HalluTracerError or BundleError where they are wrong."""
-        self._options = options = read_options()
+        self._options = read_options()
         self._client: Any = None
         self._generate: Any = None  # vLLM's own
         self._engine: VllmEngine
         self._loop: asyncio.AbstractEventLoop | None = None
         self._loading: asyncio.Task[None] | None = None
-        self.state = ServiceState(
-            self._load,
-            options.store.aliases,
-            options.settings,
-            options.policies,
-            on_broken=lambda: None,
-        )
+        self.service: Service
 
     def attach_router(self, app: FastAPI) -> None:
         """Add our routes beside vLLM's own, and a note to each of its completion requests.
 
         ``/score``, ``/health``, ``/metrics`` and ``/v1/models`` stay vLLM's; our series join its ``/metrics``.
         """
-        own = create_app(self.state)
+        options, metrics = self._options, Metrics()
+        audit = None
+        if options.audit_log is not None:
+            audit = Auditor(options.audit_log, required=options.audit_required, count=metrics.audit_lines)
+        self.service = service = Service.of(
+            self._load,
+            aliases_of=options.store.aliases,
+            settings=options.settings,
+            policies=options.policies,
+            metrics=metrics,
+            audit=audit,
+        )
+        own = create_app(service)
         for path in OWN_PATHS:
             app.router.routes.append(Route(path, _Endpoint(own)))
         app.add_middleware(
             RiskNotes,
-            refuses=lambda: not observes(self.state, {}),
-            special_tokens=lambda: self._engine.special_tokens if self.state.is_ready else (),
-            message_in_content=self._options.settings.message_in_content,
+            refuses=lambda: not observes(service, {}),
+            special_tokens=lambda: self._engine.special_tokens if service.lifecycle.is_ready else (),
+            message_in_content=options.settings.message_in_content,
         )
-        REGISTRY.register(self.state.metrics.collector)
+        REGISTRY.register(metrics.collector)
 
     async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
         """Load in the background: vLLM answers at once, our routes after the self-test and the golden prompts."""
         if engine_client is None:
             return
-        options, metrics = self._options, self.state.metrics
-        if options.audit_log is not None:
-            required = options.audit_required
-            self.state.audit = Auditor(options.audit_log, required=required, count=metrics.audit_lines)
         self._client, self._loop = engine_client, asyncio.get_running_loop()
         self._generate = engine_client.generate
-        engine_client.generate = judging_generate(self._generate, self.state, lambda: self._engine)
+        engine_client.generate = judging_generate(self._generate, self.service, lambda: self._engine)
         self._loading = asyncio.create_task(self._start())
 
     async def _start(self) -> None:
-        await self.state.start()
-        self.state.metrics.ready(self.state.is_ready)
-        if self.state.failure is not None:
-            log.critical("not ready, and will not be: %s", self.state.failure)
+        lifecycle = self.service.lifecycle
+        await lifecycle.start()
+        self.service.metrics.ready(lifecycle.is_ready)
+        if lifecycle.failure is not None:
+            log.critical("not ready, and will not be: %s", lifecycle.failure)
 
     def _load(self) -> dict[str, Scorer]:
         assert self._loop is not None

@@ -18,8 +18,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from service.access.routes import CHAT_ROUTE, CLASSIFY_ROUTE, LITELLM_ROUTE, TEXT_ROUTE
 from service.api.auth import HEALTH, METRICS
 from service.api.pages import pages
-from service.api.request_log import JsonLines
 from service.policies.guard import Action, Policy
+from service.serving.request_log import JsonLines
 from tests.running import App
 
 KEY = {"authorization": "Bearer sesame"}
@@ -68,7 +68,7 @@ def test_without_the_key_health_names_nothing(tmp_path: Path, monkeypatch: pytes
         assert opened.get("/health/ready").json() == {"status": "ready"}
         assert opened.get("/health/ready", headers=KEY).json()["bundles"] == ["tiny:1"]
         state = opened.app.state.service  # type: ignore[attr-defined]
-        monkeypatch.setattr(state, "error", OSError("/srv/models/secret"))
+        monkeypatch.setattr(state.lifecycle, "error", OSError("/srv/models/secret"))
         for path in ("/health/live", "/health/ready"):
             hidden, told = opened.get(path), opened.get(path, headers=KEY)
             assert (hidden.status_code, told.status_code) == (503, 503)
@@ -258,7 +258,7 @@ def test_risks_are_counted_by_the_shape_of_what_was_asked(tmp_path: Path) -> Non
             assert opened.post(path, json=body).status_code == 200, path
         for messages in ([], [question | {"content": None}]):
             assert opened.post("/score", json={"messages": messages}).status_code == 422
-        (scorer,) = opened.app.state.service.scorers  # type: ignore[attr-defined]
+        (scorer,) = opened.app.state.service.catalogue.scorers  # type: ignore[attr-defined]
         scorer.prompt_format = "text"  # a prompt of such a bundle may hold a whole conversation
         opened.post("/score", json={"prompt": beside})
         text = opened.get("/metrics").text

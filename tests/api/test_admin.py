@@ -23,7 +23,6 @@ from service.audit.events import Who
 from service.cli.reload import Stamps, watch
 from service.engines.base import Engine
 from service.scoring import Scorer
-from service.serving.keys import reload_keys
 from service.serving.rollout import RolloutPlan
 from tests.key_files import add_key, revoke_key
 from tests.running import App, until
@@ -46,10 +45,10 @@ class Served:
         return [one for one in map(json.loads, self.log.read_text().splitlines()) if one["event"] == event]
 
     def finds(self, secret: str) -> bool:
-        return self.app.state.keys.find(secret) is not None
+        return self.app.state.access.keys.find(secret) is not None
 
     def default(self) -> str:
-        return str(self.app.state.scorers[0].bundle.reference)
+        return str(self.app.state.catalogue.scorers[0].bundle.reference)
 
     def break_log(self) -> None:
         self.log.rename(self.log.with_suffix(".kept"))
@@ -62,7 +61,7 @@ class Served:
 
 @pytest.fixture
 def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
-    monkeypatch.setattr("service.serving.keys.WATCH_S", 600.0)  # what is told is told by the reload
+    monkeypatch.setattr("service.serving.access.WATCH_S", 600.0)  # what is told is told by the reload
     with serving(tmp_path) as found:
         yield found
 
@@ -71,8 +70,7 @@ def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
 def serving(tmp_path: Path) -> Iterator[Served]:
     path, log = tmp_path / "keys.toml", tmp_path / "audit.jsonl"
     secret = add_key(path, "operator", {"scopes": ["admin"]})
-    app = App(tmp_path, keys_file=path)
-    app.state.audit = Auditor(log)
+    app = App(tmp_path, keys_file=path, audit=lambda _: Auditor(log))
     served = Served(app, path, secret, log)
 
     def load(engine: Engine) -> dict[str, Scorer]:
@@ -80,7 +78,7 @@ def serving(tmp_path: Path) -> Iterator[Served]:
             raise BundleNotFound(served.gone[0])
         return {bundle.reference: Scorer(engine, bundle) for bundle in app.bundles}
 
-    app.state.load_again = load
+    app.state.lifecycle.load_again = load
     with app.started():
         yield served
 
@@ -148,7 +146,7 @@ def test_without_the_audit_log_nothing_is_added_or_swapped(served: Served) -> No
     assert "no key was added or changed" in refused.json()["error"]["message"]
     assert not served.finds(two)
     assert served.default() == "one:1"
-    assert "audit log" in str(served.app.state.reload_error)
+    assert "audit log" in str(served.app.state.lifecycle.reload_error)
     served.mend_log()
     assert served.reload().status_code == 200
     assert served.finds(two)
@@ -156,7 +154,7 @@ def test_without_the_audit_log_nothing_is_added_or_swapped(served: Served) -> No
 
 
 def test_while_it_loads_keys_are_taken_and_told_all_the_same(served: Served) -> None:
-    dispatcher, served.app.state._dispatcher = served.app.state._dispatcher, None
+    dispatcher, served.app.state.lifecycle._dispatcher = served.app.state.lifecycle._dispatcher, None
     two = add_key(served.keys, "two", {"scopes": ["score"]})
     error = served.reload().json()["error"]
     assert (error["code"], error["message"].startswith("keys: as their file says; bundles: not")) == ("not_ready", True)
@@ -166,7 +164,7 @@ def test_while_it_loads_keys_are_taken_and_told_all_the_same(served: Served) -> 
     refused = served.reload()
     assert (refused.status_code, refused.json()["error"]["code"]) == (503, "not_ready")
     assert "the keys in force stay" in refused.json()["error"]["message"]
-    served.app.state._dispatcher = dispatcher
+    served.app.state.lifecycle._dispatcher = dispatcher
 
 
 def test_a_moved_alias_that_could_not_be_audited_is_taken_once_it_can_be(served: Served) -> None:
@@ -183,7 +181,7 @@ def test_a_moved_alias_that_could_not_be_audited_is_taken_once_it_can_be(served:
     until(lambda: looks)
     served.break_log()
     resolved[0] = "two"
-    until(lambda: served.app.state.reload_error is not None)
+    until(lambda: served.app.state.lifecycle.reload_error is not None)
     assert served.default() == "one:1"
     served.mend_log()
     until(lambda: served.default() == "two:1")
@@ -228,22 +226,22 @@ def test_a_key_that_is_revoked_while_an_older_file_is_read_stays_revoked(
     monkeypatch.setattr(KeyRing, "read", slow)
 
     async def both() -> None:
-        older = asyncio.create_task(reload_keys(app.state, SIGNAL))
+        older = asyncio.create_task(app.state.access.reload(SIGNAL))
         await asyncio.to_thread(first.wait, 20)
         revoke_key(path, "one")
-        newer = asyncio.create_task(reload_keys(app.state, SIGNAL))
+        newer = asyncio.create_task(app.state.access.reload(SIGNAL))
         await asyncio.sleep(0.05)  # it would be done by now
         go_on.set()
         await asyncio.gather(older, newer)
 
     asyncio.run(both())
-    found = app.state.keys.find(one)
+    found = app.state.access.keys.find(one)
     assert found is not None
     assert found.revoked is not None
 
 
 def test_a_reader_that_fails_otherwise_does_not_end_the_watch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("service.serving.keys.WATCH_S", 0.02)
+    monkeypatch.setattr("service.serving.access.WATCH_S", 0.02)
     path = tmp_path / "keys.toml"
     add_key(path, "one", {"scopes": ["score"]})
     read, fails = KeyRing.read, [True]
@@ -257,14 +255,14 @@ def test_a_reader_that_fails_otherwise_does_not_end_the_watch(tmp_path: Path, mo
     monkeypatch.setattr(KeyRing, "read", failing)
     with App(tmp_path, names=["tiny"], keys_file=path).started() as app:
         two = add_key(path, "two", {"scopes": ["score"]})
-        until(lambda: app.state.keys.find(two) is not None)
+        until(lambda: app.state.access.keys.find(two) is not None)
         assert not fails
 
 
 def test_a_canary_takes_no_key_past_its_policies(tmp_path: Path) -> None:
     key = Key(name="app", digest=digest_of("app"), policies=("gate",), scopes=frozenset({Scope.SCORE}))
     app = App(tmp_path, names=("one", "two", "three"), api_keys=[key], callers_may=())
-    app.state.plan = RolloutPlan("two:1", 1.0, ("three:1",))
+    app.state.catalogue.plan = RolloutPlan("two:1", 1.0, ("three:1",))
     with app.started():
 
         def ask(**body: str) -> httpx.Response:
@@ -272,7 +270,7 @@ def test_a_canary_takes_no_key_past_its_policies(tmp_path: Path) -> None:
 
         judged = ask().json()
         assert (judged["bundle"]["name"], judged["policy"]) == ("two", "gate")
-        for policy in app.state.policies.keys() - {"gate"}:
+        for policy in app.state.catalogue.policies.named.keys() - {"gate"}:
             refused = ask(policy=policy)
             assert (refused.status_code, refused.json()["error"]["param"]) == (403, "policy"), policy
         for bundle in ("two", "three", "three:1"):

@@ -12,14 +12,15 @@ import pytest
 from hallutracer_client.results import ScoreResult, parse
 from service.feedback.databases import location
 from service.judging.drift import DriftLimits
-from service.judging.guarantee import outside_as_calibrated, standing
+from service.judging.guarantee import guarantee_status, outside_as_calibrated
 from service.policies.guard import GATE, Action, Policy
 from service.serving.feedback import Feedback
+from service.serving.judgement import Judgement
 from service.serving.monitor import Monitor, digest_of
 from service.vllm_plugin.note import Note
 from tests.feedback.made import rows
 from tests.matching import contextual_bundle
-from tests.probes_store.test_guarantee import GUARANTEE
+from tests.probes_store.factory import GUARANTEE
 from tests.running import App
 
 ALL = Policy("all", Action.ABSTAIN, message="Not sure.", withhold_no_fact=True)
@@ -44,7 +45,7 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[App]:
 def prompts(service: App) -> dict[tuple[bool, bool], list[str]]:
     """By whether the risk is at or above the bundle's threshold, and whether it applies."""
     found: dict[tuple[bool, bool], list[str]] = {kind: [] for kind in KINDS}
-    scorer = service.state.scorers[0]
+    scorer = service.state.catalogue.scorers[0]
     texts = [f"prompt {number}" for number in range(80)]
     for text, report in zip(texts, scorer.score([scorer.render(prompt=text) for text in texts]), strict=True):
         found[report.risk >= scorer.bundle.manifest.threshold, report.context.applies].append(text)
@@ -112,8 +113,9 @@ def test_a_chat_is_answered_by_the_same_rule(service: App, prompts: Prompts, kin
 
 
 def test_vllms_note_has_it(service: App, prompts: Prompts) -> None:
-    scorer = service.state.scorers[0]
-    body = Note(scorer, GATE, list(scorer.score([scorer.render(prompt=prompts[True, False][0])]))).body()
+    scorer = service.state.catalogue.scorers[0]
+    reports = scorer.score([scorer.render(prompt=prompts[True, False][0])])
+    body = Note([Judgement.of(scorer, GATE, reports)]).body()
     assert body is not None
     assert body["data"][0]["applies"] is False
 
@@ -165,7 +167,7 @@ def test_the_series_is_there_before_anything_is_counted(tmp_path: Path) -> None:
 
 
 def test_the_monitor_does_not_watch_it(service: App, prompts: Prompts) -> None:
-    scorer = service.state.scorers[0]
+    scorer = service.state.catalogue.scorers[0]
     monitor = Monitor(scorer, DriftLimits(window=50, every=10), lambda _: None)
     monitor.reference = object()  # type: ignore[assignment]  # compared with nothing: its window is never full
     for kind in KINDS:
@@ -176,9 +178,10 @@ def test_the_monitor_does_not_watch_it(service: App, prompts: Prompts) -> None:
 
 
 def test_feedback_never_draws_it(tmp_path: Path, prompts: Prompts) -> None:
-    with serving(tmp_path, policy="observe").started() as app:
-        where = location(str(tmp_path / "feedback.db"))
-        app.state.feedback = Feedback(where, app.state.metrics, share=1.0)
+    where = location(str(tmp_path / "feedback.db"))
+    with serving(
+        tmp_path, policy="observe", feedback=lambda metrics: Feedback(where, metrics, share=1.0)
+    ).started() as app:
         for kind in KINDS:
             for text in prompts[kind][:2]:
                 told(app, text, policy="gate")
@@ -205,18 +208,12 @@ VOID = {
 def test_a_guarantee_is_void_where_outside_is_treated_otherwise(
     service: App, context: bool, outside: bool | None
 ) -> None:
-    scorer = service.state.scorers[0]
+    scorer = service.state.catalogue.scorers[0]
     manifest = dataclasses.replace(scorer.bundle.manifest, guarantee=GUARANTEE, threshold=GUARANTEE.threshold)
     if not context:
         manifest = dataclasses.replace(manifest, context=None)
     policy = Policy("mine", Action.BLOCK, withhold_outside=outside)
-    stands, why = standing(manifest, policy, "float32"), VOID[context, outside]
+    stands, why = guarantee_status(manifest, policy, "float32"), VOID[context, outside]
     assert stands is not None
-    assert stands.void == (() if why is None else (f"policy: 'mine' {why}",))
+    assert stands.violations == (() if why is None else (f"policy: 'mine' {why}",))
     assert outside_as_calibrated(manifest, policy) is (why is None)
-
-
-def test_without_a_reference_the_calibration_withheld_nothing_outside(service: App) -> None:
-    manifest = dataclasses.replace(service.bundles[0].manifest, uncertainty=None)
-    assert outside_as_calibrated(manifest, GATE)
-    assert not outside_as_calibrated(manifest, Policy("a", Action.BLOCK, withhold_outside=True))

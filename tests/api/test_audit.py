@@ -15,8 +15,10 @@ from service.access.callers import ApiKey
 from service.audit.auditor import Auditor
 from service.audit.events import Who
 from service.audit.verify import verify
-from service.serving.auditing import decision_line
-from service.serving.keys import reload_keys
+from service.policies.guard import GATE
+from service.serving import observers
+from service.serving.judgement import Judgement
+from service.serving.metrics import Metrics
 from tests.key_files import add_key, revoke_key
 from tests.running import App, until
 
@@ -34,9 +36,10 @@ ASKED: dict[str, dict[str, Any]] = {
 
 @contextmanager
 def audited(tmp_path: Path, *, required: bool = False, **options: Any) -> Iterator[App]:
-    app = App(tmp_path, names=["tiny"], **options)
-    app.state.audit = Auditor(tmp_path / "audit.jsonl", required=required, count=app.state.metrics.audit_lines)
-    with app.started():
+    def audit(metrics: Metrics) -> Auditor:
+        return Auditor(tmp_path / "audit.jsonl", required=required, count=metrics.audit_lines)
+
+    with App(tmp_path, names=["tiny"], audit=audit, **options).started() as app:
         yield app
 
 
@@ -96,14 +99,13 @@ def test_the_line_says_what_the_answer_says(tmp_path: Path) -> None:
 def test_what_a_client_sends_stays_within_its_line(tmp_path: Path) -> None:
     forged = '\n{"prev": "0", "event": "keys.reload"}\n'
     with audited(tmp_path) as app:
-        scorer = app.state.scorers[0]
+        scorer = app.state.catalogue.scorers[0]
         for sent in ("x" * 60_000, "x\\u000a{}", "\u00e9\u2028", '"},{"', "x\x85"):
             headers = {"x-request-id": sent.encode(), "x-forwarded-for": b"6.6.6.6", "x-session-id": sent.encode()}
             assert app.client.post("/score", json={"prompt": "a"}, headers=headers).status_code == 200
-        reports = list(enumerate(scorer.score([[1, 2]])))
         for sent in (forged, "x" * 60_000, "\ud800"):  # as vLLM hands its client's id on
-            line = decision_line(Who(), sent, "/score", scorer, app.state.policies["gate"], reports)
-            app.client.portal.call(app.state.audit.decided, line)  # type: ignore[union-attr]
+            judgement = Judgement.of(scorer, GATE, scorer.score([[1, 2]]), sent)
+            app.client.portal.call(observers.judged, app.state, judgement)  # type: ignore[union-attr]
     found = verify([tmp_path / "audit.jsonl"])
     assert (found.problems, found.lines) == ([], 10)
     assert {line["address"] for line in lines(tmp_path, "decision")} == {"testclient", None}
@@ -143,11 +145,11 @@ def test_where_the_log_is_required_nothing_is_told_that_is_not_in_it(tmp_path: P
 def test_keys_that_change_are_audited_and_without_the_log_none_is_added(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("service.serving.keys.WATCH_S", 0.02)
+    monkeypatch.setattr("service.serving.access.WATCH_S", 0.02)
     path = tmp_path / "keys.toml"
     one = add_key(path, "one", {"scopes": ["score"]})
     with audited(tmp_path, keys_file=path) as app:
-        ring = app.state.keys
+        ring = app.state.access.keys
         two = add_key(path, "two", {"scopes": ["score"]})
         until(lambda: ring.find(two) is not None and len(lines(tmp_path, "keys.reload")) > 1)
         begun, done = lines(tmp_path, "keys.reload")
@@ -170,6 +172,6 @@ def test_the_log_has_no_part_in_a_broken_file(tmp_path: Path) -> None:
     add_key(path, "one", {"scopes": ["score"]})
     with audited(tmp_path, keys_file=path) as app:
         path.write_text("[one")
-        assert asyncio.run(reload_keys(app.state, Who(by="signal")))
-        assert app.state.keys.problem is not None
+        assert asyncio.run(app.state.access.reload(Who(by="signal")))
+        assert app.state.access.keys.problem is not None
         assert lines(tmp_path, "keys.reload") == []

@@ -15,8 +15,7 @@ from typing import Any
 import pytest
 
 from service.access.callers import ApiKey
-from service.api import shedding
-from service.api.shedding import FREE, BodyMemory
+from service.api.body import FREE, BodyMemory
 from service.errors import BodiesFull
 from tests.matching import Held
 from tests.running import Served, listening, until
@@ -133,8 +132,8 @@ def memory(monkeypatch: pytest.MonkeyPatch) -> list[BodyMemory]:
             super().__init__(most)
             made.append(self)
 
-    monkeypatch.setattr(shedding, "LEAST", SMALL_MEMORY)
-    monkeypatch.setattr(shedding, "BodyMemory", Seen)
+    monkeypatch.setattr("service.api.body.LEAST", SMALL_MEMORY)
+    monkeypatch.setattr("service.api.body.BodyMemory", Seen)
     return made
 
 

@@ -214,7 +214,7 @@ def test_a_body_that_never_comes_is_408(tmp_path: Path) -> None:
 
 @both_kinds
 def test_a_reader_that_takes_nothing_is_let_go(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("service.api.stream.SLOW_READER_S", 0.2)
+    monkeypatch.setattr("service.api.reply.SLOW_READER_S", 0.2)
     with running(tmp_path, kind, deadline_s=3.0, max_new_tokens=50_000, max_kv_tokens=200_000) as service:
         service.engine.answer = "x" * 50_000
         service.engine.identity = dataclasses.replace(service.engine.identity, max_tokens=60_000)
@@ -256,7 +256,7 @@ def test_a_backlog_of_pieces_does_not_hold_the_event_loop(tmp_path: Path, kind: 
     async def stream() -> None:
         counting = asyncio.create_task(count_turns())
         async with service.app.router.lifespan_context(service.app):
-            while not service.state.is_ready:
+            while not service.state.lifecycle.is_ready:
                 await asyncio.sleep(0.01)
             headers = [(b"content-type", b"application/json")]
             scope = {"type": "http", "method": "POST", "path": "/score", "query_string": b"", "headers": headers}
@@ -301,7 +301,7 @@ def test_the_same_answer_with_and_without_a_stream_in_a_crowd(service: Running) 
 def test_a_broken_engine_is_neither_ready_nor_alive(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with running(tmp_path, kind) as service:
         told = threading.Event()
-        service.state.on_broken = told.set
+        service.state.lifecycle.on_broken = told.set
         assert httpx.get(f"{service.url}/health/live").status_code == 200
         monkeypatch.setattr(service.served, "on_prefill", lambda *_: 1 / 0)
         assert service.post(prompt="a").status_code == 503

@@ -18,6 +18,7 @@ from service.feedback import databases, writer
 from service.feedback.databases import location
 from service.policies.guard import Action, Policy
 from service.serving.feedback import Feedback
+from service.serving.metrics import Metrics
 from tests.feedback.made import rows
 from tests.running import Running, running, until
 
@@ -46,9 +47,10 @@ class Client:
 def keeping(
     folder: Path, *, prompts: bool = False, days: float | None = None, share: float = 0.05, **settings: Any
 ) -> Iterator[Client]:
-    with running(folder, **{"policy": "observe"} | settings) as service:
-        where = location(str(folder / "feedback.db"))
-        service.state.feedback = Feedback(where, service.state.metrics, prompts=prompts, days=days, share=share)
+    def feedback(metrics: Metrics) -> Feedback:
+        return Feedback(location(str(folder / "feedback.db")), metrics, prompts=prompts, days=days, share=share)
+
+    with running(folder, **{"policy": "observe", "feedback": feedback} | settings) as service:
         yield Client(service)
 
 

@@ -13,12 +13,12 @@ import pytest
 from hallutracer_client.results import BundleList, ScoreResult, parse
 from probes_store.bundle import Bundle
 from service.engines.base import Sampling
-from service.judging.guarantee import TOKEN_IDS, decoding_departures, standing
+from service.judging.guarantee import TOKEN_IDS, decoding_violations, guarantee_status
 from service.policies.guard import GATE, OBSERVE
+from service.serving.judgement import Judgement
 from service.vllm_plugin.note import Note
 from tests.matching import matching_draft
-from tests.probes_store.factory import write_bundle
-from tests.probes_store.test_guarantee import GUARANTEE
+from tests.probes_store.factory import GUARANTEE, write_bundle
 from tests.running import App
 from tests.scripted_engine import ScriptedEngine
 
@@ -153,23 +153,20 @@ def test_the_metrics_name_it(service: App) -> None:
 
 def test_another_dtype_voids_it(service: App) -> None:
     manifest = service.bundles[0].manifest
-    stands = standing(manifest, GATE, "bfloat16")
+    stands = guarantee_status(manifest, GATE, "bfloat16")
     assert stands is not None
-    assert stands.void == ("dtype: the engine computes in bfloat16, the calibration did in float32",)
+    assert stands.violations == ("dtype: the engine computes in bfloat16, the calibration did in float32",)
     assert not stands.holds
-    assert standing(service.bundles[1].manifest, OBSERVE, "float32") is None
+    assert guarantee_status(service.bundles[1].manifest, OBSERVE, "float32") is None
 
 
 def test_nothing_decoded_here_departs_from_nothing() -> None:
-    assert decoding_departures(None) == decoding_departures(Sampling()) == ()
+    assert decoding_violations(None) == decoding_violations(Sampling()) == ()
 
 
 def test_vllms_note_has_it(service: App) -> None:
-    scorer = service.state.scorers[0]
-    (report,) = scorer.score([[1, 2, 3]])
-    note = Note(scorer, GATE, [report], departures=("decoding: ...",))
-    body = note.body()
+    judgements = [Judgement.of(one, GATE, one.score([[1, 2, 3]])) for one in service.state.catalogue.scorers]
+    body = Note([judgements[0]], violations=("decoding: ...",)).body()
     assert body is not None
     assert body["guarantee"] == HOLDS | {"holds": False, "void": ["decoding: ..."]}
-    note.scorer = service.state.scorers[1]
-    assert "guarantee" not in (note.body() or {})
+    assert "guarantee" not in (Note([judgements[1]]).body() or {})

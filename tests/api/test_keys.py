@@ -14,12 +14,10 @@ from starlette.routing import Route
 
 from service.access.callers import Key, Scope, digest_of
 from service.access.routes import ADMIN, CALLED, CATALOGUE, METRICS, scopes_of
-from service.api.auth import HEALTH
-from service.api.dependencies import Admin
+from service.api.auth import HEALTH, Admin
 from service.api.pages import pages
 from service.audit.events import Who
 from service.policies.guard import Action, Policy
-from service.serving.keys import reload_keys
 from tests.key_files import add_key, revoke_key
 from tests.running import App, running, until
 
@@ -180,7 +178,7 @@ def stale(app: App) -> bool:
 def test_a_changed_file_is_in_force_soon_and_a_broken_one_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("service.serving.keys.WATCH_S", 0.02)
+    monkeypatch.setattr("service.serving.access.WATCH_S", 0.02)
     path = tmp_path / "keys.toml"
     one = add_key(path, "one", {"scopes": ["score"]})
     with App(tmp_path, names=["tiny"], keys_file=path).started() as app:
@@ -212,9 +210,9 @@ def test_a_hangup_reads_the_file_without_a_change(tmp_path: Path) -> None:
     add_key(path, "one", {"scopes": ["score"]})
     app = App(tmp_path, names=["tiny"], keys_file=path)
     two = add_key(path, "two", {"scopes": ["score"]})
-    assert app.state.keys.changed_on_disk()  # seen, and not yet read
-    assert asyncio.run(reload_keys(app.state, FILE))
-    assert app.state.keys.find(two) is not None
+    assert app.state.access.keys.changed_on_disk()  # seen, and not yet read
+    assert asyncio.run(app.state.access.reload(FILE))
+    assert app.state.access.keys.find(two) is not None
 
 
 def test_prompts_are_counted_by_the_name_of_the_key_and_never_by_the_key(tmp_path: Path) -> None:

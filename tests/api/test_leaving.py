@@ -11,7 +11,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from service.api import leaving
+from service.api import connections
 from tests.matching import Held
 from tests.running import Served, until
 
@@ -19,11 +19,11 @@ from tests.running import Served, until
 @pytest.fixture
 def service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Served, threading.Thread]]:
     for name in ("LEAVING_S", "MOST_S"):
-        monkeypatch.setattr(leaving, name, 60.0)  # each test ends it earlier
+        monkeypatch.setattr(connections, name, 60.0)  # each test ends it earlier
     served = Served(tmp_path)
     thread = threading.Thread(target=lambda: served.server.run(sockets=[served.socket]))
     thread.start()
-    until(lambda: served.state.is_ready)
+    until(lambda: served.state.lifecycle.is_ready)
     yield served, thread
     served.server.should_exit = served.server.force_exit = True
     thread.join(30)
@@ -32,7 +32,7 @@ def service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[S
 
 def told_to_stop(served: Served) -> None:
     served.server.should_exit = True
-    until(lambda: served.state.stopping)
+    until(lambda: served.state.lifecycle.stopping)
 
 
 def test_a_request_on_an_idle_connection_is_refused_and_not_reset(service: tuple[Served, threading.Thread]) -> None:
@@ -80,10 +80,10 @@ def test_a_request_under_way_is_answered(service: tuple[Served, threading.Thread
 @pytest.mark.parametrize(
     ("gaps", "seconds"),
     [
-        ((), leaving.LEAVING_S),
-        ((0.9, 0.9), 1.8 + leaving.LEAVING_S),
-        ((0.9, 1.2), 0.9 + leaving.LEAVING_S),
-        ((0.5,) * 100, leaving.MOST_S),
+        ((), connections.LEAVING_S),
+        ((0.9, 0.9), 1.8 + connections.LEAVING_S),
+        ((0.9, 1.2), 0.9 + connections.LEAVING_S),
+        ((0.5,) * 100, connections.MOST_S),
     ],
     ids=["none comes", "two come", "one comes too late", "they never end"],
 )
@@ -102,7 +102,7 @@ def test_it_refuses_until_no_request_comes(
             server.server_state.total_requests = sum(moment <= now for moment in due)
 
         monkeypatch.setattr(loop, "time", lambda: now)
-        monkeypatch.setattr(leaving.asyncio, "sleep", sleep)
+        monkeypatch.setattr(connections.asyncio, "sleep", sleep)
         await server._refuse()
         return now
 

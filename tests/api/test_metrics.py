@@ -9,7 +9,8 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import IO
+from types import SimpleNamespace
+from typing import IO, Any
 
 import numpy as np
 import pytest
@@ -20,16 +21,30 @@ from service import __version__
 from service.api import error_handlers as problems
 from service.errors import DeadlineExceeded, HalluTracerError, Overloaded
 from service.judging.conversation import SHAPES, Shape
-from service.policies.guard import Decision, Verdict
+from service.policies.guard import GATE, Decision, Verdict
 from service.scoring import RiskReport
+from service.serving.judgement import AnswerEnd, JudgedPrompt, Judgement, PromptTimings
 from service.serving.metrics import FOLDER_VARIABLE, STATUS_OF, Metrics
-from service.serving.request_handle import Timings
 
 ROOT = Path(__file__).parent.parent.parent
 LABELS = {"model_name": "m", "bundle": "demo:1"}
 PASSED, FLAGGED = Verdict(Decision.CONTINUE, False, 0.5, None), Verdict(Decision.ABSTAIN, True, 0.5, None)
 REPORT = RiskReport(0.25, 0.0, np.zeros(1), np.zeros(1), PASSED, prompt_tokens=11)
-PROMPT = ("m", "demo:1", REPORT, Timings(queue=0.002, prefill=0.02, probe=0.0002, decode=0.3), 5)
+ANSWERED, TIMINGS = AnswerEnd(5, 0.3), PromptTimings(queue=0.002, prefill=0.02, probe=0.0002)
+SCORER: Any = SimpleNamespace(
+    engine=SimpleNamespace(identity=SimpleNamespace(model="m")), bundle=SimpleNamespace(reference="demo:1")
+)
+
+
+def judge(
+    metrics: Metrics,
+    report: RiskReport = REPORT,
+    answer: AnswerEnd = ANSWERED,
+    route: str = "/v1/risk/score",
+    shape: Shape | None = None,
+) -> None:
+    prompt = JudgedPrompt(0, report, timings=TIMINGS, shape=shape)
+    metrics.judged(Judgement(scorer=SCORER, policy=GATE, prompts=(prompt,), route=route), [answer])
 
 
 @pytest.fixture(autouse=True)
@@ -51,9 +66,9 @@ def value(body: bytes, name: str, **labels: str) -> float | None:
 
 def test_a_prompt_moves_every_number_it_should() -> None:
     metrics = Metrics()
-    metrics.prompt(*PROMPT, route="/score")
+    judge(metrics)
     withheld = replace(REPORT, risk=1.0, verdict=FLAGGED)
-    metrics.prompt("m", "demo:1", withheld, Timings(queue=0.002, prefill=0.02, probe=0.0002), 0, route="/classify")
+    judge(metrics, withheld, AnswerEnd(), route="/classify")
     body, kind = metrics.render()
     assert kind.startswith("text/plain; version=0.0.4")
     assert value(body, "prompts_total", **LABELS, decision="continue") == 1
@@ -78,9 +93,9 @@ def test_a_prompt_moves_every_number_it_should() -> None:
 def test_risks_are_counted_by_the_shape_of_the_conversation() -> None:
     metrics = Metrics()
     withheld, shape = replace(REPORT, risk=0.75, verdict=FLAGGED), Shape("2-4", passage=True, system=False)
-    metrics.prompt(*PROMPT, route="/score", shape=shape)
-    metrics.prompt("m", "demo:1", withheld, Timings(), 0, route="/score", shape=shape)
-    metrics.prompt("m", "demo:1", withheld, Timings(), 0, route="/score")
+    judge(metrics, shape=shape)
+    judge(metrics, withheld, AnswerEnd(), shape=shape)
+    judge(metrics, withheld, AnswerEnd())
     body, _ = metrics.render()
     for (turns, passage, system), (risk, count, gated) in {
         ("2-4", "yes", "no"): (1.0, 2, 1),
@@ -140,8 +155,8 @@ def test_a_registry_that_has_the_process_already_takes_ours() -> None:
 
 def test_a_route_that_is_none_of_ours_is_no_label() -> None:
     metrics = Metrics()
-    metrics.prompt(*PROMPT, route="/v1/whatever-a-caller-wrote")
-    metrics.prompt(*PROMPT, route="")
+    judge(metrics, route="/v1/whatever-a-caller-wrote")
+    judge(metrics, route="")
     body, _ = metrics.render()
     assert value(body, "route_prompts_total", **LABELS, route="other", flagged="no") == 2
     assert b"whatever" not in body
@@ -191,7 +206,7 @@ def test_every_code_of_the_wire_starts_at_zero() -> None:
 
 def test_a_bundle_that_is_swapped_out_is_no_longer_listed() -> None:
     metrics = Metrics()
-    metrics.prompt(*PROMPT, route="/score")
+    judge(metrics)
     for loaded in ([("m", "demo:1", "sha256:ab")], [("m", "demo:2", "sha256:cd"), ("m", "other:1", "sha256:ef")]):
         metrics.bundles(loaded)
     body, _ = metrics.render()
@@ -215,7 +230,7 @@ def test_the_process_is_measured_under_the_names_that_every_exporter_uses() -> N
 
 def test_instances_share_nothing() -> None:
     one, other = Metrics(), Metrics()
-    one.prompt(*PROMPT, route="/score")
+    judge(one)
     other.bundles([("m", "demo:1", "sha256:ab")])
     assert value(other.render()[0], "prompt_tokens_total", **LABELS) == 0
     one.close()
@@ -224,7 +239,7 @@ def test_instances_share_nothing() -> None:
 
 def test_names_end_in_their_unit_and_nothing_is_said_twice() -> None:
     metrics = Metrics()
-    metrics.prompt(*PROMPT, route="/score")
+    judge(metrics)
     families = list(text_string_to_metric_families(metrics.render()[0].decode()))
     names = [family.name for family in families]
     assert len(names) == len(set(names))
@@ -242,9 +257,7 @@ WRITER = """
 import sys
 import numpy as np
 from service.policies.guard import Decision, Verdict
-from service.scoring import RiskReport
-from service.serving.metrics import Metrics
-from service.serving.request_handle import Timings
+from tests.api.test_metrics import AnswerEnd, Metrics, RiskReport, judge
 metrics = Metrics()
 metrics.bundles([("m", "demo:1", "sha256:ab")])
 metrics.ready(True)
@@ -253,7 +266,7 @@ metrics.queue(5, 2)
 for _ in range({times}):
     verdict = Verdict(Decision.ABSTAIN, True, 0.5, None)
     report = RiskReport(0.75, 0.0, np.zeros(1), np.zeros(1), verdict, prompt_tokens=10)
-    metrics.prompt("m", "demo:1", report, Timings(0.001, 0.01, 0.0001), 0, route="/score")
+    judge(metrics, report, AnswerEnd())
 print("written", flush=True)
 if sys.stdin.readline().strip() == "close":
     metrics.close()

@@ -24,7 +24,7 @@ from service.engines.base import Counters, EngineOptions
 from service.engines.scheduler import Scheduled
 from service.engines.transformers.engine import TransformersEngine
 from service.scoring import Scorer
-from service.serving.state import ServiceState
+from service.serving.service import Service
 from service.settings import ServiceSettings
 from tests.running import App, until
 
@@ -116,12 +116,12 @@ def demo() -> Iterator[tuple[TestClient, Counters]]:
     """The real model."""
     engine = Scheduled(TransformersEngine.load(EngineOptions(model=str(MODEL_DIR))))
     store = Store(Path("/nonexistent"), fallbacks=[SHIPPED])
-    state = ServiceState(
+    state = Service.of(
         lambda: {name: Scorer(engine, store.load(name)) for name in ("demo", "demo-fused")},
         settings=ServiceSettings(policy="gate", threshold=0.0),
     )
     with TestClient(create_app(state)) as client:
-        until(lambda: state.is_ready)
+        until(lambda: state.lifecycle.is_ready)
         yield client, engine.counters
 
 

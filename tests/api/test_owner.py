@@ -10,7 +10,7 @@ import pytest
 from starlette.requests import HTTPConnection
 
 from service.access.callers import OWNERS
-from service.api.dependencies import caller_of
+from service.api.auth import caller_of
 from tests.running import App, Running, running
 
 LOOSER = [{"policy": "observe"}, {"threshold": 1.0}]

@@ -10,6 +10,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ import pytest
 from hallutracer_client.results import ScoreResult, parse
 from service.access.callers import ApiKey
 from service.policies.guard import Action, Policy
-from service.policies.policy import Rule
+from service.policies.policy import Policies, Rule
 from service.policies.upstreams import Upstream
 from tests.running import Running, running, until
 
@@ -347,7 +348,8 @@ def test_a_redirect_is_not_followed_and_a_missing_key_is_not_left_out(
 def test_a_request_may_only_be_stricter(tmp_path: Path, own: str, wanted: str, status: int) -> None:
     policies = {"warn": WARN, "fetch": FETCH, "send": sends("http://127.0.0.1:9", key=None)}
     with running(tmp_path, policies=policies, policy=own, callers_may=["none"]) as service:
-        service.state.policies = {name: policy.at(0.5) for name, policy in service.state.policies.items()}
+        named = service.state.catalogue.policies.named
+        service.state.catalogue.policies = Policies({name: policy.at(0.5) for name, policy in named.items()})
         assert service.post(prompt="A", policy=wanted).status_code == status
         assert service.post(prompt="A", threshold=1.0).status_code == (200 if own == "observe" else 403)
         assert service.post(prompt="A", bundle="two").status_code == (200 if own == "observe" else 403)
@@ -356,11 +358,12 @@ def test_a_request_may_only_be_stricter(tmp_path: Path, own: str, wanted: str, s
 def test_rules_choose_by_route_and_key(tmp_path: Path) -> None:
     keys = [ApiKey("secret-a", "rag"), ApiKey("secret-b", "web")]
     with running(tmp_path, policies={"warn": WARN, "fetch": FETCH}, api_keys=keys, callers_may=()) as service:
-        service.state.rules = (
-            Rule("fetch", key="rag"),
-            Rule("warn", route="/v1/chat/completions", model="scripted"),
-            Rule("observe", model="another"),
+        rules = (
+            Rule(policy="fetch", key="rag"),
+            Rule(policy="warn", route="/v1/chat/completions", model="scripted"),
+            Rule(policy="observe", model="another"),
         )
+        service.state.catalogue.policies = replace(service.state.catalogue.policies, rules=rules)
 
         def decided(secret: str, path: str, **more: Any) -> tuple[int, str | None]:
             headers = {"authorization": f"Bearer {secret}"}

@@ -12,9 +12,9 @@ import pytest
 
 from service.judging.sample import SampleQuestion
 from service.serving.sampled import TOGETHER, Sampled
+from tests.judging.test_sample import SAMPLE
 from tests.matching import matching_bundle
 from tests.running import App
-from tests.test_sample import SAMPLE
 
 
 def carrying(engine: Any, folder: Path) -> Any:

@@ -32,8 +32,8 @@ def run(service: Running, folder: Path, *options: str) -> subprocess.CompletedPr
 @pytest.mark.parametrize(("examples", "least"), [(25, 500), pytest.param(2_200, 20_000, marks=pytest.mark.long)])
 def test_generated_requests(tmp_path: Path, examples: int, least: int) -> None:
     """``examples`` at most for each of the two scoring routes, ``least`` requests in all."""
-    with running(tmp_path) as service:
-        service.state.feedback = Feedback(location(str(tmp_path / "feedback.db")), service.state.metrics)
+    where = location(str(tmp_path / "feedback.db"))
+    with running(tmp_path, feedback=lambda metrics: Feedback(where, metrics)) as service:
         done = run(service, tmp_path, "--max-examples", str(examples), "--seed", "1")
         assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
         generated = re.search(r"([\d,]+) generated", done.stdout)

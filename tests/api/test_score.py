@@ -14,13 +14,13 @@ from fastapi.testclient import TestClient
 
 from service.api.app import create_app
 from service.scoring import Scorer
-from service.serving.state import ServiceState
+from service.serving.service import Service
 from tests.engine_kinds import KINDS
 from tests.matching import Held
 from tests.running import App, until
 
 
-class Service(App):
+class ScoringApp(App):
     """A running app with its engine in reach."""
 
     def post(self, **body: Any) -> Any:
@@ -28,8 +28,8 @@ class Service(App):
 
 
 @pytest.fixture(params=KINDS)
-def service(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Service]:
-    with Service(
+def service(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[ScoringApp]:
+    with ScoringApp(
         tmp_path,
         request.param,
         aliases_of=lambda name: {"canary": 1} if name == "two" else {},
@@ -39,7 +39,7 @@ def service(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Service]
         yield service
 
 
-def test_one_prompt(service: Service) -> None:
+def test_one_prompt(service: ScoringApp) -> None:
     response = service.post(prompt="What is the capital of France?")
     body = response.json()
     assert response.status_code == 200, body
@@ -59,7 +59,7 @@ def test_one_prompt(service: Service) -> None:
         assert float(response.headers[header]) >= 0
 
 
-def test_a_list_messages_and_ids_agree_with_single_prompts(service: Service) -> None:
+def test_a_list_messages_and_ids_agree_with_single_prompts(service: ScoringApp) -> None:
     both = service.post(prompt=["a", "b"]).json()["data"]
     assert [row["index"] for row in both] == [0, 1]
     assert both[1]["risk"] == service.post(prompt="b").json()["data"][0]["risk"]
@@ -70,12 +70,12 @@ def test_a_list_messages_and_ids_agree_with_single_prompts(service: Service) -> 
     assert both[1]["risk"] == service.post(input_ids=[ids, ids]).json()["data"][1]["risk"]
 
 
-def test_both_routes_are_one(service: Service) -> None:
+def test_both_routes_are_one(service: ScoringApp) -> None:
     long = service.client.post("/v1/risk/score", json={"prompt": "b"}).json()
     assert long["data"] == service.post(prompt="b").json()["data"]
 
 
-def test_include(service: Service) -> None:
+def test_include(service: ScoringApp) -> None:
     (row,) = service.post(prompt="b", include=["trajectory", "running_mean"]).json()["data"]
     assert len(row["trajectory"]) == len(row["running_mean"]) == 4
     assert row["running_mean"][-1] == pytest.approx(row["depth_mean"])
@@ -84,15 +84,15 @@ def test_include(service: Service) -> None:
 
 def test_the_operators_reference_names_what_was_loaded(tmp_path: Path) -> None:
     """Also where the alias moved meanwhile."""
-    app = Service(tmp_path, aliases_of=lambda name: {"production": 2})
-    load = app.state.load
-    app.state.load = lambda: dict(zip(["one@production", "two"], load().values(), strict=True))
+    app = ScoringApp(tmp_path, aliases_of=lambda name: {"production": 2})
+    load = app.state.lifecycle.load
+    app.state.lifecycle.load = lambda: dict(zip(["one@production", "two"], load().values(), strict=True))
     with app.started() as service:
         assert service.post(prompt="b", bundle="one@production").json()["bundle"]["version"] == 1
         assert service.post(prompt="b", bundle="two@production").status_code == 404
 
 
-def test_bundles_by_name_and_reference(service: Service) -> None:
+def test_bundles_by_name_and_reference(service: ScoringApp) -> None:
     for reference in ("two", "two:1", "two@canary"):
         assert service.post(prompt="b", bundle=reference).json()["bundle"]["name"] == "two"
     for missing in ("two@other", "one@canary", "nosuch@x"):
@@ -106,7 +106,7 @@ def test_bundles_by_name_and_reference(service: Service) -> None:
     assert service.post(prompt="b", model="scripted").status_code == 200
 
 
-def test_generate_goes_on_only_below_the_threshold(service: Service) -> None:
+def test_generate_goes_on_only_below_the_threshold(service: ScoringApp) -> None:
     gated = service.post(prompt="b", threshold=0, generate={}).json()
     assert gated["data"][0]["decision"] == "abstain"
     assert "completion" not in gated["data"][0]
@@ -149,7 +149,7 @@ def test_generate_goes_on_only_below_the_threshold(service: Service) -> None:
         ({"prompt": "a", "generate": {"max_tokens": 10**6}}, 422, "generate.max_tokens"),
     ],
 )
-def test_bad_requests(service: Service, body: dict[str, Any], status: int, param: str | None) -> None:
+def test_bad_requests(service: ScoringApp, body: dict[str, Any], status: int, param: str | None) -> None:
     response = service.client.post("/score", json=body)
     error = response.json()["error"]
     assert response.status_code == status, error
@@ -174,7 +174,7 @@ def test_a_message_that_spells_out_a_special_token_is_refused_where_the_operator
                 assert response.status_code == 200
 
 
-def test_a_body_meets_its_limit_whole_or_chunked(service: Service) -> None:
+def test_a_body_meets_its_limit_whole_or_chunked(service: ScoringApp) -> None:
     def chunks() -> Iterator[bytes]:
         yield b'{"prompt": "'
         for _ in range(40):
@@ -186,7 +186,7 @@ def test_a_body_meets_its_limit_whole_or_chunked(service: Service) -> None:
         assert response.status_code == 413, response.text
 
 
-def test_request_ids(service: Service) -> None:
+def test_request_ids(service: ScoringApp) -> None:
     given = service.client.post("/score", json={"prompt": "a"}, headers={"X-Request-Id": "abc-1"})
     assert given.headers["x-request-id"] == "abc-1"
     assert given.json()["id"] == "risk-abc-1"
@@ -194,7 +194,7 @@ def test_request_ids(service: Service) -> None:
     assert len(made.headers["x-request-id"]) == 32
 
 
-def test_engine_failures_are_500_without_details(service: Service) -> None:
+def test_engine_failures_are_500_without_details(service: ScoringApp) -> None:
     service.engine.fail = RuntimeError("secret detail")
     response = service.client.post("/score", json={"prompt": "a"}, headers={"X-Request-Id": "abc"})
     assert response.status_code == 500
@@ -206,18 +206,18 @@ def test_engine_failures_are_500_without_details(service: Service) -> None:
     assert service.post(prompt="a").json()["error"]["code"] == "non_finite_readout"
 
 
-def test_unknown_paths_and_methods_use_the_envelope(service: Service) -> None:
+def test_unknown_paths_and_methods_use_the_envelope(service: ScoringApp) -> None:
     assert service.client.get("/nothing").json()["error"]["code"] == "not_found"
     assert service.client.get("/score").json()["error"]["code"] == "method_not_allowed"
 
 
-def test_many_wrong_elements_are_one_error(service: Service) -> None:
+def test_many_wrong_elements_are_one_error(service: ScoringApp) -> None:
     for body in ({"input_ids": [""] * 4000}, {"messages": [0] * 4000}, {"prompt": [0] * 4000}):
         error = service.client.post("/score", json=body).json()["error"]
         assert len(error["message"]) < 200
 
 
-def test_shutting_down_answers_503_to_queued_work(service: Service) -> None:
+def test_shutting_down_answers_503_to_queued_work(service: ScoringApp) -> None:
     service.engine.before = held = Held()
     with ThreadPoolExecutor(3) as pool:
         asked = [pool.submit(service.post, prompt="a") for _ in range(2)]
@@ -231,14 +231,14 @@ def test_shutting_down_answers_503_to_queued_work(service: Service) -> None:
     assert all(answer.headers["content-type"] == "application/json" for answer in answers)
 
 
-def test_openapi_names_the_examples(service: Service) -> None:
+def test_openapi_names_the_examples(service: ScoringApp) -> None:
     schema = service.client.get("/openapi.json").json()
     assert "/v1/risk/score" in schema["paths"]
     assert "capital of France" in json.dumps(schema)
 
 
-def test_not_ready_while_the_engine_stands_still(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(service.state.dispatcher, "stalled", True)
+def test_not_ready_while_the_engine_stands_still(service: ScoringApp, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(service.state.lifecycle.dispatcher, "stalled", True)
     assert service.client.get("/health/live").status_code == 200
     for answer in (service.client.get("/health/ready"), service.post(prompt="a")):
         assert answer.status_code == 503
@@ -248,7 +248,7 @@ def test_not_ready_while_the_engine_stands_still(service: Service, monkeypatch: 
 
 
 def test_not_ready_before_loading_and_after_a_failure(tmp_path: Path) -> None:
-    state = ServiceState(lambda: {})
+    state = Service.of(lambda: {})
     app = create_app(state)
     early = TestClient(app).post("/score", json={"prompt": "a"})  # without the lifespan nothing is loaded
     assert early.status_code == 503
@@ -257,9 +257,9 @@ def test_not_ready_before_loading_and_after_a_failure(tmp_path: Path) -> None:
     def broken() -> dict[str, Scorer]:
         raise RuntimeError("no such model")
 
-    state = ServiceState(broken)
+    state = Service.of(broken)
     with TestClient(create_app(state)) as client:
-        until(lambda: state.failure is not None)
+        until(lambda: state.lifecycle.failure is not None)
         assert client.get("/health/live").status_code == 503
         ready = client.get("/health/ready")
     assert ready.status_code == 503

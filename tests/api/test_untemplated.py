@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from fastapi.testclient import TestClient
 
-from hallutracer_research.demo.tokenizer import render
+from hallutracer_research.demo.corpus import render
 from probes_store.store import SHIPPED, Store
 from service.access.callers import Caller
 from service.api.app import create_app
@@ -23,10 +23,10 @@ from service.engines.scheduler import Scheduled
 from service.engines.transformers.engine import TransformersEngine
 from service.errors import NotAllowed
 from service.policies.guard import Action, Policy
-from service.policies.policy import built_in
+from service.policies.policy import Policies, built_in
 from service.scoring import Scorer
-from service.serving.choice import check_choice, untemplated
-from service.serving.state import ServiceState
+from service.serving.catalogue import check_choice, untemplated
+from service.serving.service import Service
 from service.settings import ServiceSettings
 from tests.running import until
 
@@ -44,9 +44,10 @@ def scorer() -> Scorer:
 @pytest.fixture(scope="module")
 def client(scorer: Scorer) -> Iterator[TestClient]:
     settings = ServiceSettings(policy="gate", callers_may=("policy",))
-    state = ServiceState(lambda: {"demo": scorer}, settings=settings, policies=built_in() | {"open": OPEN})
+    policies = Policies(built_in() | {"open": OPEN})
+    state = Service.of(lambda: {"demo": scorer}, settings=settings, policies=policies)
     with TestClient(create_app(state)) as client:
-        until(lambda: state.is_ready)
+        until(lambda: state.lifecycle.is_ready)
         yield client
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from axe_playwright_python.sync_playwright import Axe
-from playwright.sync_api import Browser, BrowserContext, Page, Request, sync_playwright
+from playwright.sync_api import Browser, BrowserContext, Page, Request
 
 from tests.deploy.prometheus_server import REQUIRE
 
@@ -31,16 +31,6 @@ def executable() -> str:
     if os.environ.get(REQUIRE) == "1":
         pytest.fail(f"{reason} ({REQUIRE}=1)")
     pytest.skip(reason)
-
-
-@contextmanager
-def chromium() -> Iterator[Browser]:
-    """For a test file: its start takes a second."""
-    path = executable()
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=path)
-        yield browser
-        browser.close()
 
 
 @dataclass

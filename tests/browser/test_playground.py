@@ -18,14 +18,14 @@ from playwright.sync_api import Browser, Page, expect
 from probes_store.bundle import Bundle
 from service.errors import EngineError
 from service.policies.guard import Action, Policy
+from service.policies.policy import Policies
 from tests.api.test_uncertainty import known
-from tests.browser.chromium import WAIT_MS, Tab, chromium, faults, sideways, tab
+from tests.browser.chromium import Tab, faults, sideways, tab
 from tests.matching import contextual_bundle, matching_draft
 from tests.probes_store.factory import write_bundle
 from tests.running import Running, running, until
 from tests.scripted_engine import ScriptedEngine
 
-expect.set_options(timeout=WAIT_MS)
 QUESTION = "Is it so?"
 RISKS, WRONG = [0.1, 0.2, 0.35, 0.4, 0.6, 0.7, 0.8, 0.9], [0, 0, 1, 0, 1, 0, 1, 1]
 Open = Callable[..., AbstractContextManager[Tab]]
@@ -44,12 +44,6 @@ def counted(engine: ScriptedEngine, folder: Path) -> Bundle:
     draft.evaluation = {"out_of_fold": {"risks": rows}}
     draft.evaluation["cross_validation"] = {"by_form": FORMS}
     return write_bundle(draft, folder / "counted")
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with chromium() as started:
-        yield started
 
 
 @pytest.fixture(scope="module")
@@ -87,6 +81,12 @@ def ready(tab: Tab, *, details: bool = True) -> Page:
     return page
 
 
+@pytest.fixture
+def page(opened: Open) -> Iterator[Page]:
+    with opened() as tab:
+        yield ready(tab)
+
+
 def ask(page: Page, question: str = QUESTION) -> None:
     page.fill("#question", question)
     page.click("#ask")
@@ -97,94 +97,84 @@ def finished(page: Page) -> None:
     expect(page.locator("#result")).to_have_attribute("aria-busy", "false")
 
 
+def answered(page: Page) -> None:
+    ask(page)
+    finished(page)
+
+
 def reply(service: Running, **body: Any) -> dict[str, Any]:
     (row,) = service.post(prompt=QUESTION, include=["trajectory", "running_mean"], **body).json()["data"]
     return dict(row)
 
 
-def test_an_answer_that_may_continue(service: Running, opened: Open) -> None:
+def test_an_answer_that_may_continue(service: Running, page: Page) -> None:
     wanted = reply(service)
-    with opened() as tab:
-        page = ready(tab)
-        ask(page)
-        finished(page)
-        assert float(page.get_attribute(".risk", "data-risk") or "") == pytest.approx(wanted["risk"])
-        expect(page.locator(".risk")).to_contain_text(f"{wanted['risk']:.2f}")
-        expect(page.locator(".answer")).to_have_text("It is so.")
-        assert "It is so." in page.inner_text("#announce")
-        expect(page.locator(".facts").last).to_contain_text("9 answer tokens")
-        page.click(".reading .layers > summary")
-        dots = page.locator(".reading svg .dot title")
-        assert dots.all_text_contents() == [
-            f"layer {layer}: {value:.3f}" for layer, value in enumerate(wanted["trajectory"])
-        ]
-        heights = [float(dot.get_attribute("cy") or "") for dot in page.locator(".reading svg .dot").all()]
-        assert np.corrcoef(heights, wanted["trajectory"])[0, 1] == pytest.approx(-1)  # up is more
-        running = re.findall(r"[\d.]+ ([\d.]+)", page.get_attribute(".reading svg .line.running", "d") or "")
-        assert np.corrcoef(np.array(running, float), wanted["running_mean"])[0, 1] == pytest.approx(-1, abs=1e-3)
-        assert f"depth mean is {wanted['running_mean'][-1]:.3f}" in (
-            page.get_attribute(".reading figure svg", "aria-label") or ""
-        )
+    answered(page)
+    assert float(page.get_attribute(".risk", "data-risk") or "") == pytest.approx(wanted["risk"])
+    expect(page.locator(".risk")).to_contain_text(f"{wanted['risk']:.2f}")
+    expect(page.locator(".answer")).to_have_text("It is so.")
+    assert "It is so." in page.inner_text("#announce")
+    expect(page.locator(".facts").last).to_contain_text("9 answer tokens")
+    page.click(".reading .layers > summary")
+    dots = page.locator(".reading svg .dot title")
+    assert dots.all_text_contents() == [
+        f"layer {layer}: {value:.3f}" for layer, value in enumerate(wanted["trajectory"])
+    ]
+    heights = [float(dot.get_attribute("cy") or "") for dot in page.locator(".reading svg .dot").all()]
+    assert np.corrcoef(heights, wanted["trajectory"])[0, 1] == pytest.approx(-1)  # up is more
+    running = re.findall(r"[\d.]+ ([\d.]+)", page.get_attribute(".reading svg .line.running", "d") or "")
+    assert np.corrcoef(np.array(running, float), wanted["running_mean"])[0, 1] == pytest.approx(-1, abs=1e-3)
+    assert f"depth mean is {wanted['running_mean'][-1]:.3f}" in (
+        page.get_attribute(".reading figure svg", "aria-label") or ""
+    )
 
 
-def test_the_trajectory_stands_against_the_bundles_classes(service: Running, opened: Open) -> None:
+def test_the_trajectory_stands_against_the_bundles_classes(service: Running, page: Page) -> None:
     means = service.bundles[0].probes.trajectory_mean
-    with opened() as tab:
-        page = ready(tab)
-        ask(page)
-        finished(page)
-        page.click(".reading .layers > summary")
-        page.click(".reading .layers details summary")
-        cells = [row.split("\t") for row in page.inner_text(".reading tbody").splitlines()]
-        assert np.array(cells, float)[:, 3:] == pytest.approx(means[::-1].T, abs=6e-4)  # factual, hallucinated
-        for part in (".line.factual", ".line.hallucinated", ".band.factual", ".band.hallucinated"):
-            box = page.locator(f".reading figure svg {part}").bounding_box()
-            assert box is not None, part
-            assert box["width"] > 100, part
-            assert ".line" in part or box["height"] > 20, part
+    answered(page)
+    page.click(".reading .layers > summary")
+    page.click(".reading .layers details summary")
+    cells = [row.split("\t") for row in page.inner_text(".reading tbody").splitlines()]
+    assert np.array(cells, float)[:, 3:] == pytest.approx(means[::-1].T, abs=6e-4)  # factual, hallucinated
+    for part in (".line.factual", ".line.hallucinated", ".band.factual", ".band.hallucinated"):
+        box = page.locator(f".reading figure svg {part}").bounding_box()
+        assert box is not None, part
+        assert box["width"] > 100, part
+        assert ".line" in part or box["height"] > 20, part
 
 
-def test_a_withheld_answer_shows_the_message_and_decodes_nothing(service: Running, opened: Open) -> None:
+def test_a_withheld_answer_shows_the_message_and_decodes_nothing(service: Running, page: Page) -> None:
     steps = service.engine.counters.decode_steps
-    with opened() as tab:
-        page = ready(tab)
-        page.select_option("#policy", "gate")
-        page.locator("#threshold").press("Home")  # 0: everything is withheld
-        ask(page)
-        finished(page)
-        expect(page.locator(".decision")).to_have_text("Withheld before the first token")
-        expect(page.locator(".answer")).to_have_text("I am not sure.")
-        expect(page.locator(".facts").last).to_have_text("No answer token was decoded.")
-        expect(page.locator("#history li")).to_contain_text("withheld (abstain)")
+    page.select_option("#policy", "gate")
+    page.locator("#threshold").press("Home")  # 0: everything is withheld
+    answered(page)
+    expect(page.locator(".decision")).to_have_text("Withheld before the first token")
+    expect(page.locator(".answer")).to_have_text("I am not sure.")
+    expect(page.locator(".facts").last).to_have_text("No answer token was decoded.")
+    expect(page.locator("#history li")).to_contain_text("withheld (abstain)")
     assert service.engine.counters.decode_steps == steps
 
 
-def test_a_policy_that_only_watches_says_so(service: Running, opened: Open) -> None:
-    with opened() as tab:
-        page = ready(tab)
-        page.locator("#threshold").press("Home")
-        ask(page)
-        finished(page)
-        expect(page.locator(".decision")).to_contain_text("although flagged: the policy observe only watches")
-        expect(page.locator(".answer")).to_have_text("It is so.")
+def test_a_policy_that_only_watches_says_so(page: Page) -> None:
+    page.locator("#threshold").press("Home")
+    answered(page)
+    expect(page.locator(".decision")).to_contain_text("although flagged: the policy observe only watches")
+    expect(page.locator(".answer")).to_have_text("It is so.")
 
 
-def test_the_interval_and_what_lies_outside_training(service: Running, opened: Open) -> None:
+def test_the_interval_and_what_lies_outside_training(service: Running, page: Page) -> None:
     wanted = reply(service, bundle="known")
-    with opened() as tab:
-        page = ready(tab)
-        ask(page)
-        finished(page)
-        expect(page.locator(".reading")).to_contain_text("records no interval")
-        page.select_option("#bundle", "known:1")
-        ask(page)
-        expect(page.locator(".reading")).to_have_attribute("data-bundle", "known:1")
-        finished(page)
-        low, high = wanted["interval"]
-        expect(page.locator(".facts").first).to_contain_text(f"between {low:.2f} and {high:.2f} (95 %)")
-        expect(page.locator(".reading svg rect.interval")).to_have_count(1)
-        outside = page.locator(".facts.warn")
-        expect(outside).to_have_count(int(wanted["outside_training"]))
+    answered(page)
+    expect(page.locator(".reading")).to_contain_text("records no interval")
+    page.select_option("#bundle", "known:1")
+    ask(page)
+    expect(page.locator(".reading")).to_have_attribute("data-bundle", "known:1")
+    finished(page)
+    low, high = wanted["interval"]
+    expect(page.locator(".facts").first).to_contain_text(f"between {low:.2f} and {high:.2f} (95 %)")
+    expect(page.locator(".reading svg rect.interval")).to_have_count(1)
+    outside = page.locator(".facts.warn")
+    expect(outside).to_have_count(int(wanted["outside_training"]))
 
 
 @pytest.mark.parametrize("own", ["gate", "all"])
@@ -199,8 +189,7 @@ def test_a_prompt_that_asks_for_no_fact(browser: Browser, tmp_path: Path, own: s
         assert wanted["applies"] is False
         with tab(browser, service.url) as open_tab:
             page = ready(open_tab)
-            ask(page)
-            finished(page)
+            answered(page)
             said = "Asks for no fact: the risk does not apply"
             decided = said if own == "gate" else "Blocked before the first token"
             expect(page.locator(".decision")).to_have_text(decided)
@@ -226,50 +215,44 @@ class Slow:
                 raise self.error
 
 
-def test_a_slow_answer_comes_piece_by_piece(service: Running, opened: Open) -> None:
+def test_a_slow_answer_comes_piece_by_piece(service: Running, page: Page) -> None:
     slow = Slow(after=4)
     service.engine.wait = slow  # type: ignore[method-assign]
-    with opened() as tab:
-        page = ready(tab)
-        ask(page)
-        expect(page.locator(".answer")).to_have_text("It i")
-        expect(page.locator(".answer")).to_have_attribute("aria-busy", "true")
-        expect(page.locator("#ask")).to_be_disabled()
-        expect(page.locator(".risk")).to_be_visible()  # long before the answer ends
-        assert faults(page) == []
-        slow.go_on.set()
-        finished(page)
-        expect(page.locator(".answer")).to_have_text("It is so.")
-        assert page.get_attribute(".answer", "aria-busy") is None
-        expect(page.locator("#ask")).to_be_enabled()
+    ask(page)
+    expect(page.locator(".answer")).to_have_text("It i")
+    expect(page.locator(".answer")).to_have_attribute("aria-busy", "true")
+    expect(page.locator("#ask")).to_be_disabled()
+    expect(page.locator(".risk")).to_be_visible()  # long before the answer ends
+    assert faults(page) == []
+    slow.go_on.set()
+    finished(page)
+    expect(page.locator(".answer")).to_have_text("It is so.")
+    assert page.get_attribute(".answer", "aria-busy") is None
+    expect(page.locator("#ask")).to_be_enabled()
 
 
-def test_stop_ends_the_work(service: Running, opened: Open) -> None:
+def test_stop_ends_the_work(service: Running, page: Page) -> None:
     slow = Slow(after=4)
     service.engine.wait = slow  # type: ignore[method-assign]
-    with opened() as tab:
-        page = ready(tab)
-        ask(page)
-        expect(page.locator(".answer")).to_have_text("It i")
-        page.click("#stop")
-        expect(page.locator(".reading .problem")).to_have_text("Stopped.")
-        expect(page.locator("#stop")).to_be_hidden()
-        slow.go_on.set()
-        until(lambda: service.engine.counters.open_continuations == 0)
-        expect(page.locator(".answer")).to_have_text("It i")
+    ask(page)
+    expect(page.locator(".answer")).to_have_text("It i")
+    page.click("#stop")
+    expect(page.locator(".reading .problem")).to_have_text("Stopped.")
+    expect(page.locator("#stop")).to_be_hidden()
+    slow.go_on.set()
+    until(lambda: service.engine.counters.open_continuations == 0)
+    expect(page.locator(".answer")).to_have_text("It i")
 
 
-def test_a_failure_under_way_keeps_what_was_said(service: Running, opened: Open) -> None:
+def test_a_failure_under_way_keeps_what_was_said(service: Running, page: Page) -> None:
     slow = Slow(after=4, error=EngineError("the device is gone"))
     service.engine.wait = slow  # type: ignore[method-assign]
-    with opened() as tab:
-        page = ready(tab)
-        ask(page)
-        expect(page.locator(".answer")).to_have_text("It i")
-        slow.go_on.set()
-        expect(page.locator(".reading .problem")).to_contain_text("the device is gone")
-        expect(page.locator(".answer")).to_have_text("It i")
-        finished(page)
+    ask(page)
+    expect(page.locator(".answer")).to_have_text("It i")
+    slow.go_on.set()
+    expect(page.locator(".reading .problem")).to_contain_text("the device is gone")
+    expect(page.locator(".answer")).to_have_text("It i")
+    finished(page)
 
 
 def test_a_service_that_stopped(browser: Browser, tmp_path: Path) -> None:
@@ -338,8 +321,7 @@ def test_keys(browser: Browser, tmp_path: Path) -> None:
         page.keyboard.press("Enter")
         expect(page.locator("#ask")).to_be_enabled()
         expect(page.locator("#access")).to_be_hidden()
-        ask(page)
-        finished(page)
+        answered(page)
         expect(page.locator(".risk")).to_be_visible()
         kept = "JSON.stringify([localStorage, document.cookie, location.href, document.body.innerHTML])"
         assert key not in page.evaluate(kept)
@@ -350,48 +332,44 @@ def test_keys(browser: Browser, tmp_path: Path) -> None:
         assert page.evaluate("sessionStorage.getItem('hallutracer.key')") is None
 
 
-def test_the_slider_tells_what_the_bundle_counted(service: Running, opened: Open) -> None:
-    with opened() as tab:
-        page = ready(tab)
-        page.select_option("#bundle", "counted:1")
-        expect(page.locator("#gate-source")).to_contain_text("Counted on")
-        expect(page.locator("#threshold-value")).to_have_text("0.500 (the bundle's own)")
-        expect(page.locator("#gate-at")).to_contain_text(
-            "50 % of the questions are answered, 25 % of these answers are wrong"
-        )
-        expect(page.locator("#gate-cost")).to_contain_text("costs as much as 1 withheld right ones")
-        marks = page.locator("#gate-plot circle.at")
-        expect(marks).to_have_count(2)
-        heights = {mark.get_attribute("class"): float(mark.get_attribute("cy") or 0) for mark in marks.all()}
-        assert heights["at answered"] < heights["at wrong"]  # 50 % answered, 25 % of them wrong; y points down
-        middle = marks.first.get_attribute("cx")
-        slider = page.locator("#threshold")
-        slider.focus()
-        for _ in range(13):
-            page.keyboard.press("ArrowLeft")
-        assert float(marks.first.get_attribute("cx") or 0) < float(middle or 0)
-        expect(page.locator("#gate-cost")).to_contain_text("costs as much as 1.7 withheld right ones")
-        expect(page.locator("#threshold-value")).to_have_text("0.37")
-        below = [wrong for risk, wrong in zip(RISKS, WRONG, strict=True) if risk < 0.37]
-        text = (
-            f"{round(100 * len(below) / 8)} % of the questions are answered, {round(100 * sum(below) / len(below))} %"
-        )
-        expect(page.locator("#gate-at")).to_contain_text(text)
-        expect(page.locator("#gate-at")).to_contain_text("50 % of the right answers are withheld")
-        assert slider.get_attribute("aria-valuetext") == "0.37"
-        assert page.is_checked("#threshold-send")
-        with page.expect_request("**/score") as sent:
-            ask(page)
-        assert sent.value.post_data_json["threshold"] == 0.37
-        finished(page)
-        expect(page.locator(".facts").first).to_contain_text("Threshold 0.370")
-        answers = reply(service, bundle="counted")["risk"] < 0.37
-        expect(page.locator("#gate-here")).to_contain_text("would be answered" if answers else "would be withheld")
-        page.click("#threshold-reset")
-        expect(page.locator("#threshold-value")).to_contain_text("the bundle's own")
-        with page.expect_request("**/score") as sent:
-            ask(page)
-        assert "threshold" not in sent.value.post_data_json
+def test_the_slider_tells_what_the_bundle_counted(service: Running, page: Page) -> None:
+    page.select_option("#bundle", "counted:1")
+    expect(page.locator("#gate-source")).to_contain_text("Counted on")
+    expect(page.locator("#threshold-value")).to_have_text("0.500 (the bundle's own)")
+    expect(page.locator("#gate-at")).to_contain_text(
+        "50 % of the questions are answered, 25 % of these answers are wrong"
+    )
+    expect(page.locator("#gate-cost")).to_contain_text("costs as much as 1 withheld right ones")
+    marks = page.locator("#gate-plot circle.at")
+    expect(marks).to_have_count(2)
+    heights = {mark.get_attribute("class"): float(mark.get_attribute("cy") or 0) for mark in marks.all()}
+    assert heights["at answered"] < heights["at wrong"]  # 50 % answered, 25 % of them wrong; y points down
+    middle = marks.first.get_attribute("cx")
+    slider = page.locator("#threshold")
+    slider.focus()
+    for _ in range(13):
+        page.keyboard.press("ArrowLeft")
+    assert float(marks.first.get_attribute("cx") or 0) < float(middle or 0)
+    expect(page.locator("#gate-cost")).to_contain_text("costs as much as 1.7 withheld right ones")
+    expect(page.locator("#threshold-value")).to_have_text("0.37")
+    below = [wrong for risk, wrong in zip(RISKS, WRONG, strict=True) if risk < 0.37]
+    text = f"{round(100 * len(below) / 8)} % of the questions are answered, {round(100 * sum(below) / len(below))} %"
+    expect(page.locator("#gate-at")).to_contain_text(text)
+    expect(page.locator("#gate-at")).to_contain_text("50 % of the right answers are withheld")
+    assert slider.get_attribute("aria-valuetext") == "0.37"
+    assert page.is_checked("#threshold-send")
+    with page.expect_request("**/score") as sent:
+        ask(page)
+    assert sent.value.post_data_json["threshold"] == 0.37
+    finished(page)
+    expect(page.locator(".facts").first).to_contain_text("Threshold 0.370")
+    answers = reply(service, bundle="counted")["risk"] < 0.37
+    expect(page.locator("#gate-here")).to_contain_text("would be answered" if answers else "would be withheld")
+    page.click("#threshold-reset")
+    expect(page.locator("#threshold-value")).to_contain_text("the bundle's own")
+    with page.expect_request("**/score") as sent:
+        ask(page)
+    assert "threshold" not in sent.value.post_data_json
 
 
 def test_the_table_by_form_of_conversation(opened: Open) -> None:
@@ -409,75 +387,64 @@ def test_the_table_by_form_of_conversation(opened: Open) -> None:
         assert page.evaluate("document.documentElement.scrollWidth <= document.documentElement.clientWidth")
 
 
-def test_a_bundle_that_keeps_little_says_so(service: Running, opened: Open) -> None:
-    with opened() as tab:
-        page = ready(tab)
-        expect(page.locator("#gate-source")).to_contain_text("keeps too little")
-        expect(page.locator("#gate-figure")).to_be_hidden()
+def test_a_bundle_that_keeps_little_says_so(page: Page) -> None:
+    expect(page.locator("#gate-source")).to_contain_text("keeps too little")
+    expect(page.locator("#gate-figure")).to_be_hidden()
 
 
-def test_two_bundles_on_one_prompt(service: Running, opened: Open) -> None:
-    with opened() as tab:
-        page = ready(tab)
-        page.select_option("#compare", "two:1")
-        ask(page)
-        finished(page)
-        found = {
-            reading.get_attribute("data-bundle"): float(reading.locator(".risk").get_attribute("data-risk") or "")
-            for reading in page.locator(".reading").all()
-        }
-        wanted = {name: reply(service, bundle=name)["risk"] for name in ("one:1", "two:1")}
-        assert wanted["one:1"] != wanted["two:1"]
-        assert found == pytest.approx(wanted)
-        expect(page.locator(".reading .plot[data-drawn]")).to_have_count(2)
-        expect(page.locator(".answer")).to_have_count(1)  # the first bundle's; of the other the risk was asked
-        page.select_option("#bundle", "two:1")
-        assert page.locator("#compare option").all_text_contents() == ["nothing", "one:1", "known:1", "counted:1"]
+def test_two_bundles_on_one_prompt(service: Running, page: Page) -> None:
+    page.select_option("#compare", "two:1")
+    answered(page)
+    found = {
+        reading.get_attribute("data-bundle"): float(reading.locator(".risk").get_attribute("data-risk") or "")
+        for reading in page.locator(".reading").all()
+    }
+    wanted = {name: reply(service, bundle=name)["risk"] for name in ("one:1", "two:1")}
+    assert wanted["one:1"] != wanted["two:1"]
+    assert found == pytest.approx(wanted)
+    expect(page.locator(".reading .plot[data-drawn]")).to_have_count(2)
+    expect(page.locator(".answer")).to_have_count(1)  # the first bundle's; of the other the risk was asked
+    page.select_option("#bundle", "two:1")
+    assert page.locator("#compare option").all_text_contents() == ["nothing", "one:1", "known:1", "counted:1"]
 
 
-def test_a_passage_stands_before_the_question(service: Running, opened: Open) -> None:
-    with opened() as tab:
-        page = ready(tab)
-        with page.expect_request("**/score") as sent:  # one tap asks
-            page.click("text=American Samoa, with a passage")
-        expect(page.locator("#passage")).to_have_value(
-            "Pago Pago is the capital of American Samoa. Suva is the capital of Fiji. Apia is the capital of Samoa."
-        )
-        prompt = sent.value.post_data_json["prompt"]
-        assert prompt.split("\n\n") == [page.input_value("#passage"), "Do you know the capital of American Samoa?"]
-        finished(page)
-        page.click("#examples button >> nth=0")
-        expect(page.locator("#passage")).to_have_value("")
+def test_a_passage_stands_before_the_question(page: Page) -> None:
+    with page.expect_request("**/score") as sent:  # one tap asks
+        page.click("text=American Samoa, with a passage")
+    expect(page.locator("#passage")).to_have_value(
+        "Pago Pago is the capital of American Samoa. Suva is the capital of Fiji. Apia is the capital of Samoa."
+    )
+    prompt = sent.value.post_data_json["prompt"]
+    assert prompt.split("\n\n") == [page.input_value("#passage"), "Do you know the capital of American Samoa?"]
+    finished(page)
+    page.click("#examples button >> nth=0")
+    expect(page.locator("#passage")).to_have_value("")
 
 
-def test_what_was_asked_stays_in_the_tab(opened: Open) -> None:
-    with opened() as tab:
-        page = ready(tab)
-        ask(page, "First?")
-        finished(page)
-        ask(page, "Second?")
-        expect(page.locator("#history li")).to_have_count(2)
-        page.reload()
-        expect(page.locator("#ask")).to_be_enabled()
-        assert "First?" in page.locator("#history li").nth(1).inner_text()
-        page.locator("#history button").nth(1).click()
-        expect(page.locator("#question")).to_have_value("First?")
-        page.click("#clear")
-        expect(page.locator("#history li")).to_have_count(0)
-        page.reload()
-        expect(page.locator("#past-empty")).to_be_visible()
+def test_what_was_asked_stays_in_the_tab(page: Page) -> None:
+    ask(page, "First?")
+    finished(page)
+    ask(page, "Second?")
+    expect(page.locator("#history li")).to_have_count(2)
+    page.reload()
+    expect(page.locator("#ask")).to_be_enabled()
+    assert "First?" in page.locator("#history li").nth(1).inner_text()
+    page.locator("#history button").nth(1).click()
+    expect(page.locator("#question")).to_have_value("First?")
+    page.click("#clear")
+    expect(page.locator("#history li")).to_have_count(0)
+    page.reload()
+    expect(page.locator("#past-empty")).to_be_visible()
 
 
-def test_what_the_model_says_is_text(service: Running, opened: Open) -> None:
+def test_what_the_model_says_is_text(service: Running, page: Page) -> None:
     markup = "<img src=x onerror=alert(1)>"
     service.engine.answer = markup
-    with opened() as tab:
-        page = ready(tab)
-        ask(page, markup)
-        finished(page)
-        expect(page.locator(".answer")).to_have_text(markup)
-        expect(page.locator("#history li")).to_contain_text(markup)
-        assert page.locator("main img").count() == 0
+    ask(page, markup)
+    finished(page)
+    expect(page.locator(".answer")).to_have_text(markup)
+    expect(page.locator("#history li")).to_contain_text(markup)
+    assert page.locator("main img").count() == 0
 
 
 def test_the_policy_of_the_page_refuses_scripts_inside_it(opened: Open) -> None:
@@ -551,30 +518,27 @@ def test_what_else_a_policy_does(shared: Running, opened: Open) -> None:
         "warn": Policy("warn", Action.ANNOTATE, 0.0, "Take care."),
         "send": Policy("send", Action.FALLBACK, 0.0),
     }
-    before, shared.state.policies = shared.state.policies, dict(shared.state.policies) | policies
+    catalogue = shared.state.catalogue
+    before, catalogue.policies = catalogue.policies, Policies({**catalogue.policies.named, **policies})
     try:
         with opened() as tab:
             page = ready(tab)
             page.select_option("#policy", "warn")
-            ask(page)
-            finished(page)
+            answered(page)
             expect(page.locator(".facts.warn").first).to_have_text("Take care.")
             expect(page.locator(".decision")).to_have_text("Answered although flagged: the policy warn warns")
             expect(page.locator(".answer")).to_have_text("It is so.")
             page.select_option("#policy", "send")
-            ask(page)
-            finished(page)
+            answered(page)
             expect(page.locator(".decision")).to_have_text("Left to another server before the first token")
             page.select_option("#policy", "fetch")
-            ask(page)
-            finished(page)
+            answered(page)
             expect(page.locator(".decision")).to_have_text("Sent to fetch a passage before the first token")
             expect(page.locator(".answer")).to_have_text("Fetch a passage.")
             page.click("summary:has-text('Passage')")
             page.fill("#passage", "It is so, says the book.")
-            ask(page)
-            finished(page)
+            answered(page)
             expect(page.locator(".decision")).to_have_text("Withheld before the first token")
             expect(page.locator(".facts", has_text="Without the passage the risk was")).to_be_visible()
     finally:
-        shared.state.policies = before
+        catalogue.policies = before

@@ -13,12 +13,11 @@ from playwright.sync_api import Browser, Page, expect
 from probes_store.bundle import Bundle
 from service.errors import EngineError
 from service.judging.sample import Sample, SampleQuestion
-from tests.browser.chromium import WAIT_MS, Tab, chromium, faults, sideways, tab
+from tests.browser.chromium import Tab, faults, sideways, tab
 from tests.matching import matching_bundle
 from tests.running import Running, running
 from tests.scripted_engine import ScriptedEngine
 
-expect.set_options(timeout=WAIT_MS)
 QUESTIONS = tuple(
     SampleQuestion(f"Question <b>{number}</b> {'x' * number}?", ("so",) if number % 3 else ("not <i>that</i>",), "")
     for number in range(30)
@@ -28,12 +27,6 @@ SAMPLE = Sample("rows.jsonl", "contains", r"(?i)not sure", 16, QUESTIONS)
 
 def carrying(engine: ScriptedEngine, folder: Path) -> Bundle:
     return matching_bundle(engine, folder, "carrying", evaluation={"sample": SAMPLE.document()})
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with chromium() as started:
-        yield started
 
 
 @pytest.fixture(scope="module")

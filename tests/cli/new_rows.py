@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from service.demo.questions import questions
-from tests.cli.test_command_line import run
+from tests.command_line import run
 from tests.fitting.planted import write_rows
 
 

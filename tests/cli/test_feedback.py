@@ -12,27 +12,9 @@ import pytest
 from probes_store.store import Store
 from service.demo.questions import questions
 from tests.cli.new_rows import own, question_files
-from tests.cli.test_command_line import run
+from tests.command_line import run
 from tests.running import until
 from tests.serve_process import serve
-
-
-@pytest.mark.parametrize(
-    ("url", "said"),
-    [
-        ("mysql://u:geheim@h/d", "postgresql://USER@HOST"),
-        ("nowhere/feedback.db", "cannot open the feedback file nowhere/feedback.db"),
-        ("postgresql://u:geheim@127.0.0.1:1/d", "cannot connect to postgresql://127.0.0.1:1/d"),
-    ],
-)
-def test_a_database_that_cannot_be_had_is_said_before_a_model_is_loaded(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, url: str, said: str
-) -> None:
-    monkeypatch.setattr("service.cli.serve.load_engine", lambda *_, **__: pytest.fail("a model was loaded"))
-    assert run("serve", "--port", "0", "--feedback-db", url) in (1, 2)
-    printed = capsys.readouterr()
-    assert said in printed.err
-    assert "geheim" not in printed.err + printed.out
 
 
 def test_a_password_is_not_printed(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

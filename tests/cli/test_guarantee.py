@@ -13,8 +13,8 @@ import pytest
 from probes_store.store import Store
 from service.trainer.cards import guaranteed_card
 from tests.cli.new_rows import arguments, dry_run, own, question_files
-from tests.cli.test_command_line import run
-from tests.probes_store.test_guarantee import draft
+from tests.command_line import run
+from tests.probes_store.factory import guaranteed as draft
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ from probes_store.store import SHIPPED, Store
 from service.cli.loading import LeaveOut, bundle_names, load_bundles, load_scorers
 from service.cli.options import BundleOptions, EngineChoice, UsageError
 from service.demo import MODEL_DIR
-from service.engines.packaged import PACKAGED, PackagedModel
+from service.engines.places import PACKAGED, PackagedModel
 from service.engines.scheduler import Scheduled
 from service.library.default_model import DEMO, SMOLLM2, default_model
 from service.library.default_model import SHIPPED as OWN

@@ -5,10 +5,8 @@ from __future__ import annotations
 import os
 import shutil
 import socket
-import threading
-import time
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 
 import pytest
@@ -17,68 +15,57 @@ from huggingface_hub import constants
 from probes_store.errors import WrongModel
 from probes_store.store import SHIPPED, Store
 from service.demo import MODEL_DIR
-from service.engines import hub
+from service.engines import places
 from service.engines.base import EngineOptions
-from service.engines.vllm.stages import VARIABLE, say, stages
+from service.engines.vllm.launch import STAGES, say, stages
 from service.errors import ModelLoadError
 from service.library.engine import load_engine
 from service.progress import progress
 from tests.command_line import hallutracer
+from tests.local_server import answer, listening
+from tests.running import until
 
 ASKED: list[str] = []
 COMMIT = "a" * 40
 
 
-class Hub(BaseHTTPRequestHandler):
+def hub_of_one(request: BaseHTTPRequestHandler, _: bytes) -> None:
     """A hub with one model, one that is gated, and nothing else."""
-
-    def do_HEAD(self) -> None:
-        ASKED.append(self.path)
-        name = self.path.partition("/resolve/")[0].strip("/")
-        code = {"owner/there": None, "owner/gated": "GatedRepo"}.get(name, "RepoNotFound")
-        self.send_response(200 if code is None else 403 if code == "GatedRepo" else 404)
-        headers = {"ETag": '"1"', "X-Repo-Commit": COMMIT, "Content-Length": "2"}
-        for header, value in (headers | ({"X-Error-Code": code} if code else {})).items():
-            self.send_header(header, value)
-        self.end_headers()
-
-    def log_message(self, *_: object) -> None:
-        """Say nothing."""
+    ASKED.append(request.path)
+    name = request.path.partition("/resolve/")[0].strip("/")
+    status, code = {"owner/there": (200, ""), "owner/gated": (403, "GatedRepo")}.get(name, (404, "RepoNotFound"))
+    headers = {"ETag": '"1"', "X-Repo-Commit": COMMIT} | ({"X-Error-Code": code} if code else {})
+    answer(request, status, b"", **{name.replace("-", "_"): value for name, value in headers.items()})
 
 
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     """Nothing downloaded, nothing remembered."""
     ASKED.clear()
-    hub.reachable.cache_clear()
+    places.reachable.cache_clear()
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
     yield
-    hub.reachable.cache_clear()
+    places.reachable.cache_clear()
 
 
 @pytest.fixture
 def online(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    address = f"http://127.0.0.1:{server.server_address[1]}"
-    _point_to(monkeypatch, address)
-    yield address
-    server.shutdown()
-    server.server_close()
+    with listening(hub_of_one) as address:
+        yield _point_to(monkeypatch, address)
 
 
 @pytest.fixture
 def offline(monkeypatch: pytest.MonkeyPatch) -> str:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        address = f"http://127.0.0.1:{free.getsockname()[1]}"
-    _point_to(monkeypatch, address)
-    return address
+        return _point_to(monkeypatch, f"127.0.0.1:{free.getsockname()[1]}")
 
 
-def _point_to(monkeypatch: pytest.MonkeyPatch, address: str) -> None:
+def _point_to(monkeypatch: pytest.MonkeyPatch, place: str) -> str:
+    address = f"http://{place}"
     monkeypatch.setattr(constants, "ENDPOINT", address)
     monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", address + "/{repo_id}/resolve/{revision}/{filename}")
+    return address
 
 
 @pytest.mark.parametrize("command", [["score", "x"], ["serve"], ["bundle", "verify", "demo"], ["demo", "retrieval"]])
@@ -121,7 +108,7 @@ def test_a_model_that_is_nowhere_is_asked_for_once(online: str, tmp_path: Path) 
 
 def test_offline_it_is_said_in_one_line_with_the_bundles_own_model(offline: str) -> None:
     with pytest.raises(ModelLoadError) as caught:
-        hub.reachable("owner/nope", None)
+        places.reachable("owner/nope", None)
     assert f"owner/nope is no folder or GGUF file here, was not downloaded before, and {offline}" in str(caught.value)
     assert "cannot be reached" in str(caught.value)
     assert "\n" not in str(caught.value)
@@ -133,7 +120,10 @@ def test_offline_it_is_said_in_one_line_with_the_bundles_own_model(offline: str)
 )
 def test_other_reasons_are_told_apart(online: str, name: str, said: str) -> None:
     with pytest.raises(ModelLoadError, match=said):
-        hub.reachable(name, None)
+        places.reachable(name, None)
+    ASKED.clear()
+    assert [places.reachable("owner/there", None) for _ in range(2)] == [True, True]
+    assert len(ASKED) == 1
 
 
 def test_what_was_downloaded_before_is_used_offline(offline: str, tmp_path: Path) -> None:
@@ -141,13 +131,7 @@ def test_what_was_downloaded_before_is_used_offline(offline: str, tmp_path: Path
     (folder / "refs").mkdir(parents=True)
     (folder / "refs" / "main").write_text(COMMIT)
     shutil.copytree(MODEL_DIR, folder / "snapshots" / COMMIT)
-    assert hub.reachable("owner/there", None) is False
-
-
-def test_the_hub_has_it(online: str) -> None:
-    assert hub.reachable("owner/there", None) is True
-    assert hub.reachable("owner/there", None) is True
-    assert len(ASKED) == 1
+    assert places.reachable("owner/there", None) is False
 
 
 def test_a_bundle_of_other_weights_is_refused_before_they_are_read(
@@ -163,15 +147,12 @@ def test_a_bundle_of_other_weights_is_refused_before_they_are_read(
 def test_what_a_starting_worker_says_is_reported_as_it_begins() -> None:
     lines: list[str] = []
     say("nobody listens")
-    with stages() as told, progress("loading m", lines.append, told.last):
-        assert told.last() == ""
+    with stages() as last, progress("loading m", lines.append, last):
+        assert last() == ""
         for stage in ("loading the weights", "warming up"):
             say(stage)
-            assert told.last() == stage
-            until = time.monotonic() + 30
-            while not (lines and stage in lines[-1]) and time.monotonic() < until:
-                time.sleep(0.05)
-            assert f"loading m: {stage} (" in lines[-1]
+            assert last() == stage
+            until(lambda stage=stage: lines and f"loading m: {stage} (" in lines[-1], 30)  # type: ignore[misc]
     assert lines[-1].startswith("loading m: done in ")
-    assert VARIABLE not in os.environ
-    assert told.last() == ""
+    assert STAGES not in os.environ
+    assert last() == ""

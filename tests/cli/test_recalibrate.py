@@ -11,7 +11,7 @@ import pytest
 from probes_store.store import Store
 from service.demo.questions import questions
 from tests.cli.new_rows import arguments, dry_run, own, question_files
-from tests.cli.test_command_line import run
+from tests.command_line import run
 from tests.fitting.planted import write_rows
 
 

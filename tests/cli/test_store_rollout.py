@@ -12,15 +12,17 @@ from typing import Any
 
 import pytest
 
+from probes_store.bucket import Objects
 from probes_store.errors import BundleNotFound, StoreRefused, StoreUnreachable
-from probes_store.objects import Objects
-from probes_store.signing import Signing, required_signature
 from probes_store.store import Store, Trust
+from probes_store.trust import Signing, required_signature
 from service.cli import reload as reloading
 from service.cli.reload import Stamps, load_again, stamps, watch
 from service.errors import NotFound
+from service.serving.catalogue import Loaded
+from service.serving.lifecycle import Lifecycle
 from service.serving.rollout import RolloutPlan
-from service.serving.state import Loaded, ServiceState
+from service.serving.service import Service
 from tests.matching import matching_draft
 from tests.probes_store.keys import key_pair
 from tests.running import App
@@ -76,9 +78,10 @@ def remote(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Remote:
 @pytest.fixture
 def app(tmp_path: Path, remote: Remote) -> Iterator[App]:
     app = App(tmp_path, names=("other",))
-    app.state.plan = RolloutPlan(CANARY, 0.5, (SHADOW,))
-    app.state.load = lambda: load_again(app.state, app.served, remote.reader, NAMES, NAMES[1:])
-    app.state.load_again = lambda engine: load_again(app.state, engine, remote.reader, NAMES, NAMES[1:])
+    left_out: Any = app.state.lifecycle.left_out
+    app.state.catalogue.plan = RolloutPlan(CANARY, 0.5, (SHADOW,))
+    app.state.lifecycle.load = lambda: load_again(left_out, app.served, remote.reader, NAMES, NAMES[1:])
+    app.state.lifecycle.load_again = lambda engine: load_again(left_out, engine, remote.reader, NAMES, NAMES[1:])
     with app.started():
         yield app
 
@@ -135,9 +138,9 @@ def test_without_an_answer_what_is_loaded_stays_and_it_is_said_since_when(app: A
         assert (refused.status_code, "the network is down" in refused.text) == (409, True)
         assert (roles(app), status(app)["since"]) == (before, since)
         assert "the network is down" in status(app)["reload_error"]
-        failing = failing or app.state.failing_since
+        failing = failing or app.state.lifecycle.failing_since
         assert failing is not None
-        assert app.state.failing_since == failing  # the first of them
+        assert app.state.lifecycle.failing_since == failing  # the first of them
         assert status(app)["reload_failing_since"] is not None
     remote.down(None, "")
     reload(app).raise_for_status()
@@ -157,10 +160,10 @@ def test_a_pin_in_a_request_checks_and_does_not_search(app: App, remote: Remote)
         (f"mine:2@{two}", 2),
         (f"{CANARY}@{two}", 2),
     ):
-        assert state.scorer(fine, None).bundle.manifest.version == version
+        assert state.catalogue.scorer(fine, None).bundle.manifest.version == version
     for wrong in (f"mine@{two}", f"mine@production@{two}", f"mine:1@{two}", f"{CANARY}@{one}", "mine:2@sha256:"):
         with pytest.raises(NotFound):
-            state.scorer(wrong, None)
+            state.catalogue.scorer(wrong, None)
 
 
 # the watch
@@ -172,14 +175,14 @@ class Watched:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.reloads = 0
         self.problem: str | None = None
-        self.state = ServiceState(dict)
-        self.state.load_again = lambda engine: {}
-        monkeypatch.setattr(ServiceState, "reload", lambda state, load, who: self._reload())
+        self.state = Service.of(dict)
+        self.state.lifecycle.load_again = lambda engine: {}
+        monkeypatch.setattr(Lifecycle, "reload", lambda state, load, who: self._reload())
         monkeypatch.setattr(reloading, "print_line", lambda text: None)
 
     async def _reload(self) -> None:
         self.reloads += 1
-        self.state.reload_error = self.problem
+        self.state.lifecycle.reload_error = self.problem
         if self.problem is not None:
             raise BundleNotFound(self.problem)
 
@@ -188,7 +191,7 @@ def test_the_watch_reloads_where_a_stamp_moved_and_says_a_failure_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     watched = Watched(monkeypatch)
-    watched.state.loaded = Loaded((SimpleNamespace(bundle=SimpleNamespace(reference="a:1")),), {})  # type: ignore[arg-type]
+    watched.state.catalogue.loaded = Loaded((SimpleNamespace(bundle=SimpleNamespace(reference="a:1")),), {})  # type: ignore[arg-type]
     answers: list[Stamps] = [{"a": "1"}, {"a": "1"}, {"a": "2"}, {"a": "2"}, {"a": None}, {"a": None}, {"a": "2"}]
     reloads = []
 
@@ -198,7 +201,7 @@ def test_the_watch_reloads_where_a_stamp_moved_and_says_a_failure_once(
             raise OSError("the folder went away")
         watched.problem = "no answer" if answers[0]["a"] is None else None
         now = answers.pop(0)
-        watched.state.stopping = not answers
+        watched.state.lifecycle.stopping = not answers
         return now
 
     async def run() -> None:
@@ -222,14 +225,14 @@ def test_the_watch_tries_again_where_nobody_knows_or_the_last_one_failed(
 ) -> None:
     """Also where the stamps are those that were seen before."""
     watched = Watched(monkeypatch)
-    watched.state.loaded = Loaded((SimpleNamespace(bundle=SimpleNamespace(reference="a:1")),), {})  # type: ignore[arg-type]
-    watched.problem = watched.state.reload_error = problem
+    watched.state.catalogue.loaded = Loaded((SimpleNamespace(bundle=SimpleNamespace(reference="a:1")),), {})  # type: ignore[arg-type]
+    watched.problem = watched.state.lifecycle.reload_error = problem
     looks = 0
 
     def look() -> Stamps:
         nonlocal looks
         looks += 1
-        watched.state.stopping = looks == 3
+        watched.state.lifecycle.stopping = looks == 3
         return {"a": stamp}
 
     async def run() -> None:

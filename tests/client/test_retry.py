@@ -18,7 +18,7 @@ from hallutracer_client import (
     TransportError,
     UnexpectedAnswer,
 )
-from hallutracer_client.retry import Attempts, RetryPolicy, retry_after_s
+from hallutracer_client.wire import Attempts, refusal
 from tests.client import bodies
 from tests.client.conftest import MakeClient
 
@@ -102,7 +102,10 @@ def test_retry_after_is_a_least_wait(make_client: MakeClient) -> None:
 
 @pytest.mark.parametrize("after", ["Wed, 21 Oct 2026 07:28:00 GMT", "-3", "1e9", "", "\u0663"])
 def test_an_unreadable_retry_after_leaves_it_to_the_backoff(after: str) -> None:
-    assert retry_after_s(after) is None
+    asked = httpx.Request("GET", "http://guard.test")
+    error = refusal(httpx.Response(503, headers=[(b"retry-after", after.encode())], request=asked))
+    assert isinstance(error, UnexpectedAnswer)
+    assert error.retry_after is None
 
 
 @pytest.mark.parametrize(("after", "timeout"), [("2", 2.0), ("61", 1000.0), ("999999999", 1e12)])
@@ -168,7 +171,7 @@ def test_readiness_is_asked_once(make_client: MakeClient) -> None:
 
 def test_jitter_is_full_and_the_backoff_is_capped() -> None:
     for draw, waits in ((0.0, [0.0] * 8), (0.999, [0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 8.0, 8.0])):
-        attempts = Attempts(RetryPolicy(8), 1e6, lambda: 0.0, lambda draw=draw: draw)  # type: ignore[misc]
+        attempts = Attempts(8, 1e6, lambda: 0.0, lambda draw=draw: draw)  # type: ignore[misc]
         got = [attempts.pause(NotReady("", status=503, code="not_ready")) for _ in range(8)]
         assert got == pytest.approx([wait * 0.999 for wait in waits])
 

@@ -59,7 +59,7 @@ def client(make_client: MakeClient, service: Running) -> BlockingClient:
 
 def test_a_score(client: BlockingClient, service: Running) -> None:
     result = client.score(prompt="a", include=["trajectory", "running_mean"])
-    scorer = service.state.scorers[0]
+    scorer = service.state.catalogue.scorers[0]
     (report,) = scorer.score([scorer.render(prompt="a")])
     assert result.risk == pytest.approx(report.risk)
     assert result.only.depth_mean == pytest.approx(report.depth_mean)

@@ -1,8 +1,12 @@
-"""Streams: the risk first, a gate that cannot be overlooked, and text that survives any cut of the bytes."""
+"""Streams: events in any pieces, the risk first, a gate that cannot be overlooked."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler
+from itertools import combinations
 from typing import Any
 
 import httpx
@@ -20,10 +24,41 @@ from hallutracer_client import (
     UnexpectedAnswer,
     Withheld,
 )
-from hallutracer_client.stream import BaseAnswer
+from hallutracer_client.stream import BaseAnswer, EventReader
 from tests.client import bodies
-from tests.client.blocking import BlockingClient
+from tests.client.blocking import BlockingClient, Time
 from tests.client.conftest import MakeClient
+from tests.local_server import answer, listening
+
+# Lines of one event are joined; comments are none; U+2028 ends no line.
+STREAM = (
+    b": a comment\n\ndata: YHOO\ndata: +2\ndata:10\n\nid: 1\nevent: other\ndata\ndata:\xe2\x80\xa8 x\n\n"
+    b"data:\n\ndata: cut off"
+)
+EVENTS = [b"YHOO\n+2\n10", b"\n\xe2\x80\xa8 x"]
+
+
+@pytest.mark.parametrize("newline", [b"\n", b"\r\n", b"\r"])
+@pytest.mark.parametrize("pieces", [1, 2, 3])
+def test_any_cut_gives_the_same_events(newline: bytes, pieces: int) -> None:
+    sent = STREAM.replace(b"\n", newline)
+    for cuts in combinations(range(1, len(sent), 1 if pieces < 3 else 3), pieces - 1):
+        reader, at = EventReader(), (0, *cuts, len(sent))
+        got = [data for start, end in zip(at, at[1:], strict=False) for data in reader.feed(sent[start:end])]
+        assert got == EVENTS, cuts
+
+
+def test_byte_by_byte_with_empty_pieces_between() -> None:
+    for newline in (b"\n", b"\r\n", b"\r"):
+        reader, sent = EventReader(), STREAM.replace(b"\n", newline)
+        got = [data for byte in sent for piece in (bytes([byte]), b"") for data in reader.feed(piece)]
+        assert got == EVENTS
+
+
+def test_a_line_feed_belongs_to_one_carriage_return_only() -> None:
+    for pieces in ([b"data: a\r", b"\n", b"\n"], [b"data: a\r", b"", b"\n", b"\r\n"], [b"data: a\n", b"\n"]):
+        reader = EventReader()
+        assert [data for piece in pieces for data in reader.feed(piece)] == [b"a"]
 
 
 class Chunks(httpx.SyncByteStream, httpx.AsyncByteStream):
@@ -175,3 +210,62 @@ def test_any_cut_of_the_bytes_gives_the_same_text(texts: list[str], newline: byt
         client.close()
     assert got == texts
     assert answer.completion == Completion("".join(texts), "length", len(texts))
+
+
+# --- how long a stream may be silent, on a real socket: only there does the limit that was set become a wait ---
+
+RISK = bodies.events(bodies.result(), done=False)
+REST = bodies.events(bodies.chunk(" It"), bodies.chunk("", "stop", 1))
+Step = Callable[[BaseHTTPRequestHandler, threading.Event], None]
+
+
+@contextmanager
+def serving(*steps: Step) -> Iterator[str]:
+    """A server whose n-th request gets the n-th step; the event a step gets is set when the test is over."""
+    over, left = threading.Event(), list(steps)
+    with listening(lambda request, _: left.pop(0)(request, over)) as address:
+        try:
+            yield f"http://{address}"
+        finally:
+            over.set()
+
+
+def too_busy(request: BaseHTTPRequestHandler, over: threading.Event) -> None:
+    answer(request, 429, b"", retry_after="49")
+
+
+def silent_for(*seconds: float) -> Step:
+    """Head and risk at once, then the rest of the answer, each half of it after so long a silence."""
+
+    def step(request: BaseHTTPRequestHandler, over: threading.Event) -> None:
+        request.send_response(200)
+        request.send_header("content-type", "text/event-stream")
+        request.end_headers()
+        request.wfile.write(RISK)
+        half = len(REST) // 2
+        for pause, piece in zip(seconds, (REST[:half], REST[half:]), strict=True):
+            if over.wait(pause):
+                return
+            request.wfile.write(piece)
+
+    return step
+
+
+def test_after_a_retry_a_silence_may_still_last_the_whole_timeout(make_client: MakeClient, kind: str) -> None:
+    time = Time()
+    sleep = time.sleep if kind == "sync" else time.asleep
+    with serving(too_busy, silent_for(1.5, 0.0)) as url:
+        # The wait leaves the second attempt one second, and the first silence is longer.
+        client = make_client(base_url=url, timeout=50.0, clock=time.clock, sleep=sleep, draw=lambda: 0.0)
+        streamed, pieces = client.stream(prompt="a")
+    assert time.slept == [49.0]
+    assert pieces == [" It"]
+    assert streamed.completion is not None
+
+
+@pytest.mark.parametrize("pauses", [(60.0, 0.0), (0.0, 60.0)])
+def test_a_silence_longer_than_the_timeout_ends_the_stream(
+    make_client: MakeClient, pauses: tuple[float, float]
+) -> None:
+    with serving(silent_for(*pauses)) as url, pytest.raises(TimedOut, match="silent for 1 s"):
+        make_client(base_url=url, timeout=1.0).stream(prompt="a")

@@ -12,7 +12,7 @@ import pytest
 
 from service.data.forms.registry import WORDINGS
 from service.data.forms.tasks import SLOTS, TASKS, task_rows
-from tests.cli.test_command_line import run
+from tests.command_line import run
 
 ROWS = task_rows(1500)
 HERE = Path(__file__).parent

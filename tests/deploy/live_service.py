@@ -14,7 +14,7 @@ from typing import Any
 
 import httpx
 
-from hallutracer_research.demo.picture import KNOWN, UNKNOWN
+from hallutracer_research.demo.build import KNOWN, UNKNOWN
 from tests.serve_process import MAY_CHOOSE, serve
 
 MAX_QUEUE = 8

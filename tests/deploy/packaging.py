@@ -1,19 +1,20 @@
-"""The packaging files as data, under any root, so that a test can seed a fault in a copy."""
+"""The packaging files as data, and the flags that they may name."""
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from service.cli.main import make_app
+from service.options import Sources, commands_of, options_of
+from service.settings import env
+
 ROOT = Path(__file__).resolve().parents[2]
-PARTS = ("Dockerfile", ".dockerignore", ".env.example", "docker-compose.yml", "deploy", "pyproject.toml",
-         "constraints.txt", "requirements-hashed.txt", "requirements-torch-cuda.txt",
-         "requirements-vllm-cpu.txt", "requirements-vllm-cuda.txt", "README.md", "LICENSE", "hallutracer_start.py",
-         "clients")  # fmt: skip
 Document = dict[str, Any]
 _Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml's is eight times as fast
 
@@ -27,15 +28,9 @@ class Step:
     text: str
 
 
-def parse(text: str) -> Document:
-    """One YAML document."""
-    loaded: Document = yaml.load(text, _Loader)  # noqa: S506, a safe loader
-    return loaded
-
-
-def dockerfile(root: Path) -> list[Step]:
+def dockerfile() -> list[Step]:
     """Every instruction in order; ARG before the first FROM has stage ""."""
-    lines = [line for line in (root / "Dockerfile").read_text().splitlines() if not line.lstrip().startswith("#")]
+    lines = [line for line in (ROOT / "Dockerfile").read_text().splitlines() if not line.lstrip().startswith("#")]
     steps, stage = [], ""
     for line in re.sub(r"\\\n\s*", "", "\n".join(lines)).splitlines():
         if not line.strip():
@@ -47,9 +42,9 @@ def dockerfile(root: Path) -> list[Step]:
     return steps
 
 
-def environment(root: Path, target: str = "runtime") -> dict[str, str]:
+def environment(target: str = "runtime") -> dict[str, str]:
     """The environment that an image sets: ENV of its stage and of the stages it is built from."""
-    steps = dockerfile(root)
+    steps = dockerfile()
     chain = [target]
     stages = {step.stage for step in steps}
     while chain[0] in stages:
@@ -58,10 +53,11 @@ def environment(root: Path, target: str = "runtime") -> dict[str, str]:
     return dict(pair.split("=", 1) for pair in pairs.split())
 
 
-def compose(root: Path) -> Document:
+def compose() -> Document:
     """docker-compose.yml with ${NAME:-default} replaced by the default."""
-    text = (root / "docker-compose.yml").read_text()
-    return parse(re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", text))
+    text = (ROOT / "docker-compose.yml").read_text()
+    loaded: Document = yaml.load(re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", text), _Loader)  # noqa: S506, a safe loader
+    return loaded
 
 
 def load_all(text: str) -> list[Document]:
@@ -74,74 +70,9 @@ def documents(path: Path) -> list[Document]:
     return load_all(path.read_text())
 
 
-def kustomizations(root: Path) -> list[Path]:
-    """Every folder that ``kubectl apply -k`` takes."""
-    return sorted(path.parent for path in (root / "deploy").rglob("kustomization.yaml"))
-
-
-def rendered(folder: Path) -> list[Document]:
-    """What the folder's kustomization makes of its resources and strategic merge patches, names and labels aside.
-
-    As much of kustomize as these files use: named things in lists merge, other lists are replaced, null removes.
-    """
-    [kustomization] = documents(folder / "kustomization.yaml")
-    found: list[Document] = []
-    for resource in kustomization["resources"]:
-        path = folder / resource
-        found += rendered(path) if path.is_dir() else documents(path)
-    for entry in kustomization.get("patches", []):
-        patch = parse(entry["patch"]) if "patch" in entry else documents(folder / entry["path"])[0]
-        named = [item for item in found if _identity(item) == _identity(patch)]
-        if len(named) != 1:
-            raise ValueError(f"{folder.name}: a patch names {_identity(patch)}, of which there are {len(named)}")
-        index = found.index(named[0])
-        found[index : index + 1] = [] if patch.get("$patch") == "delete" else [_merged(named[0], patch)]
-    tags = {image["name"]: image["newTag"] for image in kustomization.get("images", [])}
-    for pod in pods(found):
-        for container in containers(pod):
-            name = container["image"].split(":")[0]
-            container["image"] = f"{name}:{tags[name]}" if name in tags else container["image"]
-    return found
-
-
-def generated(folder: Path) -> set[str]:
-    """The ConfigMaps that the folder's kustomization makes of files, its bases' too; names without their hash."""
-    [kustomization] = documents(folder / "kustomization.yaml")
-    names = {config["name"] for config in kustomization.get("configMapGenerator", [])}
-    return names.union(*(generated(folder / base) for base in kustomization["resources"] if (folder / base).is_dir()))
-
-
-def _identity(document: Document) -> tuple[str, str]:
-    return document["kind"], document["metadata"]["name"]
-
-
-def _merged(base: Any, patch: Any) -> Any:
-    if isinstance(base, dict) and isinstance(patch, dict):
-        both = {key: _merged(base.get(key), value) for key, value in patch.items() if value is not None}
-        return {key: value for key, value in base.items() if key not in patch} | both
-    if isinstance(base, list) and isinstance(patch, list) and all("name" in item for item in base + patch):
-        new = {item["name"]: item for item in patch}
-        old = {item["name"]: item for item in base}
-        return [_merged(old[name], new[name]) if name in new else old[name] for name in old] + [
-            new[name] for name in new if name not in old
-        ]
-    return {key: _merged(None, value) for key, value in patch.items()} if isinstance(patch, dict) else patch
-
-
 def pods(found: list[Document]) -> list[Document]:
     """The pod templates of the Deployments: ``metadata`` and ``spec``."""
     return [document["spec"]["template"] for document in found if document["kind"] == "Deployment"]
-
-
-def documents_of_examples(root: Path) -> list[Document]:
-    """What is applied by hand: every document of the files called *.example.yaml."""
-    return [item for path in sorted((root / "deploy").rglob("*.example.yaml")) for item in documents(path)]
-
-
-def claims(pod: Document) -> set[str]:
-    """The claims that a pod mounts."""
-    found = [volume.get("persistentVolumeClaim", {}).get("claimName") for volume in pod["spec"].get("volumes", [])]
-    return {name for name in found if name is not None}
 
 
 def containers(pod: Document) -> list[Document]:
@@ -154,7 +85,10 @@ def variables(container: Document) -> dict[str, str]:
     return {entry["name"]: entry["value"] for entry in container.get("env", []) if "value" in entry}
 
 
-def port_of(container: Document) -> int | None:
-    """The first port a container declares."""
-    ports = container.get("ports", [])
-    return int(ports[0]["containerPort"]) if ports else None
+@cache
+def flags() -> dict[str, dict[str, str]]:
+    """Command -> flag -> environment variable, from the parser itself."""
+    return {"": {}} | {
+        " ".join(command): {name: env(argument.name) for argument in options_of(arguments) for name in argument.names}
+        for command, arguments in commands_of(make_app(Sources()))
+    }

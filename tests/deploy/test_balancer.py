@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 
@@ -46,6 +46,19 @@ def breaking(handler: BaseHTTPRequestHandler) -> None:
 
 def post(url: str, route: str = "/score", **headers: str) -> httpx.Response:
     return httpx.post(f"{url}{route}", json={"prompt": "x"}, headers=headers, timeout=60)
+
+
+@contextmanager
+def pair(
+    folder: Path,
+    first: Callable[[BaseHTTPRequestHandler], None],
+    second: Callable[[BaseHTTPRequestHandler], None],
+    *edits: b.Edit,
+) -> Iterator[tuple[b.Replica, b.Replica, b.Balancer]]:
+    """Two replicas of these behaviours, and nginx before them."""
+    with b.replica(first) as one, b.replica(second) as two, \
+            b.balancing(folder, (one.address, two.address), *edits) as nginx:  # fmt: skip
+        yield one, two, nginx
 
 
 # --- the file ---
@@ -189,8 +202,7 @@ def test_a_client_that_hangs_up_is_gone_for_the_replica_too(tmp_path: Path) -> N
 
 
 def test_a_post_whose_connection_broke_is_not_repeated(tmp_path: Path) -> None:
-    with b.replica(breaking) as one, b.replica(breaking) as two, \
-            b.balancing(tmp_path, (one.address, two.address)) as nginx:  # fmt: skip
+    with pair(tmp_path, breaking, breaking) as (one, two, nginx):
         assert post(nginx.url, CHAT_ROUTE).status_code == 502
         assert len(one.began + two.began) == 1
 
@@ -204,33 +216,18 @@ def test_a_score_whose_connection_broke_is_asked_of_four_replicas_and_of_no_fift
         assert sorted(len(each.began) for each in five) == [0, 1, 1, 1, 1]
 
 
+@pytest.mark.parametrize(("ends", "route"), [(breaking, "/score"), (loading, "/score"), (loading, CHAT_ROUTE)])
 @pytest.mark.parametrize("order", [1, -1], ids=["asked first", "asked last"])
-def test_a_score_outlives_its_replica_while_the_other_one_rests(tmp_path: Path, order: int) -> None:
-    refuses, breaks = [True], list[object]()
-
-    def first(handler: BaseHTTPRequestHandler) -> None:
-        (loading if refuses else fine)(handler)
-
-    def second(handler: BaseHTTPRequestHandler) -> None:
-        (breaking if breaks else fine)(handler)
-
-    with b.replica(first) as one, b.replica(second) as two, \
-            b.balancing(tmp_path, (one.address, two.address)[::order]) as nginx:  # fmt: skip
-        rest(one, nginx, refuses)
-        breaks.append(True)  # and the first one, which is fine by now, rests
-        assert [post(nginx.url).status_code for _ in range(4)] == [200] * 4
-
-
-@pytest.mark.parametrize("route", [CHAT_ROUTE, "/score"])
-@pytest.mark.parametrize("order", [1, -1], ids=["asked first", "asked last"])
-def test_what_a_leaving_replica_refused_goes_to_the_one_that_rests(tmp_path: Path, order: int, route: str) -> None:
+def test_what_a_replica_leaves_goes_to_the_one_that_rests(
+    tmp_path: Path, order: int, ends: Callable[[BaseHTTPRequestHandler], None], route: str
+) -> None:
     refuses, leaves = [True], list[object]()
 
     def first(handler: BaseHTTPRequestHandler) -> None:
         (loading if refuses else fine)(handler)
 
     def second(handler: BaseHTTPRequestHandler) -> None:
-        (loading if leaves else fine)(handler)
+        (ends if leaves else fine)(handler)
 
     with b.replica(first) as one, b.replica(second) as two, \
             b.balancing(tmp_path, (one.address, two.address)[::order]) as nginx:  # fmt: skip
@@ -240,8 +237,7 @@ def test_what_a_leaving_replica_refused_goes_to_the_one_that_rests(tmp_path: Pat
 
 
 def test_a_score_survives_the_replica_that_broke_off(tmp_path: Path) -> None:
-    with b.replica(breaking) as one, b.replica(fine) as two, \
-            b.balancing(tmp_path, (one.address, two.address)) as nginx:  # fmt: skip
+    with pair(tmp_path, breaking, fine) as (one, two, nginx):
         assert [post(nginx.url).status_code for _ in range(4)] == [200] * 4
         assert one.began
 
@@ -258,16 +254,14 @@ def test_while_all_rest_all_are_asked(tmp_path: Path) -> None:
     def recovering(handler: BaseHTTPRequestHandler) -> None:
         next(turn, fine)(handler)
 
-    with b.replica(recovering) as one, b.replica(recovering) as two, \
-            b.balancing(tmp_path, (one.address, two.address)) as nginx:  # fmt: skip
+    with pair(tmp_path, recovering, recovering) as (one, two, nginx):
         statuses = [post(nginx.url, CHAT_ROUTE).status_code for _ in range(3)]
         assert statuses[-1] == 200  # at once: both have still to rest for seconds
         assert 502 not in statuses
 
 
 def test_the_broken_post_would_be_repeated_under_another_rule(tmp_path: Path) -> None:
-    with b.replica(breaking) as one, b.replica(breaking) as two, \
-            b.balancing(tmp_path, (one.address, two.address), REPEATS) as nginx:  # fmt: skip
+    with pair(tmp_path, breaking, breaking, REPEATS) as (one, two, nginx):
         assert post(nginx.url, CHAT_ROUTE).status_code == 502
         assert len(one.began + two.began) > 1
 
@@ -280,8 +274,7 @@ def test_a_post_that_takes_too_long_is_not_repeated(tmp_path: Path) -> None:
         handler.close_connection = True
 
     soon = ("proxy_read_timeout 60s", "proxy_read_timeout 300ms")
-    with b.replica(slow) as one, b.replica(slow) as two, \
-            b.balancing(tmp_path, (one.address, two.address), soon) as nginx:  # fmt: skip
+    with pair(tmp_path, slow, slow, soon) as (one, two, nginx):
         assert post(nginx.url, CHAT_ROUTE).status_code == 504
         assert len(one.began + two.began) == 1
         done.set()
@@ -294,8 +287,7 @@ def test_a_replica_that_is_away_costs_nobody_an_answer(tmp_path: Path) -> None:
 
 
 def test_what_a_loading_replica_refused_another_one_answers_once(tmp_path: Path) -> None:
-    with b.replica(loading) as one, b.replica(fine) as two, \
-            b.balancing(tmp_path, (one.address, two.address)) as nginx:  # fmt: skip
+    with pair(tmp_path, loading, fine) as (one, two, nginx):
         names = [f"mine-{i}" for i in range(6)]
         assert [post(nginx.url, **{"X-Request-Id": name}).status_code for name in names] == [200] * 6
         assert two.began == names
@@ -303,8 +295,7 @@ def test_what_a_loading_replica_refused_another_one_answers_once(tmp_path: Path)
 
 
 def test_where_all_are_loading_the_client_hears_when_to_come_back(tmp_path: Path) -> None:
-    with b.replica(loading) as one, b.replica(loading) as two, \
-            b.balancing(tmp_path, (one.address, two.address)) as nginx:  # fmt: skip
+    with pair(tmp_path, loading, loading) as (one, two, nginx):
         for route in (CHAT_ROUTE, *SCORE_ROUTES) * 2:  # the later ones while both rest
             found = post(nginx.url, route)
             assert (found.status_code, found.headers["retry-after"], found.content) == (503, "1", NOT_READY)

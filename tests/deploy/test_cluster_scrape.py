@@ -1,4 +1,4 @@
-"""deploy/prometheus/kubernetes.yml: its relabelling, run by promtool on the pods that the manifests make."""
+"""deploy/prometheus/kubernetes.yml: its relabelling, run by promtool on the pods that the chart makes."""
 
 from __future__ import annotations
 
@@ -13,15 +13,17 @@ import yaml
 
 from tests.deploy import packaging as p
 from tests.deploy.prometheus_server import OURS, promtool
+from tests.deploy.test_helm import GPU, rendered
+from tests.deploy.test_packaging import MANIFESTS
 
 META = "__meta_kubernetes_pod_"
-FOLDERS = {folder.name: folder for folder in p.kustomizations(p.ROOT)}
+NAMESPACE = "hallutracer"
 
 
 def targets(pod: p.Document, phase: str = "Running") -> list[dict[str, Any]]:
     """What pod discovery lists: one target per container port, one for a container without ports."""
     labels = {f"{META}label_{re.sub(r'[^a-zA-Z0-9]', '_', key)}": v for key, v in pod["metadata"]["labels"].items()}
-    labels |= {f"{META}name": "the-pod", f"{META}phase": phase, "__meta_kubernetes_namespace": namespace()}
+    labels |= {f"{META}name": "the-pod", f"{META}phase": phase, "__meta_kubernetes_namespace": NAMESPACE}
     found = []
     for container in p.containers(pod):
         for port in container.get("ports", [{}]):
@@ -39,16 +41,11 @@ def configuration(folder: Path, found: list[dict[str, Any]], edit: tuple[str, st
     loaded = yaml.safe_load(text.replace(*edit))
     [job] = loaded["scrape_configs"]
     [discovery] = job.pop("kubernetes_sd_configs")
-    assert discovery == {"role": "pod", "namespaces": {"names": [namespace()]}}
+    assert discovery == {"role": "pod", "namespaces": {"names": [NAMESPACE]}}
     job["static_configs"] = found
     path = folder / "kubernetes.yml"
     path.write_text(yaml.safe_dump(loaded))
     return path
-
-
-def namespace() -> str:
-    [kustomization] = p.documents(FOLDERS["base"] / "kustomization.yaml")
-    return str(kustomization["namespace"])
 
 
 def scraped(folder: Path, found: list[dict[str, Any]], edit: tuple[str, str] = ("", "")) -> list[dict[str, str]]:
@@ -65,19 +62,23 @@ def test_promtool_accepts_all_but_the_discovery(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("name", ["base", "gpu"])
-def test_the_service_is_scraped_once_under_the_name_that_the_alerts_look_for(tmp_path: Path, name: str) -> None:
-    [pod] = p.pods(p.rendered(FOLDERS[name]))
-    expected = {"job": "hallutracer", "instance": "10.0.0.7:8765", "pod": "the-pod", "namespace": namespace()}
+@pytest.mark.parametrize("files", [(), (GPU,)])
+def test_the_service_is_scraped_once_under_the_name_that_the_alerts_look_for(
+    tmp_path: Path, files: tuple[Path, ...]
+) -> None:
+    [pod] = p.pods(list(rendered(*files)))
+    expected = {"job": "hallutracer", "instance": "10.0.0.7:8765", "pod": "the-pod", "namespace": NAMESPACE}
     assert scraped(tmp_path, targets(pod)) == [expected]
     assert not any(note.startswith("prometheus.io/") for note in pod["metadata"].get("annotations", {}))
 
 
 def others() -> list[dict[str, Any]]:
     """The pods that are not the service, and two of its own that have ended."""
-    [service] = p.pods(p.rendered(FOLDERS["base"]))
-    [helper] = [item for item in p.documents_of_examples(p.ROOT) if item["kind"] == "Pod"]
-    [rag] = p.pods(p.rendered(FOLDERS["sidecar"]))
+    [service] = p.pods(list(rendered()))
+    [[helper], [rag]] = [
+        [item for item in p.documents(path) if item["kind"] in ("Pod", "Deployment")] for path in reversed(MANIFESTS)
+    ]
+    [rag] = p.pods([rag])
     return targets(helper) + targets(rag) + targets(service, "Failed") + targets(service, "Succeeded")
 
 
@@ -97,5 +98,5 @@ def test_a_looser_rule_would_scrape_them(tmp_path: Path, edit: tuple[str, str]) 
     "edit", [("hallutracer;http", "hallutracer;web"), ("label_app_kubernetes_io_name", "label_app")]
 )
 def test_a_rule_that_misses_the_service_is_seen(tmp_path: Path, edit: tuple[str, str]) -> None:
-    [pod] = p.pods(p.rendered(FOLDERS["base"]))
+    [pod] = p.pods(list(rendered()))
     assert scraped(tmp_path, targets(pod), edit) == []

@@ -17,7 +17,7 @@ from fastapi.testclient import TestClient
 from hallutracer_client import AsyncClient, Client, ClientError, Generate, TimedOut, TransportError
 from service.policies.guard import Action, Policy
 from service.policies.upstreams import Upstream
-from tests.deploy import balancer, envoy
+from tests.deploy import balancer
 from tests.deploy.test_rag_app import FOLDER
 from tests.local_server import listening
 from tests.running import Running, running, until
@@ -122,22 +122,19 @@ def test_the_sidecars_app(guard: Stoppable, monkeypatch: pytest.MonkeyPatch, set
         assert app.get("/health").json()["guard"] is False
 
 
-@pytest.mark.parametrize(
-    ("balanced", "status"), [(balancer.balancing, 502), (envoy.balancing, 503)], ids=["nginx", "envoy"]
-)
-def test_the_balancers(guard: Stoppable, tmp_path: Path, balanced: Any, status: int) -> None:
+def test_the_balancer(guard: Stoppable, tmp_path: Path) -> None:
     one, two = guard.add(), guard.add()
-    with balanced(tmp_path, (f"127.0.0.1:{one.port}", f"127.0.0.1:{two.port}")) as front:
+    with balancer.balancing(tmp_path, (f"127.0.0.1:{one.port}", f"127.0.0.1:{two.port}")) as front:
 
         def ask() -> int:
             return httpx.post(f"{front.url}/score", json=ASKED, timeout=60).status_code
 
         assert [ask() for _ in range(4)] == [200] * 4
         one.server.should_exit = True  # one of two: nobody notices
-        until(lambda: not one.server.started or one.state.stopping)
+        until(lambda: not one.server.started or one.state.lifecycle.stopping)
         assert [ask() for _ in range(8)] == [200] * 8
         guard.stop()
-        assert [ask() for _ in range(3)] == [status] * 3
+        assert [ask() for _ in range(3)] == [502] * 3
 
 
 def test_a_withheld_answer_whose_other_server_is_away_is_an_error(guard: Stoppable) -> None:
@@ -153,11 +150,11 @@ def test_a_withheld_answer_whose_other_server_is_away_is_an_error(guard: Stoppab
 
 @contextmanager
 def broken(state: Any) -> Iterator[None]:
-    state.error = OSError("the engine is gone")
+    state.lifecycle.error = OSError("the engine is gone")
     try:
         yield
     finally:
-        state.error = None
+        state.lifecycle.error = None
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The Helm chart, rendered by a real helm: schemas, the kustomizations' values, the rules, and what is refused."""
+"""The Helm chart, rendered by a real helm: schemas, pods, the rules, and what is refused."""
 
 from __future__ import annotations
 
@@ -7,9 +7,7 @@ import json
 import re
 import runpy
 import subprocess
-import tomllib
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -19,7 +17,7 @@ from service.cli.main import make_app
 from service.options import Sources
 from tests.deploy import packaging as p
 from tests.deploy.prometheus_server import OURS, ROOT, binary, promtool
-from tests.deploy.test_packaging import KUBERNETES, schema_errors
+from tests.deploy.test_packaging import KUBERNETES, MANIFESTS, schema_errors
 
 CHART = ROOT / "deploy" / "helm" / "hallutracer"
 GPU, VLLM = CHART / "values-gpu.yaml", CHART / "values-vllm.yaml"
@@ -58,31 +56,61 @@ def container(found: tuple[p.Document, ...]) -> p.Document:
     return only
 
 
-def comparable(value: Any, key: str = "") -> Any:
-    """Without what only one of the two tools adds, and with lists of named things in one order."""
-    if isinstance(value, dict):
-        left_out = {"app.kubernetes.io/instance", "annotations"}
-        return {name: comparable(item, name) for name, item in value.items() if name not in left_out}
-    if isinstance(value, list):
-        items = [comparable(item) for item in value]
-        named = all(isinstance(item, dict) and "name" in item for item in items)
-        return sorted(items, key=lambda item: str(item["name"])) if named else items
-    return value
+PODS = [*OVERLAYS, *(path.stem for path in MANIFESTS)]
 
 
-@pytest.mark.parametrize("folder", OVERLAYS)
-def test_the_chart_renders_what_kustomize_renders(folder: str) -> None:
-    theirs = {
-        (item["kind"], item["metadata"]["name"]): item for item in p.rendered(ROOT / "deploy/kubernetes" / folder)
-    }
-    ours = {(item["kind"], item["metadata"]["name"]): item for item in rendered(*OVERLAYS[folder])}
-    own = {("ConfigMap", "hallutracer-policies"), ("Pod", "hallutracer-ready")}
-    assert set(ours) == set(theirs) - {("Namespace", "hallutracer")} | own
-    for name in set(ours) - own:
-        assert comparable(ours[name]["spec"]) == comparable(theirs[name]["spec"]), name
-    policies = ours["ConfigMap", "hallutracer-policies"]["data"]["policies.toml"]
-    assert policies == (ROOT / "deploy/kubernetes/base/policies.toml").read_text()
-    assert tomllib.loads(policies)
+@pytest.mark.parametrize("name", PODS)
+def test_a_pod_is_hardened_drains_and_is_found(name: str) -> None:
+    files = {path.stem: path for path in MANIFESTS}
+    found = list(rendered(*OVERLAYS[name])) if name in OVERLAYS else p.documents(files[name])
+    bare = [item for item in found if item["kind"] == "Pod"]
+    for pod in [*p.pods(found), *(item for item in bare if "annotations" not in item["metadata"])]:  # not helm test's
+        spec = pod["spec"]
+        context = spec["securityContext"]
+        assert (context["runAsNonRoot"], context["seccompProfile"]) == (True, {"type": "RuntimeDefault"})
+        user = next(step.text for step in p.dockerfile() if step.verb == "USER")
+        assert f"{context['runAsUser']}:{context['runAsGroup']}" == user
+        assert spec["enableServiceLinks"] is False  # they would overwrite HALLUTRACER_PORT
+        volumes = {volume["name"] for volume in spec["volumes"]}
+        for one in p.containers(pod):
+            own, variables = one["securityContext"], p.variables(one)
+            assert (own["allowPrivilegeEscalation"], own["readOnlyRootFilesystem"]) == (False, True)
+            assert own["capabilities"] == {"drop": ["ALL"]}
+            assert {"requests", "limits"} <= set(one["resources"])
+            paths = {mount["name"]: mount["mountPath"] for mount in one.get("volumeMounts", [])}
+            assert set(paths) <= volumes
+            assert {str(Path(value).parent) for value in variables.values() if value.startswith("/")} <= set(
+                paths.values()
+            )
+            sleep = one.get("lifecycle", {}).get("preStop", {}).get("exec", {}).get("command", [0])[-1]
+            stopping = float(sleep) + float(variables.get("HALLUTRACER_DRAIN_S", 0))
+            assert stopping < spec["terminationGracePeriodSeconds"]
+            if one.get("args") == ["serve"]:
+                for probe, route in (("startupProbe", "ready"), ("readinessProbe", "ready"), ("livenessProbe", "live")):
+                    assert f"/health/{route}" in json.dumps(one[probe])
+    labels = [pod["metadata"]["labels"] for pod in p.pods(found)]
+    for item in found:
+        selector = item.get("spec", {}).get("podSelector", item.get("spec", {}).get("selector", {}))
+        wanted = selector.get("matchLabels", selector)
+        assert not wanted or any(wanted.items() <= label.items() for label in labels), item["kind"]
+    assert {item["kind"] for item in found} >= ({"NetworkPolicy"} if labels else set())
+
+
+def test_the_overlays_ask_for_their_engine_their_gpus_and_their_claims() -> None:
+    for name, engine, gpus in (("base", "transformers", None), ("gpu", "transformers", 1), ("vllm", "vllm", 2)):
+        found = rendered(*OVERLAYS[name])
+        own = container(found)
+        variables = p.variables(own)
+        assert variables.get("HALLUTRACER_ENGINE", "transformers") == engine
+        assert own["image"].endswith({"base": __version__, "gpu": "-cuda", "vllm": "-vllm"}[name])
+        assert own["resources"]["limits"].get("nvidia.com/gpu") == gpus
+        assert int(variables.get("HALLUTRACER_TENSOR_PARALLEL_SIZE", 1)) == (2 if name == "vllm" else 1)
+        assert ("/dev/shm" in {mount["mountPath"] for mount in own["volumeMounts"]}) == (name == "vllm")
+        claims = {item["metadata"]["name"] for item in found if item["kind"] == "PersistentVolumeClaim"}
+        assert claims == ({"hallutracer-probes", "hallutracer-huggingface"} if gpus else set())
+        assert ("HorizontalPodAutoscaler" in {item["kind"] for item in found}) == (gpus is None)
+    [helper] = p.documents(MANIFESTS[1])
+    assert helper["spec"]["volumes"][0]["persistentVolumeClaim"] == {"claimName": "hallutracer-probes"}
 
 
 @pytest.mark.parametrize("version", KUBERNETES)
@@ -282,7 +310,7 @@ def test_a_protected_scrape_sends_a_key() -> None:
 def test_the_autoscaler_asks_for_the_metric_that_the_adapter_serves() -> None:
     metrics = one(rendered(values=(*MONITORED, "autoscaling.queueWait.seconds=0.1")), "HorizontalPodAutoscaler")
     by_wait = metrics["spec"]["metrics"][1]["pods"]
-    [rule] = p.documents(ROOT / "deploy/kubernetes/prometheus-adapter.yml")[0]["rules"]["custom"]
+    [rule] = p.documents(ROOT / "deploy/helm/prometheus-adapter.yml")[0]["rules"]["custom"]
     assert by_wait["metric"]["name"] == rule["name"]["as"]
     assert by_wait["target"] == {"type": "AverageValue", "averageValue": "100m"}
 
@@ -299,7 +327,7 @@ def test_a_package_of_it_renders_the_same(tmp_path: Path) -> None:
 
 
 def test_the_adapters_query_is_the_mean_wait_of_each_pod_and_zero_where_nothing_came(tmp_path: Path) -> None:
-    [rule] = p.documents(ROOT / "deploy/kubernetes/prometheus-adapter.yml")[0]["rules"]["custom"]
+    [rule] = p.documents(ROOT / "deploy/helm/prometheus-adapter.yml")[0]["rules"]["custom"]
     matchers = 'namespace="hallutracer",pod=~"a|b"'
     query = rule["metricsQuery"].replace("<<.GroupBy>>", "pod").replace("<<.LabelMatchers>>", matchers)
     series = {("a", "sum"): "0+15x10", ("a", "count"): "0+30x10", ("b", "sum"): "3x10", ("b", "count"): "9x10",

@@ -29,8 +29,8 @@ from tests.local_server import answer, listening
 from tests.running import App
 from tests.serve_process import PATHS
 
-HEALTH = json.loads(next(s.text for s in p.dockerfile(p.ROOT) if s.verb == "HEALTHCHECK").split("CMD ", 1)[1])
-RAG = p.compose(p.ROOT)["services"]["rag"]
+HEALTH = json.loads(next(s.text for s in p.dockerfile() if s.verb == "HEALTHCHECK").split("CMD ", 1)[1])
+RAG = p.compose()["services"]["rag"]
 GUARD, RAG_POD = p.containers(p.pods(p.documents(p.ROOT / "deploy/sidecar/sidecar.yaml"))[0])
 CHECKS: dict[str, list[str]] = {
     "image": HEALTH,
@@ -43,7 +43,7 @@ def install(tmp_path: Path, edit: tuple[str, str] | None = None) -> Path:
     """The stage ``app`` of the Dockerfile, its own commands with other folders; returns the folder of the package."""
     build = tmp_path / "build"
     build.mkdir()
-    steps = [step for step in p.dockerfile(p.ROOT) if step.stage in ("venv", "app")]
+    steps = [step for step in p.dockerfile() if step.stage in ("venv", "app")]
     for source in (word for step in steps if step.verb == "COPY" for word in step.text.split()[:-1]):
         path = p.ROOT / source
         if path.is_dir():
@@ -153,16 +153,10 @@ def test_nobody_listening_is_not_healthy() -> None:
 
 def environments() -> dict[str, dict[str, str]]:
     """The variables of every service that runs ``hallutracer serve``, on top of the image's."""
-    services = p.compose(p.ROOT)["services"]
+    services = p.compose()["services"]
     names = [name for name in services if name.startswith("hallutracer") or name == "guard"]
-    found = {n: p.environment(p.ROOT, services[n]["build"]["target"]) | services[n]["environment"] for n in names}
-    for folder in p.kustomizations(p.ROOT):
-        for pod in p.pods(p.rendered(folder)):
-            for container in p.containers(pod):
-                if container.get("args") == ["serve"]:
-                    target = container["image"].partition("-")[2] or "cpu"
-                    image = p.environment(p.ROOT, target)
-                    found[f"{folder.name} {container['name']}"] = image | p.variables(container)
+    found = {n: p.environment(services[n]["build"]["target"]) | services[n]["environment"] for n in names}
+    found["sidecar guard"] = p.environment("cpu") | p.variables(GUARD)
     return found
 
 
@@ -233,6 +227,7 @@ def test_the_rag_app_is_started_alike_and_reads_what_it_is_given() -> None:
     assert any(f"'{route}'" in RAG["healthcheck"]["test"][-1] for route in routes)
 
 
-def test_the_shipped_policies_are_policies() -> None:
-    policies = read_policies(p.ROOT / "deploy/kubernetes/base/policies.toml").named
-    assert {"support", "strict"} <= set(policies)
+def test_the_shipped_policies_are_policies(tmp_path: Path) -> None:
+    [values] = p.documents(p.ROOT / "deploy/helm/hallutracer/values.yaml")
+    (path := tmp_path / "policies.toml").write_text(values["policies"])
+    assert {"support", "strict"} <= set(read_policies(path).named)

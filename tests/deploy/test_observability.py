@@ -18,8 +18,8 @@ import yaml
 from service.serving.metrics import STATUS_OF
 from service.serving.monitor import CAUSES
 from tests.deploy import dashboards
-from tests.deploy.checks import flags
 from tests.deploy.live_service import BUNDLES, Traffic, serving
+from tests.deploy.packaging import flags
 from tests.deploy.prometheus_server import OURS, REQUIRE, ROOT, Prometheus, binary, configuration, promtool, running
 
 SECONDS = 6.0  # of traffic: longer than the four scrapes that a rate looks back on
@@ -96,25 +96,16 @@ def test_every_cause_of_a_void_promise_has_a_text_and_a_cure() -> None:
     [rule] = [rule for rule in rules("alert") if rule["alert"] == "HalluTracerPromiseVoid"]
     named = re.findall(r'eq \$labels\.cause\s+"(\w+)"', rule["annotations"]["description"])
     assert [*named, "golden"] == list(CAUSES)  # the last is the template's else
-    runbook = (
-        (ROOT / "docs" / "runbooks.md")
-        .read_text(encoding="utf-8")
-        .split("## HalluTracerPromiseVoid")[1]
-        .split("\n## ")[0]
-    )
+    page = (ROOT / "docs" / "runbooks.md").read_text(encoding="utf-8")
+    runbook = page.split("## HalluTracerPromiseVoid")[1].split("\n## ")[0]
     assert [cause for cause in CAUSES if f"- `{cause}`" not in runbook] == []
-
-
-def recorded() -> dict[str, set[str]]:
-    """Recorded series -> the labels they keep."""
-    return {rule["record"]: dashboards.grouping(rule["expr"]) for rule in rules("record")}
 
 
 @pytest.mark.parametrize(
     "expression", [rule["expr"] for rule in rules("expr")] + [query.expression for query in dashboards.queries()]
 )
 def test_an_expression_reads_metrics_and_labels_that_exist(expression: str) -> None:
-    known = dashboards.ours() | recorded()
+    known = dashboards.ours() | {rule["record"]: dashboards.grouping(rule["expr"]) for rule in rules("record")}
     used = dashboards.matchers(expression)
     for metric, labels in used.items():
         assert labels <= known[metric], metric
@@ -289,11 +280,6 @@ def await_value(prometheus: Prometheus, expression: str, expected: float) -> Non
     pytest.fail(f"{expression} is {found}, not {expected}")
 
 
-def selections() -> list[tuple[str, str]]:
-    """What the two variables can hold: All, or one model and one bundle."""
-    return [(".*", ".*"), (MODEL, f"{BUNDLES[0]}:1")]
-
-
 def test_prometheus_counts_what_the_client_saw(scene: Scene) -> None:
     seen = scene.traffic
     assert seen.statuses[200]
@@ -341,19 +327,14 @@ def test_every_recording_rule_has_finite_values(scene: Scene, record: str) -> No
 @pytest.mark.parametrize("query", dashboards.queries(), ids=lambda query: f"{query.dashboard}/{query.panel}")
 def test_every_panel_query_has_finite_values(scene: Scene, query: dashboards.Query) -> None:
     start, end = scene.began, scene.ended
-    for model_name, bundle in selections():
+    for model_name, bundle in [(".*", ".*"), (MODEL, f"{BUNDLES[0]}:1")]:  # all, or one of each
         expression = query.filled(model_name, bundle, end - start)
         if query.instant:
             found = {key: [value] for key, value in scene.prometheus.query(expression, end).items()}
         else:
             found = scene.prometheus.query_range(expression, start, end, 1.0)
-        if "key_prompts" in query.expression:  # no key is asked for; tests/api/test_metrics.py
-            assert found == {}
-            continue
-        if "guarantee_info" in query.expression:  # neither of the two bundles has one: a table without rows
-            assert found == {}
-            continue
-        if "hallutracer_drift" in query.expression:  # no window of 1,000 prompts is full; tests/serving/test_monitor.py
+        # No key is asked for, neither bundle has a guarantee, and no window of 1,000 prompts is full.
+        if any(name in query.expression for name in ("key_prompts", "guarantee_info", "hallutracer_drift")):
             assert found == {}
             continue
         assert found, expression

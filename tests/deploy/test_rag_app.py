@@ -18,7 +18,7 @@ import pytest
 from fastapi.testclient import TestClient
 
 from hallutracer_client import AsyncClient
-from hallutracer_research.demo.picture import KNOWN, UNKNOWN
+from hallutracer_research.demo.build import KNOWN, UNKNOWN
 from tests.client import bodies
 from tests.serve_process import PATHS, ROOT, inherited, serve
 

@@ -1,4 +1,4 @@
-"""Pins with hashes, the SBOM and the list of licences agree with what the project asks for."""
+"""Pins with hashes, vLLM's lists, the SBOM and the list of licences agree with what the project asks for."""
 
 from __future__ import annotations
 
@@ -7,26 +7,37 @@ import re
 import runpy
 import subprocess
 import tomllib
+from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 import pytest
 from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from tests.deploy.packaging import ROOT
 
 SCRIPT = runpy.run_path(str(ROOT / "deploy/supply_chain/sbom.py"))
 HASHED = (ROOT / "requirements-hashed.txt").read_text()
 CURE = "run: make pins, then make sbom"
+CPU, CUDA = "requirements-vllm-cpu.txt", "requirements-vllm-cuda.txt"
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
-def pins(name: str) -> dict[str, str]:
-    found = re.findall(r"^([\w.-]+)==(\S+)", (ROOT / name).read_text(), re.MULTILINE)
-    return {SCRIPT["normal"](package): version for package, version in found}
+def pins(name: str, *, whole: bool = False) -> dict[str, str]:
+    """Package -> version; ``whole``: every line is a pin, or a hash of the pin before."""
+    text = (ROOT / name).read_text()
+    if whole:
+        lines = [line for line in text.splitlines() if line and line[0] not in "# "]
+        assert [line for line in lines if not re.fullmatch(r"[\w.-]+==[\w.+]+(?: \\)?", line)] == []
+    return {
+        canonicalize_name(package): version for package, version in re.findall(r"^([\w.-]+)==(\S+)", text, re.MULTILINE)
+    }
 
 
 def test_every_dependency_is_pinned_with_hashes_in_the_version_of_the_constraints() -> None:
-    wanted = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
-    names = {SCRIPT["normal"](Requirement(text).name) for text in wanted} - {"torch"}
+    wanted = PROJECT["dependencies"]
+    names = {canonicalize_name(Requirement(text).name) for text in wanted} - {"torch"}
     hashed, constraints = pins("requirements-hashed.txt"), pins("constraints.txt")
     assert names <= set(hashed), CURE
     assert {name: hashed[name] for name in hashed if name in constraints} == {
@@ -39,13 +50,13 @@ def test_every_dependency_is_pinned_with_hashes_in_the_version_of_the_constraint
 
 def test_the_lists_of_an_image_meet_what_the_project_asks_for() -> None:
     """A dependency that was added, or asked for anew, is not forgotten: the Dockerfile reads the lists alone."""
-    wanted = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    wanted = PROJECT["dependencies"]
     cuda = pins("requirements-torch-cuda.txt")
     locked = pins("requirements-hashed.txt") | {"torch": cuda["torch"]}
     for requirement in map(Requirement, wanted):
-        assert requirement.specifier.contains(locked[SCRIPT["normal"](requirement.name)]), CURE
+        assert requirement.specifier.contains(locked[canonicalize_name(requirement.name)]), CURE
     assert cuda["torch"] == pins("constraints.txt")["torch"], CURE
-    vllm = pins("requirements-vllm-cuda.txt")
+    vllm = pins(CUDA)
     for ours, theirs in ((cuda, locked), (cuda, vllm), (locked, vllm)):
         both = ours.keys() & theirs.keys()
         assert {name: ours[name] for name in both} == {name: theirs[name] for name in both}, CURE
@@ -85,7 +96,7 @@ def test_an_environment_of_other_versions_is_refused() -> None:
 
 def test_the_list_of_licences_is_of_what_is_pinned() -> None:
     rows = re.findall(r"^\| ([\w.-]+) \| (\S*) \| (.+) \|$", (ROOT / "docs/licences.md").read_text(), re.MULTILINE)
-    listed = {SCRIPT["normal"](name): version for name, version, _ in rows if name != "component"}
+    listed = {canonicalize_name(name): version for name, version, _ in rows if name != "component"}
     assert SCRIPT["locked"]().items() <= listed.items(), CURE
     assert {"torch", "demo", "smollm2", "hallutracer-demo"} <= set(listed)
     assert all(licence.strip() for _, _, licence in rows)
@@ -100,3 +111,77 @@ def test_the_makefile_makes_them() -> None:
         done = subprocess.run(["make", "--dry-run", target], cwd=ROOT, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr
         assert said in done.stdout
+
+
+def left_out() -> set[str]:
+    lines = (ROOT / "deploy/vllm-overrides.txt").read_text().splitlines()
+    return {Requirement(line).name for line in lines if line[0] != "#"}
+
+
+@pytest.mark.parametrize("name", [CPU, CUDA])
+def test_a_list_and_the_constraints_pin_the_same_versions(name: str) -> None:
+    ours, theirs = pins("constraints.txt"), pins(name, whole=True)
+    assert {key: ours[key] for key in ours.keys() & theirs} == {key: theirs[key] for key in ours.keys() & theirs}
+    assert len(ours.keys() & theirs) > 40
+
+
+@pytest.mark.parametrize(("extra", "name"), [("vllm-cpu", CPU), ("vllm", CUDA)])
+def test_a_list_has_what_its_extra_names(extra: str, name: str) -> None:
+    [wanted] = map(Requirement, PROJECT["optional-dependencies"][extra])
+    assert pins(name, whole=True)[wanted.name] == str(wanted.specifier).removeprefix("==")
+    assert wanted.marker is not None  # no wheel but for Linux
+
+
+def test_the_cpu_list_has_nothing_for_cuda() -> None:
+    assert left_out() == {"torch", "torchaudio", "torchcodec", "torchvision"}
+    assert not left_out() & pins(CPU, whole=True).keys()
+    assert not [name for name in pins(CPU, whole=True) if name.startswith(("nvidia", "cuda"))]
+
+
+def test_the_cpu_list_is_whole() -> None:
+    """Installed with --no-deps: each requirement of each package is met by the list, the pins or torch."""
+    listed = pins(CPU, whole=True)
+    try:
+        installed = {name: metadata.requires(name) for name in listed if name != "six"}
+    except metadata.PackageNotFoundError as missing:
+        pytest.skip(f"{missing} is not installed: vLLM's CPU build is left out here (Makefile, VLLM)")
+    for name, requirements in installed.items():
+        for line in requirements or ():
+            wanted = Requirement(line)
+            if wanted.marker is not None and not wanted.marker.evaluate({"extra": ""}):
+                continue
+            key = canonicalize_name(wanted.name)
+            assert key in listed or key in left_out(), f"{name} wants {line}"
+            if key in listed:
+                assert wanted.specifier.contains(listed[key], prereleases=True), f"{name} wants {line}"
+
+
+@pytest.mark.parametrize(
+    ("system", "machine", "arguments", "wanted"),
+    [
+        ("Linux", "x86_64", [], True),
+        ("Linux", "x86_64", ["VLLM="], False),
+        ("Linux", "x86_64", ["TORCH_INDEX="], False),
+        ("Linux", "aarch64", [], False),
+        ("Darwin", "arm64", [], False),
+    ],
+)
+def test_where_make_installs_vllm(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, system: str, machine: str, arguments: list[str], wanted: bool
+) -> None:
+    script = f'#!/bin/sh\ncase "$1" in -s) echo {system};; -m) echo {machine};; esac\n'
+    (tmp_path / "uname").write_text(script)
+    (tmp_path / "uname").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    for name in ("VLLM", "TORCH_INDEX", "MAKEFLAGS", "MAKELEVEL", "MFLAGS"):
+        monkeypatch.delenv(name, raising=False)
+    done = subprocess.run(
+        ["make", "--eval=show: ; @echo '[$(VLLM)]'", "--no-print-directory", *arguments, "show"],
+        cwd=ROOT, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert (done.stdout != "[]\n") == wanted
+
+
+def test_one_build_backend_everywhere() -> None:
+    [built] = re.findall(r"setuptools==([\d.]+)", (ROOT / "Dockerfile").read_text())
+    assert built == pins("constraints.txt")["setuptools"]

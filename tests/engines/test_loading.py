@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from service.engines import loading, places
 from service.engines.base import BatchEngine, EngineOptions
-from service.engines.identity import folder_fingerprint, memory_fingerprint
+from service.engines.loading import folder_fingerprint, memory_fingerprint
 from service.engines.transformers.engine import TransformersEngine
 from service.errors import ModelLoadError, UnknownFamily
 from tests.engines import tiny

@@ -1,4 +1,4 @@
-"""The scheduler on the scripted engine: batches, turns, the KV budget, synchronous calls between turns."""
+"""The scheduler on the scripted engine: which prompts make a batch, turns, the KV budget, synchronous calls."""
 
 from __future__ import annotations
 
@@ -6,16 +6,17 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from service.engines import decode_rotation
-from service.engines.base import Engine, Gate, Sampling, Turn, Update, prefill_of
+from service.engines import scheduler
+from service.engines.base import FIRST_COME, Engine, EngineGate, Sampling, Turn, Update, prefill_of
 from service.engines.bridge import wait_for
-from service.engines.request_queue import EngineRequest
-from service.engines.scheduler import Scheduled
+from service.engines.scheduler import FREE_PADDING, MAX_PADDING, EngineRequest, RequestQueue, Scheduled
 from service.errors import EngineError, RequestError
 from service.readout import Probes
 from tests.engines.test_scripted import probes
@@ -23,7 +24,104 @@ from tests.matching import Held
 from tests.scripted_engine import ScriptedEngine
 
 pytestmark = pytest.mark.anyio
-CLOSED, OPEN = Gate((1.0, 0.0, 0.0, 0.0, 0.0, 0.0), 0.0, 0.0), Gate((1.0, 0.0, 0.0, 0.0, 0.0, 0.0), 0.0, 1.1)
+CLOSED, OPEN = (EngineGate((1.0, 0.0, 0.0, 0.0, 0.0, 0.0), 0.0, threshold) for threshold in (0.0, 1.1))
+
+
+def request(length: int, answer: int | None = None, caller: str = "", place: int = 0) -> EngineRequest:
+    sampling = None if answer is None else Sampling(max_tokens=answer)
+    turn = Turn(caller, place) if caller else FIRST_COME
+    return EngineRequest([1] * length, [], False, sampling, None, cast(Any, None), turn, inbox=cast(Any, None))
+
+
+def queue(requests: list[EngineRequest], *, batch: int = 4096, kv: int = 1000, **held: int) -> RequestQueue:
+    """A queue whose answers hold so many tokens by caller."""
+    waiting = RequestQueue(batch, kv)
+    for entry in requests:
+        waiting.add(entry)
+    waiting.answering = [request(1, tokens - 1, caller) for caller, tokens in held.items()]
+    return waiting
+
+
+REQUESTS = st.lists(
+    st.builds(request, st.integers(1, 700), st.one_of(st.none(), st.integers(1, 300))), min_size=1, max_size=60
+)
+
+
+@settings(deadline=None)
+@given(REQUESTS)
+def test_every_request_leaves_once_in_batches_that_fit(requests: list[EngineRequest]) -> None:
+    waiting = queue(requests, batch=1024, kv=500)
+    batched: list[EngineRequest] = []
+    while waiting.waiting:
+        oldest = next(entry for entry in requests if entry not in batched)
+        batch = waiting.next_batch()
+        assert batch[0] is oldest  # none starves
+        assert len({entry.continues for entry in batch}) == 1
+        lengths = [len(entry.prompt) for entry in batch]
+        padded = max(lengths) * len(batch)
+        if len(batch) > 1:
+            assert padded <= 1024
+            assert padded <= max(FREE_PADDING, MAX_PADDING * sum(lengths))
+            assert not batch[0].continues or sum(entry.kv_tokens for entry in batch) <= 500
+        batched += batch
+    assert sorted(map(id, batched)) == sorted(map(id, requests))
+
+
+@pytest.mark.parametrize(
+    ("lengths", "batches"),
+    [
+        ([400, 40, 410, 42, 395], [[0, 4, 2], [1, 3]]),  # nearest first, the others with the next
+        ([5, 30, 9, 25], [[0, 2, 3, 1]]),  # short prompts go together whatever their lengths
+    ],
+)
+def test_similar_lengths_are_batched(lengths: list[int], batches: list[list[int]]) -> None:
+    requests = list(map(request, lengths))
+    waiting = queue(requests)
+    assert [waiting.next_batch() for _ in batches] == [[requests[place] for place in batch] for batch in batches]
+
+
+def test_answers_wait_for_space_in_the_cache_and_scores_overtake_them() -> None:
+    requests = [request(400, 300), request(50, 50), request(60)]
+    waiting = queue(requests, another=600)
+    assert waiting.next_batch() == [requests[2]]
+    assert waiting.next_batch() == []  # the small answer does not overtake the large one
+    waiting.answering = [request(1, 299, "another")]
+    assert waiting.next_batch() == [requests[0]]
+    waiting.answering = []
+    assert waiting.next_batch() == [requests[1]]
+
+
+def test_the_last_part_of_the_cache_is_for_those_who_hold_nothing() -> None:
+    greedy, newcomer = request(50, 50, "greedy", 900), request(50, 50, "newcomer", 800)
+    assert queue([greedy], greedy=800).next_batch() == []
+    waiting = queue([greedy, newcomer], greedy=800)
+    assert waiting.next_batch() == [newcomer]
+    waiting.answering = [request(1, 699, "greedy")]
+    assert waiting.next_batch() == [greedy]
+
+
+def test_an_answer_beyond_the_whole_cache_goes_alone() -> None:
+    requests = [request(400, 3000), request(50, 50)]
+    assert queue(requests, another=10).next_batch() == []
+    assert queue(requests).next_batch() == [requests[0]]
+
+
+def test_discarded_requests_are_in_no_batch() -> None:
+    requests = [request(100) for _ in range(8)]
+    waiting = queue(requests)
+    waiting.discard(requests[:4])
+    assert set(waiting.next_batch()) == set(requests[4:])
+    assert not waiting.waiting
+
+
+def test_more_callers_than_a_step_holds_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scheduler, "MAX_TOGETHER", 2)
+    waiting = queue([])
+    waiting.answering = [request(9, 9, caller) for caller in ("many", *"ab", *["many"] * 20)]
+    served = [answer.turn.caller for _ in range(30) for answer in waiting.next_step()]
+    assert {caller: served.count(caller) for caller in set(served)} == {"many": 20, "a": 20, "b": 20}
+    waiting.answering = waiting.answering[:1]
+    assert len(waiting.next_step()) == 1
 
 
 class Bench:
@@ -149,8 +247,7 @@ async def test_updates_are_the_prefill_the_pieces_and_the_completion(bench: Benc
         assert first.prefill is not None
         assert (first.piece, first.tokens, first.completion) == ("", 0, None)
         assert min(first.queue_s, first.prefill_s) >= 0
-        assert [update.piece for update in rest] == ["Z", "", "ü", *"rich"]
-        assert all(update.tokens == 1 for update in rest)
+        assert [(update.piece, update.tokens) for update in rest] == [(piece, 1) for piece in ("Z", "", "ü", *"rich")]
         assert last.completion is not None
         assert last.completion.text == "Zürich"
         assert len(await bench.answer("a")) == 1  # without sampling, only the prefill runs
@@ -172,7 +269,7 @@ def test_a_gate_reads_the_signals_it_weighs(bench: Bench) -> None:
     z = 0.3 * result.trajectories[0].mean() + 2.0 * first.log_max_prob - 0.5 * first.entropy + 0.1
     risk = 1 / (1 + np.exp(z))
     for threshold, closes in ((risk - 1e-6, True), (risk + 1e-6, False)):
-        assert Gate((0.3, 2.0, -0.5, 0.0, 0.0, 0.0), 0.1, threshold).closes(result) is closes
+        assert EngineGate((0.3, 2.0, -0.5, 0.0, 0.0, 0.0), 0.1, threshold).closes(result) is closes
 
 
 async def test_scores_do_not_wait_for_a_long_answer(bench: Bench) -> None:
@@ -184,17 +281,6 @@ async def test_scores_do_not_wait_for_a_long_answer(bench: Bench) -> None:
             await bench.answer(f"score {n}")
         assert not answer.done()
         answer.cancel()
-
-
-async def test_answers_take_turns(bench: Bench) -> None:
-    bench.script.answer = "x" * 40
-    async with bench.open():
-        bench.script.sleep_s = 0.03
-        long = started(bench.answer("long", sampling=Sampling(max_tokens=40)))
-        await asyncio.sleep(0.1)
-        assert len(text(await bench.answer("short", sampling=Sampling(max_tokens=3)))) == 3
-        assert not long.done()
-        assert len(text(await long)) == 40
 
 
 async def test_many_answers_of_one_caller_leave_another_every_second_token(
@@ -209,7 +295,7 @@ async def test_many_answers_of_one_caller_leave_another_every_second_token(
         send(request, update)
 
     monkeypatch.setattr(EngineRequest, "send", watched)
-    monkeypatch.setattr(decode_rotation, "MAX_TOGETHER", 2)
+    monkeypatch.setattr(scheduler, "MAX_TOGETHER", 2)
     async with bench.open():
         held = await bench.held()
         callers = [*["many"] * 12, "one"]

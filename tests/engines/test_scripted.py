@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from service.engines.base import BatchEngine, Sampling
-from service.errors import EmptyPrompt, EngineError, PromptTooLong, RequestError
+from service.engines.base import BatchEngine
+from service.errors import EmptyPrompt, PromptTooLong, RequestError
 from service.readout import Geometry, Probes, Site
 from service.risk import truth_logits
 from tests.scripted_engine import ScriptedEngine
@@ -56,74 +56,24 @@ def test_score_is_the_formula_on_its_own_extraction():
     )
 
 
-def test_the_answer_is_yielded_counted_and_freed():
-    engine = ScriptedEngine(answer="Zürich")
-    continuation = engine.begin([[1, 2, 3]], [])[0]
-    assert engine.counters.open_continuations == 1
-    assert list(continuation.decode(Sampling())) == ["Z", "", "ü", *"rich"]  # one piece per token
-    assert continuation.completion is not None
-    assert continuation.completion.finish_reason == "stop"
-    assert engine.detokenize(continuation.completion.token_ids) == "Zürich"
-    assert engine.counters.open_continuations == 0
-    assert engine.generate([[1]], Sampling(max_tokens=2))[0].finish_reason == "length"
-    assert engine.generate([[1]], Sampling(stop=("ri",)))[0].text == "Zü"
-
-
-def test_cancelling_and_closing():
-    engine = ScriptedEngine()
-    first, second = engine.begin([[1], [2]], [])
-    pieces: list[str] = []
-    pieces.extend(first.decode(Sampling(), lambda: len(pieces) >= 2))
-    assert first.completion is not None
-    assert first.completion.finish_reason == "cancelled"
-    stream = second.decode(Sampling())
-    next(stream)
-    second.close()
-    assert list(stream) == []
-    assert engine.counters.open_continuations == 0
-    with pytest.raises(EngineError):
-        second.decode(Sampling())
-
-
 def test_settings():
     engine = ScriptedEngine()
     probe = probes(engine.identity.geometry)
     called: list[str] = []
-    engine.before = called.append
-    engine.nan_layer = 2
-    trajectory = engine.score([[1]], [probe])[0].trajectories[0]
-    assert np.isnan(trajectory).tolist() == [False, False, True, False]
+    engine.before, engine.nan_layer = called.append, 2
+    assert np.isnan(engine.score([[1]], [probe])[0].trajectories[0]).tolist() == [False, False, True, False]
     engine.fail = RuntimeError("device lost")
     with pytest.raises(RuntimeError, match="device lost"):
         engine.begin([[1]], [probe])
-    assert called == ["score", "begin"]
-    assert engine.counters.prefills == 1
-    engine.close()
-    with pytest.raises(EngineError, match="closed"):
-        engine.score([[1]], [probe])
-
-
-def test_sleep_is_slept(monkeypatch: pytest.MonkeyPatch):
-    slept: list[float] = []
-    monkeypatch.setattr("tests.scripted_engine.time.sleep", slept.append)
-    engine = ScriptedEngine(answer="abc")
-    engine.score([[1]], [])
-    assert slept == []
-    engine.sleep_s = 0.25
-    engine.generate([[1]], Sampling())
-    assert slept == [0.25] * 3  # the prefill and two steps
+    assert (called, engine.counters.prefills) == (["score", "begin"], 1)
 
 
 def test_bad_requests_are_refused_as_by_a_real_engine():
     engine = ScriptedEngine(max_tokens=5, chat=False)
-    with pytest.raises(EmptyPrompt):
-        engine.score([[]], [])
-    with pytest.raises(PromptTooLong):
-        engine.score([[1] * 6], [])
-    with pytest.raises(RequestError):
-        engine.score([[999]], [])
-    with pytest.raises(RequestError):
-        engine.tokenize("\ud800")
-    with pytest.raises(RequestError):
-        engine.render_chat([{"role": "user", "content": "x"}])
+    for prompt, error in (([], EmptyPrompt), ([1] * 6, PromptTooLong), ([999], RequestError)):
+        with pytest.raises(error):
+            engine.score([prompt], [])
+    for refused in (lambda: engine.tokenize("\ud800"), lambda: engine.render_chat([{"role": "user", "content": "x"}])):
+        with pytest.raises(RequestError):
+            refused()
     assert engine.identity.chat_template is None

@@ -19,39 +19,27 @@ from tests.engines import tiny
 USER = [{"role": "user", "content": "Who?"}]
 
 
-def test_plain_text_gets_the_tokenizers_own_special_tokens_once():
-    assert Tokens(tiny.tokenizer()).tokenize("Hi")[0] == tiny.BOS
-    assert Tokens(tiny.tokenizer()).tokenize("Hi").count(tiny.BOS) == 1
-
-
-def test_chat_ends_in_the_generation_prompt_and_has_one_bos():
+def test_the_tokenizers_and_the_templates_special_tokens_come_once():
     tokens = Tokens(tiny.tokenizer())
-    ids = tokens.render_chat(USER)
-    assert ids[0] == tiny.BOS
-    assert ids.count(tiny.BOS) == 1
+    assert tokens.tokenize("Hi").count(tiny.BOS) == 1
+    for ids in (tokens.tokenize("Hi"), tokens.render_chat(USER)):
+        assert ids[0] == tiny.BOS
+        assert ids.count(tiny.BOS) == 1
     assert ids[-1] == tiny.CHAT
     assert tokens.detokenize(ids) == "user: Who?\n"
 
 
 @pytest.mark.parametrize(
-    "messages",
+    ("messages", "named"),
     [
-        [],
-        [{"role": "user"}],
-        [{"content": "x"}],
-        [{"role": "user", "content": None}],
-        [{"role": "tool", "content": "x"}],
+        ([], "empty"), ([{"role": "user"}], "content"), ([{"content": "x"}], "role"),
+        ([{"role": "user", "content": None}], "content"), ([{"role": "tool", "content": "x"}], "no tools here"),
     ],
-)
-def test_invalid_messages_are_request_errors(messages: list[dict[str, str]]):
-    with pytest.raises(RequestError) as caught:
+)  # fmt: skip
+def test_invalid_messages_are_request_errors(messages: list[dict[str, str]], named: str):
+    with pytest.raises(RequestError, match=named) as caught:
         Tokens(tiny.tokenizer()).render_chat(messages)
     assert caught.value.param == "messages"
-
-
-def test_the_templates_own_error_is_passed_on():
-    with pytest.raises(RequestError, match="no tools here"):
-        Tokens(tiny.tokenizer()).render_chat([{"role": "tool", "content": "x"}])
 
 
 def test_no_template_says_what_to_send_instead():
@@ -68,19 +56,12 @@ def sentencepiece() -> Any:
     backend = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.Metaspace()
     backend.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse(), decoders.Metaspace()])
-    bytes_first = [
-        "<unk>",
-        "<s>",
-        "</s>",
-        "<|user|>",
-        "<|assistant|>",
-        "<|system|>",
-        *(f"<0x{n:02X}>" for n in range(256)),
-    ]
+    special = ["<unk>", "<s>", "</s>", "<|user|>", "<|assistant|>", "<|system|>"]
+    bytes_first = [*special, *(f"<0x{n:02X}>" for n in range(256))]
     trainer = trainers.BpeTrainer(vocab_size=600, special_tokens=bytes_first)
     backend.train_from_iterator(["Who is it? What is the user's assistant? A system.<|/>"] * 9, trainer)
     trained = json.loads(backend.to_str())
-    trained["added_tokens"] = trained["added_tokens"][:6]  # bytes are no special tokens
+    trained["added_tokens"] = trained["added_tokens"][: len(special)]  # bytes are no special tokens
     fast = PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer.from_str(json.dumps(trained)), bos_token="<s>", eos_token="</s>"
     )

@@ -41,53 +41,39 @@ BASE: dict[str, Any] = {
     "pad_token_id": PAD,
 }
 WIDE = BASE | {"head_dim": 16}  # 4 heads x 16 = 64, while hidden is 32
-EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
-NO_GQA = {key: value for key, value in BASE.items() if key != "num_key_value_heads"}
-SLIDING = {"sliding_window": WINDOW}
 
 
-def _gemma3_multimodal() -> hf.Gemma3Config:
-    vision = {
-        "hidden_size": 16,
-        "intermediate_size": 16,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "image_size": 28,
-        "patch_size": 14,
+def families(base: dict[str, Any], wide: dict[str, Any], window: int, expert: int) -> dict[str, Any]:
+    """A configuration's maker for each family, of two shapes; ``expert``: hidden size of an expert."""
+    sliding, ends = {"sliding_window": window}, {"bos_token_id": BOS, "eos_token_id": EOS, "pad_token_id": PAD}
+    gemma = wide | sliding | {"query_pre_attn_scalar": wide["head_dim"]}
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": expert}
+    no_gqa = {key: value for key, value in base.items() if key != "num_key_value_heads"}
+    gpt2 = {"n_positions": base["max_position_embeddings"], "n_embd": base["hidden_size"], "n_layer": 3, "n_head": 4,
+            "vocab_size": VOCABULARY, "initializer_range": base["initializer_range"]}  # fmt: skip
+    vision = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 1,
+              "image_size": 28, "patch_size": 14}  # fmt: skip
+    images = {"image_token_index": 260, "boi_token_index": 261, "eoi_token_index": 262, "mm_tokens_per_image": 4}
+    return {
+        "llama": lambda: hf.LlamaConfig(**wide),
+        "qwen2": lambda: hf.Qwen2Config(**base),
+        "qwen3": lambda: hf.Qwen3Config(**wide),
+        "mistral": lambda: hf.MistralConfig(**wide, **sliding),
+        "gemma2": lambda: hf.Gemma2Config(**gemma, final_logit_softcapping=5.0),
+        "gemma3_text": lambda: hf.Gemma3TextConfig(**gemma),
+        "gemma3": lambda: hf.Gemma3Config(text_config=gemma, vision_config=vision, **images, **ends),
+        "phi3": lambda: hf.Phi3Config(**base),
+        "olmo2": lambda: hf.Olmo2Config(**base),
+        "gpt_neox": lambda: hf.GPTNeoXConfig(**no_gqa),
+        "gpt2": lambda: hf.GPT2Config(**gpt2, **ends),
+        "mixtral": lambda: hf.MixtralConfig(**wide, num_local_experts=4, num_experts_per_tok=2),
+        "qwen2_moe": lambda: hf.Qwen2MoeConfig(**base, **experts, shared_expert_intermediate_size=2 * expert),
+        "qwen3_moe": lambda: hf.Qwen3MoeConfig(**wide, **experts),
+        "olmoe": lambda: hf.OlmoeConfig(**base, num_experts=4, num_experts_per_tok=2),
     }
-    text = WIDE | SLIDING | {"query_pre_attn_scalar": 16}
-    ends = {"bos_token_id": BOS, "eos_token_id": EOS, "pad_token_id": PAD}
-    tokens = {"image_token_index": 260, "boi_token_index": 261, "eoi_token_index": 262}
-    return hf.Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4, **tokens, **ends)
 
 
-CONFIGS: dict[str, Any] = {
-    "llama": lambda: hf.LlamaConfig(**WIDE),
-    "qwen2": lambda: hf.Qwen2Config(**BASE),
-    "qwen3": lambda: hf.Qwen3Config(**WIDE),
-    "mistral": lambda: hf.MistralConfig(**WIDE, **SLIDING),
-    "gemma2": lambda: hf.Gemma2Config(**WIDE, **SLIDING, query_pre_attn_scalar=16, final_logit_softcapping=5.0),
-    "gemma3_text": lambda: hf.Gemma3TextConfig(**WIDE, **SLIDING, query_pre_attn_scalar=16),
-    "gemma3": _gemma3_multimodal,
-    "phi3": lambda: hf.Phi3Config(**BASE),
-    "olmo2": lambda: hf.Olmo2Config(**BASE),
-    "gpt_neox": lambda: hf.GPTNeoXConfig(**NO_GQA),
-    "gpt2": lambda: hf.GPT2Config(
-        vocab_size=VOCABULARY,
-        n_positions=CONTEXT,
-        n_embd=32,
-        n_layer=3,
-        n_head=4,
-        initializer_range=0.15,
-        bos_token_id=BOS,
-        eos_token_id=EOS,
-        pad_token_id=PAD,
-    ),
-    "mixtral": lambda: hf.MixtralConfig(**WIDE, num_local_experts=4, num_experts_per_tok=2),
-    "qwen2_moe": lambda: hf.Qwen2MoeConfig(**BASE, **EXPERTS, shared_expert_intermediate_size=24),
-    "qwen3_moe": lambda: hf.Qwen3MoeConfig(**WIDE, **EXPERTS),
-    "olmoe": lambda: hf.OlmoeConfig(**BASE, num_experts=4, num_experts_per_tok=2),
-}
+CONFIGS = families(BASE, WIDE, WINDOW, 24)
 ALL = sorted(CONFIGS)
 SLIDING_FAMILIES = ["gemma2", "gemma3_text", "gemma3", "mistral"]
 

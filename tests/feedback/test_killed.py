@@ -1,10 +1,169 @@
-"""The real service with the demo model is killed while labels arrive: none that it acknowledged is lost."""
+"""Labels by the thousand, all at once, to the real service with the demo model, which is killed in the middle."""
 
 from __future__ import annotations
 
+import asyncio
+import json
+import random
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import httpx
 import pytest
 
-from tests.feedback.killing import a_database, run
+from hallutracer_research.demo.build import KNOWN, UNKNOWN
+from service.feedback.databases import location
+from service.feedback.rows import LABELS
+from tests.feedback.made import rows
+from tests.feedback.postgres import Postgres, postgres
+from tests.serve_process import ServeProcess
+
+AT_ONCE = 200  # prompts of one scoring request
+STORED = ("SELECT a.request_id, a.place, l.label FROM hallutracer_labels l JOIN hallutracer_answers a "
+          "ON a.uid = l.answer")  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Said:
+    """A label that somebody posts."""
+
+    id: str
+    index: int
+    label: str
+
+    @property
+    def stored(self) -> tuple[str, int, str]:
+        return self.id.removeprefix("risk-"), self.index, self.label
+
+    @property
+    def request(self) -> bytes:
+        body = json.dumps({"id": self.id, "index": self.index, "label": self.label}).encode()
+        head = "POST /v1/feedback HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        return head.encode() + b"Content-Length: %d\r\n\r\n%b" % (len(body), body)
+
+
+@dataclass
+class Outcome:
+    """What became of a run."""
+
+    posts: int
+    clients: int
+    acknowledged: int = 0  # before the kill
+    lost: int = 0  # of these: must be 0
+    written: int = 0  # found after the kill; those that were not acknowledged in time may be among them
+    after: int = 0  # posted to the service that was started again, and acknowledged
+    repeated: int = 0  # of these it knew already
+    labels: int = 0  # rows in the end
+
+
+def answered(url: str, count: int) -> list[Said]:
+    """As many answers, each with the label that will be posted."""
+    draw, said = random.Random(1), list[Said]()
+    while len(said) < count:
+        prompts = [draw.choice([KNOWN, UNKNOWN]) for _ in range(min(AT_ONCE, count - len(said)))]
+        answer = httpx.post(f"{url}/score", json={"prompt": prompts}, timeout=120)
+        answer.raise_for_status()
+        said += [Said(answer.json()["id"], index, draw.choice(LABELS)) for index in range(len(prompts))]
+    return said
+
+
+async def post_all(
+    url: str, said: Sequence[Said], clients: int, stop_after: int, stop: asyncio.Event
+) -> list[tuple[Said, str]]:
+    """Posted by so many clients at once, whose connections are all open by then; the acknowledged, with their standing.
+
+    ``stop`` is set once there are ``stop_after`` of them.
+    """
+    host, port = urlsplit(url).hostname, urlsplit(url).port
+    acknowledged: list[tuple[Said, str]] = []
+    shares = [share for number in range(clients) if (share := said[number::clients])]
+    opening = asyncio.Semaphore(200)  # a listening socket's own queue is short
+    all_open, opened = asyncio.Event(), 0
+
+    async def post(share: Sequence[Said]) -> None:
+        nonlocal opened
+        async with opening:
+            reader, writer = await asyncio.open_connection(host, port)
+        opened += 1
+        if opened == len(shares):
+            all_open.set()
+        try:
+            await all_open.wait()
+            for one in share:
+                writer.write(one.request)
+                head = await reader.readuntil(b"\r\n\r\n")
+                length = next(
+                    int(line.split(b":")[1]) for line in head.lower().splitlines() if b"content-length" in line
+                )
+                body = json.loads(await reader.readexactly(length))
+                assert head.startswith(b"HTTP/1.1 200"), body
+                acknowledged.append((one, body["standing"]))
+                if len(acknowledged) >= stop_after:
+                    stop.set()
+        finally:
+            writer.close()
+
+    done = await asyncio.gather(*(post(share) for share in shares), return_exceptions=True)
+    stop.set()
+    for error in done:  # the service's end is expected, and nothing else
+        if isinstance(error, BaseException) and not isinstance(error, OSError | asyncio.IncompleteReadError):
+            raise error
+    return acknowledged
+
+
+async def until_killed(
+    service: ServeProcess, said: Sequence[Said], clients: int, crash: Postgres | None
+) -> list[tuple[Said, str]]:
+    """The labels that were acknowledged before the service, and the database with it, was killed half-way."""
+    stop = asyncio.Event()
+
+    async def kill() -> None:
+        await stop.wait()
+        service.process.kill()
+        if crash is not None:
+            crash.stop()
+
+    found, _ = await asyncio.gather(post_all(service.url, said, clients, len(said) // 2, stop), kill())
+    return found
+
+
+def run(where: str, posts: int, clients: int, crash: Postgres | None = None) -> Outcome:
+    """Post, kill, look, start again, post what was not acknowledged."""
+    outcome, place = Outcome(posts, clients), location(where)
+    arguments = (f"--feedback-db={where}", "--policy=observe", f"--max-connections={clients + 100}", "--deadline-s=300")
+    with ServeProcess(*arguments, HALLUTRACER_THREADS="1") as service:
+        said = answered(service.url, posts)
+        acknowledged = asyncio.run(until_killed(service, said, clients, crash))
+        service.process.wait(60)
+    if crash is not None:
+        crash.start()
+    outcome.acknowledged = len(acknowledged)
+    found = rows(place, STORED)
+    assert len(set(found)) == len(found), "a label is there twice"
+    outcome.written = len(found)
+    outcome.lost = len({one.stored for one, _ in acknowledged} - set(found))
+    told = {one for one, _ in acknowledged}
+    rest = [one for one in said if one not in told]
+    with ServeProcess(*arguments, HALLUTRACER_THREADS="1") as service:
+        again = asyncio.run(post_all(service.url, rest, clients, posts + 1, asyncio.Event()))
+    outcome.after, outcome.repeated = len(again), sum(standing == "repeated" for _, standing in again)
+    outcome.labels = len(rows(place, STORED))
+    return outcome
+
+
+@contextmanager
+def a_database(with_postgres: bool) -> Iterator[tuple[str, Postgres | None]]:
+    """A new one."""
+    if with_postgres:
+        with postgres() as server:
+            yield server.schema("killed"), server
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        yield str(Path(folder) / "feedback.db"), None
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy.stats import kstest
 
-from hallutracer_research.evaluation.significance import delong
+from hallutracer_research.evaluation.results import delong
 from service.fitting.jackknife import (
     Floats,
     Index,

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from scipy.special import expit, logit
 
-from probes_store.recalibration import Recalibration
+from probes_store.records import Recalibration
 from service.errors import TrainingError
 from service.fitting.map_choice import SEEDS, Choice, choose_map, squared_calibration_error
 from service.fitting.prior_shift import Traffic, most_likely_share, shift_to

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.special import expit
 
-from probes_store.recalibration import Recalibration, check_recalibration
+from probes_store.bundle import render
+from probes_store.manifest import sealed
+from probes_store.records import Recalibration
 from service.fitting.risk_maps import FITS, fit_beta, fit_intercept, fit_isotonic, fit_platt
+from tests.probes_store.factory import make_draft
+
+MANIFEST = render(make_draft())[0]
 
 
 def drawn(truth: Recalibration, count: int = 40_000) -> tuple[np.ndarray, np.ndarray]:
@@ -78,15 +85,11 @@ def test_every_map_is_strictly_increasing(seed: int, count: int, digits: int) ->
     rng = np.random.default_rng(seed)
     risk = rng.uniform(0, 1, count).round(digits)  # also ties, 0 and 1
     label = np.append([0, 1], rng.integers(0, 2, count - 2))
-
-    def require(fine: bool, field: str, expected: object, found: object) -> None:
-        assert fine, (field, expected, found)
-
     grid = np.linspace(0.001, 0.999, 200)
     for fit in FITS.values():
         found = fit(label, risk)
         if found is not None:
-            check_recalibration(found, require)
+            sealed(dataclasses.replace(MANIFEST, recalibration=found))  # a bundle may have it
             made = found(np.concatenate([[0.0], grid, [1.0]]))
             assert np.all(np.diff(made) >= 0)
             assert np.all((made >= 0) & (made <= 1))

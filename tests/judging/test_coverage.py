@@ -10,13 +10,12 @@ import numpy as np
 import pytest
 
 from probes_store.bundle import Bundle, load_bundle
-from probes_store.recalibration import Recalibration
+from probes_store.records import Recalibration
 from probes_store.store import SHIPPED
 from service.fitting.scores import at_threshold, coverage_curve
 from service.judging.coverage import THRESHOLDS, Coverage, Gate, coverage
 from service.trainer.publish import risks_document
-from tests.probes_store.factory import VERSION_1, make_draft, write_bundle
-from tests.probes_store.test_guarantee import GUARANTEE
+from tests.probes_store.factory import GUARANTEE, make_draft, write_bundle
 
 N = 2000
 
@@ -62,35 +61,6 @@ def test_a_recalibrated_bundles_rows_are_read_on_the_new_scale(tmp_path: Path) -
     assert as_dict(found.gates[30]) == pytest.approx(at_threshold(label, moved(risk), 0.3))
 
 
-CLASSES = {
-    "factual": {"cross_fitted_mean": 0.5, "cross_fitted_std": 0.8},
-    "hallucinated": {"cross_fitted_mean": -0.4, "cross_fitted_std": 0.6},
-}
-MEANS = {"out_of_fold": {"depth_mean_cross_fitted_and_refitted": CLASSES}}
-
-
-@pytest.mark.parametrize("recalibration", [None, Recalibration("platt", a=0.7, b=0.7, c=-0.4)])
-def test_means_and_deviations_are_read_as_normal_distributions(
-    tmp_path: Path, recalibration: Recalibration | None
-) -> None:
-    """Against a simulation: depth means drawn from them, risks by the bundle's own classifier."""
-    bundle = bundle_with(tmp_path, MEANS, recalibration=recalibration)
-    training, classifier = bundle.manifest.training, bundle.manifest.classifier
-    share = training.hallucinated / (training.factual + training.hallucinated)
-    rng = np.random.default_rng(5)
-    label = (rng.random(400_000) >= share).astype(int)
-    mean, std = np.where(label, 0.5, -0.4), np.where(label, 0.8, 0.6)
-    z = classifier.weight[0] * rng.normal(mean, std) + classifier.intercept
-    risk = 1 / (1 + np.exp(z))
-    risk = risk if recalibration is None else recalibration(risk)
-    found = coverage(bundle)
-    assert (found.source, found.hallucinated, found.rows) == ("normal_model", share, 11)
-    for gate in found.gates[5:100:5]:
-        assert as_dict(gate) == pytest.approx(at_threshold(label, risk, gate.threshold), abs=0.012)
-    assert found.gates[0] == Gate(0.0, 0.0, None, 1.0)
-    assert as_dict(found.gates[100])["answered"] == pytest.approx(1.0)
-
-
 @pytest.mark.parametrize(
     ("evaluation", "changes"),
     [
@@ -100,8 +70,6 @@ def test_means_and_deviations_are_read_as_normal_distributions(
         ({"out_of_fold": {"risks": {"risk": "0.1 7.0", "hallucinated": "1 0"}}}, {}),
         ({"out_of_fold": {"risks": {"risk": "", "hallucinated": ""}}}, {}),
         ({"out_of_fold": {"risks": {"risk": "nan", "hallucinated": "1"}}}, {}),
-        ({"out_of_fold": {"depth_mean_cross_fitted_and_refitted": {"factual": {}}}}, {}),
-        (MEANS, {"signals": "depth_mean,first_token"}),
         ({"cross_validation": {"at_threshold": {"answered": "x"}}, "recalibrations": []}, {}),
     ],
 )
@@ -130,16 +98,6 @@ def test_the_shipped_bundles(name: str) -> None:
     nearest = found.gates[round(100 * bundle.manifest.threshold)]
     assert nearest.answered == pytest.approx(found.own.answered, abs=0.03)
     assert nearest.wrong_among_answered == pytest.approx(found.own.wrong_among_answered, abs=0.02)
-
-
-def test_an_older_bundle_is_modelled_by_what_it_kept() -> None:
-    """Held against the shipped bundle of the same probes, whose risks were counted."""
-    older, counted = (coverage(load_bundle(folder / "demo" / "1")) for folder in (VERSION_1, SHIPPED))
-    assert older.source == "normal_model"
-    for modelled, real in zip(older.gates[10:90:10], counted.gates[10:90:10], strict=True):
-        assert modelled.threshold == real.threshold
-        assert modelled.answered == pytest.approx(real.answered, abs=0.06)
-    assert coverage(load_bundle(VERSION_1 / "demo-fused" / "1")).source == "own_threshold"
 
 
 def test_tenths_hold_the_rows_in_their_order_by_risk(tmp_path: Path) -> None:

@@ -9,8 +9,8 @@ import pytest
 from scipy.stats import ks_2samp
 
 from benchmarks import drift
-from probes_store.store import Store
-from service.judging.coverage import coverage
+from probes_store.bundle import load_bundle
+from probes_store.store import SHIPPED
 from service.judging.drift import (
     BINS,
     MOST_ALIKE,
@@ -23,13 +23,14 @@ from service.judging.drift import (
     reference_of,
 )
 from tests.matching import matching_draft
-from tests.probes_store.factory import VERSION_1, write_bundle
+from tests.probes_store.factory import write_bundle
+from tests.probes_store.reseal import without_in_evaluation
 from tests.scripted_engine import ScriptedEngine
 
 
 def of(risks: list[float]) -> Reference:
     values = np.sort(np.array(risks))
-    return Reference(values, np.quantile(values, np.arange(1, BINS) / BINS), None, modelled=False)
+    return Reference(values, np.quantile(values, np.arange(1, BINS) / BINS), None)
 
 
 @pytest.mark.parametrize("ties", [False, True])
@@ -57,20 +58,13 @@ def test_the_stability_index_is_large_where_half_moves_and_finite_where_bins_are
 
 
 def test_the_reference_is_what_the_bundle_keeps(tmp_path: Path) -> None:
-    store = Store(VERSION_1)
-    modelled = reference_of(store.load("demo"))
-    assert modelled is not None
-    assert modelled.modelled
-    gates = coverage(store.load("demo")).gates
-    for gate in gates[10:100:10]:
-        assert np.mean(modelled.risks < gate.threshold) == pytest.approx(gate.answered, abs=0.01)
-    assert reference_of(store.load("demo-fused")) is None
+    bare = without_in_evaluation(SHIPPED / "demo" / "1", tmp_path / "demo" / "1", "out_of_fold", "risks")
+    assert reference_of(load_bundle(bare)) is None
     draft = matching_draft(ScriptedEngine(), "kept", 0)
     draft.evaluation["out_of_fold"] = {"risks": {"risk": "0.5 0.25 0.75", "hallucinated": "1 0 1"}}
     kept = reference_of(write_bundle(draft, tmp_path / "kept"))
     assert kept is not None
     assert kept.risks.tolist() == [0.25, 0.5, 0.75]
-    assert not kept.modelled
 
 
 def test_labels_like_the_guarantee_break_it_as_rarely_as_it_says() -> None:

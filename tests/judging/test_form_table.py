@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 
 from probes_store.bundle import load_bundle
-from probes_store.recalibration import Recalibration
+from probes_store.records import Recalibration
 from probes_store.store import SHIPPED
 from service.data.forms import registry
 from service.judging.form_table import FormTable, form_table
 from service.trainer.publish import by_form
-from tests.probes_store.test_guarantee import GUARANTEE
-from tests.test_coverage import bundle_with
+from tests.judging.test_coverage import bundle_with
+from tests.probes_store.factory import GUARANTEE
 
 FORMS = [{"form": "lone"}] * 6 + [{"form": "turn_own"}] * 4
 LABEL = np.array([1, 0, 0, 0, 0, 1, 0, 0, 0, 0])

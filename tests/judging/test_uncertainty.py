@@ -9,16 +9,15 @@ import numpy as np
 import pytest
 
 from probes_store.bundle import Bundle
-from probes_store.recalibration import Recalibration
+from probes_store.records import Recalibration
 from service.judging.uncertainty import distance, uncertain
 from service.risk import risk
-from tests.probes_store.factory import make_draft, write_bundle
-from tests.probes_store.test_uncertainty import INTERVAL, UNCERTAINTY, draft
+from tests.probes_store.factory import INTERVAL, UNCERTAINTY, make_draft, write_bundle
 
 
 @pytest.fixture
 def bundle(tmp_path: Path) -> Bundle:
-    return write_bundle(draft(), tmp_path / "tiny" / "1")
+    return write_bundle(make_draft(uncertainty=UNCERTAINTY), tmp_path / "tiny" / "1")
 
 
 def test_the_distance_is_mahalanobis() -> None:
@@ -55,18 +54,14 @@ def test_the_interval_holds_the_risk_and_has_the_records_width(bundle: Bundle) -
 
 def test_without_refits_there_is_a_distance_and_no_interval(tmp_path: Path) -> None:
     alone = dataclasses.replace(UNCERTAINTY, interval=None)
-    found = uncertain(write_bundle(draft(alone), tmp_path / "a"), np.full(3, 0.5), np.zeros(1))
+    found = uncertain(write_bundle(make_draft(uncertainty=alone), tmp_path / "a"), np.full(3, 0.5), np.zeros(1))
     assert found is not None
     assert (found.distance, found.interval) == (0.0, None)
 
 
-def test_a_bundle_without_a_record_tells_nothing(tmp_path: Path) -> None:
-    assert uncertain(write_bundle(make_draft(), tmp_path / "b"), np.zeros(3), np.zeros(1)) is None
-
-
 def test_the_ends_of_the_interval_are_recalibrated_as_the_risk_is(tmp_path: Path, bundle: Bundle) -> None:
     recalibration = Recalibration("beta", 0.5, 2.0, -0.4)
-    mapped = write_bundle(draft(recalibration=recalibration), tmp_path / "mapped")
+    mapped = write_bundle(make_draft(uncertainty=UNCERTAINTY, recalibration=recalibration), tmp_path / "mapped")
     for mean in (-1.0, 0.3):
         plain, found = (uncertain(one, np.full(3, 0.6), np.array([mean])) for one in (bundle, mapped))
         assert plain is not None

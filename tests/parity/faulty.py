@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from service.engines.vllm import runners
+from service.engines.vllm import worker
 from service.engines.vllm.reader import OnsetRow, StepLayout, onset_rows
 from service.engines.vllm.wire import Directive, probe_digest
 from service.engines.vllm.worker import Worker
@@ -21,7 +21,7 @@ class RowTooEarly(Worker):
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         """In this worker's process only."""
-        runners.onset_rows = too_early
+        worker.onset_rows = too_early
         super().load_model(*args, **kwargs)
 
 
@@ -30,7 +30,7 @@ class Swapped(Worker):
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         """In this worker's process only."""
-        runners.onset_rows = swapped
+        worker.onset_rows = swapped
         super().load_model(*args, **kwargs)
 
 

@@ -9,48 +9,34 @@ from typing import Any
 
 import numpy as np
 
-from probes_store.bundle import Bundle, BundleDraft, load_bundle, render, timestamp, write_files, write_manifest
-from probes_store.manifest import (
-    ChatTemplateRecord,
-    Classifier,
-    Manifest,
-    ModelRecord,
-    ReadoutRecord,
-    TokenizerRecord,
-    TrainingRecord,
-    sealed,
-)
+from probes_store import manifest as manifests
+from probes_store.bundle import Bundle, BundleDraft, load_bundle, render, timestamp
+from probes_store.local import write_files
+from probes_store.manifest import Classifier, Manifest, ModelRecord, TrainingRecord, manifest_bytes, sealed
+from probes_store.records import Applicability, Context, ContextProbe, Guarantee, RefitInterval, Uncertainty
 from probes_store.tensors import Golden, ProbeTensors
 
-VERSION_1 = Path(__file__).parent / "version_1"  # real ones, of before risks and uncertainty were recorded
-
+GUARANTEE = Guarantee(
+    alpha=0.1, delta=0.05, threshold=0.25, groups=100, hallucinated=3, p_value=0.0078, answered=0.5,
+    risk_control_threshold=None, rows=400, all_groups=200, data_digest="sha256:" + "5" * 64, labels="given", judge=None,
+    dtype="float32", seed=0, statement="It holds.",
+)  # fmt: skip
+INTERVAL = RefitInterval(level=0.95, fits=15, centre=0.5, base=0.04, by_log_odds=0.01, by_distance=0.25)
+UNCERTAINTY = Uncertainty(outside_share=0.01, outside_rows=400, interval=INTERVAL, statement="What both mean.")
+ASKS = ContextProbe("asks", weight=1.5, intercept=0.25, rows=400, positive=300, auroc=0.99)
+PASSAGE = ContextProbe("passage", weight=0.75, intercept=-0.5, rows=300, positive=100, auroc=0.95)
+STATED = ContextProbe("stated", weight=0.5, intercept=0.0, rows=100, positive=60, auroc=0.8)
+APPLICABILITY = Applicability(threshold=0.2, questions_below=0.01, others_above=0.05, statement="What it means.")
+CONTEXT = Context((ASKS, PASSAGE, STATED), APPLICABILITY)
 MODEL = ModelRecord(
-    name="tiny-llama",
-    revision="local",
-    fingerprint="sha256:" + "1" * 64,
-    architecture="LlamaForCausalLM",
-    model_type="llama",
-    num_layers=3,
-    num_heads=2,
-    head_dim=4,
-    hidden_size=8,
-)
+    name="tiny-llama", revision="local", fingerprint="sha256:" + "1" * 64, architecture="LlamaForCausalLM",
+    model_type="llama", num_layers=3, num_heads=2, head_dim=4, hidden_size=8,
+)  # fmt: skip
 TRAINING = TrainingRecord(
-    data_digest="sha256:" + "2" * 64,
-    rows=12,
-    factual=6,
-    hallucinated=5,
-    left_out=1,
-    groups=4,
-    labels="given",
-    judge=None,
-    seeds=(0, 1),
-    folds=2,
-    c=0.1,
-    c_grid=(0.03, 0.1, 0.3),
-    class_balance="weights",
+    data_digest="sha256:" + "2" * 64, rows=12, factual=6, hallucinated=5, left_out=1, groups=4, labels="given",
+    judge=None, seeds=(0, 1), folds=2, c=0.1, c_grid=(0.03, 0.1, 0.3), class_balance="weights",
     hallutracer_version="0.1.0",
-)
+)  # fmt: skip
 
 
 def make_draft(seed: int = 0, **changes: Any) -> BundleDraft:
@@ -58,16 +44,17 @@ def make_draft(seed: int = 0, **changes: Any) -> BundleDraft:
 
     ``changes`` are fields of BundleDraft or of its manifest; ``model`` may be a dict of ModelRecord fields to change,
     ``site``, ``tokenizer`` and ``chat_template`` stand for their records.  Arrays follow the manifest, those of a
-    ``context`` included.
+    ``context`` included; nothing lies outside its reference, unless it has ``uncertainty``: then that is the unit ball
+    around 0.5.
     """
     model = changes.pop("model", MODEL)
     if isinstance(model, dict):
         model = dataclasses.replace(MODEL, **model)
     signals = tuple(changes.pop("signals", ("depth_mean",)))
     records: dict[str, Any] = {
-        "tokenizer": TokenizerRecord(changes.pop("tokenizer", "sha256:" + "3" * 64)),
-        "chat_template": ChatTemplateRecord(changes.pop("chat_template", "sha256:" + "4" * 64)),
-        "readout": ReadoutRecord(changes.pop("site", "attention_head"), "last"),
+        "tokenizer": manifests.TokenizerRecord(changes.pop("tokenizer", "sha256:" + "3" * 64)),
+        "chat_template": manifests.ChatTemplateRecord(changes.pop("chat_template", "sha256:" + "4" * 64)),
+        "readout": manifests.ReadoutRecord(changes.pop("site", "attention_head"), "last"),
     }
     fields: dict[str, Any] = {
         "name": "tiny",
@@ -81,7 +68,11 @@ def make_draft(seed: int = 0, **changes: Any) -> BundleDraft:
         "training": TRAINING,
     }
     fields = {name: changes.pop(name, value) for name, value in fields.items()}
-    manifest = Manifest(**records, **fields, context=changes.pop("context", None))
+    for name in ("context", "guarantee", "guarantee_shapes", "recalibration"):
+        fields[name] = changes.pop(name, None)
+    near = "uncertainty" in changes
+    fields["uncertainty"] = changes.pop("uncertainty", dataclasses.replace(UNCERTAINTY, interval=None))
+    manifest = Manifest(**records, **fields)
     generator = np.random.default_rng(seed)
     layers = model.num_layers
     direction = generator.standard_normal((layers, manifest.probe_dim))
@@ -102,6 +93,8 @@ def make_draft(seed: int = 0, **changes: Any) -> BundleDraft:
             scale=np.linspace(1, 2, layers, dtype=np.float32) if scaled else np.ones(layers, np.float32),
             trajectory_mean=np.stack([np.full(layers, -0.5), np.full(layers, 0.5)]).astype(np.float32),
             trajectory_std=np.ones((2, layers), np.float32),
+            reference_mean=np.full(manifest.logits, 0.5 if near else 0.0, np.float32),
+            reference_whitening=np.eye(manifest.logits, dtype=np.float32) * np.float32(1.0 if near else 1e-3),
             **context,
         ),
         "golden": Golden.record(
@@ -136,6 +129,12 @@ def write_bundle(draft: BundleDraft, into: Path, *, version: int = 1, created: d
     """A draft as a bundle folder outside a store."""
     manifest, files = render(draft)
     into.mkdir(parents=True)
-    write_files(into, files)
-    write_manifest(into, sealed(manifest, version=version, created=timestamp(created)))
+    dated = sealed(manifest, version=version, created=timestamp(created))
+    write_files(into, files | {"bundle.json": manifest_bytes(dated)})
     return load_bundle(into)
+
+
+def guaranteed(**changes: Any) -> BundleDraft:
+    """A draft with ``GUARANTEE``, some of it changed."""
+    given = dataclasses.replace(GUARANTEE, **changes)
+    return make_draft(guarantee=given, threshold=given.threshold)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import load, save
 
-from probes_store.strict import canonical_json, readable_json
+from probes_store.syntax import canonical_json, readable_json
 
 
 def sha256(data: bytes) -> str:
@@ -44,3 +45,15 @@ def edit_tensors(folder: Path, name: str, edit: Callable[[dict[str, Any]], objec
     tensors = {key: np.array(value) for key, value in load((folder / name).read_bytes()).items()}
     edit(tensors)
     replace_file(folder, name, save(tensors))
+
+
+def without_in_evaluation(source: Path, folder: Path, *keys: str) -> Path:
+    """Copy a bundle's folder without what stands at this path of its evaluation.json; the copy."""
+    shutil.copytree(source, folder)
+    document = json.loads((folder / "evaluation.json").read_bytes())
+    inner = document
+    for key in keys[:-1]:
+        inner = inner[key]
+    del inner[keys[-1]]
+    replace_file(folder, "evaluation.json", readable_json(document))
+    return folder

@@ -6,6 +6,7 @@ import re
 import struct
 import subprocess
 import sys
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -16,12 +17,22 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import probes_store
-from probes_store.bundle import Bundle, BundleDraft, load_bundle, render
+from probes_store.bundle import (
+    TOLERANCES,
+    Bundle,
+    BundleDraft,
+    check_golden,
+    load_bundle,
+    render,
+    spreads,
+    tolerance_for,
+)
 from probes_store.errors import (
     BadValue,
     BundleDamaged,
     BundleNotFound,
     DigestMismatch,
+    GoldenMismatch,
     MissingField,
     MissingFile,
     NotFinite,
@@ -30,28 +41,39 @@ from probes_store.errors import (
     UnknownFile,
     WrongShape,
 )
-from probes_store.golden import TOLERANCES
 from probes_store.manifest import MAX_FILE, Classifier, Manifest, ModelRecord, ReadoutRecord, TrainingRecord
-from probes_store.tensors import Golden, ProbeTensors, pack
-from tests.probes_store.factory import make_draft, write_bundle
+from probes_store.records import (
+    Applicability,
+    Context,
+    ContextProbe,
+    Guarantee,
+    Recalibration,
+    RefitInterval,
+    Uncertainty,
+)
+from probes_store.tensors import Golden, ProbeTensors, pack, read_golden, read_probes
+from tests.probes_store.factory import CONTEXT, make_draft, write_bundle
 from tests.probes_store.reseal import edit_manifest, edit_tensors, replace_file
 
 CREATED = datetime(2026, 1, 31, 12, tzinfo=UTC)
 FILES = ("bundle.json", "probes.safetensors", "golden.safetensors", "evaluation.json", "README.md", "plots/roc.png")
 # Of the fixed draft below.  If one of these changes, published bundles change: that is a new format version.
-PINNED_DIGEST = "sha256:bb858271eda5602aaea34f45d491dbe4ac6bce15e690210b7b2e1b0cdaf7538c"
+PINNED_DIGEST = "sha256:d21bab480555a48800b4333f1c27df4d60eb8209e89945e22afdb1a8a7e4384d"
 PINNED_HEADER = (
     b'{"bias":{"dtype":"F32","shape":[2],"data_offsets":[0,8]},'
     b'"direction":{"dtype":"F32","shape":[2,2],"data_offsets":[8,24]},'
-    b'"scale":{"dtype":"F32","shape":[2],"data_offsets":[24,32]},'
-    b'"trajectory_mean":{"dtype":"F32","shape":[2,2],"data_offsets":[32,48]},'
-    b'"trajectory_std":{"dtype":"F32","shape":[2,2],"data_offsets":[48,64]},'
-    b'"head":{"dtype":"I32","shape":[2],"data_offsets":[64,72]}}     '
+    b'"reference_mean":{"dtype":"F32","shape":[2],"data_offsets":[24,32]},'
+    b'"reference_whitening":{"dtype":"F32","shape":[2,2],"data_offsets":[32,48]},'
+    b'"scale":{"dtype":"F32","shape":[2],"data_offsets":[48,56]},'
+    b'"trajectory_mean":{"dtype":"F32","shape":[2,2],"data_offsets":[56,72]},'
+    b'"trajectory_std":{"dtype":"F32","shape":[2,2],"data_offsets":[72,88]},'
+    b'"head":{"dtype":"I32","shape":[2],"data_offsets":[88,96]}}'
 )
 PINNED_PROBES = (
-    struct.pack("<Q", 384)
+    struct.pack("<Q", len(PINNED_HEADER) + -len(PINNED_HEADER) % 8)
     + PINNED_HEADER
-    + struct.pack("<2f 4f 2f", 0.5, -0.25, 1, 0, 0, -1, 1, 1)
+    + b" " * (-len(PINNED_HEADER) % 8)
+    + struct.pack("<2f 4f 2f 4f 2f", 0.5, -0.25, 1, 0, 0, -1, 0.25, -0.5, 2, 0, 0, 4, 1, 1)
     + struct.pack("<4f 4f 2i", -0.5, -0.5, 0.5, 0.5, 1, 1, 1, 1, 1, 0)
 )
 
@@ -63,8 +85,10 @@ def fixed_draft() -> BundleDraft:
         "head": np.array([1, 0], np.int32),
         "direction": np.array([[1, 0], [0, -1]], np.float32),
         "bias": np.array([0.5, -0.25], np.float32),
+        "reference_mean": np.array([0.25, -0.5], np.float32),
+        "reference_whitening": np.diag([2, 4]).astype(np.float32),
     }
-    draft.probes = type(draft.probes)(**(vars(draft.probes) | probes))
+    draft.probes = dataclasses.replace(draft.probes, **probes)
     draft.golden = Golden.record([[1, 2, 3]], np.array([[1.0, -1.0]]), np.array([0.5]))
     return draft
 
@@ -359,11 +383,14 @@ def test_the_recipe_in_format_md_recomputes_the_digest(bundle: Bundle, tmp_path:
 
 def test_format_md_names_every_field_tensor_and_tolerance() -> None:
     text = (Path(probes_store.__file__).parent / "FORMAT.md").read_text(encoding="utf-8")
-    records = (Manifest, ModelRecord, ReadoutRecord, Classifier, TrainingRecord, ProbeTensors, Golden)
+    records = (
+        Manifest, ModelRecord, ReadoutRecord, Classifier, TrainingRecord, ProbeTensors, Golden, Guarantee, Uncertainty,
+        RefitInterval, Recalibration, Context, ContextProbe, Applicability,
+    )  # fmt: skip
     for record in records:
         for field in dataclasses.fields(record):
             if field.name not in ("model", "tokenizer", "chat_template", "readout", "classifier", "training"):
-                assert re.search(rf"`([a-z_]*\.)?{field.name}`", text), f"{record.__name__}.{field.name}"
+                assert re.search(rf"`([a-z_\[\]]*\.)?{field.name}`", text), f"{record.__name__}.{field.name}"
     for dtype, tolerance in TOLERANCES.items():
         assert re.search(
             rf"\| [a-z0-9, ]*{dtype}[a-z0-9, ]* \| {tolerance.risk:g} \| {tolerance.trajectory:g} spread", text
@@ -371,9 +398,228 @@ def test_format_md_names_every_field_tensor_and_tolerance() -> None:
 
 
 def test_importing_the_format_needs_nothing_of_ours_and_no_torch() -> None:
-    code = (
-        "import sys, probes_store.store, probes_store.golden, probes_store.identity;"
-        "print(sorted({m.split('.')[0] for m in sys.modules} & {'service', 'torch', 'transformers', 'pydantic'}))"
-    )
+    banned = "{'service', 'torch', 'transformers', 'huggingface_hub'}"
+    code = f"import sys, probes_store.store; print(sorted({{m.split('.')[0] for m in sys.modules}} & {banned}))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+# the replay of the golden prompts
+
+
+def bundle_of(dtype: str = "float32", golden: Golden | None = None, layers: int = 3) -> Bundle:
+    draft = make_draft(dtype=dtype, model={"num_layers": layers})
+    draft.golden = golden or draft.golden
+    manifest, files = render(draft)
+    probes, tensors = files["probes.safetensors"], files["golden.safetensors"]
+    return Bundle(manifest, read_probes(probes, manifest), read_golden(tensors, manifest), Path("nowhere"))
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES)
+def test_an_exact_replay_passes(dtype: str) -> None:
+    bundle = bundle_of(dtype)
+    check_golden(bundle, bundle.golden.trajectory.astype(np.float64), bundle.golden.risk, dtype=dtype)
+
+
+@pytest.mark.parametrize(
+    ("trained", "served", "trajectory", "risk"),
+    [
+        ("float32", "float32", 1e-3, 1e-3),
+        ("float32", "bfloat16", 0.25, 0.05),
+        ("float16", "float32", 0.25, 0.05),
+        ("bfloat16", "float16", 0.25, 0.05),
+    ],
+)
+@given(prompt=st.integers(0, 1), layer=st.integers(0, 2), sign=st.sampled_from([-1, 1]))
+def test_the_looser_dtype_decides(
+    trained: str, served: str, trajectory: float, risk: float, prompt: int, layer: int, sign: int
+) -> None:
+    bundle = bundle_of(trained)
+    unit = sign * trajectory * spreads(bundle.golden.trajectory, 3)[layer]
+    for factor, passes in ((0.99, True), (1.01, False)):
+        logits = bundle.golden.trajectory.astype(np.float64)
+        logits[prompt, layer] += factor * unit
+        risks = bundle.golden.risk.copy()
+        risks[prompt] += factor * sign * risk
+        for replay in ((logits, bundle.golden.risk), (bundle.golden.trajectory, risks)):
+            if passes:
+                check_golden(bundle, *replay, dtype=served)
+            else:
+                with pytest.raises(GoldenMismatch, match=f"golden prompt {prompt}"):
+                    check_golden(bundle, *replay, dtype=served)
+
+
+def test_the_worst_deviation_is_named() -> None:
+    bundle = bundle_of()
+    logits = bundle.golden.trajectory.astype(np.float64)
+    logits[0, 1] += 1.0
+    logits[1, 2] -= 3.0
+    with pytest.raises(GoldenMismatch, match=r"golden prompt 1, layer 2.*deviation is 3 ") as caught:
+        check_golden(bundle, logits, bundle.golden.risk, dtype="float32")
+    assert caught.value.field == "trajectory"
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("dtype", TOLERANCES)
+def test_nan_anywhere_is_a_mismatch(bad: float, dtype: str) -> None:
+    bundle = bundle_of(dtype)
+    logits = bundle.golden.trajectory.astype(np.float64)
+    logits[1, 0] = bad
+    with pytest.raises(GoldenMismatch, match="golden prompt 1, layer 0"):
+        check_golden(bundle, logits, bundle.golden.risk, dtype=dtype)
+    with pytest.raises(GoldenMismatch, match="golden prompt 0"):
+        check_golden(bundle, bundle.golden.trajectory, np.array([bad, bundle.golden.risk[1]]), dtype=dtype)
+
+
+def test_another_shape_is_a_mismatch() -> None:
+    bundle = bundle_of()
+    trajectory, risk = bundle.golden.trajectory, bundle.golden.risk
+    for logits, risks in (
+        (trajectory[:1], risk),
+        (trajectory[:, :1], risk),
+        (trajectory, risk[:1]),
+        (trajectory.T, risk),
+    ):
+        with pytest.raises(GoldenMismatch, match="another shape"):
+            check_golden(bundle, logits, risks, dtype="float32")
+    with pytest.raises(GoldenMismatch):
+        check_golden(bundle, np.empty((0, 3)), np.empty(0), dtype="float32")
+
+
+def test_permuted_layers_and_swapped_prompts_fail_even_in_half_precision() -> None:
+    generator = np.random.default_rng(0)
+    trajectory = generator.standard_normal((4, 6))
+    golden = Golden.record([[1, 2]] * 4, trajectory, np.full(4, 0.5))
+    bundle = bundle_of("bfloat16", golden, layers=6)
+    for wrong in (trajectory[:, ::-1], trajectory[::-1]):
+        with pytest.raises(GoldenMismatch):
+            check_golden(bundle, wrong, golden.risk, dtype="bfloat16")
+
+
+def test_a_constant_trajectory_does_not_ask_for_exact_equality() -> None:
+    golden = Golden.record([[1]], np.array([[2.0]]), np.array([0.5]))
+    bundle = bundle_of(golden=golden, layers=1)
+    check_golden(bundle, np.array([[2.0 + 1e-6]]), golden.risk, dtype="float32")
+    with pytest.raises(GoldenMismatch):
+        check_golden(bundle, np.array([[2.1]]), golden.risk, dtype="float32")
+
+
+def test_an_unknown_dtype_is_the_callers_mistake() -> None:
+    with pytest.raises(ValueError, match="int8"):
+        tolerance_for("float32", "int8")
+
+
+# context probes
+
+LAYERS = 3
+TENSORS = ("context_head", "context_direction", "context_bias", "context_scale")
+
+
+def context_draft(**changes: Any) -> BundleDraft:
+    return make_draft(context=CONTEXT, signals=("depth_mean", "passage", "stated"), **changes)
+
+
+DAMAGES = {
+    "context_head": [
+        ("head too high", BadValue, lambda a: np.where(np.arange(LAYERS) == 1, 2, a).astype("i4")),
+        ("negative head", BadValue, lambda a: np.full_like(a, -1)),
+    ],
+    "context_direction": [
+        ("longer than one", BadValue, lambda a: (a * np.array([1, 1, 1.01]).reshape(3, 1, 1)).astype("f4")),
+        ("zero", BadValue, lambda a: np.concatenate([a[:2], np.zeros_like(a[:1])])),
+    ],
+    "context_scale": [
+        ("zero", BadValue, lambda a: a * np.array([1, 1, 0], "f4")),
+        ("negative", BadValue, lambda a: -a),
+    ],
+    "context_bias": [],
+}
+
+
+@pytest.mark.parametrize("name", TENSORS)
+def test_each_tensor_is_checked(tmp_path: Path, name: str) -> None:
+    folder = tmp_path / "tiny" / "1"
+    write_bundle(context_draft(), folder)
+    whole = (folder / "probes.safetensors").read_bytes()
+    cases: list[tuple[str, type[BundleDamaged], Any]] = [
+        ("a probe too few", WrongShape, lambda a: a[:2]),
+        ("a layer too few", WrongShape, lambda a: np.ascontiguousarray(a[:, :2])),
+        ("as that of the risk", WrongShape, lambda a: a[0]),
+        ("double precision", WrongShape, lambda a: a.astype("f8")),
+        *DAMAGES[name],
+    ]
+    if name != "context_head":
+        cases.append(("nan", BundleDamaged, lambda a: np.full_like(a, np.nan)))
+    for what, error, damage in cases:
+
+        def edit(tensors: dict[str, Any], damage: Any = damage) -> None:
+            tensors[name] = damage(tensors[name])
+
+        edit_tensors(folder, "probes.safetensors", edit)
+        with pytest.raises(error) as caught:
+            load_bundle(folder)
+        assert (caught.value.field or "").partition("[")[0] == name, what
+        replace_file(folder, "probes.safetensors", whole)
+    edit_tensors(folder, "probes.safetensors", lambda tensors: tensors.pop(name))
+    with pytest.raises(MissingField, match=name):
+        load_bundle(folder)
+
+
+def test_record_and_tensors_go_together() -> None:
+    made = context_draft()
+    plain = dataclasses.replace(made.probes, **dict.fromkeys(TENSORS))
+    with pytest.raises(MissingField, match="context_"):
+        render(dataclasses.replace(made, probes=plain))
+    with pytest.raises(WrongShape, match="reference_mean"):  # one of the risk's own logits alone is none
+        render(dataclasses.replace(made, probes=make_draft().probes))
+    with pytest.raises(UnknownField, match="context_"):
+        render(dataclasses.replace(make_draft(), probes=made.probes))
+    with pytest.raises(WrongShape, match="trajectory"):
+        render(dataclasses.replace(made, golden=make_draft().golden))
+
+
+def spread_out(factors: Sequence[float] = (1.0, 1.0, 1e4, 1.0)) -> Bundle:
+    """A bundle whose golden logits are spread by these factors, the risk's own probe first."""
+    made = context_draft()
+    trajectory = (made.golden.trajectory * np.repeat(factors, LAYERS)).astype(np.float32)
+    golden = dataclasses.replace(made.golden, trajectory=trajectory)
+    manifest, _ = render(dataclasses.replace(made, golden=golden))
+    return Bundle(manifest, made.probes, golden, Path("nowhere"))
+
+
+@pytest.mark.parametrize(("probe", "layer"), [(0, 1), (1, 0), (2, 2), (3, 1)])
+def test_the_replay_names_the_probe_and_the_layer_at_fault(probe: int, layer: int) -> None:
+    bundle = spread_out((1.0, 1.0, 1.0, 1.0))
+    logits = bundle.golden.trajectory.astype(np.float64)
+    logits[1, probe * LAYERS + layer] += 0.5
+    with pytest.raises(GoldenMismatch) as caught:
+        check_golden(bundle, logits, bundle.golden.risk, dtype="float32")
+    text = str(caught.value)
+    assert f"golden prompt 1, layer {layer}" in text
+    assert ("context probe" in text) == (probe > 0)
+    assert probe == 0 or f"layer {layer} of context probe {CONTEXT.probes[probe - 1].name}," in text
+    assert caught.value.field == "trajectory"
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_wide_probe_hides_no_error_of_another(dtype: str) -> None:
+    bundle = spread_out()
+    recorded = bundle.golden.trajectory.astype(np.float64)
+    check_golden(bundle, recorded, bundle.golden.risk, dtype=dtype)
+    own = np.zeros_like(recorded)
+    own[0, 1] = 1.0  # about one spread of the risk's own logits, nothing beside those of probe 2
+    with pytest.raises(GoldenMismatch, match=r"golden prompt 0, layer 1, recorded.*deviation is 1 "):
+        check_golden(bundle, recorded + own, bundle.golden.risk, dtype=dtype)
+    wide = np.zeros_like(recorded)
+    wide[0, 2 * LAYERS + 1] = 1.0
+    check_golden(bundle, recorded + wide, bundle.golden.risk, dtype=dtype)
+    # The worst is so by its probe's own spread, not by its size.
+    wide[0, 2 * LAYERS + 1] = 0.9 * 1e4 * (0.25 if dtype == "bfloat16" else 1e-3)
+    with pytest.raises(GoldenMismatch, match=r"golden prompt 0, layer 1, recorded"):
+        check_golden(bundle, recorded + own + wide, bundle.golden.risk, dtype=dtype)
+
+
+def test_a_replay_without_the_context_probes_is_of_another_shape() -> None:
+    bundle = spread_out()
+    with pytest.raises(GoldenMismatch, match="another shape"):
+        check_golden(bundle, bundle.golden.trajectory[:, :LAYERS], bundle.golden.risk, dtype="float32")

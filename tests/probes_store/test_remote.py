@@ -19,7 +19,8 @@ from typing import Any
 import pytest
 from s3fs import S3FileSystem
 
-from probes_store import objects
+from probes_store import bucket
+from probes_store.bucket import Objects
 from probes_store.bundle import read_files
 from probes_store.errors import (
     BadValue,
@@ -34,8 +35,8 @@ from probes_store.errors import (
     StoreUnreachable,
 )
 from probes_store.manifest import MANIFEST, Manifest, manifest_bytes, sealed
-from probes_store.objects import Objects, check_url
 from probes_store.store import SHIPPED, Store
+from probes_store.syntax import check_url
 from probes_store.transfer import copy
 from tests.probes_store.conftest import BOTH, Opens
 from tests.probes_store.factory import make_draft, write_bundle
@@ -92,19 +93,13 @@ def test_aliases(url: str, opens: Opens) -> None:
     there.set_alias("tiny", "beta", 1, "before")  # it meant nothing before
     assert here.aliases("tiny") == {"canary": 2, "production": 2, "previous": 1, "beta": 1}
     assert names_at(url, "tiny", "aliases")[-1] == "5.json"
+    for number in range(7):
+        here.set_alias("tiny", "beta", 2 - number % 2)
+    assert there.aliases("tiny")["beta"] == 2  # of the twelfth table, not of the ninth
     with pytest.raises(BundleNotFound):
         here.set_alias("tiny", "canary", 3)
     with pytest.raises(BundleNotFound, match="fallbacks are only read"):
         Store(url, [SHIPPED], cache=here.root.parent).set_alias("demo", "production", 1)
-
-
-def test_the_tenth_revision_counts_more_than_the_ninth(opens: Opens) -> None:
-    store = opens("memory://revisions")
-    for seed in range(2):
-        store.publish(make_draft(seed))
-    for number in range(11):
-        store.set_alias("tiny", "canary", 1 + number % 2)
-    assert store.aliases("tiny") == {"canary": 1}
 
 
 def test_after_the_highest_number_nothing_is_acknowledged_that_nobody_would_see(opens: Opens, store: Store) -> None:
@@ -254,14 +249,17 @@ def test_what_changed_at_the_url_is_refused(url: str, opens: Opens) -> None:
 
 def test_another_bundle_under_a_known_version_is_refused(url: str, opens: Opens) -> None:
     store = opens(url)
-    store.publish(make_draft(0))
+    first = store.publish(make_draft(0))
     rogue = opens(url.replace("//", "//", 1) + "-rogue", "rogue").publish(make_draft(1))
     for name, data in read_files(rogue.path, rogue.manifest).items():
         Objects(url).put(blob_of(rogue.manifest, name), data)
     Objects(url).put(f"tiny/1/{MANIFEST}", manifest_bytes(rogue.manifest))
     assert opens(url, "new").load("tiny").manifest.digest == rogue.manifest.digest  # who never saw it cannot tell
-    with pytest.raises(BundleConflict, match="another bundle under this version than before"):
-        store.load("tiny")
+    again = sealed(first.manifest, created="2030-01-01T00:00:00Z")  # sealing anew makes another bundle, too
+    for other in (rogue.manifest, again):
+        Objects(url).put(f"tiny/1/{MANIFEST}", manifest_bytes(other))
+        with pytest.raises(BundleConflict, match="than before"):
+            store.load("tiny")
 
 
 def test_a_missing_blob_and_a_missing_manifest(opens: Opens) -> None:
@@ -325,27 +323,23 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("impatient")
-@pytest.mark.parametrize("how", ["closed port", pytest.param("503", marks=pytest.mark.long)])
-def test_without_an_answer_the_copies_serve(
-    how: str, published: str, opens: Opens, caplog: pytest.LogCaptureFixture
-) -> None:
-    with answering(503) as busy:
-        use(busy if how == "503" else f"http://127.0.0.1:{free_port()}")
-        store = opens(published, "reader")
-        assert store.load("tiny").reference == "tiny:1"
-        said = [record.getMessage() for record in caplog.records]
-        assert any("going on with the copies in" in line for line in said)
-        assert f"aliases of tiny as they were when {published} last answered: production -> 1" in said
-        assert [summary.reference for summary in store.list()] == ["tiny:1"]
-        with pytest.raises(BundleNotFound):
-            store.load("tiny:2")  # never fetched by this machine
-        for action in (lambda: store.publish(make_draft(9)), lambda: store.set_alias("tiny", "canary", 1)):
-            with pytest.raises(StoreUnreachable, match="no answer"):
-                action()
+def test_without_an_answer_the_copies_serve(published: str, opens: Opens, caplog: pytest.LogCaptureFixture) -> None:
+    use(f"http://127.0.0.1:{free_port()}")
+    store = opens(published, "reader")
+    assert store.load("tiny").reference == "tiny:1"
+    said = [record.getMessage() for record in caplog.records]
+    assert any("going on with the copies in" in line for line in said)
+    assert f"aliases of tiny as they were when {published} last answered: production -> 1" in said
+    assert [summary.reference for summary in store.list()] == ["tiny:1"]
+    with pytest.raises(BundleNotFound):
+        store.load("tiny:2")  # never fetched by this machine
+    for action in (lambda: store.publish(make_draft(9)), lambda: store.set_alias("tiny", "canary", 1)):
         with pytest.raises(StoreUnreachable, match="no answer"):
-            opens(published, "new").load("tiny")
-        with pytest.raises(StoreUnreachable):  # not the package's own in its place
-            Store(published, [SHIPPED], cache=store.root.parent / "new").load("demo")
+            action()
+    with pytest.raises(StoreUnreachable, match="no answer"):
+        opens(published, "new").load("tiny")
+    with pytest.raises(StoreUnreachable):  # not the package's own in its place
+        Store(published, [SHIPPED], cache=store.root.parent / "new").load("demo")
 
 
 def test_it_asks_again_after_a_while(opens: Opens, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -377,7 +371,7 @@ def test_a_server_error_is_no_answer(s3_url: str) -> None:
 
 
 def test_a_server_that_takes_connections_and_says_nothing(s3_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(objects, "WRITE_S", 0.5)
+    monkeypatch.setattr(bucket, "WRITE_S", 0.5)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         use(f"http://127.0.0.1:{silent.getsockname()[1]}")
         for write in (Objects(s3_url).put, Objects(s3_url).create):
@@ -400,7 +394,7 @@ def test_a_refusal_is_no_missing_answer(published: str, opens: Opens, monkeypatc
 
 
 def test_a_bucket_that_is_not_there(s3_url: str, tmp_path: Path) -> None:
-    with pytest.raises(StoreRefused, match="there is no 'bucked'"):
+    with pytest.raises(StoreRefused, match="bucked"):
         Store("s3://bucked/x", [SHIPPED], cache=tmp_path).load("nothing")
 
 
@@ -609,20 +603,11 @@ def check_whole(url: str, opens: Opens, machine: str) -> bool:
     return len(references) == 2
 
 
-@pytest.mark.parametrize(
-    ("key", "call", "after", "published"),
-    [
-        (MANIFEST, 1, True, True),
-        pytest.param("blobs/", 1, True, False, marks=pytest.mark.long),
-        pytest.param(MANIFEST, 1, False, False, marks=pytest.mark.long),
-    ],
-)
-def test_a_kill_in_the_middle_of_publish(
-    key: str, call: int, after: bool, published: bool, s3_url: str, opens: Opens, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("after", [True, pytest.param(False, marks=pytest.mark.long)])
+def test_a_kill_around_the_step_that_publishes(after: bool, s3_url: str, opens: Opens, tmp_path: Path) -> None:
     opens(s3_url).publish(make_draft(0))
-    assert kill_at(s3_url, tmp_path / "killed", key, call, after)
-    assert check_whole(s3_url, opens, "reader") is published
+    assert kill_at(s3_url, tmp_path / "killed", MANIFEST, 1, after)
+    assert check_whole(s3_url, opens, "reader") is after
     assert opens(s3_url, "next").publish(make_draft(1)).reference == "tiny:2"
     assert opens(s3_url, "next").publish(make_draft(2)).reference == "tiny:3"
 
@@ -660,13 +645,3 @@ def test_a_server_killed_in_the_middle_is_no_answer(s3_url: str, tmp_path: Path)
         threading.Thread(target=hang_up, daemon=True).start()
         with pytest.raises(StoreUnreachable, match="no answer"):
             Store("s3://bucket/x", cache=tmp_path).publish(make_draft(0))
-
-
-def test_a_resealed_manifest_needs_its_place(opens: Opens, store: Store) -> None:
-    """Sealing anew makes another bundle, whatever the number."""
-    bundle = store.publish(make_draft(0))
-    other = sealed(bundle.manifest, version=1, created="2030-01-01T00:00:00Z")
-    copy(bundle, opens("memory://seal"), source="here")
-    Objects("memory://seal").put(f"tiny/1/{MANIFEST}", manifest_bytes(other))
-    with pytest.raises(BundleConflict):
-        opens("memory://seal").load("tiny")

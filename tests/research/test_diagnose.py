@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +12,14 @@ from numpy.typing import NDArray
 
 import hallutracer as ht
 from hallutracer_research.paper.diagnose import LIMIT, diagnose_set, read_set
-from hallutracer_research.paper.diagnostics.fisher import Shrinkage
+from hallutracer_research.paper.diagnostics.shape import Shrinkage
+from probes_store.store import SHIPPED
 from service.cli.main import main
 from service.demo.questions import questions
 from service.errors import DataError, TrainingError
 from service.fitting.scores import auroc
 from tests.command_line import hallutracer
-from tests.probes_store.factory import VERSION_1
+from tests.probes_store.reseal import without_in_evaluation
 
 KEYS = {
     "fisher": {"theta", "chi", "t", "r_fisher", "r_fisher_direct"},
@@ -279,7 +279,7 @@ def test_rows_that_ask_for_no_fact_are_refused(tmp_path: Path) -> None:
 
 def test_a_bundle_that_does_not_record_its_rows_says_so(tmp_path: Path) -> None:
     rows = demo_rows(tmp_path, "dev", 60)
-    shutil.copytree(VERSION_1, tmp_path / "store")
+    without_in_evaluation(SHIPPED / "demo" / "1", tmp_path / "store" / "demo" / "1", "rows_seen")
     arguments = ("--labels", "given", "--run-dir", str(tmp_path / "run"), "--store", str(tmp_path / "store"))
     done = hallutracer("diagnose", "--bundle", "demo", "--data", str(rows), *arguments)
     assert done.returncode == 0, done.stderr

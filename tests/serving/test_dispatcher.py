@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from service.engines.base import Gate, PrefillResult, Sampling, TokenIds, Update
+from service.engines.base import EngineGate, PrefillResult, Sampling, TokenIds, Update
 from service.errors import DeadlineExceeded, EngineError, NonFiniteReadout, NotReady, Overloaded, RequestError
 from service.policies.guard import BLOCK, GATE, OBSERVE, Decision, Policy
 from service.scoring import RiskReport, Scorer
@@ -150,9 +150,9 @@ async def test_answers_have_risk_text_and_times(bench: Bench, monkeypatch: pytes
         assert [one.risk for one in reports] == [bench.report(text).risk for text in "ab"]
         for job in handle.jobs:
             assert job.tokens == len("It is so.")
-            assert job.timings.decode is not None
+            assert job.decode_s is not None
             assert job.timings.prefill > 0
-            assert min(job.timings.queue, job.timings.probe, job.timings.decode) >= 0
+            assert min(job.timings.queue, job.timings.probe, job.decode_s) >= 0
 
 
 @pytest.mark.parametrize("policy", [GATE, BLOCK])
@@ -161,21 +161,21 @@ async def test_a_gated_prompt_gives_no_token(
     bench: Bench, policy: Policy, honoured: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not honoured:
-        monkeypatch.setattr(Gate, "closes", lambda *_: False)
+        monkeypatch.setattr(EngineGate, "closes", lambda *_: False)
     async with bench.open():
         handle = bench.request("a", sampling=Sampling(), policy=policy.at(0.0), streams=True)
         (report,) = await handle.answers()
         assert await text_of(handle) == []
         assert report.completion is None
         assert handle.jobs[0].tokens == 0
-        assert handle.jobs[0].timings.decode is None
+        assert handle.jobs[0].decode_s is None
         await until(lambda: bench.script.counters.open_continuations == 0)
         if honoured:
             assert bench.script.counters.decode_steps == 0
 
 
 async def test_an_answer_that_the_engine_alone_gated_is_an_error(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Gate, "closes", lambda *_: True)
+    monkeypatch.setattr(EngineGate, "closes", lambda *_: True)
     async with bench.open():
         with pytest.raises(EngineError, match="complete"):
             await bench.request("a", sampling=Sampling(), policy=GATE.at(0.999999)).answers()

@@ -17,13 +17,13 @@ from service.engines.scheduler import Scheduled
 from service.feedback.databases import location
 from service.judging.drift import DriftLimits
 from service.policies.guard import Action, Policy
+from service.policies.policy import Policies
 from service.scoring import Scorer
 from service.serving.feedback import Feedback
 from tests.api.test_uncertainty import UNCERTAINTY
 from tests.engine_kinds import KINDS
 from tests.matching import matching_draft
-from tests.probes_store.factory import write_bundle
-from tests.probes_store.test_guarantee import GUARANTEE
+from tests.probes_store.factory import GUARANTEE, write_bundle
 from tests.running import App
 from tests.scripted_engine import ScriptedEngine
 
@@ -53,7 +53,7 @@ def watched(engine: ScriptedEngine, folder: Path) -> Bundle:
 @pytest.fixture(params=KINDS)
 def app(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[App]:
     app = App(tmp_path, request.param, names=(), add=[watched])
-    app.state.limits = LIMITS
+    app.state.catalogue.limits = LIMITS
     with app.started() as app:
         yield app
 
@@ -150,9 +150,10 @@ def test_one_client_that_repeats_itself_voids_nobodys_promise(app: App) -> None:
 @contextmanager
 def labelled(folder: Path, bundle: Path, share: float) -> Iterator[App]:
     """A service that keeps feedback in ``folder`` and draws ``share`` of its answers."""
-    app = App(folder, names=(), add=[lambda engine, _: load_bundle(bundle)])
-    app.state.feedback = Feedback(location(str(folder / "feedback.db")), app.state.metrics, share=share)
-    with app.started():
+    where = location(str(folder / "feedback.db"))
+    made = App(folder, names=(), add=[lambda engine, _: load_bundle(bundle)],
+               feedback=lambda metrics: Feedback(where, metrics, share=share))  # fmt: skip
+    with made.started() as app:
         yield app
 
 
@@ -225,14 +226,16 @@ def test_answers_that_the_guarantee_is_not_about_are_not_drawn(
     tmp_path: Path, promised: Path, said: dict[str, Any]
 ) -> None:
     with labelled(tmp_path, promised, 1.0) as app:
-        app.state.policies = {**app.state.policies, "outside": Policy("outside", Action.ABSTAIN, withhold_outside=True)}
+        named = app.state.catalogue.policies.named
+        outside = Policy("outside", Action.ABSTAIN, withhold_outside=True)
+        app.state.catalogue.policies = Policies({**named, "outside": outside})
         assert [one["drawn"] for one in complain(app, PROMPTS[:20], **said)].count(True) == 0
         assert any(one["drawn"] for one in complain(app, PROMPTS[:20], policy="observe"))
 
 
 def test_golden_prompts_that_are_off_make_it_not_ready_until_they_are_right(app: App) -> None:
     def replay() -> None:
-        app.client.portal.call(app.state.replay_golden)  # type: ignore[union-attr]
+        app.client.portal.call(app.state.catalogue.replay_golden)  # type: ignore[union-attr]
 
     replay()
     assert app.client.get("/health/ready").status_code == 200
@@ -256,11 +259,11 @@ def test_a_reload_goes_on_with_the_same_bundle_and_mends_one_that_is_off(app: Ap
     ask(app, PROMPTS[200:400])
     assert card(app)["void"]
     state, (bundle,) = app.state, app.bundles
-    state.monitors["watched:1"].golden("off")
+    state.catalogue.monitors["watched:1"].golden("off")
     shifted(app, 0.0)
 
     def load(engine: Engine) -> dict[str, Scorer]:
         return {bundle.reference: Scorer(engine, bundle)}
 
-    app.client.portal.call(state.reload, load)  # type: ignore[union-attr]
-    assert [reason.partition(":")[0] for reason in state.monitors["watched:1"].reasons] == ["drift"]
+    app.client.portal.call(state.lifecycle.reload, load)  # type: ignore[union-attr]
+    assert [reason.partition(":")[0] for reason in state.catalogue.monitors["watched:1"].reasons] == ["drift"]

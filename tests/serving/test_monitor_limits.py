@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from service.engines.context import UNKNOWN
+from service.engines.base import UNKNOWN
 from service.feedback.rows import Tally
 from service.judging.drift import DriftLimits, Reference
 from service.serving.monitor import Monitor, digest_of
@@ -26,7 +26,7 @@ NUMBERS = itertools.count()
 
 def monitor(monkeypatch: pytest.MonkeyPatch, limits: DriftLimits = LIMITS) -> tuple[Monitor, list[Monitor]]:
     """Its reference: risks spread evenly, 5 % of the rows outside."""
-    reference = Reference(EVEN, np.arange(1, 10) / 10, 0.05, modelled=False)
+    reference = Reference(EVEN, np.arange(1, 10) / 10, 0.05)
     monkeypatch.setattr("service.serving.monitor.reference_of", lambda bundle: reference)
     manifest = SimpleNamespace(guarantee=SimpleNamespace(alpha=0.1))
     scorer: Any = SimpleNamespace(bundle=SimpleNamespace(reference="a:1", manifest=manifest))
@@ -66,30 +66,30 @@ def test_a_full_window_is_compared_now_and_then(monkeypatch: pytest.MonkeyPatch)
 def test_either_of_the_two_numbers_is_enough(monkeypatch: pytest.MonkeyPatch, limits: DriftLimits, top: float) -> None:
     watched, _ = monitor(monkeypatch, limits)
     watched.observe(*prompts(WINDOW))
-    assert not watched.void
+    assert not watched.violations
     watched.observe(*prompts(WINDOW, top=top))
-    assert list(watched.void) == ["drift"]
+    assert list(watched.violations) == ["drift"]
 
 
 def test_a_limit_is_no_longer_exceeded_well_below_it(monkeypatch: pytest.MonkeyPatch) -> None:
     watched, _ = monitor(monkeypatch)
     for top, void in ((0.18, False), (0.25, True), (0.18, True), (0.1, False), (0.18, False)):
         watched.observe(*prompts(WINDOW, top=top))
-        assert bool(watched.void) is void, top
+        assert bool(watched.violations) is void, top
 
 
 def test_the_share_outside_is_held_against_the_bundles_own(monkeypatch: pytest.MonkeyPatch) -> None:
     watched, _ = monitor(monkeypatch)
     for share, void in ((0.09, False), (0.12, True), (0.0, False)):
         watched.observe(*prompts(WINDOW, outside=share))
-        assert list(watched.void) == ["outside"] * void, share
+        assert list(watched.violations) == ["outside"] * void, share
 
 
 def test_a_prompt_that_comes_again_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
     watched, told = monitor(monkeypatch)
     watched.observe(*prompts(WINDOW))
     watched.observe(*prompts(10_000, top=1.0, named=[-1 - number % 20 for number in range(10_000)]))
-    assert not watched.void
+    assert not watched.violations
     assert told[-1].drift is not None
     assert told[-1].drift.prompts == WINDOW
     assert told[-1].drift.shift == pytest.approx(20 / WINDOW / 2, abs=0.005)
@@ -103,7 +103,7 @@ def test_repeats_do_not_hide_a_drift(monkeypatch: pytest.MonkeyPatch) -> None:
     calm, _ = prompts(20)
     for number, (report, name) in enumerate(zip(drifted, names, strict=True)):
         watched.observe([report, *[calm[number % 20]] * 20], [name, *[b"%d" % (number % 20)] * 20])
-    assert list(watched.void) == ["drift"]
+    assert list(watched.violations) == ["drift"]
 
 
 def test_few_different_prompts_are_compared_as_the_few_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,21 +115,21 @@ def test_few_different_prompts_are_compared_as_the_few_they_are(monkeypatch: pyt
     watched.observe(*prompts(100, top=0.25, named=few))
     assert told[-1].drift is not None
     assert told[-1].drift.prompts == 100
-    assert not watched.void  # 0.25 of 100 is chance
+    assert not watched.violations  # 0.25 of 100 is chance
     watched.observe(*prompts(100, top=0.6, named=few))
-    assert list(watched.void) == ["drift"]
+    assert list(watched.violations) == ["drift"]
 
 
 def test_prompts_that_are_alike_void_later_and_never_mend(monkeypatch: pytest.MonkeyPatch) -> None:
     watched, _ = monitor(monkeypatch)
     watched.observe(*prompts(WINDOW, top=0.25, alike=True))
-    assert not watched.void
+    assert not watched.violations
     watched.observe(*prompts(WINDOW, top=0.6, alike=True))
-    assert list(watched.void) == ["drift"]
+    assert list(watched.violations) == ["drift"]
     watched.observe(*prompts(WINDOW, top=0.18, alike=True))
-    assert list(watched.void) == ["drift"], "below 0.8 of the wide limit, not of the narrow one"
+    assert list(watched.violations) == ["drift"], "below 0.8 of the wide limit, not of the narrow one"
     watched.observe(*prompts(WINDOW, top=0.1, alike=True))
-    assert not watched.void
+    assert not watched.violations
 
 
 def test_one_clients_burst_outside_is_not_everybodys(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,7 +140,7 @@ def test_one_clients_burst_outside_is_not_everybodys(monkeypatch: pytest.MonkeyP
     watched.observe(calm, names)  # 12 %, as in the test above, but one after the other
     assert watched.drift is not None
     assert watched.drift.outside == 0.12
-    assert not watched.void
+    assert not watched.violations
 
 
 def test_a_digest_tells_prompts_apart_and_nothing_else() -> None:
@@ -155,11 +155,11 @@ def test_a_digest_tells_prompts_apart_and_nothing_else() -> None:
 def test_labels_void_it_for_good_and_right_answers_never_do(monkeypatch: pytest.MonkeyPatch) -> None:
     watched, _ = monitor(monkeypatch)
     watched.count(Tally(500, 500, 0))
-    assert not watched.void
+    assert not watched.violations
     wrong = 0
-    while not watched.void:
+    while not watched.violations:
         wrong += 1
         watched.count(Tally(500 + wrong, 500 + wrong, wrong))
     watched.count(Tally(5500 + wrong, 5500, wrong))
     text = f"{wrong} of {5500 + wrong} answers that were drawn at random are wrong"
-    assert watched.void == {"labels": f"{text} (5500 have a label, the others are taken for right), alpha 0.1"}
+    assert watched.violations == {"labels": f"{text} (5500 have a label, the others are taken for right), alpha 0.1"}

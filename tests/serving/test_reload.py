@@ -20,7 +20,7 @@ from service.engines.base import Engine, EngineOptions
 from service.engines.scheduler import Scheduled
 from service.engines.transformers.engine import TransformersEngine
 from service.scoring import Scorer
-from service.serving.state import ServiceState
+from service.serving.service import Service
 from service.settings import ServiceSettings
 from tests.engine_kinds import OnOwnLoop
 from tests.matching import matching_bundle
@@ -49,13 +49,13 @@ ENGINES = {
 
 
 @asynccontextmanager
-async def serving(make: Callable[[], Engine], bundle: Bundle) -> AsyncIterator[tuple[ServiceState, httpx.AsyncClient]]:
-    state = ServiceState(
+async def serving(make: Callable[[], Engine], bundle: Bundle) -> AsyncIterator[tuple[Service, httpx.AsyncClient]]:
+    state = Service.of(
         lambda: {bundle.reference: Scorer(make(), bundle)},
         settings=ServiceSettings(max_queue=4096, callers_may=("policy",)),
     )
-    await state.start()
-    assert state.failure is None
+    await state.lifecycle.start()
+    assert state.lifecycle.failure is None
     transport = httpx.ASGITransport(app=create_app(state))
     async with httpx.AsyncClient(transport=transport, base_url="http://service", timeout=60) as client:
         yield state, client
@@ -97,7 +97,9 @@ async def test_no_request_is_lost_and_each_digest_matches_its_risk(kind: str, tm
         clients = [asyncio.create_task(client_of(client, number)) for number in range(12)]
         for swap in range(1, 9):
             before = len(digests)
-            await state.reload(lambda engine, bundle=bundles[swap % 2]: {bundle.reference: Scorer(engine, bundle)})  # type: ignore[misc]
+            await state.lifecycle.reload(
+                lambda engine, bundle=bundles[swap % 2]: {bundle.reference: Scorer(engine, bundle)}
+            )  # type: ignore[misc]
             while len(digests) < before + 24:
                 await asyncio.sleep(0.005)
         done.set()
@@ -122,6 +124,6 @@ async def test_a_bundle_that_does_not_match_leaves_the_old_one(tmp_path: Path) -
                 script.activations = activations  # type: ignore[method-assign]
 
         with pytest.raises(GoldenMismatch):
-            await state.reload(load)
+            await state.lifecycle.reload(load)
         after = (await client.post("/score", json={"prompt": "a"})).json()
         assert (after["bundle"], after["data"]) == (before["bundle"], before["data"])

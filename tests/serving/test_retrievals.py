@@ -7,7 +7,7 @@ from service.serving.retrievals import Retrievals
 
 def test_each_caller_has_its_own_under_any_prefix() -> None:
     known = Retrievals()
-    known.remember("a", "1", 0.9, "d")
+    known.record("a", "1", 0.9, "d")
     for named in ("1", "risk-1", "chatcmpl-1", "cmpl-1"):
         found = known.recall("a", named)
         assert found.of == named
@@ -20,8 +20,8 @@ def test_each_caller_has_its_own_under_any_prefix() -> None:
 def test_the_oldest_are_forgotten_and_all_after_a_while() -> None:
     few = Retrievals(most=2)
     for name in ("1", "2", "1", "3"):
-        few.remember("a", name, 0.5, "d")
+        few.record("a", name, 0.5, "d")
     assert [few.recall("a", name).first is not None for name in ("1", "2", "3")] == [True, False, True]
     short = Retrievals(seconds=0.0)
-    short.remember("a", "1", 0.5, "d")
+    short.record("a", "1", 0.5, "d")
     assert short.recall("a", "1").first is None

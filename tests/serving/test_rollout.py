@@ -29,7 +29,7 @@ PLAN = RolloutPlan("two:1", 0.3, ("three:1",))
 def app_with(tmp_path: Path, plan: RolloutPlan, kind: str = KINDS[0], **settings: Any) -> App:
     settings = {"names": ("one", "two", "three"), "callers_may": ()} | settings
     app = App(tmp_path, kind, **settings)
-    app.state.plan = plan
+    app.state.catalogue.plan = plan
     return app
 
 
@@ -51,12 +51,12 @@ def card(app: App, name: str) -> dict[str, Any]:
 
 def test_the_canary_has_its_share_and_a_key_stays(tmp_path: Path) -> None:
     with app_with(tmp_path, PLAN).started() as app:
-        rollout, default = app.state.rollout, app.state.scorers[0]
+        rollout, default = app.state.catalogue.rollout, app.state.catalogue.scorers[0]
         drawn = [rollout.chosen(default, lambda n=n: str(n)) is rollout.canary for n in range(20_000)]  # type: ignore[misc]
         assert np.mean(drawn) == pytest.approx(0.3, abs=0.012)  # 3.7 standard errors, and the draw is fixed
         again = [rollout.chosen(default, lambda n=n: str(n)) is rollout.canary for n in range(2_000)]  # type: ignore[misc]
         assert again == drawn[:2_000]
-        other = Rollout(app.state.scorers[2], 0.3)
+        other = Rollout(app.state.catalogue.scorers[2], 0.3)
         both = np.mean([other.chosen(default, lambda n=n: str(n)) is other.canary and drawn[n] for n in range(20_000)])  # type: ignore[misc]
         assert both == pytest.approx(0.09, abs=0.01), "another canary, other keys"
         for share, expected in ((0.0, False), (1.0, True)):
@@ -166,8 +166,8 @@ def test_a_canary_that_is_a_shadow_too_is_compared_where_it_does_not_judge(
     with app_with(tmp_path, RolloutPlan("two:1", 0.3, ("two:1",))).started() as app:
         if aliases == 2:  # each alias is loaded by itself
             again = Scorer(app.served, next(one for one in app.bundles if one.manifest.name == "two"))
-            rollout = replace(app.state.rollout, shadows=(again,))
-            monkeypatch.setattr(type(app.state), "rollout", property(lambda _: rollout))
+            rollout = replace(app.state.catalogue.rollout, shadows=(again,))
+            monkeypatch.setattr(type(app.state.catalogue), "rollout", property(lambda _: rollout))
         names = [app.client.post("/score", json={"prompt": text}).json()["bundle"]["name"] for text in PROMPTS]
         assert set(names) == {"one", "two"}
         assert card(app, "two")["role"] == "canary"
@@ -175,7 +175,7 @@ def test_a_canary_that_is_a_shadow_too_is_compared_where_it_does_not_judge(
 
 
 def test_a_shadow_that_gives_no_number_costs_no_request(app: App, monkeypatch: pytest.MonkeyPatch) -> None:
-    judge, shadow = Scorer.judge, app.state.rollout.shadows[0]
+    judge, shadow = Scorer.judge, app.state.catalogue.rollout.shadows[0]
 
     def fails(self: Scorer, *given: Any, **more: Any) -> Any:
         if self is shadow:
@@ -211,8 +211,8 @@ def test_what_cannot_be_used_is_left_out_and_told(
 ) -> None:
     two = [lambda engine, folder: matching_bundle(engine, folder, "two", 1, prompt_format="text")]
     with app_with(tmp_path, plan, names=("one",), add=two).started() as app:
-        assert not app.state.rollout.shadows
-        assert app.state.rollout.canary is None
+        assert not app.state.catalogue.rollout.shadows
+        assert app.state.catalogue.rollout.canary is None
         (left_out,) = app.client.get("/v1/bundles").json()["status"]["left_out"]
         assert left_out["reference"] == reference
         assert reason in left_out["reason"]
@@ -232,19 +232,19 @@ def test_a_reload_by_the_api_swaps_or_changes_nothing(tmp_path: Path) -> None:
     with app_with(tmp_path, PLAN).started() as app:
         app.client = type(app.client)(app.app, client=("127.0.0.1", 5))
         assert app.client.post("/v1/admin/reload").status_code == 404
-        since, served = app.state.loaded.time, list(app.bundles)
+        since, served = app.state.catalogue.loaded.time, list(app.bundles)
 
         def load(engine: Engine) -> dict[str, Scorer]:
             if not served:
                 raise BundleNotFound("bundle three:1 is gone")
             return {bundle.reference: Scorer(engine, bundle) for bundle in served}
 
-        app.state.load_again = load
+        app.state.lifecycle.load_again = load
         served.reverse()
         swapped = app.client.post("/v1/admin/reload")
         assert [one["name"] for one in swapped.json()["data"]] == ["three", "two", "one"]
         assert swapped.json()["data"][0]["role"] == "default"
-        assert app.state.loaded.time > since
+        assert app.state.catalogue.loaded.time > since
         served.clear()
         failed = app.client.post("/v1/admin/reload")
         assert (failed.status_code, failed.json()["error"]["code"]) == (409, "reload_failed")

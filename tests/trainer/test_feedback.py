@@ -14,9 +14,9 @@ import pytest
 from probes_store.bundle import Bundle, BundleDraft
 from probes_store.errors import SignatureMissing
 from probes_store.manifest import PROBES
-from probes_store.signing import Signing, required_signature
 from probes_store.store import Store, Trust
 from probes_store.transfer import copy
+from probes_store.trust import Signing, required_signature
 from service.data.rows import mark_of
 from service.errors import DataError, FeedbackUnavailable, TrainingError
 from service.feedback.databases import Location, location
@@ -34,7 +34,7 @@ from tests.trainer.test_run import run as train
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
-    return train(tmp_path_factory.mktemp("trained"), rows=planted_rows(400), evaluate=False, uncertainty=False)[0]
+    return train(tmp_path_factory.mktemp("trained"), rows=planted_rows(400), evaluate=False)[0]
 
 
 @pytest.fixture

@@ -69,7 +69,7 @@ def test_the_promise_is_published_and_served(tmp_path: Path, store: Store, train
     bundle = published(tmp_path, store)
     manifest, guarantee = bundle.manifest, bundle.manifest.guarantee
     assert guarantee is not None
-    assert (bundle.reference, manifest.format_version) == ("planted:2", 4)
+    assert (bundle.reference, manifest.format_version) == ("planted:2", 1)
     assert manifest.guarantee_shapes == ("0 earlier turns, no passage, no system prompt",)
     assert "The calibration's conversations: 0 earlier turns, no passage, no system prompt." in guarantee.statement
     assert (guarantee.alpha, guarantee.delta, guarantee.rows, guarantee.all_groups) == (0.2, 0.05, 400, 200)

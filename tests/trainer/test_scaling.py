@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from probes_store.errors import BadValue
-from probes_store.manifest import manifest_bytes, read_manifest, version_of
 from service.fitting.layer_weights import FLOOR
-from service.fitting.options import LogitScale
 from service.readout import Site
 from service.scoring import Scorer
 from tests.fitting.planted import PlantedEngine, planted_rows, write_rows
@@ -47,19 +43,6 @@ def test_weights_are_fitted_recorded_and_served(tmp_path: Path) -> None:
     scorer = Scorer(OneLayer(1.0), bundle)  # replays the golden prompts
     (report,) = scorer.score([scorer.render(planted_rows(1, seed=5)[0]["prompt"])])
     assert report.depth_mean == pytest.approx(report.trajectory.mean())
-
-
-@pytest.mark.parametrize(("scale", "version"), [("unit_norm", 1), ("standardized", 1), ("weighted", 3)])
-def test_an_older_reader_refuses_what_it_does_not_know(tmp_path: Path, scale: LogitScale, version: int) -> None:
-    bundle, _ = run(tmp_path, evaluate=False, uncertainty=False, logit_scale=scale)
-    manifest = bundle.manifest
-    assert manifest.format_version == version == version_of(manifest)
-    assert read_manifest(manifest_bytes(manifest)) == manifest
-    if version > 1:
-        older = dataclasses.replace(manifest, format_version=1)
-        with pytest.raises(BadValue, match="version 1") as caught:
-            read_manifest(manifest_bytes(older))
-        assert caught.value.field == "logit_scale"
 
 
 def test_the_classifier_of_weighted_layers_is_fitted_out_of_fold(tmp_path: Path) -> None:

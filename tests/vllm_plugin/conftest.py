@@ -11,8 +11,7 @@ import pytest
 
 from probes_store.bundle import BundleDraft
 from probes_store.store import SHIPPED, Store
-from tests.probes_store.factory import write_bundle
-from tests.probes_store.test_guarantee import GUARANTEE
+from tests.probes_store.factory import GUARANTEE, write_bundle
 from tests.vllm_plugin.server import serving
 
 SURE = "sure"  # the demo's bundle, with a guarantee

@@ -4,7 +4,7 @@ Depends on httpx and pydantic only.  ``hallutracer_client.langchain``, ``.llamai
 guard into those frameworks; each needs the extra of its name.
 """
 
-from hallutracer_client.asynchronous import AsyncAnswer, AsyncClient
+from hallutracer_client.client import Answer, AsyncAnswer, AsyncClient, Client
 from hallutracer_client.errors import (
     APIError,
     ClientError,
@@ -18,6 +18,7 @@ from hallutracer_client.errors import (
     TransportError,
     Unauthorized,
     UnexpectedAnswer,
+    Withheld,
 )
 from hallutracer_client.request import Generate, ScoreOptions
 from hallutracer_client.results import (
@@ -35,16 +36,13 @@ from hallutracer_client.results import (
     Risk,
     ScoreResult,
     Usage,
-    Withheld,
 )
-from hallutracer_client.synchronous import Answer, Client
 from hallutracer_client.version import VERSION as __version__
 
 __all__ = [
     "APIError", "Answer", "AsyncAnswer", "AsyncClient", "Bundle", "BundleGuarantee", "BundleList", "BundleUncertainty",
     "Client", "ClientError", "Completion", "DeadlineExceeded", "Generate", "Guarantee", "LoadedBundle", "LoadedModel",
-    "ModelList", "NotFound", "NotReady", "Overloaded", "Readiness",
-    "Retrieval", "RequestRefused", "Risk", "ScoreOptions",
-    "ScoreResult", "ServerError", "TimedOut", "TransportError", "Unauthorized", "UnexpectedAnswer", "Usage", "Withheld",
-    "__version__",
+    "ModelList", "NotFound", "NotReady", "Overloaded", "Readiness", "RequestRefused", "Retrieval", "Risk",
+    "ScoreOptions", "ScoreResult", "ServerError", "TimedOut", "TransportError", "Unauthorized", "UnexpectedAnswer",
+    "Usage", "Withheld", "__version__",
 ]  # fmt: skip

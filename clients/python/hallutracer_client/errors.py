@@ -1,7 +1,7 @@
 """The client's exceptions, as one tree.
 
     ClientError
-    |-- Withheld                    the gate held the answer back; carries the risk (defined in ``results``)
+    |-- Withheld                    the gate held the answer back; carries the risk
     |-- TransportError              no complete answer: no connection, or it broke
     |   `-- TimedOut                the timeout of the call has passed
     |-- UnexpectedAnswer            the answer is not HalluTracer's: a proxy's page, another service, a missing field
@@ -19,9 +19,25 @@ A wrong argument raises ValueError or TypeError before anything is sent.  No mes
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from hallutracer_client.results import Risk
+
 
 class ClientError(Exception):
     """Root of the tree."""
+
+
+class Withheld(ClientError):
+    """The answer was read although the decision is not ``continue``; ``risk`` holds the details."""
+
+    def __init__(self, risk: Risk) -> None:
+        super().__init__(
+            f"the answer was withheld: decision {risk.decision!r} at risk {risk.risk:.3f}, threshold "
+            f"{risk.threshold:.3f}; check 'gated' before reading the answer"
+        )
+        self.risk = risk
 
 
 class TransportError(ClientError):
@@ -101,7 +117,7 @@ _BY_CODE = {"overloaded": Overloaded, "not_ready": NotReady, "deadline_exceeded"
 
 
 def error_class(status: int | None, code: str, kind: str) -> type[APIError]:
-    """The class for an HTTP status, or inside a stream (``status`` None) for the error's code and type."""
+    """Return the class for an HTTP status, or inside a stream (``status`` None) for the error's code and type."""
     if status is None:
         return _BY_CODE.get(code, RequestRefused if kind == "invalid_request_error" else ServerError)
     return _BY_STATUS.get(status, RequestRefused if status < 500 else ServerError)

@@ -10,8 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hallutracer_client.results import Risk, Withheld
-from hallutracer_client.synchronous import Client
+from hallutracer_client.client import Client
+from hallutracer_client.errors import Withheld
+from hallutracer_client.results import Risk
 
 WITHHELD = "content_filter"  # the finish reason of a withheld answer, as OpenAI's clients know it
 
@@ -25,26 +26,27 @@ class Guard:
     threshold: float | None = None
     bundle: str | None = None
 
-    def risk(self, *, messages: Sequence[Mapping[str, str]] | None = None, prompt: str | None = None) -> Risk:
-        """The risk of the answer to a conversation, or to one question.
+    def risk(
+        self,
+        *,
+        messages: Sequence[Mapping[str, str]] | None = None,
+        prompt: str | None = None,
+        raises: bool = False,
+    ) -> Risk:
+        """Return the risk of the answer to a conversation, or to one question.
 
-        Raises ValueError, APIError, TransportError, UnexpectedAnswer.
+        Raises ValueError, APIError, TransportError, UnexpectedAnswer; with ``raises`` also Withheld.
         """
-        result = self.client.score(
+        risk = self.client.score(
             messages=messages, prompt=prompt, policy=self.policy, threshold=self.threshold, bundle=self.bundle
-        )
-        return result.only
-
-    def check(self, *, messages: Sequence[Mapping[str, str]] | None = None, prompt: str | None = None) -> Risk:
-        """As ``risk``; raises Withheld where the decision is not ``continue``."""
-        risk = self.risk(messages=messages, prompt=prompt)
-        if risk.gated:
+        ).only
+        if raises and risk.gated:
             raise Withheld(risk)
         return risk
 
 
 def turn(role: str, content: object, roles: Mapping[str, str]) -> dict[str, str]:
-    """A message as the service reads it; ``roles`` maps a framework's to the service's.
+    """Return a message as the service reads it; ``roles`` maps a framework's to the service's.
 
     Raises ValueError: the adapter cannot have it scored, so it does not pass.
     """
@@ -55,6 +57,7 @@ def turn(role: str, content: object, roles: Mapping[str, str]) -> dict[str, str]
     return {"role": roles[role], "content": content}
 
 
-def facts(risk: Risk) -> dict[str, Any]:
-    """What goes with a withheld answer, as plain JSON."""
-    return {"risk": risk.risk, "decision": risk.decision, "threshold": risk.threshold}
+def details(risk: Risk) -> dict[str, Any]:
+    """Return what goes with a withheld answer, as plain JSON."""
+    told = {"risk": risk.risk, "decision": risk.decision, "threshold": risk.threshold}
+    return {"refusal": risk.message, "finish_reason": WITHHELD, "hallutracer": told}

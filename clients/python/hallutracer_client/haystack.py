@@ -11,8 +11,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from hallutracer_client.guard import WITHHELD, Guard, facts, turn
-from hallutracer_client.synchronous import Client
+from hallutracer_client.client import Client
+from hallutracer_client.guard import Guard, details, turn
 
 try:
     from haystack import component, default_from_dict, default_to_dict
@@ -47,29 +47,26 @@ class RiskGate:
 
     @component.output_types(messages=list[ChatMessage], replies=list[ChatMessage], risk=float)
     def run(self, messages: list[ChatMessage]) -> dict[str, Any]:
-        """``risk``, and either ``messages`` as they came or ``replies`` with the policy's message.
+        """Return ``risk``, and either ``messages`` as they came or ``replies`` with the policy's message.
 
         Raises ValueError for what cannot be scored, ClientError.
         """
-        found = self._guard.risk(messages=[turn(one.role.value, _text(one), ROLES) for one in messages])
+        # Nothing but plain text: not one text beside something else.
+        texts = [one.text if len(one.texts) == len(one._content) == 1 else None for one in messages]
+        turns = [turn(one.role.value, text, ROLES) for one, text in zip(messages, texts, strict=True)]
+        found = self._guard.risk(messages=turns)
         if not found.gated:
             return {"messages": messages, "risk": found.risk}
-        meta = {"finish_reason": WITHHELD, "refusal": found.message, "hallutracer": facts(found)}
-        return {"replies": [ChatMessage.from_assistant(found.message or "", meta=meta)], "risk": found.risk}
+        return {"replies": [ChatMessage.from_assistant(found.message or "", meta=details(found))], "risk": found.risk}
 
     def to_dict(self) -> dict[str, Any]:
-        """For Haystack's YAML; a key is named, never written."""
+        """Return what Haystack's YAML has; a key is named, never written."""
         return default_to_dict(self, api_key=self._api_key.to_dict() if self._api_key else None, **self._given)
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> RiskGate:
-        """From Haystack's YAML."""
+        """Make it from Haystack's YAML."""
         key = data["init_parameters"].get("api_key")
         if isinstance(key, dict):
             data["init_parameters"]["api_key"] = Secret.from_dict(key)
         return default_from_dict(cls, data)
-
-
-def _text(message: ChatMessage) -> str | None:
-    """Plain text; None where something else is in the message."""
-    return message.text if len(message.texts) == len(message._content) == 1 else None

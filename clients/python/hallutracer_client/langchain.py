@@ -5,12 +5,13 @@ Needs ``hallutracer-client[langchain]``.  In async chains and agents the request
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
-from hallutracer_client.guard import WITHHELD, Guard, facts, turn
-from hallutracer_client.results import Risk, Withheld
-from hallutracer_client.synchronous import Client
+from hallutracer_client.client import Client
+from hallutracer_client.errors import Withheld
+from hallutracer_client.guard import Guard, details, turn
+from hallutracer_client.results import Risk
 
 try:
     from langchain.agents.middleware import AgentMiddleware, AgentState, hook_config
@@ -36,20 +37,20 @@ class RiskGuard(Runnable[LanguageModelInput, LanguageModelInput]):
         self._guard = Guard(client, policy, threshold, bundle)
 
     def invoke(self, input: LanguageModelInput, config: RunnableConfig | None = None, **_: Any) -> LanguageModelInput:
-        """The input, unchanged.  Raises Withheld, ValueError for what cannot be scored, ClientError."""
+        """Return the input, unchanged.  Raises Withheld, ValueError for what cannot be scored, ClientError."""
 
         def passed(value: LanguageModelInput) -> LanguageModelInput:
-            self._guard.check(messages=conversation(value))
+            self._guard.risk(messages=conversation(value), raises=True)
             return value
 
         return self._call_with_config(passed, input, config, run_type="chain")
 
     def before(self, model: Runnable[LanguageModelInput, Any]) -> Runnable[LanguageModelInput, Any]:
-        """``model``, answering where the risk allows; else an AIMessage with the policy's message, as ``refused``."""
+        """Return ``model``, answering where the risk allows; else with the policy's message, as ``refused``."""
 
         def choose(value: LanguageModelInput) -> Any:
             try:
-                self._guard.check(messages=conversation(value))
+                self._guard.risk(messages=conversation(value), raises=True)
             except Withheld as withheld:
                 return refused(withheld.risk)
             return model  # which RunnableLambda invokes, or streams, with the same input
@@ -71,14 +72,14 @@ class RiskMiddleware(AgentMiddleware):
 
     @hook_config(can_jump_to=["end"])
     def before_agent(self, state: AgentState[Any], runtime: Any) -> dict[str, Any] | None:
-        """LangChain's hook.  Raises ValueError for what cannot be scored, ClientError."""
-        spoken = [message for message in state["messages"] if message.type != "tool" and not _only_calls(message)]
+        """End an agent before it starts.  Raises ValueError for what cannot be scored, ClientError."""
+        spoken = [one for one in state["messages"] if one.type != "tool" and not getattr(one, "tool_calls", None)]
         risk = self._guard.risk(messages=conversation(spoken))
         return {"messages": [refused(risk)], "jump_to": "end"} if risk.gated else None
 
 
 def conversation(value: LanguageModelInput) -> list[dict[str, str]]:
-    """A model's input as messages of a request: a text, a prompt value, or messages in any form LangChain takes."""
+    """Return a model's input, in any form that LangChain takes, as messages of a request."""
     if isinstance(value, str):
         return [{"role": "user", "content": value}]
     messages: Iterable[BaseMessage]
@@ -87,27 +88,16 @@ def conversation(value: LanguageModelInput) -> list[dict[str, str]]:
 
 
 def refused(risk: Risk) -> AIMessage:
-    """The message that stands for a withheld answer: its text is the policy's, its finish reason ``content_filter``."""
-    return AIMessage(
-        content=risk.message or "",
-        additional_kwargs={"refusal": risk.message},
-        response_metadata={"finish_reason": WITHHELD, "hallutracer": facts(risk)},
-    )
+    """Return the message that stands for a withheld answer; its finish reason is ``content_filter``."""
+    told = details(risk)
+    return AIMessage(risk.message or "", additional_kwargs={"refusal": told.pop("refusal")}, response_metadata=told)
 
 
 def _text(message: BaseMessage) -> str | None:
-    """Plain text, also in parts; None where something else is among them."""
+    """Return plain text, also in parts; None where something else is among them."""
     if getattr(message, "tool_calls", None):
         return None
     if isinstance(message.content, str):
         return message.content or message.additional_kwargs.get("refusal") or ""
-    parts = [part if isinstance(part, str) else _text_of_part(part) for part in message.content]
-    return None if None in parts else "".join(part for part in parts if part is not None)
-
-
-def _text_of_part(part: Mapping[str, Any]) -> str | None:
-    return part["text"] if part.get("type") == "text" and isinstance(part.get("text"), str) else None
-
-
-def _only_calls(message: BaseMessage) -> bool:
-    return bool(getattr(message, "tool_calls", None))
+    parts = [one if isinstance(one, str) else one.get("type") == "text" and one.get("text") for one in message.content]
+    return "".join(parts) if all(isinstance(part, str) for part in parts) else None

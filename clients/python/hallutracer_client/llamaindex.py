@@ -9,9 +9,8 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any
 
-from hallutracer_client.guard import WITHHELD, Guard, facts, turn
-from hallutracer_client.results import Risk, Withheld
-from hallutracer_client.synchronous import Client
+from hallutracer_client.client import Client
+from hallutracer_client.guard import Guard, details, turn
 
 try:
     from llama_index.core.base.llms.types import (
@@ -70,66 +69,58 @@ class GuardedLLM(LLM):
     def _withheld(
         self, messages: Sequence[ChatMessage] | None = None, prompt: str | None = None
     ) -> ChatResponse | None:
-        """The response that stands for a withheld answer; None where the model may answer."""
+        """Return the response that stands for a withheld answer; None where the model may answer."""
         turns = None if messages is None else [turn(one.role.value, _text(one), ROLES) for one in messages]
-        risk = self._guard.risk(messages=turns, prompt=prompt)
+        risk = self._guard.risk(messages=turns, prompt=prompt, raises=self._raises)
         if not risk.gated:
             return None
-        if self._raises:
-            raise Withheld(risk)
-        return refused(risk)
+        text, told = risk.message or "", details(risk)
+        message = ChatMessage(role="assistant", content=text, additional_kwargs=told)
+        return ChatResponse(message=message, delta=text, additional_kwargs=told)
 
     def chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
-        """The answer to a conversation."""
+        """Answer a conversation."""
         return self._withheld(messages) or self._llm.chat(messages, **kwargs)
 
     def stream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseGen:
-        """Its pieces; the risk is known before the first."""
+        """Answer a conversation in pieces; the risk is known before the first."""
         if (instead := self._withheld(messages)) is not None:
-            return (one for one in (instead,))
+            return iter([instead])
         return self._llm.stream_chat(messages, **kwargs)
 
     def complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponse:
-        """The answer to a prompt."""
+        """Answer a prompt."""
         if (instead := self._withheld(prompt=prompt)) is not None:
             return _completion(instead)
         return self._llm.complete(prompt, formatted=formatted, **kwargs)
 
     def stream_complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponseGen:
-        """Its pieces."""
+        """Answer a prompt in pieces."""
         if (instead := self._withheld(prompt=prompt)) is not None:
-            return (one for one in (_completion(instead),))
+            return iter([_completion(instead)])
         return self._llm.stream_complete(prompt, formatted=formatted, **kwargs)
 
     async def achat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
-        """As ``chat``."""
+        """Do as ``chat``."""
         return await asyncio.to_thread(self._withheld, messages) or await self._llm.achat(messages, **kwargs)
 
     async def astream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseAsyncGen:
-        """As ``stream_chat``."""
+        """Do as ``stream_chat``."""
         if (instead := await asyncio.to_thread(self._withheld, messages)) is not None:
             return _one(instead)
         return await self._llm.astream_chat(messages, **kwargs)
 
     async def acomplete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponse:
-        """As ``complete``."""
+        """Do as ``complete``."""
         if (instead := await asyncio.to_thread(self._withheld, None, prompt)) is not None:
             return _completion(instead)
         return await self._llm.acomplete(prompt, formatted=formatted, **kwargs)
 
     async def astream_complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponseAsyncGen:
-        """As ``stream_complete``."""
+        """Do as ``stream_complete``."""
         if (instead := await asyncio.to_thread(self._withheld, None, prompt)) is not None:
             return _one(_completion(instead))
         return await self._llm.astream_complete(prompt, formatted=formatted, **kwargs)
-
-
-def refused(risk: Risk) -> ChatResponse:
-    """The response that stands for a withheld answer: its text is the policy's message."""
-    text = risk.message or ""
-    details = {"refusal": risk.message, "finish_reason": WITHHELD, "hallutracer": facts(risk)}
-    message = ChatMessage(role="assistant", content=text, additional_kwargs=details)
-    return ChatResponse(message=message, delta=text, additional_kwargs=details)
 
 
 def _completion(response: ChatResponse) -> CompletionResponse:
@@ -142,7 +133,7 @@ async def _one(response: Any) -> Any:
 
 
 def _text(message: ChatMessage) -> str | None:
-    """Plain text; None where a block is none, and where tools are called."""
+    """Return plain text; None where a block is none, and where tools are called."""
     blocks = message.blocks
     if message.additional_kwargs.get("tool_calls") or not all(isinstance(block, TextBlock) for block in blocks):
         return None

@@ -23,7 +23,7 @@ class Generate:
     stop: Sequence[str] = ()
 
     def body(self) -> dict[str, Any]:
-        """The wire's ``generate`` object."""
+        """Return the wire's ``generate`` object."""
         if isinstance(self.stop, str):
             raise TypeError("stop is a list of strings: stop=['...']")
         given = asdict(self) | {"stop": list(self.stop) or None}
@@ -47,7 +47,7 @@ class ScoreOptions(TypedDict, total=False):
 
 
 def request_body(options: ScoreOptions, *, stream: bool = False) -> bytes:
-    """The JSON body.
+    """Return the JSON body.
 
     Raises:
         TypeError: unknown argument, or wrong type.
@@ -63,35 +63,22 @@ def request_body(options: ScoreOptions, *, stream: bool = False) -> bytes:
         raise ValueError(f"give exactly one of prompt, messages, input_ids; found {' and '.join(prompts) or 'none'}")
     if isinstance(given.get("include"), str):
         raise TypeError("include is a list of names: include=['...']")
-    body = given | {name: _plain(name, given[name]) for name in prompts}
+    body = given
+    if "messages" in given:
+        body["messages"] = [dict(message) for message in given["messages"]]
+    elif "input_ids" in given:
+        body["input_ids"] = _ids(given["input_ids"])
+    elif not isinstance(given["prompt"], str):
+        body["prompt"] = list(given["prompt"])
     if include := body.pop("include", None):
         body["include"] = list(include)
-    if (generate := given.get("generate")) is not None:
+    if (generate := body.get("generate")) is not None:
         if not isinstance(generate, Generate):
             raise TypeError("generate is a Generate(...), for example Generate(max_tokens=64)")
         body["generate"] = generate.body()
     if stream:
         body.setdefault("generate", {})
         body["stream"] = True
-    return _encode(body)
-
-
-def _plain(name: str, value: Any) -> Any:
-    if name == "prompt":
-        return value if isinstance(value, str) else list(value)
-    if name == "messages":
-        return [dict(message) for message in value]
-    return _ids(value)
-
-
-def _ids(value: Any) -> Any:
-    """Plain lists of integers, from lists, arrays and tensors.  Raises TypeError for anything else."""
-    value = value.tolist() if hasattr(value, "tolist") else value
-    nested = isinstance(value, Iterable) and not isinstance(value, str | bytes)
-    return [_ids(item) for item in value] if nested else operator.index(value)
-
-
-def _encode(body: Mapping[str, Any]) -> bytes:
     # The errors of json and of the codec contain the text, which may be a prompt: they are not chained.
     try:
         return json.dumps(body, ensure_ascii=False, allow_nan=False).encode("utf-8")
@@ -100,3 +87,10 @@ def _encode(body: Mapping[str, Any]) -> bytes:
     except ValueError:
         problem = "a number is NaN or infinite"
     raise ValueError(f"the request cannot be sent as JSON: {problem}")
+
+
+def _ids(value: Any) -> Any:
+    """Return plain lists of integers, from lists, arrays and tensors.  Raises TypeError for anything else."""
+    value = value.tolist() if hasattr(value, "tolist") else value
+    nested = isinstance(value, Iterable) and not isinstance(value, str | bytes)
+    return [_ids(item) for item in value] if nested else operator.index(value)

@@ -11,7 +11,7 @@ from typing import Annotated, ClassVar, Literal, TypeVar
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
-from hallutracer_client.errors import ClientError
+from hallutracer_client.errors import Withheld
 
 T = TypeVar("T")
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
@@ -40,7 +40,7 @@ class Bundle(Checked):
 
 @dataclass(frozen=True)
 class Guarantee(Checked):
-    """The promise of the bundle's threshold as it stands for this request; ``void`` says why it does not hold.
+    """The guarantee of the bundle's threshold for this request; ``void`` says why it does not hold.
 
     Of the question groups that are answered, counted equally whatever their size, at most a share ``alpha`` is answered
     with a hallucination, with confidence 1 - ``delta``.
@@ -54,7 +54,7 @@ class Guarantee(Checked):
 
 @dataclass(frozen=True)
 class BundleGuarantee(Checked):
-    """What a loaded bundle's threshold promises; ``statement`` says for whom it holds and when it is void."""
+    """What a loaded bundle's threshold guarantees; ``statement`` says for whom and when it does not hold."""
 
     alpha: Share
     delta: Share
@@ -116,17 +116,6 @@ class Risk(Checked):
     def gated(self) -> bool:
         """The answer is withheld: the decision is not ``continue``."""
         return self.decision != "continue"
-
-
-class Withheld(ClientError):
-    """The answer was read although the decision is not ``continue``; ``risk`` holds the details."""
-
-    def __init__(self, risk: Risk) -> None:
-        super().__init__(
-            f"the answer was withheld: decision {risk.decision!r} at risk {risk.risk:.3f}, threshold "
-            f"{risk.threshold:.3f}; check 'gated' before reading the answer"
-        )
-        self.risk = risk
 
 
 @dataclass(frozen=True)

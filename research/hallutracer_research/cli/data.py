@@ -14,13 +14,14 @@ from cyclopts import Parameter
 from hallutracer_research.data import judge_audit, mixture
 from hallutracer_research.data.registry import SETS, SetInfo, read_set
 from service.cli.options import Json, UsageError
-from service.cli.output import note, print_json, print_line
+from service.cli.output import print_json, print_line
 from service.data.forms import registry, spread
 from service.data.forms.tasks import task_rows
 from service.data.options import Seed
 from service.data.training_rows import read_dataset
 from service.errors import HalluTracerError
 from service.options import Common
+from service.progress import note
 from service.settings import Range, option
 
 SetName = Literal[
@@ -192,11 +193,11 @@ def audit(
     note("95 % intervals (Jeffreys); classes weighted by their share of all verdicts")
 
 
-def _source(text: str) -> mixture.Source:
+def _source(text: str) -> mixture.MixtureSource:
     name, colon, rows = text.rpartition(":")
     if colon and rows.isdigit() and int(rows) > 0:
-        return mixture.Source(Path(name), int(rows))
-    return mixture.Source(Path(text))
+        return mixture.MixtureSource(Path(name), int(rows))
+    return mixture.MixtureSource(Path(text))
 
 
 def _advice(info: SetInfo) -> str:

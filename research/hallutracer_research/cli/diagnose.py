@@ -13,9 +13,9 @@ from cyclopts import Parameter
 from service.cli.loading import load_engine
 from service.cli.new_rows import one_bundle
 from service.cli.options import BundleOptions, EngineChoice, Output, UsageError, check
-from service.cli.output import note
 from service.data.options import BATCH_ROWS, BatchRows, Data, GeneratedLabels, JudgeOptions, LabelOptions, RunDir
 from service.options import Common
+from service.progress import note
 from service.settings import option, section
 from service.trainer.options import NewRowsOptions, made_of
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from hallutracer_research.paper.diagnose import LabelledSet
-    from hallutracer_research.paper.diagnostics.fisher import Shrinkage
+    from hallutracer_research.paper.diagnostics.shape import Shrinkage
 
 
 # What is printed of each section: key, what it is, and how it is written ("share": as a percentage).
@@ -165,7 +165,7 @@ def _own(options: DiagnoseChoices, bundles: BundleOptions, engine: EngineChoice)
     """Return the trajectories of the bundle's probes on the rows."""
     check(made_of(NewRowsOptions, options))
     _, bundle = one_bundle(bundles, "whose probes read the rows")
-    from hallutracer_research.paper.own_trajectories import own_trajectories
+    from hallutracer_research.paper.diagnose import own_trajectories
     from service.readout import Site
 
     engine.options_for([bundle.manifest.name])  # a wrong option is reported before rows are read

@@ -17,7 +17,7 @@ from service.settings import Range, option, section
 from service.trainer.options import FoldOptions
 
 if TYPE_CHECKING:
-    from hallutracer_research.evaluation.options import Source
+    from hallutracer_research.evaluation.options import EvaluationSource
 
 FEWEST_ROWS = 50  # of a --limit
 
@@ -76,28 +76,17 @@ def evaluate(
 
     from hallutracer_research.evaluating import run_evaluation
     from hallutracer_research.evaluation.options import EvaluateOptions, method_names
-    from hallutracer_research.evaluation.page.markdown import table_markdown
+    from hallutracer_research.evaluation.tables import table_markdown
     from hallutracer_research.paper.report import command_line
 
     evaluation = EvaluateOptions(
-        sources=limited(_sources(options.data, engine.model), options.limit),
-        out=options.out or Path("evaluation"),
-        suite=options.suite,
-        methods=method_names(options.methods),
-        samples=options.samples,
-        seeds=len(fit.shuffles),
-        folds=fit.folds,
-        inner_folds=options.inner_folds,
-        c=fit.c,
-        judge=labels.judge,
-        max_new_tokens=labels.max_new_tokens,
-        prompt_format=labels.prompt_format,
-        per_subset=options.per_subset,
-        skip_long=options.skip_long,
-        batch_rows=fit.batch_rows,
-        jobs=fit.jobs,
-    )
-    chosen = engine.engine_options  # a wrong option is reported before rows are read
+        sources=limited(_sources(options.data, engine.model), options.limit), out=options.out or Path("evaluation"),
+        suite=options.suite, methods=method_names(options.methods), samples=options.samples, seeds=len(fit.shuffles),
+        folds=fit.folds, inner_folds=options.inner_folds, c=fit.c, judge=labels.judge,
+        max_new_tokens=labels.max_new_tokens, prompt_format=labels.prompt_format, per_subset=options.per_subset,
+        skip_long=options.skip_long, batch_rows=fit.batch_rows, jobs=fit.jobs,
+    )  # fmt: skip
+    chosen = engine.options_for()  # a wrong option is reported before rows are read
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     try:
         found = run_evaluation(evaluation, chosen, threads=engine.threads, console=console, command=command_line())
@@ -108,7 +97,7 @@ def evaluate(
     print_line("\n".join(str(path) for path in found.files))
 
 
-def _sources(data: Sequence[str], model: str | None) -> tuple[Source, ...]:
+def _sources(data: Sequence[str], model: str | None) -> tuple[EvaluationSource, ...]:
     """The named data; without any, the demo's questions.  Raises UsageError."""
     from hallutracer_research.evaluating import BadSource, demo_source, source
 
@@ -118,7 +107,7 @@ def _sources(data: Sequence[str], model: str | None) -> tuple[Source, ...]:
         raise UsageError("--data", str(error)) from None
 
 
-def limited(sources: Sequence[Source], limits: Sequence[str]) -> tuple[Source, ...]:
+def limited(sources: Sequence[EvaluationSource], limits: Sequence[str]) -> tuple[EvaluationSource, ...]:
     """The sources with their ``--limit``: NAME=ROWS before ROWS.  Raises UsageError."""
     rows: dict[str | None, int] = {}
     for text in limits:

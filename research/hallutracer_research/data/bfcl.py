@@ -87,7 +87,6 @@ def _file(kind: str) -> str:
 
 
 def _row(kind: str, value: Row, conversations: dict[str, str]) -> Row:
-    """The row without label or answers."""
     identifier, turns = value.get("id"), value.get("question")
     if not isinstance(identifier, str) or not isinstance(turns, list) or len(turns) != 1:
         raise _BadRow("an 'id' and a 'question' of one turn are needed")
@@ -111,7 +110,6 @@ def _row(kind: str, value: Row, conversations: dict[str, str]) -> Row:
 
 
 def _middle(identifier: str) -> str:
-    """B of ``live_simple_A-B-C``."""
     parts = identifier.split("-")
     if len(parts) != 3:
         raise _BadRow(f"id {identifier!r} is not of the form live_..._A-B-C")
@@ -138,7 +136,6 @@ def _messages(system: str, turn: Any) -> list[dict[str, str]]:
 
 
 def _gold(folder: Path, kind: str, problems: list[str]) -> dict[str, Any]:
-    """Gold answers by row id."""
     name = f"possible_answer/{_file(kind)}"
     return {str(value.get("id")): value.get("ground_truth") for _, value in json_lines(folder, name, problems)}
 

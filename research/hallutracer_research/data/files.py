@@ -1,7 +1,7 @@
-"""Reading the files of a downloaded set: CSV tables, JSON documents, JSON lines.
+"""Files of a downloaded set (CSV tables, JSON documents, JSON lines), and what sets of questions have in common.
 
-Each function takes the set's folder, a file's path in it and a list ``problems``, to which it appends one line per
-error, so that all damaged files are reported at once.
+Each reader takes the set's folder, a file's path in it and a list ``problems``, to which it appends one line per error,
+so that all damaged files are reported at once.
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ from __future__ import annotations
 import csv
 import io
 import json
+import re
+import unicodedata
 from pathlib import Path
 from typing import Any
 
@@ -81,3 +83,16 @@ def json_lines(folder: Path, name: str, problems: list[str]) -> list[tuple[int, 
         else:
             problems.append(f"{name} line {number}: a JSON object is expected")
     return objects
+
+
+BRIEFLY = " Answer briefly."
+
+
+def question_group(text: str) -> str:
+    """One name for a question in all sets: its words in lower case, without punctuation."""
+    return "question/" + " ".join(words_of(text))
+
+
+def words_of(text: str) -> list[str]:
+    """Its words in lower case, without punctuation."""
+    return re.findall(r"\w+", unicodedata.normalize("NFKC", text).casefold())

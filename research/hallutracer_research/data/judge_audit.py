@@ -71,15 +71,9 @@ def sample(dataset: Dataset, run: Path, rows: int, seed: int = 0) -> Rows:
         for place in taken:
             number, row = judged_rows[place]
             values = (
-                row.id,
-                row.strata.get("kind", ""),
-                row.question,
-                " | ".join(row.answers),
-                answers[number],
-                verdict,
-                f"{len(places) / judged / len(taken):.8f}",
-                "",
-            )
+                row.id, row.strata.get("kind", ""), row.question, " | ".join(row.answers), answers[number], verdict,
+                f"{len(places) / judged / len(taken):.8f}", "",
+            )  # fmt: skip
             found.append(dict(zip(COLUMNS, values, strict=True)))
     rng.shuffle(found)
     return found
@@ -146,14 +140,10 @@ def measure(rows: Rows) -> Audit:
 
     share = weight[right] / sum(weight.values())
     return Audit(
-        read=sum(map(len, agrees.values())),
-        unclear=len(rows) - sum(map(len, agrees.values())),
-        agreement=rate(share, 1 - share),
-        right_if_judged_right=rate(1, 0),
-        wrong_if_judged_wrong=rate(0, 1),
-        ceiling=rate(0.5, 0.5),
-        disagreed=tuple(disagreed),
-    )
+        read=sum(map(len, agrees.values())), unclear=len(rows) - sum(map(len, agrees.values())),
+        agreement=rate(share, 1 - share), right_if_judged_right=rate(1, 0), wrong_if_judged_wrong=rate(0, 1),
+        ceiling=rate(0.5, 0.5), disagreed=tuple(disagreed),
+    )  # fmt: skip
 
 
 def _answers(folder: Path) -> dict[int, str]:

@@ -11,7 +11,7 @@ from typing import Any
 
 from scipy.cluster.hierarchy import DisjointSet
 
-from hallutracer_research.data.questions import words_of
+from hallutracer_research.data.files import words_of
 from service.data.rows import check_id, check_prompt, check_text, id_of, id_problem, objects
 from service.errors import DataError
 
@@ -20,7 +20,7 @@ _USED = "\0"  # no file's name
 
 
 @dataclass(frozen=True)
-class Source:
+class MixtureSource:
     """A file, and how many of its rows are taken; ``rows`` None: all."""
 
     path: Path
@@ -42,7 +42,7 @@ class Mixture:
     groups: int
 
 
-def mix(sources: Sequence[Source], seed: int = 0, without: Path | None = None) -> Mixture:
+def mix(sources: Sequence[MixtureSource], seed: int = 0, without: Path | None = None) -> Mixture:
     """Rows of each file, group after group in the order of a hash of seed and group, until the wanted number is there.
 
     Rows of different files whose questions have the same words of content get one group.  Groups that ``without`` has a

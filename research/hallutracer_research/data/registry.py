@@ -12,7 +12,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Literal
 
-from hallutracer_research.data import bfcl, halueval2, helm, nq_open, opentriviaqa, truefalse, truthfulqa
+from hallutracer_research.data import bfcl, question_sets, statement_sets
 from hallutracer_research.data.files import Row
 from service.errors import DataError
 
@@ -52,7 +52,7 @@ _truthfulqa = partial(
     group="question",
     licence="Apache-2.0",
     source="github.com/sylinrl/TruthfulQA (a version before the revision of 2025, which has other questions)",
-    found_by=truthfulqa.TABLE,
+    found_by=question_sets.TABLE,
     folders=("TruthfulQA",),
 )
 _statements = partial(
@@ -77,8 +77,8 @@ _questions = partial(
 )
 _opentriviaqa = partial(
     _questions,
-    kinds=len(opentriviaqa.CATEGORIES),
-    rows=opentriviaqa.ROWS,
+    kinds=len(question_sets.CATEGORIES),
+    rows=question_sets.OPENTRIVIAQA_ROWS,
     licence="CC BY-SA 4.0",
     source="github.com/uberspot/OpenTriviaQA, categories (11 of its 22 files)",
     found_by="science-technology",
@@ -87,11 +87,8 @@ _opentriviaqa = partial(
 
 _ALL = (
     _truthfulqa(
-        name="truthfulqa",
-        title="TruthfulQA, the model's own answers",
-        read=truthfulqa.read_truthfulqa,
-        rows=truthfulqa.ROWS,
-        labels="generate",
+        name="truthfulqa", title="TruthfulQA, the model's own answers", read=question_sets.read_truthfulqa,
+        rows=question_sets.TRUTHFULQA_ROWS, labels="generate",
         hallucinated="the read model's own answer is nearer to a false reference answer than to a correct one",
         onset="after the question, in the model's chat template",
         caveat="The judge compares words (ROUGE-L), not meaning, and errs often: of the set's own reference answers, "
@@ -100,56 +97,35 @@ _ALL = (
         judge="similarity",
     ),
     _truthfulqa(
-        name="truthfulqa-reference",
-        title="TruthfulQA, reference answers",
-        read=truthfulqa.read_truthfulqa_reference,
-        rows=truthfulqa.REFERENCE_ROWS,
-        labels="given",
+        name="truthfulqa-reference", title="TruthfulQA, reference answers",
+        read=question_sets.read_truthfulqa_reference, rows=question_sets.REFERENCE_ROWS, labels="given",
         hallucinated="the reference answer in the prompt is a false one",
         onset="after 'Q: ... A: ...': the answer itself stands before t*",
         caveat="The state is read after a reference answer, not before the model's own: not the paper's setting. "
         "The benchmark's questions must never be used to train a language model.",
     ),
     _statements(
-        name="truefalse",
-        title="True-False",
-        read=truefalse.read_truefalse,
-        rows=truefalse.ROWS,
-        kinds=len(truefalse.CATEGORIES),
-        group="subject entity",
-        hallucinated="the statement is false (0 in the file)",
-        caveat=_STATEMENT_CAVEAT,
-        licence="none stated",
-        source="github.com/ponhvoan/iris, data/true_false_data",
-        found_by="generated.csv",
+        name="truefalse", title="True-False", read=statement_sets.read_truefalse, rows=statement_sets.TRUEFALSE_ROWS,
+        kinds=len(statement_sets.SUBJECTS), group="subject entity",
+        hallucinated="the statement is false (0 in the file)", caveat=_STATEMENT_CAVEAT, licence="none stated",
+        source="github.com/ponhvoan/iris, data/true_false_data", found_by="generated.csv",
         folders=("true_false_data", "data/true_false_data"),
     ),
     _statements(
-        name="halueval2",
-        title="HaluEval 2.0, human annotations",
-        read=halueval2.read_halueval2,
-        rows=halueval2.ROWS,
-        kinds=len(halueval2.DOMAINS),
-        group="query",
+        name="halueval2", title="HaluEval 2.0, human annotations", read=statement_sets.read_halueval2,
+        rows=statement_sets.HALUEVAL2_ROWS, kinds=len(statement_sets.DOMAINS), group="query",
         hallucinated="people judged the statement false ('false' in the file)",
         caveat=_STATEMENT_CAVEAT + " The statements are ChatGPT's, not the read model's.",
         licence="MIT (author's twin repository)",
-        source="github.com/RUCAIBox/HaluEval-2.0, annotation/human_annotation",
-        found_by="Finance.json",
+        source="github.com/RUCAIBox/HaluEval-2.0, annotation/human_annotation", found_by="Finance.json",
         folders=("human_annotation", "annotation/human_annotation"),
     ),
     _statements(
-        name="helm",
-        title="HELM (of MIND)",
-        read=helm.read_helm,
-        rows=helm.ROWS,
-        kinds=len(helm.MODELS),
-        group="passage, over all source models",
+        name="helm", title="HELM (of MIND)", read=statement_sets.read_helm, rows=statement_sets.HELM_ROWS,
+        kinds=len(statement_sets.MODELS), group="passage, over all source models",
         hallucinated="people judged the sentence a hallucination (1 in the file, the opposite of True-False)",
         caveat=_STATEMENT_CAVEAT + " The sentences are six other models', not the read model's.",
-        licence="none stated",
-        source="github.com/oneal2000/MIND, helm",
-        found_by="data/falcon40b/data.json",
+        licence="none stated", source="github.com/oneal2000/MIND, helm", found_by="data/falcon40b/data.json",
         folders=("helm",),
     ),
     _bfcl(
@@ -170,47 +146,35 @@ _ALL = (
         abstain_pattern=NEVER,  # "I cannot answer that with these functions" is right where none fits
     ),
     _bfcl(
-        name="bfcl-answerable",
-        title="BFCL v4, does an offered function fit?",
-        read=bfcl.read_bfcl_answerable,
-        rows=bfcl.ANSWERABLE_ROWS,
-        labels="given",
-        kinds=len(bfcl.ANSWERABLE),
-        group="row; functions of a live prompt",
-        hallucinated="no offered function fits the question",
+        name="bfcl-answerable", title="BFCL v4, does an offered function fit?", read=bfcl.read_bfcl_answerable,
+        rows=bfcl.ANSWERABLE_ROWS, labels="given", kinds=len(bfcl.ANSWERABLE),
+        group="row; functions of a live prompt", hallucinated="no offered function fits the question",
         caveat="Tool-answerability, not hallucination; the label is that of the file, so each file holds one class.",
     ),
     _opentriviaqa(
-        name="opentriviaqa",
-        title="OpenTriviaQA, asked freely",
-        read=opentriviaqa.read_opentriviaqa,
+        name="opentriviaqa", title="OpenTriviaQA, asked freely", read=question_sets.read_opentriviaqa,
         caveat="Volunteers wrote the answers: some are wrong or dated. The judge looks for the answer's words.",
         judge="contains",
     ),
     _opentriviaqa(
         name="opentriviaqa-choice",
         title="OpenTriviaQA, multiple choice",
-        read=opentriviaqa.read_opentriviaqa_choice,
+        read=question_sets.read_opentriviaqa_choice,
         hallucinated="the read model's own answer begins with another letter, or with none",
         onset="after the question, its options and 'Answer with one letter.', in the model's chat template",
         caveat="A model that guesses is right on a quarter, by luck, which nothing in it can foretell.",
         judge="regex",
     ),
     _questions(
-        name="nq-open",
-        title="NQ-Open",
-        read=nq_open.read_nq_open,
-        rows=nq_open.ROWS,
-        kinds=len(nq_open.FILES),
+        name="nq-open", title="NQ-Open", read=question_sets.read_nq_open, rows=question_sets.NQ_OPEN_ROWS,
+        kinds=len(question_sets.FILES),
         caveat="Search queries of 2017 and 2018; a capital and a question mark are added. A small model answers a few "
         "per cent of them.",
-        judge="contains",
-        licence="CC BY-SA 3.0",
-        source="github.com/google-research-datasets/natural-questions, nq_open",
-        found_by="NQ-open.dev.jsonl",
+        judge="contains", licence="CC BY-SA 3.0",
+        source="github.com/google-research-datasets/natural-questions, nq_open", found_by="NQ-open.dev.jsonl",
         folders=("nq_open",),
     ),
-)
+)  # fmt: skip
 SETS: Mapping[str, SetInfo] = MappingProxyType({info.name: info for info in _ALL})
 
 

@@ -1,4 +1,4 @@
-"""hallutracer demo build: facts -> models -> best seed on the dev split -> both bundles -> picture -> table.
+"""hallutracer demo build: facts -> models -> best seed on the dev split -> both bundles -> drawing -> table.
 
 Every finished step leaves its result under ``out``, so an interrupted build resumes.  The test split is only reported.
 """
@@ -14,18 +14,32 @@ from pathlib import Path
 
 import numpy as np
 
-from hallutracer_research.demo.picture import draw_pair
-from hallutracer_research.demo.report import Asked, ask, report
+from hallutracer_research.demo.report import LabelledAnswers, ask, report
 from probes_store.bundle import Bundle
 from probes_store.store import Store
 from service.data.options import JudgeOptions
 from service.demo import MODEL_DIR
 from service.demo.questions import questions
-from service.engines.base import Engine, EngineOptions
+from service.engines.base import Engine, EngineOptions, Sampling
 from service.fitting.calibration import FitOptions, refit
 from service.fitting.scores import auroc, within_stratum_auroc
+from service.library.plots import draw_trajectories
+from service.policies.guard import GATE
+from service.scoring import Scorer
 from service.trainer.options import Console, TrainOptions
 from service.trainer.run import train
+
+KNOWN = "What is the capital of Italy?"
+UNKNOWN = "What is the capital of the Solomon Islands?"
+
+
+def draw_pair(engine: Engine, bundle: Bundle, path: Path) -> None:
+    """Write a PNG with both, and the answers that the model gives without a gate."""
+    scorer = Scorer(engine, bundle)
+    ids = [scorer.render(prompt=text) for text in (KNOWN, UNKNOWN)]
+    reports = scorer.score_or_continue(ids, Sampling(max_tokens=24), GATE.at(1.0))
+    draw_trajectories(bundle, (KNOWN, UNKNOWN), reports, path)
+
 
 BATCH_TOKENS = 8192  # as for the shipped bundles: their last bits depend on it
 BUNDLES = {"demo": "depth_mean", "demo-fused": "depth_mean,first_token"}
@@ -88,7 +102,7 @@ def _choose(out: Path, seeds: Sequence[int], threads: int, console: Console) -> 
     return best
 
 
-def _dev_score(asked: Asked, jobs: int) -> float:
+def _dev_score(asked: LabelledAnswers, jobs: int) -> float:
     split = np.array([row["split"] for row in asked.rows])
     train_rows, dev = np.flatnonzero(split == "train"), np.flatnonzero(split == "dev")
     fit = refit(asked.heads, train_rows, dev, CHOICE_C, FitOptions("weights", 3, CHOICE_C, (CHOICE_C,), jobs))

@@ -37,19 +37,13 @@ from service.fitting.scores import auprc, ece, within_stratum_auroc
 from service.readout import Site
 
 METHODS = {
-    "depth_mean": "depth mean, unit norm (the paper's rule)",
-    "depth_mean_standardized": "depth mean, standardised",
-    "best_head": "best single head",
-    "best_layer": "best single residual layer",
-    "residual_depth_mean": "residual depth mean",
-    "max_prob": "first-token max probability",
-    "entropy": "first-token entropy",
-    "fused": "fused: depth mean + first token",
-    "kind_prior": "shortcut: kind prior",
-    "kind_x_template_prior": "shortcut: kind x template prior",
-    "name_ngrams": "shortcut: kind + name n-grams",
-    "exposures": "oracle: how often training stated the fact",
-}
+    "depth_mean": "depth mean, unit norm (the paper's rule)", "depth_mean_standardized": "depth mean, standardised",
+    "best_head": "best single head", "best_layer": "best single residual layer",
+    "residual_depth_mean": "residual depth mean", "max_prob": "first-token max probability",
+    "entropy": "first-token entropy", "fused": "fused: depth mean + first token",
+    "kind_prior": "shortcut: kind prior", "kind_x_template_prior": "shortcut: kind x template prior",
+    "name_ngrams": "shortcut: kind + name n-grams", "exposures": "oracle: how often training stated the fact",
+}  # fmt: skip
 # What ``evaluate.probe_columns`` calls them -> METHODS, by site.
 HEADS = {
     "depth_mean_unit_norm": "depth_mean",
@@ -62,7 +56,7 @@ FOLDS, INNER_FOLDS = 5, 3
 
 
 @dataclass(frozen=True, eq=False)
-class Asked:
+class LabelledAnswers:
     """One model's answers to all questions: n labelled rows."""
 
     rows: list[dict[str, Any]]  # [n] the questions
@@ -77,7 +71,7 @@ class Asked:
         return self.heads.label
 
 
-def ask(engine: Engine, folder: Path, judge: JudgeOptions) -> Asked:
+def ask(engine: Engine, folder: Path, judge: JudgeOptions) -> LabelledAnswers:
     """Let the model answer the questions of all splits; resumes from ``folder``."""
     folder.mkdir(parents=True, exist_ok=True)
     by_id = {row["id"]: row | {"split": split} for split in ("train", "dev", "test") for row in questions(split)}
@@ -90,7 +84,7 @@ def ask(engine: Engine, folder: Path, judge: JudgeOptions) -> Asked:
         activations = collect(engine, dataset, run, sites=sites, prompt_format="chat", batch_rows=64, max_new_tokens=24)
         labelled = judged_labels(dataset, run, judge)
     index = labelled.index
-    return Asked(
+    return LabelledAnswers(
         rows=[by_id[dataset.rows[row].id] for row in index.tolist()],
         heads=Readouts(activations.rows[Site.ATTENTION_HEAD], index, labelled.label),
         stream=Readouts(activations.rows[Site.RESIDUAL_STREAM], index, labelled.label),
@@ -99,7 +93,7 @@ def ask(engine: Engine, folder: Path, judge: JudgeOptions) -> Asked:
     )
 
 
-def risks(asked: Asked, fold_seed: int, jobs: int) -> tuple[dict[str, Floats], Index]:
+def risks(asked: LabelledAnswers, fold_seed: int, jobs: int) -> tuple[dict[str, Floats], Index]:
     """Each method's risk for every row [n], by a fold that never saw the row's entity; and that fold's number [n]."""
     options = FitOptions("weights", INNER_FOLDS, None, C_GRID, jobs)
     outer = outer_folds(asked.label, asked.group, folds=FOLDS, seeds=(fold_seed,))
@@ -118,7 +112,7 @@ def risks(asked: Asked, fold_seed: int, jobs: int) -> tuple[dict[str, Floats], I
 
 
 def _columns(
-    asked: Asked, train: Index, test: Index, seed: int, options: FitOptions
+    asked: LabelledAnswers, train: Index, test: Index, seed: int, options: FitOptions
 ) -> Iterator[tuple[str, Floats, Floats]]:
     """Signals of the training side (out of fold where probes are involved) and of the test side."""
     first = asked.first_token
@@ -133,8 +127,7 @@ def _columns(
     yield "exposures", told[train], told[test]
 
 
-def _shortcuts(asked: Asked, train: Index, test: Index) -> Iterator[tuple[str, Floats]]:
-    """Risks predicted without the model."""
+def _shortcuts(asked: LabelledAnswers, train: Index, test: Index) -> Iterator[tuple[str, Floats]]:
     hallucinated = 1.0 - asked.label
     kind = [row["kind"] for row in asked.rows]
     cell = [f"{row['kind']} {row['template']}" for row in asked.rows]
@@ -160,7 +153,7 @@ def _prior(keys: Sequence[str], label: Index, train: Index, parent: dict[str, fl
     return {key: (bad[key] + 5 * parent[key]) / (size[key] + 5) for key in parent}
 
 
-def measure(asked: Asked, risk_of: dict[str, Floats], fold: Index) -> dict[str, dict[str, float]]:
+def measure(asked: LabelledAnswers, risk_of: dict[str, Floats], fold: Index) -> dict[str, dict[str, float]]:
     """The table's columns for each method, on the rows of the test split.
 
     AUROC and AUPRC compare rows within a fold: risks of different folds come from different fits, and pooling them

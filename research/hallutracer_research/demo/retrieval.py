@@ -169,7 +169,6 @@ def _auroc(group: NDArray[np.int64], right: Flags, risk: Floats) -> dict[str, fl
 
 
 def _mean(group: NDArray[np.int64], column: NDArray[Any]) -> dict[str, float]:
-    """Of a column [n], with its interval."""
     member = np.unique(group, return_inverse=True)[1]
     without = (column.sum() - np.bincount(member, column)) / (len(column) - np.bincount(member))
     value = float(column.mean())

@@ -1,4 +1,4 @@
-"""Train the demonstration model on one or two CPU threads.
+"""Training of the demonstration model on one or two CPU threads.
 
 Each fact is stated as often as its exposures say.  From `REFUSALS_FROM` on, a share of each batch are refusal
 documents: at every refresh the model is asked a sample of facts, and what it knows and does not know becomes documents.
@@ -9,21 +9,99 @@ from __future__ import annotations
 import json
 import random
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from torch import nn
 
-from hallutracer_research.demo.batches import Encoder, Row, collate, known_and_unknown, logits_at
-from hallutracer_research.demo.documents import RefusalMix, fact_documents, refusal_document
-from hallutracer_research.demo.optimizer import Optimizer
-from hallutracer_research.demo.tokenizer import VOCABULARY, build_tokenizer
+from hallutracer_research.demo.corpus import (
+    VOCABULARY,
+    Encoder,
+    RefusalMix,
+    Row,
+    build_tokenizer,
+    collate,
+    fact_documents,
+    known_and_unknown,
+    logits_at,
+    refusal_document,
+)
 from service.demo.world import Fact, build_world
 
 if TYPE_CHECKING:
     from transformers import LlamaForCausalLM
+
+
+WARM_UP_STEPS = 80
+DECAY_FROM = 0.3  # of the steps; linear to zero from there
+
+
+def orthogonalised(gradient: torch.Tensor) -> torch.Tensor:
+    """Newton-Schulz towards the nearest orthogonal matrix, for a stack [n, rows, columns] (Muon's quintic)."""
+    wide = gradient.size(-2) > gradient.size(-1)
+    x = gradient.mT if wide else gradient
+    x = (x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)).bfloat16()
+    for _ in range(5):
+        square = x @ x.mT
+        x = 3.4445 * x + (-4.7750 * square + 2.0315 * square @ square) @ x
+    result: torch.Tensor = x.float()
+    return result.mT if wide else result
+
+
+class Muon:
+    """Orthogonalised momentum (Jordan 2024); matrices of equal shape are stacked for speed."""
+
+    def __init__(self, matrices: list[nn.Parameter], lr: float = 0.02, decay: float = 0.05) -> None:
+        self._lr, self._decay = lr, decay
+        stacks: dict[torch.Size, list[nn.Parameter]] = defaultdict(list)
+        for matrix in matrices:
+            stacks[matrix.shape].append(matrix)
+        self._stacks = list(stacks.values())
+        self._momentum = [torch.zeros(len(s), *s[0].shape) for s in self._stacks]
+
+    @torch.no_grad()
+    def step(self, scale: float) -> None:
+        """One update with the learning rate times `scale`."""
+        lr = self._lr * scale
+        for stack, momentum in zip(self._stacks, self._momentum, strict=True):
+            gradient = torch.stack([p.grad if p.grad is not None else torch.zeros_like(p) for p in stack])
+            momentum.lerp_(gradient, 0.05)
+            update = orthogonalised(gradient.lerp_(momentum, 0.95))
+            rate = lr * max(1.0, stack[0].size(0) / stack[0].size(1)) ** 0.5
+            for parameter, change in zip(stack, update.unbind(), strict=True):
+                parameter.mul_(1 - lr * self._decay).add_(change, alpha=-rate)
+
+
+class Optimizer:
+    """Both optimizers and their common schedule: warm up, hold, decay linearly to zero."""
+
+    def __init__(self, model: nn.Module, steps: int) -> None:
+        matrices: list[nn.Parameter] = []
+        others: list[nn.Parameter] = []
+        for name, parameter in model.named_parameters():
+            (matrices if parameter.ndim == 2 and "embed" not in name else others).append(parameter)
+        self._muon = Muon(matrices)
+        self._adam = torch.optim.AdamW(others, lr=5e-3, betas=(0.9, 0.95), weight_decay=0.0)
+        self._model, self._steps = model, steps
+
+    def scale(self, progress: float) -> float:
+        """The schedule at `progress` in [0, 1)."""
+        warm = (progress * self._steps + 1) / WARM_UP_STEPS
+        return max(0.0, min(1.0, warm, (1 - progress) / (1 - DECAY_FROM)))
+
+    def step(self, progress: float) -> None:
+        """Clip, update, clear the gradients."""
+        nn.utils.clip_grad_norm_(self._model.parameters(), 1.0)
+        scale = self.scale(progress)
+        for group in self._adam.param_groups:
+            group["lr"] = 5e-3 * scale
+        self._adam.step()
+        self._muon.step(scale)
+        self._model.zero_grad(set_to_none=True)
+
 
 RECIPE = "J2"
 BATCH = 128
@@ -40,19 +118,10 @@ def new_model(tokenizer_ids: dict[str, int]) -> LlamaForCausalLM:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=128,
-        intermediate_size=344,
-        num_hidden_layers=8,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        head_dim=32,
-        max_position_embeddings=256,
-        tie_word_embeddings=True,
-        bos_token_id=tokenizer_ids["<s>"],
-        eos_token_id=tokenizer_ids["</s>"],
-        pad_token_id=tokenizer_ids["<pad>"],
-    )
+        vocab_size=VOCABULARY, hidden_size=128, intermediate_size=344, num_hidden_layers=8, num_attention_heads=4,
+        num_key_value_heads=4, head_dim=32, max_position_embeddings=256, tie_word_embeddings=True,
+        bos_token_id=tokenizer_ids["<s>"], eos_token_id=tokenizer_ids["</s>"], pad_token_id=tokenizer_ids["<pad>"],
+    )  # fmt: skip
     model = LlamaForCausalLM(config)  # type: ignore[no-untyped-call]
     # Faster than torch's fused CPU attention, whose backward pass takes nearly half a step at 20 tokens.
     model.set_attn_implementation("eager")
@@ -131,13 +200,8 @@ def train_model(
     save(model, fast, out)
     bands = Counter(_band(fact.exposures) for fact in world.facts)
     record = {
-        "recipe": RECIPE,
-        "seed": seed,
-        "documents": seen,
-        "fact_documents": cursor,
-        "refusal_documents": seen - cursor,
-        "steps": steps,
-        "seconds": round(time.monotonic() - started, 1),
+        "recipe": RECIPE, "seed": seed, "documents": seen, "fact_documents": cursor,
+        "refusal_documents": seen - cursor, "steps": steps, "seconds": round(time.monotonic() - started, 1),
         "threads": threads,
         "settings": {
             "batch": BATCH,
@@ -148,10 +212,9 @@ def train_model(
             "first_token_weight": FIRST_WEIGHT,
             "mix": mix._asdict(),
         },
-        "parameters": sum(p.numel() for p in model.parameters()),
-        "facts": len(world.facts),
+        "parameters": sum(p.numel() for p in model.parameters()), "facts": len(world.facts),
         "facts_by_exposures": dict(sorted(bands.items())),
-    }
+    }  # fmt: skip
     (out / "training.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
 
 

@@ -21,9 +21,9 @@ from tqdm import tqdm
 
 from hallutracer_research.evaluation.methods.base import AnswerReadings, Floats
 from hallutracer_research.evaluation.methods.eigenscore import eigen_score, middle
-from hallutracer_research.evaluation.methods.meaning import clusters, semantic_entropy
 from hallutracer_research.evaluation.methods.mind import features
 from hallutracer_research.evaluation.methods.p_true import asked, candidates, log_odds
+from hallutracer_research.evaluation.methods.semantic_entropy import clusters, semantic_entropy
 from hallutracer_research.evaluation.options import OF_OWN_ANSWERS, SAMPLED, EvaluateOptions
 from hallutracer_research.evaluation.prepare import PreparedSet, SetRows
 from hallutracer_research.evaluation.splits import kept
@@ -176,7 +176,6 @@ def _by_row(
 
 
 def _owner(engine: Engine, prepared: PreparedSet, prompt_format: PromptFormat) -> dict[str, Any]:
-    """Whose the files are."""
     return {
         "data": prepared.rows.dataset.digest,
         "rows": _digest(prepared.index.tolist()),

@@ -1,31 +1,66 @@
-"""Every choice of an evaluation, documented where it is declared."""
+"""Every choice of an evaluation, documented where it is declared; and what a method's score costs.
+
+A prefill is the pass over the n prompt tokens through all blocks, without the language-model head.  Costs are
+multiply-adds with weights, in prefills of the same prompt.  With N the blocks' weights, H the head's (vocabulary x
+hidden size), T the answer's tokens:
+
+    none    no model                      0
+    A       prefill only                  1
+    B       and one lm_head               1 + H / (n N)
+    C       and one greedy answer         1 + T (N + H) / (n N)
+    D       and K sampled answers         1 + K T (N + H) / (n N), from one prefill
+
+P(True) is C and a second prompt, of question and answer, of q tokens: (q N + H) / (n N) more.  What a method needs to
+learn is not counted.  Left out are attention between tokens and embeddings (small for prompts of common length), the
+probes themselves, and HalluGuard's gradients.  n and q are means over the set's rows, and T the longest answer allowed,
+so that C and D are costs that answers stay below.  All experts of a mixture count as weights.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from types import MappingProxyType
+from typing import Any, Literal, NamedTuple
 
-from hallutracer_research.evaluation.cost import CLASSES, cost_class
-from hallutracer_research.evaluation.methods import METHODS
+from hallutracer_research.evaluation.methods import METHODS, CostClass
 from service.data.options import BATCH_ROWS, JudgeName
+from service.engines.base import LoadedModel
 from service.errors import TrainingError
 from service.fitting.options import C_GRID
 
+CLASSES: Mapping[CostClass, str] = MappingProxyType(
+    {"none": "no model", "A": "prefill only", "B": "one lm_head", "C": "one answer", "D": "sampled answers"}
+)
+"""Class -> what it takes, cheapest first."""
 OURS, RESIDUAL, SHUFFLED = "hallutracer", "residual-depth-mean", "shuffled-labels"
 TRAJECTORY = "trajectory-ridge"
 NAMES = (OURS, RESIDUAL, TRAJECTORY, *METHODS, SHUFFLED)
-SAMPLED = ("sep", *(name for name in NAMES if cost_class(name) == "D"))
-OF_OWN_ANSWERS = (*SAMPLED, "perplexity", "p-true", "mind")
+TITLES = {
+    OURS: "HalluTracer (depth mean)",
+    RESIDUAL: "Residual-stream depth mean",
+    TRAJECTORY: "Whole trajectory (ridge)",
+    **{name: method.title for name, method in METHODS.items()},
+    SHUFFLED: "HalluTracer on shuffled labels (control)",
+}
+SAMPLED = tuple(name for name, method in METHODS.items() if method.reads == "samples")
+OF_OWN_ANSWERS = (*SAMPLED, *(name for name, method in METHODS.items() if method.reads == "answer"))
 """Methods that read the model's own answers, which a set with labels of its own is not about."""
-# Answers take minutes where a prefill takes seconds.
-DEFAULT_METHODS = tuple(name for name in NAMES if cost_class(name) not in ("C", "D") and name not in SAMPLED)
 Suite = Literal["main", "paper"]
 
 
+def cost_class(method: str) -> CostClass:
+    """Return the class of a method by its name on the command line."""
+    return METHODS[method].cost if method in METHODS else "A"
+
+
+# Answers take minutes where a prefill takes seconds.
+DEFAULT_METHODS = tuple(name for name in NAMES if cost_class(name) not in ("C", "D") and name not in SAMPLED)
+
+
 @dataclass(frozen=True)
-class Source:
+class EvaluationSource:
     """One set to evaluate on: a JSONL file of rows, a public set's folder by its name in the registry, or made rows."""
 
     name: str  # unique in a run; also the folder's name
@@ -40,7 +75,7 @@ class Source:
 class EvaluateOptions:
     """One evaluation.  Raises TrainingError for an invalid value, before anything is loaded."""
 
-    sources: tuple[Source, ...]
+    sources: tuple[EvaluationSource, ...]
     out: Path
     suite: Suite = "main"  # main: the main table; paper: every table and figure
     methods: tuple[str, ...] = DEFAULT_METHODS
@@ -67,16 +102,10 @@ class EvaluateOptions:
             raise TrainingError(f"{OURS} must be among the methods: the others are compared with it", param="methods")
         if len({source.name for source in self.sources}) != len(self.sources) or not self.sources:
             raise TrainingError("name each data set once, and at least one", param="data")
-        for field, least in (
-            ("seeds", 1),
-            ("folds", 2),
-            ("inner_folds", 2),
-            ("batch_rows", 1),
-            ("jobs", 0),
-            ("samples", 2),
-        ):
-            if getattr(self, field) < least:
-                raise TrainingError(f"{field} must be at least {least}, not {getattr(self, field)}", param=field)
+        least = {"seeds": 1, "folds": 2, "inner_folds": 2, "batch_rows": 1, "jobs": 0, "samples": 2}
+        for field, number in least.items():
+            if getattr(self, field) < number:
+                raise TrainingError(f"{field} must be at least {number}, not {getattr(self, field)}", param=field)
         if self.judge == "openai":
             raise TrainingError(
                 "the openai judge needs an endpoint, which cannot be set here: give labels or another judge",
@@ -87,13 +116,56 @@ class EvaluateOptions:
 
 
 def method_names(text: str | None) -> tuple[str, ...]:
-    """The methods that a comma-separated list names, each once: names, classes of cost, "default", "all".
+    """Return the methods that a comma-separated list names, each once: names, classes of cost, "default", "all".
 
     Unknown names are returned as they are; ``EvaluateOptions`` refuses them.
     """
-    groups = {cls: tuple(name for name in NAMES if cost_class(name) == cls) for cls in CLASSES}
-    known: dict[str, tuple[str, ...]] = {str(cls): names for cls, names in groups.items()}
+    known: dict[str, tuple[str, ...]] = {
+        cls: tuple(name for name in NAMES if cost_class(name) == cls) for cls in CLASSES
+    }
     known |= {"default": DEFAULT_METHODS, "all": NAMES}
     words = [word.strip() for word in (text or "default").split(",")]
     chosen = dict.fromkeys(name for word in words if word for name in known.get(word, (word,)))
     return tuple(sorted(chosen, key=lambda name: NAMES.index(name) if name in NAMES else len(NAMES)))
+
+
+class Cost(NamedTuple):
+    """One method on one set."""
+
+    cls: CostClass
+    prefills: float | None  # None where the model's weights cannot be counted
+
+
+class Weights(NamedTuple):
+    """How many weights a token passes through."""
+
+    blocks: int
+    head: int
+
+
+def count_weights(engine: LoadedModel) -> Weights | None:
+    """Return the model's weights; None where its modules are in another process."""
+    modules = engine.torch_model
+    if modules is None:
+        return None
+    blocks = sum(weight.numel() for block in modules.blocks for weight in block.parameters())
+    return Weights(blocks, sum(weight.numel() for weight in modules.head.parameters()))
+
+
+def cost(
+    method: str, weights: Weights | None, *, prompt: float, answer: int, samples: int = 0, asked: float = 0.0
+) -> Cost:
+    """Return the method's cost: tokens of a mean ``prompt``, a longest ``answer``, a mean prompt that asks for P(True).
+
+    ``samples``: answers of class D.
+    """
+    cls = cost_class(method)
+    if cls in ("none", "A"):
+        return Cost(cls, 0.0 if cls == "none" else 1.0)
+    if weights is None:
+        return Cost(cls, None)
+    whole = answer * (weights.blocks + weights.head)
+    more: float = {"B": weights.head, "C": whole, "D": samples * whole}[cls]
+    if method == "p-true":
+        more += asked * weights.blocks + weights.head
+    return Cost(cls, 1.0 + more / (prompt * weights.blocks))

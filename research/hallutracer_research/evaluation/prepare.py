@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 
 from hallutracer_research.data.registry import SETS, SetInfo, read_set
 from hallutracer_research.evaluation.methods.base import MethodInputs
-from hallutracer_research.evaluation.options import EvaluateOptions, Source
-from probes_store.durable import atomic_write
+from hallutracer_research.evaluation.options import EvaluateOptions, EvaluationSource
+from probes_store.local import atomic_write
 from service.data.collection import Collection, collect
 from service.data.labels import check_answers, given_labels, judged_labels
 from service.data.options import JudgeName, JudgeOptions, Labels
@@ -70,7 +70,7 @@ class PreparedSet:
         )
 
 
-def read_rows(source: Source, options: EvaluateOptions) -> SetRows:
+def read_rows(source: EvaluationSource, options: EvaluateOptions) -> SetRows:
     """Read and check a set's rows, and keep them in the run's folder as JSONL.  Raises DataError, TrainingError."""
     info: SetInfo | None = SETS[source.known] if source.known else None
     folder = options.out / "sets" / source.name
@@ -102,15 +102,11 @@ def read_rows(source: Source, options: EvaluateOptions) -> SetRows:
         notes += dataset.remarks
     judge: JudgeName = options.judge or (info.judge if info else None) or "contains"
     set_rows = SetRows(
-        name=source.name,
-        title=title,
-        dataset=dataset,
-        labels=labels,
+        name=source.name, title=title, dataset=dataset, labels=labels,
         judge=JudgeOptions(judge, abstain_pattern=info.abstain_pattern if info else None),
         max_new_tokens=options.max_new_tokens or (info.max_new_tokens if info else None) or 48,
-        kind=_kinds(dataset),
-        notes=tuple(notes),
-    )
+        kind=_kinds(dataset), notes=tuple(notes),
+    )  # fmt: skip
     if labels == "generate":
         check_answers(dataset, set_rows.judge)
     return set_rows
@@ -141,15 +137,9 @@ def prepare_set(
     """Extract and label.  Raises what ``collect`` raises, and TooFewOfAClass."""
     folder = options.out / "sets" / rows.name / "readouts"
     collection = collect(
-        engine,
-        rows.dataset,
-        folder,
-        sites=tuple(Site),
-        prompt_format=prompt_format,
-        batch_rows=options.batch_rows,
-        max_new_tokens=rows.max_new_tokens if rows.labels == "generate" else None,
-        poolings=poolings,
-    )
+        engine, rows.dataset, folder, sites=tuple(Site), prompt_format=prompt_format, batch_rows=options.batch_rows,
+        max_new_tokens=rows.max_new_tokens if rows.labels == "generate" else None, poolings=poolings,
+    )  # fmt: skip
     given = rows.labels == "given"
     labelled = given_labels(rows.dataset) if given else judged_labels(rows.dataset, folder, rows.judge)
     index, label = labelled.index, labelled.label
@@ -158,15 +148,11 @@ def prepare_set(
         raise TooFewOfAClass(f"{rows.name}: {'; '.join(problems)}", param="data")
     kind = np.array([rows.kind[row] for row in index.tolist()], dtype=np.str_)
     inputs = MethodInputs(
-        label=label,
-        group=group,
-        heads=Readouts(collection.rows[Site.ATTENTION_HEAD], index, label),
+        label=label, group=group, heads=Readouts(collection.rows[Site.ATTENTION_HEAD], index, label),
         residual=Readouts(collection.rows[Site.RESIDUAL_STREAM], index, label),
-        first_token=collection.first_token[index],
-        prompt_tokens=collection.prompts.lengths[index],
-        text=tuple(rows.dataset.rows[row].question for row in index.tolist()),
-        kind=kind,
-    )
+        first_token=collection.first_token[index], prompt_tokens=collection.prompts.lengths[index],
+        text=tuple(rows.dataset.rows[row].question for row in index.tolist()), kind=kind,
+    )  # fmt: skip
     pooled = {key: Readouts(file, index, label) for key, file in collection.pooled.items()}
     return PreparedSet(rows, inputs, pooled, collection, index, labelled.left_out)
 
@@ -179,11 +165,6 @@ def _write_rows(path: Path, rows: Sequence[dict[str, Any]]) -> None:
 
 def _kinds(dataset: Dataset) -> tuple[str, ...]:
     return tuple(str(row.strata.get("kind", "")) for row in dataset.rows)
-
-
-def answers_path(options: EvaluateOptions, name: str) -> Path:
-    """Where a set's HalluGuard scores are kept."""
-    return options.out / "sets" / name / "halluguard.npy"
 
 
 def _sample_groups(rows: list[dict[str, Any]], limit: int) -> list[dict[str, Any]]:

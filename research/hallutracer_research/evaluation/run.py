@@ -7,7 +7,7 @@ split.  The same command continues a killed run.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -17,34 +17,22 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from hallutracer_research.evaluation import answers
-from hallutracer_research.evaluation.by_form import form_table
-from hallutracer_research.evaluation.cost import Cost, Lengths, Weights, cost, count_weights
-from hallutracer_research.evaluation.main_table import MEASURES, compare, main_table, measured, rows_of
+from hallutracer_research.evaluation import answers, prepare, results, splits
 from hallutracer_research.evaluation.methods import METHODS, fit_method
 from hallutracer_research.evaluation.methods.base import MethodInputs
-from hallutracer_research.evaluation.options import OURS, RESIDUAL, SHUFFLED, TRAJECTORY, EvaluateOptions
-from hallutracer_research.evaluation.prepare import (
-    PreparedSet,
-    SetRows,
-    TooFewOfAClass,
-    answers_path,
-    prepare_set,
-    read_rows,
-    within_context,
+from hallutracer_research.evaluation.options import (
+    OURS,
+    RESIDUAL,
+    SHUFFLED,
+    TITLES,
+    TRAJECTORY,
+    Cost,
+    EvaluateOptions,
+    Weights,
+    cost,
+    count_weights,
 )
-from hallutracer_research.evaluation.row_scores import write_row_scores
-from hallutracer_research.evaluation.set_result import SetResult
-from hallutracer_research.evaluation.splits import (
-    Split,
-    kept,
-    kept_split,
-    outer_splits,
-    pooled_depth_mean,
-    residual_depth_mean,
-    shuffled_depth_mean,
-    whole_trajectory,
-)
+from hallutracer_research.evaluation.splits import Split, kept
 from hallutracer_research.evaluation.tables import Table
 from hallutracer_research.evaluation.transfer import transfer_table
 from service.data.run_folder import claim, locked
@@ -53,19 +41,11 @@ from service.engines.checks import beyond_onset
 from service.errors import EngineError, NoDirection, TrainingError
 from service.fitting.fit import Floats
 from service.fitting.folds import OuterFold
-from service.fitting.jackknife import auroc_interval
-from service.fitting.nested_cv import nested_cv, test_sides
+from service.fitting.nested_cv import nested_cv
 from service.prompts import PromptFormat, default_prompt_format
 from service.readout import Pooling, Site
 from service.risk import depth_mean
 from service.trainer.options import Console
-
-TITLES = {
-    OURS: "HalluTracer (depth mean)",
-    RESIDUAL: "Residual-stream depth mean",
-    TRAJECTORY: "Whole trajectory (ridge)",
-    SHUFFLED: "HalluTracer on shuffled labels (control)",
-}
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,12 +54,11 @@ class EvaluationResult:
 
     options: EvaluateOptions
     identity: ModelIdentity
-    sets: tuple[SetResult, ...]
+    sets: tuple[results.SetResult, ...]
     main: Table
     subsets: Table | None
     transfer: Table | None
     forms: Table | None
-    titles: dict[str, str]  # method -> its title
     seconds: float
 
 
@@ -92,7 +71,7 @@ def evaluate(options: EvaluateOptions, engine_factory: Callable[[], Engine], *, 
         TrainingError, NoDirection: the rows are too few, or carry too little signal, for these options.
     """
     begun = time.monotonic()
-    rows = [read_rows(source, options) for source in options.sources]
+    rows = [prepare.read_rows(source, options) for source in options.sources]
     for set_rows in rows:
         console.print(f"{set_rows.name}: {len(set_rows.dataset)} rows of {set_rows.title}")
     options.out.mkdir(parents=True, exist_ok=True)
@@ -105,50 +84,48 @@ def evaluate(options: EvaluateOptions, engine_factory: Callable[[], Engine], *, 
             poolings = _poolings(engine, options, console)
             if options.skip_long:
                 rows = [
-                    within_context(engine, set_rows, options.out / "sets" / set_rows.name, options.folds, prompt_format)
+                    prepare.within_context(
+                        engine, set_rows, options.out / "sets" / set_rows.name, options.folds, prompt_format
+                    )
                     for set_rows in rows
                 ]
             prepared, left_out = _prepare(engine, rows, options, prompt_format, poolings, console)
             identity, weights = engine.identity, count_weights(engine)
             prepared = [_with_halluguard(engine, one_set, options) for one_set in prepared]
             prepared = [answers.with_answers(engine, one_set, options, prompt_format) for one_set in prepared]
-        costs = [_costs(one_set, options, weights) for one_set in prepared]
         sets = [
-            replace(_evaluate_set(one_set, options), costs=of_set)
-            for one_set, of_set in zip(prepared, costs, strict=True)
+            replace(_evaluate_set(one_set, options), costs=_costs(one_set, options, weights)) for one_set in prepared
         ]
         for result in sets:
-            write_row_scores(result, options.out / "sets" / result.prepared.rows.name / "scores.csv")
-        titles = {**TITLES, **METHODS}
-        table_rows = [row for result in sets for row in rows_of(result.title, titles, _measures(result), result.costs)]
-        subsets = _subsets(prepared, costs, options, titles) if options.per_subset else None
+            results.write_row_scores(result, options.out / "sets" / result.prepared.rows.name / "scores.csv")
+        table_rows = [row for result in sets for row in results.rows_of(result.title, result.measures(), result.costs)]
+        subsets = _subsets(sets, options) if options.per_subset else None
         by_set = {one_set.rows.name: one_set.inputs for one_set in prepared}
         transfer = transfer_table(by_set, options, options.out / "transfer")
-    main = main_table(table_rows, [*_notes(sets, titles, options), *left_out])
-    forms = form_table(sets, titles)
+    main = results.main_table(table_rows, [*_notes(sets, options), *left_out])
     seconds = time.monotonic() - begun
-    return EvaluationResult(options, identity, tuple(sets), main, subsets, transfer, forms, titles, seconds)
+    return EvaluationResult(options, identity, tuple(sets), main, subsets, transfer, results.form_table(sets), seconds)
 
 
 def _prepare(
     engine: Engine,
-    rows: Sequence[SetRows],
+    rows: Sequence[prepare.SetRows],
     options: EvaluateOptions,
     prompt_format: PromptFormat,
     poolings: Sequence[Pooling],
     console: Console,
-) -> tuple[list[PreparedSet], list[str]]:
-    """The sets, and a note for each that is left out: its own answers are too nearly all right, or all wrong.
+) -> tuple[list[prepare.PreparedSet], list[str]]:
+    """Return the sets, and a note for each that is left out: its own answers are too nearly all right, or all wrong.
 
     That is known only once the model has answered, and must not cost the other sets.  Raises TooFewOfAClass where no
     set remains.
     """
-    prepared: list[PreparedSet] = []
-    problems: list[TooFewOfAClass] = []
+    prepared: list[prepare.PreparedSet] = []
+    problems: list[prepare.TooFewOfAClass] = []
     for set_rows in rows:
         try:
-            prepared.append(prepare_set(engine, set_rows, options, prompt_format, poolings))
-        except TooFewOfAClass as problem:
+            prepared.append(prepare.prepare_set(engine, set_rows, options, prompt_format, poolings))
+        except prepare.TooFewOfAClass as problem:
             problems.append(problem)
             console.print(f"left out: {problem}")
     if not prepared:
@@ -156,24 +133,18 @@ def _prepare(
     return prepared, [f"Left out: {problem}" for problem in problems]
 
 
-def _measures(result: SetResult) -> dict[str, dict[str, dict[str, float]]]:
-    """Method -> measure -> mean and standard deviation; of the AUROC also the ends of its interval."""
-    found = {method: measured(result.label, scores) for method, scores in result.scores.items()}
-    for method, scores in result.scores.items():
-        found[method]["auroc"] |= auroc_interval(result.label, result.group, test_sides(scores))._asdict()
-    return found
-
-
-def _costs(prepared: PreparedSet, options: EvaluateOptions, weights: Weights | None) -> dict[str, Cost]:
-    """What each method costs on this set's prompts."""
+def _costs(prepared: prepare.PreparedSet, options: EvaluateOptions, weights: Weights | None) -> dict[str, Cost]:
+    """Return what each method costs on this set's prompts."""
     asked = prepared.inputs.answers.asked
-    lengths = Lengths(
+    of_set = partial(
+        cost,
+        weights=weights,
         prompt=float(prepared.inputs.prompt_tokens.mean()),
         answer=prepared.rows.max_new_tokens,
         samples=options.samples,
         asked=0.0 if asked is None else float(asked.mean()),
     )
-    return {method: cost(method, weights, lengths) for method in answers.methods_of(prepared.rows, options)}
+    return {method: of_set(method) for method in answers.methods_of(prepared.rows, options)}
 
 
 def _poolings(engine: Engine, options: EvaluateOptions, console: Console) -> tuple[Pooling, ...]:
@@ -188,11 +159,11 @@ def _poolings(engine: Engine, options: EvaluateOptions, console: Console) -> tup
     return tuple(Pooling)
 
 
-def _with_halluguard(engine: Engine, prepared: PreparedSet, options: EvaluateOptions) -> PreparedSet:
+def _with_halluguard(engine: Engine, prepared: prepare.PreparedSet, options: EvaluateOptions) -> prepare.PreparedSet:
     """Add HalluGuard's scores, which need the loaded model; they are kept in the run's folder."""
     if "halluguard" not in options.methods:
         return prepared
-    path = answers_path(options, prepared.rows.name)
+    path = options.out / "sets" / prepared.rows.name / "halluguard.npy"
     if not path.exists():
         from hallutracer_research.evaluation.methods.halluguard import halluguard_scores
 
@@ -204,24 +175,24 @@ def _with_halluguard(engine: Engine, prepared: PreparedSet, options: EvaluateOpt
     return replace(prepared, inputs=replace(prepared.inputs, halluguard=np.load(path, allow_pickle=False)))
 
 
-def _evaluate_set(prepared: PreparedSet, options: EvaluateOptions, *, subset: str = "") -> SetResult:
+def _evaluate_set(prepared: prepare.PreparedSet, options: EvaluateOptions, *, subset: str = "") -> results.SetResult:
     """All splits and methods of one set; of a subset the main table's numbers only."""
     inputs = prepared.inputs
     folder = options.out / "sets" / prepared.rows.name / "fits" / (subset or "pooled")
     claim(folder, _fingerprint(prepared, options))
-    outer = outer_splits(inputs, options)
+    outer = splits.outer_splits(inputs, options)
     paper = options.suite == "paper" and not subset
     site = Site.ATTENTION_HEAD
     poolings = [pooling for where, pooling in prepared.pooled if where is site] if paper else []
     methods = answers.methods_of(prepared.rows, options)
     steps = len(outer) * len(methods) + (len(poolings) * options.folds if paper else 0)
-    splits: list[Split] = []
+    fitted: list[Split] = []
     pooled: dict[tuple[Site, Pooling], list[Floats]] = {(site, pooling): [] for pooling in poolings}
     failed: dict[str, str] = {}  # rivals that cannot learn from this set, which must not cost it the others
 
     def fit(fold: OuterFold) -> dict[str, Floats]:
-        split = kept_split(folder / OURS, inputs, *fold, options)
-        splits.append(split)
+        split = splits.kept_split(folder / OURS, inputs, *fold, options)
+        fitted.append(split)
         of_fold = {}
         for method in methods:
             bar.set_postfix_str(f"seed {fold.seed} fold {fold.fold} {method}", refresh=False)
@@ -236,18 +207,20 @@ def _evaluate_set(prepared: PreparedSet, options: EvaluateOptions, *, subset: st
         for pooling in poolings if fold.seed == 0 else []:
             path = folder / f"pooling-{pooling}" / f"fold{fold.fold}.npz"
             readouts = prepared.pooled[site, pooling]
-            pooled[site, pooling].append(_kept_score(path, partial(pooled_depth_mean, readouts, split, options)))
+            pooled[site, pooling].append(_kept_score(path, partial(splits.pooled_depth_mean, readouts, split, options)))
             bar.update()
         return of_fold
 
     with tqdm(total=steps, desc=subset or prepared.rows.name, unit="fit", mininterval=1) as bar:
         scores = nested_cv(outer, fit)
     scores = {method: of_method for method, of_method in scores.items() if method not in failed}
-    result = SetResult(prepared, splits, scores, None, pooled, failed=failed)
+    result = results.SetResult(prepared, fitted, scores, None, pooled, failed=failed)
     if subset:
         return result
-    aurocs = {method: measures["auroc"]["mean"] for method, measures in _measures(result).items()}
-    return replace(result, comparison=compare(inputs.label, inputs.group, scores, aurocs))
+    aurocs = {
+        method: results.measured(inputs.label, of_method)["auroc"]["mean"] for method, of_method in scores.items()
+    }
+    return replace(result, comparison=results.compare(inputs.label, inputs.group, scores, aurocs))
 
 
 def _kept_score(path: Path, make: Callable[[], Floats]) -> Floats:
@@ -262,50 +235,41 @@ def _score(folder: Path, method: str, inputs: MethodInputs, split: Split, option
 
     def make() -> Floats:
         if method == RESIDUAL:
-            return -residual_depth_mean(inputs, split, options)
+            return -splits.residual_depth_mean(inputs, split, options)
         if method == TRAJECTORY:
-            return whole_trajectory(inputs, split)
+            return splits.whole_trajectory(inputs, split)
         if method == SHUFFLED:
-            return -shuffled_depth_mean(inputs, split, options)
+            return -splits.shuffled_depth_mean(inputs, split, options)
         return fit_method(method, inputs, split.train, split.test, split.seed, options.jobs or None)
 
     return _kept_score(folder / method / f"seed{split.seed}-fold{split.fold}.npz", make)
 
 
-def _fingerprint(prepared: PreparedSet, options: EvaluateOptions) -> dict[str, Any]:
+def _fingerprint(prepared: prepare.PreparedSet, options: EvaluateOptions) -> dict[str, Any]:
     """What kept fits depend on, besides the readouts."""
     inputs = prepared.inputs
     return {
-        "data": prepared.rows.dataset.digest,
-        "judge": asdict(prepared.rows.judge) | {"api_key": ""},
-        "rows": len(inputs.label),
-        "factual": int(inputs.label.sum()),
-        "folds": options.folds,
-        "inner_folds": options.inner_folds,
-        "c": options.c if options.c is not None else list(options.c_grid),
-    }
+        "data": prepared.rows.dataset.digest, "judge": asdict(prepared.rows.judge) | {"api_key": ""},
+        "rows": len(inputs.label), "factual": int(inputs.label.sum()), "folds": options.folds,
+        "inner_folds": options.inner_folds, "c": options.c if options.c is not None else list(options.c_grid),
+    }  # fmt: skip
 
 
-def _subsets(
-    sets: Sequence[PreparedSet],
-    costs: Sequence[Mapping[str, Cost]],
-    options: EvaluateOptions,
-    titles: dict[str, str],
-) -> Table | None:
-    """The main table inside each sub-dataset, probes included: the mean over those that have rows for the folds."""
+def _subsets(sets: Sequence[results.SetResult], options: EvaluateOptions) -> Table | None:
+    """Return the main table inside each sub-dataset, probes included: the mean over those with rows for the folds."""
     table_rows: list[dict[str, Any]] = []
     notes: list[str] = []
-    for prepared, of_set in zip(sets, costs, strict=True):
+    for of_set in sets:
+        prepared = of_set.prepared
         kinds = sorted(set(prepared.inputs.kind.tolist()) - {""})
         if len(kinds) < 2:
             continue
-        measures: list[dict[str, dict[str, dict[str, float]]]] = []
+        measures: list[dict[str, results.Measures]] = []
         for kind in kinds:
             rows = np.flatnonzero(prepared.inputs.kind == kind)
             slug = "".join(char if char.isalnum() else "-" for char in kind.lower())
             try:
-                result = _evaluate_set(prepared.subset(rows), options, subset=f"subset-{slug}")
-                measures.append(_measures(result))
+                measures.append(_evaluate_set(prepared.subset(rows), options, subset=f"subset-{slug}").measures())
             except (TrainingError, NoDirection) as error:
                 notes.append(f"{prepared.rows.name}/{kind} is left out: {error}")
         if measures:
@@ -313,16 +277,18 @@ def _subsets(
                 method: {
                     name: {part: float(np.mean([one[method][name][part] for one in measures]))
                            for part in ("mean", "std")}
-                    for name in MEASURES
+                    for name in results.MEASURES
                 }
                 for method in answers.methods_of(prepared.rows, options)
                 if all(method in one for one in measures)
             }  # fmt: skip
-            table_rows += rows_of(f"{prepared.rows.name}, mean of {len(measures)} sub-datasets", titles, mean, of_set)
+            table_rows += results.rows_of(
+                f"{prepared.rows.name}, mean of {len(measures)} sub-datasets", mean, of_set.costs
+            )
     if not table_rows:
         return None
     return replace(
-        main_table(table_rows, notes),
+        results.main_table(table_rows, notes),
         name="subsets",
         label="",
         title="The same, trained and tested inside each sub-dataset",
@@ -331,7 +297,7 @@ def _subsets(
     )
 
 
-def _notes(sets: Sequence[SetResult], titles: dict[str, str], options: EvaluateOptions) -> list[str]:
+def _notes(sets: Sequence[results.SetResult], options: EvaluateOptions) -> list[str]:
     notes = []
     for result in sets:
         label, rows = result.label, result.prepared.rows
@@ -340,13 +306,13 @@ def _notes(sets: Sequence[SetResult], titles: dict[str, str], options: EvaluateO
             f"{result.title}: {rows.title}; {len(label)} rows, {int((1 - label).sum())} hallucinated, "
             f"{len(np.unique(result.group))} groups" + (f"; left out: {left}" if left else "")
         )
-        failed = [f"left out: {titles[method]}: {problem}" for method, problem in result.failed.items()]
+        failed = [f"left out: {TITLES[method]}: {problem}" for method, problem in result.failed.items()]
         notes += [f"{result.title}: {note}" for note in (*rows.notes, answers.left_out(rows, options), *failed) if note]
         if result.comparison is not None:
             c = result.comparison
             delong = "" if c.p_delong is None else f", DeLong p = {c.p_delong:.2g} (median over seeds)"
             notes.append(
-                f"{result.title}: HalluTracer over the runner-up ({titles[c.runner_up]}): AUROC "
+                f"{result.title}: HalluTracer over the runner-up ({TITLES[c.runner_up]}): AUROC "
                 f"{100 * c.difference:+.1f} points [{100 * c.low:+.1f}, {100 * c.high:+.1f}], "
                 f"p = {c.p_value:.2g} over groups{delong}"
             )

@@ -1,4 +1,4 @@
-"""``hallutracer diagnose``: a file of labelled trajectories -> the diagnostics that need no model.
+"""Labelled trajectories, from an ``.npz`` or by a bundle's own probes on a file of rows, and their diagnostics.
 
 An ``.npz`` with trajectory [N, m] and label [N] (1 factual, 0 hallucinated); optional group [N], readout [N, m, d] and
 direction [m, d].  Reads arrays only, never pickles.
@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import zipfile
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -16,18 +17,34 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from hallutracer_research.paper.diagnostics.chen_qin import MIN_ROWS, chen_qin_by_group, one_row_a_group
 from hallutracer_research.paper.diagnostics.classes import Floats, as_document, middle_layers
 from hallutracer_research.paper.diagnostics.features import trajectory_features
-from hallutracer_research.paper.diagnostics.fisher import Shrinkage, fisher_gap
-from hallutracer_research.paper.diagnostics.geometry import layer_geometry, readout_geometry, transition_geometry
-from hallutracer_research.paper.diagnostics.increments import Increments, decompose
-from hallutracer_research.paper.diagnostics.isotropy import isotropy
-from hallutracer_research.paper.diagnostics.kappa import kappa_table
-from hallutracer_research.paper.diagnostics.snr import snr_table
-from hallutracer_research.paper.diagnostics.variance import variance_components
+from hallutracer_research.paper.diagnostics.geometry import (
+    Increments,
+    decompose,
+    kappa_table,
+    layer_geometry,
+    readout_geometry,
+    transition_geometry,
+)
+from hallutracer_research.paper.diagnostics.heads import isotropy
+from hallutracer_research.paper.diagnostics.shape import Shrinkage, fisher_gap, snr_table, variance_components
+from hallutracer_research.paper.diagnostics.two_samples import MIN_ROWS, chen_qin_by_group, one_row_a_group
+from probes_store.bundle import Bundle
+from service.data.labels import check_answers
+from service.data.rows import prompt_mark
+from service.data.run_folder import locked
+from service.data.training_rows import Dataset, check_all_apply, read_dataset
+from service.engines.base import Engine
 from service.errors import DataError
+from service.fitting.fit import Readouts
 from service.fitting.scores import auroc
+from service.prompts import as_prompt_format
+from service.readout import Probes, Site
+from service.scoring import Scorer
+from service.trainer.new_rows import Marks, group_mark
+from service.trainer.options import NewRowsOptions
+from service.trainer.prepare import PreparedData, prepare, trajectories
 
 NAMES = ("trajectory", "label", "group", "readout", "direction")
 ALPHA = 0.05  # of the layer-wise Chen-Qin tests
@@ -224,14 +241,92 @@ def _chen_qin(data: LabelledSet, readout: NDArray[np.floating]) -> dict[str, Any
     significant = [test.p_value is not None and test.p_value < ALPHA for test in tests]
     middle = middle_layers(len(tests))
     return {
-        "statistic": [test.statistic for test in tests],
-        "energy_ratio": [test.energy_ratio for test in tests],
-        "p_value": [test.p_value for test in tests],
-        "z": [test.z for test in tests],
-        "layers_significant": sum(significant),
-        "layers": len(tests),
-        "middle_significant": sum(significant[layer] for layer in middle),
-        "middle_layers": len(middle),
+        "statistic": [test.statistic for test in tests], "energy_ratio": [test.energy_ratio for test in tests],
+        "p_value": [test.p_value for test in tests], "z": [test.z for test in tests],
+        "layers_significant": sum(significant), "layers": len(tests),
+        "middle_significant": sum(significant[layer] for layer in middle), "middle_layers": len(middle),
         "alpha": ALPHA,
         "notes": notes + [f"layer {layer}: {note}" for layer, test in enumerate(tests) for note in test.notes],
-    }
+    }  # fmt: skip
+
+
+MOST_BYTES = 1 << 31  # of readouts in memory; the sections that need them are left out above it
+
+
+@dataclass(frozen=True, eq=False)
+class OwnSet:
+    """The set, and what is to be said of it."""
+
+    labelled: LabelledSet
+    remarks: tuple[str, ...]
+
+
+def own_trajectories(bundle: Bundle, options: NewRowsOptions, engine_factory: Callable[[], Engine]) -> OwnSet:
+    """Run every row through the model, label it, and read it with the bundle's probes; resumes in the run folder.
+
+    The file is checked before the model is loaded.  Raises DataError, TrainingError, RunMismatch and BundleRefused.
+    """
+    check_three_layers(bundle)
+    manifest = bundle.manifest
+    site = Site(manifest.readout.site)
+    options = options.of(manifest.name, manifest.training)
+    dataset = read_dataset(options.file, options.answers, folds=MIN_ROWS)
+    check_all_apply(dataset)
+    if options.answers == "generate":
+        check_answers(dataset, options)
+    folder = f"diagnosis-{dataset.digest.removeprefix('sha256:')[:12]}"
+    with locked(options.folder), closing(engine_factory()) as engine:
+        Scorer(engine, bundle)  # this model's bundle, and it reads what it should
+        prompt_format = as_prompt_format(manifest.prompt_format)
+        prepared = prepare(engine, dataset, options, prompt_format, folder, sites=[site], folds=MIN_ROWS)
+        return _read(bundle, prepared, Probes.of(site, bundle.probes))
+
+
+def _read(bundle: Bundle, prepared: PreparedData, probes: Probes) -> OwnSet:
+    remarks = list(_seen(bundle, prepared.dataset))
+    if left := prepared.labelled.left_out:
+        remarks.append("left out: " + ", ".join(f"{count} {why}" for why, count in left.items()))
+    inputs = prepared.inputs
+    readout = _readouts(inputs.readouts, probes)
+    if readout is None:
+        remarks.append("the readouts take more than 2 GiB: the sections on geometry and class means are left out")
+    labelled = LabelledSet(
+        trajectory=trajectories(inputs.readouts, [probes]),
+        label=inputs.label,
+        group=np.unique(inputs.group, return_inverse=True)[1].astype(np.int64),
+        readout=readout,
+        direction=None if readout is None else np.asarray(probes.direction, np.float64),
+    )
+    return OwnSet(labelled, tuple(remarks))
+
+
+def _readouts(readouts: Readouts, probes: Probes) -> NDArray[np.floating] | None:
+    """What the probes read, [n, m, d]; None where that is too much for the memory."""
+    layers, dim = probes.direction.shape
+    if len(readouts.index) * layers * dim * 4 > MOST_BYTES:
+        return None
+    columns = [readouts.file.head(layer, head)[readouts.index] for layer, head in enumerate(probes.head.tolist())]
+    return np.stack(columns, axis=1)
+
+
+def _seen(bundle: Bundle, dataset: Dataset) -> list[str]:
+    """A remark where probes are diagnosed on the rows that they were fitted on, which flatters them."""
+    record = bundle.evaluation().get("rows_seen", {}).get("training")
+    if record is None:
+        if dataset.digest == bundle.manifest.training.data_digest:
+            return [f"these are the rows that {bundle.reference} was fitted on: everything here is too good"]
+        return [f"{bundle.reference} does not record its training rows: make sure that these are others"]
+    marks = Marks.read(record)
+    seen = sum(
+        prompt_mark(row.prompt_digest) in marks.prompts or bool(row.group and group_mark(row.group) in marks.groups)
+        for row in dataset.rows
+    )
+    if not seen:
+        return []
+    return [f"{bundle.reference} was fitted on {seen:,} of the {len(dataset):,} rows: everything here is too good"]
+
+
+def check_three_layers(bundle: Bundle) -> None:
+    """Raise DataError for a model whose trajectories are too short to have a shape."""
+    if bundle.manifest.model.num_layers < 3:
+        raise DataError(bundle.reference, ["its model has fewer than 3 layers: a trajectory of two has no shape"])

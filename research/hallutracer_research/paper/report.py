@@ -14,27 +14,51 @@ from pathlib import Path
 import numpy as np
 
 import service
-from hallutracer_research.evaluation.main_table import pooled_ranks
-from hallutracer_research.evaluation.options import OURS, SHUFFLED
-from hallutracer_research.evaluation.page import figures
-from hallutracer_research.evaluation.page.html import to_html
-from hallutracer_research.evaluation.page.markdown import to_markdown
-from hallutracer_research.evaluation.page.report_data import Claim, Figure, ReportData, Section
+from hallutracer_research.evaluation import figures
+from hallutracer_research.evaluation.options import OURS, SHUFFLED, TITLES, EvaluateOptions
+from hallutracer_research.evaluation.page import Claim, Figure, ReportData, Section, to_html
+from hallutracer_research.evaluation.results import SetResult, pooled_ranks
 from hallutracer_research.evaluation.run import EvaluationResult
-from hallutracer_research.evaluation.set_result import SetResult
-from hallutracer_research.paper.ablations import MEAN, depth_curve
-from hallutracer_research.paper.ablations_readout import READOUT
+from hallutracer_research.evaluation.tables import to_markdown
+from hallutracer_research.paper.ablations import MEAN, READOUT, depth_curve
 from hallutracer_research.paper.claims import claims
 from hallutracer_research.paper.diagnostics.classes import as_document
-from hallutracer_research.paper.introduction import introduction
-from hallutracer_research.paper.published import PUBLISHED
-from hallutracer_research.paper.structure import TRAJECTORY
-from hallutracer_research.paper.structure_readouts import READOUTS, geometry_by_layer
-from hallutracer_research.paper.table_spec import TableSpec, make_tables
-from probes_store.durable import atomic_write
+from hallutracer_research.paper.structure import READOUTS, TRAJECTORY, geometry_by_layer
+from hallutracer_research.paper.tables import PUBLISHED, TableSpec, make_tables
+from probes_store.local import atomic_write
 from service.errors import TrainingError
 from service.fitting.calibration import fit_classifier
 from service.fitting.scores import risk_auroc
+
+
+def introduction(model: str, sets: Sequence[tuple[str, int]], options: EvaluateOptions) -> str:
+    """Paragraphs: what is measured, how to read it, what to compare with; ``sets`` are names and numbers of rows."""
+    listed = ", ".join(f"{name} ({rows:,} rows)" for name, rows in sets)
+    paragraphs = [
+        f"Before `{model}` writes the first token of an answer, can one tell that the answer will be wrong? This "
+        "report compares HalluTracer, which averages a truth logit over the layers, with other methods on the same "
+        f"rows: {listed}.",
+        "AUROC, in percent, is the chance that a hallucinated row gets a higher risk than a factual one: 50 is a coin, "
+        f"100 is perfect. It is measured on rows that no fit has seen, {options.seeds} seeds x {options.folds} folds; "
+        "± is the standard deviation over these, square brackets are 95 % intervals. A set of a few hundred rows has "
+        "wide ones: differences inside them are no differences. Bold is the best of its block.",
+    ]
+    known = []
+    if "text-ngrams" in options.methods:
+        known.append("What the question's text alone reaches says how much a set gives away without any model.")
+    if SHUFFLED in options.methods:
+        known.append("The control on shuffled labels has to be near 50.")
+    if known:
+        paragraphs.append(" ".join(known))
+    if options.suite == "paper":
+        paragraphs.append(
+            "Verdicts come first. Each weighs one claim of the paper by a rule that was fixed beforehand and stands "
+            "beside it: supported, not supported, mixed (the sets disagree, or the interval leaves it open), or not "
+            "testable here."
+        )
+    paragraphs.append("Wide tables and drawings scroll sideways on a small screen.")
+    return "\n\n".join(paragraphs)
+
 
 SECTIONS: Mapping[str, Sequence[TableSpec]] = {
     "Does the mean suffice?": MEAN,
@@ -79,7 +103,7 @@ def report_data(evaluation: EvaluationResult, command: str) -> ReportData:
     options, identity, results = evaluation.options, evaluation.identity, evaluation.sets
     tables = (evaluation.main, evaluation.subsets, evaluation.transfer, evaluation.forms)
     main = [table for table in tables if table is not None]
-    detection = [figure for result in results for figure in _detection(result, evaluation.titles)]
+    detection = [figure for result in results for figure in _detection(result)]
     sections = [Section("Detection", _PAPER, main, detection)]
     judged: list[Claim] = []
     if options.suite == "paper":
@@ -117,10 +141,10 @@ def report_data(evaluation: EvaluationResult, command: str) -> ReportData:
     )  # fmt: skip
 
 
-def _detection(result: SetResult, titles: Mapping[str, str]) -> list[Figure]:
+def _detection(result: SetResult) -> list[Figure]:
     """AUROC against cost; ROC and precision-recall, and our reliability, from the first seed's test sides."""
     label = result.label
-    ranks = {titles[name]: pooled_ranks(len(label), scores) for name, scores in result.scores.items()}
+    ranks = {TITLES[name]: pooled_ranks(len(label), scores) for name, scores in result.scores.items()}
     calibrated = np.full(len(label), np.nan)
     for split in result.folds(0):
         inside = split.train_trajectory.mean(axis=1)[:, None]
@@ -134,7 +158,7 @@ def _detection(result: SetResult, titles: Mapping[str, str]) -> list[Figure]:
     return [
         _named(figures.cost(aurocs), result),
         _named(figures.roc_pr(label, ranks), result),
-        _named(figures.reliability(label, {titles[OURS]: calibrated}, result.group), result),
+        _named(figures.reliability(label, {TITLES[OURS]: calibrated}, result.group), result),
     ]
 
 

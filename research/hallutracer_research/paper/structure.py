@@ -1,24 +1,46 @@
-"""The paper's tables on level, shape and increments of the trajectories (Prop. snr, Thm. uniform-optimal, Eq. icc).
+"""The paper's tables on level, shape and increments of the trajectories (Prop. snr, Thm. uniform-optimal, Eq. icc), and
+on probe directions and readouts: geometry, isotropy, the parts of the readout change.
 
 Trajectories are the out-of-fold ones of the first seed.  The folds' probes differ, which adds to the spread within the
-classes.  Tables that need readouts are in ``structure_readouts``.
+classes.  On readouts each fold's probes are applied to its test side, and the folds of the first seed are averaged;
+isotropy takes the first fold and one head for all layers.  One layer of one fold is in memory at a time.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final
 
 import numpy as np
 
-from hallutracer_research.evaluation.set_result import SetResult
-from hallutracer_research.evaluation.tables import Column
-from hallutracer_research.paper.diagnostics.fisher import fisher_gap
-from hallutracer_research.paper.diagnostics.increments import decompose
-from hallutracer_research.paper.diagnostics.kappa import kappa_table
-from hallutracer_research.paper.diagnostics.snr import snr_table
-from hallutracer_research.paper.diagnostics.variance import variance_components
-from hallutracer_research.paper.table_spec import Row, TableSpec, attributes
+from hallutracer_research.evaluation.results import SetResult, spread
+from hallutracer_research.evaluation.splits import Split
+from hallutracer_research.evaluation.tables import Cell, Column
+from hallutracer_research.paper.diagnostics.classes import mean_or_none, middle_layers
+from hallutracer_research.paper.diagnostics.geometry import (
+    ReadoutGeometry,
+    crossings,
+    decompose,
+    expected_cosine,
+    kappa_table,
+    layer_geometry,
+    readout_geometry,
+    transition_geometry,
+)
+from hallutracer_research.paper.diagnostics.heads import isotropy
+from hallutracer_research.paper.diagnostics.k_split import (
+    PARTS,
+    KTable,
+    StandardizedProbes,
+    k_table,
+    split_readout_change,
+)
+from hallutracer_research.paper.diagnostics.shape import fisher_gap, snr_table, variance_components
+from hallutracer_research.paper.diagnostics.two_samples import chen_qin_by_group
+from hallutracer_research.paper.tables import Row, TableSpec, attributes
 from service.errors import TrainingError
+from service.fitting.fit import Floats, Index
+from service.fitting.scores import auroc
 
 OUT_OF_FOLD: Final = "Out-of-fold trajectories of the first seed; the folds' probes differ."
 
@@ -111,3 +133,196 @@ KAPPA: Final = TableSpec(
     (OUT_OF_FOLD,),
 )  # fmt: skip
 TRAJECTORY: Final = (SNR, FISHER, VARIANCE, KAPPA)
+
+
+ALPHA: Final = 0.05  # of the layer-wise Chen-Qin tests
+PERMUTATIONS: Final = 200
+BY_FOLD: Final = "Each fold's probes on its test side, mean over the folds of the first seed."
+_DIAGNOSTICS: Final = {  # the table's column -> the diagnostic's name
+    "cohen_d": "cohen_d", "dcov": "distance_correlation", "alignment": "alignment", "v2_top90": "v2_top90",
+    "energy": "energy_fraction", "adjacent_cos": "adjacent_cos", "mean_shift": "mean_shift_norm",
+}  # fmt: skip
+
+
+def _geometry(result: SetResult, notes: list[str]) -> Row:
+    folds = [_fold_geometry(result, split) for split in result.folds(0)]
+    cells: dict[str, Cell] = {
+        key: _mean_defined([fold.middle[name] for fold in folds], key, notes) for key, name in _DIAGNOSTICS.items()
+    }
+    drift, whole = (mean_or_none([fold.middle[name] for fold in folds]) for name in ("cohen_d", "increment_d"))
+    cells["r_w"] = drift / whole if drift is not None and whole else None
+    middle = middle_layers(len(folds[0].layers))
+    tests = [
+        [
+            chen_qin_by_group(
+                _selected_readout(result, split, layer), result.label[split.test], result.group[split.test]
+            )
+            for layer in middle
+        ]
+        for split in result.folds(0)
+    ]
+    ratios = [test.energy_ratio for of_fold in tests for test in of_fold]
+    cells["energy_ratio"] = _mean_defined(ratios, "energy_ratio", notes)
+    counts = [sum(test.p_value is not None and test.p_value < ALPHA for test in of_fold) for of_fold in tests]
+    cells["cq_significant"] = f"{np.mean(counts):.1f}/{len(middle)}"
+    if undefined := sum(test.p_value is None for of_fold in tests for test in of_fold):
+        notes.append(f"{undefined} of {len(ratios)} Chen-Qin tests have no p-value and count as not significant")
+    p_values = [fold.cos_p_value for fold in folds if fold.cos_p_value is not None]
+    shown = tuple(_DIAGNOSTICS.values())
+    notes += [note for fold in folds for note in fold.notes if note.startswith(shown)]
+    return cells | {
+        "expected_cos": expected_cosine(folds[0].dim),
+        "cos_p": float(np.median(p_values)) if p_values else None,
+        "random_energy": 1.0 / folds[0].dim,
+    }
+
+
+def _isotropy(result: SetResult, notes: list[str]) -> Row:
+    split = result.folds(0)[0]
+    probes, label = split.probes, result.label[split.test]
+    complete = np.flatnonzero((probes.auroc > 0).all(axis=0))
+    if not len(complete):
+        raise TrainingError("no head has a probe at every layer: give a larger C")
+    head = int(complete[probes.auroc[:, complete].mean(axis=0).argmax()])
+    direction = probes.direction[:, head]
+    middle = list(middle_layers(len(direction)))
+    layers = [layer_geometry(readout_of(result, layer, head, split.test), label, direction[layer]) for layer in middle]
+    ranks = [layer.stable_rank for layer in layers if layer.stable_rank is not None]
+    tests = isotropy(direction, float(np.mean(ranks)) if ranks else None)
+    notes += tests.notes
+    return {
+        **vars(tests), "layers": len(direction), "head_dim": direction.shape[1], "head": head,
+        "auc": spread([auroc(label, probes.logits[:, layer, head]) for layer in middle]),
+        "effective_rank": spread(ranks) if ranks else None,
+        "energy": _mean_defined([layer.energy_fraction for layer in layers], "energy", notes),
+        "adjacent_cos": tests.mean_abs_cos, "cos_ambient": tests.expected_ambient, "cos_rank": tests.expected_rank,
+        "ks_p": tests.ks_rank_p,
+    }  # fmt: skip
+
+
+def _k_split(result: SetResult, notes: list[str]) -> Row:
+    """The cells of both tables on the parts of the readout change."""
+    folds = [_fold_k(result, split) for split in result.folds(0)]
+    signal, null, variance = (
+        {name: float(np.mean([getattr(fold.parts[name], field) for fold in folds])) for name in PARTS}
+        for field in ("signal", "null", "variance")
+    )
+    whole = signal["k"] - null["k"]
+    if whole <= 0:
+        notes.append("gaps are left out: K itself tells no more than permuted labels")
+    notes.append(f"the parts add up to K within {max(fold.reconstruction_error for fold in folds):.1e} of their size")
+    cells: dict[str, Cell] = {"null": null["k"]}
+    for name in PARTS:
+        cells[f"signal_{name}"] = signal[name]
+        cells[f"gap_{name}"] = (signal[name] - null[name]) / whole if whole > 0 else None
+        cells[f"var_{name}"] = variance[name]
+    return cells | {"cov_metric_head": float(np.mean([fold.cov_metric_head for fold in folds]))}
+
+
+GEOMETRY: Final = TableSpec(
+    "geometry", "Structural hypotheses", "tab:validation_results",
+    (
+        "cohen_d", "r_w", "dcov", "alignment", "v2_top90", "energy", Column("random_energy", "1/d", "percent", 4),
+        "adjacent_cos", Column("expected_cos", "√(2/(πd))", "number", 2),
+        Column("cos_p", "|cos| t-test p, median", "p_value"), "mean_shift", "energy_ratio", "cq_significant",
+    ),
+    "Averages over the middle 60 % of layers. Class separation of the intrinsic increment W, its ratio and dependence; "
+    "alignment of probe and mean shift, the probe's share of variance beside a random direction's, neighbouring "
+    "probes' cosine beside its expectation; and, without any probe, mean-shift norm, Chen-Qin energy ratio and how "
+    f"many layers it finds significant at {ALPHA:g} (mean over folds).",
+    _geometry,
+    (
+        BY_FOLD,
+        "The paper defines neither r_w nor the norm of dCov: here the effect size of W over that of the whole "
+        "increment, and the distance correlation of W and K.",
+        "Neighbouring layers may select different heads: their probes' cosine is taken in head coordinates (the "
+        "readout gauge). Tab. isotropy-results fixes the head.",
+        "The Chen-Qin test, which needs independent rows, takes one row of each group, drawn with a fixed seed; other "
+        "p-values and unbiased estimates here treat all rows as independent.",
+        "The norm of the mean shift is not corrected for noise, which enlarges it on a small test side.",
+    ),
+)  # fmt: skip
+ISOTROPY: Final = TableSpec(
+    "isotropy", "Probe isotropy", "tab:isotropy-results",
+    (
+        "layers", "head_dim", Column("head", "Head", "integer"), "auc", "effective_rank", "energy", "adjacent_cos",
+        "cos_ambient", "cos_rank", "ks_p", "shapiro_p", "trend_slope", "trend_p", "anova_p", "permutation_ambient_p",
+        "permutation_rank_p",
+    ),
+    "Probes of one head, the one with the best mean training AUROC over layers, at the middle 60 % of layers (mean ± "
+    "standard deviation over layers where given). Test 1: distribution of adjacent inner products. Test 2: the same at "
+    "growing gaps. Test 3: distance to random unit vectors, on the ambient and on the effective-rank sphere, against "
+    "10,000 drawn sets.",
+    _isotropy,
+    ("First fold of the first seed: probes of its training side, readouts and AUROC of its test side.",),
+)  # fmt: skip
+K_SPLIT: Final = TableSpec(
+    "k-split", "Discriminative content of the parts of the readout change", "tab:k-decomp-auroc",
+    (
+        *(f"{what}_{name}" for what in ("signal", "gap") for name in PARTS),
+        Column("null", "Null of K", "number", 3),
+    ),
+    "max(AUROC, 1 − AUROC), out of fold, averaged over the recognition zone; the gap above its mean over "
+    f"{PERMUTATIONS} permutations of the label, in percent of K's gap. A folded AUROC is above 0.5 by chance, the more "
+    "so the smaller the test side.",
+    _k_split,
+    (BY_FOLD,),
+)  # fmt: skip
+K_SPLIT_VARIANCE: Final = TableSpec(
+    "k-split-variance", "Variance and covariance of the parts of the readout change", "tab:k-decomp-cov",
+    ("var_probe", "var_metric", "var_head", "cov_metric_head", "var_k"),
+    "Averaged over the recognition zone, in squared truth-logit units.",
+    _k_split,
+    (BY_FOLD,),
+)  # fmt: skip
+READOUTS: Final = (GEOMETRY, ISOTROPY, K_SPLIT, K_SPLIT_VARIANCE)
+
+
+def geometry_by_layer(result: SetResult) -> tuple[Floats, Floats, int]:
+    """Adjacent |cos| [m - 1], the probe's share of variance [m] (NaN where a fold has none), d; means over folds."""
+    folds = [_fold_geometry(result, split) for split in result.folds(0)]
+    cosines = np.array([[transition.adjacent_cos for transition in fold.transitions] for fold in folds])
+    energy = np.array([[layer.energy_fraction for layer in fold.layers] for fold in folds], np.float64)
+    return cosines.mean(axis=0), energy.mean(axis=0), folds[0].dim
+
+
+def readout_of(result: SetResult, layer: int, head: int, rows: Index) -> Floats:
+    """One head's readouts at one layer, [r, d]."""
+    heads = result.prepared.inputs.heads
+    return heads.file.head(layer, head)[heads.index[rows]].astype(np.float64)
+
+
+def _selected_readout(result: SetResult, split: Split, layer: int) -> Floats:
+    """The selected head's readouts of the test side at one layer, [n_test, d]."""
+    return readout_of(result, layer, int(split.probes.selected[layer]), split.test)
+
+
+def _fold_geometry(result: SetResult, split: Split) -> ReadoutGeometry:
+    label = result.label[split.test]
+    direction, _ = split.probes.of(split.probes.selected)
+    layers = [layer_geometry(_selected_readout(result, split, layer), label, v) for layer, v in enumerate(direction)]
+    increments = decompose(split.test_trajectory, split.test_crossed)
+    return readout_geometry(layers, transition_geometry(increments, direction, label), direction.shape[1])
+
+
+def _fold_k(result: SetResult, split: Split) -> KTable:
+    """The split of K on the test side; z is the standardisation of the selected heads' training rows."""
+    heads, head = result.prepared.inputs.heads, split.probes.selected
+    direction, bias = split.probes.of(head)
+    mean, std = np.empty_like(direction), np.empty_like(direction)
+    for layer, selected in enumerate(head.tolist()):
+        x = readout_of(result, layer, selected, split.train)
+        mean[layer], std[layer] = x.mean(axis=0), x.std(axis=0)
+    probes = StandardizedProbes.of(direction, bias, mean, np.where(std > 0, std, 1.0))
+    across = crossings(
+        lambda layer: heads.file.layer(layer)[heads.index[split.test]], head, heads.file.geometry, heads.file.site
+    )
+    parts = split_readout_change(across, probes, direction, bias)
+    return k_table(parts, result.label[split.test], PERMUTATIONS, split.fold)
+
+
+def _mean_defined(values: Sequence[float | None], key: str, notes: list[str]) -> float | None:
+    """Mean of the defined ones; a note under ``key`` counts the others."""
+    if missing := sum(value is None for value in values):
+        notes.append(f"{key} has no value in {missing} of {len(values)} folds or layers")
+    return mean_or_none(values)

@@ -6,7 +6,6 @@ const MARGIN = { left: 44, right: 10, top: 10, bottom: 34 };
 const FORM_ROWS = { held_out: "held-out rows", out_of_fold: "training rows, by probes that never saw the row" };
 const SOURCES = {
   out_of_fold_risks: ({ rows }) => `Counted on the bundle's ${rows.toLocaleString("en")} training rows, each with the risk of probes that never saw it. It holds for questions like those.`,
-  normal_model: ({ rows }) => `An approximation: this bundle keeps no risks of its ${rows.toLocaleString("en")} training rows, only mean and spread of the depth mean of each class, read here as two normal distributions. It holds for questions like those rows.`,
   own_threshold: () => "This bundle keeps too little for other thresholds than its own. One that is trained anew keeps it all.",
 };
 
@@ -39,9 +38,7 @@ export class Threshold {
     show(byId("gate-waiting"), false);
     show(byId("gate-body"), true);
     show(byId("gate-figure"), gates.length > 0);
-    const own = detail.coverage.own && source === "normal_model" ? this.#gate(detail.threshold) : null;
-    byId("gate-source").textContent = SOURCES[source](detail.coverage) + (own
-      ? ` At the bundle's own threshold it says ${percent(own.answered)} answered and ${percent(own.wrong_among_answered)} of them wrong.` : "");
+    byId("gate-source").textContent = SOURCES[source](detail.coverage);
     forms(detail.forms);
     this.#reset();
   }
@@ -60,15 +57,15 @@ export class Threshold {
   }
 
   #update() {
-    const at = this.value, { own, source } = this.#detail.coverage;
+    const at = this.value, { own } = this.#detail.coverage;
     byId("threshold-value").textContent = this.#moved ? fixed(at) : `${fixed(at, 3)} (the bundle's own)`;
     byId("threshold-reset").disabled = byId("threshold-send").disabled = !this.#moved;
     const lines = [];
-    const gate = this.#gate(at), modelled = source === "normal_model";
+    const gate = this.#gate(at);
     if (own && (!this.#moved || !gate)) {
       lines.push(el("p", { id: "gate-own" }, `Measured at the bundle's own threshold, ${fixed(own.threshold, 3)}: ${words(own)}`));
     } else if (gate) {
-      lines.push(el("p", { id: "gate-at" }, `${modelled ? "Approximately: " : ""}${words(gate)}`));
+      lines.push(el("p", { id: "gate-at" }, words(gate)));
     }
     if (at > 0 && at < 1) {
       const cost = Number(((1 - at) / at).toPrecision(2));

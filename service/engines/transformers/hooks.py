@@ -1,21 +1,25 @@
-"""Activations from a running forward pass, through hooks that exist for one call.
+"""Activations from a running forward pass, through hooks that exist for one call, and the results made of them.
 
-A *sink* receives the activations at t*: ``TruthLogits`` computes one number per probe from them (Eq. logit),
-``ActivationBuffer`` keeps them for training.  A *states sink* (``pooling``) receives the states of all tokens.
+A *sink* takes the activations at t* [batch, width], views in the model's dtype that are valid only during the call:
+``TruthLogits`` computes one number per probe from them (Eq. logit), ``ActivationBuffer`` keeps them for training.  A
+*states sink* (``pooling.PooledBuffer``) takes the states of all tokens at the same sites, padding included.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from service.engines.base import PrefillResult
+from service.engines.checks import check_probe, first_token_of
 from service.engines.families import ModelModules
-from service.errors import EngineError
+from service.engines.transformers.batching import Batch
+from service.errors import NonFiniteReadout
 from service.readout import Geometry, Probes, Site
 
 Tensor = torch.Tensor
@@ -23,22 +27,6 @@ Tensor = torch.Tensor
 
 class LastReadout(Exception):  # noqa: N818 - not an error: it ends a forward pass early
     """Raised by the last hook, so that nothing runs after the last readout."""
-
-
-class Sink(Protocol):
-    """Takes activations at t* as layers run."""
-
-    sites: tuple[Site, ...]  # the sites to read
-
-    def take(self, site: Site, layer: int, activations: Tensor) -> None:
-        """``activations`` [batch, width] at t*, in the model's dtype; a view that is valid only during the call."""
-
-
-class StatesSink(Protocol):
-    """Takes the states of all tokens as layers run, at the sites of the sink that it accompanies."""
-
-    def take(self, site: Site, layer: int, states: Tensor) -> None:
-        """``states`` [batch, columns, width], padding included, in the model's dtype; valid only during the call."""
 
 
 class OnsetIndex:
@@ -51,7 +39,7 @@ class OnsetIndex:
             self._position = torch.tensor(positions, device=device)
 
     def of(self, states: Tensor) -> Tensor:
-        """[batch, positions, width] -> [batch, width]."""
+        """Return [batch, width] of [batch, positions, width]."""
         if self._common is not None:
             return states.select(1, self._common)
         return states[self._batch, self._position]
@@ -69,8 +57,12 @@ class ProbeStack:
         self.sites = tuple(site for site in Site if any(probe.site is site for probe in probes))
         self.columns = {site: [i for i, probe in enumerate(probes) if probe.site is site] for site in self.sites}
         self.weights = {site: self._weights(site, geometry, device) for site in self.sites}
-        self._bias = _columns([probe.bias for probe in probes], geometry)  # applied after the transfer from the device
-        self._scale = _columns([probe.scale for probe in probes], geometry)
+        shape = geometry.num_layers, 1, 1
+        none = np.empty((geometry.num_layers, 1, 0))
+        self._bias, self._scale = (  # [m, 1, P] in float64, applied after the transfer from the device
+            np.concatenate([none, *(np.asarray(one, np.float64).reshape(shape) for one in values)], axis=-1)
+            for values in ([probe.bias for probe in probes], [probe.scale for probe in probes])
+        )
 
     def _weights(self, site: Site, geometry: Geometry, device: torch.device) -> list[Tensor]:
         layers, dim = geometry.num_layers, geometry.dim(site)
@@ -83,18 +75,12 @@ class ProbeStack:
         return list(torch.from_numpy(dense).to(device).unbind(0))
 
     def finish(self, sums: dict[Site, NDArray[np.float32]]) -> NDArray[np.float64]:
-        """Products per site [m, n, P_site] -> truth logits [m, n, P] in the order of ``probes`` (Eq. logit)."""
+        """Return truth logits [m, n, P] in the order of ``probes`` (Eq. logit) of products per site [m, n, P_site]."""
         first = next(iter(sums.values()))
         logits = np.empty((*first.shape[:2], len(self.probes)), np.float64)
         for site, columns in self.columns.items():
             logits[:, :, columns] = sums[site]
         return np.asarray((logits + self._bias) / self._scale, np.float64)
-
-
-def _columns(values: Sequence[NDArray[np.float32]], geometry: Geometry) -> NDArray[np.float64]:
-    """One [m] per probe -> [m, 1, P] in float64."""
-    columns = [np.asarray(value, np.float64).reshape(geometry.num_layers, 1, 1) for value in values]
-    return np.concatenate(columns, axis=-1) if columns else np.empty((geometry.num_layers, 1, 0))
 
 
 class TruthLogits:
@@ -110,7 +96,7 @@ class TruthLogits:
         self._layers = {site: buffer.unbind(0) for site, buffer in self.buffers.items()}
 
     def take(self, site: Site, layer: int, activations: Tensor) -> None:
-        """v_l . a_l in float32 for all probes at once."""
+        """Compute v_l . a_l in float32 for all probes at once."""
         torch.mm(activations.float(), self._stack.weights[site][layer], out=self._layers[site][layer])
 
 
@@ -129,6 +115,9 @@ class ActivationBuffer:
         self.buffers[site][layer].copy_(activations)
 
 
+Sink = TruthLogits | ActivationBuffer
+
+
 @contextmanager
 def reading(
     modules: ModelModules,
@@ -137,7 +126,7 @@ def reading(
     onset: OnsetIndex,
     *,
     stop: bool,
-    states_sink: StatesSink | None = None,
+    states_sink: Any = None,
 ) -> Iterator[None]:
     """Attach the hooks of one forward pass, and remove them in any case.
 
@@ -182,18 +171,35 @@ def reading(
             handle.remove()
 
 
-def check_probe(probe: Probes, geometry: Geometry) -> None:
-    """Raise EngineError, naming the array and both shapes, for probes of another geometry."""
-    m, d = geometry.num_layers, geometry.dim(probe.site)
-    expected = {"head": (m,), "direction": (m, d), "bias": (m,), "scale": (m,)}
-    for name, shape in expected.items():
-        if (actual := np.shape(getattr(probe, name))) != shape:
-            raise EngineError(
-                f"the probes' {name} has shape {actual} where this model needs {shape} at site {probe.site}; "
-                "the bundle was fitted on another model or site: load one that matches"
-            )
-    heads = geometry.heads(probe.site)
-    if np.any((probe.head < 0) | (probe.head >= heads)):
-        raise EngineError(
-            f"the probes' head must lie in [0, {heads}) at site {probe.site}; found {probe.head.tolist()}"
-        )
+Prefilled = tuple[Batch, TruthLogits, Tensor | None]  # one micro-batch's, still on the device; [batch, 3] if asked for
+
+
+def prefill_results(stack: ProbeStack, done: Sequence[Prefilled]) -> list[PrefillResult]:
+    """Return all micro-batches' results, transferred at once, in the caller's order.  Raises NonFiniteReadout."""
+    order = [index for batch, _, _ in done for index in batch.index]
+    if not order:
+        return []
+    lengths = [tokens for batch, _, _ in done for tokens in batch.prompt_tokens]
+    trajectories: list[tuple[NDArray[np.float64], ...]] = [()] * len(order)
+    if stack.probes:
+        sums = {
+            site: torch.cat([sink.buffers[site] for _, sink, _ in done], dim=1).cpu().numpy() for site in stack.sites
+        }
+        logits = stack.finish(sums)  # [m, n, P]
+        refuse_non_finite(logits, order, "truth logit")
+        trajectories = [tuple(of_prompt) for of_prompt in np.ascontiguousarray(logits.transpose(1, 2, 0))]
+    summaries = [summary for _, _, summary in done if summary is not None]
+    first = list(map(first_token_of, torch.cat(summaries).cpu().numpy())) if summaries else [None] * len(order)
+    # ``argsort`` is the inverse permutation.
+    return [PrefillResult(trajectories[row], first[row], lengths[row]) for row in np.argsort(order)]
+
+
+def refuse_non_finite(values: NDArray[np.floating], prompts: Sequence[int], what: Site | str) -> None:
+    """Raise NonFiniteReadout naming the layer and prompt of the first number of ``values`` [m, n, ...] at fault."""
+    if np.isfinite(values).all():
+        return
+    layer, row = (int(axis) for axis in np.argwhere(~np.isfinite(values))[0][:2])
+    raise NonFiniteReadout(
+        f"layer {layer} gave a NaN or infinity ({what}) for prompt {prompts[row]}; the model overflowed: load it with "
+        "dtype bfloat16 or float32, and check its weights and the bundle's"
+    )

@@ -7,25 +7,25 @@ definition.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from service.engines.base import TokenIds
-from service.engines.tokens import Tokens
 from service.engines.transformers.batching import Batch
 from service.readout import Geometry, Pooling, Site
 
 Tensor = torch.Tensor
+Mask = NDArray[np.bool_]
 LAST = {Pooling.LAST_4: 4, Pooling.LAST_8: 8, Pooling.LAST_16: 16}
 MAXIMA = (Pooling.MAX, Pooling.CONTENT_MAX)
 CONTENT = (Pooling.CONTENT_MEAN, Pooling.CONTENT_MAX)
 
 
 def is_content(text: str) -> bool:
-    """Whether a token's text is a content word: it holds a letter or digit and is no English stop word.
+    """Return whether a token's text is a content word: it holds a letter or digit and is no English stop word.
 
     Compared in lower case, without leading and trailing white space and punctuation, which many vocabularies join to
     words.  Each token is decided alone: a part of a word counts; a part of a character, which decodes to no letter,
@@ -38,32 +38,28 @@ def is_content(text: str) -> bool:
 
 
 class ContentWords:
-    """Which tokens of a prompt are content words, cached by token id.
+    """Which tokens of a prompt are content words, cached by id; special tokens are none, as they have no text."""
 
-    Special tokens are not, because the tokenizer leaves them out of the text.  Words of a chat template can be.
-    """
-
-    def __init__(self, tokens: Tokens) -> None:
-        self._tokens = tokens
+    def __init__(self, detokenize: Callable[[Sequence[int]], str]) -> None:
+        self._detokenize = detokenize
         self._is_content: dict[int, bool] = {}
 
-    def of(self, prompt: TokenIds) -> NDArray[np.bool_]:
-        """[len(prompt)], true at content words."""
+    def of(self, prompt: TokenIds) -> Mask:
+        """Return [len(prompt)], true at content words."""
         for token in {int(token) for token in prompt} - self._is_content.keys():
-            self._is_content[token] = is_content(self._tokens.detokenize([token]))
+            self._is_content[token] = is_content(self._detokenize([token]))
         return np.array([self._is_content[int(token)] for token in prompt], np.bool_)
 
 
 def windows(
     batch: Batch, prompts: Sequence[TokenIds], poolings: Sequence[Pooling], words: ContentWords
-) -> dict[Pooling, NDArray[np.bool_]]:
-    """Which columns of a padded batch each pooling includes, [batch, columns]; none includes padding.
+) -> dict[Pooling, Mask]:
+    """Return which columns of a padded batch each pooling includes, [batch, columns]; none includes padding.
 
     ``prompts`` are the caller's, in the numbering of ``batch.index``.  A window longer than its prompt is the whole
     prompt.  A content window is empty if the prompt has no content word.
     """
-    left = _tokens_before_onset(batch)
-    real = _real(batch)
+    left, real = _columns(batch)
     content = np.zeros_like(real)
     if any(pooling in CONTENT for pooling in poolings):
         for row, (index, start, length) in enumerate(zip(batch.index, batch.starts, batch.lengths, strict=True)):
@@ -78,7 +74,7 @@ class PooledBuffer:
     """Pools each layer's states during the forward pass: [m, batch, width] float32 per site and pooling.
 
     Where a window is empty (a prompt without a content word), both mean and maximum are the mean over all tokens of the
-    prompt.  Means and maxima are computed in float32, whatever the model's dtype.  Implements ``hooks.StatesSink``.
+    prompt.  Means and maxima are computed in float32, whatever the model's dtype.  A states sink of ``hooks``.
     """
 
     def __init__(
@@ -86,11 +82,11 @@ class PooledBuffer:
         sites: Sequence[Site],
         geometry: Geometry,
         batch: Batch,
-        counted: dict[Pooling, NDArray[np.bool_]],
+        counted: dict[Pooling, Mask],
         device: torch.device,
     ) -> None:
-        """``counted`` is ``windows`` of ``batch``."""
-        real = _real(batch)
+        """Pool over ``counted``, the ``windows`` of ``batch``."""
+        _, real = _columns(batch)
         # Masks are [batch, columns, 1], to broadcast over the width.
         self._padding = torch.from_numpy(~real[:, :, None]).to(device)
         self._means = [pooling for pooling in counted if pooling not in MAXIMA]
@@ -102,10 +98,9 @@ class PooledBuffer:
             for pooling, window in counted.items()
             if pooling in MAXIMA
         }
+        shape = geometry.num_layers, len(batch.index)
         self.buffers = {
-            (site, pooling): torch.empty(
-                geometry.num_layers, len(batch.index), geometry.width(site), dtype=torch.float32, device=device
-            )
+            (site, pooling): torch.empty(*shape, geometry.width(site), dtype=torch.float32, device=device)
             for site in sites
             for pooling in counted
         }
@@ -122,20 +117,14 @@ class PooledBuffer:
             self.buffers[site, pooling][layer] = torch.where(outside.all(dim=1), means[:, -1], largest)
 
 
-def _tokens_before_onset(batch: Batch) -> NDArray[np.int64]:
-    """Number of columns from each column to t*, [batch, columns]: 0 at t*, negative after it."""
-    onsets, columns = np.array(batch.onsets, np.int64), np.arange(batch.input_ids.shape[1], dtype=np.int64)
-    return np.subtract.outer(onsets, columns)
+def _columns(batch: Batch) -> tuple[NDArray[np.int64], Mask]:
+    """Return, [batch, columns] each: columns left to t* (0 at t*, negative after it), and where no padding is."""
+    columns = np.arange(batch.input_ids.shape[1], dtype=np.int64)
+    left = np.subtract.outer(np.array(batch.onsets, np.int64), columns)
+    return left, (left >= 0) & (left < np.array(batch.lengths)[:, None])
 
 
-def _real(batch: Batch) -> NDArray[np.bool_]:
-    """True at tokens of prompts, false at padding, [batch, columns]."""
-    left = _tokens_before_onset(batch)
-    return (left >= 0) & (left < np.array(batch.lengths)[:, None])
-
-
-def _weights(window: NDArray[np.bool_], real: NDArray[np.bool_]) -> NDArray[np.float32]:
-    """Weights of a mean over each row's window, or all its tokens if that is empty: [batch, columns], rows sum to 1."""
+def _weights(window: Mask, real: Mask) -> NDArray[np.float32]:
+    """Return weights of a mean over each row's window, or all its tokens if empty: [batch, columns], rows sum to 1."""
     used = np.where(window.any(axis=1, keepdims=True), window, real)
-    weights: NDArray[np.float32] = (used / used.sum(axis=1, keepdims=True)).astype(np.float32)
-    return weights
+    return np.asarray(used / used.sum(axis=1, keepdims=True), np.float32)

@@ -1,4 +1,4 @@
-"""How many CPU threads a forward pass runs on: as many as pay at this moment, found by timing the passes themselves.
+"""The number of CPU threads of a forward pass: as many as pay at this moment, found by timing the passes.
 
 OpenMP's threads wait for each other several hundred times in a forward pass, and spin while they wait.  On cores of
 their own that is fastest.  Beside another busy process one of them is always waiting for a core, all others spin for
@@ -38,7 +38,7 @@ class Timings:
         self.best = start
 
     def next(self) -> int:
-        """The index of the number of threads that the next pass is to use."""
+        """Return the index of the number of threads that the next pass is to use."""
         if self._trial is None and self._seconds[self.best]:
             place = self._neighbour()
             known = self._seconds[place]
@@ -51,7 +51,7 @@ class Timings:
         return self.best if self._trial is None else self._trial
 
     def add(self, place: int, seconds: float) -> None:
-        """One pass took so many seconds a token."""
+        """Record that one pass took so many seconds a token."""
         self._seconds[place].append(seconds)
         if place == self._trial:
             # Otherwise it is tried again at once, so that noise does not decide and a median follows who has left.
@@ -66,7 +66,7 @@ class Timings:
         self.best = min(place for place, median in tried.items() if median <= GRACE * least)
 
     def _neighbour(self) -> int:
-        """The next larger and the next smaller number, in turn; at an end the only one there is."""
+        """Return the next larger and the next smaller number, in turn; at an end the only one there is."""
         step = -1 if self._up else 1
         place = self.best + step
         return place if 0 <= place < len(self._counts) else max(0, min(len(self._counts) - 1, self.best - step))

@@ -1,39 +1,129 @@
-"""Where a loaded vLLM model is read: behind each layer's attention, and at each block's output.
+"""The readout in a loaded vLLM model: where it is read, and what a step keeps for the probes of this rank.
 
 At the attention site nothing of ours is in the compiled graph: vLLM runs attention between the graph's pieces, as an
 operator that the compiler does not look into, and its result is what the output projection reads (which is checked).
+
+In each layer a forward pass keeps the rows of the step's answer onsets, and nothing else: one copy a layer.  The truth
+logits (Eq. logit) and the depth mean (Eq. detector) of every probe slot are computed from them after it, for all layers
+at once.  Probes are tensors: loading another bundle copies it into a slot, without recompilation or restart.
 """
 
 from __future__ import annotations
 
 import inspect
+import math
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
 from service.engines.families import Family
-from service.engines.vllm.sites import SiteReadout, TensorParallelRank, register
 from service.engines.vllm.wire import Plan
 from service.errors import EngineError
-from service.readout import Site
+from service.readout import Probes, Site
 
 Tensor = torch.Tensor
 TOKENS = 3  # of the input with which an attention block is checked
 
 
-def install(
-    model: nn.Module,
-    family: Family,
-    plan: Plan,
-    rank: TensorParallelRank,
-    device: torch.device,
-    dtype: torch.dtype,
-) -> dict[Site, SiteReadout]:
-    """Add the readout to a loaded model, which computes in ``dtype`` whatever its weights are stored in.
+class SiteReadout:
+    """One site's probe slots, and the current step's activations, on this rank.
 
-    Raises EngineError if the module tree contradicts the family's entry in ``FAMILIES``.
+    ``heads`` are the rank's own, as (first, count): the directions of other heads are zeros here, and the results of
+    all ranks are summed.  If every rank holds all heads (``split`` False), only the ``leading`` rank contributes.
     """
+
+    def __init__(
+        self, plan: Plan, site: Site, layers: range, heads: tuple[int, int], *, leading: bool, device: torch.device
+    ) -> None:
+        geometry = plan.geometry
+        self.site, self.layers, self.heads = site, layers, heads
+        self.dim = geometry.dim(site)
+        self.width = heads[1] * self.dim
+        self.split = heads[1] < geometry.heads(site)
+        self.leading = leading
+        self._share = 1.0 / geometry.num_layers
+        size = (len(layers), plan.slots)
+        self.head = torch.zeros(size, dtype=torch.int64, device=device)  # of this rank's
+        self.direction = torch.zeros(*size, self.dim, dtype=torch.float32, device=device)  # v / scale
+        self.offset = torch.zeros(size, dtype=torch.float32, device=device)  # b / scale
+        self._onsets: Tensor | None = None  # [n], rows of the step
+        self._kept: list[Tensor] = []  # by layer, [n, width]
+
+    def write(self, slot: int, probes: Probes) -> None:
+        """Write this rank's part of a probe into a slot."""
+        own = slice(self.layers.start, self.layers.stop)
+        first, count = self.heads
+        head = torch.from_numpy(np.asarray(probes.head[own], np.int64)) - first
+        local = (head >= 0) & (head < count) & (self.split or self.leading)
+        scale = np.asarray(probes.scale[own], np.float64)
+        direction = torch.from_numpy(np.asarray(probes.direction[own], np.float64) / scale[:, None])
+        offset = torch.from_numpy(np.asarray(probes.bias[own], np.float64) / scale * self.leading)
+        self.head[:, slot] = torch.where(local, head, 0).to(self.head)
+        self.direction[:, slot] = torch.where(local[:, None], direction, 0.0).to(self.direction)
+        self.offset[:, slot] = offset.to(self.offset)
+
+    def start(self, onsets: Tensor | None) -> None:
+        """Have the next forward pass keep these rows [n] in each of its layers; None: it keeps nothing."""
+        self._onsets = onsets
+        self._kept = []
+
+    def keep(self, states: Tensor, residual: Tensor | None = None) -> None:
+        """Keep the next layer's rows of ``states`` [tokens, ..], or of its sum with ``residual``."""
+        if self._onsets is None:
+            return
+        kept = states.reshape(-1, self.width).index_select(0, self._onsets)
+        if residual is not None:
+            kept = kept + residual.reshape(-1, self.width).index_select(0, self._onsets)
+        self._kept.append(kept)
+
+    def read(self) -> Tensor:
+        """Return truth logits at the onsets, last the part of the depth mean; NaN unless every layer was kept once."""
+        assert self._onsets is not None
+        count, layers = len(self._onsets), len(self.layers)
+        slots = self.offset.shape[1]
+        if len(self._kept) != layers:
+            return self.offset.new_full((layers + 1, count, slots), math.nan)
+        heads = torch.stack(self._kept).view(layers, count, -1, self.dim)
+        if heads.shape[2] > 1:
+            heads = heads.gather(2, self.head[:, None, :, None].expand(-1, count, -1, self.dim))
+        logits = (heads.float() * self.direction[:, None]).sum(-1) + self.offset[:, None]
+        return torch.cat([logits, logits.sum(0, keepdim=True) * self._share])
+
+    def activations(self) -> Tensor:
+        """Return what was kept, [layers, n, width] float32."""
+        assert self._onsets is not None
+        if len(self._kept) != len(self.layers):
+            return self.offset.new_full((len(self.layers), len(self._onsets), self.width), math.nan)
+        return torch.stack(self._kept).float()
+
+
+# The residual stream exists only within the compiled graph, so there an operator that the compiler cannot look into
+# hands it over.  It is the same in every layer, so that identical layers share one compiled artifact, as in bare vLLM.
+KEEP = "hallutracer::keep_residual"
+_library = torch.library.Library("hallutracer", "FRAGMENT")  # type: ignore[no-untyped-call]
+_library.define(  # type: ignore[no-untyped-call]
+    "keep_residual(Tensor hidden, Tensor? residual, Tensor(a!) order, int site) -> ()"
+)
+_sites: list[SiteReadout] = []
+
+
+def _keep_residual(hidden: Tensor, residual: Tensor | None, order: Tensor, site: int) -> None:
+    """Say that it changes ``order``, which keeps the calls in the order of the layers."""
+    _sites[site].keep(hidden, residual)
+
+
+_library.impl(  # type: ignore[no-untyped-call]
+    "keep_residual", _keep_residual, "CompositeExplicitAutograd"
+)
+torch.library.register_fake(KEEP, lambda hidden, residual, order, site: None)
+
+
+def install(
+    model: nn.Module, family: Family, plan: Plan, rank: int, ranks: int, device: torch.device, dtype: torch.dtype
+) -> dict[Site, SiteReadout]:
+    """Add the readout to a model that computes in ``dtype``.  Raises EngineError if it contradicts its family."""
     like = torch.empty(0, dtype=dtype, device=device)
     geometry = plan.geometry
     blocks = blocks_of(model, family, geometry.num_layers)
@@ -41,23 +131,24 @@ def install(
     found: dict[Site, SiteReadout] = {}
     for site in plan.sites:
         if site is Site.ATTENTION_HEAD:
-            count = _local_heads(blocks, geometry.num_heads, geometry.head_dim, rank.size, family)
-            heads = (rank.rank * count if count < geometry.num_heads else 0, count)
-            found[site] = SiteReadout(plan, site, layers, heads, rank, device)
+            count = _local_heads(blocks, geometry.num_heads, geometry.head_dim, ranks, family)
+            heads = (rank * count if count < geometry.num_heads else 0, count)
+            found[site] = SiteReadout(plan, site, layers, heads, leading=rank == 0, device=device)
             for layer in layers:
                 attention = _attention_of(blocks[layer], family, layer)
                 _check_projection_reads(attention, blocks[layer], family, layer, geometry.hidden_size, like)
                 _read_attention(attention, found[site])
         else:
-            found[site] = SiteReadout(plan, site, layers, (0, 1), rank, device)
-            number, order = register(found[site]), torch.zeros(1, device=device)
+            found[site] = SiteReadout(plan, site, layers, (0, 1), leading=rank == 0, device=device)
+            _sites.append(found[site])
+            order = torch.zeros(1, device=device)
             for layer in layers:
-                _read_block(blocks[layer], number, order)
+                _read_block(blocks[layer], len(_sites) - 1, order)
     return found
 
 
 def blocks_of(model: nn.Module, family: Family, num_layers: int) -> dict[int, nn.Module]:
-    """This rank's blocks by layer.  Raises EngineError for an unknown module tree.
+    """Return this rank's blocks by layer.  Raises EngineError for an unknown module tree.
 
     vLLM's own models keep the checkpoint's names; its Transformers backend and multimodal classes add an outer module.
     """
@@ -78,7 +169,7 @@ def blocks_of(model: nn.Module, family: Family, num_layers: int) -> dict[int, nn
 
 
 def _local_heads(blocks: dict[int, nn.Module], heads: int, head_dim: int, tp_size: int, family: Family) -> int:
-    """Number of QUERY heads on this rank.  Raises EngineError if a projection's width is not a multiple of them."""
+    """Return the number of QUERY heads on this rank.  Raises EngineError if a projection's width does not fit them."""
     for layer, block in blocks.items():
         projection = block.get_submodule(family.projection)
         width: Any = getattr(projection, "input_size_per_partition", None) or getattr(projection, "input_size", None)
@@ -91,7 +182,7 @@ def _local_heads(blocks: dict[int, nn.Module], heads: int, head_dim: int, tp_siz
 
 
 def _attention_of(block: nn.Module, family: Family, layer: int) -> Any:
-    """vLLM's attention layer beside the output projection."""
+    """Return vLLM's attention layer beside the output projection."""
     parent = block.get_submodule(family.projection.rpartition(".")[0])
     layers = [module for module in parent.modules() if hasattr(module, "impl") and hasattr(module, "layer_name")]
     if len(layers) != 1 or getattr(layers[0], "use_direct_call", False):

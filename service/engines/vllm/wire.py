@@ -16,9 +16,10 @@ from typing import Any, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from probes_store.context import Context, ContextName
 from probes_store.manifest import SIGNALS
-from service.engines.base import FirstToken, Gate
+from probes_store.records import Context, ContextName
+from service.engines.base import EngineGate, FirstToken
+from service.engines.checks import first_token_of
 from service.errors import EngineError, NonFiniteReadout, ProbeReplaced
 from service.readout import Geometry, Site
 
@@ -32,7 +33,7 @@ REPLACED = -1.0  # a slot holds another probe than the request side has written
 
 
 def probe_digest(site: str, head: Sequence[int], numbers: bytes) -> str:
-    """A probe as it is written into a slot: sha256, shortened."""
+    """Return the sha256, shortened, of a probe as it is written into a slot."""
     return hashlib.sha256(f"{site} {list(head)} ".encode() + numbers).hexdigest()[:32]
 
 
@@ -59,44 +60,21 @@ class Plan:
         return sum(self.geometry.num_layers * self.geometry.width(site) for site in self.sites)
 
 
-Three = tuple[float, float, float]
+# What a gate reads of the probes asks, passage, stated, where P = sigmoid(weight . depth mean of the slot + intercept):
+# three slots, weights and intercepts, and from which P(asks) the gate may close.  By default each P is 1, whatever its
+# slot holds, because the bundle has no such probe, and the gate may close anywhere.
+NO_CONTEXT: tuple[float, ...] = (0.0,) * 6 + (CERTAIN,) * 3 + (-1.0,)
 
 
-@dataclass(frozen=True, slots=True)
-class ContextTerms:
-    """What a gate reads of the probes asks, passage, stated: P = sigmoid(weight . depth mean of the slot + intercept).
-
-    By default each is 1, whatever its slot holds: the bundle has no such probe.
-    """
-
-    slot: tuple[int, int, int] = (0, 0, 0)
-    weight: Three = (0.0, 0.0, 0.0)
-    intercept: Three = (CERTAIN, CERTAIN, CERTAIN)
-    applies_from: float = -1.0  # the gate stays open where P(asks) is below; -1: nowhere
-
-    @classmethod
-    def made(cls, context: Context | None, columns: Sequence[int]) -> ContextTerms:
-        """For a record whose probes are in the first of ``columns``, in its order."""
-        slot, weight, intercept = [0, 0, 0], [0.0, 0.0, 0.0], [CERTAIN, CERTAIN, CERTAIN]
-        if context is None:
-            return cls()
-        for probe, column in zip(context.probes, columns, strict=False):
-            place = CONTEXT_NAMES.index(probe.name)
-            slot[place], weight[place], intercept[place] = column, probe.weight, probe.intercept
-        applicability = context.applicability
-        applies_from = -1.0 if applicability is None else applicability.threshold
-        return cls.of([*map(float, slot), *weight, *intercept, applies_from])
-
-    @classmethod
-    def of(cls, flat: Sequence[float]) -> ContextTerms:
-        """Of the ten numbers on the wire.  Raises ValueError for another number of them."""
-        a, b, c, d, e, f, g, h, i, applies_from = flat
-        return cls((int(a), int(b), int(c)), (d, e, f), (g, h, i), applies_from)
-
-    @property
-    def flat(self) -> list[float]:
-        """Ten numbers."""
-        return [*self.slot, *self.weight, *self.intercept, self.applies_from]
+def context_terms(context: Context | None, columns: Sequence[int]) -> tuple[float, ...]:
+    """Return the ten terms of a record whose probes are in the first of ``columns``, in its order."""
+    terms = [*NO_CONTEXT]
+    for probe, column in zip(() if context is None else context.probes, columns, strict=False):
+        place = CONTEXT_NAMES.index(probe.name)
+        terms[place:9:3] = [float(column), probe.weight, probe.intercept]
+    if context is not None and context.applicability is not None:
+        terms[9] = context.applicability.threshold
+    return tuple(terms)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,39 +90,39 @@ class Directive:
     first_token: bool = False
     activations: bool = False
     slot: int = 0
-    gate: Gate | None = None
+    gate: EngineGate | None = None
     end_token: int | None = None
-    context: ContextTerms = ContextTerms()
+    context: tuple[float, ...] = NO_CONTEXT
     probes: tuple[tuple[int, str], ...] = ()
 
     def encode(self) -> dict[str, Any]:
-        """For ``SamplingParams(extra_args=...)``: plain values only, because vLLM sends them to another process."""
+        """Return ``SamplingParams(extra_args=...)``: plain values only, because vLLM sends them to another process."""
         wire: dict[str, Any] = {"first_token": self.first_token, "rows": self.activations, "slot": self.slot,
                                 "probes": [list(probe) for probe in self.probes]}  # fmt: skip
         if self.gate is not None:
             wire["gate"] = [*self.gate.weight, self.gate.intercept, self.gate.threshold]
-            wire["context"] = self.context.flat
+            wire["context"] = [*self.context]
             wire["end_token"] = self.end_token
         return {KEY: wire}
 
     @classmethod
     def decode(cls, extra_args: Mapping[str, Any] | None, plan: Plan) -> Directive | None:
-        """The request's directive; None if it has none, or one that ``encode`` did not write for this plan.
+        """Return the request's directive; None if it has none, or one that ``encode`` did not write for this plan.
 
         A request without a directive gets no payload, and is refused where one was asked for.  Nothing that a caller
         could write may raise in a worker, which would end the engine.
         """
         try:
             wire = (extra_args or {})[KEY]
-            gate, end_token, context = None, None, ContextTerms()
+            gate, end_token, context = None, None, NO_CONTEXT
             if wire.get("gate") is not None:
                 end_token = int(wire["end_token"])
                 *weight, intercept, threshold = (float(value) for value in wire["gate"])
-                gate = Gate(tuple(weight), intercept, threshold)
-                context = ContextTerms.of([float(value) for value in wire["context"]])
-                if len(weight) != len(SIGNALS):
+                gate = EngineGate(tuple(weight), intercept, threshold)
+                context = tuple(float(value) for value in wire["context"])
+                if len(weight) != len(SIGNALS) or len(context) != len(NO_CONTEXT):
                     return None
-                if not all(map(math.isfinite, (*weight, intercept, threshold, *context.flat))):
+                if not all(map(math.isfinite, (*weight, intercept, threshold, *context))):
                     return None
             probes = tuple((int(column), str(digest)) for column, digest in wire["probes"])
             first, rows, slot = bool(wire["first_token"]), bool(wire["rows"]), int(wire["slot"])
@@ -152,7 +130,7 @@ class Directive:
         except (AttributeError, KeyError, OverflowError, TypeError, ValueError):
             return None
         columns = len(plan.sites) * plan.slots
-        fits = all(0 <= slot < columns for slot in (slot, *context.slot)) and 0 <= (end_token or 0) <= MAX_TOKEN
+        fits = all(0 <= slot < columns for slot in (slot, *context[:3])) and 0 <= (end_token or 0) <= MAX_TOKEN
         return directive if fits and plan.activations >= directive.activations else None
 
     @property
@@ -173,7 +151,7 @@ class Payload:
 
     @classmethod
     def decode(cls, wire: NDArray[np.float32], plan: Plan, directive: Directive) -> Payload:
-        """Raises EngineError for a payload of the wrong length, ProbeReplaced, and NonFiniteReadout."""
+        """Read a payload.  Raises EngineError for one of the wrong length, ProbeReplaced, and NonFiniteReadout."""
         flat = np.asarray(wire, np.float32).reshape(-1)
         expected = plan.payload + (plan.activation_floats() if directive.activations else 0)
         if flat.size != expected:
@@ -193,11 +171,7 @@ class Payload:
                 f"{where} gave a NaN or infinity at the answer onset: the model overflowed (load it with dtype "
                 "bfloat16 or float32), or a graph ran that does not keep activations"
             )
-        first = None
-        if directive.needs_first_token:
-            if not np.isfinite(extras[:3]).all():
-                raise NonFiniteReadout("the first token's logits hold a NaN or infinity; the model overflowed")
-            first = FirstToken(min(0.0, float(extras[0])), max(0.0, float(extras[1])), int(extras[2]))
+        first = first_token_of(extras[:3]) if directive.needs_first_token else None
         activations: dict[Site, NDArray[np.float32]] = {}
         if directive.activations:
             start = plan.payload
@@ -207,10 +181,5 @@ class Payload:
                 start += count
                 if not np.isfinite(activations[site]).all():
                     raise NonFiniteReadout(f"an activation of {site} holds a NaN or infinity; the model overflowed")
-        return cls(
-            trajectories=logits[:, :layers].astype(np.float64),
-            depth_means=logits[:, layers].astype(np.float64),
-            first_token=first,
-            gated=bool(extras[3] > 0.5),
-            activations=activations,
-        )
+        numbers = logits.astype(np.float64)
+        return cls(numbers[:, :layers], numbers[:, layers], first, bool(extras[3] > 0.5), activations)

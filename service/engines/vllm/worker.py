@@ -1,29 +1,35 @@
-"""The worker class that vLLM loads: its own worker, with the readout in the model.
+"""The worker class that vLLM loads, its own worker with the readout in the model, and adapters to its two runners.
 
     vllm serve MODEL --worker-cls service.engines.vllm.worker.Worker
 
-It loads the model as vLLM does, then adds the readout before anything is compiled, warmed up or captured.
+It loads the model as vLLM does, then adds the readout before anything is compiled, warmed up or captured.  A built
+runner, V1 or V2, becomes an instance of a subclass of its own class, which knows the row of a step that belongs to a
+request.  Both subclasses make the same five calls (see ``reader``) at the points where their runner allows it.  Written
+against vLLM 0.32.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from vllm import __version__ as vllm_version
-from vllm.config import CUDAGraphMode, VllmConfig
-from vllm.distributed.parallel_state import get_tp_group
+from vllm.config import VllmConfig
+from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 from vllm.platforms import current_platform
+from vllm.sequence import IntermediateTensors
+from vllm.v1.outputs import ModelRunnerOutput
 
 from service.engines import families
-from service.engines.vllm import attach, runners, sites
-from service.engines.vllm.reader import Reader
-from service.engines.vllm.stages import say
-from service.engines.vllm.wire import KEY, Plan, probe_digest
+from service.engines.vllm import attach
+from service.engines.vllm.launch import refuse_unsupported, say
+from service.engines.vllm.reader import Reader, StageLink, StepLayout, onset_rows
+from service.engines.vllm.wire import KEY, Directive, Plan, probe_digest
 from service.errors import EngineError
 from service.readout import Probes, Site
 
@@ -32,7 +38,9 @@ if current_platform.is_cpu():
 else:
     from vllm.v1.worker.gpu_worker import Worker as VllmWorker
 
+Tensor = torch.Tensor
 SLOTS = 4
+STAGE_KEY = "hallutracer"  # readouts of earlier pipeline stages, among the tensors that stages pass on
 
 
 class Worker(VllmWorker):  # type: ignore[misc]
@@ -47,47 +55,40 @@ class Worker(VllmWorker):  # type: ignore[misc]
             if isinstance(additional, dict):  # hashed into vLLM's compile cache's key, which ignores worker classes
                 additional[f"{KEY}_fingerprint"] = fingerprint(plan)
             if pieces := vllm_config.compilation_config.splitting_ops:
-                pieces.append(sites.KEEP)  # between CUDA graphs, like attention
+                pieces.append(attach.KEEP)  # between CUDA graphs, like attention
         super().__init__(vllm_config, *args, **kwargs)
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         """Load the model, then add the readout to it and to its runner."""
         say("loading the weights")
         super().load_model(*args, **kwargs)
-        config = self.vllm_config.model_config
-        group = get_tp_group()
-        installed = attach.install(
-            self.model_runner.model,
-            families.family_of(config.hf_config),
-            self.hallutracer_plan,
-            sites.TensorParallelRank(group.rank_in_group, group.world_size),
-            self.device,
-            config.dtype,
-        )
-        self.hallutracer_reader = Reader(self.hallutracer_plan, installed, runners.link(), self.device)
-        runners.adopt(self.model_runner, self.hallutracer_reader)
+        config, plan, group = self.vllm_config.model_config, self.hallutracer_plan, get_tp_group()
+        family, rank, ranks = families.family_of(config.hf_config), group.rank_in_group, group.world_size
+        found = attach.install(self.model_runner.model, family, plan, rank, ranks, self.device, config.dtype)
+        self.hallutracer_reader = Reader(plan, found, StageLink(group if ranks > 1 else None), self.device)
+        adopt(self.model_runner, self.hallutracer_reader)
 
     def determine_available_memory(self) -> Any:
-        """As vLLM does it; this is where the model is compiled."""
+        """Say that the model is compiled, which vLLM does here."""
         say("compiling the model, which later starts take from vLLM's cache")
         return super().determine_available_memory()
 
     def compile_or_warm_up_model(self) -> Any:
-        """As vLLM does it."""
+        """Say that vLLM warms up."""
         say("warming up")
         return super().compile_or_warm_up_model()
 
     def hallutracer_describe(self) -> dict[str, Any]:
-        """This rank's readout; called through vLLM's ``collective_rpc``."""
-        plan, reader = self.hallutracer_plan, self.hallutracer_reader
+        """Return this rank's readout; called through vLLM's ``collective_rpc``."""
+        plan, layers = self.hallutracer_plan, next(iter(self.hallutracer_reader.sites.values())).layers
         return {
-            "layers": [next(iter(reader.sites.values())).layers.start, next(iter(reader.sites.values())).layers.stop],
+            "layers": [layers.start, layers.stop],
             "sites": [str(site) for site in plan.sites],
             "slots": plan.slots,
             "rows": plan.activations,
             "geometry": [plan.geometry.num_layers, plan.geometry.num_heads, plan.geometry.head_dim,
                          plan.geometry.hidden_size],
-            "runner": "V2" if isinstance(self.model_runner, runners.V2Reading) else "V1",
+            "runner": "V2" if isinstance(self.model_runner, V2Reading) else "V1",
             "fingerprint": fingerprint(plan),
         }  # fmt: skip
 
@@ -97,47 +98,14 @@ class Worker(VllmWorker):  # type: ignore[misc]
         readout, column = reader.sites[Site(site)], reader.plan.column(Site(site), slot)
         reader.digests.pop(column, None)  # nothing until it is written
         table = np.frombuffer(numbers, np.float32).reshape(len(head), readout.dim + 2)
+        direction, bias, scale = table[:, :-2].copy(), table[:, -2].copy(), table[:, -1].copy()
         with torch.inference_mode():
-            readout.write(
-                slot,
-                Probes(Site(site), np.asarray(head), table[:, :-2].copy(), table[:, -2].copy(), table[:, -1].copy()),
-            )
+            readout.write(slot, Probes(Site(site), np.asarray(head), direction, bias, scale))
         reader.digests[column] = probe_digest(site, head, numbers)
 
 
-def refuse_unsupported(config: VllmConfig) -> None:
-    """Raise EngineError for configurations that the readout does not support."""
-    parallel = config.parallel_config
-    for unsupported, feature in (
-        (config.speculative_config is not None, "speculative decoding"),
-        (config.lora_config is not None, "LoRA adapters"),
-        (parallel.use_ubatching, "dual-batch overlap or micro-batches"),
-        (config.cache_config.kv_sharing_fast_prefill, "fast prefill with a shared KV cache"),
-        (getattr(parallel, "decode_context_parallel_size", 1) > 1, "decode context parallelism"),
-        (getattr(parallel, "prefill_context_parallel_size", 1) > 1, "prefill context parallelism"),
-        (
-            config.compilation_config.cudagraph_mode.mixed_mode() == CUDAGraphMode.FULL,
-            "one CUDA graph for prefills (cudagraph_mode FULL; FULL_AND_PIECEWISE is read)",
-        ),
-        (config.compilation_config.pass_config.fuse_attn_quant, "attention fused with quantization (fuse_attn_quant)"),
-        # Each rank would have the logits of its own requests only.
-        (getattr(parallel, "enable_batch_sharded_sampling", False), "batch-sharded sampling"),
-        (config.model_config.runner_type != "generate", f"the {config.model_config.runner_type} runner"),
-    ):
-        if unsupported:
-            raise EngineError(f"the readout does not support {feature}; start vLLM without it")
-    if current_platform.is_cpu() and parallel.pipeline_parallel_size > 1 and config.model_config.enforce_eager:
-        raise EngineError(
-            "vLLM's CPU build cannot run pipeline stages with enforce_eager (it skips the warm-up that allocates their "
-            "buffers); remove enforce_eager, or use tensor parallelism instead"
-        )
-
-
 def plan_of(config: VllmConfig) -> Plan:
-    """What to read, from ``--additional-config '{"hallutracer": {"sites": [...], "slots": 4, "rows": false}}'``.
-
-    Raises EngineError naming the invalid key.
-    """
+    """Return what ``additional_config``'s key "hallutracer" (sites, slots, rows) asks for.  Raises EngineError."""
     additional = config.additional_config
     given = additional.get(KEY, {}) if isinstance(additional, dict) else {}
     if unknown := sorted(set(given) - {"sites", "slots", "rows"}):
@@ -158,7 +126,185 @@ def plan_of(config: VllmConfig) -> Plan:
 
 
 def fingerprint(plan: Plan) -> str:
-    """sha256 of everything that could change the compiled graph: our code, the plan, vLLM's and torch's versions."""
-    code = b"".join(Path(module.__file__ or "").read_bytes() for module in (attach, sites, families))
+    """Return sha256 of all that could change the compiled graph: our code, the plan, vLLM's and torch's versions."""
+    code = b"".join(Path(module.__file__ or "").read_bytes() for module in (attach, families))
     facts = json.dumps([repr(plan), vllm_version, torch.__version__]).encode()
     return hashlib.sha256(code + facts).hexdigest()
+
+
+def adopt(runner: Any, reader: Reader) -> None:
+    """Add the readout to a built runner.  Raises EngineError for one that is neither V1 nor V2."""
+    if hasattr(runner, "req_states"):
+        mixin: type = V2Reading
+    elif hasattr(runner, "execute_model_state"):
+        mixin = V1Reading
+    else:
+        raise EngineError(f"{type(runner).__name__} is neither of vLLM 0.32's model runners; install vllm==0.32.0")
+    runner.__class__ = type(f"Reading{type(runner).__name__}", (mixin, type(runner)), {})
+    runner.hallutracer = reader
+    runner.hallutracer_directives = {}
+    runner.hallutracer_earlier = None
+    # Both runners compute the step's logits before a sampler may change them in place.
+    compute: Callable[..., Tensor | None] = runner.model.compute_logits
+
+    def compute_logits(*args: Any, **kwargs: Any) -> Tensor | None:
+        logits = compute(*args, **kwargs)
+        reader.observe_logits(logits)
+        return logits
+
+    runner.model.compute_logits = compute_logits
+
+
+def _take_earlier(intermediate: Any) -> Tensor | None:
+    """Remove the readouts of earlier stages from the tensors that they passed on."""
+    if intermediate is None:
+        return None
+    return intermediate.tensors.pop(STAGE_KEY, None)  # type: ignore[no-any-return]
+
+
+class V1Reading:
+    """``vllm.v1.worker.gpu_model_runner.GPUModelRunner`` and its CPU subclass."""
+
+    hallutracer: Reader
+    hallutracer_earlier: Tensor | None
+    hallutracer_payloads: dict[str, Tensor]
+
+    def execute_model(self, scheduler_output: Any, intermediate_tensors: Any = None) -> Any:
+        """Remove the earlier stages' readouts before the runner copies the tensors that it knows."""
+        self.hallutracer_earlier = _take_earlier(intermediate_tensors)
+        return super().execute_model(scheduler_output, intermediate_tensors)  # type: ignore[misc]
+
+    def _prepare_inputs(self, *args: Any, **kwargs: Any) -> Any:
+        """Call ``before``: the step's rows are known, and which graph will run is not decided yet."""
+        prepared = super()._prepare_inputs(*args, **kwargs)  # type: ignore[misc]
+        self.hallutracer.before(onset_rows(self._step_layout(), self._directive_of))
+        return prepared
+
+    def _is_uniform_decode(self, *args: Any, **kwargs: Any) -> bool:
+        """Return False for a step with an onset, whatever its tokens: a whole graph keeps nothing."""
+        return not self.hallutracer.keeps and super()._is_uniform_decode(*args, **kwargs)  # type: ignore[misc]
+
+    def _model_forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call ``after``."""
+        output = super()._model_forward(*args, **kwargs)  # type: ignore[misc]
+        values = self.hallutracer.after(self.hallutracer_earlier)
+        self.hallutracer_earlier = None
+        if values is not None and not get_pp_group().is_last_rank:
+            output.tensors[STAGE_KEY] = values
+        return output
+
+    def _step_layout(self) -> StepLayout:
+        runner: Any = self
+        batch = runner.input_batch
+        count = len(batch.req_ids)
+        return StepLayout(
+            requests=batch.req_ids,
+            starts=runner.query_start_loc.np[: count + 1],
+            computed=batch.num_computed_tokens_cpu[:count],
+            prompts=batch.num_prompt_tokens[:count],
+            emits=~runner.discard_request_mask.np[:count],
+        )
+
+    def _directive_of(self, request: str) -> Directive | None:
+        runner: Any = self
+        parameters = runner.requests[request].sampling_params
+        return None if parameters is None else Directive.decode(parameters.extra_args, self.hallutracer.plan)
+
+    def _sample(self, logits: Any, spec_decode_metadata: Any) -> Any:
+        """Call ``gate`` and ``payloads``: the tokens are sampled, and not used yet."""
+        output = super()._sample(logits, spec_decode_metadata)  # type: ignore[misc]
+        self.hallutracer.gate(output.sampled_token_ids)
+        # Copies start before the runner records the event that its own asynchronous output waits for.
+        self.hallutracer_payloads = self.hallutracer.payloads()
+        return output
+
+    def sample_tokens(self, grammar_output: Any) -> Any:
+        """Attach the payloads to the output that has the first tokens."""
+        self.hallutracer_payloads = {}
+        output = super().sample_tokens(grammar_output)  # type: ignore[misc]
+        inner = output if isinstance(output, ModelRunnerOutput) else getattr(output, "_model_runner_output", None)
+        if inner is not None and self.hallutracer_payloads:
+            inner.prompt_token_id_logprobs_dict = self.hallutracer_payloads
+        return output
+
+
+class V2Reading:
+    """``vllm.v1.worker.gpu.model_runner.GPUModelRunner``, the default on CUDA."""
+
+    hallutracer: Reader
+    hallutracer_directives: dict[str, Directive]
+    hallutracer_earlier: Tensor | None
+
+    def add_requests(self, scheduler_output: Any) -> None:
+        """Keep the directives: this runner does not keep sampling parameters by request."""
+        for request in scheduler_output.scheduled_new_reqs:
+            parameters = request.sampling_params
+            directive = None if parameters is None else Directive.decode(parameters.extra_args, self.hallutracer.plan)
+            if directive is not None:
+                self.hallutracer_directives[request.req_id] = directive
+        super().add_requests(scheduler_output)  # type: ignore[misc]
+
+    def finish_requests(self, scheduler_output: Any) -> None:
+        """Drop directives of ended requests, and of preempted ones, which ``add_requests`` brings back."""
+        for request in (*scheduler_output.finished_req_ids, *(scheduler_output.preempted_req_ids or ())):
+            self.hallutracer_directives.pop(request, None)
+        super().finish_requests(scheduler_output)  # type: ignore[misc]
+
+    def prepare_inputs(self, *args: Any, **kwargs: Any) -> Any:
+        """Call ``before``: the step's rows are known."""
+        batch = super().prepare_inputs(*args, **kwargs)  # type: ignore[misc]
+        onsets = onset_rows(self._step_layout(batch), self.hallutracer_directives.get)
+        self.hallutracer.before(onsets)
+        return batch
+
+    def gather_batch_req_state(self, *args: Any, **kwargs: Any) -> Any:
+        """Return no uniform decode where a prompt with a directive may end: a whole graph keeps nothing."""
+        state, uniform = super().gather_batch_req_state(*args, **kwargs)  # type: ignore[misc]
+        if state is not None and any(
+            reads and request in self.hallutracer_directives
+            for request, reads in zip(state.req_ids, state.is_prefilling_np, strict=True)
+        ):
+            uniform = None
+        return state, uniform
+
+    def execute_model(self, scheduler_output: Any, intermediate_tensors: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """Call ``after``: the same for a compiled, an eager and a captured forward pass."""
+        earlier = _take_earlier(intermediate_tensors)
+        self.hallutracer.before([])  # a step without inputs prepares none
+        output = super().execute_model(scheduler_output, intermediate_tensors, *args, **kwargs)  # type: ignore[misc]
+        values = self.hallutracer.after(earlier)
+        if values is not None and isinstance(output, IntermediateTensors):
+            output.tensors[STAGE_KEY] = values
+        return output
+
+    def _step_layout(self, batch: Any) -> StepLayout:
+        runner: Any = self
+        prompts = runner.req_states.prompt_len.np[batch.idx_mapping_np]
+        return StepLayout(
+            requests=batch.req_ids,
+            starts=batch.query_start_loc_np[: batch.num_reqs + 1],  # a captured batch is padded with empty requests
+            computed=batch.num_computed_tokens_np,
+            prompts=prompts,
+            # Known tokens beyond the prompt were sampled before a preemption: this step does not sample at t*.
+            emits=batch.prefill_len_np <= prompts,
+        )
+
+    def sample(self, *args: Any, **kwargs: Any) -> Any:
+        """Call ``gate``: the tokens are sampled, and not used yet."""
+        output = super().sample(*args, **kwargs)  # type: ignore[misc]
+        self.hallutracer.gate(output[0].sampled_token_ids)
+        return output
+
+    def sample_tokens(self, grammar_output: Any) -> Any:
+        """Call ``payloads``: this runner copies the field to the host together with the sampled tokens."""
+        runner: Any = self
+        worker = getattr(runner, "prompt_logprobs_worker", None)
+        if worker is not None and not hasattr(worker, "hallutracer"):
+            worker.hallutracer = True
+            compute = worker.compute_prompt_token_id_logprobs
+
+            def with_payloads(*args: Any, **kwargs: Any) -> dict[str, Tensor]:
+                return {**compute(*args, **kwargs), **self.hallutracer.payloads()}
+
+            worker.compute_prompt_token_id_logprobs = with_payloads
+        return super().sample_tokens(grammar_output)  # type: ignore[misc]

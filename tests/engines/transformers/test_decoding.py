@@ -1,16 +1,26 @@
-"""Text in pieces: whole characters only, without stop strings, and the pieces join to the text."""
+"""Decoding: text in pieces, answers from the prefill's cache alone, together and in batches: always the model's own."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import islice
+from random import Random
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from service.engines.base import Sampling
+from service.engines.base import BatchEngine, Completion, Continuation, Sampling
 from service.engines.transformers.decoding import TextStream, generator_for, pick
+from service.errors import EngineError, NonFiniteReadout, RequestError
+from service.readout import Pooling, Site
+from tests.engines import tiny
+
+LENGTHS = [3, 20, 7, 30, 1, 11]
+CPU = torch.device("cpu")
 
 
 def from_bytes(ids: Sequence[int]) -> str:
@@ -31,18 +41,12 @@ def run(stream: TextStream, ids: Sequence[int]) -> list[str]:
     return [*pieces, stream.finish()]
 
 
-@given(st.text(max_size=40))
-def test_pieces_are_whole_characters_and_join_to_the_text(text: str):
+@given(st.one_of(st.text(max_size=40).map(str.encode), st.binary(max_size=30)))
+def test_pieces_are_whole_characters_and_join_to_the_text_less_an_unfinished_end(ids: bytes) -> None:
     stream = TextStream(from_bytes)
-    pieces = run(stream, text.encode())
-    assert "".join(pieces) == text.rstrip("\ufffd") == stream.text.rstrip("\ufffd")
-    assert all("\ufffd" not in piece for piece in pieces) or "\ufffd" in text
-
-
-@given(st.binary(max_size=30))
-def test_any_bytes_join_to_their_decoding_less_an_unfinished_end(ids: bytes):
-    stream = TextStream(from_bytes)
-    assert "".join(run(stream, ids)) == stream.text == from_bytes(ids).rstrip("\ufffd")
+    pieces = run(stream, ids)
+    assert "".join(pieces) == stream.text == from_bytes(ids).rstrip("\ufffd")
+    assert all("\ufffd" not in piece for piece in pieces) or "\ufffd" in from_bytes(ids)
 
 
 @given(st.lists(st.integers(0, 3), max_size=12))
@@ -76,12 +80,13 @@ def test_half_a_character_waits():
     assert stream.finish() == ""
 
 
-def test_top_p_keeps_the_token_that_crosses_it_and_nothing_beyond():
+def test_top_p_keeps_the_token_that_crosses_it_and_nothing_beyond() -> None:
     logits = torch.log(torch.tensor([0.5, 0.3, 0.15, 0.05]))
     sampling = Sampling(temperature=1.0, top_p=0.6, seed=0)
-    generator = generator_for(sampling, torch.device("cpu"))
-    drawn = {pick(logits, sampling, generator) for _ in range(300)}
-    assert drawn == {0, 1}
+    generator = generator_for(sampling, CPU)
+    assert {pick(logits, sampling, generator) for _ in range(300)} == {0, 1}
+    assert generator_for(Sampling(), CPU) is None
+    assert pick(torch.tensor([0.0, 3.0, 1.0]), Sampling(), None) == 1
 
 
 @pytest.mark.parametrize("top_p", [1e-9, 0.3, 0.9, 0.999])
@@ -101,13 +106,393 @@ def test_the_nucleus_is_that_of_the_whole_vocabulary_sorted(top_p: float, spread
 def test_sampling_follows_the_probabilities():
     probabilities = torch.tensor([0.7, 0.2, 0.1])
     sampling = Sampling(temperature=1.0, seed=3)
-    generator = generator_for(sampling, torch.device("cpu"))
+    generator = generator_for(sampling, CPU)
     counts = torch.zeros(3)
     for _ in range(3000):
         counts[pick(probabilities.log(), sampling, generator)] += 1
     assert counts / 3000 == pytest.approx(probabilities, abs=0.04)
 
 
-def test_greedy_needs_no_generator():
-    assert generator_for(Sampling(), torch.device("cpu")) is None
-    assert pick(torch.tensor([0.0, 3.0, 1.0]), Sampling(), None) == 1
+# One prompt at a time
+
+
+def reference(model: Any, prompt: list[int], count: int) -> list[int]:
+    """What transformers' own greedy decoding gives, end token included."""
+    ids = torch.tensor([prompt])
+    with torch.no_grad():
+        out = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=count)
+    return out[0, len(prompt) :].tolist()
+
+
+def decoded(continuation: Continuation, sampling: Sampling = Sampling(max_tokens=50), *rest: Any) -> Completion:  # noqa: B008
+    """Decode to the end: the pieces join to the text, and the cache is freed."""
+    pieces = list(continuation.decode(sampling, *rest))
+    assert continuation.completion is not None
+    assert "".join(pieces) == continuation.completion.text
+    return continuation.completion
+
+
+@pytest.mark.parametrize("name", tiny.ALL)
+@pytest.mark.parametrize("side", ["right", "left"])
+def test_greedy_equals_generate_and_the_prompt_runs_once(name: str, side: str) -> None:
+    engine: BatchEngine = tiny.engine(name, padding_side=side)
+    prompts = tiny.prompts(LENGTHS[:4])
+    continuations = engine.begin(prompts, [tiny.probes(engine.identity.geometry)])
+    assert engine.counters.forward_tokens == sum(LENGTHS[:4])
+    assert engine.counters.open_continuations == 4
+    steps = 0
+    for prompt, continuation in zip(prompts, continuations, strict=True):
+        ids = decoded(continuation, Sampling(max_tokens=12)).token_ids
+        assert list(ids) == reference(tiny.modules(engine).model, prompt, 12)
+        steps += len(ids) - 1  # the first token comes from the prefill
+        assert engine.counters.decode_steps == steps
+        assert engine.counters.forward_tokens == sum(LENGTHS[:4]) + steps
+    assert engine.counters.open_continuations == 0
+
+
+@pytest.mark.parametrize("name", tiny.SLIDING_FAMILIES)
+def test_padding_does_not_push_a_short_prompt_out_of_its_window(name: str):
+    engine = tiny.engine(name)
+    short, long = tiny.prompts([tiny.WINDOW + 2, 60])
+    together = engine.begin([short, long], [])
+    alone = engine.begin([short], [])
+    window = [layer.keys.shape[-2] for layer in together[0].cache.layers if layer.is_sliding]
+    assert window
+    assert set(window) == {tiny.WINDOW - 1}
+    for ours, own in zip(together[0].cache.layers, alone[0].cache.layers, strict=True):
+        assert ours.get_seq_length() == own.get_seq_length() == len(short)
+        torch.testing.assert_close(ours.keys, own.keys, rtol=0, atol=1e-5)
+        torch.testing.assert_close(ours.values, own.values, rtol=0, atol=1e-5)
+    assert list(decoded(together[0], Sampling(max_tokens=20)).token_ids) == reference(
+        tiny.modules(engine).model, short, 20
+    )
+
+
+def test_begin_reads_the_same_onset_as_score():
+    engine = tiny.shared_engine("qwen3")
+    prompts, probe = tiny.prompts(LENGTHS[:4]), tiny.probes(engine.identity.geometry)
+    scored = engine.score(prompts, [probe], first_token=True)
+    for onset, continuation in zip(scored, engine.begin(prompts, [probe]), strict=True):
+        assert continuation.prefill.trajectories[0] == pytest.approx(onset.trajectories[0], abs=1e-6)
+        assert continuation.prefill.first_token is not None
+        assert onset.first_token is not None
+        assert continuation.prefill.first_token.token == onset.first_token.token
+        continuation.close()
+
+
+def test_each_continuation_owns_its_memory():
+    engine = tiny.shared_engine("llama")
+    continuations = engine.begin(tiny.prompts([5, 40]), [])
+    storages = [
+        {layer.keys.untyped_storage().data_ptr() for layer in continuation.cache.layers}
+        for continuation in continuations
+    ]
+    assert not storages[0] & storages[1]
+    short = continuations[0].cache.layers[0].keys
+    assert short.untyped_storage().nbytes() == short.numel() * short.element_size()
+    assert short.shape[-2] == 5
+
+
+@pytest.mark.parametrize("as_list", [True, False])
+def test_end_tokens_stop_the_answer(as_list: bool):
+    model = tiny.model("llama")
+    prompt = tiny.prompts([8])[0]
+    answer = reference(model, prompt, 10)
+    end = answer[4]
+    model.generation_config.eos_token_id = [tiny.EOS, end] if as_list else end
+    engine = tiny.TransformersEngine(model, tiny.tokenizer())
+    found = decoded(engine.begin([prompt], [])[0], Sampling(max_tokens=10))
+    assert list(found.token_ids) == answer[: answer.index(end) + 1]
+    assert found.finish_reason == "stop"
+    assert found.text == tiny.shared_engine("llama").detokenize(found.token_ids[:-1]).rstrip("\ufffd")
+
+
+def test_stop_strings_end_the_answer_before_themselves():
+    engine = tiny.engine("llama", max_batch_tokens=64)
+    text = None
+    for seed in range(200):  # a random model rarely says a few plain characters in a row
+        prompt = tiny.prompts([6], seed)[0]
+        ids = reference(tiny.modules(engine).model, prompt, 16)
+        text = engine.detokenize(ids)
+        if len(text) > 6 and "\ufffd" not in text[:6] and text.find(text[3:5]) == 3:
+            break
+    assert text is not None
+    assert "\ufffd" not in text[:6]
+    found = decoded(engine.begin([prompt], [])[0], Sampling(max_tokens=16, stop=(text[3:5], "never said")))
+    assert (found.text, found.finish_reason) == (text[:3], "stop")
+    assert engine.counters.open_continuations == 0
+
+
+def test_cancelling_stops_before_the_next_step() -> None:
+    engine = tiny.engine("llama")
+    checks: list[int] = []
+
+    def cancelled() -> bool:
+        checks.append(engine.counters.decode_steps)
+        return len(checks) > 3
+
+    found = decoded(engine.begin(tiny.prompts([8]), [])[0], Sampling(max_tokens=50), cancelled)
+    assert engine.counters.decode_steps == 2  # tokens 2 and 3; the first was free, the fourth never ran
+    assert (found.finish_reason, len(found.token_ids)) == ("cancelled", 3)
+    assert engine.counters.open_continuations == 0
+
+
+def test_an_answer_ends_at_its_time_as_one_of_full_length() -> None:
+    engine = tiny.engine("llama")
+    found = decoded(engine.begin(tiny.prompts([8]), [])[0], Sampling(max_tokens=50, until=0.0))
+    assert (found.finish_reason, len(found.token_ids)) == ("length", 1)
+    assert engine.counters.open_continuations == 0
+
+
+@pytest.mark.parametrize("what", ["iterator", "continuation"])
+def test_closing_ends_the_answer_and_frees_the_cache(what: str) -> None:
+    engine = tiny.engine("llama")
+    continuation = engine.begin(tiny.prompts([8]), [])[0]
+    stream: Any = continuation.decode(Sampling(max_tokens=50))
+    list(islice(stream, 1))
+    steps = engine.counters.decode_steps
+    (stream if what == "iterator" else continuation).close()
+    assert list(stream) == []
+    assert continuation.cache is None
+    assert continuation.completion is not None
+    assert continuation.completion.finish_reason == "cancelled"
+    continuation.close()
+    assert (engine.counters.open_continuations, engine.counters.decode_steps) == (0, steps)
+
+
+def test_a_continuation_is_decoded_once_and_not_after_close():
+    engine = tiny.engine("llama")
+    first, second = engine.begin(tiny.prompts([4, 5]), [])
+    assert first.completion is None
+    list(first.decode(Sampling(max_tokens=2)))
+    with pytest.raises(EngineError, match="closed"):
+        first.decode(Sampling(max_tokens=2))
+    stream = second.decode(Sampling(max_tokens=2))
+    with pytest.raises(EngineError, match="already"):
+        second.decode(Sampling(max_tokens=2))
+    list(stream)
+
+
+def test_prompt_and_answer_never_exceed_the_context() -> None:
+    engine = tiny.engine("gpt2")
+    for continuation, tokens in zip(
+        engine.begin(tiny.prompts([tiny.CONTEXT - 3, tiny.CONTEXT]), []), (3, 0), strict=True
+    ):
+        found = decoded(continuation, Sampling(max_tokens=20))
+        assert (len(found.token_ids), found.finish_reason) == (tokens, "length")
+
+
+def test_a_seed_repeats_a_sample_and_seeds_differ() -> None:
+    engine = tiny.engine("llama")
+    prompt = tiny.prompts([8])[0]
+
+    def sample(seed: int, temperature: float = 1.5, top_p: float = 1.0) -> tuple[int, ...]:
+        sampling = Sampling(max_tokens=12, temperature=temperature, seed=seed, top_p=top_p)
+        return decoded(engine.begin([prompt], [])[0], sampling).token_ids
+
+    assert sample(1) == sample(1)
+    assert len({sample(seed) for seed in range(6)}) > 1
+    greedy = tuple(reference(tiny.modules(engine).model, prompt, 12))
+    assert sample(1, top_p=1e-6) == sample(1, temperature=1e-30) == greedy
+
+
+@pytest.mark.parametrize(
+    ("option", "bad"),
+    [("max_tokens", 0), ("temperature", -1.0), ("temperature", float("nan")), ("top_p", 0.0), ("top_p", 1.5),
+     ("stop", ("",)), ("seed", 2**63)],
+)  # fmt: skip
+def test_impossible_sampling_is_refused_by_name(option: str, bad: Any) -> None:
+    engine = tiny.engine("llama")
+    continuation, sampling = engine.begin(tiny.prompts([4]), [])[0], Sampling(**{option: bad})
+    for call in (lambda: continuation.decode(sampling), lambda: engine.generate(tiny.prompts([4]), sampling)):
+        with pytest.raises(RequestError) as caught:
+            call()
+        assert caught.value.param == option
+    assert decoded(continuation, Sampling(max_tokens=1)).finish_reason == "length"  # it is usable still
+
+
+def test_a_nan_while_decoding_is_an_error_and_frees_the_cache():
+    engine = tiny.engine("llama")
+    continuation = engine.begin(tiny.prompts([4]), [])[0]
+    stream = continuation.decode(Sampling(max_tokens=5))
+    with torch.no_grad():
+        tiny.projections(engine)[1].weight.fill_(float("nan"))
+    with pytest.raises(NonFiniteReadout):
+        list(stream)
+    assert engine.counters.open_continuations == 0
+
+
+# Several that come and go
+
+
+@pytest.mark.parametrize("name", tiny.ALL)
+def test_greedy_answers_are_the_models_own(name: str) -> None:
+    engine = tiny.engine(name)
+    prompts = tiny.prompts(LENGTHS)
+    continuations = engine.begin(prompts, [])
+    streams = [continuation.decode(Sampling(max_tokens=14)) for continuation in continuations]
+    chance, running = Random(0), list(range(len(prompts)))
+    while running:
+        some = chance.sample(running, chance.randint(1, len(running)))
+        engine.step_together([continuations[place] for place in some])
+        for place in some:
+            if next(streams[place], None) is None:
+                running.remove(place)
+    produced = 0
+    for prompt, continuation in zip(prompts, continuations, strict=True):
+        assert continuation.completion is not None
+        answer = reference(tiny.modules(engine).model, prompt, 14)
+        assert list(continuation.completion.token_ids) == answer
+        produced += len(answer)
+    assert engine.counters.decode_steps == produced - len(prompts), "no step is run twice, or for nothing"
+    assert engine.counters.forward_tokens == sum(LENGTHS) + produced - len(prompts)
+    assert engine.counters.open_continuations == 0
+
+
+def test_a_step_reads_the_weights_once() -> None:
+    engine = tiny.engine("llama")
+    continuations = engine.begin(tiny.prompts(LENGTHS), [])
+    streams = [continuation.decode(Sampling(max_tokens=5)) for continuation in continuations]
+    for stream in streams:
+        next(stream)
+    rows: list[int] = []
+    handle = tiny.projections(engine)[0].register_forward_pre_hook(lambda _, given: rows.append(len(given[0])))
+    engine.step_together(continuations)
+    engine.step_together(continuations)  # all have their next token's logits already
+    for stream in streams:
+        next(stream)
+    handle.remove()
+    assert rows == [len(LENGTHS)]
+
+
+def test_attention_is_the_models_own_again_afterwards() -> None:
+    engine = tiny.engine("llama")
+    model = tiny.modules(engine).model
+    own = model.config._attn_implementation
+    continuations = engine.begin(tiny.prompts([4, 9]), [])
+    streams = [continuation.decode(Sampling(max_tokens=5)) for continuation in continuations]
+    for stream in streams:
+        next(stream)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "cat", lambda *_, **__: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            engine.step_together(continuations)
+    assert model.config._attn_implementation == own
+
+
+def test_a_nan_ends_the_answer_that_has_it_and_no_other() -> None:
+    engine = tiny.engine("llama")
+    prompts = tiny.prompts([4, 9])
+    bad, good = engine.begin(prompts, [])
+    streams = [continuation.decode(Sampling(max_tokens=8)) for continuation in (bad, good)]
+    for stream in streams:
+        next(stream)
+    with torch.inference_mode():
+        bad.cache.layers[1].values.fill_(float("nan"))
+    engine.step_together([bad, good])
+    with pytest.raises(NonFiniteReadout):
+        next(streams[0])
+    list(streams[1])
+    assert good.completion is not None
+    assert list(good.completion.token_ids) == reference(tiny.modules(engine).model, prompts[1], 8)
+    assert engine.counters.open_continuations == 0
+
+
+# Batches, for labelling
+
+MIXED = [3, 25, 7, 7, 14, 1]
+
+
+@pytest.mark.parametrize("name", tiny.ALL)
+def test_mixed_lengths_equal_single_prompts(name: str):
+    engine = tiny.engine(name, max_batch_tokens=90)
+    prompts = tiny.prompts(MIXED)
+    for prompt, completion in zip(prompts, engine.generate(prompts, Sampling(max_tokens=12)), strict=True):
+        assert list(completion.token_ids) == reference(tiny.modules(engine).model, prompt, 12)
+        assert completion.finish_reason == ("stop" if completion.token_ids[-1] == tiny.EOS else "length")
+
+
+@pytest.mark.parametrize("name", tiny.ALL)
+def test_readouts_and_answers_come_from_one_prefill(name: str):
+    engine = tiny.engine(name, max_batch_tokens=90)
+    prompts, sampling = tiny.prompts(MIXED), Sampling(max_tokens=12)
+    sites, poolings = list(Site), (Pooling.MEAN, Pooling.CONTENT_MAX)
+    apart, answers = engine.extract(prompts, sites, poolings), engine.generate(prompts, sampling)
+    before = engine.counters.prefills
+    together = engine.extract(prompts, sites, poolings, sampling)
+    assert engine.counters.prefills == before + len(prompts)
+    assert list(together.completions) == answers
+    assert apart.completions == ()
+    for ours, theirs in ((together.activations, apart.activations), (together.pooled, apart.pooled)):
+        assert ours.keys() == theirs.keys()
+        for key in ours:
+            np.testing.assert_allclose(ours[key], theirs[key], rtol=0, atol=1e-5)
+    for here, there in zip(together.first_tokens, apart.first_tokens, strict=True):
+        assert here.token == there.token
+        assert here.entropy == pytest.approx(there.entropy, abs=1e-5)
+
+
+def test_rows_that_finish_early_leave_and_the_rest_go_on_rightly():
+    model = tiny.model("llama")
+    prompts = tiny.prompts([4, 9, 9, 17, 6, 12, 3, 8])
+    answers = [reference(model, prompt, 14) for prompt in prompts]
+    ends = [answers[0][2], answers[1][0], answers[2][5], answers[5][1]]
+    model.generation_config.eos_token_id = ends
+    engine = tiny.TransformersEngine(model, tiny.tokenizer())
+    completions = engine.generate(prompts, Sampling(max_tokens=14))
+    reasons = set()
+    for answer, completion in zip(answers, completions, strict=True):
+        stops = [at for at, token in enumerate(answer) if token in ends]
+        expected = answer[: stops[0] + 1] if stops else answer
+        assert list(completion.token_ids) == expected
+        assert completion.finish_reason == ("stop" if stops else "length")
+        reasons.add(completion.finish_reason)
+    assert reasons == {"stop", "length"}
+    produced = sum(len(completion.token_ids) for completion in completions)
+    assert engine.counters.decode_steps == produced - len(prompts)
+    assert engine.counters.forward_tokens == sum(map(len, prompts)) + produced - len(prompts)
+    assert engine.counters.prefills == len(prompts)
+
+
+def test_sampled_answers_do_not_depend_on_batch_mates():
+    engine = tiny.shared_engine("llama")
+    prompts = tiny.prompts([4, 9, 15])
+    sampling = Sampling(max_tokens=10, temperature=1.2, top_p=0.9, seed=7)
+    together = engine.generate(prompts, sampling)
+    alone = [engine.generate([prompt], sampling)[0] for prompt in prompts]
+    assert together == alone
+    other = engine.generate(prompts, Sampling(max_tokens=10, temperature=1.2, top_p=0.9, seed=8))
+    assert other != together
+
+
+def test_generate_and_decode_agree_on_text_and_stop_strings():
+    engine = tiny.shared_engine("qwen2")
+    prompts = tiny.prompts([5] * 12, seed=3)
+    plain = engine.generate(prompts, Sampling(max_tokens=16))
+    stop = tuple({completion.text[4:6] for completion in plain if len(completion.text) > 6})
+    assert stop
+    sampling = Sampling(max_tokens=16, stop=stop)
+    for prompt, completion in zip(prompts, engine.generate(prompts, sampling), strict=True):
+        continuation = engine.begin([prompt], [])[0]
+        pieces = list(continuation.decode(sampling))
+        assert continuation.completion == completion
+        assert "".join(pieces) == completion.text
+        assert not any(end in completion.text for end in stop)
+
+
+def test_a_full_context_leaves_no_room_and_says_length():
+    engine = tiny.shared_engine("gpt2")
+    prompts = tiny.prompts([tiny.CONTEXT, 5, tiny.CONTEXT - 2])
+    full, short, nearly = engine.generate(prompts, Sampling(max_tokens=6))
+    assert (full.token_ids, full.finish_reason, full.text) == ((), "length", "")
+    assert list(short.token_ids) == reference(tiny.modules(engine).model, prompts[1], 6)
+    assert len(nearly.token_ids) == 2
+    assert engine.generate([], Sampling()) == []
+
+
+def test_longrope_answers_do_not_depend_on_longer_batch_mates():
+    engine = tiny.longrope_engine()
+    prompts = tiny.prompts([5, 60, 30])
+    for limit in (6, 200):
+        together = engine.generate(prompts, Sampling(max_tokens=limit))
+        assert together == [engine.generate([prompt], Sampling(max_tokens=limit))[0] for prompt in prompts]

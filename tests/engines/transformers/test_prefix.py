@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 from service.engines.base import EngineOptions, Sampling
+from service.engines.transformers.batching import Prefix, chat_prefix
 from service.engines.transformers.engine import TransformersEngine
-from service.engines.transformers.prefix import Prefix, chat_prefix
 from service.readout import Pooling, Site
 from tests.engines import tiny
-from tests.engines.transformers.test_continuation import read, reference
+from tests.engines.transformers.test_decoding import decoded, reference
 from tests.engines.transformers.test_tracing import check_trace
 
 TEMPLATE = (
@@ -54,7 +54,9 @@ def test_numbers_and_answers_are_those_of_whole_prompts(family: str) -> None:
     assert (ours.counters.forward_tokens < plain.counters.forward_tokens) is bool(ours._prefix.tokens)
     assert (ours._prefix.tokens == ()) is (family in NOT_SHARED)
     for prompt, continuation in zip(prompts, ours.begin(prompts, [probe]), strict=True):
-        assert list(read(continuation, Sampling(max_tokens=8))) == reference(tiny.modules(ours).model, prompt, 8)
+        assert list(decoded(continuation, Sampling(max_tokens=8)).token_ids) == reference(
+            tiny.modules(ours).model, prompt, 8
+        )
 
 
 def test_the_beginning_is_run_once() -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import threading
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,11 +13,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from service.engines.base import BatchEngine
-from service.engines.transformers.hooks import ProbeStack
 from service.errors import EmptyPrompt, EngineError, NonFiniteReadout, PromptTooLong, RequestError
-from service.readout import Probes, Site
+from service.readout import Site
 from service.risk import truth_logits
 from tests.engines import tiny
+from tests.matching import Held
 
 LENGTHS = [3, 20, 7, 20, 1, 33, 12, 7]
 
@@ -69,11 +70,9 @@ def test_a_trajectory_does_not_depend_on_batch_mates(lengths, side, name, budget
 
 def test_longrope_prompts_keep_their_own_frequencies_beside_long_ones():
     engine = tiny.longrope_engine()
-    probe = tiny.probes(engine.identity.geometry)
-    prompts = tiny.prompts([5, 40])
-    together = engine.score(prompts, [probe])
-    alone = engine.score(prompts[:1], [probe])
-    np.testing.assert_allclose(together[0].trajectories[0], alone[0].trajectories[0], rtol=0, atol=1e-6)
+    prompts, probes = tiny.prompts([5, 40]), [tiny.probes(engine.identity.geometry)]
+    together, alone = engine.score(prompts, probes)[0], engine.score(prompts[:1], probes)[0]
+    np.testing.assert_allclose(together.trajectories[0], alone.trajectories[0], rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", tiny.ALL)
@@ -110,17 +109,11 @@ def test_nothing_runs_after_the_last_readout(name: str):
     assert ran == []
     engine.score(prompts, [tiny.probes(shape, Site.RESIDUAL_STREAM), tiny.probes(shape)])
     assert set(ran) == {"projection", "block"}  # the last block runs, the head does not
+    seen: list[tuple[int, ...]] = []
+    tiny.modules(engine).head.register_forward_hook(lambda _module, given, _output: seen.append(tuple(given[0].shape)))
     engine.score(prompts, [tiny.probes(shape)], first_token=True)
     assert "head" in ran
-
-
-def test_the_head_sees_one_row_per_prompt():
-    engine, shapes = tiny.engine("llama"), []
-    tiny.modules(engine).head.register_forward_hook(
-        lambda _module, given, _output: shapes.append(tuple(given[0].shape))
-    )
-    engine.score(tiny.prompts([5, 30, 9]), [tiny.probes(engine.identity.geometry)], first_token=True)
-    assert shapes == [(3, 1, 32)]
+    assert [rows for *rows, _ in seen] == [[len(prompts), 1]]
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
@@ -146,28 +139,17 @@ def test_hooks_are_gone_after_success_and_after_failure(name: str, monkeypatch: 
 
 
 def test_a_second_thread_is_refused():
-    engine = tiny.engine("llama")
-    inside, go_on, errors = threading.Event(), threading.Event(), []
-
-    def block(*_args: Any) -> None:
-        inside.set()
-        go_on.wait(10)
-
-    handle = tiny.modules(engine).blocks[0].register_forward_pre_hook(block)
+    engine, holding = tiny.engine("llama"), Held()
+    handle = tiny.modules(engine).blocks[0].register_forward_pre_hook(lambda *_: holding(""))
     probe, prompts = tiny.probes(engine.identity.geometry), tiny.prompts([4])
-    results: list[Any] = []
-    worker = threading.Thread(target=lambda: results.extend(engine.score(prompts, [probe])))
-    worker.start()
-    assert inside.wait(10)
-    try:
-        engine.score(prompts, [probe])
-    except EngineError as error:
-        errors.append(error.message)
-    go_on.set()
-    worker.join()
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(engine.score, prompts, [probe])
+        assert holding.entered.wait(20)
+        with pytest.raises(EngineError, match="one thread at a time"):
+            engine.score(prompts, [probe])
+        holding.release.set()
+        assert len(first.result(20)) == 1
     handle.remove()
-    assert len(results) == 1
-    assert "one thread at a time" in errors[0]
 
 
 def test_bad_prompts_are_named_and_never_truncated():
@@ -209,49 +191,40 @@ def test_a_nan_is_refused_with_its_layer_and_prompt():
     assert len(engine.score([prompts[0], prompts[2]], [probe])) == 2
 
 
-def test_probes_of_another_geometry_are_refused():
+@pytest.mark.parametrize(
+    ("changed", "named"),
+    [
+        ({"head": np.array([0, 1])}, "head has shape"),
+        ({"head": np.array([0, 4, 0])}, r"head .*\[0, 4\)"),
+        ({"site": Site.RESIDUAL_STREAM}, "direction has shape"),
+    ],
+    ids=str,
+)
+def test_probes_of_another_geometry_are_refused(changed: dict[str, Any], named: str):
     engine = tiny.shared_engine("llama")
-    good = tiny.probes(engine.identity.geometry)
-    short = Probes(good.site, good.head[:2], good.direction, good.bias, good.scale)
-    with pytest.raises(EngineError, match="head has shape"):
-        engine.score(tiny.prompts([4]), [short])
-    outside = Probes(good.site, np.array([0, 4, 0]), good.direction, good.bias, good.scale)
-    with pytest.raises(EngineError, match=r"head .*\[0, 4\)"):
-        engine.score(tiny.prompts([4]), [outside])
-    other_site = Probes(Site.RESIDUAL_STREAM, good.head, good.direction, good.bias, good.scale)
-    with pytest.raises(EngineError, match="direction has shape"):
-        engine.score(tiny.prompts([4]), [other_site])
+    with pytest.raises(EngineError, match=named):
+        engine.score(tiny.prompts([4]), [replace(tiny.probes(engine.identity.geometry), **changed)])
 
 
-def test_no_probes_means_no_trajectories_but_still_first_tokens():
-    engine = tiny.shared_engine("llama")
-    onsets = engine.score(tiny.prompts([4, 9]), [], first_token=True)
-    assert [onset.trajectories for onset in onsets] == [(), ()]
-    assert all(onset.first_token is not None for onset in onsets)
-
-
-def test_counters_count_real_tokens_only():
+def test_no_probes_means_no_trajectories_but_still_first_tokens_and_counts_real_tokens():
     engine = tiny.engine("llama", max_batch_tokens=40)
-    engine.score(tiny.prompts([3, 20, 9]), [tiny.probes(engine.identity.geometry)])
+    onsets = engine.score(tiny.prompts([3, 20, 9]), [], first_token=True)
+    assert [onset.trajectories for onset in onsets] == [(), (), ()]
+    assert all(onset.first_token is not None for onset in onsets)
     assert (engine.counters.forward_tokens, engine.counters.prefills, engine.counters.decode_steps) == (32, 3, 0)
 
 
-def test_a_limited_number_of_probe_stacks_is_cached(monkeypatch: pytest.MonkeyPatch):
-    built: list[Any] = []
-
-    def build(*arguments: Any) -> ProbeStack:
-        built.append(arguments)
-        return ProbeStack(*arguments)
-
-    monkeypatch.setattr("service.engines.transformers.engine.ProbeStack", build)
+def test_a_limited_number_of_probe_stacks_is_cached():
     engine = tiny.engine("llama")
     prompts, probes = tiny.prompts([4]), [tiny.probes(engine.identity.geometry, seed=seed) for seed in range(9)]
-    for probe in (*probes[:8], probes[0]):
+    engine.score(prompts, probes[:1])
+    first = next(iter(engine._stacks.values()))
+    for probe in (*probes[1:8], probes[0]):
         engine.score(prompts, [probe])
-    assert len(built) == 8
-    for probe in (*probes[1:], probes[0]):  # the least recently used one is dropped
-        engine.score(prompts, [probe])
-    assert len(built) == 10
+    assert list(engine._stacks.values())[-1] is first
+    engine.score(prompts, probes[8:])  # the least recently used one is dropped
+    assert len(engine._stacks) == 8
+    assert (id(probes[1]),) not in engine._stacks
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

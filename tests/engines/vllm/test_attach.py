@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import nn
 
 from service.engines.families import FAMILIES
 from service.engines.vllm import attach
-from service.engines.vllm.sites import SiteReadout, TensorParallelRank
+from service.engines.vllm.attach import SiteReadout
 from service.engines.vllm.wire import Plan
 from service.errors import EngineError
 from service.readout import Geometry, Probes, Site
@@ -23,7 +24,6 @@ GEOMETRY = Geometry(num_layers=3, num_heads=4, head_dim=8, hidden_size=20)
 TOKENS, SLOTS = 12, 3
 ONSETS = [5, 11, 2, 0]
 CPU = torch.device("cpu")
-ALONE = TensorParallelRank(0, 1)
 LLAMA = next(family for family in FAMILIES if "llama" in family.model_types)
 
 _library = torch.library.Library("hallutracer_test", "FRAGMENT")
@@ -131,10 +131,11 @@ def installed(
     model: Model,
     sites: tuple[Site, ...] = tuple(Site),
     *,
-    rank: TensorParallelRank = ALONE,
+    rank: int = 0,
+    ranks: int = 1,
     dtype: torch.dtype = torch.float32,
 ) -> dict[Site, SiteReadout]:
-    return attach.install(model, LLAMA, Plan(GEOMETRY, sites, SLOTS, False), rank, CPU, dtype)
+    return attach.install(model, LLAMA, Plan(GEOMETRY, sites, SLOTS, False), rank, ranks, CPU, dtype)
 
 
 def hidden(seed: int = 3, tokens: int = TOKENS) -> torch.Tensor:
@@ -180,38 +181,30 @@ def probes(site: Site, seed: int) -> Probes:
     return tiny.probes(GEOMETRY, site, seed, scaled=True)
 
 
+def check_read(read: np.ndarray, slot: int, rows: np.ndarray, probe: Probes, onsets: Sequence[int] = ONSETS) -> None:
+    """Truth logits and, last, the depth mean [layers + 1, onsets, slots] are those of a slot's probe."""
+    wanted = expected(rows[onsets], probe)
+    np.testing.assert_allclose(read[:-1, :, slot].T, wanted, atol=1e-5)
+    np.testing.assert_allclose(read[-1, :, slot], depth_mean(wanted), atol=1e-5)
+
+
 def test_every_slot_of_both_sites_is_the_methods_truth_logit_at_every_onset() -> None:
-    rows = activations_of(Model(), hidden())
-    model = Model()
-    found = installed(model)
-    made = {(site, slot): probes(site, 10 * slot + number) for number, site in enumerate(Site) for slot in range(SLOTS)}
-    for (site, slot), probe in made.items():
-        found[site].write(slot, probe)
-    run(model, found, hidden(), ONSETS)
-    for (site, slot), probe in made.items():
-        wanted = expected(rows[site][ONSETS], probe)
-        read = found[site].read()[:, :, slot].numpy()
-        np.testing.assert_allclose(read[:-1].T, wanted, atol=1e-5)
-        np.testing.assert_allclose(read[-1], depth_mean(wanted), atol=1e-5)
-
-
-def test_reading_changes_neither_the_model_nor_its_parameters() -> None:
-    plain, model = Model(), Model()
+    """An unused one is zero, and neither the model's result nor its parameters change."""
+    rows, plain, model = activations_of(Model(), hidden()), Model(), Model()
     names = set(plain.state_dict())
     found = installed(model)
     assert set(model.state_dict()) == names
+    made = {(site, slot): probes(site, 10 * slot + number) for number, site in enumerate(Site) for slot in (0, 2)}
+    for (site, slot), probe in made.items():
+        found[site].write(slot, probe)
     with torch.inference_mode():
         assert torch.equal(run(model, found, hidden(), ONSETS), plain(hidden()))
-
-
-def test_an_unused_slot_reads_zero() -> None:
-    model = Model()
-    found = installed(model)
-    found[Site.ATTENTION_HEAD].write(1, probes(Site.ATTENTION_HEAD, 1))
-    run(model, found, hidden(), ONSETS)
-    read = found[Site.ATTENTION_HEAD].read()
-    assert (read[:, :, [0, 2]] == 0).all()
-    assert (read[:, :, 1] != 0).any()
+    for (site, slot), probe in made.items():
+        read = found[site].read().numpy()
+        check_read(read, slot, rows[site], probe)
+        assert (read[:, :, 1] == 0).all()
+        kept = found[site].activations().numpy().swapaxes(0, 1)  # for training
+        np.testing.assert_allclose(kept, rows[site][ONSETS], atol=1e-6)
 
 
 @pytest.mark.parametrize("size", [2, 4])
@@ -223,7 +216,7 @@ def test_ranks_that_split_the_heads_add_up(size: int) -> None:
     share = GEOMETRY.num_heads // size
     for rank in range(size):
         model = Model(range(rank * share, (rank + 1) * share))
-        found = installed(model, rank=TensorParallelRank(rank, size))
+        found = installed(model, rank=rank, ranks=size)
         assert found[Site.ATTENTION_HEAD].heads == (rank * share, share)
         assert found[Site.ATTENTION_HEAD].split
         assert not found[Site.RESIDUAL_STREAM].split
@@ -242,22 +235,19 @@ def test_ranks_that_split_the_heads_add_up(size: int) -> None:
     for site in Site:
         together = np.sum(read[site], axis=0)
         for slot, probe in enumerate(slots[site]):
-            wanted = expected(rows[site][ONSETS], probe)
-            np.testing.assert_allclose(together[:-1, :, slot].T, wanted, atol=1e-5)
-            np.testing.assert_allclose(together[-1, :, slot], depth_mean(wanted), atol=1e-5)
+            check_read(together, slot, rows[site], probe)
 
 
 def test_half_types_are_read_in_float32() -> None:
     states = torch.randn(4, 32).to(torch.bfloat16)
     plan = Plan(GEOMETRY, (Site.ATTENTION_HEAD,), 1, False)
-    readout = SiteReadout(plan, Site.ATTENTION_HEAD, range(3), (0, 4), ALONE, CPU)
+    readout = SiteReadout(plan, Site.ATTENTION_HEAD, range(3), (0, 4), leading=True, device=CPU)
     probe = probes(Site.ATTENTION_HEAD, 5)
     readout.write(0, probe)
     readout.start(torch.arange(4))
     for _ in range(3):
         readout.keep(states)
-    rows = states.float().numpy()[:, None].repeat(3, axis=1)
-    np.testing.assert_allclose(readout.read()[:-1, :, 0].T.numpy(), expected(rows, probe), atol=1e-5)
+    check_read(readout.read().numpy(), 0, states.float().numpy()[:, None].repeat(3, axis=1), probe, range(4))
 
 
 def test_another_probe_and_another_step_need_no_other_graph() -> None:
@@ -280,8 +270,7 @@ def test_another_probe_and_another_step_need_no_other_graph() -> None:
             found[site].write(1, probe)
         run(compiled, found, hidden(), onsets)
         for site, probe in made.items():
-            actual = found[site].read()[:-1, :, 1].T.numpy()
-            np.testing.assert_allclose(actual, expected(rows[site][onsets], probe), atol=1e-5)
+            check_read(found[site].read().numpy(), 1, rows[site], probe, onsets)
         if seed == 0:
             once = compilations
     assert once > 0
@@ -304,15 +293,6 @@ def test_the_compilers_graph_has_one_operator_a_layer_at_the_residual_site_and_n
             torch.compile(model, backend=look, dynamic=True)(hidden())
         ours = [node for node in graphs if "keep_residual" in node]
         assert (len(ours), len(set(ours))) == (count, min(count, 1))
-
-
-def test_what_was_kept_is_there_for_training() -> None:
-    rows = activations_of(Model(), hidden())
-    model = Model()
-    found = installed(model)
-    run(model, found, hidden(), ONSETS)
-    for site, readout in found.items():
-        np.testing.assert_allclose(readout.activations().numpy().swapaxes(0, 1), rows[site][ONSETS], atol=1e-6)
 
 
 def test_a_step_that_reads_nothing_keeps_nothing() -> None:
@@ -363,34 +343,31 @@ def test_a_rank_has_the_blocks_of_its_stage() -> None:
     np.testing.assert_allclose(found.offset[:, 0], (probe.bias / probe.scale)[1:], rtol=1e-6)
 
 
+@pytest.mark.parametrize(
+    ("layer", "path", "value", "named"),
+    [
+        (2, "o_proj.input_size", 30, "layer 2.* 30 inputs"),
+        (1, "__class__", Gated, "layer 1's self_attn.o_proj does not read"),
+        (1, "__class__", Narrower, "layer 1's self_attn.o_proj does not read"),
+        (1, "second", AttentionLayer(8), "layer 1 has 2 attention layers"),
+        (0, "attn.use_direct_call", True, "layer 0"),
+    ],
+)
+def test_a_module_tree_that_is_not_read_as_it_was_trained_on_is_refused(
+    layer: int, path: str, value: Any, named: str
+) -> None:
+    model = Model()
+    *parents, name = path.split(".")
+    setattr(model.model.layers[layer].self_attn.get_submodule(".".join(parents)), name, value)
+    with pytest.raises(EngineError, match=named):
+        installed(model)
+
+
 def test_an_unknown_module_tree_is_refused() -> None:
     with pytest.raises(EngineError, match="2 blocks"):
         installed(Model(layers=2))
     with pytest.raises(EngineError, match="--engine transformers"):
         attach.blocks_of(nn.Linear(2, 2), LLAMA, 3)
-    model = Model()
-    model.model.layers[2].self_attn.o_proj.input_size = 30
-    with pytest.raises(EngineError, match="layer 2.* 30 inputs"):
-        installed(model)
-
-
-def test_an_attention_block_that_is_not_read_as_it_was_trained_on_is_refused() -> None:
-    model = Model()
-    model.model.layers[1].self_attn.__class__ = Gated
-    with pytest.raises(EngineError, match="layer 1's self_attn.o_proj does not read"):
-        installed(model)
-    model = Model()
-    model.model.layers[1].self_attn.__class__ = Narrower
-    with pytest.raises(EngineError, match="layer 1's self_attn.o_proj does not read"):
-        installed(model)
-    model = Model()
-    model.model.layers[1].self_attn.second = AttentionLayer(8)
-    with pytest.raises(EngineError, match="layer 1 has 2 attention layers"):
-        installed(model)
-    model = Model()
-    model.model.layers[0].self_attn.attn.use_direct_call = True
-    with pytest.raises(EngineError, match="layer 0"):
-        installed(model)
 
 
 def test_quantized_blocks_are_checked_in_the_dtype_that_the_model_computes_in() -> None:

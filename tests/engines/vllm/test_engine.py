@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncGenerator, Coroutine, Iterator
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -19,9 +19,9 @@ import numpy as np
 import pytest
 from prometheus_client import REGISTRY
 
-from probes_store.context import Applicability
+from probes_store.records import Applicability
 from service.demo import MODEL_DIR
-from service.engines.base import Engine, EngineOptions, Gate, Sampling, Update
+from service.engines.base import Engine, EngineGate, EngineOptions, Sampling, Update
 from service.engines.transformers.engine import TransformersEngine
 from service.errors import EmptyPrompt, EngineError, PromptTooLong, RequestError
 from service.policies.guard import GATE
@@ -162,31 +162,25 @@ def test_generated_and_streamed_answers_are_the_same_and_the_references(
         assert all(update.completion is None for update in found[:-1])
         assert "".join(update.piece for update in found) == expected.text
         assert sum(update.tokens for update in found) == len(expected.token_ids)
+    [answer] = engine.generate([PROMPTS[-1]], Sampling(max_tokens=50))  # it begins where the context ends
+    assert (len(answer.token_ids), answer.finish_reason) == (CONTEXT - len(PROMPTS[-1]), "length")
     assert idle(engine)
 
 
-def test_an_answer_begins_where_the_context_ends(engine: VllmEngine) -> None:
-    [answer] = engine.generate([PROMPTS[-1]], Sampling(max_tokens=50))
-    assert (len(answer.token_ids), answer.finish_reason) == (CONTEXT - len(PROMPTS[-1]), "length")
-
-
-def test_a_closed_gate_ends_a_request_at_its_onset(engine: VllmEngine, probes: list[Probes]) -> None:
-    before = engine.counters.decode_steps
-    for gate in (Gate((1.0, 0.0, 0.0, 0.0, 0.0, 0.0), 0.0, 0.0), Gate((0.5, 0.2, 0.1, 0.0, 0.0, 0.0), -99.0, 0.9)):
-        [update] = updates(engine, engine.answer(PROMPTS[1], probes[:1], sampling=Sampling(), gate=gate))
+def test_a_closed_gate_ends_a_request_at_its_onset_and_an_open_one_changes_nothing(
+    engine: VllmEngine, probes: list[Probes]
+) -> None:
+    before, sampling = engine.counters.decode_steps, Sampling(max_tokens=6)
+    for weight, intercept, threshold in (((1.0, 0.0, 0.0), 0.0, 0.0), ((0.5, 0.2, 0.1), -99.0, 0.9)):
+        gate = EngineGate((*weight, 0.0, 0.0, 0.0), intercept, threshold)
+        [update] = updates(engine, engine.answer(PROMPTS[1], probes[:1], sampling=sampling, gate=gate))
         assert update.prefill is not None
         assert (update.piece, update.tokens, update.completion) == ("", 0, None)
     assert engine.counters.decode_steps == before, "tokens were decoded behind a closed gate"
-    assert idle(engine)
-
-
-def test_an_open_gate_changes_nothing(engine: VllmEngine, probes: list[Probes]) -> None:
-    sampling = Sampling(max_tokens=6)
-    found = updates(
-        engine,
-        engine.answer(PROMPTS[1], probes[:1], sampling=sampling, gate=Gate((1.0, 0.0, 0.0, 0.0, 0.0, 0.0), 0.0, 1.0)),
-    )
+    gate = EngineGate((1.0, 0.0, 0.0, 0.0, 0.0, 0.0), 0.0, 1.0)
+    found = updates(engine, engine.answer(PROMPTS[1], probes[:1], sampling=sampling, gate=gate))
     assert found[-1].completion == engine.generate([PROMPTS[1]], sampling)[0]
+    assert idle(engine)
 
 
 def test_a_bundle_with_context_reads_and_gates_as_the_reference_does(
@@ -233,15 +227,10 @@ def test_closing_the_generator_ends_the_request(engine: VllmEngine, probes: list
 
 def test_cancelling_the_consumer_ends_the_request(engine: VllmEngine, probes: list[Probes]) -> None:
     async def given_up() -> None:
-        async def ask() -> None:
-            async for _ in engine.answer(PROMPTS[3], probes, sampling=Sampling(max_tokens=30)):
-                pass
-
-        task = asyncio.ensure_future(ask())
-        await asyncio.sleep(0)
-        await asyncio.sleep(0.02)
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(0.02):
+                async for _ in engine.answer(PROMPTS[3], probes, sampling=Sampling(max_tokens=30)):
+                    pass
 
     wait(engine, given_up())
     assert idle(engine)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.metadata
 import importlib.util
 from types import SimpleNamespace
@@ -11,7 +12,7 @@ import pytest
 
 from service.demo import MODEL_DIR
 from service.engines.base import EngineOptions
-from service.engines.identity import changed_at_load
+from service.engines.loading import changed_at_load
 from service.engines.vllm import launch
 from service.engines.vllm.engine import VllmEngine
 from service.errors import EngineError, ModelLoadError, UnknownFamily
@@ -19,46 +20,30 @@ from tests.engines.vllm.installed import vllm_or_skip
 
 vllm_or_skip()
 
+from vllm.engine.arg_utils import AsyncEngineArgs  # noqa: E402
+
 
 def options(**extra: str) -> EngineOptions:
     return EngineOptions(model=str(MODEL_DIR), extra=extra)
 
 
-def test_arguments_are_parsed() -> None:
-    given = {
-        "max-num-seqs": "17",
-        "enforce_eager": "true",
-        "gpu-memory-utilization": "0.5",
-        "compilation_config": '{"mode": 0}',
-        "quantization": "fp8",
-    }
-    assert launch.engine_arguments(EngineOptions(model="m", extra=given)) == {
-        "max_num_seqs": 17,
-        "enforce_eager": True,
-        "gpu_memory_utilization": 0.5,
-        "compilation_config": {"mode": 0},
-        "quantization": "fp8",
-    }
+@pytest.mark.parametrize(
+    ("name", "value", "parsed"),
+    [
+        ("max-num-seqs", "17", 17), ("enforce_eager", "true", True), ("gpu-memory-utilization", "0.5", 0.5),
+        ("compilation_config", '{"mode": 0}', {"mode": 0}), ("quantization", "fp8", "fp8"),
+    ],
+)  # fmt: skip
+def test_arguments_are_parsed(name: str, value: str, parsed: object) -> None:
+    assert launch.engine_arguments(options(**{name: value})) == {name.replace("-", "_"): parsed}
 
 
-def test_an_unknown_argument_is_refused_by_name() -> None:
-    with pytest.raises(ModelLoadError, match="max-num-sequences"):
-        launch.engine_arguments(EngineOptions(model="m", extra={"max-num-sequences": "3"}))
-
-
-@pytest.mark.parametrize("name", [*launch.RESERVED, "max-num-batched-tokens", "worker-cls"])
-def test_a_reserved_argument_names_the_option_that_decides_it(name: str) -> None:
-    with pytest.raises(ModelLoadError, match="is decided by") as caught:
-        launch.engine_arguments(EngineOptions(model="m", extra={name: "x"}))
-    assert launch.RESERVED[name.replace("-", "_")] in caught.value.message
-
-
-def test_reserved_arguments_exist_in_vllm() -> None:
-    from dataclasses import fields
-
-    from vllm.engine.arg_utils import AsyncEngineArgs
-
-    assert set(launch.RESERVED) <= {field.name for field in fields(AsyncEngineArgs)}
+@pytest.mark.parametrize("name", [*launch.RESERVED, "max-num-batched-tokens", "worker-cls", "max-num-sequences"])
+def test_a_reserved_argument_names_the_option_that_decides_it_and_an_unknown_one_itself(name: str) -> None:
+    with pytest.raises(ModelLoadError, match=launch.RESERVED.get(name.replace("-", "_"), name)):
+        launch.engine_arguments(options(**{name: "x"}))
+    known = {field.name for field in dataclasses.fields(AsyncEngineArgs)}
+    assert set(launch.RESERVED) <= known
 
 
 def test_a_missing_vllm_names_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -75,16 +60,13 @@ def test_another_version_of_vllm_is_refused(distribution: str, monkeypatch: pyte
             return "0.31.2+cpu"
         raise importlib.metadata.PackageNotFoundError(name)
 
+    launch.check_installed()  # the one that is installed
     monkeypatch.setattr(importlib.metadata, "version", version)
     with pytest.raises(ModelLoadError, match=f"{distribution}==0.32.0"):
         launch.check_installed()
     monkeypatch.setattr(
         importlib.metadata, "version", lambda name: "0.32.0+cu129" if name == distribution else version(name)
     )
-    launch.check_installed()
-
-
-def test_the_installed_vllm_is_supported() -> None:
     launch.check_installed()
 
 

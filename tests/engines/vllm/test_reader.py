@@ -11,13 +11,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from probes_store.context import Applicability, Context, ContextProbe
-from service.engines.base import Gate, PrefillResult
-from service.engines.context import prompt_context
-from service.engines.transformers.results import summarise
+from probes_store.records import Applicability, Context, ContextProbe
+from service.engines.base import EngineGate, PrefillResult, prompt_context
+from service.engines.checks import summarise
+from service.engines.vllm.attach import SiteReadout
 from service.engines.vllm.reader import OnsetRow, Reader, StageLink, StepLayout, onset_rows
-from service.engines.vllm.sites import SiteReadout, TensorParallelRank
-from service.engines.vllm.wire import EXTRAS, ContextTerms, Directive, Payload, Plan
+from service.engines.vllm.wire import EXTRAS, Directive, Payload, Plan, context_terms
 from service.errors import NonFiniteReadout, ProbeReplaced
 from service.readout import Geometry, Site
 from service.risk import risk
@@ -33,8 +32,7 @@ def reader(sites: tuple[Site, ...] = tuple(Site), *, activations: bool = False) 
     """With a probe in every slot."""
     plan = Plan(GEOMETRY, sites, SLOTS, activations)
     found = {
-        site: SiteReadout(plan, site, range(2), (0, GEOMETRY.heads(site)), TensorParallelRank(0, 1), CPU)
-        for site in sites
+        site: SiteReadout(plan, site, range(2), (0, GEOMETRY.heads(site)), leading=True, device=CPU) for site in sites
     }
     for site, readout in found.items():
         for slot in range(SLOTS):
@@ -156,12 +154,20 @@ def step(*directives: Directive) -> list[OnsetRow]:
     return [OnsetRow(f"r{n}", directive, 2 * n + 1, n + 1, PROMPT) for n, directive in enumerate(directives)]
 
 
-def run(made: Reader, onsets: list[OnsetRow], logits: torch.Tensor, sampled: torch.Tensor) -> dict[str, torch.Tensor]:
+def run(
+    made: Reader,
+    onsets: list[OnsetRow],
+    logits: torch.Tensor | None = None,
+    sampled: torch.Tensor | None = None,
+    *,
+    layers: int = 2,
+) -> dict[str, torch.Tensor]:
     made.before(onsets)
-    forward(made)
+    forward(made, layers=layers)
     made.after()
     made.observe_logits(logits)
-    made.gate(sampled)
+    if sampled is not None:
+        made.gate(sampled)
     return made.payloads()
 
 
@@ -186,16 +192,6 @@ def test_each_request_gets_its_own_rows_numbers_and_its_own_logits() -> None:
     assert made.payloads() == {}, "a payload is sent once"
 
 
-def test_without_logits_there_is_no_first_token() -> None:
-    made = reader()
-    made.before(step(Directive(first_token=True)))
-    forward(made)
-    made.after()
-    [payload] = made.payloads().values()
-    with pytest.raises(NonFiniteReadout, match="first token"):
-        Payload.decode(payload.numpy(), made.plan, Directive(first_token=True))
-
-
 def test_only_the_steps_first_logits_are_the_first_tokens() -> None:
     """V2 also computes logits of the prompt, for requests that want its log probabilities."""
     made = reader()
@@ -211,51 +207,44 @@ def test_only_the_steps_first_logits_are_the_first_tokens() -> None:
     assert first.token == int(logits[1].argmax())
 
 
-def test_a_forward_pass_without_the_readout_is_detected() -> None:
-    """A stale compile cache, or a CUDA graph that was captured as a whole; the step before was read."""
-    made = reader()
-    made.before(step(Directive()))
-    forward(made)
-    made.after()
-    made.before(step(Directive()))
-    made.after()
-    [payload] = made.payloads().values()
-    with pytest.raises(NonFiniteReadout, match="does not keep"):
-        Payload.decode(payload.numpy(), made.plan, Directive())
+OPEN, SHUT = (EngineGate((1.0, 0.0, 0.0, 0.0, 0.0, 0.0), 0.0, threshold) for threshold in (1.0, 0.0))
+HALF = EngineGate((1.0, 0.0, 0.0, 0.0, 0.0, 0.0), 0.0, 0.5)
 
 
-def test_a_layer_without_the_readout_is_detected() -> None:
-    made = reader()
-    made.before(step(Directive()))
-    forward(made, layers=1)
-    made.after()
-    [payload] = made.payloads().values()
-    with pytest.raises(NonFiniteReadout, match="layer 0"):
-        Payload.decode(payload.numpy(), made.plan, Directive())
+@pytest.mark.parametrize(
+    ("layers", "directive", "named"),
+    [
+        (0, Directive(), "not keep"),  # a stale compile cache, or a graph captured as a whole
+        (0, Directive(gate=HALF, end_token=7), "not keep"),
+        (1, Directive(), "layer 0"),
+        (2, Directive(first_token=True), "first token"),  # no logits were observed
+        (2, Directive(gate=EngineGate((0.0, 1.0, 1.0, 0.0, 0.0, 0.0), -5.0, 0.5), end_token=7), "first token"),
+    ],
+)
+def test_what_was_not_read_gives_no_number_and_closes_no_gate(layers: int, directive: Directive, named: str) -> None:
+    """The request side refuses the NaN; the step before was read."""
+    made, sampled = reader(), torch.tensor([[1], [2]])
+    run(made, step(Directive()))
+    [payload] = run(made, step(directive), None, sampled, layers=layers).values()
+    assert layers or sampled[:, 0].tolist() == [1, 2]
+    with pytest.raises(NonFiniteReadout, match=named):
+        Payload.decode(payload.numpy(), made.plan, directive)
 
 
 def test_a_prompt_whose_probe_was_replaced_gets_no_number_and_its_neighbours_theirs() -> None:
     made = reader()
     made.digests = {0: "mine", 1: "another server's", 2: "also mine"}
     directives = [Directive(probes=probes) for probes in (((0, "mine"),), ((0, "mine"), (1, "mine")), ((3, "mine"),))]
-    open_at_any_risk = Gate((1.0, 0.0, 0.0, 0.0, 0.0, 0.0), 0.0, 1.0)
-    directives.append(Directive(probes=((1, "mine"),), slot=1, gate=open_at_any_risk, end_token=7))
-    onsets = step(*directives)
-    made.before(onsets)
-    forward(made)
-    made.after()
-    sampled = made.gate(torch.full((10, 1), 3))
-    payloads = [payload.numpy() for payload in made.payloads().values()]
+    directives.append(Directive(probes=((1, "mine"),), slot=1, gate=OPEN, end_token=7))
+    sampled = torch.full((10, 1), 3)
+    payloads = [payload.numpy() for payload in run(made, step(*directives), None, sampled).values()]
     assert np.isfinite(Payload.decode(payloads[0], made.plan, directives[0]).trajectories).all()
     for payload, directive in zip(payloads[1:], directives[1:], strict=True):
         assert np.isnan(payload[:, :-EXTRAS]).all()
         with pytest.raises(ProbeReplaced):
             Payload.decode(payload, made.plan, directive)
     assert set(sampled.flatten().tolist()) == {3}
-    made.before(step(Directive(probes=((0, "mine"),))))
-    forward(made)
-    made.after()
-    [payload] = made.payloads().values()
+    [payload] = run(made, step(directives[0])).values()
     assert np.isfinite(Payload.decode(payload.numpy(), made.plan, directives[0]).trajectories).all()
 
 
@@ -277,9 +266,7 @@ def test_a_step_without_onsets_does_nothing() -> None:
 def test_nothing_is_kept_after_the_forward_pass() -> None:
     """A dummy step of data parallelism may follow one whose payloads another stage sends."""
     made = reader()
-    made.before(step(Directive()))
-    forward(made)
-    assert made.after() is not None
+    run(made, step(Directive()))
     assert not made.keeps
     assert made.after() is None
 
@@ -317,7 +304,9 @@ def test_a_later_stage_adds_its_layers_and_its_part_of_the_mean() -> None:
 def test_a_step_copies_once_to_the_device_and_never_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """On CUDA ``torch.tensor(.., device=)`` and reading a number back would stop vLLM's asynchronous scheduling."""
     made = reader()
-    directive = Directive(first_token=True, gate=Gate((1.0, 0.5, 0.5, 0.0, 0.0, 0.0), 0.0, 0.5), end_token=END, slot=1)
+    directive = Directive(
+        first_token=True, gate=EngineGate((1.0, 0.5, 0.5, 0.0, 0.0, 0.0), 0.0, 0.5), end_token=END, slot=1
+    )
     onsets, logits, sampled = (
         step(directive, Directive(), directive),
         torch.randn(4, VOCABULARY),
@@ -367,14 +356,14 @@ CONTEXT = Context(
 def test_the_gate_reads_the_context_as_the_request_side_does(columns: tuple[int, ...]) -> None:
     made, weight = reader(), (1.0, 0.0, 0.0, -1.5, 2.5, 0.7)
 
-    def read(gate: Gate) -> tuple[Payload, PrefillResult]:
-        terms = ContextTerms.made(gate.context, columns[1:])
+    def read(gate: EngineGate) -> tuple[Payload, PrefillResult]:
+        terms = context_terms(gate.context, columns[1:])
         directive = Directive(gate=gate, end_token=END, slot=columns[0], context=terms, first_token=True)
         [payload] = run(made, step(directive), torch.zeros(3, VOCABULARY), torch.tensor([[1], [2], [3]])).values()
         found = Payload.decode(payload.numpy(), made.plan, directive)
         return found, PrefillResult(tuple(found.trajectories[column] for column in columns), found.first_token, PROMPT)
 
-    _, result = read(Gate(weight, 0.2, 0.5, CONTEXT))
+    _, result = read(EngineGate(weight, 0.2, 0.5, CONTEXT))
     told = prompt_context(CONTEXT, [float(one.mean()) for one in result.trajectories[1:]], PROMPT)
     assert told.asks is not None
     signals = np.array([result.trajectories[0].mean(), 0.0, 0.0, told.passage, told.stated, told.stated_length])
@@ -382,16 +371,16 @@ def test_the_gate_reads_the_context_as_the_request_side_does(columns: tuple[int,
     for threshold, applies_from in ((exact - 1e-4, told.asks - 1e-4), (exact + 1e-4, told.asks - 1e-4),
                                     (exact - 1e-4, told.asks + 1e-4)):  # fmt: skip
         applicability = Applicability(applies_from, 0.01, 0.02, "What it means.")
-        gate = Gate(weight, 0.2, threshold, Context(CONTEXT.probes, applicability))
+        gate = EngineGate(weight, 0.2, threshold, Context(CONTEXT.probes, applicability))
         found, result = read(gate)
         assert found.gated is gate.closes(result) is (threshold < exact and applies_from < told.asks)
     never = Context((replace(CONTEXT.probes[0], intercept=-99.0), *CONTEXT.probes[1:]), CONTEXT.applicability)
     for context, closes in ((never, False), (replace(never, applicability=None), True)):  # None: a policy wants it so
-        found, result = read(Gate(weight, 0.2, exact - 1e-4, context))
-        assert found.gated is Gate(weight, 0.2, exact - 1e-4, context).closes(result) is closes
+        found, result = read(EngineGate(weight, 0.2, exact - 1e-4, context))
+        assert found.gated is EngineGate(weight, 0.2, exact - 1e-4, context).closes(result) is closes
 
 
-def gated(gate: Gate, *, slot: int = 0, seed: int = 0) -> tuple[bool, int, float]:
+def gated(gate: EngineGate, *, slot: int = 0, seed: int = 0) -> tuple[bool, int, float]:
     """One prompt: whether the payload reports a closed gate, the sampled token, and the risk."""
     made = reader()
     logits = torch.randn(3, VOCABULARY, generator=torch.Generator().manual_seed(seed))
@@ -414,60 +403,30 @@ WEIGHTS = [(1.5, 0.0, 0.0), (1.0, 0.7, -0.4), (0.0, 0.0, 1.0)]
 @pytest.mark.parametrize("intercept", [-1.0, 0.3])
 def test_a_gate_closes_at_and_above_its_threshold(slot: int, weight: tuple[float, ...], intercept: float) -> None:
     """The risk is computed from exactly the numbers in the payload."""
-    _, _, exact = gated(Gate(weight, intercept, 2.0), slot=slot)
-    assert gated(Gate(weight, intercept, exact - 1e-4), slot=slot)[:2] == (True, END)
-    assert gated(Gate(weight, intercept, exact + 1e-4), slot=slot)[:2] == (False, 2)
+    _, _, exact = gated(EngineGate(weight, intercept, 2.0), slot=slot)
+    assert gated(EngineGate(weight, intercept, exact - 1e-4), slot=slot)[:2] == (True, END)
+    assert gated(EngineGate(weight, intercept, exact + 1e-4), slot=slot)[:2] == (False, 2)
 
 
-def test_a_threshold_of_0_closes_every_gate_and_one_of_1_none() -> None:
-    for intercept in (-50.0, 0.0, 50.0):
-        assert gated(Gate((1.0, 0.0, 0.0, 0.0, 0.0, 0.0), intercept, 0.0))[:2] == (True, END)
-        assert gated(Gate((1.0, 0.0, 0.0, 0.0, 0.0, 0.0), intercept, 1.0))[:2] == (False, 2)
+@pytest.mark.parametrize("intercept", [-50.0, 0.0, 50.0])
+def test_a_threshold_of_0_closes_every_gate_and_one_of_1_none(intercept: float) -> None:
+    assert gated(replace(SHUT, intercept=intercept))[:2] == (True, END)
+    assert gated(replace(OPEN, intercept=intercept))[:2] == (False, 2)
 
 
 def test_a_risk_at_the_threshold_is_left_to_the_request_side() -> None:
-    _, _, exact = gated(Gate((1.0, 0.0, 0.0, 0.0, 0.0, 0.0), 0.0, 2.0))
-    assert gated(Gate((1.0, 0.0, 0.0, 0.0, 0.0, 0.0), 0.0, exact))[:2] == (False, 2)
+    _, _, exact = gated(replace(HALF, threshold=2.0))
+    assert gated(replace(HALF, threshold=exact))[:2] == (False, 2)
 
 
 def test_gates_of_one_step_are_independent() -> None:
     made = reader()
-    opened, closed = Gate((1.0, 0.0, 0.0, 0.0, 0.0, 0.0), 0.0, 1.0), Gate((1.0, 0.0, 0.0, 0.0, 0.0, 0.0), 0.0, 0.0)
     onsets = step(
-        Directive(gate=opened, end_token=END),
-        Directive(),
-        Directive(gate=closed, end_token=END),
-        Directive(gate=closed, end_token=END + 1, slot=3),
-    )
+        Directive(gate=OPEN, end_token=END), Directive(), Directive(gate=SHUT, end_token=END),
+        Directive(gate=SHUT, end_token=END + 1, slot=3),
+    )  # fmt: skip
     sampled = torch.arange(6).unsqueeze(1)
     payloads = run(made, onsets, torch.randn(6, VOCABULARY), sampled)
     assert sampled[:, 0].tolist() == [0, 1, 2, END, END + 1, 5]
     closed_gates = [Payload.decode(payloads[row.request].numpy(), made.plan, row.directive).gated for row in onsets]
     assert closed_gates == [False, False, True, True]
-
-
-def test_a_gate_on_the_first_token_stays_open_without_logits() -> None:
-    """The request side then refuses the NaN."""
-    made = reader()
-    directive = Directive(gate=Gate((0.0, 1.0, 1.0, 0.0, 0.0, 0.0), -5.0, 0.5), end_token=END)
-    sampled = torch.tensor([[1], [2]])
-    made.before(step(directive))
-    forward(made)
-    made.after()
-    made.gate(sampled)
-    [payload] = made.payloads().values()
-    with pytest.raises(NonFiniteReadout):
-        Payload.decode(payload.numpy(), made.plan, directive)
-
-
-def test_a_nan_closes_no_gate_and_is_refused() -> None:
-    made = reader()
-    directive = Directive(gate=Gate((1.0, 0.0, 0.0, 0.0, 0.0, 0.0), 0.0, 0.5), end_token=END)
-    made.before(step(directive))
-    made.after()
-    sampled = torch.tensor([[1], [2]])
-    made.gate(sampled)
-    assert sampled[:, 0].tolist() == [1, 2]
-    [payload] = made.payloads().values()
-    with pytest.raises(NonFiniteReadout):
-        Payload.decode(payload.numpy(), made.plan, directive)

@@ -9,19 +9,19 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from probes_store.context import Applicability, Context, ContextName, ContextProbe
-from service.engines.base import Gate
-from service.engines.context import sigmoid
+from probes_store.records import Applicability, Context, ContextName, ContextProbe
+from service.engines.base import EngineGate, sigmoid
 from service.engines.vllm.wire import (
     CERTAIN,
     CONTEXT_NAMES,
     EXTRAS,
     KEY,
+    NO_CONTEXT,
     REPLACED,
-    ContextTerms,
     Directive,
     Payload,
     Plan,
+    context_terms,
 )
 from service.errors import EngineError, NonFiniteReadout, ProbeReplaced
 from service.readout import Geometry, Site
@@ -30,6 +30,9 @@ GEOMETRY = Geometry(num_layers=3, num_heads=4, head_dim=2, hidden_size=6)
 PLAN = Plan(GEOMETRY, tuple(Site), 2, True)
 COLUMNS = 4  # 2 sites x 2 slots
 LOGITS = COLUMNS * 4  # 3 layers and the depth mean
+GATE = EngineGate((0.1, 0.0, -2.5, 0.0, 0.0, 0.0), 1e-3, 0.7)
+GATED = Directive(gate=GATE, end_token=5, slot=1).encode()[KEY]
+TERMS = (3.0, 0.0, 2.0, 0.1, 1 / 3, 7.0, -1e-9, 2.0, 50.0, 0.25)
 
 
 def wire(*, activations: bool = False) -> np.ndarray:
@@ -47,20 +50,15 @@ def wire(*, activations: bool = False) -> np.ndarray:
         Directive(first_token=True, slot=3),
         Directive(probes=((0, "a1"), (3, "b2"))),
         Directive(activations=True),
-        Directive(gate=Gate((0.1, 0.0, -2.5, 0.0, 0.0, 0.0), 1e-3, 0.7), end_token=5, slot=1),
-        Directive(
-            gate=Gate((0.1, 0.0, 0.0, 1.5, -2.5, 0.3), 1e-3, 0.7),
-            end_token=5,
-            context=ContextTerms((3, 0, 2), (0.1, 1 / 3, 7.0), (-1e-9, 2.0, 50.0), 0.25),
-        ),
-        Directive(first_token=True, gate=Gate((1 / 3, 0.0, 0.0, 0.0, 0.0, 0.0), -7.0, 1.0), end_token=0),
+        Directive(gate=GATE, end_token=5, slot=1),
+        Directive(gate=replace(GATE, weight=(0.1, 0.0, 0.0, 1.5, -2.5, 0.3)), end_token=5, context=TERMS),
+        Directive(first_token=True, gate=EngineGate((1 / 3, 0.0, 0.0, 0.0, 0.0, 0.0), -7.0, 1.0), end_token=0),
     ],
 )
 def test_a_directive_round_trips(directive: Directive) -> None:
     sent = json.loads(json.dumps(directive.encode()))  # plain values only
-    plan = replace(PLAN, activations=True)
-    assert Directive.decode(sent, plan) == directive
-    assert Directive.decode({"other": "plugin", **sent}, plan) == directive
+    assert Directive.decode(sent, PLAN) == directive
+    assert Directive.decode({"other": "plugin", **sent}, PLAN) == directive
 
 
 def probe(name: ContextName) -> ContextProbe:
@@ -70,13 +68,12 @@ def probe(name: ContextName) -> ContextProbe:
 
 def test_the_terms_of_a_record_are_by_name_not_by_its_order() -> None:
     asks = Applicability(0.3, questions_below=0.01, others_above=0.02, statement="What it means.")
-    made = ContextTerms.made(Context((probe("stated"), probe("asks"), probe("passage")), asks), [3, 1, 2, 0])
-    assert made == ContextTerms((1, 2, 3), (1.5, 2.5, 3.5), (-0.5, -1.5, -2.5), 0.3)
-    assert ContextTerms.of(made.flat) == made
+    made = context_terms(Context((probe("stated"), probe("asks"), probe("passage")), asks), [3, 1, 2, 0])
+    assert made == (1, 2, 3, 1.5, 2.5, 3.5, -0.5, -1.5, -2.5, 0.3)
     # Of a probe that is not there the probability is 1, and where none tells, the risk applies.
-    made = ContextTerms.made(Context((probe("passage"),), None), [2])
-    assert made == ContextTerms((0, 2, 0), (0.0, 2.5, 0.0), (CERTAIN, -1.5, CERTAIN), -1.0)
-    assert ContextTerms.made(None, [1, 2, 3]) == ContextTerms()
+    made = context_terms(Context((probe("passage"),), None), [2])
+    assert made == (0, 2, 0, 0.0, 2.5, 0.0, CERTAIN, -1.5, CERTAIN, -1.0)
+    assert context_terms(None, [1, 2, 3]) == NO_CONTEXT
     assert sigmoid(CERTAIN) == 1.0
 
 
@@ -85,30 +82,22 @@ def test_a_request_without_a_directive_has_none(extra_args: dict[str, object] | 
     assert Directive.decode(extra_args, PLAN) is None
 
 
-GATED = Directive(gate=Gate((0.1, 0.0, -2.5, 0.0, 0.0, 0.0), 1e-3, 0.7), end_token=5, slot=1).encode()[KEY]
-
-
 @pytest.mark.parametrize(
     "wrong",
     [
         *({name: value} for name in GATED for value in ("x", [], {}, "nan", 1e400, -1, 2**80)),
-        {"slot": len(PLAN.sites) * PLAN.slots},
-        {"gate": [0.0] * 4},
-        {"gate": [0.0] * 7},
-        {"gate": [[0.0]] * 8},
+        {"slot": COLUMNS},
+        *({"gate": gate} for gate in ([0.0] * 4, [0.0] * 7, [[0.0]] * 8)),
         {"end_token": None},
         {"rows": True},
-        {"probes": [[0]]},
-        {"probes": [["a", "b"]]},
-        {"probes": 3},
-        {"probes": [[10**30, "b"]]},
+        *({"probes": probes} for probes in ([[0]], [["a", "b"]], 3, [[10**30, "b"]])),
     ],
     ids=str,
 )
 def test_what_a_caller_could_write_never_raises_in_a_worker(wrong: dict[str, object]) -> None:
     found = Directive.decode({KEY: GATED | wrong}, replace(PLAN, activations=False))
     if found is not None:
-        assert 0 <= found.slot < len(PLAN.sites) * PLAN.slots
+        assert 0 <= found.slot < COLUMNS
         assert not found.activations
         assert found.gate is None or 0 <= (found.end_token or 0) < 2**31
     for missing in GATED:
@@ -124,25 +113,24 @@ def test_a_number_that_is_none_makes_no_directive(name: str, place: int, bad: ob
     assert Directive.decode({KEY: GATED | {name: numbers}}, PLAN) is None
 
 
-@pytest.mark.parametrize("slot", [-1, COLUMNS, 2**40, -(2**70), 1e300])
-@pytest.mark.parametrize("place", range(3))
-def test_a_slot_that_is_not_there_makes_no_directive(place: int, slot: float) -> None:
-    context = [*ContextTerms().flat]
-    context[place] = slot
+@pytest.mark.parametrize(
+    "context",
+    [
+        *([*NO_CONTEXT[:place], slot, *NO_CONTEXT[place + 1 :]]
+          for place in range(3) for slot in (-1, COLUMNS, 2**40, -(2**70), 1e300)),
+        *([0.0] * length for length in (0, 9, 11)),
+    ],
+)  # fmt: skip
+def test_a_slot_that_is_not_there_and_another_number_of_terms_make_no_directive(context: list[float]) -> None:
     assert Directive.decode({KEY: GATED | {"context": context}}, PLAN) is None
-
-
-@pytest.mark.parametrize("length", [0, 9, 11])
-def test_another_number_of_context_terms_makes_no_directive(length: int) -> None:
-    assert Directive.decode({KEY: GATED | {"context": [0.0] * length}}, PLAN) is None
 
 
 @pytest.mark.parametrize(
     ("directive", "needed"),
     [
         (Directive(), False),
-        (Directive(gate=Gate((1.0, 0.0, 0.0, 0.0, 0.0), 0.0, 0.5), end_token=1), False),
-        (Directive(gate=Gate((1.0, 0.0, 0.1, 0.0, 0.0), 0.0, 0.5), end_token=1), True),
+        (Directive(gate=EngineGate((1.0, 0.0, 0.0, 0.0, 0.0), 0.0, 0.5), end_token=1), False),
+        (Directive(gate=EngineGate((1.0, 0.0, 0.1, 0.0, 0.0), 0.0, 0.5), end_token=1), True),
         (Directive(first_token=True), True),
         (Directive(activations=True), True),
     ],
@@ -156,48 +144,33 @@ def test_a_payload_is_split_by_column_layer_and_site() -> None:
     assert payload.trajectories.dtype == np.float64
     assert payload.trajectories.tolist() == [[(4 * column + layer) / 8 for layer in range(3)] for column in range(4)]
     assert payload.depth_means.tolist() == [(4 * column + 3) / 8 for column in range(4)]
-    assert payload.first_token is not None
-    assert (payload.first_token.log_max_prob, payload.first_token.entropy, payload.first_token.token) == (
-        -0.5,
-        1.25,
-        17,
-    )
-    assert payload.gated is False
+    first = payload.first_token
+    assert first is not None
+    assert (first.log_max_prob, first.entropy, first.token, payload.gated) == (-0.5, 1.25, 17, False)
     attention, residual = (payload.activations[site] for site in Site)
     assert (attention.shape, residual.shape) == ((3, 8), (3, 6))
     assert attention[0, 0] == np.float32(PLAN.payload / 8)
     assert residual[2, 5] == np.float32((PLAN.payload + PLAN.activation_floats() - 1) / 8)
 
 
-def test_numbers_that_were_not_asked_for_are_ignored_also_as_nan() -> None:
+def test_numbers_that_were_not_asked_for_are_ignored_and_rounding_leaves_no_range() -> None:
     values = wire()
     values[LOGITS : LOGITS + 3] = math.nan
     payload = Payload.decode(values, PLAN, Directive())
-    assert payload.first_token is None
-    assert payload.activations == {}
-
-
-def test_rounding_does_not_make_a_probability_above_one_or_a_negative_entropy() -> None:
-    values = wire()
-    values[LOGITS : LOGITS + 2] = [1e-7, -1e-7]
+    assert (payload.first_token, payload.activations) == (None, {})
+    values[LOGITS : LOGITS + 3] = [1e-7, -1e-7, 3]
     first = Payload.decode(values, PLAN, Directive(first_token=True)).first_token
     assert first is not None
     assert (first.log_max_prob, first.entropy) == (0.0, 0.0)
 
 
-@pytest.mark.parametrize(
-    ("count", "directive"),
-    [
-        (PLAN.payload - 1, Directive()),
-        (PLAN.payload + 1, Directive()),
-        (PLAN.payload, Directive(activations=True)),
-        (PLAN.payload + PLAN.activation_floats(), Directive()),
-        (0, Directive()),
-    ],
-)
-def test_a_payload_of_another_length_is_refused(count: int, directive: Directive) -> None:
+@pytest.mark.parametrize("activations", [True, False])
+@pytest.mark.parametrize("more", [-1, 1, -PLAN.payload, "the others"])
+def test_a_payload_of_another_length_is_refused(more: int | str, activations: bool) -> None:
+    right = PLAN.payload + (PLAN.activation_floats() if activations else 0)
+    count = 2 * PLAN.payload + PLAN.activation_floats() - right if isinstance(more, str) else right + more
     with pytest.raises(EngineError, match=f"sent {count} numbers"):
-        Payload.decode(np.zeros(count, np.float32), PLAN, directive)
+        Payload.decode(np.zeros(count, np.float32), PLAN, Directive(activations=activations))
 
 
 def test_a_replaced_probe_is_said() -> None:
@@ -212,13 +185,13 @@ def test_a_replaced_probe_is_said() -> None:
 @pytest.mark.parametrize(
     ("place", "message"),
     [
-        (0, "layer 0 gave"),
-        (4 * 3 + 2, "layer 2 gave"),
-        (4 * 1 + 3, "the depth mean gave"),
-        (LOGITS, "first token's logits"),
-        (LOGITS + 1, "first token's logits"),
-        (PLAN.payload, "activation of attention_head"),
-        (PLAN.payload + PLAN.activation_floats() - 1, "activation of residual_stream"),
+        (0, "layer 0"),
+        (4 * 3 + 2, "layer 2"),
+        (4 * 1 + 3, "the depth mean"),
+        (LOGITS, "first token"),
+        (LOGITS + 1, "first token"),
+        (PLAN.payload, "attention_head"),
+        (PLAN.payload + PLAN.activation_floats() - 1, "residual_stream"),
     ],
 )
 def test_a_nan_or_infinity_is_refused(place: int, message: str, bad: float) -> None:

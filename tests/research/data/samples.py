@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from hallutracer_research.data import bfcl, halueval2, helm, nq_open, opentriviaqa, truefalse, truthfulqa
+from hallutracer_research.data import bfcl, question_sets, statement_sets
 from hallutracer_research.data.registry import read_set
 from service.errors import DataError
 
@@ -39,7 +39,7 @@ def write_table(path: Path, rows: Sequence[dict[str, str]]) -> None:
 
 
 def write_truefalse(folder: Path, **tables: str) -> Path:
-    for category in truefalse.CATEGORIES:
+    for category in statement_sets.SUBJECTS:
         body = tables.get(category, f"A plain {category} statement.,1\nAn odd {category} statement.,0\n")
         (folder / f"{category}.csv").write_text("statement,label\n" + body, encoding="utf-8-sig")
     return folder
@@ -48,7 +48,7 @@ def write_truefalse(folder: Path, **tables: str) -> Path:
 def write_halueval2(folder: Path, **tables: Any) -> Path:
     default = [{"id": 1, "user_query": "q", "chatgpt_response": "r", "chatgpt_fact": ["f", "g"],
                 "human_judge": ["true", "false"]}]  # fmt: skip
-    for domain in halueval2.DOMAINS:
+    for domain in statement_sets.DOMAINS:
         (folder / f"{domain}.json").write_text(json.dumps(tables.get(domain, default)))
     return folder
 
@@ -64,23 +64,23 @@ QUESTIONS = (
 def write_truthfulqa(folder: Path) -> Path:
     columns = ("Type", "Category", "Question", "Best Answer", "Correct Answers", "Incorrect Answers")
     rows = [dict(zip(columns, question, strict=True)) | {"Source": "made"} for question in QUESTIONS]
-    write_table(folder / truthfulqa.TABLE, rows)
+    write_table(folder / question_sets.TABLE, rows)
     tasks = []
     for row in reversed(rows):  # in another order than the table, as published
         targets = dict.fromkeys(row["Correct Answers"].rstrip("; ").split("; "), 1)
         targets |= dict.fromkeys(row["Incorrect Answers"].split("; "), 0)
         tasks.append({"question": row["Question"].strip(), "mc1_targets": {}, "mc2_targets": targets})
-    (folder / truthfulqa.TASK).write_text(json.dumps(tasks))
+    (folder / question_sets.TASK).write_text(json.dumps(tasks))
     return folder
 
 
 def helm_passages(*labels: int, title: str = "Kites", first: str = "") -> dict[str, Any]:
     sentences = [{"sentence": f"{first}Sentence {place}.", "label": label} for place, label in enumerate(labels)]
-    return {"prompt": f"{helm._OPENING}{title}. A kite is a toy.", "sentences": sentences}
+    return {"prompt": f"{statement_sets._OPENING}{title}. A kite is a toy.", "sentences": sentences}
 
 
 def write_helm(folder: Path, **models: dict[str, Any]) -> Path:
-    for model in helm.MODELS:
+    for model in statement_sets.MODELS:
         passages = models.get(model, {"7": helm_passages(1, 0, first=f"{model} wrote ")})
         path = folder / "data" / model / "data.json"
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -90,8 +90,10 @@ def write_helm(folder: Path, **models: dict[str, Any]) -> Path:
 
 def write_iris_tables(folder: Path) -> None:
     """The tables that belong to what ``write_helm`` wrote."""
-    for model in helm.MODELS:
-        rows = [{"statement": s.text, "label": str(1 - s.factual)} for s in helm._sentences(folder, model, [])]
+    for model in statement_sets.MODELS:
+        rows = [
+            {"statement": s.text, "label": str(1 - s.factual)} for s in statement_sets._sentences(folder, model, [])
+        ]
         write_table(folder / "statements" / f"{model}.csv", rows)
 
 
@@ -147,7 +149,7 @@ B False
 
 def write_opentriviaqa(folder: Path, **files: str | bytes) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
-    for category in opentriviaqa.CATEGORIES:
+    for category in question_sets.CATEGORIES:
         content = files.get(category.replace("-", "_"), TRIVIA.replace("{category}", category))
         (folder / category).write_bytes(content if isinstance(content, bytes) else content.encode())
     return folder
@@ -155,20 +157,15 @@ def write_opentriviaqa(folder: Path, **files: str | bytes) -> Path:
 
 def write_nq_open(folder: Path, *dev: Any) -> Path:
     rows = dev or [{"question": "who flew the first kite", "answer": ["Ann Nobody", "Nobody"]}]
-    write_json_lines(folder / nq_open.FILES["dev"], rows)
-    write_json_lines(folder / nq_open.FILES["efficientqa"], [{"question": "where is the kite now", "answer": ["up"]}])
+    write_json_lines(folder / question_sets.FILES["dev"], rows)
+    write_json_lines(
+        folder / question_sets.FILES["efficientqa"], [{"question": "where is the kite now", "answer": ["up"]}]
+    )
     return folder
 
 
 WRITERS: dict[str, Callable[[Path], Path]] = {
-    "truthfulqa": write_truthfulqa,
-    "truthfulqa-reference": write_truthfulqa,
-    "truefalse": write_truefalse,
-    "halueval2": write_halueval2,
-    "helm": write_helm,
-    "bfcl": write_bfcl,
-    "bfcl-answerable": write_bfcl,
-    "opentriviaqa": write_opentriviaqa,
-    "opentriviaqa-choice": write_opentriviaqa,
-    "nq-open": write_nq_open,
-}
+    "truthfulqa": write_truthfulqa, "truthfulqa-reference": write_truthfulqa, "truefalse": write_truefalse,
+    "halueval2": write_halueval2, "helm": write_helm, "bfcl": write_bfcl, "bfcl-answerable": write_bfcl,
+    "opentriviaqa": write_opentriviaqa, "opentriviaqa-choice": write_opentriviaqa, "nq-open": write_nq_open,
+}  # fmt: skip

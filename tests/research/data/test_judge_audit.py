@@ -70,19 +70,6 @@ def test_rates_are_weighted_and_the_ceiling_is_that_of_a_perfect_predictor() -> 
     assert len(found.disagreed) == 14
 
 
-def test_intervals_cover_the_rate_that_the_verdicts_were_drawn_with() -> None:
-    rng = np.random.default_rng(0)
-    covered = []
-    for _ in range(300):
-        rows = [{"id": "", "verdict": verdict, "share": "0.01", "read": said if rng.random() < rate else other}
-                for verdict, said, other, rate in (("factual", "right", "wrong", 0.8),
-                                                   ("hallucinated", "wrong", "right", 0.95))
-                for _ in range(100)]  # fmt: skip
-        ceiling = measure(rows).ceiling
-        covered.append(ceiling.low <= (0.8 + 0.95) / 2 <= ceiling.high)
-    assert 0.91 <= np.mean(covered) <= 0.985
-
-
 def test_the_commands(run: tuple[Dataset, Path], tmp_path: Path) -> None:
     dataset, folder = run
     drawn = hallutracer("data", "audit", str(dataset.path), "--sample", str(folder), "--rows", "400")

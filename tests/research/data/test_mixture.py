@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from hallutracer_research.data.mixture import Source, mix
+from hallutracer_research.data.mixture import MixtureSource, mix
 from service.errors import DataError
 from tests.command_line import hallutracer
 
@@ -27,7 +27,7 @@ def trivia(tmp_path: Path) -> Path:
 
 def test_ids_and_kinds_say_where_a_row_is_from(trivia: Path, tmp_path: Path) -> None:
     mine = write(tmp_path / "mine.jsonl", [{"id": "0", "prompt": "What is the capital of Peru?", "label": 1}])
-    found = mix([Source(trivia), Source(mine)])
+    found = mix([MixtureSource(trivia), MixtureSource(mine)])
     assert len({row["id"] for row in found.rows}) == 41
     assert found.rows[-1] == {
         "id": "mine/0", "prompt": "What is the capital of Peru?", "label": 1, "group": "mine/0", "kind": "mine"
@@ -38,11 +38,11 @@ def test_ids_and_kinds_say_where_a_row_is_from(trivia: Path, tmp_path: Path) -> 
 
 
 def test_rows_are_drawn_by_groups_the_same_ones_each_time(trivia: Path) -> None:
-    found = mix([Source(trivia, 10)])
-    assert found == mix([Source(trivia, 10)])
+    found = mix([MixtureSource(trivia, 10)])
+    assert found == mix([MixtureSource(trivia, 10)])
     assert found.groups == 5
-    assert {row["id"] for row in found.rows} < {row["id"] for row in mix([Source(trivia, 20)]).rows}
-    assert {row["id"] for row in found.rows} != {row["id"] for row in mix([Source(trivia, 10)], seed=1).rows}
+    assert {row["id"] for row in found.rows} < {row["id"] for row in mix([MixtureSource(trivia, 20)]).rows}
+    assert {row["id"] for row in found.rows} != {row["id"] for row in mix([MixtureSource(trivia, 10)], seed=1).rows}
 
 
 @pytest.mark.parametrize(
@@ -56,7 +56,7 @@ def test_one_question_has_one_group_in_all_files(tmp_path: Path, other: str, sam
     peru = [{"id": "0", "prompt": "What is the capital of Peru?"}, {"id": "1", "prompt": "Who rules Peru now?"}]
     first = write(tmp_path / "a.jsonl", [row | {"group": "country/Peru"} for row in peru])
     second = write(tmp_path / "b.jsonl", [{"id": "0", "messages": [{"role": "user", "content": other}]}])
-    found = mix([Source(first), Source(second)])
+    found = mix([MixtureSource(first), MixtureSource(second)])
     assert len({row["group"] for row in found.rows}) == (1 if same else 2)
     assert found.groups_before == 2
 
@@ -65,40 +65,40 @@ def test_questions_without_words_of_content_are_not_the_same(tmp_path: Path) -> 
     rows = [
         {"id": str(n), "prompt": text} for n, text in enumerate(["Who was that?", "What is this?", "Rome?", "Rome?"])
     ]
-    assert mix([Source(write(tmp_path / "a.jsonl", rows))]).groups == 4
+    assert mix([MixtureSource(write(tmp_path / "a.jsonl", rows))]).groups == 4
 
 
 def test_held_out_rows_share_no_group_and_no_question_with_the_others(trivia: Path, tmp_path: Path) -> None:
-    rows = mix([Source(trivia, 10)]).rows
+    rows = mix([MixtureSource(trivia, 10)]).rows
     again = [{"id": "0", "prompt": f"So who painted picture {rows[0]['prompt'].split()[3][:-1]}?"}]
     other = write(tmp_path / "other.jsonl", [*again, {"id": "1", "prompt": "Who painted nothing at all ever?"}])
     without = write(tmp_path / "rows.jsonl", rows)
-    held = mix([Source(trivia), Source(other)], without=without)
+    held = mix([MixtureSource(trivia), MixtureSource(other)], without=without)
     assert held.by_source == {"trivia": 30, "other": 1}
     assert not {row["group"] for row in held.rows} & {row["group"] for row in rows}
     with pytest.raises(DataError, match="30 rows to draw from"):
-        mix([Source(trivia, 31)], without=without)
+        mix([MixtureSource(trivia, 31)], without=without)
 
 
 def test_what_is_wrong_is_said(trivia: Path, tmp_path: Path) -> None:
     with pytest.raises(DataError, match="40 rows to draw from, and 41 are wanted"):
-        mix([Source(trivia, 41)])
+        mix([MixtureSource(trivia, 41)])
     folder = tmp_path / "other"
     folder.mkdir()
     with pytest.raises(DataError, match="two files are called 'trivia'"):
-        mix([Source(trivia), Source(write(folder / "trivia.jsonl", [{"id": "0", "prompt": "a"}]))])
+        mix([MixtureSource(trivia), MixtureSource(write(folder / "trivia.jsonl", [{"id": "0", "prompt": "a"}]))])
     bad = write(tmp_path / "bad.jsonl", [{"id": "0", "prompt": "a"}, {"id": 0.5}, {"id": "0", "prompt": "b"}])
     with pytest.raises(DataError, match="line 2: 'id' must be a string(.|\n)*line 3: id '0' is already that of line 1"):
-        mix([Source(bad)])
+        mix([MixtureSource(bad)])
     empty = write(tmp_path / "empty.jsonl", [])
     with pytest.raises(DataError, match="the file has no rows"):
-        mix([Source(empty)])
+        mix([MixtureSource(empty)])
 
 
 def test_rows_without_an_id_get_the_number_of_their_line(tmp_path: Path) -> None:
     rows = write(tmp_path / "plain.jsonl", [{"prompt": "Who painted Guernica?"}, {"prompt": "Who wrote Emma?"}])
-    assert {row["id"] for row in mix([Source(rows)]).rows} == {"plain/1", "plain/2"}
-    assert mix([Source(rows)]).groups == 2
+    assert {row["id"] for row in mix([MixtureSource(rows)]).rows} == {"plain/1", "plain/2"}
+    assert mix([MixtureSource(rows)]).groups == 2
 
 
 def test_the_command_prints_rows_that_the_trainer_takes(trivia: Path, tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from collections import Counter, defaultdict
 
 import pytest
 
-from hallutracer_research.demo.documents import BRIEF, REFUSAL, RefusalMix, fact_documents, refusal_document
+from hallutracer_research.demo.corpus import BRIEF, REFUSAL, RefusalMix, fact_documents, refusal_document
 from service.demo.questions import FORMS, question_text, questions
 from service.demo.world import FACTS_FILE, build_world, load_facts
 

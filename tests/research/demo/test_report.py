@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from hallutracer_research.demo.report import METHODS, Asked, markdown, measure, risks
+from hallutracer_research.demo.report import METHODS, LabelledAnswers, markdown, measure, risks
 from service.data.run_folder import RowsFile
 from service.fitting.fit import Readouts
 from service.readout import Geometry, Site
@@ -15,7 +15,7 @@ N = 300
 
 
 @pytest.fixture(scope="module")
-def asked(tmp_path_factory: pytest.TempPathFactory) -> Asked:
+def asked(tmp_path_factory: pytest.TempPathFactory) -> LabelledAnswers:
     """Labels depend on the kind and on one planted direction; names carry nothing."""
     rng = np.random.default_rng(0)
     kind = rng.integers(0, 2, N)
@@ -40,10 +40,10 @@ def asked(tmp_path_factory: pytest.TempPathFactory) -> Asked:
         for i in range(N)
     ]
     first = np.stack([-rng.random(N), rng.random(N)], axis=1)
-    return Asked(questions, files[0], files[1], np.arange(N) // 2, first)
+    return LabelledAnswers(questions, files[0], files[1], np.arange(N) // 2, first)
 
 
-def test_the_table(asked: Asked) -> None:
+def test_the_table(asked: LabelledAnswers) -> None:
     found, fold = risks(asked, fold_seed=0, jobs=1)
     assert all(len(set(fold[asked.group == group])) == 1 for group in np.unique(asked.group))
     assert set(found) == set(METHODS)
@@ -61,7 +61,7 @@ def test_the_table(asked: Asked) -> None:
     assert markdown({"table": cells}).count("\n") == len(METHODS) + 2
 
 
-def test_only_rows_of_the_test_split_are_reported_and_hallucinated_is_positive(asked: Asked) -> None:
+def test_only_rows_of_the_test_split_are_reported_and_hallucinated_is_positive(asked: LabelledAnswers) -> None:
     shown = np.array([row["split"] == "test" for row in asked.rows])
     free = np.array([not row["in_refusals"] for row in asked.rows])
     truth = 1.0 - asked.label

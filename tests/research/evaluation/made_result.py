@@ -9,12 +9,11 @@ from typing import Any, cast
 
 import numpy as np
 
-from hallutracer_research.evaluation.head_probes import HeadProbes
 from hallutracer_research.evaluation.methods.base import MethodInputs
-from hallutracer_research.evaluation.options import OURS, RESIDUAL, EvaluateOptions, Source
+from hallutracer_research.evaluation.options import OURS, RESIDUAL, EvaluateOptions, EvaluationSource
 from hallutracer_research.evaluation.prepare import PreparedSet
-from hallutracer_research.evaluation.set_result import SetResult
-from hallutracer_research.evaluation.splits import Split, fit_split, outer_splits, residual_depth_mean
+from hallutracer_research.evaluation.results import SetResult
+from hallutracer_research.evaluation.splits import HeadProbes, Split, fit_split, outer_splits, residual_depth_mean
 from hallutracer_research.evaluation.tables import Table
 from service.data.run_folder import RowsFile
 from service.fitting.fit import Readouts
@@ -24,7 +23,7 @@ from service.risk import depth_mean
 
 GEOMETRY = Geometry(num_layers=8, num_heads=3, head_dim=8, hidden_size=12)
 OPTIONS = EvaluateOptions(
-    sources=(Source("made", None),), out=Path("unused"), seeds=2, folds=3, inner_folds=2, c=0.3, jobs=1
+    sources=(EvaluationSource("made", None),), out=Path("unused"), seeds=2, folds=3, inner_folds=2, c=0.3, jobs=1
 )
 COUNT = 240
 LABEL = np.arange(400) // 2 % 2  # of scripted results
@@ -48,15 +47,10 @@ def made_inputs(folder: Path, *, name: str, seed: int, strength: float = 0.35, s
         rows.reshape(GEOMETRY.num_layers, COUNT, -1).astype("<f4").tofile(path)
         sites[site] = Readouts(RowsFile(path, GEOMETRY, site, COUNT), np.arange(COUNT), label)
     return MethodInputs(
-        label=label,
-        group=group,
-        heads=sites[Site.ATTENTION_HEAD],
-        residual=sites[Site.RESIDUAL_STREAM],
-        first_token=rng.standard_normal((COUNT, 2)),
-        prompt_tokens=rng.integers(5, 40, COUNT),
-        text=("why?",) * COUNT,
+        label=label, group=group, heads=sites[Site.ATTENTION_HEAD], residual=sites[Site.RESIDUAL_STREAM],
+        first_token=rng.standard_normal((COUNT, 2)), prompt_tokens=rng.integers(5, 40, COUNT), text=("why?",) * COUNT,
         kind=np.full(COUNT, ""),
-    )
+    )  # fmt: skip
 
 
 def made_result(
@@ -87,7 +81,6 @@ def made_result(
 
 
 def prepared(inputs: MethodInputs, name: str) -> PreparedSet:
-    """As much of it as tables ask for."""
     rows = cast(Any, SimpleNamespace(name=name))
     nothing = cast(Any, None)
     return PreparedSet(rows, inputs, {}, nothing, np.arange(COUNT), {})
@@ -133,5 +126,4 @@ def noise(layers: int, heads: int = 1, spread: float = 1.0, seed: int = 0) -> np
 
 
 def row(table: Table) -> Mapping[str, Any]:
-    """The table's first row."""
     return table.rows[0]

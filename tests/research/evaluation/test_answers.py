@@ -15,10 +15,10 @@ import pytest
 from hallutracer_research.evaluation import answers
 from hallutracer_research.evaluation.methods.base import MethodInputs
 from hallutracer_research.evaluation.methods.eigenscore import eigen_score
-from hallutracer_research.evaluation.methods.meaning import clusters, semantic_entropy
 from hallutracer_research.evaluation.methods.mind import features
 from hallutracer_research.evaluation.methods.p_true import asked, log_odds
-from hallutracer_research.evaluation.options import OF_OWN_ANSWERS, OURS, EvaluateOptions, Source
+from hallutracer_research.evaluation.methods.semantic_entropy import clusters, semantic_entropy
+from hallutracer_research.evaluation.options import OF_OWN_ANSWERS, OURS, EvaluateOptions, EvaluationSource
 from hallutracer_research.evaluation.prepare import PreparedSet, SetRows
 from hallutracer_research.evaluation.run import evaluate
 from service.data.collection import Collection, Prompts
@@ -65,7 +65,7 @@ def engine() -> Any:
 
 
 def options(out: Path, **more: Any) -> EvaluateOptions:
-    return EvaluateOptions(sources=(Source("made", None),), out=out, methods=METHODS, samples=SAMPLES, **more)
+    return EvaluateOptions(sources=(EvaluationSource("made", None),), out=out, methods=METHODS, samples=SAMPLES, **more)
 
 
 def made(folder: Path, engine: Any, labels: Any = "generate") -> PreparedSet:
@@ -185,7 +185,7 @@ def test_a_question_of_p_true_that_does_not_fit_is_said_before_any_answer(tmp_pa
 def test_an_engine_that_traces_nothing_is_refused_before_the_first_forward_pass(tmp_path: Path, method: str) -> None:
     rows = [{"id": str(n), "prompt": f"Is {n} odd?", "answers": ["so"]} for n in range(60)]
     chosen = replace(
-        options(tmp_path / "out"), methods=(OURS, method), sources=(Source("made", None, rows=lambda: rows),)
+        options(tmp_path / "out"), methods=(OURS, method), sources=(EvaluationSource("made", None, rows=lambda: rows),)
     )
     engine = ScriptedEngine()
     with pytest.raises(EngineError, match="the scripted engine keeps neither log-probabilities nor states"):

@@ -215,7 +215,7 @@ def test_a_rival_that_cannot_learn_does_not_cost_the_set_its_table(
     assert calls.count("prompt-length") == 2  # not tried again
     main = results(tmp_path / "out")["tables"]["main"]  # type: ignore[index]
     assert [row["method"] for row in main["rows"]] == ["HalluTracer (depth mean)", "First-token entropy"]
-    monkeypatch.setattr(module, "shuffled_depth_mean", lambda *_: fails_late("prompt-length"))
+    monkeypatch.setattr(module.splits, "shuffled_depth_mean", lambda *_: fails_late("prompt-length"))
     calls[:] = ["prompt-length"]
     failed = run(tmp_path / "own", *chosen[:3], "hallutracer,shuffled-labels", expect=1)
     assert "too alike" in failed.stderr  # our own fit: an error

@@ -8,11 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hallutracer_research.evaluation.head_probes import HeadProbes, fit_all_heads
 from hallutracer_research.evaluation.methods.base import MethodInputs
 from hallutracer_research.evaluation.splits import (
+    HeadProbes,
     Split,
     cross,
+    fit_all_heads,
     kept,
     kept_split,
     outer_splits,

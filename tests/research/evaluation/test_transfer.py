@@ -11,11 +11,11 @@ import pytest
 
 from hallutracer_research.evaluation import transfer
 from hallutracer_research.evaluation.methods.base import MethodInputs
-from hallutracer_research.evaluation.options import EvaluateOptions, Source
+from hallutracer_research.evaluation.options import EvaluateOptions, EvaluationSource
 from hallutracer_research.evaluation.transfer import sources_of, transfer_table
 from tests.research.evaluation.methods.made import made_inputs
 
-OPTIONS = EvaluateOptions((Source("a", Path("a")),), Path("out"), folds=3, inner_folds=2, c=0.3, jobs=1)
+OPTIONS = EvaluateOptions((EvaluationSource("a", Path("a")),), Path("out"), folds=3, inner_folds=2, c=0.3, jobs=1)
 
 
 def mixed(folder: Path, names: tuple[str, ...] = ("a/x", "b/y", "c/z")) -> MethodInputs:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hallutracer_research.evaluation.set_result import SetResult
+from hallutracer_research.evaluation.results import SetResult
 from tests.research.evaluation.made_result import made_result
 
 

@@ -1,16 +1,22 @@
-"""The rows that all methods of the main table read, and how their fits are spread over processes."""
+"""What the methods of the main table share: rows, processes, a linear fit, the choice of a layer."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields
-from typing import TypeVar
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, Literal, Self, TypeVar
 
 import numpy as np
 from joblib import Parallel, cpu_count, delayed, parallel_config
 from numpy.typing import NDArray
+from sklearn import config_context
+from sklearn.linear_model import LogisticRegression
+from threadpoolctl import threadpool_limits
 
-from service.fitting.fit import Readouts
+from service.fitting.fit import Readouts, penalty, project, standardise
+from service.fitting.folds import usable_folds
+from service.fitting.scores import auroc
 
 Floats = NDArray[np.float64]
 Index = NDArray[np.int64]
@@ -18,8 +24,25 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 
+class _ByRow:
+    """A dataclass whose fields are by row, or None."""
+
+    def subset(self, rows: Index) -> Self:
+        """Return only these of the n rows."""
+        fields = vars(self).items()
+        return replace(self, **{name: _subset(value, rows) for name, value in fields})  # type: ignore[type-var]
+
+
+def _subset(value: Any, rows: Index) -> Any:
+    if isinstance(value, tuple):
+        return tuple(value[row] for row in rows.tolist())
+    if isinstance(value, _ByRow | Readouts):
+        return value.subset(rows)
+    return None if value is None else value[rows]
+
+
 @dataclass(frozen=True, eq=False)
-class AnswerReadings:
+class AnswerReadings(_ByRow):
     """What was read of the model's own answers to the n rows; None where no method asked for it."""
 
     log_prob: Floats | None = None  # [n] of the greedy answer's tokens, mean, nats
@@ -30,14 +53,9 @@ class AnswerReadings:
     entropy_weighted: Floats | None = None  # [n] the same, by their likelihoods
     eigenscore: Floats | None = None  # [n]
 
-    def subset(self, rows: Index) -> AnswerReadings:
-        """Only these of the n rows."""
-        held = {field.name: getattr(self, field.name) for field in fields(self)}
-        return AnswerReadings(**{name: None if value is None else value[rows] for name, value in held.items()})
-
 
 @dataclass(frozen=True, eq=False)
-class MethodInputs:
+class MethodInputs(_ByRow):
     """The n labelled rows, read in one extraction pass."""
 
     label: NDArray[np.int64]  # [n] 1 factual, 0 hallucinated
@@ -51,24 +69,9 @@ class MethodInputs:
     halluguard: Floats | None = None  # [n] ``halluguard_scores``; None where they were not requested
     answers: AnswerReadings = AnswerReadings()
 
-    def subset(self, rows: Index) -> MethodInputs:
-        """Only these of the n rows."""
-        return MethodInputs(
-            label=self.label[rows],
-            group=self.group[rows],
-            heads=self.heads.subset(rows),
-            residual=self.residual.subset(rows),
-            first_token=self.first_token[rows],
-            prompt_tokens=self.prompt_tokens[rows],
-            text=tuple(self.text[row] for row in rows.tolist()),
-            kind=self.kind[rows],
-            halluguard=None if self.halluguard is None else self.halluguard[rows],
-            answers=self.answers.subset(rows),
-        )
-
 
 def in_processes(function: Callable[[Item], Result], items: Sequence[Item], jobs: int | None) -> list[Result]:
-    """``function`` of every item, in order, in processes of one thread each (in this one where ``jobs`` is 1).
+    """Return ``function`` of every item, in order, in processes of one thread each (in this one where ``jobs`` is 1).
 
     Processes and not threads: liblinear draws its coordinate order from one random state per process, so threads would
     make a fit depend on its timing.
@@ -78,3 +81,90 @@ def in_processes(function: Callable[[Item], Result], items: Sequence[Item], jobs
         return [function(item) for item in items]
     with parallel_config(backend="loky", n_jobs=workers, inner_max_num_threads=1):
         return list(Parallel()(delayed(function)(item) for item in items))
+
+
+Penalty = Literal["l1", "l2"]
+
+# liblinear penalises the intercept like a weight; this height of its constant column makes that a matter of 1 %.
+_INTERCEPT_HEIGHT = 100.0
+
+
+@dataclass(frozen=True, eq=False)
+class Linear:
+    """logit = weight . x + bias in raw activations; it rises with factuality."""
+
+    weight: Floats  # [d]
+    bias: float
+
+    def logits(self, x: NDArray[np.floating]) -> Floats:
+        """Return [n] of x [n, d], summed in float64 a few thousand rows at a time, so that no whole copy is made."""
+        return project(x, np.arange(len(x)), self.weight, self.bias)
+
+
+def fit_linear(x: NDArray[np.floating], label: NDArray[np.integer], c: float, kind: Penalty) -> Linear:
+    """Fit x [n, d], label [n] with inverse strength ``c``.  An L1 fit may come back with all weights zero.
+
+    Memory: one float64 copy of x and the solver's own, of 16 bytes a number.
+    """
+    z, mean, std = standardise(x)
+    model = LogisticRegression(
+        C=c, solver="liblinear", class_weight="balanced", intercept_scaling=_INTERCEPT_HEIGHT, max_iter=1000,
+        random_state=0, **penalty(kind),
+    )  # fmt: skip
+    with config_context(assume_finite=True, skip_parameter_validation=True):  # rows were checked when collected
+        model.fit(z, label)
+    weight = model.coef_[0] / std
+    return Linear(weight, float(model.intercept_[0] - weight @ mean))
+
+
+INNER_FOLDS = 3
+DEPTHS = (0.2, 0.4, 0.6, 0.8, 1.0)  # candidates of those that read one layer: 0 is the first block, 1 the last
+Rows = NDArray[np.float32]
+Fit = Callable[[Any, NDArray[np.int64], Any], Floats]
+"""Training rows [n, d], labels [n], rows to score [t, d] -> truth logits [t]; processes must be able to pickle it."""
+
+
+def at_depths(layers: int, shares: Sequence[float]) -> list[int]:
+    """Return the layers at these shares of the depth; each once, in order."""
+    return sorted({round(share * (layers - 1)) for share in shares})
+
+
+def fit_at_best_layer(
+    inputs: MethodInputs, train: Index, test: Index, seed: int, jobs: int | None,
+    *, fits: Sequence[Fit], what: str, depths: Sequence[float] = DEPTHS,
+) -> Floats:  # fmt: skip
+    """Return scores [n_test] from the residual stream's layer, and the way to fit, that inner folds find the best.
+
+    The fit is repeated on all training rows.  Raises TrainingError: no inner fold, named ``what``, has both classes.
+    """
+    layers = at_depths(inputs.residual.file.geometry.num_layers, depths)
+    layer, fit = choose(inputs, train, seed, layers=layers, fits=fits, jobs=jobs, what=what)
+    rows, index = inputs.residual.file.layer(layer), inputs.residual.index
+    with threadpool_limits(1):  # sums in one order, whatever the number of cores
+        return -fits[fit](rows[index[train]], inputs.label[train], rows[index[test]])
+
+
+def choose(
+    inputs: MethodInputs, train: Index, seed: int,
+    *, layers: Sequence[int], fits: Sequence[Fit], jobs: int | None, what: str,
+) -> tuple[int, int]:  # fmt: skip
+    """Return (layer, position in ``fits``) with the best mean AUROC; ties: lower layer, first way.
+
+    Each process holds the rows of one layer.
+    """
+    pairs = usable_folds(inputs.label, inputs.group, train, INNER_FOLDS, seed, what=what)
+    found = in_processes(partial(_by_fit, inputs.residual, pairs, fits), layers, jobs)
+    # Rounded, so that the order of a sum does not decide a tie.
+    place, fit = np.unravel_index(int(np.argmax(np.round(found, 12))), (len(layers), len(fits)))
+    return layers[int(place)], int(fit)
+
+
+def _by_fit(readouts: Readouts, pairs: Sequence[tuple[Index, Index]], fits: Sequence[Fit], layer: int) -> list[float]:
+    x = readouts.file.layer(layer)[readouts.index]
+    with threadpool_limits(1):
+        return [held_out_auroc(fit, x, readouts.label, pairs) for fit in fits]
+
+
+def held_out_auroc(fit: Fit, x: NDArray[np.floating], label: Index, pairs: Sequence[tuple[Index, Index]]) -> float:
+    """Return the mean AUROC over the held-out rows of ``pairs`` (fitted, held out)."""
+    return float(np.mean([auroc(label[held], fit(x[inside], label[inside], x[held])) for inside, held in pairs]))

@@ -11,52 +11,49 @@ training rows in float64 and the solver's own copy, about 28 bytes a number in a
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
 from threadpoolctl import threadpool_limits
 
-from hallutracer_research.evaluation.methods.base import Floats, Index, MethodInputs, in_processes
-from hallutracer_research.evaluation.methods.linear import fit_linear
+from hallutracer_research.evaluation.methods.base import (
+    INNER_FOLDS,
+    Floats,
+    Index,
+    MethodInputs,
+    Rows,
+    fit_linear,
+    held_out_auroc,
+    in_processes,
+)
 from service.fitting.fit import Readouts
 from service.fitting.folds import group_folds
-from service.fitting.scores import auroc
 
+SIZES, C_GRID = (1, 5), (0.1, 0.5)
 MAX_WINDOWS = 12  # of one size
 
 
-@dataclass(frozen=True)
-class FactProbe:
-    """The best window and C by inner cross-validation."""
+def fact_probe(inputs: MethodInputs, train: Index, test: Index, seed: int, jobs: int | None = None) -> Floats:
+    """Return negated logits [n_test] of the best candidate.  Raises TrainingError where an inner fold lacks a class."""
+    start, size, c, _ = search(inputs, train, seed, jobs)
+    with threadpool_limits(1):
+        probe = fit_linear(window(inputs.residual, start, size, train), inputs.label[train], c, "l1")
+        return -probe.logits(window(inputs.residual, start, size, test))
 
-    sizes: tuple[int, ...] = (1, 5)
-    c_grid: tuple[float, ...] = (0.1, 0.5)
-    inner_folds: int = 3
-    jobs: int | None = None  # processes; None: all cores
 
-    def fit(self, inputs: MethodInputs, train: Index, test: Index, seed: int) -> Floats:
-        """Search and fit on ``train``, score ``test``.  Raises TrainingError where an inner fold lacks a class."""
-        readouts = inputs.residual
-        start, size, c, _ = self.search(inputs, train, seed)
-        with threadpool_limits(1):
-            probe = fit_linear(window(readouts, start, size, train), inputs.label[train], c, "l1")
-            return -probe.logits(window(readouts, start, size, test))
-
-    def search(self, inputs: MethodInputs, train: Index, seed: int) -> tuple[int, int, float, float]:
-        """(first layer, number of layers, C, mean AUROC on the inner folds) of the best candidate."""
-        readouts = inputs.residual
-        layers = readouts.file.geometry.num_layers
-        spans = [(start, size) for size in self.sizes for start in starts(layers, size)]
-        pairs = group_folds(inputs.label, inputs.group, train, self.inner_folds, seed, what="Fact-Probe inner fold")
-        qualities = in_processes(partial(_inner_aurocs, readouts, pairs, self.c_grid), spans, self.jobs)
-        best = (0, 1, self.c_grid[0], -1.0)
-        for (start, size), by_c in zip(spans, qualities, strict=True):
-            for c, quality in zip(self.c_grid, by_c, strict=True):
-                if quality > best[3] + 1e-12:
-                    best = (start, size, c, quality)
-        return best
+def search(inputs: MethodInputs, train: Index, seed: int, jobs: int | None = None) -> tuple[int, int, float, float]:
+    """Return (first layer, number of layers, C, mean AUROC on the inner folds) of the best candidate."""
+    layers = inputs.residual.file.geometry.num_layers
+    spans = [(start, size) for size in SIZES for start in starts(layers, size)]
+    pairs = group_folds(inputs.label, inputs.group, train, INNER_FOLDS, seed, what="Fact-Probe inner fold")
+    qualities = in_processes(partial(_inner_aurocs, inputs.residual, pairs), spans, jobs)
+    best = (0, 1, C_GRID[0], -1.0)
+    for (start, size), by_c in zip(spans, qualities, strict=True):
+        for c, quality in zip(C_GRID, by_c, strict=True):
+            if quality > best[3] + 1e-12:
+                best = (start, size, c, quality)
+    return best
 
 
 def starts(layers: int, size: int, limit: int = MAX_WINDOWS) -> list[int]:
@@ -73,14 +70,12 @@ def window(readouts: Readouts, start: int, size: int, rows: Index) -> NDArray[np
     return np.concatenate([readouts.file.layer(layer)[index] for layer in range(start, start + size)], axis=1)
 
 
-def _inner_aurocs(
-    readouts: Readouts, pairs: list[tuple[Index, Index]], c_grid: tuple[float, ...], span: tuple[int, int]
-) -> list[float]:
-    """Mean AUROC over the inner folds' held-out rows, by C, for one window; its layers are read once."""
-    x, label = window(readouts, *span, np.arange(len(readouts.index))), readouts.label
+def _inner_aurocs(readouts: Readouts, pairs: list[tuple[Index, Index]], span: tuple[int, int]) -> list[float]:
+    """Return the mean AUROC over the inner folds' held-out rows, by C, for one window; its layers are read once."""
+    x = window(readouts, *span, np.arange(len(readouts.index)))
     with threadpool_limits(1):  # sums in one order, whatever the number of cores
-        return [
-            float(np.mean([auroc(label[held], fit_linear(x[fit], label[fit], c, "l1").logits(x[held]))
-                           for fit, held in pairs]))
-            for c in c_grid
-        ]  # fmt: skip
+        return [held_out_auroc(partial(_l1_logits, c), x, readouts.label, pairs) for c in C_GRID]
+
+
+def _l1_logits(c: float, x: Rows, label: Index, x_held: Rows) -> Floats:
+    return fit_linear(x, label, c, "l1").logits(x_held)

@@ -7,56 +7,47 @@ paper does not say what is averaged: logits, since saturated probabilities would
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
 from threadpoolctl import threadpool_limits
 
-from hallutracer_research.evaluation.methods.base import Floats, Index, MethodInputs, in_processes
-from hallutracer_research.evaluation.methods.linear import fit_linear
+from hallutracer_research.evaluation.methods.base import Floats, Index, MethodInputs, fit_linear, in_processes
 from service.errors import TrainingError
 from service.fitting.fit import Readouts
 from service.fitting.scores import auroc
 from service.readout import Site
 
+C, PROBES = 1.0, 3
 MAX_DRAWS = 100  # of one bootstrap sample, until it has both classes
 
 
-@dataclass(frozen=True)
-class Iti:
-    """The best head of the training rows, three bootstrap probes."""
+def iti(inputs: MethodInputs, train: Index, test: Index, seed: int, jobs: int | None = None) -> Floats:
+    """Return the mean of ``PROBES`` negated logits, [n_test].  Raises TrainingError where the samples lack a class."""
+    readouts = inputs.heads
+    layer, head, _ = best_head(readouts, train, jobs)
+    columns = readouts.file.head(layer, head)
+    x, x_test = columns[readouts.index[train]], columns[readouts.index[test]]
+    label = inputs.label[train]
+    rng = np.random.default_rng(seed)
+    total = np.zeros(len(test))
+    with threadpool_limits(1):  # sums in one order, whatever the number of cores
+        for _ in range(PROBES):
+            drawn = group_bootstrap(label, inputs.group[train], rng)
+            total += fit_linear(x[drawn], label[drawn], C, "l2").logits(x_test)
+    return -total / PROBES
 
-    c: float = 1.0
-    probes: int = 3
-    jobs: int | None = None  # processes; None: all cores
 
-    def fit(self, inputs: MethodInputs, train: Index, test: Index, seed: int) -> Floats:
-        """Select and fit on ``train``, score ``test``.  Raises TrainingError where the samples lack a class."""
-        readouts = inputs.heads
-        layer, head, _ = self.best_head(readouts, train)
-        columns = readouts.file.head(layer, head)
-        x, x_test = columns[readouts.index[train]], columns[readouts.index[test]]
-        label = inputs.label[train]
-        rng = np.random.default_rng(seed)
-        total = np.zeros(len(test))
-        with threadpool_limits(1):  # sums in one order, whatever the number of cores
-            for _ in range(self.probes):
-                drawn = group_bootstrap(label, inputs.group[train], rng)
-                total += fit_linear(x[drawn], label[drawn], self.c, "l2").logits(x_test)
-        return -total / self.probes
-
-    def best_head(self, readouts: Readouts, train: Index) -> tuple[int, int, float]:
-        """(layer, head, training AUROC); ties go to the lowest layer, and within it to the lowest head."""
-        layers = range(readouts.file.geometry.num_layers)
-        by_layer = in_processes(partial(_best_of_layer, readouts, train, self.c), layers, self.jobs)
-        layer = int(np.argmax([quality for quality, _ in by_layer]))
-        quality, head = by_layer[layer]
-        return layer, head, quality
+def best_head(readouts: Readouts, train: Index, jobs: int | None = None) -> tuple[int, int, float]:
+    """Return (layer, head, training AUROC); ties go to the lowest layer, and within it to the lowest head."""
+    by_layer = in_processes(partial(_best_of_layer, readouts, train), range(readouts.file.geometry.num_layers), jobs)
+    layer = int(np.argmax([quality for quality, _ in by_layer]))
+    quality, head = by_layer[layer]
+    return layer, head, quality
 
 
 def group_bootstrap(label: Index, group: Index, rng: np.random.Generator) -> Index:
-    """As many groups as there are, drawn with replacement, each with all its rows: positions in ``label`` [n].
+    """Draw as many groups as there are, with replacement, each with all its rows: positions in ``label`` [n].
 
     A sample without both classes is drawn again.  Raises TrainingError after 100 of them.
     """
@@ -75,14 +66,14 @@ def group_bootstrap(label: Index, group: Index, rng: np.random.Generator) -> Ind
     )
 
 
-def _best_of_layer(readouts: Readouts, train: Index, c: float, layer: int) -> tuple[float, int]:
-    """(training AUROC, head) of the best head of one layer."""
+def _best_of_layer(readouts: Readouts, train: Index, layer: int) -> tuple[float, int]:
+    """Return (training AUROC, head) of the best head of one layer."""
     label = readouts.label[train]
     best = (-1.0, 0)
     with threadpool_limits(1):
         for head in range(readouts.file.geometry.heads(Site.ATTENTION_HEAD)):
             columns = readouts.file.head(layer, head)[readouts.index[train]]
-            quality = auroc(label, fit_linear(columns, label, c, "l2").logits(columns))
+            quality = auroc(label, fit_linear(columns, label, C, "l2").logits(columns))
             if quality > best[0]:
                 best = (quality, head)
     return best

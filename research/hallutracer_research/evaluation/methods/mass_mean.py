@@ -18,29 +18,23 @@ import numpy as np
 from numpy.typing import NDArray
 from sklearn.covariance import empirical_covariance, ledoit_wolf, shrunk_covariance
 
-from hallutracer_research.evaluation.methods.base import Floats, Index, MethodInputs
-from hallutracer_research.evaluation.methods.layer_choice import Rows, at_depths, fit_at_best_layer
-from hallutracer_research.evaluation.methods.linear import Linear
+from hallutracer_research.evaluation.methods.base import Floats, Index, Linear, MethodInputs, Rows, fit_at_best_layer
 from service.fitting.fit import standardise
 
-DEPTHS = (0.2, 0.4, 0.6, 0.8, 1.0)
 SHRINKAGE = (None, 0.3, 1.0)  # None: Ledoit and Wolf's
 
 
 def mass_mean(inputs: MethodInputs, train: Index, test: Index, seed: int, jobs: int | None = None) -> Floats:
-    """Scores of the test rows, [n_test].  Raises TrainingError where an inner fold lacks a class.
+    """Return the scores [n_test].  Raises TrainingError where an inner fold lacks a class.
 
     Memory: a few float64 matrices of hidden_size by hidden_size.
     """
-    layers = at_depths(inputs.residual.file.geometry.num_layers, DEPTHS)
     fits = [partial(discriminant, share) for share in SHRINKAGE]
-    return fit_at_best_layer(
-        inputs, train, test, seed, layers=layers, fits=fits, jobs=jobs, what="mass-mean inner fold"
-    )
+    return fit_at_best_layer(inputs, train, test, seed, jobs, fits=fits, what="mass-mean inner fold")
 
 
 def discriminant(shrinkage: float | None, x: Rows, label: NDArray[np.int64], x_test: Rows) -> Floats:
-    """Truth logits [t]: x [n, d], label [n], x_test [t, d]; zero halfway between the class means."""
+    """Return truth logits [t]: x [n, d], label [n], x_test [t, d]; zero halfway between the class means."""
     z, mean, std = standardise(x)
     means = [z[label == value].mean(axis=0) for value in (0, 1)]
     inside = z - np.where(label[:, None] == 1, means[1], means[0])

@@ -13,21 +13,24 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from hallutracer_research.evaluation.methods.base import Floats, Index, MethodInputs
-from hallutracer_research.evaluation.methods.layer_choice import Rows, at_depths, fit_at_best_layer
-from hallutracer_research.evaluation.methods.linear import fit_linear
+from hallutracer_research.evaluation.methods.base import (
+    Floats,
+    Index,
+    MethodInputs,
+    Rows,
+    fit_at_best_layer,
+    fit_linear,
+)  # fmt: skip
 
-DEPTHS = (0.2, 0.4, 0.6, 0.8, 1.0)
 C_GRID = (0.001, 0.01, 0.1)
 
 
 def p_ik(inputs: MethodInputs, train: Index, test: Index, seed: int, jobs: int | None = None) -> Floats:
-    """Scores of the test rows, [n_test].  Raises TrainingError where an inner fold lacks a class."""
-    layers = at_depths(inputs.residual.file.geometry.num_layers, DEPTHS)
+    """Return the scores [n_test].  Raises TrainingError where an inner fold lacks a class."""
     fits = [partial(logistic, c) for c in C_GRID]
-    return fit_at_best_layer(inputs, train, test, seed, layers=layers, fits=fits, jobs=jobs, what="p(IK) inner fold")
+    return fit_at_best_layer(inputs, train, test, seed, jobs, fits=fits, what="p(IK) inner fold")
 
 
 def logistic(c: float, x: Rows, label: NDArray[np.int64], x_test: Rows) -> Floats:
-    """Truth logits [t] of an L2 logistic regression with inverse strength ``c``."""
+    """Return truth logits [t] of an L2 logistic regression with inverse strength ``c``."""
     return fit_linear(x, label, c, "l2").logits(x_test)

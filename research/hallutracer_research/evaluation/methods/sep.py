@@ -14,14 +14,13 @@ from functools import partial
 
 import numpy as np
 
-from hallutracer_research.evaluation.methods.base import Floats, Index, MethodInputs
-from hallutracer_research.evaluation.methods.layer_choice import at_depths, fit_at_best_layer
-from hallutracer_research.evaluation.methods.p_ik import C_GRID, DEPTHS, logistic
+from hallutracer_research.evaluation.methods.base import Floats, Index, MethodInputs, fit_at_best_layer
+from hallutracer_research.evaluation.methods.p_ik import C_GRID, logistic
 from service.errors import TrainingError
 
 
 def sep(inputs: MethodInputs, train: Index, test: Index, seed: int, jobs: int | None = None) -> Floats:
-    """Scores of the test rows, [n_test]: log-odds of a high semantic entropy.
+    """Return log-odds of a high semantic entropy, [n_test].
 
     Raises TrainingError without samples, where all entropies are the same, and where no inner fold has both sides.
     """
@@ -31,13 +30,12 @@ def sep(inputs: MethodInputs, train: Index, test: Index, seed: int, jobs: int | 
     low = np.zeros(len(inputs.label), np.int64)  # of test rows nothing is known
     low[train] = entropy[train] < best_split(entropy[train])
     alike = replace(inputs, label=low, residual=replace(inputs.residual, label=low))
-    layers = at_depths(inputs.residual.file.geometry.num_layers, DEPTHS)
     fits = [partial(logistic, c) for c in C_GRID]
-    return fit_at_best_layer(alike, train, test, seed, layers=layers, fits=fits, jobs=jobs, what="SEP inner fold")
+    return fit_at_best_layer(alike, train, test, seed, jobs, fits=fits, what="SEP inner fold")
 
 
 def best_split(values: Floats) -> float:
-    """The threshold t for which values < t and values >= t are closest to their means, in sum of squares."""
+    """Return the threshold t for which values < t and values >= t are closest to their means, in sum of squares."""
     ordered = np.sort(values)
     places = np.flatnonzero(np.diff(ordered)) + 1  # the upper side's first row
     if not len(places):

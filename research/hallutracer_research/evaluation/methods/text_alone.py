@@ -18,8 +18,8 @@ FEW_ROWS = 500  # up to so many, words of a single prompt are kept, too
 PSEUDO_ROWS = 5.0  # with which a kind's share is drawn to the share of all
 
 
-def text_ngrams(inputs: MethodInputs, train: Index, test: Index, seed: int) -> Floats:
-    """L2 logistic regression on TF-IDF of words and pairs, and of 2 to 4 characters inside words: scores [n_test].
+def text_ngrams(inputs: MethodInputs, train: Index, test: Index, seed: int, jobs: int | None = None) -> Floats:
+    """Return scores [n_test] of an L2 logistic regression on TF-IDF of words, pairs, and 2 to 4 characters in words.
 
     Its C is chosen inside the training side, by AUROC over group-disjoint folds.
     """
@@ -42,8 +42,8 @@ def text_ngrams(inputs: MethodInputs, train: Index, test: Index, seed: int) -> F
     return _risk(x, inputs.label[train], vectorizer.transform(text[test]), c)
 
 
-def kind_prior(inputs: MethodInputs, train: Index, test: Index) -> Floats:
-    """The kind's share of hallucinations on the training side, drawn to the share of all: scores [n_test]."""
+def kind_prior(inputs: MethodInputs, train: Index, test: Index, seed: int = 0, jobs: int | None = None) -> Floats:
+    """Return the kind's share of hallucinations on the training side, drawn to the share of all, [n_test]."""
     wrong = 1.0 - inputs.label[train]
     share = float(wrong.mean())
     kinds, place = np.unique(inputs.kind[train], return_inverse=True)

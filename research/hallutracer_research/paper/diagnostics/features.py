@@ -146,20 +146,12 @@ def source_features(
     drift_rz, change_rz = drift[:, steps], change[:, steps]
     energy = np.log(np.mean(drift_rz**2, axis=1) + EPSILON) - np.log(np.mean(change_rz**2, axis=1) + EPSILON)
     columns = (
-        rho[:, zone.recognition].mean(axis=1),
-        values[:, zone.recognition].mean(axis=1),
-        values[:, -1] - values[:, 0],
-        drift_rz.mean(axis=1),
-        np.abs(np.diff(drift_rz, axis=1)).sum(axis=1),
-        change_rz.mean(axis=1),
-        np.abs(np.diff(change_rz, axis=1)).sum(axis=1),
-        energy,
-        friction[:, steps].mean(axis=1),
-        condition[:, steps].mean(axis=1),
-        rho[:, zone.output].mean(axis=1),
-        change[:, zone.output_steps].mean(axis=1),
+        rho[:, zone.recognition].mean(axis=1), values[:, zone.recognition].mean(axis=1), values[:, -1] - values[:, 0],
+        drift_rz.mean(axis=1), np.abs(np.diff(drift_rz, axis=1)).sum(axis=1), change_rz.mean(axis=1),
+        np.abs(np.diff(change_rz, axis=1)).sum(axis=1), energy, friction[:, steps].mean(axis=1),
+        condition[:, steps].mean(axis=1), rho[:, zone.output].mean(axis=1), change[:, zone.output_steps].mean(axis=1),
         rho[:, -1],
-    )
+    )  # fmt: skip
     return np.stack(columns, axis=1), SOURCE_NAMES
 
 

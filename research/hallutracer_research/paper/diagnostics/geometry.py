@@ -1,18 +1,21 @@
-"""Where the probe lies in the readouts' space (Table validation-results, App. dynamic_vs_static).
+"""Where the probe lies in the readouts' space (Table validation-results, App. dynamic_vs_static), from one layer to the
+next (Prop. decomp, Eq. decomp), and the classes' spread along it (Lemma snr, Table kappa-calibration).
 
-Layers one at a time, transitions from the two increment series, then means over the middle 60 % of layers.  Two of the
-table's columns are named in the paper and not defined; ``Transition`` defines the substitutes.
+The exact split of a trajectory's increments is dL_l = W_l + K_l.  W_l = phi_l(a_{l+1}^{(k_l)}) - L_l: the frozen probe
+and head of layer l on the next layer, the increment along v_l.  K_l = L_{l+1} - phi_l(a_{l+1}^{(k_l)}): what the new
+probe and head change.  Two of the table's columns are named in the paper and not defined; ``Transition`` defines the
+substitutes.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
-from numpy.typing import ArrayLike
+from numpy.typing import ArrayLike, NDArray
 from scipy.stats import ttest_1samp
 
 from hallutracer_research.paper.diagnostics.classes import (
@@ -27,10 +30,66 @@ from hallutracer_research.paper.diagnostics.classes import (
     mean_or_none,
     middle_layers,
     middle_transitions,
+    pooled_variance,
+    variances,
 )
-from hallutracer_research.paper.diagnostics.dependence import distance_correlation
-from hallutracer_research.paper.diagnostics.increments import Increments
+from hallutracer_research.paper.diagnostics.two_samples import distance_correlation
 from service.errors import TrainingError
+from service.readout import Geometry, Site
+
+RowsOf = Callable[[int], NDArray[np.floating]]  # layer -> rows [N, width]
+
+
+@dataclass(frozen=True, eq=False)
+class Increments:
+    """w [N, m - 1] intrinsic displacement, k [N, m - 1] readout change."""
+
+    w: Floats
+    k: Floats
+
+
+@dataclass(frozen=True, eq=False)
+class Crossing:
+    """What the transition layer -> layer + 1 is made of: the NEXT layer's readouts, [N, d] each, of two heads."""
+
+    layer: int
+    same_head: Floats  # a_{l+1} of k_l, the head selected at ``layer``
+    next_head: Floats  # a_{l+1} of k_{l+1}, the head selected one layer up
+
+
+def decompose(trajectory: ArrayLike, crossed: ArrayLike) -> Increments:
+    """Trajectory [N, m] and crossed [N, m - 1] = phi_l(a_{l+1}^{(k_l)}) -> W and K with W + K = dL to rounding.
+
+    TrainingError on shapes that do not fit or numbers that are not finite.
+    """
+    values, across = as_float(trajectory, "trajectory", 2), as_float(crossed, "crossed", 2)
+    n, m = values.shape
+    if across.shape != (n, m - 1):
+        raise TrainingError(f"crossed has shape {list(across.shape)}: [{n}, {m - 1}] is needed for this trajectory")
+    w, k = across - values[:, :-1], values[:, 1:] - across
+    # Each side is rounded at most twice, relative to the largest number in it.
+    allowed = 8 * np.finfo(np.float64).eps * (np.abs(values[:, 1:]) + np.abs(values[:, :-1]) + 2 * np.abs(across))
+    if np.any(np.abs(w + k - np.diff(values, axis=1)) > allowed):
+        raise TrainingError("W + K differs from dL by more than rounding: the logits overflow float64")
+    return Increments(w, k)
+
+
+def crossings(rows_of: RowsOf, head: ArrayLike, geometry: Geometry, site: Site) -> Iterator[Crossing]:
+    """The transitions of a model, in order: ``rows_of(layer)`` [N, width] is asked once for each layer from 1 up.
+
+    head [m] are the selected heads; at the residual stream, which has one readout a layer, they are 0.
+    """
+    heads = np.asarray(head)
+    if heads.shape != (geometry.num_layers,):
+        raise TrainingError(f"head has shape {list(heads.shape)}: one per layer, [{geometry.num_layers}], is needed")
+    for layer in range(geometry.num_layers - 1):
+        by_head = geometry.by_head(np.asarray(rows_of(layer + 1)), site)
+        yield Crossing(
+            layer,
+            by_head[:, int(heads[layer])].astype(np.float64),
+            by_head[:, int(heads[layer + 1])].astype(np.float64),
+        )
+
 
 TOP_VARIANCE = 0.9
 MAX_CONDITION = 1e12
@@ -113,17 +172,12 @@ def layer_geometry(readout: ArrayLike, label: ArrayLike, direction: ArrayLike | 
                 f = vectors @ ((vectors.T @ shift) / values)
                 fisher = float(v @ f) ** 2 / float(f @ f)
     return Layer(
-        mean_shift_norm=norm,
-        stable_rank=rank,
-        stable_rank_share=rank / d if rank is not None else None,
+        mean_shift_norm=norm, stable_rank=rank, stable_rank_share=rank / d if rank is not None else None,
         stable_rank_share_factual=rank_factual / d if rank_factual is not None else None,
         stable_rank_share_hallucinated=rank_hallucinated / d if rank_hallucinated is not None else None,
-        trace_ratio=trace_factual / trace_hallucinated if trace_hallucinated > 0 else None,
-        energy_fraction=energy,
-        v2_top90=top,
-        alignment=aligned,
-        fisher_cos2=fisher,
-    )
+        trace_ratio=trace_factual / trace_hallucinated if trace_hallucinated > 0 else None, energy_fraction=energy,
+        v2_top90=top, alignment=aligned, fisher_cos2=fisher,
+    )  # fmt: skip
 
 
 def transition_geometry(increments: Increments, direction: ArrayLike, label: ArrayLike) -> tuple[Transition, ...]:
@@ -181,15 +235,11 @@ def readout_geometry(layers: Sequence[Layer], transitions: Sequence[Transition],
     if not transitions:
         notes.append("no directions were given: what needs one is left out")
     return ReadoutGeometry(
-        layers=tuple(layers),
-        transitions=tuple(transitions),
-        middle=middle,
-        dim=dim,
-        expected_cos=expected_cosine(dim),
-        expected_cos_exact=expected_cosine_exact(dim),
+        layers=tuple(layers), transitions=tuple(transitions), middle=middle, dim=dim,
+        expected_cos=expected_cosine(dim), expected_cos_exact=expected_cosine_exact(dim),
         cos_p_value=_cos_p_value([transitions[place].adjacent_cos for place in between], dim) if transitions else None,
         notes=tuple(notes),
-    )
+    )  # fmt: skip
 
 
 _OF_DIRECTION = ("energy_fraction", "v2_top90", "alignment", "fisher_cos2")
@@ -213,3 +263,47 @@ def _unit(v: Floats, d: int) -> Floats:
     if abs(norm - 1.0) > 1e-3:
         raise TrainingError(f"direction has length {norm:.4g}: a unit direction is needed, divide it by its length")
     return v / norm
+
+
+@dataclass(frozen=True)
+class KappaTable:
+    """The table's columns, over the middle transitions that have variance in both classes; None where none has."""
+
+    kappa_mean: float | None
+    kappa_median: float | None
+    kappa_p95: float | None
+    effect_size: float | None  # d_pi: mean pooled effect size
+    worst_case_snr: float | None  # m^wc: mean of the smaller class's SNR
+    degradation: float | None  # 1 - m^wc / d_pi
+    factual_wider: float | None  # share of transitions with q_F > q_H
+    transitions: int  # how many were counted
+    kappa_by_layer: tuple[float | None, ...]  # all m - 1
+    notes: tuple[str, ...] = ()
+
+
+def kappa_table(w: ArrayLike, label: ArrayLike) -> KappaTable:
+    """w [N, m - 1] (``increments.decompose``), label [N] -> the table's row, over the middle 60 % of layers."""
+    values, factual = labelled(w, label, "w")
+    hallucinated_variance, factual_variance = variances(values, factual)
+    low, high = np.minimum(hallucinated_variance, factual_variance), np.maximum(hallucinated_variance, factual_variance)
+    kappa = np.divide(high, low, out=np.full_like(high, np.nan), where=low > 0)
+    middle = np.array(middle_transitions(values.shape[1] + 1), np.int64)
+    kept = middle[low[middle] > 0]
+    by_layer = tuple(as_document(kappa))
+    notes = (
+        (f"{len(middle) - len(kept)} of {len(middle)} middle transitions have a class without variance",)
+        if len(kept) < len(middle)
+        else ()
+    )
+    if not len(kept):
+        return KappaTable(None, None, None, None, None, None, None, 0, by_layer, notes)
+    size = np.abs(gap(values, factual)[kept])
+    effect = float(np.mean(size / np.sqrt(pooled_variance(values, factual)[kept])))
+    worst = float(np.mean(size / np.sqrt(high[kept])))
+    return KappaTable(
+        kappa_mean=float(kappa[kept].mean()), kappa_median=float(np.median(kappa[kept])),
+        kappa_p95=float(np.percentile(kappa[kept], 95)), effect_size=effect, worst_case_snr=worst,
+        degradation=1.0 - worst / effect if effect > 0 else None,
+        factual_wider=float(np.mean(factual_variance[kept] > hallucinated_variance[kept])), transitions=len(kept),
+        kappa_by_layer=by_layer, notes=notes,
+    )  # fmt: skip

@@ -17,7 +17,7 @@ from scipy.stats import rankdata
 
 from hallutracer_research.paper.diagnostics.classes import Floats, as_float, labelled
 from hallutracer_research.paper.diagnostics.features import zones
-from hallutracer_research.paper.diagnostics.increments import Crossing
+from hallutracer_research.paper.diagnostics.geometry import Crossing
 from service.errors import TrainingError
 
 PARTS = ("k", "probe", "metric", "head")  # of Table k-decomp-auroc; the bias part is one number per layer

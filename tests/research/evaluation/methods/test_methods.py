@@ -17,9 +17,8 @@ from service.errors import TrainingError
 from service.fitting.scores import risk_auroc
 from tests.research.evaluation.methods.made import made_inputs, split
 
-NAMES = ["iti", "fact-probe", "iris", "p-ik", "saplma", "mass-mean", "sep", "halluguard", "perplexity", "p-true",
-         "mind", "semantic-entropy", "semantic-entropy-discrete", "eigenscore", "first-token-max-prob",
-         "first-token-entropy", "prompt-length", "text-ngrams", "kind-prior"]  # fmt: skip
+NAMES = list(METHODS)
+SIGNED = ("first-token-max-prob", "first-token-entropy", "prompt-length")  # by the training side
 
 
 @pytest.fixture(scope="module")
@@ -32,9 +31,8 @@ def relabelled(data: MethodInputs, label: np.ndarray) -> MethodInputs:
     return replace(data, label=label, heads=heads, residual=residual)
 
 
-def test_the_names_are_those_of_the_table() -> None:
-    assert list(METHODS) == NAMES
-    assert len(set(METHODS.values())) == len(NAMES)
+def test_methods_have_titles_of_their_own() -> None:
+    assert len({method.title for method in METHODS.values()}) == len(METHODS) == 19
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -89,7 +87,7 @@ def test_processes_keep_the_order() -> None:
 
 
 def test_fitting_processes_load_no_transformers() -> None:
-    modules = "iti, fact_probe, iris, p_ik, saplma, mass_mean, sep, mind, trajectory_ridge, references"
+    modules = "iti, fact_probe, iris, p_ik, saplma, mass_mean, sep, mind, references"
     package = "hallutracer_research.evaluation.methods"
     code = f"import sys; from {package} import {modules}; print('transformers' in sys.modules)"
     root = Path(__file__).parents[4]
@@ -106,3 +104,22 @@ def test_text_and_kind_know_nothing_of_the_model(data: MethodInputs) -> None:
     unknown = replace(data, kind=np.where(np.arange(len(data.label)) < len(train), data.kind, "new"))
     share = 1 - data.label[train].mean()
     np.testing.assert_allclose(fit_method("kind-prior", unknown, train, test, 0), share)
+
+
+@pytest.mark.parametrize("name", SIGNED)
+def test_the_sign_of_a_free_number_is_learned_from_the_training_rows(tmp_path: Path, name: str) -> None:
+    base = made_inputs(tmp_path, 60)
+    train, test = split(base)
+    values = np.random.default_rng(0).permutation(60).astype(np.float64)
+    for sign in (1.0, -1.0):
+        turned = values.copy()
+        turned[train] = np.sort(values[train])[np.argsort(np.argsort(sign * (1 - base.label[train]), kind="stable"))]
+        data = replace(base, first_token=np.stack([turned, turned], axis=1), prompt_tokens=turned.astype(np.int64))
+        np.testing.assert_array_equal(fit_method(name, data, train, test, 0), sign * turned[test])
+
+
+def test_each_free_number_is_its_own(data: MethodInputs) -> None:
+    train, test = split(data)
+    own = (data.first_token[:, 0], data.first_token[:, 1], data.prompt_tokens)
+    for name, values in zip(SIGNED, own, strict=True):
+        assert set(np.abs(fit_method(name, data, train, test, 0))) == set(np.abs(values[test]))

@@ -27,5 +27,4 @@ def random_intercepts(
 
 
 def unit_rows(x: Floats) -> Floats:
-    """Each row divided by its length."""
     return np.asarray(x / np.linalg.norm(x, axis=1, keepdims=True))

@@ -1,3 +1,5 @@
+"""Geometry, increments and the classes' spread along the probe, on planted readouts."""
+
 from __future__ import annotations
 
 import math
@@ -5,18 +7,70 @@ import math
 import numpy as np
 import pytest
 
-from hallutracer_research.paper.diagnostics.dependence import distance_correlation
 from hallutracer_research.paper.diagnostics.geometry import (
+    Increments,
     adjacent_cosines,
+    crossings,
+    decompose,
     expected_cosine,
     expected_cosine_exact,
+    kappa_table,
     layer_geometry,
     readout_geometry,
     transition_geometry,
 )
-from hallutracer_research.paper.diagnostics.increments import Increments
+from hallutracer_research.paper.diagnostics.two_samples import distance_correlation
 from service.errors import TrainingError
+from service.readout import Geometry, Site
+from service.risk import truth_logits
 from tests.research.paper.diagnostics.simulate import unit_rows
+
+
+def planted(seed: int = 0, n: int = 30, m: int = 5, heads: int = 3, dim: int = 4):  # type: ignore[no-untyped-def]
+    rng = np.random.default_rng(seed)
+    geometry = Geometry(m, heads, dim, heads * dim)
+    rows = rng.standard_normal((m, n, heads * dim)).astype(np.float32) * 10
+    direction = rng.standard_normal((m, dim))
+    direction /= np.linalg.norm(direction, axis=1, keepdims=True)
+    return geometry, rows, rng.integers(0, heads, m), direction, rng.standard_normal(m)
+
+
+def test_w_is_the_frozen_probe_on_the_same_head_and_w_plus_k_the_increment() -> None:
+    geometry, rows, head, direction, bias = planted()
+    readout = geometry.select(rows.transpose(1, 0, 2), head, Site.ATTENTION_HEAD)
+    trajectory = truth_logits(readout, direction, bias)
+    by_head = geometry.by_head(rows, Site.ATTENTION_HEAD).astype(np.float64)
+    layers = range(4)
+    crossed = [by_head[layer + 1][:, head[layer]] @ direction[layer] + bias[layer] for layer in layers]
+    parts = decompose(trajectory, np.stack(crossed, axis=1))
+    assert np.allclose(parts.w + parts.k, np.diff(trajectory, axis=1), atol=1e-12)
+    for layer in layers:
+        moved = by_head[layer + 1][:, head[layer]] - by_head[layer][:, head[layer]]
+        assert np.allclose(parts.w[:, layer], moved @ direction[layer], atol=1e-10)
+
+
+def test_crossings_give_both_heads_of_the_next_layer() -> None:
+    geometry, rows, head, _, _ = planted()
+    read: list[int] = []
+
+    def rows_of(layer: int) -> np.ndarray:
+        read.append(layer)
+        return np.asarray(rows[layer])
+
+    for one in crossings(rows_of, head, geometry, Site.ATTENTION_HEAD):
+        by_head = rows[one.layer + 1].reshape(30, 3, 4)
+        assert np.array_equal(one.same_head, by_head[:, head[one.layer]])
+        assert np.array_equal(one.next_head, by_head[:, head[one.layer + 1]])
+        assert one.same_head.dtype == np.float64
+    assert read == [1, 2, 3, 4], "one layer at a time, each once"
+
+
+def test_shapes_that_do_not_fit_and_numbers_that_overflow() -> None:
+    with pytest.raises(TrainingError, match=r"crossed has shape \[2, 4\]: \[2, 3\] is needed"):
+        decompose(np.zeros((2, 4)), np.zeros((2, 4)))
+    with pytest.raises(TrainingError, match="not finite"):
+        decompose(np.zeros((2, 4)), np.full((2, 3), np.nan))
+    assert decompose(np.full((1, 2), 1e200), np.array([[-1e184]])).w.shape == (1, 1)
 
 
 def whitened(n: int, spread: np.ndarray, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
@@ -112,7 +166,6 @@ def test_a_difference_in_cosine_is_found() -> None:
 
 
 def naive(x: np.ndarray, y: np.ndarray) -> float:
-    """Distance correlation by double centring."""
 
     def centred(values: np.ndarray) -> np.ndarray:
         distance = np.abs(values[:, None] - values)
@@ -129,3 +182,30 @@ def test_distance_correlation_is_its_definition() -> None:
         assert distance_correlation(x, y) == pytest.approx(naive(x, y), rel=1e-9)
     assert distance_correlation(x, 3 - 2 * x) == pytest.approx(1)
     assert distance_correlation(x, np.ones(700)) is None
+
+
+def test_columns_of_known_spreads() -> None:
+    rng = np.random.default_rng(0)
+    n = 100_000
+    label = (np.arange(n) < n // 4).astype(int)
+    w = rng.standard_normal((n, 9))
+    w[label == 1] *= 2  # variances 4 and 1, shares 1/4 and 3/4
+    w += 0.7 * label[:, None]
+    found = kappa_table(w, label)
+    assert found.kappa_mean == pytest.approx(4, rel=0.03)
+    assert found.kappa_median == pytest.approx(4, rel=0.03)
+    assert found.effect_size == pytest.approx(0.7 / math.sqrt(0.25 * 4 + 0.75), rel=0.05)
+    assert found.worst_case_snr == pytest.approx(0.35, rel=0.05)
+    assert found.degradation == pytest.approx(1 - math.sqrt(1.75 / 4), abs=0.02)
+    assert found.factual_wider == 1
+    assert found.transitions == 6  # of 10 layers, the middle ones
+
+
+def test_a_class_without_spread_is_counted_out() -> None:
+    w = np.random.default_rng(2).standard_normal((10, 4))
+    label = np.arange(10) % 2
+    w[label == 0, 1] = 3.0
+    found = kappa_table(w, label)
+    assert found.kappa_by_layer[1] is None
+    assert "1 of" in found.notes[0]
+    assert kappa_table(np.zeros((4, 3)), [0, 0, 1, 1]).kappa_mean is None

@@ -5,7 +5,7 @@ import pytest
 from sklearn.metrics import roc_auc_score
 
 from hallutracer_research.paper.diagnostics.features import zones
-from hallutracer_research.paper.diagnostics.increments import crossings
+from hallutracer_research.paper.diagnostics.geometry import crossings
 from hallutracer_research.paper.diagnostics.k_split import KSplit, StandardizedProbes, k_table, split_readout_change
 from service.errors import TrainingError
 from service.readout import Geometry, Site

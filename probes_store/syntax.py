@@ -1,0 +1,212 @@
+"""The spelling of what a store reads and writes: JSON, references, alias tables, addresses."""
+
+from __future__ import annotations
+
+import json
+import math
+import numbers
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from probes_store.errors import BadValue, BundleConflict, InvalidReference, NotFinite, Truncated, UnknownField
+
+HEX = re.compile(r"[0-9a-f]{64}")
+NAME = re.compile(r"[a-z0-9](?!.*\.\.)[a-z0-9._-]{0,63}")  # of a bundle and of an alias
+NAMES = "[a-z0-9][a-z0-9._-]{0,63} without .."
+VERSION = re.compile(r"[1-9][0-9]{0,8}")
+VERSIONS = "1 to 999999999"
+PIN = "@sha256:"
+HUB = "hf://"  # what an address on the Hugging Face hub begins with
+ALIASES = "aliases.json"
+PRODUCTION = "production"  # the alias that a bare name resolves to, where it is set
+PREVIOUS = "previous"  # what production meant before the last promotion
+EXTRAS = {"s3": "s3", "gs": "gs", "az": "az", "memory": ""}  # scheme of a store's URL -> the extra that it needs
+_URL = re.compile(r"([a-z0-9]+)://((?!.*(?://|/\.))[A-Za-z0-9][A-Za-z0-9._/-]*)")
+_REFERENCE = "NAME, NAME@ALIAS or NAME:VERSION, and @sha256:DIGEST behind it where the content is pinned"
+_PART = r"(?![A-Za-z0-9._-]*(?:--|\.\.))[A-Za-z0-9][A-Za-z0-9._-]{0,95}"
+# A revision becomes a file's name in huggingface_hub's cache, so it must not lead anywhere.
+_ADDRESS = re.compile(rf"({_PART}/{_PART})(?:@((?!.*\.\.)[A-Za-z0-9][A-Za-z0-9._/-]{{0,199}}))?")
+
+
+def canonical_json(value: object) -> bytes:
+    """Return sorted keys, compact separators, UTF-8, no NaN: the form that digests are computed from."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False).encode()
+
+
+def readable_json(value: object) -> bytes:
+    """Return sorted keys, two spaces, a final newline, UTF-8, no NaN: the form that is written to disk."""
+    return json.dumps(value, sort_keys=True, indent=2, ensure_ascii=False, allow_nan=False).encode() + b"\n"
+
+
+def plain(value: object, file: str, where: str = "") -> Any:
+    """Convert Python and numpy values to JSON types, for writing.  Raises NotFinite and BadValue."""
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, str) and not any(0xD800 <= ord(letter) <= 0xDFFF for letter in value):
+        return value
+    if isinstance(value, numbers.Integral):
+        return int(value)
+    if isinstance(value, numbers.Real):
+        if not math.isfinite(value):
+            raise NotFinite("not finite", file=file, field=where, expected="a finite number", found=value)
+        return float(value)
+    if isinstance(value, dict) and all(isinstance(key, str) for key in value):
+        return {
+            plain(key, file, where): plain(item, file, f"{where}.{key}" if where else key)
+            for key, item in value.items()
+        }
+    if isinstance(value, list | tuple):
+        return [plain(item, file, f"{where}[{i}]") for i, item in enumerate(value)]
+    expected = "what JSON can hold, with strings as keys, in text that UTF-8 can encode"
+    raise BadValue("bad value", file=file, field=where, expected=expected, found=ascii(value))
+
+
+def parse_json(data: bytes, file: str) -> Any:
+    """Return the plain values of bytes that ``readable_json`` wrote.
+
+    Raises Truncated, NotFinite (NaN, Infinity, 1e999), UnknownField (a key twice) and BadValue (not JSON, not UTF-8).
+    """
+
+    def refuse(text: str) -> NoReturn:
+        raise NotFinite("a number is not finite", file=file, expected="finite numbers", found=text)
+
+    def number(text: str) -> float:
+        value = float(text)
+        return value if math.isfinite(value) else refuse(text)
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        seen: dict[str, Any] = {}
+        for key, value in pairs:
+            if key in seen:
+                raise UnknownField("the key stands there twice", file=file, field=key)
+            seen[key] = value
+        return seen
+
+    try:
+        return json.loads(data.decode(), parse_float=number, parse_constant=refuse, object_pairs_hook=unique)
+    except (ValueError, RecursionError) as error:  # UnicodeDecodeError and JSONDecodeError are ValueErrors
+        last = data.rstrip(b"\n").rpartition(b"\n")[2]
+        if last[-1:] not in (b"}", b"]") or last.startswith(b" "):  # an indented last line is the middle of a record
+            end = f"{len(data)} bytes that end in {data[-8:]!r}"
+            raise Truncated("the end is missing", file=file, expected="a closing bracket", found=end) from error
+        raise BadValue("not JSON", file=file, expected="UTF-8 JSON", found=error) from error
+
+
+@dataclass(frozen=True, slots=True)
+class BundleReference:
+    """NAME, NAME@ALIAS or NAME:VERSION, each with or without @sha256:DIGEST."""
+
+    name: str
+    alias: str | None = None
+    version: int | None = None
+    digest: str | None = None  # what the bundle must have: a pin checks, it does not search
+
+
+def parse_reference(text: str) -> BundleReference:
+    """Parse a reference; no part of the result can lead out of a store.  Raises InvalidReference."""
+    if text.startswith(HUB):
+        raise InvalidReference(
+            "a bundle on the hub, which is not in the store yet", expected=_REFERENCE, found=ascii(text),
+            cure="Run 'hallutracer bundle pull' with that address first, and name the bundle as it prints it",
+        )  # fmt: skip
+    pinned, pin, digest = text.partition(PIN)
+    separator = next((mark for mark in "@:" if mark in pinned), "")
+    name, mark, rest = pinned.partition(separator) if separator else (pinned, "", "")
+    fine = (
+        NAME.fullmatch(name)
+        and (not mark or (NAME if mark == "@" else VERSION).fullmatch(rest))
+        and (not pin or HEX.fullmatch(digest))
+    )
+    if not fine:
+        raise InvalidReference(
+            "not a bundle reference", expected=_REFERENCE, found=ascii(text),
+            cure="Names are up to 64 of a-z 0-9 . _ -, begin with a letter or digit and have no ..; a digest has 64 "
+            "hex digits",
+        )  # fmt: skip
+    return BundleReference(
+        name,
+        alias=rest if mark == "@" else None,
+        version=int(rest) if mark == ":" else None,
+        digest=f"sha256:{digest}" if pin else None,
+    )
+
+
+def check_name(text: str, what: str) -> str:
+    """Return the name of a bundle or an alias unchanged.  Raises InvalidReference."""
+    if not NAME.fullmatch(text):
+        raise InvalidReference(f"not a name for {what}", expected=NAMES, found=ascii(text), cure="Choose another name")
+    return text
+
+
+def next_number(taken: Collection[int], what: str) -> int:
+    """Return the number after the highest one.  Raises BundleConflict where it would be none that ``VERSION`` knows."""
+    following = max(taken, default=0) + 1
+    if not VERSION.fullmatch(str(following)):
+        raise BundleConflict(
+            f"{what} has the highest number that there is, {following - 1}, so that nothing can follow",
+            cure="Ask who took that number, and remove it or go on in another store",
+        )
+    return following
+
+
+def parse_aliases(data: bytes, shown: str) -> dict[str, int]:
+    """Return a table, alias -> version; ``shown`` names the file in errors.  Raises a subclass of BundleDamaged."""
+    aliases = parse_json(data, shown)
+    cure = "Repair it by hand or remove it, and set the aliases again"
+    if not isinstance(aliases, dict):
+        raise BadValue("bad value", file=shown, expected="an object", found=type(aliases).__name__, cure=cure)
+    for alias, version in aliases.items():
+        if not NAME.fullmatch(alias) or type(version) is not int or version < 1:
+            expected = "an alias and a version of 1 or more"
+            raise BadValue(
+                "bad value", file=shown, field=ascii(alias), expected=expected, found=repr(version), cure=cure
+            )
+    return aliases
+
+
+def moved(table: Mapping[str, int], alias: str, version: int, keep_as: str | None = None) -> dict[str, int]:
+    """Return the table after a move; the alias ``keep_as`` gets what ``alias`` meant before, if it meant something."""
+    kept = {} if keep_as is None or alias not in table else {keep_as: table[alias]}
+    return {**table, **kept, alias: version}
+
+
+def is_url(text: str) -> bool:
+    """Return whether a store is named by URL, rather than by its folder."""
+    return "://" in text
+
+
+def check_url(text: str) -> str:
+    """Return a store's URL without a slash at its end.  Raises InvalidReference."""
+    match = _URL.fullmatch(text.rstrip("/"))
+    if match is None or match[1] not in EXTRAS:
+        raise InvalidReference(
+            "not the URL of a store",
+            expected="s3://BUCKET/PREFIX, gs://BUCKET/PREFIX, az://CONTAINER/PREFIX, or hf://OWNER/NAME to read",
+            found=ascii(text),
+            cure="Of letters, digits and . _ - /; credentials come from the environment, not from the URL",
+        )
+    return match[0]
+
+
+@dataclass(frozen=True, slots=True)
+class HubAddress:
+    """hf://OWNER/NAME, with or without @REVISION: a tag, a branch or a commit."""
+
+    repository: str
+    revision: str | None = None
+
+    def __str__(self) -> str:
+        return f"{HUB}{self.repository}" + (f"@{self.revision}" if self.revision else "")
+
+
+def parse_address(text: str) -> HubAddress:
+    """Parse an address on the hub.  Raises InvalidReference."""
+    match = _ADDRESS.fullmatch(text.removeprefix(HUB)) if text.startswith(HUB) else None
+    if match is None:
+        raise InvalidReference(
+            "not an address on the hub", expected="hf://OWNER/NAME or hf://OWNER/NAME@REVISION", found=ascii(text),
+            cure="Owner and name are those of the repository's page; the revision is a tag such as v1",
+        )  # fmt: skip
+    return HubAddress(match[1], match[2])

@@ -1,1 +1,0 @@
-"""Tables and figures for readers: one HTML page, Markdown files, SVG drawings."""

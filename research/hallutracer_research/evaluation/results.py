@@ -1,0 +1,275 @@
+"""What was found on one data set, and the tables made of it: the main table (tab:main-results), forms, rows as CSV.
+
+AUROC does not depend on which class is positive.  AUPRC does, and the paper does not say which it takes, so both are
+given.  Scores of different folds have different scales: where rows of several folds are ranked together, each fold's
+scores are first replaced by their relative ranks within the fold.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.stats import norm, rankdata
+
+from hallutracer_research.evaluation.options import CLASSES, OURS, TITLES, Cost
+from hallutracer_research.evaluation.prepare import PreparedSet
+from hallutracer_research.evaluation.splits import Split
+from hallutracer_research.evaluation.tables import Cell, Column, Table
+from probes_store.local import atomic_write
+from service.data.training_rows import FORM
+from service.errors import TrainingError
+from service.fitting.fit import Floats, Index
+from service.fitting.jackknife import auroc_interval, gain
+from service.fitting.nested_cv import FoldScores, test_sides
+from service.fitting.scores import auprc, risk_auroc
+from service.readout import Pooling, Site
+
+Measures = dict[str, dict[str, float]]  # measure -> mean and std; of the AUROC also low and high
+MEASURES = ("auroc", "auprc_hallucinated", "auprc_factual")
+# Candidates for the runner-up: the paper's baselines that read the model's states before an answer.
+BASELINES = ("iti", "fact-probe", "iris")
+FORM_RIVALS = ("iti", "text-ngrams")  # the best single head, and what the words alone tell
+
+
+class MethodComparison(NamedTuple):
+    """Ours against the best of the ``BASELINES``."""
+
+    runner_up: str
+    difference: float  # of the mean AUROC over all test sides
+    low: float
+    high: float
+    p_value: float  # over groups
+    p_delong: float | None  # median over seeds; None where it is not defined
+
+
+@dataclass(frozen=True, eq=False)
+class SetResult:
+    """One data set, all splits.  Lists by split are in the order of ``splits`` (seeds in order, folds within)."""
+
+    prepared: PreparedSet
+    splits: Sequence[Split]
+    scores: Mapping[str, Sequence[FoldScores]]  # method -> scores by split
+    comparison: MethodComparison | None
+    pooled: Mapping[tuple[Site, Pooling], Sequence[Floats]] = field(default_factory=dict)  # depth means [n_test]
+    costs: Mapping[str, Cost] = field(default_factory=dict)  # by method
+    failed: Mapping[str, str] = field(default_factory=dict)  # rival -> why it has no scores
+
+    @property
+    def title(self) -> str:
+        """The set's name in the tables."""
+        return self.prepared.rows.name
+
+    @property
+    def label(self) -> NDArray[np.int64]:
+        """[n] 1 factual."""
+        return self.prepared.inputs.label
+
+    @property
+    def group(self) -> Index:
+        """[n]."""
+        return self.prepared.inputs.group
+
+    def folds(self, seed: int = 0) -> list[Split]:
+        """Return one seed's splits: every row is in exactly one test side."""
+        return [split for split in self.splits if split.seed == seed]
+
+    def trajectory(self, seed: int = 0) -> Floats:
+        """Return out-of-fold trajectories of all rows, [n, m]: each by its fold's probes, unit norm."""
+        folds = self.folds(seed)
+        trajectory = np.full((len(self.label), folds[0].test_trajectory.shape[1]), np.nan)
+        for split in folds:
+            trajectory[split.test] = split.test_trajectory
+        return trajectory
+
+    def measures(self) -> dict[str, Measures]:
+        """Return each method's measures; of the AUROC also the ends of its interval."""
+        found = {method: measured(self.label, scores) for method, scores in self.scores.items()}
+        for method, scores in self.scores.items():
+            found[method]["auroc"] |= auroc_interval(self.label, self.group, test_sides(scores))._asdict()
+        return found
+
+
+def measured(label: NDArray[np.int64], splits: Sequence[FoldScores]) -> Measures:
+    """Return mean and standard deviation of each measure over folds and seeds."""
+    sides = [(label[split.test], split.score) for split in splits]
+    return {
+        "auroc": spread([risk_auroc(*side) for side in sides]),
+        "auprc_hallucinated": spread([auprc(*side, positive=0) for side in sides]),
+        "auprc_factual": spread([auprc(*side, positive=1) for side in sides]),
+    }
+
+
+def spread(values: Sequence[float]) -> dict[str, float]:
+    """Return mean and standard deviation of one number by split, as a table's cell."""
+    return {"mean": float(np.mean(values)), "std": float(np.std(values))}
+
+
+def pooled_ranks(count: int, splits: Sequence[FoldScores], seed: int = 0) -> Floats:
+    """Return one seed's scores of all rows as relative ranks within their fold, [n]."""
+    ranks = np.full(count, np.nan)
+    for split in splits:
+        if split.seed == seed:
+            ranks[split.test] = rankdata(split.score) / (len(split.score) + 1)
+    return ranks
+
+
+def compare(
+    label: NDArray[np.int64], group: Index, scores: Mapping[str, Sequence[FoldScores]], aurocs: Mapping[str, float]
+) -> MethodComparison | None:
+    """Return the comparison; None where no baseline was evaluated."""
+    others = {name: value for name, value in aurocs.items() if name in BASELINES}
+    if not others:
+        return None
+    other = max(others, key=lambda name: others[name])
+    seeds = sorted({split.seed for split in scores[OURS]})
+    pairs = [[pooled_ranks(len(label), scores[name], seed) for name in (OURS, other)] for seed in seeds]
+    p_values = [p for ours, theirs in pairs if (p := delong(label, ours, theirs).p_value) is not None]
+    found = gain(label, group, test_sides(scores[OURS]), test_sides(scores[other]))
+    return MethodComparison(other, *found, float(np.median(p_values)) if p_values else None)
+
+
+class DeLong(NamedTuple):
+    """Two correlated AUROCs.  ``z`` and ``p_value`` are None where the variance is undefined: see ``delong``."""
+
+    auc_a: float
+    auc_b: float
+    z: float | None
+    p_value: float | None  # two-sided
+
+
+def delong(label: NDArray[np.integer], risk_a: NDArray[np.floating], risk_b: NDArray[np.floating]) -> DeLong:
+    """Return DeLong's test for two AUROCs on the same rows, by midranks in O(n log n) (Sun and Xu 2014).
+
+    label [n], risks [n].  It takes rows for independent: where they come in groups its p-values are too small, and
+    ``fitting.jackknife.gain`` is the one to report.  Equal rankings give z = 0 and p = 1.  z and p are None where a
+    class has a single row, or where the AUROCs differ but neither varies (both rank every pair of rows alike, one of
+    them for the worse).  Raises TrainingError: a class is missing, lengths differ or a risk is not finite.
+    """
+    hallucinated = _checked(label, risk_a, risk_b)
+    bad_a, good_a = _components(hallucinated, np.asarray(risk_a))
+    bad_b, good_b = _components(hallucinated, np.asarray(risk_b))
+    auc_a, auc_b = float(bad_a.mean()), float(bad_b.mean())
+    if min(len(bad_a), len(good_a)) < 2:
+        return DeLong(auc_a, auc_b, None, None)
+    # The variance of the difference from the differences themselves: exactly zero where the rankings agree.
+    variance = np.var(bad_a - bad_b, ddof=1) / len(bad_a) + np.var(good_a - good_b, ddof=1) / len(good_a)
+    if variance < 1e-28:  # what rounding leaves of zero; the smallest real one, a single pair swapped, is far above
+        return DeLong(auc_a, auc_b, 0.0, 1.0) if abs(auc_a - auc_b) < 1e-12 else DeLong(auc_a, auc_b, None, None)
+    z = (auc_a - auc_b) / float(np.sqrt(variance))
+    return DeLong(auc_a, auc_b, z, float(2.0 * norm.sf(abs(z))))
+
+
+def _components(hallucinated: NDArray[np.bool_], risk: NDArray[np.floating]) -> tuple[Floats, Floats]:
+    """Return the structural components: for each hallucinated row the share of factual ones below it, for each factual
+    row the share of hallucinated ones above it; ties count half.  The mean of either is the AUROC."""
+    bad, good = risk[hallucinated], risk[~hallucinated]
+    together = rankdata(np.concatenate([bad, good]))
+    of_bad = (together[: len(bad)] - rankdata(bad)) / len(good)
+    of_good = 1.0 - (together[len(bad) :] - rankdata(good)) / len(bad)
+    return of_bad, of_good
+
+
+def _checked(label: NDArray[np.integer], *risks: NDArray[np.floating]) -> NDArray[np.bool_]:
+    values = np.asarray(label)
+    for name, risk in zip(("risk_a", "risk_b"), risks, strict=True):
+        if np.shape(risk) != values.shape or values.ndim != 1:
+            raise TrainingError(f"{name} has shape {np.shape(risk)}, label {values.shape}; both must be [n]")
+        if not np.all(np.isfinite(risk)):
+            row = int(np.flatnonzero(~np.isfinite(risk))[0])
+            raise TrainingError(f"{name} is not finite at row {row}; every row needs a risk")
+    hallucinated: NDArray[np.bool_] = values == 0
+    if not np.all(hallucinated | (values == 1)) or hallucinated.all() or not hallucinated.any():
+        raise TrainingError("label must hold 1 (factual) and 0 (hallucinated), both of them and nothing else")
+    return hallucinated
+
+
+def rows_of(title: str, measures: Mapping[str, Measures], costs: Mapping[str, Cost]) -> list[dict[str, Any]]:
+    """Return the main table's rows of one set: our cost class first, within it in the order of ``measures``."""
+    order = ("A", *(name for name in CLASSES if name not in ("A", "none")), "none")
+    return [
+        {"set": title, "method": TITLES[name], "class": costs[name].cls, "cost": costs[name].prefills, **measures[name]}
+        for name in sorted(measures, key=lambda name: order.index(costs[name].cls))
+    ]
+
+
+def main_table(rows: Sequence[Mapping[str, Any]], notes: Sequence[str]) -> Table:
+    """Return tab:main-results of this run."""
+    return Table(
+        name="main", label="tab:main-results", title="Hallucination detection",
+        columns=(
+            Column("set", "Set", "text"), Column("method", "Method", "text"), Column("class", "Class", "text"),
+            Column("cost", "Cost, prefills", "number", 3), Column("auroc", "AUROC", "percent", 3, higher=True),
+            Column("auprc_hallucinated", "AUPRC, hallucinated positive", "percent", 3, higher=True),
+            Column("auprc_factual", "AUPRC, factual positive", "percent", 3, higher=True),
+        ),
+        rows=rows,
+        caption="AUROC and AUPRC in percent, means over the test sides of all folds and seeds: AUROC with its 95 % "
+        "interval over groups, for other training and test rows of this kind; AUPRC ± standard deviation over sides. "
+        f"Class: what a score takes ({', '.join(f'{name}: {text}' for name, text in CLASSES.items())}); its cost is in "
+        "prefills of the same prompt.",
+        notes=notes, block="set",
+    )  # fmt: skip
+
+
+def form_table(sets: Sequence[SetResult]) -> Table | None:
+    """Return a row for each form of conversation of each set with two or more; None where there is no such set."""
+    rows: list[Mapping[str, Cell]] = []
+    methods: list[str] = []
+    for result in sets:
+        dataset = result.prepared.rows.dataset
+        form = np.array([dataset.rows[row].strata.get(FORM, "") for row in result.prepared.index.tolist()], np.str_)
+        names = sorted(set(form.tolist()) - {""})
+        if len(names) < 2:
+            continue
+        shown = (OURS, *(method for method in FORM_RIVALS if method in result.scores))
+        methods += [method for method in shown if method not in methods]
+        ranks = {method: pooled_ranks(len(form), result.scores[method]) for method in shown}
+        for name in names:
+            inside = form == name
+            label = result.label[inside]
+            cells: dict[str, Cell] = {}
+            if 0 < label.sum() < len(label):
+                cells = {method: risk_auroc(label, rank[inside]) for method, rank in ranks.items()}
+            rows.append(
+                {"set": result.title, FORM: name, "rows": len(label), "wrong": float(1 - label.mean()), **cells}
+            )
+    if not rows:
+        return None
+    return Table(
+        name="forms",
+        title="By form of conversation",
+        columns=(
+            Column("set", "Set", "text"),
+            Column(FORM, "Form", "text"),
+            Column("rows", "Rows", "integer"),
+            Column("wrong", "Hallucinated", "percent", 3),
+            *(Column(method, f"AUROC, {TITLES[method]}", "percent", 3, higher=True) for method in methods),
+        ),
+        rows=rows,
+        caption="AUROC in percent within the rows of one form, by out-of-fold ranks of the first seed. What a form "
+        "does to the level of the risk does not show here: `hallutracer train` puts that into the model card.",
+        block="set",
+    )
+
+
+def write_row_scores(result: SetResult, path: Path) -> None:
+    """Write a line for each labelled row as CSV: id, group, label (1 factual), and each method's rank of risk.
+
+    A rank is relative, in (0, 1), among the rows of the first seed's fold that tested the row: no fit saw it.
+    """
+    ranks = [pooled_ranks(len(result.label), scores) for scores in result.scores.values()]
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(["id", "group", "label", *result.scores])
+    dataset = result.prepared.rows.dataset
+    for place, row in enumerate(result.prepared.index.tolist()):
+        values = [f"{rank[place]:.6f}" for rank in ranks]
+        writer.writerow([dataset.rows[row].id, int(result.group[place]), int(result.label[place]), *values])
+    atomic_write(path, text.getvalue().encode("utf-8", "backslashreplace"))

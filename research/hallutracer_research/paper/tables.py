@@ -1,0 +1,126 @@
+"""The paper's tables: its printed numbers, and how one evaluated set becomes a row of a run's own.
+
+``published.json`` holds the printed numbers by the paper's label, typed as printed; here a percentage becomes a share
+of 1, as everywhere in a report.  Models and data sets are spelt one way throughout, though the paper varies;
+tab:isotropy-results is transposed, so that a row is a model there too.  A note under a table says where the printed
+numbers contradict each other.
+
+A table of a run has a row for each of its data sets.  A set that does not support a computation has an empty row and a
+note with the reason; the other rows are unaffected.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.resources import files
+from types import MappingProxyType
+from typing import Any, Final
+
+from hallutracer_research.evaluation.results import SetResult
+from hallutracer_research.evaluation.tables import Cell, Column, Table
+from service.errors import TrainingError
+
+_DIGITS = 10  # a percentage divided by 100 is rounded here, so that 68.71 gives 0.6871 and not 0.6870999
+
+
+def _read() -> dict[str, Table]:
+    text = files("hallutracer_research.paper").joinpath("published.json").read_text(encoding="utf-8")
+    return {label: _table(label, entry) for label, entry in json.loads(text).items()}
+
+
+def _table(label: str, entry: Mapping[str, Any]) -> Table:
+    columns = [Column(*column) for column in entry["columns"]]
+    rows = [
+        {column.key: _cell(column, value) for column, value in zip(columns, row, strict=True)} for row in entry["rows"]
+    ]
+    return Table(
+        name="paper-" + label.removeprefix("tab:"), title=entry["title"], columns=columns, rows=rows, label=label,
+        caption=entry["caption"], notes=entry.get("notes", ()), block=entry.get("block", ""),
+    )  # fmt: skip
+
+
+def _cell(column: Column, value: Any) -> Cell:
+    if isinstance(value, list):
+        mean, std = value
+        return {"mean": _share(column, mean), "std": _share(column, std)}
+    return _share(column, value) if isinstance(value, int | float) else value
+
+
+def _share(column: Column, value: float) -> float:
+    return round(value / 100, _DIGITS) if column.kind == "percent" else value
+
+
+PUBLISHED: Mapping[str, Table] = MappingProxyType(_read())
+"""The paper's label ("tab:main-results") -> the table as published; its rows name the data set "True-False",
+"HaluEval2", "HELM", "TruthfulQA" or "Agentic" and the model "Qwen2.5-7B" ... "LLaMA-3.1-8B"."""
+
+
+Row = Mapping[str, Cell]
+RowMaker = Callable[[SetResult, list[str]], Row]
+"""(set, notes to add to) -> cells by key; keys that no column has are left out.  May raise TrainingError."""
+Columns = Sequence[str | Column]
+
+SET: Final = Column("set", "Set", "text")
+OVER_SPLITS: Final = "mean ± standard deviation over the test sides of all folds and seeds"
+
+
+@dataclass(frozen=True)
+class TableSpec:
+    """One table.
+
+    label: the paper's, "" for a table of our own.
+    columns: after the set's; a string is a key of the published table with that label.  A function of the sets where
+        the columns depend on the number of layers.
+    notes: those of every run; each set adds its own.
+    """
+
+    name: str
+    title: str
+    label: str
+    columns: Columns | Callable[[Sequence[SetResult]], Columns]
+    caption: str
+    row: RowMaker
+    notes: tuple[str, ...] = ()
+
+    def table(self, results: Sequence[SetResult]) -> Table:
+        """The table of these sets."""
+        return make_tables([self], results)[0]
+
+    def resolved_columns(self, results: Sequence[SetResult]) -> list[Column]:
+        """All columns, the set's first."""
+        columns = self.columns(results) if callable(self.columns) else self.columns
+        published = {column.key: column for column in PUBLISHED[self.label].columns} if self.label else {}
+        return [SET, *(published[column] if isinstance(column, str) else column for column in columns)]
+
+
+def make_tables(specs: Sequence[TableSpec], results: Sequence[SetResult]) -> list[Table]:
+    """One table for each spec.  A row function that several specs share runs once, its notes go under the first."""
+    cells: dict[RowMaker, list[Row]] = {}
+    tables = []
+    for spec in specs:
+        notes = list(spec.notes)
+        if spec.row not in cells:
+            cells[spec.row] = [_set_row(spec.row, result, notes) for result in results]
+        columns = spec.resolved_columns(results)
+        rows = [{column.key: row[column.key] for column in columns if column.key in row} for row in cells[spec.row]]
+        tables.append(Table(spec.name, spec.title, columns, rows, spec.label, spec.caption, notes))
+    return tables
+
+
+def attributes(diagnostic: Any, notes: list[str]) -> dict[str, Any]:
+    """The cells of a diagnostic's result, by its field names; its notes are added to ``notes``."""
+    notes += diagnostic.notes
+    return dict(vars(diagnostic))
+
+
+def _set_row(make: RowMaker, result: SetResult, notes: list[str]) -> Row:
+    own: list[str] = []
+    row: dict[str, Cell] = {SET.key: result.title}
+    try:
+        row |= make(result, own)
+    except TrainingError as error:
+        own.append(f"left out: {error}")
+    notes += [f"{result.title}: {note}" for note in dict.fromkeys(own)]
+    return row

@@ -1,0 +1,246 @@
+"""What ``serve`` and ``doctor`` are told beside engine, bundles and settings: access, rollout, feedback, traces."""
+
+from __future__ import annotations
+
+import logging
+import os
+import stat
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, get_args
+from urllib.parse import urlsplit
+
+from service.access.callers import ApiKey, Right, is_placeholder
+from service.cli.options import FeedbackDatabase, UsageError
+from service.errors import HalluTracerError
+from service.settings import (
+    DEFAULT_DRAWN,
+    DEFAULT_MESSAGE,
+    DEFAULT_SHARE,
+    AbstainMessage,
+    AuditLogFile,
+    AuditRequired,
+    KeysFile,
+    PoliciesFile,
+    Range,
+    option,
+    section,
+)
+
+if TYPE_CHECKING:
+    from service.access.keys import KeyRing
+    from service.feedback.databases import Location
+    from service.serving.rollout import RolloutPlan
+    from service.serving.tracing import Tracing
+
+log = logging.getLogger("hallutracer")
+LEAST_CHARACTERS = 16  # of a key
+CURE = "python3 -c 'import secrets; print(secrets.token_urlsafe(32))' makes one"
+TRACES = "--otlp-traces-endpoint"
+HTTP = "http/protobuf"
+OTLP = ("OTEL_EXPORTER_OTLP_TRACES_", "OTEL_EXPORTER_OTLP_")  # prefixes of variables; of two, the first counts
+
+
+@section("Access and policies", 35)
+@dataclass(frozen=True, kw_only=True)
+class AccessOptions:
+    """Who may call the service, and the policies it knows."""
+
+    policies: PoliciesFile = None
+    abstain_message: AbstainMessage = DEFAULT_MESSAGE
+    api_key: Annotated[
+        tuple[str, ...],
+        option("Bearer key, repeatable; guards every route but health and metrics.  Default, on loopback: none.",
+               secret=True),
+    ] = ()  # fmt: skip
+    api_key_file: Annotated[
+        Path | None,
+        option("File of bearer keys, one per line: KEY [name=NAME] [may=policy,threshold,bundle,feedback].  The name "
+               "stands in the log; may: see --callers-may."),
+    ] = None  # fmt: skip
+    keys: KeysFile = None
+    allow_anonymous: Annotated[
+        bool, option("Listen beyond loopback without keys: whoever reaches the port may use the service.")
+    ] = False
+    audit_log: AuditLogFile = None
+    audit_required: AuditRequired = False
+
+    def ring(self, policies: Collection[str] | None = None) -> KeyRing:
+        """Return all keys; ``policies``: those that a key may name.  Raises what is wrong with a key or a file."""
+        from service.access.keys import KeyRing
+
+        plain = load_keys(self.api_key, self.api_key_file)
+        return KeyRing([key.hashed() for key in plain], self.keys, policies)
+
+
+@section("Rollout", 36)
+@dataclass(frozen=True, kw_only=True)
+class RolloutOptions:
+    """A new version of the probes beside the one that serves."""
+
+    canary: Annotated[
+        str | None, option("Bundle that judges --canary-share of the requests that name none, such as NAME@canary.")
+    ] = None
+    canary_share: Annotated[
+        float,
+        option("Share of the canary; requests of one x-session-id, or of one first question, stay together.",
+               limits=Range(0, 1)),
+    ] = DEFAULT_SHARE  # fmt: skip
+    shadow: Annotated[
+        tuple[str, ...],
+        option("Bundle that reads every prompt on the same forward and decides nothing, repeatable; /metrics and "
+               "/v1/bundles tell how far it disagrees."),
+    ] = ()  # fmt: skip
+    watch_s: Annotated[
+        float,
+        option("Look every so many seconds whether an alias has moved, and reload where one has; 0: at a SIGHUP and "
+               "POST /v1/admin/reload only.", limits=Range(0)),
+    ] = 0.0  # fmt: skip
+    replay_s: Annotated[
+        float,
+        option("Replay the golden prompts so often while serving, and be not ready while they are off; 0: never.",
+               limits=Range(0)),
+    ] = 600.0  # fmt: skip
+
+    @property
+    def plan(self) -> RolloutPlan:
+        """Return what the service is told."""
+        from service.serving.rollout import RolloutPlan
+
+        return RolloutPlan(self.canary, self.canary_share, self.shadow)
+
+
+@section("Feedback", 37)
+@dataclass(frozen=True, kw_only=True)
+class FeedbackOptions:
+    """Whether answers and what users say of them are kept, and where."""
+
+    feedback_db: FeedbackDatabase = ""
+    feedback_prompts: Annotated[bool, option("Keep the prompts too; needs --feedback-days.")] = False
+    feedback_days: Annotated[
+        float | None,
+        option("Delete an answer's row, prompt and labels after so many days.  Default: never.",
+               limits=Range(positive=True)),
+    ] = None  # fmt: skip
+    feedback_share: Annotated[
+        float,
+        option("Share of the unflagged answers that is drawn at random; a guarantee is held against labels of these "
+               "alone, which 'hallutracer feedback' lists.", limits=Range(0, 1)),
+    ] = DEFAULT_DRAWN  # fmt: skip
+
+    def location(self) -> Location | None:
+        """Return where feedback is kept; None: nowhere.  Raises UsageError."""
+        if not self.feedback_db:
+            for flag, given in (
+                ("--feedback-prompts", self.feedback_prompts),
+                ("--feedback-days", self.feedback_days),
+                ("--feedback-share", self.feedback_share != DEFAULT_DRAWN),
+            ):
+                if given:
+                    raise UsageError(flag, "needs --feedback-db")
+            return None
+        if self.feedback_prompts and self.feedback_days is None:
+            raise UsageError("--feedback-prompts", "needs --feedback-days: prompts are kept for a time, not for ever")
+        from service.feedback.databases import location
+
+        return location(self.feedback_db)
+
+
+@section("Traces", 38)
+@dataclass(frozen=True, kw_only=True)
+class TraceOptions:
+    """Whether requests are traced, and where to."""
+
+    otlp_traces_endpoint: Annotated[
+        str | None,
+        option("Send OpenTelemetry traces there over OTLP/HTTP, such as http://localhost:4318/v1/traces; service name, "
+               "headers and sampler are OTEL_* variables.  Default: no traces."),
+    ] = None  # fmt: skip
+
+    def opened(self) -> Tracing | None:
+        """Return the exporter; None: no traces.  Raises UsageError.  Whether a collector listens is not asked."""
+        if self.otlp_traces_endpoint is None:
+            return None
+        _check_endpoint(self.otlp_traces_endpoint)
+        try:
+            from service.serving.tracing import Tracing
+        except ImportError as error:
+            raise UsageError(TRACES, f"needs OpenTelemetry: pip install 'hallutracer[otel]' ({error})") from None
+        return Tracing(self.otlp_traces_endpoint)
+
+
+def _check_endpoint(endpoint: str) -> None:
+    """Raise UsageError for what cannot be a collector's address for traces, and for variables that do not fit it."""
+    try:
+        parts = urlsplit(endpoint)
+        usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        usable = False
+    example = "such as http://localhost:4318/v1/traces"
+    if not usable or parts.query or parts.fragment or any(letter.isspace() for letter in endpoint):
+        raise UsageError(TRACES, f"needs an address for OTLP over HTTP, {example}")
+    if parts.username is not None or parts.password is not None:
+        raise UsageError(TRACES, "holds a user or a password; give headers in OTEL_EXPORTER_OTLP_TRACES_HEADERS")
+    if parts.path in ("", "/"):
+        raise UsageError(TRACES, f"needs the whole address with its path, {example}")
+    for name in (prefix + file for prefix in OTLP for file in ("CERTIFICATE", "CLIENT_CERTIFICATE", "CLIENT_KEY")):
+        if (path := os.environ.get(name)) and not os.access(path, os.R_OK):
+            raise UsageError(TRACES, f"cannot read the file that {name} names: {path}")
+    name = next((prefix + "PROTOCOL" for prefix in OTLP if os.environ.get(prefix + "PROTOCOL")), "")
+    if name and os.environ[name] != HTTP:
+        raise UsageError(TRACES, f"sends {HTTP}; {name} asks for {os.environ[name]!r}: unset it, or set it to {HTTP}")
+
+
+def load_keys(given: tuple[str, ...], path: Path | None) -> tuple[ApiKey, ...]:
+    """Return the keys of the options and of the file, whose lines are ``KEY [name=NAME] [may=policy,threshold]``.
+
+    Raises HalluTracerError, also for a file without a key: it must not open the service.
+    """
+    keys = [_key(secret, [], "--api-key", f"key-{number}") for number, secret in enumerate(given, 1)]
+    if path is not None:
+        try:
+            lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
+            mode = path.stat().st_mode
+        except (OSError, UnicodeDecodeError) as error:
+            raise HalluTracerError(f"cannot read the keys file {path}: {error}") from None
+        if mode & stat.S_IWOTH:
+            raise HalluTracerError(f"anyone on this machine can write to the keys file {path}; run: chmod o-w {path}")
+        if mode & stat.S_IROTH:
+            log.warning("anyone on this machine can read the keys file %s; run: chmod o-r %s", path, path)
+        for number, line in enumerate(lines, 1):
+            if line and not line.startswith("#"):
+                secret, *words = line.split()
+                keys.append(_key(secret, words, f"line {number} of {path}", f"key-{len(keys) + 1}"))
+        if len(keys) == len(given):
+            raise HalluTracerError(f"the keys file {path} holds no key; put one on each line")
+    if len({key.secret for key in keys}) < len(keys):
+        raise HalluTracerError("the same key is given twice")
+    names = [key.name for key in keys]
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise HalluTracerError(f"two keys are named {twice[0]!r}; in the log they could not be told apart")
+    return tuple(keys)
+
+
+def _key(secret: str, words: list[str], where: str, default_name: str) -> ApiKey:
+    """Return a key with the attributes in ``words``.  The key itself is never part of a message."""
+    attributes: dict[str, str] = {}
+    for word in words:
+        attribute, _, value = word.partition("=")
+        if attribute not in ("name", "may") or attribute in attributes:
+            found = repr(word) if "=" in word else "a word without '='"  # which may be another key
+            raise HalluTracerError(f"{where}: after the key may stand name=NAME and may=FIELD,..; found {found}")
+        attributes[attribute] = value
+    rights = tuple(filter(None, attributes.get("may", "").split(",")))
+    if unknown := [right for right in rights if right not in get_args(Right)]:
+        raise HalluTracerError(f"{where}: may= takes {', '.join(get_args(Right))}; found {unknown[0]!r}")
+    name = attributes.get("name", default_name)
+    if not name or not name.isprintable() or len(name) > 64:
+        raise HalluTracerError(f"{where}: a name has 1 to 64 printable characters")
+    if secret.split() != [secret] or not secret.isprintable() or not secret.isascii():
+        raise UsageError(where, "a key is one word of ASCII characters, since headers carry no others")
+    if is_placeholder(secret):
+        raise UsageError(where, f"this is an example's placeholder, which everybody knows, and not a key: {CURE}")
+    if len(secret) < LEAST_CHARACTERS:
+        raise UsageError(where, f"a key has at least {LEAST_CHARACTERS} characters: {CURE}")
+    return ApiKey(secret, name, frozenset(rights))  # type: ignore[arg-type]

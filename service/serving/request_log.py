@@ -1,0 +1,106 @@
+"""One structured JSON log line per request.  Never a prompt, an answer or a key."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any
+
+from starlette.requests import Request
+
+from service.serving.judgement import AnswerEnd, Judgement
+
+if TYPE_CHECKING:
+    from service.serving.spans import RequestTrace
+
+access = logging.getLogger("hallutracer.request")
+
+
+@dataclass(slots=True)
+class RequestRecord:
+    """Filled while a request is served."""
+
+    request_id: str
+    method: str
+    path: str
+    status: int | None = None
+    code: str | None = None  # the error's
+    caller: str | None = None  # the key's name, where there are keys
+    total_ms: float | None = None
+    trace: RequestTrace | None = None  # where requests are traced
+    judgement: Judgement | None = None  # None: the request was not admitted
+    answers: Sequence[AnswerEnd] = ()
+
+    @property
+    def routine(self) -> bool:
+        """Return whether it is a health check or a scrape."""
+        return self.path == "/metrics" or self.path.startswith("/health")
+
+    def write(self) -> None:
+        """Log one line; health checks and scrapes at level debug."""
+        access.log(logging.DEBUG if self.routine else logging.INFO, "request", extra={"record": self})
+
+    def fields(self) -> dict[str, Any]:
+        """Return what is logged, without what is None or empty."""
+        names = ("request_id", "method", "path", "status", "code", "caller")
+        found: dict[str, Any] = {name: getattr(self, name) for name in names}
+        if self.judgement is not None:
+            found |= _judged(self.judgement, self.answers)
+        found |= {"total_ms": self.total_ms, "trace_id": None if self.trace is None else self.trace.id}
+        return {
+            name: round(value, 6) if isinstance(value, float) else value
+            for name, value in found.items()
+            if value is not None and value != []
+        }
+
+
+def _judged(judgement: Judgement, answers: Sequence[AnswerEnd]) -> dict[str, Any]:
+    reports = judgement.reports
+    found: dict[str, Any] = {
+        "model": judgement.model,
+        "bundle": judgement.bundle,
+        "digest": judgement.digest,
+        "policy": judgement.policy.name,
+    }
+    if not reports:
+        return found
+    decodes = [answer.decode_s for answer in answers if answer.decode_s is not None]
+    timings = [prompt.timings for prompt in judgement.prompts]
+    return found | {
+        "threshold": judgement.threshold,
+        "risks": [report.risk for report in reports],
+        "decisions": [report.decision.value for report in reports],
+        "prompt_tokens": sum(report.prompt_tokens for report in reports),
+        "completion_tokens": sum(answer.tokens for answer in answers),
+        "queue_ms": max(one.queue for one in timings) * 1e3,
+        "prefill_ms": max(one.prefill for one in timings) * 1e3,
+        "probe_ms": max(one.probe for one in timings) * 1e3,
+        "decode_ms": max(decodes) * 1e3 if decodes else None,
+    }
+
+
+def record_of(request: Request) -> RequestRecord:
+    """Return the record that ``api.middleware.RequestFrame`` has made."""
+    record = request.state.record
+    assert isinstance(record, RequestRecord)
+    return record
+
+
+class JsonLines(logging.Formatter):
+    """Every log record as one JSON object on one line."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the line, with a traceback as text."""
+        request = getattr(record, "record", None)
+        line: dict[str, object] = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname.lower(),
+            "message": record.getMessage(),
+            **(request.fields() if isinstance(request, RequestRecord) else {"logger": record.name}),
+        }
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return json.dumps(line)

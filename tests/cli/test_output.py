@@ -1,0 +1,145 @@
+"""hallutracer try on the demo model, here and through a service; and what commands draw for people."""
+
+from __future__ import annotations
+
+import json
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from probes_store.bundle import BundleDraft, load_bundle
+from probes_store.store import SHIPPED, Store
+from service.cli.output import Seen, Tried, draw_report, draw_sorted, plot_lines
+from service.engines.scheduler import Scheduled
+from service.judging.coverage import Tenth
+from service.library.results import risk_of
+from service.scoring import Scorer
+from tests.command_line import hallutracer
+from tests.matching import contextual_bundle, matching_bundle
+from tests.scripted_engine import ScriptedEngine
+from tests.serve_process import ServeProcess
+
+
+@pytest.fixture(scope="module")
+def here() -> dict[str, Any]:
+    done = hallutracer("try", "--json")
+    assert done.returncode == 0, done.stderr
+    return dict(json.loads(done.stdout))
+
+
+def test_the_demo_model_is_right_more_often_where_the_risk_is_low(here: dict[str, Any]) -> None:
+    risks = [one["risk"] for one in here["seen"]]
+    assert (len(risks), risks) == (24, sorted(risks))
+    assert all(one["flagged"] is (one["risk"] >= here["threshold"]) for one in here["seen"])
+    for one in here["seen"]:
+        assert (one["verdict"] == "right") is any(word.lower() in one["answer"].lower() for word in one["accepted"])
+    for half, own in (("lower_half", here["seen"][:12]), ("upper_half", here["seen"][12:])):
+        assert here[half] == {"questions": 12, "right": sum(one["verdict"] == "right" for one in own)}
+    assert here["lower_half"]["right"] > here["upper_half"]["right"]
+    right = [tenth["right"] for tenth in here["tenths"]]
+    assert len(right) == 10
+    assert right == sorted(right, reverse=True)
+
+
+def test_a_service_tells_the_same(here: dict[str, Any]) -> None:
+    with ServeProcess() as service:
+        done = hallutracer("try", "--url", service.url, "--json")
+        assert done.returncode == 0, done.stderr
+        there = json.loads(done.stdout)
+        other = hallutracer("try", "--url", service.url, "--bundle", "absent")
+        assert (other.returncode, "absent" in other.stderr) == (1, True)
+    for mine, its in zip(here["seen"], there["seen"], strict=True):
+        assert mine["risk"] == pytest.approx(its["risk"], abs=1e-4)
+        assert mine | {"risk": 0} == its | {"risk": 0}
+    assert here | {"seen": 0} == there | {"seen": 0}
+
+
+def test_the_table_is_sorted_and_has_the_gates_line() -> None:
+    seen = [
+        Seen("Capital of\nFrance?", "It is Paris.", ("Paris",), 0.1, False, "right"),
+        Seen("Capital of Palau?", "It is [red]Koror.", ("Ngerulmud", "Melekeok"), 0.7, True, "wrong"),
+        Seen("Capital of Chad?", "I do not know.", ("N'Djamena",), 0.9, True, "abstained"),
+    ]
+    tenths = tuple(Tenth(place / 10, (place + 1) / 10, 1 - place / 10) for place in range(10))
+    console = Console(file=StringIO(), width=100)
+    draw_sorted(Tried("probe:1", "model", 0.5, tuple(seen), tenths), console)
+    assert isinstance(console.file, StringIO)
+    lines = console.file.getvalue().splitlines()
+    assert [line.split()[0] for line in lines[:5]] == ["risk", "0.10", "a", "0.70", "0.90"]
+    assert "a gate withholds 0.50 and more:" in lines[2]
+    assert "Capital of France?" in lines[1]
+    assert "It is [red]Koror." in lines[3]  # the model's words are no markup
+    assert lines[1].rstrip().endswith("\u2713")
+    assert lines[3].rstrip().endswith("\u2717 Ngerulmud")
+    bars = [line.count("\u2588") for line in lines if "\u2588" in line]
+    assert bars == [40, 36, 32, 28, 24, 20, 16, 12, 8, 4]
+    assert lines[-1].endswith("right in 1 of the 2 with the lower risks, in 0 of the 1 with the higher.")
+    assert max(map(len, lines[:-1])) <= 100
+
+
+def test_a_bundle_without_questions_says_what_to_do(tmp_path: Path) -> None:
+    bundle = load_bundle(SHIPPED / "demo" / "1")
+    older = {key: value for key, value in bundle.evaluation().items() if key != "sample"}
+    Store(tmp_path).publish(BundleDraft(bundle.manifest, bundle.probes, bundle.golden, older, "card"))
+    done = hallutracer("try", "--bundle", "demo", "--store", str(tmp_path))
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "demo:1 carries no questions to try" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "word"),
+    [
+        (("--url", "http://127.0.0.1:9"), 1, "did not answer"),
+        (("--url", "nowhere"), 1, "did not answer"),
+        (("--show", "0"), 2, "--show"),
+        (("--url", "http://127.0.0.1:9", "--bundle", "a", "--bundle", "b"), 2, "--bundle"),
+    ],
+)
+def test_errors_name_the_cause(arguments: tuple[str, ...], status: int, word: str) -> None:
+    done = hallutracer("try", *arguments)
+    assert (done.returncode, done.stdout) == (status, "")
+    assert word in done.stderr
+
+
+@pytest.mark.parametrize("layers", [1, 8, 28, 80, 126])
+@pytest.mark.parametrize("width", [40, 80, 200])
+def test_the_plot_fits_and_marks_every_shown_layer(layers: int, width: int) -> None:
+    rng = np.random.default_rng(layers)
+    lines = [line.plain for line in plot_lines(rng.normal(size=layers), rng.normal(size=(2, layers)), width)]
+    body = [line for line in lines if "│" in line]
+    assert all(len(line) <= width for line in body)
+    marks = sum(line.count("●") for line in body)
+    assert marks == min(layers, marks)
+    assert marks >= min(layers, (width - 10) // 5)
+
+
+def test_the_highest_logit_is_on_top_and_the_lowest_at_the_bottom() -> None:
+    trajectory = np.array([0.0, 3.0, -3.0])
+    body = [line.plain for line in plot_lines(trajectory, np.zeros((2, 3)), 80) if "│" in line.plain]
+    assert "3.00" in body[0]
+    assert "●" in body[0]
+    assert "●" in body[-1]
+    assert plot_lines(np.zeros(4), np.zeros((2, 4)), 80)  # a flat one
+
+
+@pytest.mark.parametrize(("applies_from", "applies"), [(0.999999, False), (1e-6, True), (None, None)])
+def test_a_prompt_that_asks_for_no_fact_is_told(
+    tmp_path: Path, applies_from: float | None, applies: bool | None
+) -> None:
+    script = ScriptedEngine()
+    bundle = (
+        matching_bundle(script, tmp_path)
+        if applies_from is None
+        else contextual_bundle(script, tmp_path, applies_from=applies_from)
+    )
+    [report] = Scorer(Scheduled(script), bundle).score([[256, 65]])
+    console = Console(file=StringIO(), width=100)
+    draw_report(bundle, report, console)
+    assert isinstance(console.file, StringIO)
+    said = f"asks for no fact (P(asks) {report.context.asks or 0.0:.2f}): the risk does not apply"
+    assert (said in console.file.getvalue()) is (applies is False)
+    assert risk_of("A", report).applies is applies

@@ -1,0 +1,290 @@
+"""``serve``: keys, traces and open files that are refused at the start, and what a ready service says of itself."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import secrets
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import pytest
+
+from probes_store.store import SHIPPED, Store
+from service.access.callers import is_placeholder
+from service.cli.greeting import FALLBACK, example
+from service.cli.held_out import SHOWN
+from service.cli.options import UsageError
+from service.cli.serve_options import TraceOptions, load_keys
+from service.engines.bridge import wait_for
+from service.errors import HalluTracerError, NonFiniteReadout
+from service.judging.sample import sample_of
+from tests.command_line import hallutracer, one_line_says
+from tests.serve_process import PATHS, ROOT, ServeProcess, inherited, serve
+
+# keys
+
+
+ONE, TWO = "1" * 16, "2" * 40
+
+
+def keys_file(tmp_path: Path, text: str, mode: int = 0o600) -> Path:
+    path = tmp_path / "keys"
+    path.write_text(text)
+    path.chmod(mode)
+    return path
+
+
+def test_a_line_is_a_key_its_name_and_its_rights(tmp_path: Path) -> None:
+    text = f"# for the apps\n{ONE}\n\n {TWO}  name=search may=policy,threshold \n"
+    found = load_keys(("3" * 16,), keys_file(tmp_path, text))
+    assert [(key.secret, key.name, key.may) for key in found] == [
+        ("3" * 16, "key-1", frozenset()), (ONE, "key-2", frozenset()), (TWO, "search", {"policy", "threshold"}),
+    ]  # fmt: skip
+    assert ONE not in repr(found)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("# nothing\n", "holds no key"),
+        ("short\n", "line 1 of"),
+        (f"{ONE}\nREPLACE-ME-app-one name=app\n", "line 2 of"),
+        ("REPLACE-ME-app-one\n", "secrets.token_urlsafe"),
+        ("REPLACE-ME\n", "placeholder"),
+        ("replace_me_with_a_long_key\n", "placeholder"),
+        ("sk-ChangeMe-0123456789\n", "placeholder"),
+        ("your-api-key-goes-here\n", "placeholder"),
+        ("ключ" * 5 + "\n", "ASCII"),
+        (f"{ONE}\nshort name=a\n", "line 2 of"),
+        (f"{ONE} nam=a\n", "'nam=a'"),
+        (f"{ONE} name=a name=b\n", "'name=b'"),
+        (f"{ONE} {TWO}\n", "a word without '='"),
+        (f"{ONE} may=everything\n", "'everything'"),
+        (f"{ONE} name=\n", "1 to 64"),
+        (f"{ONE}\n{ONE}\n", "given twice"),
+        (f"{ONE} name=a\n{TWO} name=a\n", "two keys are named 'a'"),
+        (f"{ONE} name=key-2\n{TWO}\n", "two keys are named 'key-2'"),
+    ],
+)
+def test_what_is_wrong_with_a_key_is_said_and_opens_nothing(tmp_path: Path, text: str, said: str) -> None:
+    with pytest.raises(HalluTracerError) as refused:
+        load_keys((), keys_file(tmp_path, text))
+    assert said in str(refused.value)
+    assert [secret for secret in (ONE, TWO, "app-one") if secret in str(refused.value)] == []
+
+
+@pytest.mark.parametrize(
+    ("file", "pattern"),
+    [("docs/serving.md", r"```text\n((?:\S+  name=.+\n)+)```")],
+)
+def test_a_key_that_we_publish_is_no_key_and_no_drawn_one_is_a_placeholder(
+    tmp_path: Path, file: str, pattern: str
+) -> None:
+    [found] = re.findall(pattern, (ROOT / file).read_text())
+    for line in found.splitlines():
+        with pytest.raises(HalluTracerError, match="placeholder"):
+            load_keys((), keys_file(tmp_path, line))
+    assert not any(is_placeholder(secrets.token_urlsafe(32)) for _ in range(1000))
+
+
+def test_the_files_mode_is_looked_at(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(HalluTracerError, match="can write"):
+        load_keys((), keys_file(tmp_path, ONE, 0o602))
+    with caplog.at_level(logging.WARNING):
+        assert load_keys((), keys_file(tmp_path, ONE, 0o640))
+        assert not caplog.records
+        assert load_keys((), keys_file(tmp_path, ONE, 0o644))
+    assert "can read" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--audit-log", "no/folder/audit.jsonl"], "cannot write the audit log"),
+        (["--keys", "none.toml"], "cannot read the keys file"),
+        (["--feedback-db", "mysql://u:geheim@h/d"], "postgresql://USER@HOST"),
+        (["--feedback-db", "nowhere/feedback.db"], "cannot open the feedback file nowhere/feedback.db"),
+        (["--feedback-db", "postgresql://u:geheim@127.0.0.1:1/d"], "cannot connect to postgresql://127.0.0.1:1/d"),
+    ],
+)
+def test_a_service_does_not_start_without_what_it_was_told_to_keep(
+    arguments: list[str], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("service.cli.serve.load_engine", lambda *_, **__: pytest.fail("a model was loaded"))
+    done = hallutracer("serve", "--port", "0", *arguments)
+    assert (done.returncode in (1, 2), said in done.stderr, "geheim" in done.stderr) == (True, True, False), done.stderr
+
+
+# traces
+
+
+GOOD = "http://localhost:4318/v1/traces"
+
+
+def opened(endpoint: str) -> None:
+    if (tracing := TraceOptions(otlp_traces_endpoint=endpoint).opened()) is not None:
+        tracing.close()
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "word"),
+    [
+        ("", "OTLP over HTTP"),
+        ("localhost:4318", "OTLP over HTTP"),
+        ("grpc://localhost:4317", "OTLP over HTTP"),
+        ("http:///v1/traces", "OTLP over HTTP"),
+        ("http://localhost:port/v1/traces", "OTLP over HTTP"),
+        ("http://localhost:0/v1/traces", "OTLP over HTTP"),
+        ("http://local host/v1/traces", "OTLP over HTTP"),
+        ("http://localhost:4318/v1/traces?x=1", "OTLP over HTTP"),
+        ("http://localhost:4318", "path"),
+        ("http://localhost:4318/", "path"),
+        ("http://me:s3cret@localhost:4318/v1/traces", "HEADERS"),
+        ("http://me@localhost:4318/v1/traces", "HEADERS"),
+    ],
+)
+def test_what_is_no_address_for_traces(endpoint: str, word: str) -> None:
+    with pytest.raises(UsageError, match=word) as caught:
+        opened(endpoint)
+    assert caught.value.param == "--otlp-traces-endpoint"
+    assert "s3cret" not in str(caught.value)
+
+
+def test_another_protocol_and_a_file_that_cannot_be_read_are_errors(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_PROTOCOL", "grpc")
+    with pytest.raises(UsageError, match="OTEL_EXPORTER_OTLP_PROTOCOL"):
+        opened(GOOD)
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "http/protobuf")  # of the two it counts
+    opened(GOOD)
+    for name in ("OTEL_EXPORTER_OTLP_CERTIFICATE", "OTEL_EXPORTER_OTLP_TRACES_CLIENT_KEY"):
+        with monkeypatch.context() as patch:
+            patch.setenv(name, str(tmp_path / "ca.pem"))
+            with pytest.raises(UsageError, match=f"{name} names: .*ca.pem"):
+                opened(GOOD)
+
+
+def test_without_the_extra_the_cure_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
+    monkeypatch.delitem(sys.modules, "service.serving.tracing", raising=False)
+    one_line_says(("serve", "--otlp-traces-endpoint", GOOD), 2, "pip install 'hallutracer[otel]'")
+
+
+def test_without_the_option_nothing_is_opened_or_imported() -> None:
+    assert TraceOptions().opened() is None
+    names = "[name for name in sys.modules if name.startswith('opentelemetry')]"
+    code = f"import sys, service.cli.serve, service.api.app, service.serving.service; print({names})"
+    found = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert found.stdout.strip() == "[]", found.stderr
+
+
+# open files
+
+
+def limited(limit: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Python under ``ulimit``, in a process of its own: a hard limit cannot be raised again."""
+    command = ["bash", "-c", f'ulimit {limit} && exec "$@"', "bash", sys.executable, *arguments]
+    environment = inherited() | {"PYTHONPATH": PATHS}
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=300)
+
+
+@pytest.mark.parametrize("limit", [64, 143])
+def test_a_service_with_next_to_no_connections_does_not_start(limit: int) -> None:
+    done = limited(f"-n {limit}", "-m", "service.cli", "serve", "--port", "0", "--max-connections", "1000")
+    assert (done.returncode, done.stdout) == (1, "")
+    for said in (f"may open {limit} files", "at least 144", "ulimit -n 1128"):
+        assert said in done.stderr
+
+
+def test_doctor_says_the_same() -> None:
+    done = limited("-n 64", "-m", "service.cli", "doctor", "--port", "0", "--max-connections", "1000", "--json")
+    [found] = [check for check in json.loads(done.stdout)["checks"] if check["check"] == "files"]
+    assert (done.returncode, found["status"]) == (1, "fail")
+    assert "64 open files" in found["found"]
+    assert "at least 144" in found["found"]
+    assert "ulimit -n 1128" in found["cure"]
+
+
+@pytest.mark.parametrize(
+    ("limit", "connections", "soft"),
+    [("-Sn 64", 300, 428), ("-n 144", 16, 144), ("-n 200", 72, 200), ("-n 4000", 300, 4000)],
+)
+def test_the_soft_limit_is_raised_as_far_as_it_goes(limit: str, connections: int, soft: int) -> None:
+    code = "from service.api.connections import places; import resource; n = places(300); "
+    done = limited(limit, "-c", code + "print(n, resource.getrlimit(resource.RLIMIT_NOFILE)[0])")
+    assert done.stdout.split() == [str(connections), str(soft)], done.stderr
+
+
+# what it says once it is ready
+
+
+@pytest.fixture(scope="module")
+def observing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServeProcess]:
+    """Started as a stranger starts it: no policy is named."""
+    with serve(HALLUTRACER_STORE=str(tmp_path_factory.mktemp("store")), HALLUTRACER_POLICY="") as process:
+        yield process
+
+
+def printed(process: ServeProcess) -> str:
+    """The command line that was printed."""
+    [line] = [line.strip() for line in process.said.splitlines() if line.strip().startswith("curl ")]
+    return line
+
+
+def test_it_observes_and_says_first_how_to_gate(observing: ServeProcess) -> None:
+    first = observing.said.splitlines()[0]
+    assert "observe" in first
+    assert "--policy gate" in first
+    risky = httpx.post(f"{observing.url}/score", json={"prompt": "Hm?", "threshold": 0.0}, timeout=60).json()
+    assert risky["policy"] == "observe"
+    assert (risky["data"][0]["flagged"], risky["data"][0]["decision"]) == (True, "continue")
+
+
+def test_the_printed_request_runs_and_is_about_two_held_out_questions(observing: ServeProcess) -> None:
+    done = subprocess.run(printed(observing), shell=True, capture_output=True, text=True, check=True)
+    answer = json.loads(done.stdout)
+    low, high = answer["data"]
+    assert answer["policy"] == "gate"
+    assert low["risk"] < low["threshold"] <= high["risk"]
+    assert low["completion"]["text"]
+    assert "completion" not in high
+    with httpx.Client(base_url=f"{observing.url}/v1/bundles/demo/sample", timeout=60) as client:
+        sample = [client.get(f"/{number}").json()["prompt"] for number in range(SHOWN)]
+    assert set(json.loads(printed(observing).split(" -d ")[1].strip("'"))["prompt"]) <= set(sample)
+
+
+def test_a_gate_that_its_own_machine_may_open_says_so(tmp_path: Path) -> None:
+    with serve(HALLUTRACER_STORE=str(tmp_path)) as process:
+        assert "--callers-may none" in process.said.splitlines()[0]
+        body = {"prompt": "Hm?", "threshold": 1.0}
+        for headers, status in (({}, 200), ({"x-forwarded-for": "10.0.0.1"}, 403)):
+            found = httpx.post(f"{process.url}/score", json=body, headers=headers, timeout=60)
+            assert found.status_code == status
+
+
+def test_a_service_that_gates_does_not_say_that_it_observes(tmp_path: Path) -> None:
+    with serve(HALLUTRACER_STORE=str(tmp_path), HALLUTRACER_API_KEY="s" * 32) as process:
+        assert process.said.startswith("listening on ")
+        assert '"policy"' not in printed(process)
+        assert ' -H "Authorization: Bearer $KEY"' in printed(process)
+
+
+def test_a_bundle_without_a_sample_gives_a_question_that_any_model_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    bundle = Store(Path("/nonexistent"), fallbacks=[SHIPPED]).load("demo")
+    assert sample_of(bundle) is not None
+
+    async def broken(*_: Any) -> Any:
+        raise NonFiniteReadout("broken")
+
+    scorer: Any = SimpleNamespace(bundle=bundle, last_report=broken, render=lambda prompt: [1])
+    assert tuple(wait_for(example(scorer))) == FALLBACK
+    monkeypatch.setattr(type(bundle), "evaluation", lambda self: {})
+    assert tuple(wait_for(example(scorer))) == FALLBACK
