@@ -27,8 +27,8 @@ from service.policies.guard import Action, Policy
 from service.prompts import Message
 from service.scoring import Scorer
 from service.serving import observers
+from service.serving.admission import Deadline
 from service.serving.catalogue import untemplated
-from service.serving.deadline import Deadline
 from service.serving.feedback import Content, Feedback
 from service.serving.judgement import JudgedPrompt, Judgement, StoredPrompt
 from service.serving.request_log import record_of

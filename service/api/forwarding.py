@@ -16,7 +16,7 @@ from service.policies.upstreams import Upstream
 from service.serving.metrics import Metrics, Outcome
 
 if TYPE_CHECKING:
-    from service.serving.spans import RequestTrace, UpstreamCall
+    from service.serving.tracing import RequestTrace, UpstreamCall
 
 CONNECT_S = 10.0
 MOST_BYTES = 16 * 2**20  # of a whole answer, or of one event of a stream

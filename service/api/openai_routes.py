@@ -30,7 +30,7 @@ from service.errors import RequestError
 from service.judging.guarantee import NO_TEMPLATE, TOKEN_IDS, chat_violations
 from service.policies.guard import Action, Decision
 from service.scoring import Scorer
-from service.serving.deadline import Deadline
+from service.serving.admission import Deadline
 from service.serving.feedback import Content
 from service.serving.service import Service
 

@@ -17,7 +17,7 @@ from service.engines.base import Sampling
 from service.errors import RequestError
 from service.judging.guarantee import TOKEN_IDS, chat_violations
 from service.scoring import Scorer
-from service.serving.deadline import Deadline
+from service.serving.admission import Deadline
 from service.settings import ServiceSettings
 
 router = APIRouter(tags=["risk"], route_class=JsonRoute)

@@ -1,15 +1,164 @@
-"""Admission: the rule that refuses requests, and the measured speed that its estimate of the wait is based on."""
+"""What a request passes on its way to the engine: deadline, tokenizing, a fair share of the queue, admission."""
 
 from __future__ import annotations
 
+import asyncio
 import math
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from typing import TypeVar
 
-from service.errors import Overloaded
+from service.errors import DeadlineExceeded, Overloaded
 
+T = TypeVar("T")
+SPARE = 0.05  # of a deadline's time, to end an answer and to send it
+INLINE = 512  # characters or ids up to which a thread costs more than the work, about 0.2 ms
+LONG = 16_384  # characters or ids from which a request takes the slow lane
+MAX_LONG = 16  # requests in the slow lane
+RESERVE = 8  # one caller leaves one of this many free places to those who wait for nothing yet
+MAX_REMEMBERED = 4096  # callers whose account is kept although they wait for nothing
 MAX_RETRY_S = 60
 HEADROOM = 0.75  # share of its deadline that a request may be expected to wait: work that ends too late is wasted
 NEW_SPEED = 0.2  # weight of the newest measurement in the running speed
 LEAST_MEASUREMENTS = 4  # the first one has the engine's warm-up in it: alone it would refuse what fits easily
+
+
+class Deadline:
+    """How long a request may take, from its arrival to its last token: ``seconds`` from now, on the monotonic clock."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self._at = time.monotonic() + seconds
+
+    @property
+    def nearly(self) -> float:
+        """Return when an answer without a length of its own has to end, so as to be sent in time; monotonic clock."""
+        return self._at - SPARE * self.seconds
+
+    @property
+    def left(self) -> float:
+        """Return the seconds that remain; negative once it has passed."""
+        return self._at - time.monotonic()
+
+    @asynccontextmanager
+    async def enforced(self) -> AsyncIterator[None]:
+        """Raise DeadlineExceeded inside the block when the time is up."""
+        try:
+            async with asyncio.timeout(self.left):
+                yield
+        except TimeoutError:
+            raise DeadlineExceeded(
+                f"no answer within the deadline of {self.seconds:g} s; try again, or give it more time with "
+                "'deadline_ms'"
+            ) from None
+
+
+class _Lane:
+    """One thread and the number of its pending requests."""
+
+    def __init__(self, name: str, max_pending: int) -> None:
+        self.thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix=name)
+        self.max_pending, self.pending = max_pending, 0
+
+    def leave(self) -> None:
+        self.pending -= 1
+
+
+class Tokenizing:
+    """Text to token ids: short texts on the event loop, others in two lanes, so that none waits for a long one.
+
+    Both lanes are bounded, because waiting requests hold their text.  Used on the event loop only.
+    """
+
+    def __init__(self, max_pending: int) -> None:
+        """``max_pending`` requests may wait for the fast lane."""
+        self._short, self._long = _Lane("tokenize", max_pending), _Lane("tokenize-long", MAX_LONG)
+
+    async def run(self, size: int, work: Callable[[], T]) -> T:
+        """Return ``work()`` from the lane for ``size`` characters or ids; raises what it raises, or Overloaded."""
+        if size <= INLINE:
+            return work()
+        lane, loop = self._long if size >= LONG else self._short, asyncio.get_running_loop()
+        if lane.pending >= lane.max_pending:
+            raise Overloaded(f"{lane.pending} requests are waiting to be tokenized; try again in 1 s")
+        lane.pending += 1
+        done = lane.thread.submit(work)
+        done.add_done_callback(lambda _: None if loop.is_closed() else loop.call_soon_threadsafe(lane.leave))
+        return await asyncio.wrap_future(done)
+
+    def close(self) -> None:
+        """Drop requests that have not begun."""
+        for lane in (self._short, self._long):
+            lane.thread.shutdown(wait=True, cancel_futures=True)
+
+
+class FairShare:
+    """Counts waiting prompts by caller and hands out their places: callers share queue and engine evenly.
+
+    Start-time fair queueing (Goyal, Vin, Cheng, 1996): a prompt's place is the tokens that its caller had been given
+    before it.  A caller that comes back starts where the others are.  On the event loop only.
+    """
+
+    def __init__(self, max_waiting: int) -> None:
+        self._max_waiting = max_waiting
+        self._prompts: Counter[str] = Counter()
+        self._tokens: dict[bool, Counter[str]] = {True: Counter(), False: Counter()}  # by whether they may be decoded
+        self._given: dict[str, int] = {}  # caller -> the place after its newest prompt
+        self._now = 0  # the place of the prompt that was served last
+
+    @property
+    def waiting(self) -> int:
+        """Return the number of all callers' prompts."""
+        return self._prompts.total()
+
+    @property
+    def is_empty(self) -> bool:
+        """Return whether nothing waits, and no token is counted for it."""
+        return not (self._prompts or self._tokens[True] or self._tokens[False])
+
+    def most_waiting(self, caller: str) -> int:
+        """Return how many prompts may wait, those of the others included, after ``caller`` has added its own.
+
+        The last places are for callers that have nothing in the queue.
+        """
+        own = self._prompts[caller]
+        left = self._max_waiting - (self.waiting - own)
+        return self._max_waiting - (left // RESERVE if own else 0)
+
+    def tokens_ahead(self, caller: str, *, answers: bool) -> int:
+        """Return the tokens read before a new prompt of ``caller``; ``answers``: of prompts to be decoded, too."""
+        waiting = self._tokens[False] + self._tokens[True] if answers else self._tokens[False]
+        own = waiting[caller]
+        return sum(min(tokens, own) for tokens in waiting.values())
+
+    def add(self, caller: str, prompts: int) -> None:
+        """Count ``prompts`` more that wait; a negative number has left."""
+        _add(self._prompts, caller, prompts)
+
+    def add_tokens(self, caller: str, tokens: int, *, answers: bool) -> None:
+        """Count so many tokens more of the waiting prompts; a negative number has left."""
+        _add(self._tokens[answers], caller, tokens)
+
+    def place(self, caller: str, cost: int) -> int:
+        """Return the place of the caller's next prompt of about ``cost`` tokens; the lowest is served first."""
+        place = max(self._now, self._given.get(caller, 0))
+        self._given[caller] = place + cost
+        return place
+
+    def served(self, place: int) -> None:
+        """Note that the prompt at ``place`` has been read."""
+        self._now = max(self._now, place)
+        if len(self._given) > MAX_REMEMBERED:
+            self._given = {caller: next_ for caller, next_ in self._given.items() if next_ > self._now}
+
+
+def _add(counter: Counter[str], caller: str, number: int) -> None:
+    counter[caller] += number
+    if not counter[caller]:
+        del counter[caller]
 
 
 def check_space(
@@ -50,11 +199,11 @@ class Speed:
 
     @property
     def value(self) -> float | None:
-        """The running speed; None until it was measured ``LEAST_MEASUREMENTS`` times."""
+        """Return the running speed; None until it was measured ``LEAST_MEASUREMENTS`` times."""
         return self._mean if self._measurements >= LEAST_MEASUREMENTS else None
 
     def note(self, tokens: int, at: float, crowded: bool) -> None:
-        """``tokens`` more were read by the time ``at``; ``crowded``: prompts had to wait meanwhile."""
+        """Note that ``tokens`` more were read by the time ``at``; ``crowded``: prompts had to wait meanwhile."""
         if self._since is not None:
             self._tokens += tokens
             span = at - self._since

@@ -16,9 +16,7 @@ from service.engines.base import Engine, Sampling, Turn, Update, unfinished
 from service.errors import EngineError, NonFiniteReadout, NotReady, ProbeReplaced, RequestError
 from service.policies.guard import OBSERVE, Decision, Policy
 from service.scoring import RiskReport, Scorer
-from service.serving import admission
-from service.serving.deadline import Deadline
-from service.serving.fair_share import FairShare
+from service.serving.admission import Deadline, FairShare, Speed, check_space
 from service.serving.judgement import PromptTimings
 from service.serving.metrics import Metrics
 from service.serving.request_handle import Job, RequestHandle
@@ -41,6 +39,7 @@ class Dispatcher:
         max_queue: int,
         stall_s: float = math.inf,
         on_broken: Callable[[BaseException], None] = lambda _: None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Call on the event loop that admits requests.
 
@@ -48,7 +47,7 @@ class Dispatcher:
         prompts wait make it ``stalled``.  ``on_broken`` is called once if the dispatcher ends by itself: a
         bug, or an engine that is gone or fails on every prompt.
         """
-        self._engine = engine
+        self._engine, self._clock = engine, clock
         self._metrics = metrics
         self._on_broken = on_broken
         self._loop = asyncio.get_running_loop()
@@ -57,10 +56,10 @@ class Dispatcher:
         self._queue = FairShare(max_queue)  # prompts that are still being tokenized wait, too
         self._decoding = 0
         self._tasks: set[asyncio.Task[None]] = set()
-        self._speed = admission.Speed(SPEED_SPAN_S)
+        self._speed = Speed(SPEED_SPAN_S)
         self._failures = 0  # in a row
         self._stall_s = stall_s
-        self._progress_at = time.monotonic()  # of the engine's newest sign of life, or of the first prompt since
+        self._progress_at = self._clock()  # of the engine's newest sign of life, or of the first prompt since
         self._scorer: Scorer | None = None  # of the newest request
         self._trial: asyncio.Task[None] | None = None  # tries a stalled engine
         self.stalled = False
@@ -69,7 +68,7 @@ class Dispatcher:
 
     @property
     def alive(self) -> bool:
-        """Whether requests are admitted."""
+        """Return whether requests are admitted."""
         return not self._closing
 
     def check_not_full(self, caller: str) -> None:
@@ -119,7 +118,7 @@ class Dispatcher:
 
     def _check_space(self, caller: str, prompts: int, seconds: float, *, continues: bool) -> None:
         scores_only = self._engine.scores_overtake_answers and not continues
-        admission.check_space(
+        check_space(
             prompts,
             waiting=self._queue.waiting,
             max_waiting=self._queue.most_waiting(caller),
@@ -131,7 +130,7 @@ class Dispatcher:
     def _start(self, request: RequestHandle) -> None:
         self._scorer = request.scorer
         if not self._tasks:
-            self._progress_at = time.monotonic()
+            self._progress_at = self._clock()
         for job in request.jobs:
             answers = request.sampling.max_tokens if request.sampling is not None else 0
             self._queue.add_tokens(request.caller, len(job.token_ids), answers=request.sampling is not None)
@@ -151,7 +150,7 @@ class Dispatcher:
                 async for report, update in steps:
                     self._note_progress()
                     if job.report is None:
-                        scored_at = time.monotonic()
+                        scored_at = self._clock()
                         self._note_scored(request, job, report, update)
                     job.report = report
                     job.tokens += update.tokens
@@ -167,7 +166,7 @@ class Dispatcher:
         if request.finished:
             return
         if job.result().completion is not None:
-            job.decode_s = time.monotonic() - scored_at
+            job.decode_s = self._clock() - scored_at
         if job.state == "decoding":
             self._leave(request, job)
             self._report_queue()
@@ -179,7 +178,7 @@ class Dispatcher:
         self._failures = 0
         job.timings = PromptTimings(update.queue_s, update.prefill_s, report.judge_s)
         # Where capacity is left, a new prompt waits at most for the step that is running.
-        self._speed.note(len(job.token_ids), time.monotonic(), crowded=update.queue_s > update.prefill_s)
+        self._speed.note(len(job.token_ids), self._clock(), crowded=update.queue_s > update.prefill_s)
         self._leave(request, job)
         self._queue.served(job.turn.place)
         if request.sampling is not None and report.decision is Decision.CONTINUE:
@@ -222,7 +221,7 @@ class Dispatcher:
         """Notice an engine that ends while no request runs, and one that stands still while some do."""
         while self._engine.alive:
             await asyncio.sleep(WATCH_S)
-            if self._tasks and not self.stalled and time.monotonic() - self._progress_at > self._stall_s:
+            if self._tasks and not self.stalled and self._clock() - self._progress_at > self._stall_s:
                 self.stalled = True
                 log.error("the engine has given nothing for %g s although prompts wait: not ready", self._stall_s)
             if self.stalled and self._trial is None and self._scorer is not None:
@@ -241,7 +240,7 @@ class Dispatcher:
             self._trial = None
 
     def _note_progress(self) -> None:
-        self._progress_at = time.monotonic()
+        self._progress_at = self._clock()
         if self.stalled:
             self.stalled = False
             log.warning("the engine goes on")

@@ -15,7 +15,7 @@ from service.engines.base import FIRST_COME, Sampling, TokenIds, Turn
 from service.errors import DeadlineExceeded
 from service.policies.guard import Policy
 from service.scoring import RiskReport, Scorer
-from service.serving.deadline import Deadline
+from service.serving.admission import Deadline
 from service.serving.judgement import AnswerEnd, PromptTimings
 
 MAX_PIECES = 64  # pieces of text handed on together

@@ -14,7 +14,7 @@ from starlette.requests import Request
 from service.serving.judgement import AnswerEnd, Judgement
 
 if TYPE_CHECKING:
-    from service.serving.spans import RequestTrace
+    from service.serving.tracing import RequestTrace
 
 access = logging.getLogger("hallutracer.request")
 

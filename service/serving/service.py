@@ -13,6 +13,7 @@ from service.audit.events import Who
 from service.judging.drift import DriftLimits
 from service.policies.policy import Policies, built_in
 from service.serving.access import Access
+from service.serving.admission import Tokenizing
 from service.serving.catalogue import Catalogue
 from service.serving.feedback import Feedback
 from service.serving.lifecycle import Lifecycle, Load, LoadAgain
@@ -20,7 +21,6 @@ from service.serving.metrics import Metrics
 from service.serving.retrievals import Retrievals
 from service.serving.rollout import RolloutPlan
 from service.serving.sampled import Sampled
-from service.serving.tokenizing import Tokenizing
 from service.settings import ServiceSettings
 
 if TYPE_CHECKING:

@@ -7,29 +7,45 @@
       chat UPSTREAM_MODEL         the server that a policy falls back on; it gets a traceparent
 
 Spans are queued and sent by a thread of their own: a collector that is slow or gone costs spans, never a request.
-No prompt, answer or key becomes an attribute.
+No prompt, answer or key becomes an attribute.  The prompts' spans are written when the request ends, from times that
+were taken anyway.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
+from urllib.parse import urlsplit
 
 from opentelemetry.context import Context
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.resources import SERVICE_NAME, SERVICE_VERSION, Resource
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
-from opentelemetry.trace import SpanKind
+from opentelemetry.trace import Span, SpanKind, StatusCode, Tracer, format_trace_id, set_span_in_context
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+from opentelemetry.util.types import AttributeValue
 
 from service import __version__
-from service.errors import HalluTracerError
-from service.serving.spans import PROPAGATOR, RequestTrace
+from service.access.routes import CHAT_ROUTE, SCORE_ROUTES
+from service.engines.base import Sampling
+from service.errors import ClientGone, HalluTracerError
+from service.policies.guard import Decision
+from service.policies.upstreams import Upstream
+from service.serving.judgement import AnswerEnd, JudgedPrompt, Judgement
 
 FLUSH_S = 5.0  # how long the end of the service waits for its last spans
 METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "DELETE", "CONNECT", "OPTIONS", "TRACE", "PATCH"})
+MOST_PROMPTS = 16  # of one request, with spans of their own
+REASONS = frozenset({"stop", "length", "content_filter", "tool_calls", "function_call"})
+Attributes = dict[str, AttributeValue]
+NO_END = AnswerEnd()
+# Not the baggage: what callers say of themselves is not for the server that a policy falls back on.
+PROPAGATOR = TraceContextTextMapPropagator()
 
 
 class Tracing:
@@ -88,3 +104,211 @@ def _faults_raised() -> Iterator[None]:
         # What cannot be read as a header may be a key.
         told = str(first.msg).replace("%s", "...") if first.name == "opentelemetry.util.re" else first.getMessage()
         raise HalluTracerError(f"OpenTelemetry refuses a variable OTEL_*: {told}")
+
+
+class RequestTrace:
+    """One request's spans."""
+
+    def __init__(self, tracer: Tracer, span: Span, method: str) -> None:
+        self._tracer, self._span, self._method = tracer, span, method
+        self._context = set_span_in_context(span, Context())
+        found = span.get_span_context()
+        self.id = format_trace_id(found.trace_id) if found.is_valid else None  # None with OTEL_SDK_DISABLED
+
+    def upstream(self, upstream: Upstream, route: str) -> UpstreamCall:
+        """Begin the span of a prompt that is sent on."""
+        operation = "chat" if route == CHAT_ROUTE else "text_completion"
+        parts = urlsplit(upstream.url)
+        attributes = _operation(operation, "openai", upstream.model) | {"server.address": parts.hostname or ""}
+        if parts.port:
+            attributes["server.port"] = parts.port
+        name = f"{operation} {upstream.model}"
+        return UpstreamCall(self._tracer.start_span(name, self._context, SpanKind.CLIENT, attributes))
+
+    def end(
+        self,
+        request_id: str,
+        route: str | None,
+        status: int,
+        code: str | None,
+        judgement: Judgement | None = None,
+        answers: Sequence[AnswerEnd] = (),
+    ) -> None:
+        """End the request's span with all below it; ``code`` is the error's, ``route`` None where there is none."""
+        span = self._span
+        if not span.is_recording():
+            return
+        if judgement is not None and (judgement.prompts or judgement.unscored):
+            self._write_operation(judgement, answers, route, code)
+        if route is not None:  # a path that is no route of ours may hold anything
+            span.update_name(f"{self._method} {route}")
+            span.set_attributes({"http.route": route, "url.path": route})
+        span.set_attributes({"http.response.status_code": status, "hallutracer.request_id": request_id})
+        _fail(span, code, status)
+        span.end()
+
+    def _write_operation(
+        self, judgement: Judgement, answers: Sequence[AnswerEnd], route: str | None, code: str | None
+    ) -> None:
+        scorer, model, sampling = judgement.scorer, judgement.model, judgement.sampling
+        manifest, operation = scorer.bundle.manifest, "score"
+        if sampling is not None:
+            chat = route == CHAT_ROUTE or (route in SCORE_ROUTES and scorer.prompt_format == "chat")
+            operation = "chat" if chat else "text_completion"
+        spans = [
+            _PromptSpans(sampling is not None, one.index, one.submitted_ns, one, answer)
+            for one, answer in zip(judgement.prompts, answers, strict=True)
+        ]
+        spans += [_PromptSpans(sampling is not None, index, ns) for index, ns in judgement.unscored.items()]
+        spans.sort(key=lambda one: one.index)
+        bundle: Attributes = {
+            "hallutracer.bundle.name": manifest.name,
+            "hallutracer.bundle.version": manifest.version,
+            "hallutracer.bundle.digest": manifest.digest,
+            "hallutracer.policy": judgement.policy.name,
+        }
+        attributes = _operation(operation, "hallutracer", model) | _decoding(sampling) | bundle
+        attributes |= {
+            "gen_ai.usage.input_tokens": sum(report.prompt_tokens for report in judgement.reports),
+            "gen_ai.usage.cache_read.input_tokens": sum(report.cached_tokens for report in judgement.reports),
+            "gen_ai.usage.output_tokens": sum(answer.tokens for answer in answers),
+            "gen_ai.response.model": model,
+            "hallutracer.prompts": len(spans),
+        }
+        if sampling is not None:
+            attributes["gen_ai.request.stream"] = judgement.streams
+        if reasons := [one.finish_reason for one in spans if one.finish_reason is not None]:
+            attributes["gen_ai.response.finish_reasons"] = reasons
+        started = min(one.started for one in spans)
+        span = self._tracer.start_span(
+            f"{operation} {model}", self._context, SpanKind.INTERNAL, attributes, start_time=started
+        )
+        below = set_span_in_context(span, Context())
+        if (guarantee := judgement.guarantee) is not None:
+            bundle |= {
+                "hallutracer.guarantee.holds": guarantee.holds,
+                "hallutracer.guarantee.void": guarantee.violations,
+            }
+        for one in spans[:MOST_PROMPTS]:
+            one.write(self._tracer, below, bundle | {"hallutracer.index": one.index}, code)
+        if not all(one.finished for one in spans):  # else what failed came after the model, such as an upstream
+            _fail(span, code)
+        span.end(max(one.ended for one in spans))
+
+
+class _PromptSpans:
+    """One prompt's times, in ns since 1970: gate from ``started`` to ``judged``, decode from there to ``ended``."""
+
+    def __init__(
+        self, answers: bool, index: int, submitted_ns: int, prompt: JudgedPrompt | None = None, end: AnswerEnd = NO_END
+    ) -> None:
+        self.index, self.prompt, self.end, now = index, prompt, end, time.time_ns()
+        self.started = self.judged = submitted_ns
+        self.decodes = answers and prompt is not None and prompt.report.decision is Decision.CONTINUE
+        self.finished = prompt is not None and (end.completion is not None or not self.decodes)
+        if prompt is None:
+            self.judged = now
+        else:
+            self.judged += _ns(prompt.timings.queue + prompt.timings.prefill + prompt.timings.probe)
+        self.ended = self.judged
+        if self.decodes:
+            self.ended = now if end.decode_s is None else self.judged + _ns(end.decode_s)
+        self.finish_reason: str | None = None
+        if end.completion is not None:
+            self.finish_reason = end.completion.finish_reason
+        elif prompt is not None and answers and not self.decodes:
+            self.finish_reason = "content_filter"  # as OpenAI's routes say of a withheld answer
+
+    def write(self, tracer: Tracer, context: Context, attributes: Attributes, code: str | None) -> None:
+        """Write both spans; ``attributes`` are the gate's beside the prompt's own."""
+        gate = tracer.start_span("gate", context, SpanKind.INTERNAL, attributes, start_time=self.started)
+        if self.prompt is None:
+            _fail(gate, code)
+        else:
+            report, timings = self.prompt.report, self.prompt.timings
+            gate.set_attributes(
+                {
+                    "hallutracer.risk": report.risk,
+                    "hallutracer.decision": report.decision.value,
+                    "hallutracer.threshold": report.verdict.threshold,
+                    "hallutracer.flagged": report.verdict.flagged,
+                    "hallutracer.queue_s": timings.queue,
+                    "hallutracer.prefill_s": timings.prefill,
+                    "hallutracer.probe_s": timings.probe,
+                    "gen_ai.usage.input_tokens": report.prompt_tokens,
+                }
+            )
+            if report.uncertain is not None:
+                gate.set_attribute("hallutracer.outside_training", report.uncertain.outside)
+            if report.context.said is not None:
+                gate.set_attribute("hallutracer.applies", report.context.applies)
+        gate.end(self.judged)
+        if self.decodes:
+            decode = tracer.start_span("decode", context, SpanKind.INTERNAL, start_time=self.judged)
+            decode.set_attribute("gen_ai.usage.output_tokens", self.end.tokens)
+            if self.finish_reason is not None:
+                decode.set_attribute("gen_ai.response.finish_reasons", [self.finish_reason])
+            else:
+                _fail(decode, code)
+            decode.end(self.ended)
+
+
+class UpstreamCall:
+    """The span of one prompt that is sent on; ``headers`` continue the trace there."""
+
+    def __init__(self, span: Span) -> None:
+        self._span = span
+        self.headers: dict[str, str] = {}
+        PROPAGATOR.inject(self.headers, set_span_in_context(span, Context()))
+        self._reasons: list[str] = []
+
+    def note(self, document: Mapping[str, Any]) -> None:
+        """Take usage and finish reasons from an answer or a chunk, where they are what they should be."""
+        for choice in document["choices"]:
+            reason = choice.get("finish_reason") if isinstance(choice, dict) else None
+            if isinstance(reason, str) and reason in REASONS:
+                self._reasons.append(reason)
+        usage = document.get("usage")
+        for name, key in (("input", "prompt_tokens"), ("output", "completion_tokens")):
+            tokens = usage.get(key) if isinstance(usage, dict) else None
+            if isinstance(tokens, int) and abs(tokens) < 2**63:
+                self._span.set_attribute(f"gen_ai.usage.{name}_tokens", tokens)
+
+    def end(self, code: str | None) -> None:
+        """The call is over; ``code``: why without an answer."""
+        if self._reasons:
+            self._span.set_attribute("gen_ai.response.finish_reasons", self._reasons)
+        _fail(self._span, code)
+        self._span.end()
+
+
+def _operation(operation: str, provider: str, model: str) -> Attributes:
+    return {
+        "gen_ai.operation.name": operation,
+        "gen_ai.provider.name": provider,
+        "gen_ai.request.model": model,
+    }
+
+
+def _decoding(sampling: Sampling | None) -> Attributes:
+    if sampling is None:
+        return {}
+    found: Attributes = {
+        "gen_ai.request.max_tokens": sampling.max_tokens,
+        "gen_ai.request.temperature": sampling.temperature,
+        "gen_ai.request.top_p": sampling.top_p,
+    }
+    return found if sampling.seed is None else found | {"gen_ai.request.seed": sampling.seed}
+
+
+def _fail(span: Span, code: str | None, status: int | None = None) -> None:
+    """By the HTTP conventions a caller's own fault is no error of the server; nor is one who left."""
+    if code is None:
+        return
+    span.set_attribute("error.type", code)
+    if code != ClientGone.code and (status is None or not 400 <= status < 500):
+        span.set_status(StatusCode.ERROR)
+
+
+def _ns(seconds: float) -> int:
+    return round(seconds * 1e9)

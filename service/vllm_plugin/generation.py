@@ -30,7 +30,7 @@ from service.serving.catalogue import untemplated
 from service.serving.judgement import AnswerEnd, JudgedPrompt, Judgement, PromptTimings
 from service.serving.service import Service
 from service.settings import env
-from service.vllm_plugin.note import CURRENT, NO_PLACE, OURS, Note
+from service.vllm_plugin.middleware import CURRENT, NO_PLACE, OURS, Note
 
 Generate = Callable[..., AsyncGenerator[Any, None]]
 XARGS = tuple(name for name in Arguments.model_fields if not name.endswith("retrieval_of"))  # our own service's alone

@@ -1,4 +1,7 @@
-"""Writes the note into the response: ``hallutracer`` beside ``choices``, in JSON and in streams.  Plain ASGI.
+"""The note of one OpenAI request's risks, and the middleware that writes it into the response.  Plain ASGI.
+
+``generation`` fills the note; a context variable connects the two across vLLM's own serving code.  It is written as
+``hallutracer`` beside ``choices``, in JSON and in streams.
 
 A withheld answer's choice has no text, no counted token, the finish reason ``content_filter`` and, in chats, the
 policy's message as its ``refusal``: OpenAI's clients know both.
@@ -7,7 +10,10 @@ policy's message as its ``refusal``: OpenAI's clients know both.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
@@ -16,11 +22,14 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from service.api.openai_response import WITHHELD
+from service.api.reply import risk_headers, risk_note, risk_out
 from service.audit.events import Who
 from service.errors import NotReady
 from service.judging.conversation import Shape, shape_of
 from service.judging.guarantee import chat_violations
-from service.vllm_plugin.note import CURRENT, NO_PLACE, OURS, Note
+from service.policies.guard import Decision
+from service.scoring import RiskReport
+from service.serving.judgement import Judgement
 
 PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/chat/completions/batch", "/invocations")
 STREAMS_FIRST = ("/v1/responses",)  # begins its stream before it generates: a later refusal would cut it off
@@ -36,6 +45,78 @@ AS_TRAINED: dict[str, Any] = {
 """Fields of a chat's body that change how its messages are rendered -> the values that change nothing, beside null."""
 _FLAG = TypeAdapter(bool)
 RETRY_S = 1
+NO_PLACE = (
+    "a policy that withholds answers applies to this request, and the response of this route cannot carry a verdict; "
+    "use /v1/completions or /v1/chat/completions, or have the operator choose a policy that observes"
+)
+OURS = re.compile(r"hallu[_-]*tracer", re.IGNORECASE)  # how an argument of ours begins, well written or not
+
+
+@dataclass
+class Note:
+    """One request's judgements, in the order of its prompts; None where there is none yet."""
+
+    judgements: list[Judgement | None] = field(default_factory=list)
+    unread: str | None = None  # why there is no risk
+    choices: int = 1  # answers to each prompt (n)
+    violations: tuple[str, ...] = ()  # of what a guarantee assumes, by the request
+    route: str = ""  # that the request came by
+    carries: bool = True  # whether the response has a place for it
+    templated: bool = True  # whether its prompts go through the chat template
+    moves: tuple[str, ...] = ()  # its fields that render its messages otherwise than training's were
+    answered: tuple[str, ...] = ()  # ``chat_violations`` of its messages
+    shapes: tuple[Shape, ...] = ()  # of its chats, in the order of its prompts; empty where they are not known
+    beams: bool = False  # whether it asks for a beam search
+    forges: str | None = None  # a special token that a message spells out: vLLM's renderer would take it for one
+    misplaced: tuple[str, ...] = ()  # arguments of ours outside vllm_xargs
+    xargs: dict[str, Any] = field(default_factory=dict)  # vllm_xargs of a beam search, which vLLM drops
+    who: Who = Who()  # for the audit log; without a key's name, as vLLM's own keys have none
+
+    def add(self) -> int:
+        """Add a prompt and return its index."""
+        self.judgements.append(None)
+        return len(self.judgements) - 1
+
+    def shape(self, place: int) -> Shape | None:
+        """Of this prompt's chat; None where it is not known."""
+        return self.shapes[place] if place < len(self.shapes) else None
+
+    def report(self, place: int) -> RiskReport | None:
+        """Return this prompt's report; None where there is none yet."""
+        judgement = self.judgements[place] if place < len(self.judgements) else None
+        return None if judgement is None else judgement.reports[0]
+
+    def gated(self, place: int) -> bool:
+        """Return whether this prompt's answer was withheld."""
+        report = self.report(place)
+        return report is not None and report.decision is not Decision.CONTINUE
+
+    def message(self, place: int) -> str | None:
+        """Return what the policy says instead of this prompt's answer."""
+        report = self.report(place)
+        return None if report is None else report.verdict.message
+
+    def body(self) -> dict[str, Any] | None:
+        """Return what the response says, as ``data`` of ``/v1/risk/score`` with what applies to all; None: nothing yet.
+
+        The request's violations are those of all its prompts.
+        """
+        if self.unread is not None:
+            return {"error": self.unread}
+        judged = [judgement for judgement in self.judgements if judgement is not None]
+        if not judged:
+            return None
+        risks = [risk_out(one.index, one.report) for judgement in judged for one in judgement.prompts]
+        return risk_note(replace(judged[-1], request_violations=self.violations), risks)
+
+    def headers(self) -> dict[str, str]:
+        """Return those of ``/v1/risk/score``: where there is one prompt."""
+        if len(self.judgements) != 1 or (judgement := self.judgements[0]) is None:
+            return {}
+        return risk_headers(judgement.scorer, judgement.reports)
+
+
+CURRENT: ContextVar[Note | None] = ContextVar("hallutracer_note", default=None)
 
 
 class RiskNotes:

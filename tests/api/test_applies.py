@@ -17,7 +17,7 @@ from service.policies.guard import GATE, Action, Policy
 from service.serving.feedback import Feedback
 from service.serving.judgement import Judgement
 from service.serving.monitor import Monitor, digest_of
-from service.vllm_plugin.note import Note
+from service.vllm_plugin.middleware import Note
 from tests.feedback.made import rows
 from tests.matching import contextual_bundle
 from tests.probes_store.factory import GUARANTEE

@@ -16,7 +16,7 @@ from service.engines.base import Sampling
 from service.judging.guarantee import TOKEN_IDS, decoding_violations, guarantee_status
 from service.policies.guard import GATE, OBSERVE
 from service.serving.judgement import Judgement
-from service.vllm_plugin.note import Note
+from service.vllm_plugin.middleware import Note
 from tests.matching import matching_draft
 from tests.probes_store.factory import GUARANTEE, write_bundle
 from tests.running import App

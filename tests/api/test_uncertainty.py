@@ -16,7 +16,7 @@ from probes_store.bundle import Bundle
 from service.judging.guarantee import guarantee_status
 from service.policies.guard import GATE, Action, Policy
 from service.serving.judgement import Judgement
-from service.vllm_plugin.note import Note
+from service.vllm_plugin.middleware import Note
 from tests.matching import matching_draft
 from tests.probes_store.factory import GUARANTEE, UNCERTAINTY, write_bundle
 from tests.running import App

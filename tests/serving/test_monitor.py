@@ -50,9 +50,10 @@ def watched(engine: ScriptedEngine, folder: Path) -> Bundle:
     return write_bundle(draft, folder / "watched")
 
 
-@pytest.fixture(params=KINDS)
+@pytest.fixture
 def app(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[App]:
-    app = App(tmp_path, request.param, names=(), add=[watched])
+    """On one engine: what is watched are reports, whoever made them; a test may ask for the other kind."""
+    app = App(tmp_path, getattr(request, "param", KINDS[0]), names=(), add=[watched])
     app.state.catalogue.limits = LIMITS
     with app.started() as app:
         yield app
@@ -99,7 +100,9 @@ def test_traffic_like_training_voids_nothing(app: App) -> None:
     assert voids(app) == {"drift": 0, "outside": 0, "labels": 0, "golden": 0}
 
 
-@pytest.mark.parametrize(("away", "direction"), [(0.6, "lower"), (-0.6, "higher")])
+@pytest.mark.parametrize(
+    ("app", "away", "direction"), [(KINDS[0], 0.6, "lower"), (KINDS[1], -0.6, "higher")], indirect=["app"]
+)
 def test_a_shift_either_way_is_told_everywhere_and_taken_back(app: App, away: float, direction: str) -> None:
     ask(app, PROMPTS[:200])
     shifted(app, away)

@@ -33,9 +33,10 @@ def app_with(tmp_path: Path, plan: RolloutPlan, kind: str = KINDS[0], **settings
     return app
 
 
-@pytest.fixture(params=KINDS)
+@pytest.fixture
 def app(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[App]:
-    with app_with(tmp_path, PLAN, request.param).started() as app:
+    """On one engine; a test where engines could differ asks for both."""
+    with app_with(tmp_path, PLAN, getattr(request, "param", KINDS[0])).started() as app:
         yield app
 
 
@@ -64,6 +65,7 @@ def test_the_canary_has_its_share_and_a_key_stays(tmp_path: Path) -> None:
             assert {some.chosen(default, lambda n=n: str(n)) is rollout.canary for n in range(500)} == {expected}  # type: ignore[misc]
 
 
+@pytest.mark.parametrize("app", KINDS, indirect=True)
 def test_each_request_is_judged_by_one_bundle_and_its_risk_is_that_bundle_s(app: App) -> None:
     by_name = {bundle.manifest.name: bundle for bundle in app.bundles}
     seen = set()
@@ -122,6 +124,7 @@ def test_a_named_bundle_is_not_rerouted_and_still_the_operators_to_allow(tmp_pat
         assert app.client.post("/score", json={"prompt": "a", "threshold": 0.4}).status_code == 200
 
 
+@pytest.mark.parametrize("app", KINDS, indirect=True)
 def test_a_shadow_reads_the_same_forward_and_decides_nothing(app: App) -> None:
     (one, two, three), counters = app.bundles, app.engine.counters
     threshold = three.manifest.threshold

@@ -13,8 +13,7 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from service.judging.conversation import Shape
-from service.vllm_plugin.middleware import RiskNotes
-from service.vllm_plugin.note import CURRENT
+from service.vllm_plugin.middleware import CURRENT, RiskNotes
 
 PART = 64 * 1024
 PARTS = 128
