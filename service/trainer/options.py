@@ -382,7 +382,7 @@ class TrainOptions(ConfidenceOptions, FoldOptions, JudgeOptions, LabelOptions):
         return made_of(
             GuaranteeOptions,
             self,
-            data=self.calibration,
+            data=(str(self.calibration),),
             labels=self.answers,
             prompt_format="auto",
             run_dir=self.folder,
