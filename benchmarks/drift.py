@@ -31,13 +31,10 @@ MOST = 20_000  # prompts that a shift may take to be seen
 SHIFTS = {
     "depth mean + 0.25 deviations (gate opens)": lambda mean: mean + 0.25,
     "depth mean - 0.25 deviations (gate closes)": lambda mean: mean - 0.25,
-    "depth mean + 0.5 deviations": lambda mean: mean + 0.5,
-    "depth mean - 0.5 deviations": lambda mean: mean - 0.5,
-    "depth mean + 1 deviation": lambda mean: mean + 1.0,
-    "depth mean + 2 deviations": lambda mean: mean + 2.0,
-    "a constant (a blind gate)": lambda mean: np.full_like(mean, 1.5),
-    "half as wide": lambda mean: 0.5 * mean,
-}
+    "depth mean + 0.5 deviations": lambda mean: mean + 0.5, "depth mean - 0.5 deviations": lambda mean: mean - 0.5,
+    "depth mean + 1 deviation": lambda mean: mean + 1.0, "depth mean + 2 deviations": lambda mean: mean + 2.0,
+    "a constant (a blind gate)": lambda mean: np.full_like(mean, 1.5), "half as wide": lambda mean: 0.5 * mean,
+}  # fmt: skip
 
 
 def means(draw: np.random.Generator, count: int, *, wrong: float = WRONG, run: int = 1, shared: float = 0.0) -> Floats:
@@ -76,14 +73,11 @@ def half_a_loop(draw: np.random.Generator, count: int) -> tuple[Floats, NDArray[
 
 
 TRAFFIC: dict[str, Traffic] = {
-    "independent": fresh(),
-    "sessions of five, 0.3 shared": fresh(run=5, shared=0.3),
-    "runs of 50, 0.5 shared": fresh(run=50, shared=0.5),
-    "runs of 200, 0.5 shared": fresh(run=200, shared=0.5),
-    "each prompt ten times in a row": ten_times,
-    "each prompt ten times, interleaved": interleaved,
+    "independent": fresh(), "sessions of five, 0.3 shared": fresh(run=5, shared=0.3),
+    "runs of 50, 0.5 shared": fresh(run=50, shared=0.5), "runs of 200, 0.5 shared": fresh(run=200, shared=0.5),
+    "each prompt ten times in a row": ten_times, "each prompt ten times, interleaved": interleaved,
     "half of it one client's twenty prompts": half_a_loop,
-}
+}  # fmt: skip
 
 
 def risks(mean: Floats) -> Floats:

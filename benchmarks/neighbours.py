@@ -27,12 +27,9 @@ import httpx
 from benchmarks.harness import ServiceProcess
 
 QUESTIONS = [
-    "Which city is the capital of Yemen?",
-    "Do you know the capital of American Samoa?",
-    "Who wrote Hamlet?",
-    "What is the capital of Italy?",
-    "What is the symbol of gold?",
-]
+    "Which city is the capital of Yemen?", "Do you know the capital of American Samoa?", "Who wrote Hamlet?",
+    "What is the capital of Italy?", "What is the symbol of gold?",
+]  # fmt: skip
 BUSY = "while True: pass"
 RISKS = 10  # single questions in a turn
 

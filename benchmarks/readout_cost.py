@@ -74,13 +74,10 @@ def ways(model: PreTrainedModel, engine: TransformersEngine, ids: list[int]) -> 
         return np.mean(np.einsum("ld,ld->l", rows, stream.direction) + stream.bias)
 
     return {
-        "bare": bare,
-        "bare+head": bare_head,
-        "hidden": hidden,
-        "score": lambda: engine.score([ids], [heads]),
+        "bare": bare, "bare+head": bare_head, "hidden": hidden, "score": lambda: engine.score([ids], [heads]),
         "score+1st": lambda: engine.score([ids], [heads], first_token=True),
         "residual": lambda: engine.score([ids], [stream]),
-    }
+    }  # fmt: skip
 
 
 def measure(

@@ -4,7 +4,6 @@
 
     throughput   closed loop, side by side in rounds: requests a second over those of one replica behind nginx
     faults       one of two replicas killed, drained and started again, reloaded, under load: what clients saw
-    sessions     chats of several turns on two vLLM replicas: any of them, or the session's own (prefix cache)
 
 Replicas of one machine share its cores: two of them with one thread each are compared with one of one thread, and on
 two cores the clients and nginx take their part of the second.  The exit status is 1 where something falls short.
@@ -14,25 +13,19 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import random
 import sys
 import tempfile
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 from pathlib import Path
-from urllib.parse import urlsplit
 
 from benchmarks.fleet import Fleet, Replica, Witness, fleet, questions, replay, running, two_versions
-from benchmarks.harness import Check, CpuMeter, Pool, conclude, parser, percentile, post, raise_file_limit, say, spread
-from benchmarks.traffic import CITIES, FORMS, require
-from service.access.routes import SCORE_ROUTES
+from benchmarks.harness import Check, CpuMeter, conclude, parser, raise_file_limit, say, spread
+from benchmarks.traffic import require
 from tests.deploy.balancer import balancing
 
 CLIENTS, DISTINCT = 16, 200
-SESSIONS, TURNS, WORDS = 8, 6, 40
-HEADER = "x-session-id"
 
 
 def throughput(options: argparse.Namespace) -> list[Check]:
@@ -117,99 +110,23 @@ def faults(options: argparse.Namespace) -> list[Check]:
     return checks
 
 
-@dataclass
-class Chats:
-    seconds: list[float] = field(default_factory=list)
-    prompt: int = 0
-    cached: int = 0
-
-    def __str__(self) -> str:
-        p50, p99 = (percentile(self.seconds, share) * 1e3 for share in (0.5, 0.99))
-        return f"{self.cached / max(1, self.prompt):.1%} of the tokens cached, p50 {p50:.0f} ms, p99 {p99:.0f} ms"
-
-
-async def chat(pool: Pool, draw: random.Random, found: Chats) -> None:
-    """One session: each turn holds all turns before it."""
-    own = f"{draw.getrandbits(64):x}"
-    messages: list[dict[str, str]] = []
-    for turn in range(TURNS):
-        question = draw.choice(FORMS).format(draw.choice(CITIES))
-        messages.append({"role": "user", "content": f"{question} {' '.join(draw.choices(CITIES, k=WORDS))}"})
-        request = post(SCORE_ROUTES[1], json.dumps({"messages": messages}).encode())
-        request = request.replace(b"\r\n", f"\r\n{HEADER}: {own}\r\n".encode(), 1)
-        reply = await pool.exchange(request, 300)
-        require(reply.status == 200, f"status {reply.status}: {reply.body[:200]!r}")
-        usage = json.loads(reply.body)["usage"]
-        if turn:
-            found.seconds.append(reply.pieces[-1][0] - reply.sent)
-            found.prompt += usage["prompt_tokens"]
-            found.cached += usage["cached_tokens"]
-        messages.append({"role": "assistant", "content": " ".join(draw.choices(CITIES, k=WORDS))})
-
-
-def by_session(replicas: Sequence[Replica]) -> list[tuple[str, str]]:
-    """nginx.conf with the session's own replica; such a choice knows no backup."""
-    none = [(f"server {replica.name} backup max_fails=0; " * 2, "") for replica in replicas]
-    return [("least_conn;", f"hash $http_{HEADER.replace('-', '_')} consistent;"), *none]
-
-
-def sessions(options: argparse.Namespace) -> list[Check]:
-    """The same chats, with every request on any replica and with each session on its own."""
-    found: dict[str, list[Chats]] = {"any replica": [], "the session's own": []}
-    flags = ("--model", options.model, "--engine", "vllm", "--engine-arg", "enforce_eager=true", "--deadline-s", "58")
-    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
-        store = Path(folder) / "store"
-        replicas = running(stack, 2, *flags, HALLUTRACER_STORE=str(store), VLLM_CPU_KVCACHE_SPACE="1")
-        names = [replica.name for replica in replicas]
-        addresses = {}
-        for number, (name, edits) in enumerate(zip(found, ([], by_session(replicas)), strict=True)):
-            (own := Path(folder) / f"nginx-{number}").mkdir()
-            parts = urlsplit(stack.enter_context(balancing(own, names, *edits)).url)
-            addresses[name] = (str(parts.hostname), int(parts.port or 0))
-
-        async def play(name: str, seed: int) -> Chats:
-            pool, chats = Pool(*addresses[name]), Chats()
-            await asyncio.gather(*(chat(pool, random.Random(f"{seed}-{n}"), chats) for n in range(SESSIONS)))
-            pool.close()
-            return chats
-
-        for number in range(1 + (1 if options.quick else options.rounds)):  # the first one warms up
-            for name in found if number % 2 else reversed(found):
-                chats = asyncio.run(play(name, 1000 * number + (name == "any replica")))
-                if number:
-                    found[name].append(chats)
-    checks = []
-    for name, rounds in found.items():
-        together = Chats([one for chats in rounds for one in chats.seconds], sum(chats.prompt for chats in rounds),
-                         sum(chats.cached for chats in rounds))  # fmt: skip
-        checks.append(Check(f"turns 2 to {TURNS}, {name}", str(together), "(reported)", None))
-    shares = [
-        sum(chats.cached for chats in rounds) / sum(chats.prompt for chats in rounds) for rounds in found.values()
-    ]
-    checks.append(Check("a session's own replica finds more cached", f"{shares[1]:.3f} over {shares[0]:.3f}", ">",
-                        shares[1] > shares[0]))  # fmt: skip
-    return checks
-
-
-PARTS = {"throughput": throughput, "faults": faults, "sessions": sessions}
+PARTS = {"throughput": throughput, "faults": faults}
 
 
 def main() -> int:
-    arguments = parser(__doc__, quick="one short round each, 1 and 2 replicas; sessions only with --only", cache=False)
+    arguments = parser(__doc__, quick="one short round each, 1 and 2 replicas", cache=False)
     arguments.add_argument("--counts", type=int, nargs="+", default=[1, 2, 4])
     arguments.add_argument("--rounds", type=int, default=5)
     arguments.add_argument("--seconds", type=float, default=6.0, help="of one measurement")
     arguments.add_argument("--rate", type=float, default=20.0, help="requests a second while replicas fail")
-    arguments.add_argument("--model", default="smollm2", help="of the sessions, whose prefill must cost something")
     arguments.add_argument("--only", choices=PARTS, action="append", help="this part, repeatable")
     options = arguments.parse_args()
     if options.quick:
         options.counts, options.rounds, options.seconds = [1, 2], 1, 1.5
         options.rate = min(options.rate, 5.0)  # a fault's test, not a load's: no queue on a machine with other work
     raise_file_limit()
-    parts = options.only or [name for name in PARTS if name != "sessions" or not options.quick]
     checks: list[Check] = []
-    for name in parts:
+    for name in options.only or PARTS:
         say(name)
         checks += PARTS[name](options)
     return conclude(checks, options.json, {})

@@ -14,7 +14,6 @@ import asyncio
 import itertools
 import json
 import random
-import shlex
 import sys
 import time
 from collections import Counter
@@ -35,17 +34,16 @@ from benchmarks.harness import (
     post,
     raise_file_limit,
     score_requests,
+    server_arguments,
     statuses,
+    with_server,
 )
 
 MIX = "mixed 32-96"
 WORK = (
-    "hallutracer_prompt_tokens_total",
-    "hallutracer_completion_tokens_total",
-    "hallutracer_batch_prompts_count",
-    "hallutracer_prefill_seconds_count",
-    "hallutracer_decode_seconds_count",
-)
+    "hallutracer_prompt_tokens_total", "hallutracer_completion_tokens_total", "hallutracer_batch_prompts_count",
+    "hallutracer_prefill_seconds_count", "hallutracer_decode_seconds_count",
+)  # fmt: skip
 # What a request carries, and the moments at which it may be broken off.
 KINDS: dict[str, tuple[str, ...]] = {
     "score": ("partial body", "right after", "queued"),
@@ -223,19 +221,15 @@ def main() -> int:
     arguments.add_argument("--honest", type=int, default=4, help="clients that wait for their answers")
     arguments.add_argument("--pause-s", type=float, help="how long a queued request waits before it hangs up")
     arguments.add_argument("--within-s", type=float, default=60.0, help="how long the gauges may take to reach zero")
-    arguments.add_argument(
-        "--flags", default="--deadline-s 600", help="of the server; a long deadline, so that none is refused"
-    )
-    arguments.add_argument("--threads", type=int)
+    with_server(arguments, "--deadline-s 600", "a long deadline, so that none is refused")
     options = arguments.parse_args()
     raise_file_limit()
     count = 100 if options.quick else options.count
     prepared = prepare(options.shape, options.cache)
-    threads = ["--threads", str(options.threads)] if options.threads else []
     # The demo model's answers are over after some twenty milliseconds; the other's take seconds.
     pause, patience = (0.05, 1.0) if options.shape == "demo" else (0.5, 6.0)
     pause = options.pause_s or pause
-    with ServiceProcess(*prepared.arguments, *threads, *shlex.split(options.flags)) as server:
+    with ServiceProcess(*server_arguments(options, prepared.arguments)) as server:
         asyncio.run(closed_loop(server.address, iter(score_requests(make_prompts(8, MIX, seed=7))), 2))
         files, rss = server.open_files(), server.rss_mib()
         start = time.monotonic()
@@ -246,9 +240,7 @@ def main() -> int:
         checks, record = judge(server, count, moments, honest, peaks, files, options.within_s)
         checks.append(Check("resident memory: before, afterwards", f"{rss:.0f}, {server.rss_mib():.0f} MiB",
                             "(reported)", None))  # fmt: skip
-    checks.append(
-        Check("exit status after SIGTERM", str(server.process.returncode), "0", server.process.returncode == 0)
-    )
+    checks.append(server.end())
     return conclude(checks, options.json, {"shape": options.shape, **record})
 
 

@@ -1,7 +1,7 @@
 """The service under load, compared with direct calls of the engine, in one run.
 
     python -m benchmarks.service_load [--shapes qwen2.5-0.5b,demo] [--parts rate,latency,sweep,overload]
-                                       [--quick] [--json OUT] [--plot OUT.png] [--cross-check]
+                                       [--quick] [--json OUT] [--plot OUT.png]
 
 Three processes: the server, the engine called directly (same model, same threads, same prompts), and this one, which
 makes the load.  The server and the direct engine take turns, one idle while the other works.
@@ -21,13 +21,9 @@ import argparse
 import asyncio
 import itertools
 import os
-import re
 import shlex
-import shutil
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -54,6 +50,7 @@ from benchmarks.harness import (
     percentile,
     poisson_arrivals,
     raise_file_limit,
+    say,
     score_requests,
     spread,
     statuses,
@@ -183,20 +180,14 @@ class Bench:
             f"unless --flags say otherwise; {shown(cores)}"
         )
         self._add(
-            f"rate at {BATCH} clients / direct, {mix}",
-            str(ratio),
-            f">= {RATE_TARGET}",
-            ratio.median >= RATE_TARGET and not failed,
-            note + (f"; not answered: {failed}" if failed else ""),
-        )
+            f"rate at {BATCH} clients / direct, {mix}", str(ratio), f">= {RATE_TARGET}",
+            ratio.median >= RATE_TARGET and not failed, note + (f"; not answered: {failed}" if failed else ""),
+        )  # fmt: skip
         self.record[f"rate, {mix}"] = {"prompts": count, "rounds": rounds, "ratio": asdict(ratio), "failed": failed}
         self.record[f"rate, {mix}"] |= {
-            "direct_batch": size,
-            "direct_by_batch": by_size,
-            "max_batch_tokens": direct.max_batch_tokens,
-            "mean_tokens": tokens,
-            "cores": cores,
-        }
+            "direct_batch": size, "direct_by_batch": by_size, "max_batch_tokens": direct.max_batch_tokens,
+            "mean_tokens": tokens, "cores": cores,
+        }  # fmt: skip
 
     async def latency(self, server: ServiceProcess, direct: Direct, mix: str) -> None:
         """One at a time, both ways, in groups of about 0.2 s in alternating order; the first two groups are warm-up."""
@@ -277,8 +268,6 @@ class Bench:
                 f"{not_answered(outcomes) or 'none'}; {shown(cores)}"
             )
         self._add("sweep: requests not answered with 200", str(failed or 0), "0", not failed)
-        if self.options.cross_check:
-            self._cross_check(server, requests, record)
         self.record["sweep"] = record
 
     def overload(self, server: ServiceProcess) -> None:
@@ -367,41 +356,10 @@ class Bench:
     def _closed(self, server: ServiceProcess, requests: list[bytes], clients: int) -> list[Outcome]:
         return asyncio.run(closed_loop(server.address, iter(requests), clients))
 
-    def _cross_check(self, server: ServiceProcess, requests: list[bytes], record: dict[str, Any]) -> None:
-        """wrk's figure at 32 clients beside ours, where wrk is installed."""
-        ours = next((level["rate"] for level in record["levels"] if level["clients"] == BATCH), None)
-        if shutil.which("wrk") is None:
-            say("cross-check: wrk is not on PATH (Debian: apt-get install wrk)")
-            return
-        record["wrk_rate"] = wrk_rate(server.address, requests, max(5, round(self.options.sweep_seconds)))
-        self._add(f"cross-check: wrk at {BATCH} clients", f"{record['wrk_rate']:.4g}/s", "(reported)", None,
-                  f"ours {ours:.4g}/s" if ours else "")  # fmt: skip
-
     def _add(self, name: str, figure: str, target: str, passed: bool | None, note: str = "") -> None:
         check = Check(f"{self.prepared.shape}: {name}", figure, target, passed, note)
         self.checks.append(check)
         say(table([check]))
-
-
-def wrk_rate(address: tuple[str, int], requests: list[bytes], seconds: int) -> float:
-    """Requests per second of ``wrk`` with 32 connections and our bodies; raises RuntimeError where any failed."""
-    bodies = ",".join("'" + request.partition(b"\r\n\r\n")[2].decode() + "'" for request in requests)
-    script = (
-        f"local bodies = {{{bodies}}}\nlocal i = 0\nlocal headers = {{['Content-Type'] = 'application/json'}}\n"
-        "request = function()\n  i = i % #bodies + 1\n  return wrk.format('POST', '/score', headers, bodies[i])\nend\n"
-    )
-    with tempfile.NamedTemporaryFile("w", suffix=".lua") as file:
-        file.write(script)
-        file.flush()
-        command = ["wrk", "-t1", f"-c{BATCH}", f"-d{seconds}s", "--timeout", "120s", "-s", file.name]
-        command.append(f"http://{address[0]}:{address[1]}/score")
-        output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    if "Non-2xx" in output or "Socket errors" in output:
-        raise RuntimeError(f"wrk saw errors:\n{output}")
-    found = re.search(r"Requests/sec:\s+([\d.]+)", output)
-    if found is None:
-        raise RuntimeError(f"wrk printed no rate:\n{output}")
-    return float(found[1])
 
 
 def any_prompts(count: int, mix: str, seed: int) -> Sequence[list[int] | str]:
@@ -431,10 +389,6 @@ def shown(cores: dict[str, float]) -> str:
     return words + (" (NOT A QUIET MACHINE)" if cores["others"] > 0.1 else "")
 
 
-def say(line: str) -> None:
-    print(line, flush=True)
-
-
 def parse() -> argparse.Namespace:
     arguments = parser(__doc__, quick="smoke: short, and no figure to quote")
     arguments.add_argument("--shapes", default="qwen2.5-0.5b,demo", help=", ".join(SHAPES))
@@ -452,7 +406,6 @@ def parse() -> argparse.Namespace:
     arguments.add_argument("--flags", default="--deadline-s 600", help="of the server, for all parts but the overload")
     arguments.add_argument("--overload-flags", default="", help="of the overload's server; none: its defaults")
     arguments.add_argument("--threads", type=int, help="of the server and of the direct engine; default: all cores")
-    arguments.add_argument("--cross-check", action="store_true", help="with wrk beside our own generator")
     arguments.add_argument("--plot", type=Path, help="PNG of the sweep")
     options = arguments.parse_args()
     options.least_batches = 2

@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import random
-import shlex
 import sys
 import time
 from collections import Counter, defaultdict
@@ -32,7 +31,9 @@ from benchmarks.harness import (
     parser,
     percentile,
     raise_file_limit,
+    server_arguments,
     slope,
+    with_server,
 )
 from benchmarks.service_disconnects import Plan, break_off, settle
 from benchmarks.traffic import Tally, Traffic, Unexpected
@@ -208,17 +209,15 @@ def main() -> int:
     arguments.add_argument("--clients", type=int, default=16)
     arguments.add_argument("--think-s", type=float, default=0.0, help="pause of a client between two requests")
     arguments.add_argument("--hang-up-every-s", type=float, default=0.1, help="mean pause of the two that hang up")
-    arguments.add_argument("--flags", default="", help="of the server; none: its defaults")
-    arguments.add_argument("--threads", type=int)
+    with_server(arguments)
     options = arguments.parse_args()
     if options.quick:
         options.seconds = 20.0
     raise_file_limit()
     prepared = prepare(options.shape, options.cache)
-    threads = ["--threads", str(options.threads)] if options.threads else []
     checks: list[Check] = []
     record: dict[str, Any] = {"shape": options.shape, "seconds": options.seconds}
-    with ServiceProcess(*prepared.arguments, *threads, *shlex.split(options.flags)) as server:
+    with ServiceProcess(*server_arguments(options, prepared.arguments)) as server:
         files = server.open_files()
         before = server.metrics()
         meter = CpuMeter({"server": server.pid})
@@ -240,9 +239,7 @@ def main() -> int:
         checks += memory_checks(soak.memory)
         record |= {"tally": vars(soak.tally), "counts": dict(soak.counts), "failures": soak.failures[:100],
                    "broken": dict(soak.broken), "memory": soak.memory, "cores": cores}  # fmt: skip
-    checks.append(
-        Check("exit status after SIGTERM", str(server.process.returncode), "0", server.process.returncode == 0)
-    )
+    checks.append(server.end())
     rate = total / options.seconds
     print(f"\n{rate:.1f} requests/s, cores: server {cores['server']:.2f}\n")
     return conclude(checks, options.json, record)

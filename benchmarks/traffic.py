@@ -61,19 +61,16 @@ class Traffic:
         self._max_tokens = max_tokens  # the model's context
         self._random = random.Random(seed)
         self._kinds: list[tuple[int, str, Callable[[], tuple[bytes, Verify]]]] = [
-            (20, "score, text", lambda: self._score({"prompt": self._text()}, 1)),
-            (10, "score, list", self._list),
+            (20, "score, text", lambda: self._score({"prompt": self._text()}, 1)), (10, "score, list", self._list),
             (10, "score, messages", lambda: self._score({"messages": self._messages()}, 1)),
             (10, "score, input_ids", lambda: self._score({"input_ids": self._ids()}, 1)),
             (5, "score, lists of input_ids", lambda: self._score({"input_ids": [self._ids(), self._ids()]}, 2)),
             (5, "score, trajectory", self._trajectory),
             (10, "generate", lambda: self._generate({"prompt": self._text()}, 1)),
-            (4, "generate, sampled list", self._sampled),
-            (6, "generate, gated", self._gated),
-            (10, "stream", lambda: self._stream(1.0)),
-            (4, "stream, gated", lambda: self._stream(0.0)),
+            (4, "generate, sampled list", self._sampled), (6, "generate, gated", self._gated),
+            (10, "stream", lambda: self._stream(1.0)), (4, "stream, gated", lambda: self._stream(0.0)),
             (6, "bad request", self._bad),
-        ]
+        ]  # fmt: skip
 
     def kinds(self) -> list[str]:
         return [name for _, name, _ in self._kinds]

@@ -25,12 +25,9 @@ HOOKS = "benchmarks.vllm_hooks.Worker"
 MAX_LENGTH = 2048
 # Prefix caching off, so that a prefill is one; the same small cache for all, so that six fit on one machine.
 SAME: dict[str, Any] = {
-    "dtype": "float32",
-    "kv_cache_memory_bytes": 256 << 20,
-    "enable_prefix_caching": False,
-    "max_num_batched_tokens": MAX_LENGTH,
-    "max_num_seqs": 64,
-}
+    "dtype": "float32", "kv_cache_memory_bytes": 256 << 20, "enable_prefix_caching": False,
+    "max_num_batched_tokens": MAX_LENGTH, "max_num_seqs": 64,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)

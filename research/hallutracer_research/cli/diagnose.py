@@ -50,14 +50,11 @@ VARIANCE: Sequence[Row] = (
     ("icc_hallucinated", "hallucinated class", "number"),
 )
 FEATURES: Sequence[Row] = (
-    ("mean", "AUROC of the depth mean: the detector", "number"),
-    ("median", "trajectory median", "number"),
+    ("mean", "AUROC of the depth mean: the detector", "number"), ("median", "trajectory median", "number"),
     ("trimmed_mean", "mean without a tenth of the layers at each end", "number"),
-    ("slope", "least-squares slope", "number"),
-    ("zone_shift", "output zone less recognition zone", "number"),
-    ("total_variation", "path length", "number"),
-    ("range", "largest less smallest logit", "number"),
-)
+    ("slope", "least-squares slope", "number"), ("zone_shift", "output zone less recognition zone", "number"),
+    ("total_variation", "path length", "number"), ("range", "largest less smallest logit", "number"),
+)  # fmt: skip
 GEOMETRY: Sequence[Row] = (
     ("adjacent_cos", "|cos| of adjacent probes (middle layers)", "number"),
     ("expected_cos", "the same for random directions", "number"),

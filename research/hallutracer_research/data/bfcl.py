@@ -45,29 +45,33 @@ _MEMORY = "You talked with this user before. Answer as shortly as you can, from 
 
 
 def read_bfcl(folder: Path, problems: list[str]) -> tuple[list[Row], dict[str, int]]:
-    """Rows (id, messages, answers, group, kind) for generated labels, and counts {read, multi_turn, repeated}."""
-    gold = {kind: _gold(folder, kind, problems) for kind in (*CALLS, *TEXTS)}
-    conversations = _conversations(folder, problems)
-    rows = _read(
-        folder,
-        KINDS,
-        lambda kind, value: _row(kind, value, conversations) | {"answers": [_expectation(kind, value, gold)]},
-        problems,
-    )
+    """Return rows (id, messages, answers, group, kind) for generated labels; counts {read, multi_turn, repeated}."""
+    gold = {
+        kind: {
+            str(value.get("id")): value.get("ground_truth")
+            for _, value in json_lines(folder, f"possible_answer/{_file(kind)}", problems)
+        }
+        for kind in (*CALLS, *TEXTS)
+    }
+    talks = _conversations(folder, problems)
+
+    def row(kind: str, value: Row) -> Row:
+        return _row(kind, value, talks) | {"answers": [_expectation(kind, value, gold)]}
+
     simulated = len(json_lines(folder, _file(SIMULATED), problems))
-    kept = _without_repeats(rows)
-    return kept, {"read": len(rows) + simulated, "multi_turn": simulated, "repeated": len(rows) - len(kept)}
+    kept, counts = _read(folder, KINDS, row, problems)
+    return kept, {"read": counts["read"] + simulated, "multi_turn": simulated, "repeated": counts["repeated"]}
 
 
 def read_bfcl_answerable(folder: Path, problems: list[str]) -> tuple[list[Row], dict[str, int]]:
-    """Rows (id, messages, label, group, kind) and counts {read, repeated}; label 1: an offered function fits."""
-    rows = _read(folder, ANSWERABLE, lambda kind, value: _row(kind, value, {}) | {"label": ANSWERABLE[kind]}, problems)
-    kept = _without_repeats(rows)
-    return kept, {"read": len(rows), "repeated": len(rows) - len(kept)}
+    """Return rows (id, messages, label, group, kind) and counts {read, repeated}; label 1: an offered function fits."""
+    return _read(folder, ANSWERABLE, lambda kind, row: _row(kind, row, {}) | {"label": ANSWERABLE[kind]}, problems)
 
 
-def _read(folder: Path, kinds: Iterable[str], convert: Callable[[str, Row], Row], problems: list[str]) -> list[Row]:
-    """The rows of the kinds' files; malformed ones go to ``problems``."""
+def _read(
+    folder: Path, kinds: Iterable[str], convert: Callable[[str, Row], Row], problems: list[str]
+) -> tuple[list[Row], dict[str, int]]:
+    """Return the rows of the kinds' files whose conversation no earlier row of their group has, and counts."""
     rows = []
     for kind in kinds:
         for number, value in json_lines(folder, _file(kind), problems):
@@ -75,7 +79,10 @@ def _read(folder: Path, kinds: Iterable[str], convert: Callable[[str, Row], Row]
                 rows.append(convert(kind, value))
             except _BadRow as error:
                 problems.append(f"{_file(kind)} line {number}: {error}")
-    return rows
+    kept: dict[tuple[str, str], Row] = {}
+    for row in rows:
+        kept.setdefault((json.dumps(row["messages"]), row["group"]), row)
+    return list(kept.values()), {"read": len(rows), "repeated": len(rows) - len(kept)}
 
 
 class _BadRow(Exception):
@@ -86,7 +93,8 @@ def _file(kind: str) -> str:
     return f"BFCL_v4_{kind}.json"
 
 
-def _row(kind: str, value: Row, conversations: dict[str, str]) -> Row:
+def _row(kind: str, value: Row, talks: dict[str, str]) -> Row:
+    """Return the row without label or answers."""
     identifier, turns = value.get("id"), value.get("question")
     if not isinstance(identifier, str) or not isinstance(turns, list) or len(turns) != 1:
         raise _BadRow("an 'id' and a 'question' of one turn are needed")
@@ -94,36 +102,28 @@ def _row(kind: str, value: Row, conversations: dict[str, str]) -> Row:
     if kind == "web_search":
         system = _CLOSED_BOOK
     elif kind == "memory":
-        scenario = str(value.get("scenario"))
-        if scenario not in conversations:
+        if (scenario := str(value.get("scenario"))) not in talks:
             raise _BadRow(f"its scenario {scenario!r} has no file in memory_prereq_conversation")
-        system, group = _MEMORY.format(talks=conversations[scenario]), f"memory/{scenario}"
+        system, group = _MEMORY.format(talks=talks[scenario]), f"memory/{scenario}"
     else:
-        functions = value.get("function")
-        if not isinstance(functions, list):
+        if not isinstance(functions := value.get("function"), list):
             raise _BadRow("'function' must be a list")
         listed = "\n".join(json.dumps(function, ensure_ascii=False) for function in functions)
         system = _OFFER.format(functions=listed or "(none)")
-        if kind.startswith("live_"):
-            group = f"{kind}/{_middle(identifier)}"
+        if kind.startswith("live_"):  # B of live_simple_A-B-C
+            if len(parts := identifier.split("-")) != 3:
+                raise _BadRow(f"id {identifier!r} is not of the form live_..._A-B-C")
+            group = f"{kind}/{parts[1]}"
     return {"id": identifier, "messages": _messages(system, turns[0]), "group": group, "kind": kind}
 
 
-def _middle(identifier: str) -> str:
-    parts = identifier.split("-")
-    if len(parts) != 3:
-        raise _BadRow(f"id {identifier!r} is not of the form live_..._A-B-C")
-    return parts[1]
-
-
 def _messages(system: str, turn: Any) -> list[dict[str, str]]:
-    """Our system text, then the row's own; consecutive turns of a role are merged, as most chat templates require."""
+    """Return our system text, then the row's own; turns of a role are merged, as most chat templates require."""
     messages = [{"role": "system", "content": system}]
     if not isinstance(turn, list) or not turn:
         raise _BadRow("'question' has no messages")
     for message in turn:
-        role = message.get("role") if isinstance(message, dict) else None
-        content = message.get("content") if isinstance(message, dict) else None
+        role, content = (message.get("role"), message.get("content")) if isinstance(message, dict) else (None, None)
         if role not in ("system", "user", "assistant") or not isinstance(content, str) or not content.strip():
             raise _BadRow("each message needs a role (system, user, assistant) and a text")
         if messages[-1]["role"] == role:
@@ -135,25 +135,19 @@ def _messages(system: str, turn: Any) -> list[dict[str, str]]:
     return messages
 
 
-def _gold(folder: Path, kind: str, problems: list[str]) -> dict[str, Any]:
-    name = f"possible_answer/{_file(kind)}"
-    return {str(value.get("id")): value.get("ground_truth") for _, value in json_lines(folder, name, problems)}
-
-
 def _conversations(folder: Path, problems: list[str]) -> dict[str, str]:
-    """The user's turns of the earlier conversations, by scenario."""
+    """Return the user's turns of the earlier conversations, by scenario."""
     conversations = {}
-    names = sorted(path.name for path in (folder / "memory_prereq_conversation").glob("memory_*.json"))
-    for name in names:
-        topics = []
-        for number, value in json_lines(folder, f"memory_prereq_conversation/{name}", problems):
+    for path in sorted((folder / "memory_prereq_conversation").glob("memory_*.json")):
+        topics, name = [], f"memory_prereq_conversation/{path.name}"
+        for number, value in json_lines(folder, name, problems):
             try:
                 turns = [message["content"] for turn in value["question"] for message in turn]
                 topics.append("\n".join([f"[{value['topic']}]", *(f"- {turn}" for turn in turns)]))
             except (KeyError, TypeError):
-                problems.append(f"memory_prereq_conversation/{name} line {number}: 'topic' and 'question' are needed")
-        conversations[name.removeprefix("memory_").removesuffix(".json")] = "\n\n".join(topics)
-    if not names:
+                problems.append(f"{name} line {number}: 'topic' and 'question' are needed")
+        conversations[path.stem.removeprefix("memory_")] = "\n\n".join(topics)
+    if not conversations:
         problems.append(
             "memory_prereq_conversation has no memory_*.json: the memory questions need the earlier conversations"
         )
@@ -187,11 +181,3 @@ def _specification(gold: Any, functions: list[Any]) -> dict[str, Any]:
     except (AttributeError, KeyError, TypeError, ValueError, StopIteration) as error:
         raise _BadRow(f"its gold answer {json.dumps(gold)[:80]} is not a call of an offered function") from error
     return {"name": name, "arguments": arguments, "optional": optional}
-
-
-def _without_repeats(rows: list[Row]) -> list[Row]:
-    """The rows whose conversation no earlier row of their group has."""
-    kept: dict[tuple[str, str], Row] = {}
-    for row in rows:
-        kept.setdefault((json.dumps(row["messages"]), row["group"]), row)
-    return list(kept.values())

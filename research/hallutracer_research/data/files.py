@@ -11,22 +11,29 @@ import io
 import json
 import re
 import unicodedata
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 Row = dict[str, Any]  # one row for the trainer, see service/data/training_rows.py
 
 
-def text_of(folder: Path, name: str, problems: list[str]) -> str | None:
-    """A file's text without its byte-order mark, or None if it cannot be read."""
+def text_of(folder: Path, name: str, problems: list[str], encodings: Sequence[str] = ("utf-8-sig",)) -> str | None:
+    """Return a file's text, by the first of ``encodings`` that decodes the whole file; None if it cannot be read."""
     try:
-        return (folder / name).read_bytes().decode("utf-8-sig")
+        content = (folder / name).read_bytes()
     except FileNotFoundError:
         problems.append(f"{name} is missing")
-    except UnicodeDecodeError as error:
-        problems.append(f"{name}: not UTF-8 at byte {error.start + 1}: download it again, unchanged")
+        return None
     except OSError as error:
         problems.append(f"{name} cannot be read: {error.strerror}")
+        return None
+    for encoding in encodings:
+        try:
+            return content.decode(encoding)
+        except UnicodeDecodeError as error:
+            place = error.start + 1
+    problems.append(f"{name}: not UTF-8 at byte {place}: download it again, unchanged")
     return None
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from hallutracer_research.data.files import BRIEFLY, Row, csv_table, json_document, json_lines, question_group
+from hallutracer_research.data.files import BRIEFLY, Row, csv_table, json_document, json_lines, question_group, text_of
 from service.data import judges as references
 from service.data.judges import normalise
 
@@ -38,14 +38,11 @@ def read_truthfulqa(folder: Path, problems: list[str]) -> tuple[list[Row], dict[
         accepted = list(dict.fromkeys([row["Best Answer"].strip() or correct[0], *correct, NO_COMMENT]))
         rows.append(
             {
-                "id": f"truthfulqa-{place}",
-                "prompt": question,
-                "answers": [*accepted, *map(references.incorrect, dict.fromkeys(false))],
-                "group": _group(question),
-                "kind": row["Category"].strip(),
-                "type": row["Type"].strip(),
+                "id": f"truthfulqa-{place}", "prompt": question,
+                "answers": [*accepted, *map(references.incorrect, dict.fromkeys(false))], "group": _group(question),
+                "kind": row["Category"].strip(), "type": row["Type"].strip(),
             }
-        )
+        )  # fmt: skip
     return rows, counts
 
 
@@ -72,13 +69,10 @@ def read_truthfulqa_reference(folder: Path, problems: list[str]) -> tuple[list[R
         for number, (answer, label) in enumerate(targets.items()):
             rows.append(
                 {
-                    "id": f"truthfulqa-reference-{place}-{number}",
-                    "prompt": f"Q: {question} A: {answer.strip()}",
-                    "label": label,
-                    "group": _group(question),
-                    "kind": categories.get(question, ""),
+                    "id": f"truthfulqa-reference-{place}-{number}", "prompt": f"Q: {question} A: {answer.strip()}",
+                    "label": label, "group": _group(question), "kind": categories.get(question, ""),
                 }
-            )
+            )  # fmt: skip
     return rows, {"read": len(rows), "questions": len(questions)}
 
 
@@ -153,40 +147,20 @@ def read_opentriviaqa_choice(folder: Path, problems: list[str]) -> tuple[list[Ro
 
 def _row(question: Question, prompt: str, answers: list[str], name: str) -> Row:
     return {
-        "id": f"{name}-{question.category}-{question.line}",
-        "prompt": prompt,
-        "answers": answers,
-        "group": question_group(question.text),
-        "kind": question.category,
-    }
+        "id": f"{name}-{question.category}-{question.line}", "prompt": prompt, "answers": answers,
+        "group": question_group(question.text), "kind": question.category,
+    }  # fmt: skip
 
 
 def _questions(folder: Path, problems: list[str]) -> Iterator[Question]:
     for category in CATEGORIES:
-        text = _text_of(folder / category, problems)
+        text = text_of(folder, category, problems, _ENCODINGS) or ""
         for start, block in _blocks(text):
             question = _parse(category, start, block)
             if question is None:
                 problems.append(f"{category} line {start}: expected '#Q question', '^ answer' and options with it")
             else:
                 yield question
-
-
-def _text_of(path: Path, problems: list[str]) -> str:
-    try:
-        content = path.read_bytes()
-    except FileNotFoundError:
-        problems.append(f"{path.name} is missing")
-        return ""
-    except OSError as error:
-        problems.append(f"{path.name} cannot be read: {error.strerror}")
-        return ""
-    for encoding in _ENCODINGS:
-        try:
-            return content.decode(encoding)
-        except UnicodeDecodeError:
-            continue
-    raise AssertionError("latin-1 decodes everything")
 
 
 def _blocks(text: str) -> Iterator[tuple[int, list[str]]]:
@@ -257,11 +231,8 @@ def read_nq_open(folder: Path, problems: list[str]) -> tuple[list[Row], dict[str
             asked = question.strip().rstrip("?").strip()
             rows.append(
                 {
-                    "id": f"nq-open-{kind}-{number}",
-                    "prompt": f"{asked[:1].upper()}{asked[1:]}?{BRIEFLY}",
-                    "answers": list(dict.fromkeys(accepted)),
-                    "group": group,
-                    "kind": kind,
+                    "id": f"nq-open-{kind}-{number}", "prompt": f"{asked[:1].upper()}{asked[1:]}?{BRIEFLY}",
+                    "answers": list(dict.fromkeys(accepted)), "group": group, "kind": kind,
                 }
-            )
+            )  # fmt: skip
     return rows, counts

@@ -47,14 +47,10 @@ class SetInfo:
 
 _STATEMENT_CAVEAT = "The label belongs to a statement inside the prompt: the probe tells true text from false text."
 _truthfulqa = partial(
-    SetInfo,
-    kinds=38,
-    group="question",
-    licence="Apache-2.0",
+    SetInfo, kinds=38, group="question", licence="Apache-2.0",
     source="github.com/sylinrl/TruthfulQA (a version before the revision of 2025, which has other questions)",
-    found_by=question_sets.TABLE,
-    folders=("TruthfulQA",),
-)
+    found_by=question_sets.TABLE, folders=("TruthfulQA",),
+)  # fmt: skip
 _statements = partial(
     SetInfo,
     labels="given",
@@ -76,14 +72,10 @@ _questions = partial(
     onset="after the question and 'Answer briefly.', in the model's chat template",
 )
 _opentriviaqa = partial(
-    _questions,
-    kinds=len(question_sets.CATEGORIES),
-    rows=question_sets.OPENTRIVIAQA_ROWS,
-    licence="CC BY-SA 4.0",
-    source="github.com/uberspot/OpenTriviaQA, categories (11 of its 22 files)",
-    found_by="science-technology",
+    _questions, kinds=len(question_sets.CATEGORIES), rows=question_sets.OPENTRIVIAQA_ROWS, licence="CC BY-SA 4.0",
+    source="github.com/uberspot/OpenTriviaQA, categories (11 of its 22 files)", found_by="science-technology",
     folders=("categories",),
-)
+)  # fmt: skip
 
 _ALL = (
     _truthfulqa(

@@ -75,12 +75,9 @@ def measured(answered: Answered) -> list[dict[str, Any]]:
     for which in PASSAGES:
         risk, right = answered.risk[which], answered.right[which]
         row: dict[str, Any] = {
-            "passage": which,
-            "right": _mean(answered.group, right),
-            "risk": _mean(answered.group, risk),
-            "flagged": float((risk >= answered.threshold).mean()),
-            "auroc": _auroc(answered.group, right, risk),
-        }
+            "passage": which, "right": _mean(answered.group, right), "risk": _mean(answered.group, risk),
+            "flagged": float((risk >= answered.threshold).mean()), "auroc": _auroc(answered.group, right, risk),
+        }  # fmt: skip
         if which != "none":
             row["drop"] = _mean(answered.group, answered.risk["none"] - risk)
         found.append(row)
@@ -112,14 +109,11 @@ def policies(answered: Answered, passage: Passage) -> list[dict[str, Any]]:
 def document(answered: Answered, facts: dict[str, Any]) -> dict[str, Any]:
     """Everything, for ``retrieval.json``."""
     return {
-        **facts,
-        "questions": len(answered.group),
-        "entities": len(np.unique(answered.group)),
-        "threshold": answered.threshold,
-        "passages": measured(answered),
+        **facts, "questions": len(answered.group), "entities": len(np.unique(answered.group)),
+        "threshold": answered.threshold, "passages": measured(answered),
         "policies": {which: policies(answered, which) for which in PASSAGES if which != "none"},
         "examples": answered.examples,
-    }
+    }  # fmt: skip
 
 
 def markdown(found: dict[str, Any]) -> str:
@@ -136,17 +130,13 @@ def markdown(found: dict[str, Any]) -> str:
             ["passage", "answered right", "mean risk", "drop of the risk", "flagged", "AUROC of the risk"],
             [
                 [
-                    row["passage"],
-                    interval(row["right"]),
-                    interval(row["risk"]),
-                    interval(row.get("drop")),
-                    f"{row['flagged']:.3f}",
-                    interval(row["auroc"]),
+                    row["passage"], interval(row["right"]), interval(row["risk"]), interval(row.get("drop")),
+                    f"{row['flagged']:.3f}", interval(row["auroc"]),
                 ]
                 for row in found["passages"]
             ],  # fmt: skip
         ),
-    ]
+    ]  # fmt: skip
     for which, rows in found["policies"].items():
         parts += [
             f"Where the retriever finds a passage that is {which}, shares of all questions:",

@@ -38,12 +38,9 @@ OURS, RESIDUAL, SHUFFLED = "hallutracer", "residual-depth-mean", "shuffled-label
 TRAJECTORY = "trajectory-ridge"
 NAMES = (OURS, RESIDUAL, TRAJECTORY, *METHODS, SHUFFLED)
 TITLES = {
-    OURS: "HalluTracer (depth mean)",
-    RESIDUAL: "Residual-stream depth mean",
-    TRAJECTORY: "Whole trajectory (ridge)",
-    **{name: method.title for name, method in METHODS.items()},
-    SHUFFLED: "HalluTracer on shuffled labels (control)",
-}
+    OURS: "HalluTracer (depth mean)", RESIDUAL: "Residual-stream depth mean", TRAJECTORY: "Whole trajectory (ridge)",
+    **{name: method.title for name, method in METHODS.items()}, SHUFFLED: "HalluTracer on shuffled labels (control)",
+}  # fmt: skip
 SAMPLED = tuple(name for name, method in METHODS.items() if method.reads == "samples")
 OF_OWN_ANSWERS = (*SAMPLED, *(name for name, method in METHODS.items() if method.reads == "answer"))
 """Methods that read the model's own answers, which a set with labels of its own is not about."""

@@ -137,13 +137,10 @@ def _costs(prepared: prepare.PreparedSet, options: EvaluateOptions, weights: Wei
     """Return what each method costs on this set's prompts."""
     asked = prepared.inputs.answers.asked
     of_set = partial(
-        cost,
-        weights=weights,
-        prompt=float(prepared.inputs.prompt_tokens.mean()),
-        answer=prepared.rows.max_new_tokens,
-        samples=options.samples,
+        cost, weights=weights, prompt=float(prepared.inputs.prompt_tokens.mean()),
+        answer=prepared.rows.max_new_tokens, samples=options.samples,
         asked=0.0 if asked is None else float(asked.mean()),
-    )
+    )  # fmt: skip
     return {method: of_set(method) for method in answers.methods_of(prepared.rows, options)}
 
 

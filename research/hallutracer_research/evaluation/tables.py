@@ -53,13 +53,10 @@ class Table:
     def document(self) -> dict[str, Any]:
         """For the JSON file: the rows as they are, and what the columns mean."""
         return {
-            "title": self.title,
-            "label": self.label,
-            "caption": self.caption,
-            "notes": list(self.notes),
+            "title": self.title, "label": self.label, "caption": self.caption, "notes": list(self.notes),
             "columns": {column.key: column.title for column in self.columns},
             "rows": [dict(row) for row in self.rows],
-        }
+        }  # fmt: skip
 
 
 DASH = "–"

@@ -61,19 +61,15 @@ def transfer_table(sets: Mapping[str, MethodInputs], options: EvaluateOptions, f
     if not rows:
         return None
     return Table(
-        name="transfer",
-        title="Trained on one source, tested on another",
+        name="transfer", title="Trained on one source, tested on another",
         columns=(
-            Column("set", "Set", "text"),
-            Column("train", "Trained on", "text"),
-            Column("method", "Method", "text"),
+            Column("set", "Set", "text"), Column("train", "Trained on", "text"), Column("method", "Method", "text"),
             *(Column(name, f"AUROC on {name}", "percent", 3, higher=True) for name in names),
         ),
         rows=rows,
         caption="AUROC in percent. A source's own column is cross-validated; in the others no group is on both sides.",
-        notes=notes,
-        block="set",
-    )
+        notes=notes, block="set",
+    )  # fmt: skip
 
 
 def _plans(

@@ -293,12 +293,9 @@ def _top_heads(result: SetResult, notes: list[str]) -> Row:
         )
     top_1, random_1 = spread(best), spread(np.mean(draws, axis=0).tolist())
     return {
-        "top_1": top_1,
-        "top_5": spread(five),
-        "bottom_1": spread(worst),
-        "random_1": random_1,
+        "top_1": top_1, "top_5": spread(five), "bottom_1": spread(worst), "random_1": random_1,
         "difference": random_1["mean"] - top_1["mean"],
-    }
+    }  # fmt: skip
 
 
 def _head_distribution(result: SetResult, notes: list[str]) -> Row:

@@ -30,15 +30,12 @@ def asked(tmp_path_factory: pytest.TempPathFactory) -> LabelledAnswers:
         files.append(Readouts(RowsFile(path, GEOMETRY, site, N), np.arange(N), label))
     questions = [
         {
-            "id": f"k{kind[i]}:name {rng.integers(10**6)}:t{i % 2}",
-            "kind": f"k{kind[i]}",
-            "template": f"t{i % 2}",
-            "exposures": int(4 + 3 * known[i]) if known[i] > -1 else 0,
-            "in_refusals": bool(i % 4),
+            "id": f"k{kind[i]}:name {rng.integers(10**6)}:t{i % 2}", "kind": f"k{kind[i]}", "template": f"t{i % 2}",
+            "exposures": int(4 + 3 * known[i]) if known[i] > -1 else 0, "in_refusals": bool(i % 4),
             "split": "test" if i % 3 == 0 else "train",
         }
         for i in range(N)
-    ]
+    ]  # fmt: skip
     first = np.stack([-rng.random(N), rng.random(N)], axis=1)
     return LabelledAnswers(questions, files[0], files[1], np.arange(N) // 2, first)
 

@@ -161,10 +161,6 @@ def test_facts_stand_at_the_end() -> None:
     assert "<dd><code>hallutracer evaluate --out &lt;dir&gt;</code></dd>" in footer
 
 
-def test_the_same_report_is_the_same_page() -> None:
-    assert to_html(REPORT) == HTML
-
-
 def test_the_introduction_comes_first_and_is_text() -> None:
     page = to_html(dataclasses.replace(REPORT, introduction=f"What it is.\n\n{HOSTILE}"))
     assert "<p>What it is.</p>" in page

@@ -19,7 +19,6 @@ from hallutracer_research.evaluation.tables import (
     table_markdown,
     to_markdown,
 )
-from hallutracer_research.paper.tables import PUBLISHED
 
 METHODS = [Column("set", "Set", "text"), Column("method", "Method", "text"), Column("auroc", "AUROC", higher=True),
            Column("ece", "ECE", higher=False)]  # fmt: skip
@@ -97,14 +96,6 @@ def test_a_table_in_full() -> None:
         "| B | theirs | **0.750** | 0.010 |\n\n"
         "- Seeds: 3.\n"
     )
-
-
-def test_the_papers_best_are_the_papers_bold() -> None:
-    """In the main table the paper sets HalluTracer in bold everywhere: 5 sets x 12 columns."""
-    text = table_markdown(PUBLISHED["tab:main-results"])
-    bold = [line for line in text.splitlines() if "**" in line]
-    assert len(bold) == 5
-    assert all("| HalluTracer |" in line and line.count("**") == 24 for line in bold)
 
 
 def test_a_percentage_says_so_above() -> None:

@@ -97,14 +97,11 @@ def trajectory_features(trajectory: ArrayLike) -> dict[str, Floats]:
     zone, cut = zones(m), trimmed_layers(m)
     ranked = np.sort(values, axis=1)
     return {
-        "mean": values.mean(axis=1),
-        "slope": values @ slope_weights(m),
+        "mean": values.mean(axis=1), "slope": values @ slope_weights(m),
         "zone_shift": values[:, zone.output].mean(axis=1) - values[:, zone.recognition].mean(axis=1),
-        "total_variation": np.abs(np.diff(values, axis=1)).sum(axis=1),
-        "range": ranked[:, -1] - ranked[:, 0],
-        "median": np.median(values, axis=1),
-        "trimmed_mean": ranked[:, cut : m - cut].mean(axis=1),
-    }
+        "total_variation": np.abs(np.diff(values, axis=1)).sum(axis=1), "range": ranked[:, -1] - ranked[:, 0],
+        "median": np.median(values, axis=1), "trimmed_mean": ranked[:, cut : m - cut].mean(axis=1),
+    }  # fmt: skip
 
 
 def full_trajectory(trajectory: ArrayLike) -> Floats:

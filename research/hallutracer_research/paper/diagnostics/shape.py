@@ -150,12 +150,9 @@ def snr_table(trajectory: ArrayLike, label: ArrayLike) -> SnrTable:
     plugin = _ratio(slope_gap, float(weights @ sigma @ weights), mean_gap, float(sigma.mean()), least)
     slope, mean = values @ weights, values.mean(axis=1)
     empirical = _ratio(
-        float(gap(slope, factual)),
-        _equal_variance(slope, factual),
-        float(gap(mean, factual)),
-        _equal_variance(mean, factual),
-        least,
-    )
+        float(gap(slope, factual)), _equal_variance(slope, factual), float(gap(mean, factual)),
+        _equal_variance(mean, factual), least,
+    )  # fmt: skip
     if plugin is None or empirical is None:
         notes.append("ratios are left out: slope or mean has no variance within the classes")
     eta = empirical / plugin if plugin and empirical is not None else None

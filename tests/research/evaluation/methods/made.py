@@ -50,17 +50,14 @@ def made_inputs(folder: Path, count: int = 240, seed: int = 0, strength: float =
         plant(residual, label, layer, layer, strength * 0.75)
     words = np.random.default_rng(seed + 1)
     return MethodInputs(
-        label=label,
-        group=group,
-        heads=readouts(folder, heads, label, Site.ATTENTION_HEAD),
+        label=label, group=group, heads=readouts(folder, heads, label, Site.ATTENTION_HEAD),
         residual=readouts(folder, residual, label, Site.RESIDUAL_STREAM),
         first_token=np.stack([-rng.exponential(size=count) - (1 - label), rng.exponential(size=count) - label], axis=1),
-        prompt_tokens=rng.integers(5, 40, count) + 10 * label,
-        text=tuple(_text(words, bool(one)) for one in label),
+        prompt_tokens=rng.integers(5, 40, count) + 10 * label, text=tuple(_text(words, bool(one)) for one in label),
         kind=np.where(words.random(count) < 0.2, 1 - label, label).astype(np.str_),
         halluguard=rng.standard_normal(count) + label,
         answers=made_answers(np.random.default_rng(seed + 2), label, residual),
-    )
+    )  # fmt: skip
 
 
 def made_answers(rng: np.random.Generator, label: np.ndarray, residual: np.ndarray) -> AnswerReadings:
