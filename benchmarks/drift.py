@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from tqdm import tqdm
 
 from service.engines.base import UNKNOWN
-from service.fitting.markdown import markdown_table
+from service.fitting.presentation import markdown_table
 from service.judging.drift import DriftLimits, LabelTest
 from service.serving.monitor import Monitor
 

@@ -34,9 +34,8 @@ from hallutracer_research.data.mixture import read_rows
 from service.data.forms.registry import FORMS, Form, chosen
 from service.data.forms.spread import in_forms, read_said
 from service.data.labels import CLASSES
-from service.fitting.group_draws import group_draws
-from service.fitting.markdown import markdown_table
-from service.fitting.scores import debiased_calibration_error, risk_auroc, shown_bins
+from service.fitting.presentation import markdown_table
+from service.fitting.scores import debiased_calibration_error, group_draws, risk_auroc, shown_bins
 
 LONE, ALL = "lone", "all forms"
 OFF, LOSS, OFF_ANSWERED = 0.05, 0.04, 0.08  # targets (a), (b), (c)

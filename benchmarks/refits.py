@@ -17,25 +17,16 @@ from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
+from sklearn.base import clone
 from tqdm import tqdm
 
 from probes_store.records import RefitInterval
 from service.data.run_folder import RowsFile
-from service.fitting.calibration import (
-    FitOptions,
-    choose_c,
-    class_statistics,
-    cross_fit,
-    fit_classifier,
-    refit,
-    signal_matrix,
-    stacked,
-)
-from service.fitting.fit import Readouts
+from service.fitting.estimator import DepthMeanProbe, class_statistics, fit_classifier
 from service.fitting.folds import OuterFold, outer_folds
-from service.fitting.markdown import markdown_table
 from service.fitting.nested_cv import by_row, nested_cv, probe_columns
-from service.fitting.options import C_GRID
+from service.fitting.presentation import markdown_table
+from service.fitting.probes import Readouts
 from service.fitting.uncertainty import fit_interval, fit_reference
 from service.judging.uncertainty import distance
 from service.readout import Geometry, Probes, Site
@@ -51,7 +42,7 @@ DESIGNS = ((300, 1), (1000, 1), (40, 10), (100, 10))  # groups x rows
 ICC = 0.4  # of the readouts' noise, where a group has rows
 FRESH = 4000  # prompts
 FOLDS, SEEDS = 5, (0, 1, 2)
-OPTIONS = FitOptions("weights", 3, None, C_GRID, 1)
+OPTIONS = DepthMeanProbe(folds=FOLDS, seeds=SEEDS)
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,9 +91,9 @@ def on_disk(folder: Path, name: str, x: NDArray[np.float32], label: Index, geome
 
 
 def trained(
-    train: Readouts, group: Index, fresh: Readouts, elsewhere: Readouts | None, options: FitOptions = OPTIONS
+    train: Readouts, group: Index, fresh: Readouts, elsewhere: Readouts | None, options: DepthMeanProbe = OPTIONS
 ) -> Said:
-    rows, label, blank = np.arange(len(train.label)), train.label, np.zeros((len(train.label), 2))
+    label, blank = train.label, np.zeros((len(train.label), 2))
 
     def fold_risk(fold: OuterFold) -> dict[str, Floats]:
         _, columns = probe_columns(train, group, blank, fold.train, fold.test, fold.seed, options)
@@ -110,10 +101,8 @@ def trained(
         return {"own": fit_classifier(of_train, label[fold.train]).risk(of_test)}
 
     scores = nested_cv(outer_folds(label, group, folds=FOLDS, seeds=SEEDS), fold_risk)
-    c = choose_c(train, group, rows, SEEDS[0], options).c
-    crossed = cross_fit(train, group, rows, c, FOLDS, SEEDS, options).unit_norm
-    classifier = fit_classifier(*stacked(signal_matrix(crossed, blank, ["depth_mean"]), label))
-    final = refit(train, rows, rows, c, options)
+    probe = clone(options).fit_readouts(train, group).fit_risk(label)
+    crossed, classifier, final = probe.out_of_fold_, probe.classifier_, probe.probes_
     probes = Probes.of(
         Site.ATTENTION_HEAD, probe_tensors(final, np.ones(len(final.head)), *class_statistics(crossed, label))
     )
@@ -133,7 +122,7 @@ def half_widths(interval: RefitInterval, log_odds: Floats, away: Floats) -> Floa
     return np.array([interval.half_width(*pair) for pair in zip(log_odds.tolist(), away.tolist(), strict=True)])
 
 
-def simulated(draws: int, groups: int, size: int, seed: int, options: FitOptions = OPTIONS) -> Iterator[Said]:
+def simulated(draws: int, groups: int, size: int, seed: int, options: DepthMeanProbe = OPTIONS) -> Iterator[Said]:
     """Draws of one design; world and fresh prompts stay."""
     rng = np.random.default_rng([seed, groups, size])
     world = World(rng)

@@ -29,7 +29,7 @@ from joblib import Parallel, delayed, parallel_config
 from sklearn.linear_model import LogisticRegression
 
 from benchmarks.harness import Check, conclude, parser, say
-from service.fitting.fit import row_weights
+from service.fitting.probes import row_weights
 from service.fitting.scores import auroc
 from service.fitting.solver import INTERCEPT_PENALTY, one_torch_thread, solve
 

@@ -23,8 +23,8 @@ from benchmarks.harness import Check, conclude, say
 from benchmarks.solver import DIM, labels, layer
 from benchmarks.vllm_turns import group_memory_gib
 from service.data.run_folder import RowsFile
-from service.fitting.calibration import FitOptions, choose_c, cross_fit, refit
-from service.fitting.fit import Readouts
+from service.fitting.estimator import DepthMeanProbe
+from service.fitting.probes import Readouts
 from service.readout import Geometry, Site
 
 LIMIT_GIB = 2.0
@@ -40,13 +40,13 @@ def fit(options: argparse.Namespace) -> None:
     file, label = rows_file(options), labels(options.rows)
     readouts = Readouts(file, np.arange(options.rows), label)
     group, every = np.arange(options.rows) // 2, np.arange(options.rows)
-    settings = FitOptions("weights", 3, None, (0.01, 0.03, 0.1, 0.3, 1.0), options.jobs)
+    settings = DepthMeanProbe(n_jobs=options.jobs)
     begun = time.perf_counter()
-    choice = choose_c(readouts, group, every, 0, settings)
+    choice = settings.choose_c(readouts, group, every, 0)
     say(f"C = {choice.c:g} after {time.perf_counter() - begun:.0f} s")
-    cross_fit(readouts, group, every, choice.c, 5, (0, 1, 2), settings)
+    settings.cross_fit(readouts, group, every, choice.c, 5, (0, 1, 2))
     say(f"cross-fitted after {time.perf_counter() - begun:.0f} s")
-    refit(readouts, every, every, choice.c, settings)
+    settings.refit(readouts, every, every, choice.c)
     say(f"refitted after {time.perf_counter() - begun:.0f} s")
 
 

@@ -24,12 +24,14 @@ if TYPE_CHECKING:
     from hallutracer_research.evaluating import Evaluated, MethodFigures, evaluate
     from probes_store.errors import BundleError
     from service.errors import HalluTracerError
+    from service.fitting.estimator import DepthMeanProbe
     from service.library.detector import Detector, Engine, load
     from service.library.results import Risk, Risks
-    from service.library.training import SignalFigures, Trained, train
+    from service.library.training import SignalFigures, Trained, extract, publish, train
 
 _HOMES = {
     "BundleError": "probes_store.errors",
+    "DepthMeanProbe": "service.fitting.estimator",
     "Detector": "service.library.detector",
     "Engine": "service.library.detector",
     "Evaluated": "hallutracer_research.evaluating",
@@ -40,13 +42,15 @@ _HOMES = {
     "SignalFigures": "service.library.training",
     "Trained": "service.library.training",
     "evaluate": "hallutracer_research.evaluating",
+    "extract": "service.library.training",
     "load": "service.library.detector",
+    "publish": "service.library.training",
     "train": "service.library.training",
 }
 
 __all__ = [
-    "BundleError", "Detector", "Engine", "Evaluated", "HalluTracerError", "MethodFigures", "Risk", "Risks",
-    "SignalFigures", "Trained", "__version__", "evaluate", "load", "train",
+    "BundleError", "DepthMeanProbe", "Detector", "Engine", "Evaluated", "HalluTracerError", "MethodFigures", "Risk",
+    "Risks", "SignalFigures", "Trained", "__version__", "evaluate", "extract", "load", "publish", "train",
 ]  # fmt: skip
 
 

@@ -105,7 +105,7 @@ def compare(
       hallutracer bundle compare smollm2 smollm2-fused
       hallutracer bundle compare my-probe@production my-probe@canary
     """
-    from service.fitting.markdown import markdown_table
+    from service.fitting.presentation import markdown_table
     from service.trainer.comparison import compare as side_by_side
     from service.trainer.comparison import differences, probes_apart
 

@@ -1,1 +1,17 @@
-"""From activations and labels to probes, a calibrated classifier and nested cross-validation."""
+"""From activations and labels to probes, a calibrated classifier and nested cross-validation; here the options' names.
+
+Importing this package loads neither torch nor scikit-learn.
+"""
+
+from __future__ import annotations
+
+from typing import Final, Literal
+
+from probes_store.manifest import FIRST_TOKEN_SIGNALS
+from probes_store.manifest import LogitScale as LogitScale
+
+ClassBalance = Literal["weights", "downsample"]
+
+DEPTH_MEAN: Final = "depth_mean"
+FIRST_TOKEN = FIRST_TOKEN_SIGNALS  # "first_token" on the command line
+C_GRID = (0.01, 0.03, 0.1, 0.3, 1.0)

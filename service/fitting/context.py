@@ -14,9 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from probes_store.records import ContextName, ContextProbe
-from service.fitting.calibration import FitOptions, cross_fit, fit_classifier, refit
-from service.fitting.fit import Floats, Index, ProbeFit, Readouts
+from service.fitting.estimator import DepthMeanProbe, fit_classifier
 from service.fitting.layer_weights import fit_layer_weights
+from service.fitting.probes import Floats, Index, ProbeFit, Readouts
 from service.fitting.scores import auroc
 from service.risk import depth_mean, risk
 
@@ -42,40 +42,6 @@ class ContextFit:
         return 1.0 - risk(depth_mean(self.logits)[:, None], np.array([self.record.weight]), self.record.intercept)
 
 
-def fit_context_probe(
-    name: ContextName,
-    readouts: Readouts,
-    group: Index,
-    rows: Index,
-    folds: int,
-    seed: int,
-    options: FitOptions,
-    least: int = LEAST,
-) -> ContextFit | None:
-    """Learn from ``rows`` [r] of ``readouts`` [n], whose labels say of which it is true; group [n].
-
-    None where a class has fewer than ``least`` groups.
-    """
-    label = readouts.label
-    if any(len(np.unique(group[rows[label[rows] == value]])) < least for value in (0, 1)):
-        return None
-    rows = _balanced(label, group, rows, seed)
-    own = replace(options, c=C[name])
-    crossed = cross_fit(readouts, group, rows, C[name], folds, (seed,), own)
-    probe = refit(readouts, rows, np.arange(len(label)), C[name], own, blank=True)
-    # Weights over layers: whether a passage states the answer is known in the middle of a model and forgotten later.
-    layers = fit_layer_weights(crossed.standardized[0], label[rows], group[rows], folds=folds, seed=seed)
-    probe = replace(probe, scale=probe.scale / layers.weight)
-    logits = probe.standardized
-    logits[rows] = layers.out_of_fold
-    mean = depth_mean(logits[rows])
-    found = fit_classifier(mean[:, None], label[rows])
-    weight = max(float(found.weight[0]), 1e-6)  # a probe that tells nothing must still be a rising map
-    rated = float(auroc(label[rows], mean))
-    record = ContextProbe(name, weight, found.intercept, len(rows), int(label[rows].sum()), rated)
-    return ContextFit(record, probe, logits)
-
-
 @dataclass(frozen=True, eq=False)
 class PromptLabels:
     """What is known of the labelled rows' prompts, [n] each."""
@@ -93,6 +59,40 @@ class PromptLabels:
         return bool(high >= LENGTHS * low)
 
 
+def fit_context_probe(
+    name: ContextName,
+    readouts: Readouts,
+    group: Index,
+    rows: Index,
+    folds: int,
+    seed: int,
+    probe: DepthMeanProbe,
+    least: int = LEAST,
+) -> ContextFit | None:
+    """Learn from ``rows`` [r] of ``readouts`` [n], whose labels say of which it is true; group [n].
+
+    ``probe`` has the options.  None where a class has fewer than ``least`` groups.
+    """
+    label = readouts.label
+    if any(len(np.unique(group[rows[label[rows] == value]])) < least for value in (0, 1)):
+        return None
+    rows = _balanced(label, group, rows, seed)
+    crossed = probe.cross_fit(readouts, group, rows, C[name], folds, (seed,))
+    fit = probe.refit(readouts, rows, np.arange(len(label)), C[name], blank=True)
+    # Weights over layers: whether a passage states the answer is known in the middle of a model and forgotten later.
+    layers = fit_layer_weights(crossed.standardized[0], label[rows], group[rows], folds=folds, seed=seed)
+    fit = replace(fit, scale=fit.scale / layers.weight)
+    logits = fit.standardized
+    logits[rows] = layers.out_of_fold
+    mean = depth_mean(logits[rows])
+    found = fit_classifier(mean[:, None], label[rows])
+    weight = max(float(found.weight[0]), 1e-6)  # a probe that tells nothing must still be a rising map
+    rated = float(auroc(label[rows], mean))
+    return ContextFit(
+        ContextProbe(name, weight, found.intercept, len(rows), int(label[rows].sum()), rated), fit, logits
+    )
+
+
 def fit_passage_probes(
     readouts: Readouts,
     labels: PromptLabels,
@@ -100,28 +100,24 @@ def fit_passage_probes(
     rows: Index,
     folds: int,
     seed: int,
-    options: FitOptions,
+    probe: DepthMeanProbe,
     least: int = LEAST,
 ) -> tuple[ContextFit, ContextFit] | None:
-    """``passage`` and, of the rows with one, ``stated``, learnt from ``rows``.  None where there are too few."""
-    own = _labelled(readouts, labels.passage)
-    passage = fit_context_probe("passage", own, group, rows, folds, seed, options, least)
-    own, inside = _labelled(readouts, labels.stated), rows[labels.passage[rows]]
-    stated = fit_context_probe("stated", own, group, inside, folds, seed, options, least)
+    """Fit ``passage`` and, of the rows with one, ``stated``, learnt from ``rows``.  None where there are too few."""
+    own = replace(readouts, label=labels.passage.astype(np.int64), soft_label=None)
+    passage = fit_context_probe("passage", own, group, rows, folds, seed, probe, least)
+    own, inside = replace(own, label=labels.stated.astype(np.int64)), rows[labels.passage[rows]]
+    stated = fit_context_probe("stated", own, group, inside, folds, seed, probe, least)
     return None if passage is None or stated is None else (passage, stated)
 
 
 def context_columns(fits: Sequence[ContextFit], labels: PromptLabels) -> Floats:
-    """What a classifier reads of ``fit_passage_probes``: [n, 3], or [n, 2], the first of ``CONTEXT_SIGNALS``."""
+    """Return what a classifier reads of ``fit_passage_probes``: [n, 3], or [n, 2], the first of ``CONTEXT_SIGNALS``."""
     assert [fit.record.name for fit in fits] == ["passage", "stated"]
     passage, stated = (fit.probability for fit in fits)
     both = passage * stated
     columns = [passage, both, both * np.log(labels.tokens)]
     return np.stack(columns if labels.tells_length else columns[:2], axis=1)
-
-
-def _labelled(readouts: Readouts, label: NDArray[np.bool_]) -> Readouts:
-    return Readouts(readouts.file, readouts.index, label.astype(np.int64))
 
 
 def _balanced(label: NDArray[np.int64], group: Index, rows: Index, seed: int) -> Index:

@@ -14,6 +14,8 @@ from sklearn.model_selection import StratifiedGroupKFold
 from service.errors import TrainingError
 
 Index = NDArray[np.int64]
+Labels = NDArray[np.integer]
+Pairs = list[tuple[Index, Index]]  # (train, test) positions
 
 
 class OuterFold(NamedTuple):
@@ -25,10 +27,8 @@ class OuterFold(NamedTuple):
     test: Index
 
 
-def outer_folds(
-    label: NDArray[np.integer], group: NDArray[np.integer], *, folds: int, seeds: Sequence[int]
-) -> list[OuterFold]:
-    """Every outer fold of every seed over all rows: label [n], group [n].  Raises what ``group_folds`` raises."""
+def outer_folds(label: Labels, group: Labels, *, folds: int, seeds: Sequence[int]) -> list[OuterFold]:
+    """Return every outer fold of every seed over all rows: label, group [n].  Raises what ``group_folds`` raises."""
     rows = np.arange(len(label))
     return [
         OuterFold(seed, number, train, test)
@@ -37,10 +37,8 @@ def outer_folds(
     ]
 
 
-def group_folds(
-    label: NDArray[np.integer], group: NDArray[np.integer], rows: Index, folds: int, seed: int, *, what: str = "fold"
-) -> list[tuple[Index, Index]]:
-    """(train, test) positions, both inside ``rows``: label [n], group [n], rows [r].
+def group_folds(label: Labels, group: Labels, rows: Index, folds: int, seed: int, *, what: str = "fold") -> Pairs:
+    """Return (train, test) positions, both inside ``rows``: label [n], group [n], rows [r].
 
     Groups are disjoint, every row is tested once, and both sides of every fold have both classes.
     Raises TrainingError: a side of a fold lacks a class; names seed, fold and cure.
@@ -48,22 +46,17 @@ def group_folds(
     pairs = _pairs(label, group, rows, folds, seed, what)
     for number, pair in enumerate(pairs):
         for side, name in zip(pair, ("training", "test"), strict=True):
-            missing = {0: "hallucinated", 1: "factual"}
-            for value in np.unique(label[side]):
-                del missing[int(value)]
+            missing = [word for value, word in enumerate(("hallucinated", "factual")) if value not in label[side]]
             if missing:
-                lacking = " and no ".join(missing.values())
                 raise TrainingError(
-                    f"seed {seed}, {what} {number + 1} of {folds}: the {name} side has no {lacking} row; "
-                    f"give more groups of that class, fewer folds or another seed"
+                    f"seed {seed}, {what} {number + 1} of {folds}: the {name} side has no {' and no '.join(missing)} "
+                    "row; give more groups of that class, fewer folds or another seed"
                 )
     return pairs
 
 
-def usable_folds(
-    label: NDArray[np.integer], group: NDArray[np.integer], rows: Index, folds: int, seed: int, *, what: str = "fold"
-) -> list[tuple[Index, Index]]:
-    """Those of ``group_folds`` whose two sides have both classes; for a choice that need not test every row.
+def usable_folds(label: Labels, group: Labels, rows: Index, folds: int, seed: int, *, what: str = "fold") -> Pairs:
+    """Return those of ``group_folds`` whose two sides have both classes; for a choice that need not test every row.
 
     Raises TrainingError: not one has.
     """
@@ -74,9 +67,7 @@ def usable_folds(
     return usable
 
 
-def _pairs(
-    label: NDArray[np.integer], group: NDArray[np.integer], rows: Index, folds: int, seed: int, what: str
-) -> list[tuple[Index, Index]]:
+def _pairs(label: Labels, group: Labels, rows: Index, folds: int, seed: int, what: str) -> Pairs:
     groups = len(np.unique(group[rows]))
     if groups < folds:
         lower = {"fold": "--folds", "inner fold": "--inner-folds"}.get(what, "the number of folds")

@@ -8,9 +8,8 @@ pulls towards the paper's rule: with sigma_l the deviation of L_l, v_l = w_l sig
 
     minimise   mean_i log(1 + exp(-y_i (v . L_i / sigma + b))) + lambda / 2 |v - (p . v) p|^2,   v >= 0
 
-The level of the weights is free.  Group-disjoint folds choose lambda by AUROC.  The paper's rule, lambda = infinity, is
-left only where the gain over it has an interval above zero: where layers differ little, the best of several lambdas
-loses more to chance than its weights gain.
+The level of the weights is free.  Group-disjoint folds choose lambda by AUROC; the paper's rule, lambda = infinity, is
+left only where the gain over it has an interval above zero.
 """
 
 from __future__ import annotations
@@ -25,8 +24,8 @@ from scipy.optimize import minimize
 from threadpoolctl import threadpool_limits
 
 from service.fitting.folds import group_folds
-from service.fitting.jackknife import gain
-from service.fitting.soft_labels import copies_of
+from service.fitting.probes import weighted_rows
+from service.fitting.scores import gain
 
 Floats = NDArray[np.float64]
 
@@ -50,18 +49,18 @@ def fit_layer_weights(
     *,
     folds: int,
     seed: int,
-    share: Floats | None = None,
+    soft_label: Floats | None = None,
 ) -> LayerWeights:
-    """trajectory [n, m] of unit-norm probes, each row's fitted without it; label, group [n].
+    """Fit on trajectory [n, m] of unit-norm probes, each row's fitted without it; label, group [n].
 
-    ``share`` [n]: soft labels to fit on; the strength is chosen by ``label`` all the same.
-
+    ``soft_label`` [n] is fitted on where there is one; the strength is chosen by ``label`` all the same.
     Raises TrainingError where a fold lacks a class.
     """
     pairs = group_folds(label, group, np.arange(len(label)), folds, seed, what="layer-weight fold")
 
     def fit(rows: NDArray[np.integer], strengths: Sequence[float]) -> list[Floats]:
-        return _path(trajectory[rows], label[rows], None if share is None else share[rows], strengths)
+        soft = None if soft_label is None else soft_label[rows]
+        return _path(trajectory[rows], label[rows], soft, strengths)
 
     with threadpool_limits(1):  # sums in one order, whatever the number of cores
         paths = [fit(train, STRENGTHS) for train, _ in pairs]
@@ -78,17 +77,15 @@ def fit_layer_weights(
 
 
 def _path(
-    trajectory: Floats, label: NDArray[np.integer], share: Floats | None, strengths: Sequence[float]
+    trajectory: Floats, label: NDArray[np.integer], soft_label: Floats | None, strengths: Sequence[float]
 ) -> list[Floats]:
     """The weights [m] at each strength, each begun where the last one ended."""
-    copies = copies_of(label, share)
+    made = weighted_rows(label, soft_label)
     sigma = trajectory.std(axis=0)
     sigma = np.where(sigma > 0, sigma, 1.0)  # a layer that tells nothing is left alone by the data
-    rows = (trajectory / sigma)[copies.row]
-    sign = np.where(copies.label == 1, 1.0, -1.0)
-    count = copies.weight / copies.weight.sum()
-    centre = count @ rows
-    rows = rows - centre
+    rows = (trajectory / sigma)[made.row]
+    sign, count = np.where(made.label == 1, 1.0, -1.0), made.weight / made.weight.sum()
+    rows = rows - count @ rows
     paper = sigma / np.linalg.norm(sigma)
 
     def loss(point: Floats, strength: float) -> tuple[float, Floats]:
@@ -98,13 +95,12 @@ def _path(
         slope = -count * sign * np.exp(-np.logaddexp(0.0, margin))
         return float(value), np.append(rows.T @ slope + strength * away, slope.sum())
 
-    found = []
-    point = np.append(paper * 1e-3, 0.0)
+    found, point = [], np.append(paper * 1e-3, 0.0)
+    bounds = [(0.0, None)] * len(sigma) + [(None, None)]
     for strength in strengths:
         if math.isinf(strength):
             found.append(np.ones(len(sigma)))
             continue
-        bounds = [(0.0, None)] * len(sigma) + [(None, None)]
         point = minimize(loss, point, (strength,), "L-BFGS-B", jac=True, bounds=bounds, options={"maxiter": 500}).x
         weight = point[:-1] / sigma
         weight = np.maximum(weight, FLOOR * weight.mean()) if weight.any() else np.ones(len(sigma))

@@ -1,85 +1,287 @@
-"""Is a risk a probability?  Slope and intercept of Cox's logistic recalibration, with intervals over groups.
+"""Strictly increasing maps from risk to risk, fitted on labelled rows; which of them is as good as the best.
 
-log odds of hallucinated = intercept + slope x log odds of the risk (Cox 1958, Biometrika 45, 562-565): slope 1 and
-intercept 0 are perfect; a slope below 1 says that risks are too extreme, an intercept above 0 that they are too low
-around one half.
+Every candidate's log loss is taken on rows that it was not fitted on, of groups that it has not seen.  The simplest
+candidate whose loss is within one standard error of the best one's is chosen; errors and intervals are by jackknife
+over groups, and the error is of the difference.  ``cox_line`` says how far a risk is from a probability.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 from scipy.special import expit, logit
+from sklearn.isotonic import isotonic_regression
 
-from service.fitting.calibration import fit_classifier
-from service.fitting.jackknife import t_interval
+from probes_store.records import EDGE, Method, Recalibration
+from service.fitting.estimator import fit_classifier
+from service.fitting.folds import Pairs, group_folds
+from service.fitting.scores import ConfidenceInterval, squared_calibration_error, standard_error, t_interval
 
 Floats = NDArray[np.floating]
 Labels = NDArray[np.integer]
+MapFit = Callable[[Labels, Floats], Recalibration | None]
 
-KEYS = ("calibration_slope", "calibration_intercept")
-_EXTREME = 1e-9  # risks are kept this far from 0 and 1, whose log odds are infinite
+FOLDS = 5
+SEEDS = (0, 1, 2)  # shuffles of the folds; losses are averaged over them
+COX_KEYS = ("calibration_slope", "calibration_intercept")
+_ROUNDING = 1e-9  # of a loss: less is no difference
+_EXTREME = 1e-9  # Cox's risks are kept this far from 0 and 1, whose log odds are infinite
+_WIDEST = 60.0  # largest change of the log odds that is looked for
+_STEPS = 60  # of a bisection
+_TAIL = 0.99  # of the last value that is kept at the end of the scale: risks beyond all rows stay in order
 
 
-class Line(NamedTuple):
-    """Of one set of risks; 1 and 0 are perfect."""
+def fit_intercept(label: Labels, risk: Floats) -> Recalibration | None:
+    """Return the change of the log odds of greatest likelihood: then the mean risk is the share of hallucinated rows.
+
+    A bisection to the last bit, as the result is part of a served risk.
+    """
+    x, bad = _log_odds(risk), np.asarray(label) == 0
+    if not bad.any() or bad.all():
+        return None
+    low, high = -_WIDEST, _WIDEST
+    for _ in range(_STEPS):
+        middle = (low + high) / 2
+        low, high = (middle, high) if expit(x + middle).sum() < bad.sum() else (low, middle)
+    return Recalibration("intercept", c=(low + high) / 2)
+
+
+def fit_platt(label: Labels, risk: Floats) -> Recalibration | None:
+    """Return slope and intercept of the log odds (Cox 1958, Platt 1999); None where risks do not rise with label 0."""
+    weight, intercept = _logistic(label, _log_odds(risk)[:, None])
+    slope = float(weight[0])
+    return Recalibration("platt", slope, slope, intercept) if slope > 0 else None
+
+
+def fit_beta(label: Labels, risk: Floats) -> Recalibration | None:
+    """Return Kull, Silva Filho and Flach's map (2017): logistic regression on log(risk) and -log(1 - risk), a, b >= 0.
+
+    A coefficient that comes out negative is 0 and the other is fitted alone, as in the paper.
+    """
+    inside = np.clip(np.asarray(risk, np.float64), EDGE, 1 - EDGE)
+    features = np.stack([np.log(inside), -np.log1p(-inside)], axis=1)
+    kept = [0, 1]
+    while kept:
+        weight, intercept = _logistic(label, features[:, kept])
+        if (weight > 0).all():
+            a, b = (float(weight[kept.index(place)]) if place in kept else 0.0 for place in (0, 1))
+            return Recalibration("beta", a, b, intercept)
+        kept.remove(kept[int(weight.argmin())])
+    return None
+
+
+def fit_isotonic(label: Labels, risk: Floats) -> Recalibration | None:
+    """Return pool-adjacent-violators, linear between its blocks' means, so that rows of one block keep their order.
+
+    Values are drawn towards the rows' share by one row's weight: a block without an error is no proof of risk 0.
+    None where one block has all rows.
+    """
+    order = np.argsort(risk, kind="stable")
+    x, bad = np.asarray(risk, np.float64)[order], (np.asarray(label)[order] == 0).astype(np.float64)
+    levels, place, size = np.unique(x, return_inverse=True, return_counts=True)
+    fitted = isotonic_regression(np.bincount(place, bad) / size, sample_weight=size.astype(np.float64))
+    values, block = np.unique(fitted.round(12), return_inverse=True)
+    if len(values) < 2:
+        return None
+    centres = np.bincount(block, levels * size) / np.bincount(block, size)
+    values = (values * len(x) + bad.mean()) / (len(x) + 1)
+    knots = np.concatenate([[0.0], centres, [1.0]])
+    ends = np.concatenate([[_TAIL * values[0]], values, [1 - _TAIL * (1 - values[-1])]])
+    inner = np.concatenate([[True], (centres > 0) & (centres < 1), [True]])
+    return Recalibration("isotonic", knots=tuple(knots[inner].tolist()), values=tuple(ends[inner].tolist()))
+
+
+FITS: dict[Method, MapFit] = {  # from simple to flexible
+    "intercept": fit_intercept,
+    "platt": fit_platt,
+    "beta": fit_beta,
+    "isotonic": fit_isotonic,
+}
+
+
+def _logistic(label: Labels, features: NDArray[np.float64]) -> tuple[Floats, float]:
+    """Weights and intercept of P(hallucinated): features [n, k] -> [k]."""
+    classifier = fit_classifier(features, np.asarray(label))  # of factual: every sign turns
+    return -classifier.weight, -classifier.intercept
+
+
+def _log_odds(risk: Floats, edge: float = EDGE) -> NDArray[np.float64]:
+    return np.asarray(logit(np.clip(np.asarray(risk, np.float64), edge, 1 - edge)))
+
+
+@dataclass(frozen=True, eq=False)
+class MapCandidate:
+    """One way to recalibrate, and how it did on rows that it was not fitted on."""
+
+    name: Method | Literal["identity"]
+    map: Recalibration | None  # fitted on all rows; None: the risk as it is
+    held_out: Floats  # [seeds, n] risks by maps that were fitted without the row's group
+    loss: Floats  # [n] negative log likelihood in nats, mean over seeds
+    log_loss: float
+    log_loss_interval: ConfidenceInterval
+    gain: float  # in log loss, over the risk as it is
+    gain_interval: ConfidenceInterval
+    error: float  # debiased calibration error
+    error_interval: ConfidenceInterval
+
+
+@dataclass(frozen=True, eq=False)
+class ChosenMap:
+    """All candidates, from simple to flexible, and the one that was taken."""
+
+    candidates: tuple[MapCandidate, ...]
+    chosen: MapCandidate
+    best: MapCandidate  # of the least loss
+    left_out: tuple[str, ...]  # candidates without a fit that keeps the order of risks
+
+    @property
+    def before(self) -> MapCandidate:
+        """The risk as it is."""
+        return self.candidates[0]
+
+
+def choose_map(
+    label: Labels, risk: Floats, group: Labels, prior_shift: MapFit | None = None, seed: int = 0
+) -> ChosenMap:
+    """Judge every candidate on labelled rows: label, risk, group [n].
+
+    ``prior_shift`` fits a map from the traffic and the labelled rows it is given.
+    Raises TrainingError where a fold would lack a class.
+    """
+    fits: dict[Method, MapFit] = FITS if prior_shift is None else {"prior_shift": prior_shift, **FITS}
+    folds = [group_folds(label, group, np.arange(len(label)), FOLDS, shuffle + seed) for shuffle in SEEDS]
+    unchanged = np.tile(risk, (len(SEEDS), 1))
+    before = _loss(label, unchanged)
+    candidates, left_out = [_candidate("identity", None, unchanged, label, before, group)], []
+    for name, fit in fits.items():
+        whole, held_out = fit(label, risk), _held_out(fit, label, risk, folds)
+        if whole is None or held_out is None:
+            left_out.append(name)
+        else:
+            candidates.append(_candidate(name, whole, held_out, label, before, group))
+    best = min(candidates, key=lambda one: one.log_loss)
+    chosen = next(
+        one
+        for one in candidates
+        if one.log_loss - best.log_loss <= standard_error(_means_without(one.loss - best.loss, group)) + _ROUNDING
+    )
+    return ChosenMap(tuple(candidates), chosen, best, tuple(left_out))
+
+
+def _held_out(fit: MapFit, label: Labels, risk: Floats, folds: Sequence[Pairs]) -> Floats | None:
+    """Risks by maps that were fitted without the row's group, [seeds, n]; None where a fold has no map."""
+    table = np.empty((len(folds), len(label)))
+    for place, pairs in enumerate(folds):
+        for train, test in pairs:
+            made = fit(label[train], risk[train])
+            if made is None:
+                return None
+            table[place, test] = made(risk[test])
+    return table
+
+
+def _loss(label: Labels, risks: Floats) -> Floats:
+    """-log P(what happened), mean over seeds: risks [seeds, n] -> [n]."""
+    inside = np.clip(risks, EDGE, 1 - EDGE)
+    return np.asarray(np.where(np.asarray(label) == 0, -np.log(inside), -np.log1p(-inside)).mean(axis=0))
+
+
+def _candidate(
+    name: Method | Literal["identity"],
+    made: Recalibration | None,
+    held_out: Floats,
+    label: Labels,
+    before: Floats,
+    group: Labels,
+) -> MapCandidate:
+    loss = _loss(label, held_out)
+    folds = None if made is None else FOLDS
+    squared, without = squared_calibration_error(label, held_out[0], group)
+    gained = before - loss
+    low, high = (float(np.sqrt(max(0.0, end))) for end in t_interval(squared, without, folds))
+    return MapCandidate(
+        name=name,
+        map=made,
+        held_out=held_out,
+        loss=loss,
+        log_loss=float(loss.mean()),
+        log_loss_interval=t_interval(float(loss.mean()), _means_without(loss, group), folds),
+        gain=float(gained.mean()),
+        gain_interval=t_interval(float(gained.mean()), _means_without(gained, group), folds),
+        error=float(np.sqrt(max(0.0, squared))),
+        error_interval=ConfidenceInterval(low, high),
+    )
+
+
+def _means_without(values: Floats, group: Labels) -> NDArray[np.float64]:
+    """The mean without each group: values, group [n] -> [G]."""
+    member = np.unique(group, return_inverse=True)[1]
+    return np.asarray((values.sum() - np.bincount(member, values)) / (len(values) - np.bincount(member)))
+
+
+# --- how far a risk is from a probability ---
+
+
+class CoxLine(NamedTuple):
+    """log odds of hallucinated = intercept + slope x log odds of the risk (Cox 1958, Biometrika 45, 562-565).
+
+    Slope 1 and intercept 0 are perfect; a slope below 1 says that risks are too extreme, an intercept above 0 that they
+    are too low around one half.
+    """
 
     slope: float
     intercept: float
 
 
-def recalibrate(label: Labels, risk: Floats) -> Line | None:
-    """label, risk [n].  None where no finite line fits best: the risks separate the classes, or are all alike."""
-    x, bad = _log_odds(risk), np.asarray(label) == 0
+def fit_cox_line(label: Labels, risk: Floats) -> CoxLine | None:
+    """Return the line of label, risk [n]; None where the risks separate the classes, or are all alike."""
+    x, bad = _log_odds(risk, _EXTREME), np.asarray(label) == 0
     if not bad.any() or bad.all() or x[bad].max() <= x[~bad].min() or x[~bad].max() <= x[bad].min():
         return None
-    classifier = fit_classifier(x[:, None], np.asarray(label))  # of factual: both signs turn
-    return Line(-float(classifier.weight[0]), -classifier.intercept)
+    weight, intercept = _logistic(label, x[:, None])
+    return CoxLine(float(weight[0]), intercept)
 
 
-def recalibration(label: Labels, group: NDArray[np.integer], risks: Floats, folds: int | None = None) -> dict[str, Any]:
-    """By ``KEYS``, mean and deviation over seeds, low and high of a 95 % interval of the mean: risks [seeds, n].
+def cox_line(label: Labels, group: Labels, risks: Floats, folds: int | None = None) -> dict[str, Any]:
+    """Return by ``COX_KEYS`` mean and deviation over seeds, low and high of a 95 % interval: risks [seeds, n].
 
     label, group [n]; ``folds`` of the cross-validation that the risks are from, None for rows that no fit has seen.
-    None where a seed has no line.  The interval is by jackknife over groups (``jackknife``).  Without a group the line
-    is found by one Newton step from the whole data's (Shao and Tu 1995, The Jackknife and Bootstrap): it needs only
-    sums over groups, and stays finite where the rest is separable; no low and high where it has no step.
+    None where a seed has no line.  The interval is a jackknife's over groups.  Without a group the line is found by one
+    Newton step from the whole data's (Shao and Tu 1995, The Jackknife and Bootstrap): it needs only sums over groups,
+    and stays finite where the rest is separable; no low and high where it has no step.
     """
-    lines = [recalibrate(label, risk) for risk in risks]
+    lines = [fit_cox_line(label, risk) for risk in risks]
     if any(line is None for line in lines):
-        return dict.fromkeys(KEYS)
-    found = np.array([(line.intercept, line.slope) for line in lines if line is not None])  # [seeds, 2]
+        return dict.fromkeys(COX_KEYS)
+    found = np.array(lines, np.float64)  # [seeds, 2]
     table: dict[str, Any] = {
         key: {"mean": float(column.mean()), "std": float(column.std())}
-        for key, column in zip(KEYS, (found[:, 1], found[:, 0]), strict=True)
+        for key, column in zip(COX_KEYS, found.T, strict=True)
     }
-    without = _without(np.asarray(label) == 0, group, risks, found)
+    without = _lines_without(np.asarray(label) == 0, group, risks, found)
     if without is not None:
-        for key, column in zip(KEYS, (without[:, 1], without[:, 0]), strict=True):
+        for key, column in zip(COX_KEYS, without.T, strict=True):
             table[key] |= t_interval(table[key]["mean"], column, folds)._asdict()
     return table
 
 
-def _without(bad: NDArray[np.bool_], group: NDArray[np.integer], risks: Floats, found: Floats) -> Floats | None:
-    """Mean over seeds of (intercept, slope) without each group, [groups, 2]; None where a step has no finite end."""
+def _lines_without(bad: NDArray[np.bool_], group: Labels, risks: Floats, found: Floats) -> Floats | None:
+    """Mean over seeds of (slope, intercept) without each group, [groups, 2]; None where a step has no finite end."""
     names, member = np.unique(group, return_inverse=True)
     steps = []
-    for risk, (intercept, slope) in zip(risks, found, strict=True):
-        x = _log_odds(risk)
+    for risk, (slope, intercept) in zip(risks, found, strict=True):
+        x = _log_odds(risk, _EXTREME)
         p = expit(intercept + slope * x)
         rest, spread = bad - p, p * (1 - p)
         steps.append([np.bincount(member, part) for part in (rest, rest * x, spread, spread * x, spread * x * x)])
-    sums = np.array(steps).transpose(2, 0, 1).reshape(len(names), -1)  # gradient and Hessian by group: [G, seeds x 5]
-    left = (sums.sum(axis=0) - sums).reshape(len(names), len(risks), 5)
-    g0, g1, h00, h01, h11 = np.moveaxis(left, 2, 0)
+    sums = np.array(steps)  # gradient and Hessian by group: [seeds, 5, G]
+    g0, g1, h00, h01, h11 = (sums.sum(axis=2, keepdims=True) - sums).transpose(1, 2, 0)  # [G, seeds] each
     determinant = h00 * h11 - h01**2
     if len(names) < 2 or not (determinant > 1e-9 * h00 * h11).all():
         return None
-    step = np.stack([h11 * g0 - h01 * g1, h00 * g1 - h01 * g0], axis=-1) / determinant[..., None]
+    step = np.stack([h00 * g1 - h01 * g0, h11 * g0 - h01 * g1], axis=-1) / determinant[..., None]
     return np.asarray((found + step).mean(axis=1))
-
-
-def _log_odds(risk: Floats) -> NDArray[np.float64]:
-    return np.asarray(logit(np.clip(np.asarray(risk, np.float64), _EXTREME, 1 - _EXTREME)))

@@ -1,27 +1,56 @@
-"""Scores of a risk: ranking, calibration, what a threshold does.
+"""Scores of a risk (ranking, calibration, what a threshold does) and their 95 % intervals over groups.
 
 Labels: 1 factual, 0 hallucinated.  A risk is P(hallucinated).  AUPRC is given with either class as the positive one,
 because the paper does not say which it uses.
+
+An interval is a jackknife's (Tukey 1958) that leaves out one group after the other, with Student's t of groups - 1
+degrees of freedom.  It changes no fit; what another training set would have changed is allowed for by a factor on the
+variance, 1 / (1 - share of the rows in a test side), in the manner of Nadeau and Bengio (2003, Mach. Learn. 52,
+239-281).  How often the intervals cover was measured: ``benchmarks/LOG.md``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy.special import expit, logit
+from scipy.stats import beta, t
 from sklearn.metrics import average_precision_score, brier_score_loss
 
 Labels = NDArray[np.integer]
 Floats = NDArray[np.floating]
+Index = NDArray[np.integer]
+Tests = Sequence[tuple[Index, Floats]]  # test sides: rows and their risks
 
 ECE_BINS = 15
 ROWS_A_BIN = 20  # at least, where bins are shown: a share of fewer rows says little
 SUMMARY = ("auroc", "auprc_hallucinated", "auprc_factual", "brier", "ece")
+TAILS = np.array([0.025, 0.975])
+RESAMPLES = 1_000
+_TOGETHER = 256  # rows whose pairs are looked at in one go
+
+
+class ConfidenceInterval(NamedTuple):
+    """Ends of a 95 % interval."""
+
+    low: float
+    high: float
+
+
+class Gain(NamedTuple):
+    """AUROC of one score minus that of another, with the ends of its 95 % interval."""
+
+    difference: float
+    low: float
+    high: float
+    p_value: float  # two-sided, of "there is no difference"
 
 
 def auroc(label: Labels, score: Floats) -> float:
-    """P(score of a factual row > score of a hallucinated row), ties count half: label [N], score [N].
+    """Return P(score of a factual row > score of a hallucinated row), ties count half: label [N], score [N].
 
     ``score`` rises with factuality (a truth logit).  ValueError where a class is missing.
     """
@@ -33,12 +62,12 @@ def auroc(label: Labels, score: Floats) -> float:
 
 
 def risk_auroc(label: Labels, risk: Floats) -> float:
-    """AUROC of a risk, which rises with hallucination; hallucinated is the positive class."""
+    """Return the AUROC of a risk, which rises with hallucination; hallucinated is the positive class."""
     return auroc(label, -np.asarray(risk))
 
 
 def auprc(label: Labels, risk: Floats, *, positive: int) -> float:
-    """Average precision with ``positive`` 0 (hallucinated, ranked by risk) or 1 (factual, ranked by 1 - risk)."""
+    """Return the average precision with ``positive`` 0 (hallucinated, ranked by risk) or 1 (factual)."""
     if positive not in (0, 1):
         raise ValueError(f"positive must be 0 (hallucinated) or 1 (factual), not {positive}")
     _two_classes(label)
@@ -46,16 +75,10 @@ def auprc(label: Labels, risk: Floats, *, positive: int) -> float:
     return float(average_precision_score(label == positive, score))
 
 
-def brier(label: Labels, risk: Floats) -> float:
-    """Mean squared difference between the risk and the truth (1 hallucinated)."""
-    return float(brier_score_loss(1 - np.asarray(label), risk, pos_label=1))
-
-
 def equal_mass_bins(risk: Floats, bins: int = ECE_BINS) -> NDArray[np.int64]:
-    """The bin of each row, 0 and up without gaps: risk [n] -> [n].
+    """Return the bin of each row, 0 and up without gaps: risk [n] -> [n].
 
-    Rows are sorted by risk and cut into ``bins`` runs of (nearly) equal length; equal risks share the bin of the first
-    of them, so the order of rows does not matter.
+    Runs of (nearly) equal length of the sorted rows; equal risks share the bin of the first of them.
     """
     values = np.asarray(risk, np.float64)
     first = np.searchsorted(np.sort(values), values, side="left")
@@ -65,7 +88,7 @@ def equal_mass_bins(risk: Floats, bins: int = ECE_BINS) -> NDArray[np.int64]:
 def reliability(
     label: Labels, risk: Floats, bins: int = ECE_BINS
 ) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.int64]]:
-    """Mean risk, share hallucinated and size of each of ``equal_mass_bins``, [b <= bins]."""
+    """Return mean risk, share hallucinated and size of each of ``equal_mass_bins``, [b <= bins]."""
     order = np.argsort(risk, kind="stable")
     ranked = np.asarray(risk, np.float64)[order]
     index = equal_mass_bins(ranked, bins)
@@ -75,33 +98,46 @@ def reliability(
 
 
 def shown_bins(count: int) -> int:
-    """How many bins a plot of ``count`` rows has: as ECE where each has ``ROWS_A_BIN``, else fewer, at least one."""
+    """Return how many bins a plot of ``count`` rows has: as ECE where each has ``ROWS_A_BIN``, else fewer."""
     return max(1, min(ECE_BINS, count // ROWS_A_BIN))
 
 
 def ece(label: Labels, risk: Floats, bins: int = ECE_BINS) -> float:
-    """Expected calibration error over equal-mass bins: sum_b n_b / N |mean risk - share hallucinated|."""
+    """Return the expected calibration error, sum_b n_b / N |mean risk - share hallucinated|, of equal-mass bins."""
     predicted, observed, size = reliability(label, risk, bins)
     return float(np.sum(size * np.abs(predicted - observed)) / np.sum(size))
 
 
-def debiased_calibration_error(label: Labels, risk: Floats, bins: int = ECE_BINS) -> float:
-    """Root of the squared calibration error over equal-mass bins without what chance adds (Kumar et al. 2019).
+def squared_calibration_error(
+    label: Labels, risk: Floats, group: Index, bins: int = ECE_BINS
+) -> tuple[float, NDArray[np.float64]]:
+    """Return the squared calibration error less what chance adds (Kumar et al. 2019): of all rows, without each group.
 
-    Of each bin the squared difference minus the variance of its observed share, y (1 - y) / (n - 1); 0 where the sum is
-    negative.  Bins of a single row tell nothing and are left out.
+    Of each equal-mass bin the squared difference minus the variance of its observed share, y (1 - y) / (n - 1); bins of
+    one row are left out.  label, risk, group [n] -> a number and [G], perhaps below 0.
     """
-    predicted, observed, size = reliability(label, risk, bins)
+    bin_of, member = equal_mass_bins(risk, bins), np.unique(group, return_inverse=True)[1]
+    shape = (int(member.max()) + 1, int(bin_of.max()) + 1)
+    place = member * shape[1] + bin_of
+    parts = np.ones(len(place)), (np.asarray(label) == 0).astype(np.float64), np.asarray(risk, np.float64)
+    sums = np.stack([np.bincount(place, part, shape[0] * shape[1]).reshape(shape) for part in parts])  # [3, G, bins]
+    whole = sums.sum(axis=1, keepdims=True)
+    size, wrong, total = np.concatenate([whole, whole - sums], axis=1).round(9)  # [1 + G, bins]
     kept = size > 1
-    if not kept.any():
-        return 0.0
-    predicted, observed, size = predicted[kept], observed[kept], size[kept]
-    squared = (predicted - observed) ** 2 - observed * (1 - observed) / (size - 1)
-    return float(np.sqrt(max(0.0, float(np.sum(size * squared) / np.sum(size)))))
+    safe = np.where(kept, size, 2.0)
+    observed, predicted = wrong / safe, total / safe
+    squared = (predicted - observed) ** 2 - observed * (1 - observed) / (safe - 1)
+    found = (kept * size * squared).sum(axis=1) / np.maximum((kept * size).sum(axis=1), 1.0)
+    return float(found[0]), found[1:]
+
+
+def debiased_calibration_error(label: Labels, risk: Floats, bins: int = ECE_BINS) -> float:
+    """Return the root of ``squared_calibration_error``; 0 where that is negative."""
+    return float(np.sqrt(max(0.0, squared_calibration_error(label, risk, np.zeros(len(risk), np.int64), bins)[0])))
 
 
 def at_threshold(label: Labels, risk: Floats, threshold: float) -> dict[str, float]:
-    """What a gate at ``threshold`` does: share answered, wrong among the answered (0 where none is), right withheld.
+    """Return what a gate does: share answered, wrong among the answered (0 where none is), right withheld.
 
     label [n], risk [n]; or risk [seeds, n], of which every seed's rows count.
     """
@@ -115,18 +151,14 @@ def at_threshold(label: Labels, risk: Floats, threshold: float) -> dict[str, flo
 
 
 def coverage_curve(label: Labels, risk: Floats) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Share answered and share wrong among the answered, [n] each, where the lowest risks are answered first."""
+    """Return share answered and share wrong among the answered, [n] each, lowest risks answered first."""
     wrong = 1.0 - np.asarray(label, np.float64)[np.argsort(risk, kind="stable")]
     count = np.arange(1, len(wrong) + 1)
     return count / len(wrong), np.cumsum(wrong) / count
 
 
 def within_stratum_auroc(label: Labels, risk: Floats, strata: Sequence[Hashable]) -> float | None:
-    """AUROC among rows of the same stratum: mean over strata weighted by their (hallucinated, factual) pairs.
-
-    It measures what remains once the stratum, such as the kind of question, is known.  None if no stratum has both
-    classes.
-    """
+    """Return the AUROC among rows of a stratum: mean weighted by (hallucinated, factual) pairs; None without any."""
     codes: dict[Hashable, int] = {}
     index = np.array([codes.setdefault(stratum, len(codes)) for stratum in strata])
     total = pairs = 0.0
@@ -140,15 +172,12 @@ def within_stratum_auroc(label: Labels, risk: Floats, strata: Sequence[Hashable]
 
 
 def summary(label: Labels, risk: Floats) -> dict[str, float]:
-    """Every score of one set of risks, by the names in ``SUMMARY``.
-
-    Accuracy is none of them: where most answers are wrong, to call all of them wrong has a higher one than any gate.
-    """
+    """Return every score of one set of risks, by the names in ``SUMMARY``."""
     return {
         "auroc": risk_auroc(label, risk),
         "auprc_hallucinated": auprc(label, risk, positive=0),
         "auprc_factual": auprc(label, risk, positive=1),
-        "brier": brier(label, risk),
+        "brier": float(brier_score_loss(1 - np.asarray(label), risk, pos_label=1)),
         "ece": ece(label, risk),
     }
 
@@ -159,3 +188,119 @@ def _two_classes(label: Labels) -> NDArray[np.int64]:
     if not ones or not zeros or ones + zeros != len(values):
         raise ValueError(f"both classes (1 factual, 0 hallucinated) are needed, found {sorted(set(values.tolist()))}")
     return values
+
+
+# --- intervals ---
+
+
+def jeffreys(share: float, trials: float) -> ConfidenceInterval:
+    """Return the interval of a share of so many trials (Brown, Cai and DasGupta 2001, Statist. Sci. 16(2), 101-133)."""
+    low, high = np.asarray(beta.ppf(TAILS, share * trials + 0.5, (1 - share) * trials + 0.5))
+    return ConfidenceInterval(0.0 if share == 0 else float(low), 1.0 if share == 1 else float(high))
+
+
+def effective_groups(group: Index) -> float:
+    """Return Kish's effective number of groups, (sum n_g)^2 / sum n_g^2: group [n]."""
+    size = np.unique(group, return_counts=True)[1].astype(np.float64)
+    return float(size.sum() ** 2 / (size**2).sum())
+
+
+def share_interval(share: float, group: Index) -> ConfidenceInterval:
+    """Return Jeffreys' interval of a share of rows in ``group`` [n], taking rows of a group as copies of each other."""
+    return jeffreys(share, effective_groups(group))
+
+
+def group_draws(group: Index, seed: int = 0) -> Iterator[NDArray[np.float64]]:
+    """Yield ``RESAMPLES`` bootstrap draws of whole groups: how often each row of ``group`` [n] counts, [n]."""
+    names, member = np.unique(group, return_inverse=True)
+    rng = np.random.default_rng(seed)
+    for _ in range(RESAMPLES):
+        yield np.bincount(rng.integers(0, len(names), len(names)), minlength=len(names))[member].astype(np.float64)
+
+
+def standard_error(without: Floats) -> float:
+    """Return the jackknife's standard error: ``without`` [groups] are the values with each group left out."""
+    count = len(without)
+    return float(np.sqrt((count - 1) / count * np.sum((without - without.mean()) ** 2)))
+
+
+def t_interval(value: float, without: Floats, folds: int | None = None) -> ConfidenceInterval:
+    """Return the interval of any figure: ``without`` [groups] are its values with each group left out.
+
+    ``folds``: the figure is of a cross-validation; None: of rows that no fit has seen.
+    """
+    error = standard_error(without) * (1 if folds is None else np.sqrt(folds / (folds - 1)))
+    low, high = value + t.ppf(TAILS, len(without) - 1) * error
+    return ConfidenceInterval(float(low), float(high))
+
+
+def auroc_interval(label: Index, group: Index, tests: Tests) -> ConfidenceInterval:
+    """Return the interval of the mean AUROC over test sides that have both classes: label, group [n].
+
+    On the scale of its log odds, so that it stays within 0 and 1.
+    """
+    value, without = _mean_auroc(label, group, tests)
+    if not np.isfinite(without).all() or len(without) < 2:
+        return ConfidenceInterval(0.0, 1.0)  # nothing is known
+    if value in (0.0, 1.0):  # no group's absence changes it: as many trials as groups have the rarer class
+        return jeffreys(value, min(len(np.unique(group[label == wanted])) for wanted in (0, 1)))
+    error = standard_error(without) * np.sqrt(_refitting(tests)) / (value * (1 - value))
+    low, high = expit(logit(value) + t.ppf(TAILS, len(without) - 1) * error)
+    return ConfidenceInterval(float(low), float(high))
+
+
+def gain(label: Index, group: Index, one: Tests, other: Tests) -> Gain:
+    """Return the mean AUROC of ``one`` less that of ``other``, on the same test sides: label, group [n]."""
+    (value, without), (base, base_without) = (_mean_auroc(label, group, tests) for tests in (one, other))
+    difference, apart = value - base, without - base_without
+    if not np.isfinite(apart).all() or len(apart) < 2:
+        return Gain(difference, -1.0, 1.0, 1.0)  # nothing is known
+    if np.abs(apart).max() < 1e-12:  # equal rankings
+        return Gain(0.0, 0.0, 0.0, 1.0)
+    error = standard_error(apart) * np.sqrt(_refitting(one))
+    if error < 1e-12:  # both rank every pair alike, one of them for the worse: how sure that is cannot be told
+        return Gain(difference, -1.0, 1.0, 1.0)
+    low, high = np.clip(difference + t.ppf(TAILS, len(apart) - 1) * error, -1, 1)
+    return Gain(difference, float(low), float(high), float(2 * t.sf(abs(difference) / error, len(apart) - 1)))
+
+
+def _refitting(tests: Tests) -> float:
+    """The factor on the variance; 1 for a single test side, which is rows that no fit has seen."""
+    rows = len(np.unique(np.concatenate([side for side, _ in tests])))
+    share = float(np.mean([len(side) for side, _ in tests])) / rows
+    return 1.0 if share == 1 else 1 / (1 - share)
+
+
+def _mean_auroc(label: Index, group: Index, tests: Tests) -> tuple[float, NDArray[np.float64]]:
+    """The mean AUROC over test sides, and its values without each group [groups]; NaN where no side has a pair."""
+    rows = np.concatenate([side for side, _ in tests])
+    names, member = np.unique(np.asarray(group)[rows], return_inverse=True)
+    ends = np.cumsum([len(side) for side, _ in tests])
+    bad = np.asarray(label) == 0
+    sides = [
+        _auroc_without(bad[side], np.asarray(risk, np.float64), of_side, len(names))
+        for (side, risk), of_side in zip(tests, np.split(member, ends[:-1]), strict=True)
+    ]
+    found = np.array([[value, *without] for value, without in sides])  # [sides, 1 + groups]
+    count = np.isfinite(found).sum(axis=0)
+    means = np.where(count > 0, np.nansum(found, axis=0) / np.maximum(count, 1), np.nan)
+    return float(means[0]), means[1:]
+
+
+def _auroc_without(
+    bad: NDArray[np.bool_], risk: Floats, member: Index, groups: int
+) -> tuple[float, NDArray[np.float64]]:
+    """AUROC of one test side, and without each group [groups]: all but its rows' pairs.  NaN: no pairs."""
+    low, of_low = risk[~bad], member[~bad]
+    lost, total = np.zeros(groups), 0.0
+    for part in np.array_split(np.flatnonzero(bad), bad.sum() // _TOGETHER + 1):
+        won = (np.sign(risk[part][:, None] - low) + 1) / 2  # pairs of rows that are ranked right, ties half
+        inside = np.where(member[part][:, None] == of_low, won, 0.0).sum(axis=1)  # counted by both of their rows
+        lost += np.bincount(member[part], won.sum(axis=1) - inside, groups)
+        lost += np.bincount(of_low, won.sum(axis=0), groups)
+        total += won.sum()
+    hallucinated, factual = (np.bincount(member[side], minlength=groups) for side in (bad, ~bad))
+    pairs = (bad.sum() - hallucinated) * ((~bad).sum() - factual)
+    without = np.divide(total - lost, pairs, out=np.full(groups, np.nan), where=pairs > 0)
+    whole = int(bad.sum()) * int((~bad).sum())
+    return (float(total) / whole if whole else np.nan), without

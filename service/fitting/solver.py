@@ -10,7 +10,7 @@ gradients are two matrix products; standardisation is folded into the weights.
 
 The method is accelerated proximal Newton with one curvature for everything, H = Z' S Z / 4, which bounds the logistic
 loss's from above (and is exact at w = 0, where every problem starts).  So a step needs no line search and never goes
-up; H is computed once per head and partition and shared by the whole path of C; the inner problem is ``quadratic``.  A
+up; H is computed once per head and partition and shared by the whole path of C.  ``descend`` is the inner problem.  A
 problem stops at a relative duality gap of ``GAP``: its objective is that close to the optimum, whatever the data.
 """
 
@@ -22,9 +22,8 @@ from dataclasses import dataclass, fields
 
 import numpy as np
 import torch
+from numba import njit
 from numpy.typing import NDArray
-
-from service.fitting.quadratic import descend, descend_batched
 
 Floats = NDArray[np.float64]
 Tensor = torch.Tensor
@@ -65,32 +64,20 @@ class _Scaled:
 
 
 def solve(
-    rows: NDArray[np.float32],
-    label: NDArray[np.integer],
-    weight: Floats,
-    partition: NDArray[np.integer],
-    c: Floats,
-    *,
-    device: torch.device | str = "cpu",
-    together: bool | None = None,
+    rows: NDArray[np.float32], label: NDArray[np.integer], weight: Floats, partition: NDArray[np.integer], c: Floats
 ) -> Solution:
     """Fit P probes on each of h heads: rows [h, n, d], label [n] (1 factual), weight [F, n], partition [P], c [P].
 
-    ``weight`` holds s_i of each partition, 0 where a row is not trained on.  On a CPU the heads come one by one, so
-    that one head's rows stay in the cache, and coordinate descent is compiled; elsewhere all heads are solved
-    ``together`` in torch operations.
+    ``weight`` holds s_i of each partition, 0 where a row is not trained on.  The heads come one by one, so that one
+    head's rows stay in the cache.
     """
-    target = torch.device(device)
-    together = target.type != "cpu" if together is None else together
     if not rows.flags.writeable:
         rows = rows.copy()  # torch warns about read-only arrays
-    groups = [rows] if together else [rows[head : head + 1] for head in range(len(rows))]
-    sign = torch.from_numpy(np.where(np.asarray(label) == 1, 1.0, -1.0)).to(target, torch.float32)
-    weights = torch.from_numpy(np.ascontiguousarray(weight, np.float64)).to(target)
-    parts = torch.from_numpy(np.asarray(partition, np.int64)).to(target)
-    strength = torch.from_numpy(np.asarray(c, np.float64)).to(target)
-    solved = [_solve(_scale(torch.from_numpy(group).to(target), sign, weights), parts, strength, together)
-              for group in groups]  # fmt: skip
+    sign = torch.from_numpy(np.where(np.asarray(label) == 1, 1.0, -1.0)).float()
+    weights = torch.from_numpy(np.ascontiguousarray(weight, np.float64))
+    parts, strength = torch.from_numpy(np.asarray(partition, np.int64)), torch.from_numpy(np.asarray(c, np.float64))
+    solved = [_solve(_scale(torch.from_numpy(rows[head : head + 1]), sign, weights), parts, strength)
+              for head in range(len(rows))]  # fmt: skip
     return Solution(*(np.concatenate([getattr(part, field.name) for part in solved]) for field in fields(Solution)))
 
 
@@ -113,7 +100,7 @@ def _scale(rows: Tensor, sign: Tensor, weight: Tensor) -> _Scaled:
     order = torch.argsort(kind, stable=True)
     few = kinds.shape[1] <= MAX_KINDS
     centre = rows[:, used].mean(1, keepdim=True, dtype=torch.float64).float()
-    signed = torch.empty(*rows.shape[:2], rows.shape[2] + 1, device=rows.device)
+    signed = torch.empty(*rows.shape[:2], rows.shape[2] + 1)
     torch.sub(rows[:, order], centre, out=signed[..., :-1])
     signed[..., -1] = 1.0
     signed *= -sign[order][None, :, None]
@@ -155,10 +142,10 @@ def _scale(rows: Tensor, sign: Tensor, weight: Tensor) -> _Scaled:
 def _kinds(weight: Tensor) -> tuple[Tensor, Tensor]:
     """The distinct columns of weight [F, n], [F, A], and which one each row has, [n]."""
     # Each column is hashed to one number: sorting whole columns would take longer than fitting them.
-    mix = torch.rand(len(weight), generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(weight.device)
+    mix = torch.rand(len(weight), generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     values, kind = torch.unique(mix @ weight, return_inverse=True)
     first = torch.full_like(values, len(kind), dtype=torch.int64)
-    first.scatter_reduce_(0, kind, torch.arange(len(kind), device=kind.device), "amin")
+    first.scatter_reduce_(0, kind, torch.arange(len(kind)), "amin")
     kinds = weight[:, first]
     assert bool((kinds[:, kind] == weight).all()), "two different columns gave one number"
     return kinds, kind
@@ -171,27 +158,26 @@ class _Active:
         self.partition, self.c = partition, c
         self.mean, self.inverse = scaled.mean[:, partition], scaled.inverse[:, partition]  # [h, p, d]
         self.s = scaled.weight[partition]  # [p, n]
-        ones = torch.ones(scaled.rows.shape[-1], dtype=torch.float64, device=c.device)
+        ones = torch.ones(scaled.rows.shape[-1], dtype=torch.float64)
         ones[-1] = INTERCEPT_PENALTY
         self.penalty = (ones / c[:, None]).expand(scaled.rows.shape[0], -1, -1).contiguous()  # [h, p, d + 1]
 
 
-def _solve(scaled: _Scaled, partition: Tensor, c: Tensor, together: bool) -> Solution:
+def _solve(scaled: _Scaled, partition: Tensor, c: Tensor) -> Solution:
     heads, _, size = scaled.rows.shape  # size: weights and intercept
-    count, device = len(partition), c.device
-    at = torch.zeros(heads, count, size, dtype=torch.float64, device=device)  # where the gradient is taken
-    before = at.clone()
-    moment = torch.ones(heads, count, dtype=torch.float64, device=device)
-    result = at.clone()
-    gap = torch.full((heads, count), torch.inf, dtype=torch.float64, device=device)
-    objective, steps = torch.zeros_like(gap), torch.zeros(heads, count, dtype=torch.int64, device=device)
+    count = len(partition)
+    at = torch.zeros(heads, count, size, dtype=torch.float64)  # where the gradient is taken
+    before, result = at.clone(), at.clone()
+    moment = torch.ones(heads, count, dtype=torch.float64)
+    gap = torch.full((heads, count), torch.inf, dtype=torch.float64)
+    objective, steps = torch.zeros_like(gap), torch.zeros(heads, count, dtype=torch.int64)
     lowest = torch.full_like(gap, torch.inf)
-    alive = torch.arange(count, device=device)
+    alive = torch.arange(count)
     active = _Active(scaled, partition, c)
     for step in range(MAX_STEPS):
         check = step >= CHECK_FROM and step % CHECK_EVERY == 0
         gradient, primal, dual = _evaluate(scaled, active, at, check)
-        new, slope = _descend(scaled.metric, active, at, gradient, together)
+        new, slope = _descend(scaled.metric, active, at, gradient)
         if check:
             gap[:, alive] = (primal - dual) / primal.clamp_min(1e-300)
             moment = torch.where(primal > lowest[:, alive], 1.0, moment)  # overshot: restart the momentum
@@ -217,8 +203,7 @@ def _solve(scaled: _Scaled, partition: Tensor, c: Tensor, together: bool) -> Sol
     raw = result[..., :-1] * scaled.inverse[:, partition]
     intercept = result[..., -1] - (raw * scaled.mean[:, partition]).sum(-1)
     intercept = intercept - (raw * scaled.centre).sum(-1)
-    return Solution(raw.cpu().numpy(), intercept.cpu().numpy(), gap.cpu().numpy(), objective.cpu().numpy(),
-                    steps.cpu().numpy())  # fmt: skip
+    return Solution(raw.numpy(), intercept.numpy(), gap.numpy(), objective.numpy(), steps.numpy())
 
 
 def _evaluate(scaled: _Scaled, active: _Active, at: Tensor, check: bool) -> tuple[Tensor, Tensor, Tensor]:
@@ -244,18 +229,69 @@ def _evaluate(scaled: _Scaled, active: _Active, at: Tensor, check: bool) -> tupl
     return gradient, primal, -(entropy * active.s).sum(-1, dtype=torch.float64)
 
 
-def _descend(metric: Tensor, active: _Active, at: Tensor, gradient: Tensor, together: bool) -> tuple[Tensor, Tensor]:
+def _descend(metric: Tensor, active: _Active, at: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
     """The inner problem of every head and column: minimisers and the model's gradients there, [h, p, d + 1]."""
-    if not together:
-        parts = active.partition.numpy()
-        minima = [
-            descend(metric[head].numpy(), parts, at[head].numpy(), gradient[head].numpy(),
-                    active.penalty[head].numpy(), SWEEPS, DECREASE)
-            for head in range(len(at))
-        ]  # fmt: skip
-        return tuple(torch.from_numpy(np.stack(values)) for values in zip(*minima, strict=True))  # type: ignore[return-value]
-    heads, partitions = metric.shape[:2]
-    place = (torch.arange(heads, device=at.device)[:, None] * partitions + active.partition).flatten()
-    flat = [value.reshape(-1, value.shape[-1]) for value in (at, gradient, active.penalty)]
-    new, slope = descend_batched(metric.flatten(0, 1), place, flat[0], flat[1], flat[2], SWEEPS, DECREASE)
-    return new.view_as(at), slope.view_as(at)
+    given = (metric, at, gradient, active.penalty)
+    minima = [
+        descend(h.numpy(), active.partition.numpy(), v.numpy(), g.numpy(), penalty.numpy(), SWEEPS, DECREASE)
+        for h, v, g, penalty in zip(*given, strict=True)
+    ]
+    new, slope = (torch.from_numpy(np.stack(values)) for values in zip(*minima, strict=True))
+    return new, slope
+
+
+# contract: fused multiply-add is allowed; nothing is reordered.
+@njit(nogil=True, fastmath={"contract"})  # type: ignore[untyped-decorator]
+def descend(
+    metric: NDArray[np.float32],
+    partition: NDArray[np.int64],
+    start: Floats,
+    gradient: Floats,
+    penalty: Floats,
+    sweeps: int,
+    decrease: float,
+) -> tuple[Floats, Floats]:
+    """Return the minimisers and their gradients without the penalty, [P, D] each, of P L1-penalised quadratics
+
+        minimise over w   g . (w - v) + 1/2 (w - v)' H (w - v) + sum_j penalty_j |w_j|
+
+    by coordinate descent: metric H [F, D, D], partition [P], start v and its gradient g [P, D], penalty [P, D].  H is
+    shared by a partition's problems, so it stays in the cache for every C and every step of the solver.  A problem
+    stops after ``sweeps``, or when a sweep gains less than ``decrease`` of the first sweep's gain.  Coordinates without
+    curvature keep their start.  H and the running gradient are float32, which halves the memory traffic; the solver
+    computes its gradient anew in each step, which corrects the rounding.
+    """
+    weights = start.copy()
+    problems, size = start.shape
+    slopes = gradient.astype(np.float32)
+    for problem in range(problems):
+        h = metric[partition[problem]]
+        w = weights[problem]
+        slope = slopes[problem]
+        first = 0.0
+        for sweep in range(sweeps):
+            gained = 0.0
+            for j in range(size):
+                curvature = np.float64(h[j, j])
+                if curvature <= 0.0:
+                    continue
+                target = curvature * w[j] - np.float64(slope[j])
+                bound = penalty[problem, j]
+                if target > bound:
+                    new = (target - bound) / curvature
+                elif target < -bound:
+                    new = (target + bound) / curvature
+                else:
+                    new = 0.0
+                step = new - w[j]
+                if step != 0.0:
+                    w[j] = new
+                    gained += curvature * step * step
+                    row, short = h[j], np.float32(step)
+                    for i in range(size):
+                        slope[i] += short * row[i]
+            if sweep == 0:
+                first = gained
+            if gained <= decrease * first:
+                break
+    return weights, slopes.astype(np.float64)

@@ -1,36 +1,38 @@
-"""Where to stop answering: by what a wrong answer costs, or by a target that out-of-fold risks should meet.
+"""Thresholds: by what a wrong answer costs, by a target that out-of-fold risks should meet, and with a guarantee.
 
-A question is answered where its risk lies below the threshold.  On a calibrated risk a cost is all that is needed: an
-answer pays as long as ``risk * K < 1 - risk``, that is below ``1 / (1 + K)``.
+A question is answered where its risk lies below the threshold.  On a calibrated risk an answer pays as long as
+``risk * K < 1 - risk``, that is below ``1 / (1 + K)``.
+
+A guarantee is that of the groups that pass, counted equally, at most a share alpha is wrong, with confidence 1 - delta:
+learn-then-test (Angelopoulos et al. 2021) with fixed-sequence testing.  Of each group only its first answered row in a
+seeded order counts, so that the rows are independent.  The sequence of thresholds is fixed by other data (training's
+out-of-fold risks) before the calibration rows are looked at.
 """
 
 from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
-from numpy.typing import NDArray
+from scipy.stats import beta, binom
 
 from service.errors import TrainingError
 from service.fitting.scores import Floats, Labels, at_threshold
 
-COSTS = (0.25, 0.5, 1.0, 2.0, 4.0)
-"""Values of K that a card shows beside the chosen threshold."""
-LEAST_ANSWERED = 20
-"""Rows, in the mean over seeds: a share of wrong among fewer answered ones says little."""
+COSTS = (0.25, 0.5, 1.0, 2.0, 4.0)  # values of K that a card shows beside the chosen threshold
+LEAST_ANSWERED = 20  # rows, in the mean over seeds: a share of wrong among fewer answered ones says little
+CANDIDATES = 40  # thresholds of a sequence that a guarantee is tested on
 _OPEN = 1e-9  # a threshold without a guarantee lies strictly between 0 and 1
 _TARGET = re.compile(r"\s*(?:(wrong)\s*<=|(answered)\s*>=)\s*(\d+(?:\.\d*)?|\.\d+)\s*", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
 class WrongCosts:
-    """A wrong answer costs as much as ``k`` withheld right ones.  Raises TrainingError where that is no such number.
-
-    1 is the default: answer what is more likely right than wrong.
-    """
+    """A wrong answer costs as much as ``k`` withheld right ones.  Raises TrainingError where that is no such number."""
 
     k: float = 1.0
 
@@ -46,7 +48,7 @@ class WrongCosts:
     @property
     def threshold(self) -> float:
         """A risk, between 0 and 1: from here on an answer costs more than it gains."""
-        return _inside(1 / (1 + self.k))
+        return min(max(1 / (1 + self.k), _OPEN), 1 - _OPEN)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +60,7 @@ class Target:
 
     @classmethod
     def parse(cls, text: str) -> Target:
-        """``wrong<=0.2`` or ``answered>=0.5``.  Raises TrainingError where it is neither."""
+        """Return what ``wrong<=0.2`` or ``answered>=0.5`` says.  Raises TrainingError where it is neither."""
         if found := _TARGET.fullmatch(text):
             share = float(found[3])
             if found[1] and 0 <= share < 1:
@@ -76,30 +78,27 @@ class Target:
         return f"{self.measure}{'<=' if self.measure == 'wrong' else '>='}{self.share:g}"
 
 
-Rule = WrongCosts | Target
+GateRule = WrongCosts | Target
 
 
 @dataclass(frozen=True, slots=True)
-class Chosen:
+class ChosenThreshold:
     """A threshold, the rule that it follows, and what it does to the rows that it was chosen on."""
 
     threshold: float  # strictly between 0 and 1
-    rule: Rule
+    rule: GateRule
     reached: bool  # the target; a cost always is
     gate: dict[str, float]  # ``scores.at_threshold`` of the out-of-fold risks
 
     def document(self) -> dict[str, Any]:
-        """The rule and its threshold, for evaluation.json."""
-        rule: dict[str, Any] = (
-            {"rule": "wrong_costs", "wrong_costs": self.rule.k}
-            if isinstance(self.rule, WrongCosts)
-            else {"rule": "target", "target": str(self.rule), "reached": self.reached}
-        )
-        return rule | {"threshold": self.threshold}
+        """Return the rule and its threshold, for evaluation.json."""
+        if isinstance(self.rule, WrongCosts):
+            return {"rule": "wrong_costs", "wrong_costs": self.rule.k, "threshold": self.threshold}
+        return {"rule": "target", "target": str(self.rule), "reached": self.reached, "threshold": self.threshold}
 
 
-def choose_threshold(rule: Rule, label: Labels, risk: Floats) -> Chosen:
-    """The threshold that ``rule`` asks for: label [n], 1 factual; out-of-fold risk [seeds, n], read as seeds n rows.
+def choose_threshold(rule: GateRule, label: Labels, risk: Floats) -> ChosenThreshold:
+    """Return the threshold that ``rule`` asks for: label [n], 1 factual; out-of-fold risk [seeds, n], all rows alike.
 
     A target on wrong answers has the largest threshold that meets it with ``LEAST_ANSWERED`` rows answered; where none
     does, the one with the lowest share of wrong among as many, of equals the largest.  A target on answers has the
@@ -111,20 +110,22 @@ def choose_threshold(rule: Rule, label: Labels, risk: Floats) -> Chosen:
         threshold, reached = rule.threshold, True
     else:
         threshold, reached = _for_target(rule, label, risk)
-    return Chosen(threshold, rule, reached, at_threshold(label, risk, threshold))
+    return ChosenThreshold(threshold, rule, reached, at_threshold(label, risk, threshold))
 
 
 def by_wrong_costs(label: Labels, risk: Floats) -> list[dict[str, float]]:
-    """What thresholds for each of ``COSTS`` do: label [n], risk [seeds, n]."""
-    return [
-        {"wrong_costs": k, "threshold": WrongCosts(k).threshold} | at_threshold(label, risk, WrongCosts(k).threshold)
-        for k in COSTS
-    ]
+    """Return what thresholds for each of ``COSTS`` do: label [n], risk [seeds, n]."""
+    thresholds = {k: WrongCosts(k).threshold for k in COSTS}
+    return [{"wrong_costs": k, "threshold": at} | at_threshold(label, risk, at) for k, at in thresholds.items()]
 
 
 def _for_target(target: Target, label: Labels, risk: Floats) -> tuple[float, bool]:
     """Threshold, and whether it meets the target."""
-    cuts, answered, wrong = _cuts(label, risk)
+    values = np.asarray(risk, np.float64).ravel()
+    order, levels = np.argsort(values, kind="stable"), np.unique(values)
+    wrong = np.r_[0, np.cumsum(np.broadcast_to(np.asarray(label) == 0, risk.shape).ravel()[order])]
+    cuts = np.clip((levels + np.r_[levels[1:], 1.0]) / 2, _OPEN, 1 - _OPEN)  # one behind each distinct risk
+    answered = np.searchsorted(values[order], cuts, side="left")
     if target.measure == "answered":
         fine = np.flatnonzero(answered / risk.size >= target.share)
         return float(cuts[fine[0] if len(fine) else -1]), len(fine) > 0
@@ -135,21 +136,146 @@ def _for_target(target: Target, label: Labels, risk: Floats) -> tuple[float, boo
             "add rows, or choose the threshold with --wrong-costs",
             param="target",
         )
-    cuts, share = cuts[enough], wrong[enough] / answered[enough]
+    cuts, share = cuts[enough], (wrong[answered] / np.maximum(answered, 1))[enough]
     reached = bool(share.min() <= target.share)
     return float(cuts[np.flatnonzero(share <= (target.share if reached else share.min()))[-1]]), reached
 
 
-def _cuts(label: Labels, risk: Floats) -> tuple[NDArray[np.float64], NDArray[np.int64], NDArray[np.int64]]:
-    """Rising thresholds [c], one behind each distinct risk; rows that lie below, and wrong ones among them."""
-    values = np.asarray(risk, np.float64).ravel()
-    order = np.argsort(values, kind="stable")
-    wrong = np.r_[0, np.cumsum(np.broadcast_to(np.asarray(label) == 0, risk.shape).ravel()[order])]
-    levels = np.unique(values)
-    cuts = np.clip((levels + np.r_[levels[1:], 1.0]) / 2, _OPEN, 1 - _OPEN)
-    answered = np.searchsorted(values[order], cuts, side="left")
-    return cuts, answered, wrong[answered]
+# --- a guarantee ---
 
 
-def _inside(threshold: float) -> float:
-    return min(max(threshold, _OPEN), 1 - _OPEN)
+@dataclass(frozen=True)
+class GuaranteeStep:
+    """One threshold that was tested."""
+
+    threshold: float
+    groups: int  # with an answered row
+    wrong: int  # of their first answered rows
+    rows: int  # answered, all of them
+    wrong_rows: int  # of these; no guarantee is about them, since a large group counts as often as it has rows
+    p_value: float  # of "the share of wrong ones is above alpha"
+
+
+@dataclass(frozen=True)
+class GuaranteeTest:
+    """The loosest threshold that passed, None where none did; ``steps`` are all that were tested, in order."""
+
+    alpha: float
+    delta: float
+    steps: tuple[GuaranteeStep, ...]
+
+    @property
+    def passed(self) -> GuaranteeStep | None:
+        """The last step whose p-value is at most delta; those after it were not tested, or failed."""
+        return next((step for step in reversed(self.steps) if step.p_value <= self.delta), None)
+
+    @property
+    def threshold(self) -> float | None:
+        """Risks below it may pass; None: nothing may."""
+        return None if self.passed is None else self.passed.threshold
+
+    @property
+    def least_alpha(self) -> float:
+        """The smallest alpha that the first step would have passed at: Clopper and Pearson's upper bound at delta."""
+        first = self.steps[0]
+        if first.wrong >= first.groups:
+            return 1.0
+        return float(beta.ppf(1 - self.delta, first.wrong + 1, first.groups - first.wrong))
+
+    @property
+    def groups_wanted(self) -> int:
+        """Answering groups that the first step needed at its observed share of wrong ones, at least; -1: no number."""
+        first = self.steps[0]
+        share = first.wrong / first.groups if first.groups else 0.0
+        if share >= self.alpha:
+            return -1
+        count = least_groups(self.alpha, self.delta)
+        while binom.cdf(math.floor(share * count), count, self.alpha) > self.delta:
+            count = math.ceil(count * 1.05)
+        return count
+
+
+@dataclass(frozen=True)
+class GateProfile:
+    """What each of some thresholds would answer and get wrong in rows that are not those of the calibration."""
+
+    total: int  # groups
+    thresholds: tuple[float, ...]  # from strict to loose, above 0 and at most 1
+    groups: tuple[int, ...]  # with an answered row
+    wrong: tuple[int, ...]  # of their first answered rows
+
+
+def least_groups(alpha: float, delta: float) -> int:
+    """Return the answering groups without which no threshold can pass, even if none is wrong."""
+    return math.ceil(math.log(delta) / math.log1p(-alpha))
+
+
+def first_answered(label: Labels, risk: Floats, group: Labels, threshold: float, order: Labels) -> tuple[int, int]:
+    """Return how many groups have a risk below ``threshold``, and of how many the first such row in ``order`` is wrong.
+
+    label, risk, group, order [n].
+    """
+    answered = order[np.asarray(risk)[order] < threshold]
+    first = answered[np.unique(np.asarray(group)[answered], return_index=True)[1]]
+    return len(first), int((np.asarray(label)[first] == 0).sum())
+
+
+def gate_profile(label: Labels, risk: Floats, group: Labels) -> GateProfile:
+    """Return the profile of quantiles of risk [n], and of 1; label, group [n]."""
+    levels = np.quantile(risk, np.linspace(0, 1, 4 * CANDIDATES + 1)[1:], method="higher").round(6)
+    levels = np.unique(np.append(levels[(levels > 0) & (levels < 1)], 1.0))
+    order = np.random.default_rng(0).permutation(len(risk))
+    groups, wrong = zip(*(first_answered(label, risk, group, float(level), order) for level in levels), strict=True)
+    return GateProfile(len(np.unique(group)), tuple(levels.tolist()), groups, wrong)
+
+
+def threshold_sequence(profile: GateProfile, alpha: float, delta: float, calibration_groups: int) -> list[float]:
+    """Return thresholds from strict to loose.
+
+    It begins where the profile makes a test on ``calibration_groups`` groups surest to pass: a stricter threshold has
+    fewer answering groups to show its fewer wrong answers by, and a sequence that begins too loose ends at once.
+    """
+    levels, answering = profile.thresholds, np.array(profile.groups) / profile.total * calibration_groups
+    share = (np.array(profile.wrong) + 0.5) / (np.array(profile.groups) + 1)  # never 0: the profile is a sample, too
+    enough = answering >= least_groups(alpha, delta)
+    if not enough.any():
+        return [levels[-1]]
+    start = int(np.where(enough, (alpha - share) * np.sqrt(answering), -np.inf).argmax())  # a binomial test's z, scaled
+    chosen = np.unique(np.linspace(start, len(levels) - 1, CANDIDATES).round().astype(int))
+    return [levels[place] for place in chosen]
+
+
+def certify(
+    label: Labels, risk: Floats, group: Labels, thresholds: Sequence[float], alpha: float, delta: float, seed: int = 0
+) -> GuaranteeTest:
+    """Test ``thresholds`` in their order on calibration rows that took part in nothing else; stop at the first failure.
+
+    label, risk, group [n].  P(the passed threshold's true share is above alpha) is at most delta over calibration sets.
+    """
+    order = np.random.default_rng(seed).permutation(len(risk))
+    steps = []
+    for threshold in thresholds:
+        groups, wrong = first_answered(label, risk, group, threshold, order)
+        p = float(binom.cdf(wrong, groups, alpha)) if groups else 1.0
+        answered = np.asarray(risk) < threshold
+        wrong_rows = int((np.asarray(label)[answered] == 0).sum())
+        steps.append(GuaranteeStep(threshold, groups, wrong, int(answered.sum()), wrong_rows, p))
+        if p > delta:
+            break
+    return GuaranteeTest(alpha, delta, tuple(steps))
+
+
+def risk_control(label: Labels, risk: Floats, group: Labels, alpha: float) -> float | None:
+    """Return the loosest threshold with E[answered and wrong] <= alpha for a row of a new group; None without one.
+
+    Conformal risk control (Angelopoulos et al. 2022): the loss of a group is the share of its rows that are answered
+    and wrong, and the threshold is the largest with (sum of losses + 1) / (groups + 1) <= alpha.
+    """
+    names, member = np.unique(group, return_inverse=True)
+    order = np.argsort(risk, kind="stable")
+    ranked = np.asarray(risk, np.float64)[order]
+    loss = np.cumsum(((np.asarray(label) == 0)[order]) / np.bincount(member)[member][order])  # over groups, up to here
+    levels = np.unique(np.append(ranked, 1.0))
+    losses = np.append(0.0, loss)[np.searchsorted(ranked, levels, "left")]
+    fine = (losses + 1) / (len(names) + 1) <= alpha
+    return float(levels[fine][-1]) if fine.any() else None

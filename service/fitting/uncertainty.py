@@ -1,13 +1,11 @@
-"""How far a risk moves with other training rows, and where the trajectories of training lie.
+"""The width of a risk's interval over other training rows, and where the trajectories of training lie.
 
-Both come from fits that the run has made anyway.  The *reference* is the mean and the shrunk covariance of out-of-fold
-trajectories; the cutoff of its distance is a quantile of distances of rows that took part neither in the probes that
-read them nor in the reference they are compared with.
+The *reference* is the mean and the shrunk covariance of out-of-fold trajectories; the cutoff of its distance is a
+quantile of distances of rows that took part neither in the probes that read them nor in the reference.
 
 The *interval* is a delete-a-group jackknife.  Each seed of the nested cross-validation gives every row a risk by a
-whole fit (C, heads, classifier) on the other folds' rows.  Two such fits each lack a random share 1 / K of the groups,
-so the variance between them is 1 / (K - 1) of that between fits on other training rows of the full number (Shao and
-Wu 1989, Ann. Statist. 17(3), 1176-1197).
+whole fit on the other folds' rows.  Two such fits each lack a random share 1 / K of the groups, so the variance between
+them is 1 / (K - 1) of that between fits on other training rows (Shao and Wu 1989, Ann. Statist. 17(3), 1176-1197).
 """
 
 from __future__ import annotations
@@ -22,8 +20,8 @@ from scipy.optimize import nnls
 from sklearn.covariance import ledoit_wolf
 
 from probes_store.records import RefitInterval
-from service.fitting.fit import Floats, Index
 from service.fitting.folds import group_folds
+from service.fitting.probes import Floats, Index
 from service.judging.uncertainty import distance
 
 OUTSIDE_SHARE = 0.01  # of fresh prompts like the training rows
@@ -33,7 +31,7 @@ _TINY = 1e-12  # a risk's distance from 0 and 1
 
 
 @dataclass(frozen=True, eq=False)
-class Reference:
+class TrajectoryReference:
     """Where the trajectories of training lie; the distance is 1 at the cutoff."""
 
     mean: Floats  # [M], M = (1 + A) m logits of a prompt
@@ -59,7 +57,7 @@ def fit_reference(
     folds: int,
     seeds: Sequence[int],
     others: tuple[Floats, Index] | None = None,
-) -> Reference:
+) -> TrajectoryReference:
     """From out-of-fold logits [seeds, n, M], with the folds that they came from: label [n], group [n].
 
     ``others``: logits [k, M] and groups [k] of prompts without a label, which belong to training as well.
@@ -76,14 +74,13 @@ def fit_reference(
             further[place, fold_of == fold] = distance(more[fold_of == fold], *own)
     cutoff = _cutoff(np.concatenate([away, further], axis=1))
     mean, whitening = _whitened(np.concatenate([trajectory[0], more]))
-    return Reference(mean, whitening / cutoff, away / cutoff, len(more))
+    return TrajectoryReference(mean, whitening / cutoff, away / cutoff, len(more))
 
 
 def _whitened(rows: Floats) -> tuple[Floats, Floats]:
-    """Mean [m] and whitening [m, m] of trajectories [n, m].
+    """Mean [m] and whitening [m, m] of trajectories [n, m], standardised since the shrinkage pulls variances to one.
 
-    Layers are standardised first, because the shrinkage pulls all variances to one.  A layer that never varies tells
-    nothing and is left out.
+    A layer that never varies is left out.
     """
     mean, std = rows.mean(axis=0), rows.std(axis=0)
     varies = std > _TINY
@@ -100,7 +97,7 @@ def _cutoff(away: Floats) -> float:
     return float(np.sort(away.ravel())[seeds * rank - 1])
 
 
-def fit_interval(risk: Floats, reference: Reference, folds: int) -> RefitInterval | None:
+def fit_interval(risk: Floats, reference: TrajectoryReference, folds: int) -> RefitInterval | None:
     """From the risks [seeds, n] of the nested folds' fits; None for a single seed, which has one fit for each row."""
     seeds = len(risk)
     if seeds < 2:

@@ -5,11 +5,15 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from service.library.detector import Engine
+import numpy as np
+from numpy.typing import NDArray
+
+from service.library.detector import Engine, as_prompts
 from service.library.engine import load_engine
 from service.library.results import frame
 from service.library.stores import open_store
@@ -22,6 +26,8 @@ if TYPE_CHECKING:
     from probes_store.bundle import Bundle
     from probes_store.store import Store
     from service.engines.base import EngineOptions
+    from service.fitting.estimator import DepthMeanProbe
+    from service.prompts import Message
     from service.trainer.options import Console, TrainOptions
 
 ROWS = "rows.jsonl"  # in the run folder: rows that were given as objects
@@ -101,6 +107,7 @@ def train(
     run_dir: str | Path | None = None,
     engine: Engine | None = None,
     report: Report = note,
+    probe: DepthMeanProbe | None = None,
     **options: Any,
 ) -> Trained:
     """Train a bundle on your own model and publish it; the same call resumes a run that was interrupted.
@@ -116,6 +123,7 @@ def train(
         run_dir: Activations and progress.  None: runs/NAME.
         engine: How the model is loaded.
         report: Takes the lines of progress; the default writes them to standard error.
+        probe: What ``publish`` publishes; None: fitted on the rows.
         options: Any other field of ``service.trainer.options.TrainOptions``, such as ``test``, ``judge``, ``seeds``,
             ``folds``, ``c``, ``readout``, ``evaluate`` or ``forms``; as of ``hallutracer train``, except that ``seeds``
             may also be the seeds themselves, and ``forms`` several names.
@@ -158,7 +166,92 @@ def train(
         threads=chosen.threads,
         console=Lines(report),
         report=report,
+        probe=probe,
     )
+
+
+def publish(
+    probe: DepthMeanProbe,
+    rows: str | Path | Iterable[Mapping[str, Any]],
+    name: str,
+    model: str | Path | None = None,
+    **options: Any,
+) -> Trained:
+    """Publish a fitted ``DepthMeanProbe`` as a bundle: ``train``, without fitting it again.
+
+    Args:
+        probe: Fitted on the activations (``extract``) of the labelled rows, in their order, with their groups.
+        rows: Its rows, as ``train`` takes them.
+        name: Name of the bundle.
+        model: As of ``load``.
+        options: Any other of ``train``; folds, seeds, penalty and readout are the probe's.
+
+    Raises:
+        TrainingError: The model reads other activations at these rows.
+
+    >>> import tempfile
+    >>> import hallutracer as ht
+    >>> from service.demo.questions import questions
+    >>> asked = questions("train")[::15]
+    >>> rows = [{"prompt": row["prompt"], "label": int(row["exposures"] > 4), "group": row["group"]} for row in asked]
+    >>> x = ht.extract([row["prompt"] for row in rows], "demo")
+    >>> y, groups = [row["label"] for row in rows], [row["group"] for row in rows]
+    >>> probe = ht.DepthMeanProbe(0.1, folds=3, seeds=(0,)).fit(x, y, groups=groups)
+    >>> folder = tempfile.mkdtemp()
+    >>> made = ht.publish(
+    ...     probe, rows, "mine", "demo", evaluate=False, store=folder, run_dir=f"{folder}/run", report=lambda line: None
+    ... )
+    >>> made.reference, bool((made.bundle.probes.direction == probe.probes_.direction.astype("float32")).all())
+    ('mine:1', True)
+    """
+    fitted: dict[str, Any] = {
+        "c": None if probe.C == "auto" else probe.C, "c_grid": probe.c_grid, "logit_scale": probe.logit_scale,
+        "class_balance": probe.class_balance, "folds": probe.folds, "inner_folds": probe.inner_folds,
+        "seeds": probe.seeds,
+        "readout": "attention_head" if len(probe.shape_) == 3 else "residual_stream",
+    }  # fmt: skip
+    return train(rows, name, model, probe=probe, **fitted, **options)
+
+
+def extract(
+    prompts: str | Sequence[str | Sequence[Message]] | Sequence[Message],
+    model: str | Path | None = None,
+    *,
+    site: Literal["attention_head", "residual_stream"] = "attention_head",
+    engine: Engine | None = None,
+    report: Report = note,
+) -> NDArray[np.float32]:
+    """Return the activations that a probe reads, at each prompt's last token, before the answer.
+
+    Args:
+        prompts: As of ``Detector.score``.
+        model: As of ``load``.
+        site: "attention_head": [n, layers, heads, d], "residual_stream": [n, layers, d].
+        engine: How the model is loaded.
+        report: Takes lines about what takes long.
+
+    >>> import hallutracer as ht
+    >>> ht.extract(["What is the capital of Italy?", "What is the capital of Palau?"], "demo").shape
+    (2, 8, 4, 32)
+    """
+    from service.data.collection import batches
+    from service.data.options import BATCH_ROWS
+    from service.prompts import default_prompt_format, render
+    from service.readout import Site
+
+    where, chosen = Site(site), engine or Engine()
+    options = chosen.options(None if model is None else str(model))
+    with closing(load_engine(options, rows=[where], threads=chosen.threads, report=report)) as loaded:
+        prompt_format = default_prompt_format(loaded)
+        ids = [
+            render(loaded, one if isinstance(one, str) else None, None if isinstance(one, str) else one, prompt_format)
+            for one in as_prompts(prompts)
+        ]
+        geometry = loaded.identity.geometry
+        found = np.empty((len(ids), geometry.num_layers, geometry.width(where)), np.float32)
+        for batch in batches(np.array([len(one) for one in ids]), BATCH_ROWS):  # as ``train`` reads them
+            found[batch] = loaded.extract([ids[row] for row in batch], [where]).activations[where]
+    return geometry.by_head(found, where) if where is Site.ATTENTION_HEAD else found
 
 
 def run_training(
@@ -169,6 +262,7 @@ def run_training(
     threads: int | None,
     console: Console,
     report: Report = note,
+    probe: DepthMeanProbe | None = None,
 ) -> Trained:
     """What the command line and ``train`` share: a run from checked options to the published bundle."""
     from service.trainer.run import train as run
@@ -178,6 +272,7 @@ def run_training(
         lambda: load_engine(engine, rows=[options.site], threads=threads, report=report),
         store,
         console=console,
+        probe=probe,
     )
     return Trained(bundle, options.folder, store.where, figures_of(bundle.evaluation()))
 

@@ -17,10 +17,9 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from probes_store.manifest import Manifest
 from probes_store.records import Guarantee, Recalibration, Uncertainty
-from service.fitting.map_choice import Choice
-from service.fitting.markdown import markdown_table
-from service.fitting.promise import Step
-from service.fitting.thresholds import LEAST_ANSWERED
+from service.fitting.presentation import markdown_table
+from service.fitting.recalibration import ChosenMap
+from service.fitting.thresholds import LEAST_ANSWERED, GuaranteeStep
 from service.judging.form_table import kept_forms
 from service.risk import risk
 
@@ -47,9 +46,6 @@ SIGNALS = {
     "fused_context_unit_norm": "fused: depth mean (unit norm), first token, passage and its answer",
     "fused_context_standardized": "fused: depth mean (standardised), first token, passage and its answer",
     "fused_context_weighted": "fused: depth mean (weighted), first token, passage and its answer",
-    "depth_mean_2_heads": "depth mean, unit norm, 2 heads a layer",
-    "depth_mean_4_heads": "depth mean, unit norm, 4 heads a layer",
-    "depth_mean_8_heads": "depth mean, unit norm, 8 heads a layer",
     "best_head": "best single head",
     "best_layer": "best single layer",
     "first_token_max_prob": "first-token maximum probability",
@@ -296,7 +292,7 @@ def rule_in_words(found: Mapping[str, Any]) -> str:
     )
 
 
-def statement(guarantee: Guarantee, manifest: Manifest, max_new_tokens: int, step: Step | None) -> str:
+def statement(guarantee: Guarantee, manifest: Manifest, max_new_tokens: int, step: GuaranteeStep | None) -> str:
     """Return for whom the guarantee holds and what voids it.
 
     ``max_new_tokens`` is the length of the answers judged, ``step`` the test that passed, if any.
@@ -307,14 +303,14 @@ def statement(guarantee: Guarantee, manifest: Manifest, max_new_tokens: int, ste
     return " ".join(text.split())
 
 
-def by_row(step: Step, alpha: float) -> str:
+def by_row(step: GuaranteeStep, alpha: float) -> str:
     """Return the share of hallucinations among the answered rows, where a group counts as often as it has rows."""
     share = step.wrong_rows / step.rows
     text = f"{step.wrong_rows} of {step.rows} answered rows were hallucinated, {share:.1%}"
     return f"{text}, which is above {alpha:g}: a group with many rows counts more here" if share > alpha else text
 
 
-def guaranteed_card(card: str, manifest: Manifest, step: Step | None = None) -> str:
+def guaranteed_card(card: str, manifest: Manifest, step: GuaranteeStep | None = None) -> str:
     """Return the card with this guarantee's section, in place of an earlier one; ``step`` is the test that passed."""
     guarantee = manifest.guarantee
     assert guarantee is not None
@@ -351,7 +347,7 @@ def _before_limits(card: str, section: str) -> str:
     return before + section + limits + after if limits else f"{card.rstrip()}\n\n{section}"
 
 
-def candidates_table(choice: Choice) -> str:
+def candidates_table(choice: ChosenMap) -> str:
     """Return every map on the labelled rows that it was not fitted on, in Markdown; the chosen one is bold."""
     rows = []
     for one in choice.candidates:

@@ -11,8 +11,8 @@ import numpy as np
 from probes_store.bundle import Bundle
 from probes_store.manifest import Manifest
 from service.errors import HalluTracerError
-from service.fitting.jackknife import jeffreys
-from service.fitting.markdown import markdown_table
+from service.fitting.presentation import markdown_table
+from service.fitting.scores import jeffreys
 from service.trainer.cards import METRICS, SIGNALS, WITHIN
 
 SHOWN = ("auroc", *WITHIN, "auprc_hallucinated", "brier", "calibration_debiased")

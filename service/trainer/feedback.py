@@ -24,10 +24,16 @@ from service.errors import TrainingError
 from service.feedback.databases import location
 from service.feedback.rows import CONTINUE
 from service.feedback.statements import LabelledAnswer, read_answers
-from service.fitting.label_shift import ShiftTest, label_shift_test
-from service.fitting.map_choice import Fit, choose_map
 from service.fitting.nested_cv import rounded
-from service.fitting.prior_shift import Traffic, estimate_share, number_together, shift_to
+from service.fitting.prior_shift import (
+    PriorShiftTest,
+    Traffic,
+    estimate_share,
+    number_together,
+    prior_shift_test,
+    shift_to,
+)
+from service.fitting.recalibration import MapFit, choose_map
 from service.risk import served_risk
 from service.trainer.cards import CAUTION, candidates_table, feedback_lines
 from service.trainer.new_rows import Marks, seen_by
@@ -177,13 +183,15 @@ def recalibrate_by_feedback(
     return published
 
 
-def _prior_shift(made: FeedbackPlan, described: dict[str, Any]) -> Fit | None:
+def _prior_shift(made: FeedbackPlan, described: dict[str, Any]) -> MapFit | None:
     """Return the candidate that all answers give without labels, noted in ``described``; None, and the reason."""
     options, prior = made.options, prior_of(made.bundle)
     (groups,) = number_together([answer.mark for answer in made.answers])
     traffic = Traffic(made.risk, groups)
     recorded = made.evaluation.get("out_of_fold", {}).get("risks")
-    test: ShiftTest | None = None if recorded is None else label_shift_test(read_risks(recorded), traffic, options.seed)
+    test: PriorShiftTest | None = (
+        None if recorded is None else prior_shift_test(read_risks(recorded), traffic, options.seed)
+    )
     why = None
     if len(made.answers) < LEAST_TRAFFIC:
         why = f"there are fewer than {LEAST_TRAFFIC}"

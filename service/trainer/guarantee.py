@@ -24,8 +24,15 @@ from service.data.run_folder import locked
 from service.engines.base import Engine
 from service.errors import NoThreshold, RunMismatch, TrainingError
 from service.fitting.nested_cv import rounded
-from service.fitting.promise import Profile, Promise, least_groups, profile, risk_control, sequence_of
-from service.fitting.promise import calibrate as test_sequence
+from service.fitting.thresholds import (
+    GateProfile,
+    GuaranteeTest,
+    gate_profile,
+    least_groups,
+    risk_control,
+    threshold_sequence,
+)
+from service.fitting.thresholds import certify as test_sequence
 from service.judging.conversation import shape_of
 from service.prompts import as_prompt_format
 from service.scoring import Scorer
@@ -51,7 +58,7 @@ class GuaranteePlan:
     """What is going to be tested, on rows that were found to be new.  Made without a look at a label."""
 
     rows: NewRows[GuaranteeOptions]
-    gates: Profile | None  # by training's out-of-fold risks; None: a part of the rows has to do
+    gates: GateProfile | None  # by training's out-of-fold risks; None: a part of the rows has to do
     done: Bundle | None = None  # the version that this very guarantee has published already
 
     @property
@@ -100,7 +107,7 @@ class GuaranteePlan:
             least = least_groups(alpha, self.each_delta)
             text = f"alpha {alpha:g}, delta {self.each_delta:g}: at least {least} answering groups"
             if self.gates is not None:
-                found = sequence_of(self.gates, alpha, self.each_delta, self.groups)
+                found = threshold_sequence(self.gates, alpha, self.each_delta, self.groups)
                 text += f"; {len(found)} thresholds from {found[0]:.4f} to {found[-1]:.4f}"
             lines.append(text)
         return lines
@@ -114,7 +121,7 @@ def plan(bundle: Bundle, options: GuaranteeOptions, store: Store) -> GuaranteePl
     rows = read_new_rows(bundle, options, store)
     evaluation, dataset = rows.evaluation, rows.dataset
     recorded: dict[str, Any] | None = evaluation.get("out_of_fold", {}).get("gates")
-    made = GuaranteePlan(rows, None if recorded is None else Profile(**_tuples(recorded)))
+    made = GuaranteePlan(rows, None if recorded is None else GateProfile(**_tuples(recorded)))
     seen = list(seen_by(bundle, evaluation, options.trained_on))
     for what, version, record in spent_sets(store, bundle):
         if record["data"]["digest"] == dataset.digest and record.get("question") == made.question:
@@ -165,11 +172,11 @@ def carry_out(made: GuaranteePlan, engine: Engine, store: Store, console: Consol
     gates, tested = made.gates, np.arange(len(label))
     if gates is None:
         pilot = _pilot(group, options.seed)
-        gates, tested = profile(label[pilot], value[pilot], group[pilot]), np.flatnonzero(~pilot)
+        gates, tested = gate_profile(label[pilot], value[pilot], group[pilot]), np.flatnonzero(~pilot)
     label, value, group = label[tested], value[tested], group[tested]
     delta, seed = made.each_delta, options.seed
     tests = [
-        test_sequence(label, value, group, sequence_of(gates, alpha, delta, made.groups), alpha, delta, seed)
+        test_sequence(label, value, group, threshold_sequence(gates, alpha, delta, made.groups), alpha, delta, seed)
         for alpha in options.alphas
     ]
     for test in tests:
@@ -231,7 +238,7 @@ def carry_out(made: GuaranteePlan, engine: Engine, store: Store, console: Consol
     return published
 
 
-def table(test: Promise) -> list[str]:
+def table(test: GuaranteeTest) -> list[str]:
     """Return the thresholds that were tested, in their order; the last one is the first that failed, if any did."""
     lines = [
         f"alpha {test.alpha:g}: of the answering groups, counted equally; the answered rows are not promised",
@@ -244,7 +251,7 @@ def table(test: Promise) -> list[str]:
     return lines
 
 
-def _missing(test: Promise, rows: int) -> str:
+def _missing(test: GuaranteeTest, rows: int) -> str:
     """Return why no threshold qualifies, and what would have done."""
     first, wanted = test.steps[0], test.groups_wanted
     if wanted < 0:

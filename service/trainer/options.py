@@ -28,13 +28,13 @@ from service.data.options import (
     Seed,
 )
 from service.errors import HalluTracerError, TrainingError
-from service.fitting.options import C_GRID, DEPTH_MEAN, FIRST_TOKEN, ClassBalance, LogitScale
+from service.fitting import C_GRID, DEPTH_MEAN, FIRST_TOKEN, ClassBalance, LogitScale
 from service.readout import Site
 from service.settings import DATABASE, Range, option, section
 
 if TYPE_CHECKING:
-    from service.fitting.calibration import FitOptions
-    from service.fitting.thresholds import Rule
+    from service.fitting.estimator import DepthMeanProbe
+    from service.fitting.thresholds import GateRule
 
 MIXTURE = "mixture"  # of all forms of conversation, by weight, with requests that ask for no fact
 SIGNALS: dict[str, tuple[Signal, ...]] = {
@@ -417,7 +417,7 @@ class TrainOptions(ConfidenceOptions, FoldOptions, JudgeOptions, LabelOptions):
         return SampleOptions(self.samples, self.temperature) if self.labels == "sample" else None
 
     @property
-    def rule(self) -> "Rule":
+    def rule(self) -> "GateRule":
         """Return the threshold's rule.  Raises TrainingError where there are two, or one that cannot be read."""
         from service.fitting.thresholds import Target, WrongCosts
 
@@ -428,11 +428,19 @@ class TrainOptions(ConfidenceOptions, FoldOptions, JudgeOptions, LabelOptions):
         return Target.parse(self.target)
 
     @property
-    def fit(self) -> "FitOptions":
-        """Return the options of the probe fits; by default on all cores that this process may use."""
+    def probe(self) -> "DepthMeanProbe":
+        """Return the estimator that is fitted; by default on all cores that this process may use."""
         from joblib import cpu_count
 
-        from service.fitting.calibration import FitOptions
+        from service.fitting.estimator import DepthMeanProbe
 
-        grid, workers = tuple(sorted(set(self.c_grid))), int(self.jobs or cpu_count())
-        return FitOptions(self.class_balance, self.inner_folds, self.c, grid, workers)
+        return DepthMeanProbe(
+            "auto" if self.c is None else self.c,
+            c_grid=self.c_grid,
+            logit_scale=self.logit_scale,
+            class_balance=self.class_balance,
+            folds=self.folds,
+            inner_folds=self.inner_folds,
+            seeds=self.shuffles,
+            n_jobs=int(self.jobs or cpu_count()),
+        )

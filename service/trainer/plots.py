@@ -19,8 +19,7 @@ from numpy.typing import NDArray
 from PIL import Image
 from sklearn.metrics import precision_recall_curve, roc_curve
 
-from service.fitting.group_statistics import share_interval
-from service.fitting.plotting import (
+from service.fitting.presentation import (
     BLUE,
     GREEN,
     GREY,
@@ -32,7 +31,14 @@ from service.fitting.plotting import (
     legend_below,
     thinned,
 )
-from service.fitting.scores import at_threshold, coverage_curve, equal_mass_bins, reliability, shown_bins
+from service.fitting.scores import (
+    at_threshold,
+    coverage_curve,
+    equal_mass_bins,
+    reliability,
+    share_interval,
+    shown_bins,
+)
 
 Floats = NDArray[np.floating]
 Labels = NDArray[np.integer]

@@ -19,16 +19,10 @@ from service.data.options import SampleOptions
 from service.data.training_rows import FORM, Dataset, Row, class_problems
 from service.engines.base import Engine, prompt_context
 from service.errors import TrainingError
-from service.fitting.calibration import FitOptions, signal_matrix
-from service.fitting.context import (
-    ContextFit,
-    PromptLabels,
-    context_columns,
-    fit_context_probe,
-    fit_passage_probes,
-)
-from service.fitting.fit import Floats, Index, ProbeFit, Readouts
+from service.fitting.context import ContextFit, PromptLabels, context_columns, fit_context_probe, fit_passage_probes
+from service.fitting.estimator import DepthMeanProbe, extra_signals, signal_matrix
 from service.fitting.nested_cv import Inputs, rounded
+from service.fitting.probes import Floats, Index, ProbeFit, Readouts
 from service.judging.conversation import has_passage
 from service.prompts import PromptFormat
 from service.readout import Probes, Site
@@ -183,9 +177,9 @@ class BundleContext:
         return {"context": rounded(shown)}
 
 
-def fit_context(data: PreparedData, folds: int, seed: int, options: FitOptions) -> BundleContext | None:
+def fit_context(data: PreparedData, probe: DepthMeanProbe) -> BundleContext | None:
     """Fit what the rows allow; None where they allow no probe."""
-    n, k = len(data.inputs.label), len(data.dataset.others)
+    n, k, folds, seed = len(data.inputs.label), len(data.dataset.others), probe.folds, probe.seeds[0]
     index = np.concatenate([data.inputs.readouts.index, data.dataset.others])
     group = data.dataset.groups[index]
     every = data.readouts_of(index, np.concatenate([np.ones(n, np.int64), np.zeros(k, np.int64)]))
@@ -193,10 +187,10 @@ def fit_context(data: PreparedData, folds: int, seed: int, options: FitOptions) 
     assert labels is not None, "prepared rows have them"
     tokens = data.collection.prompts.lengths[index]
     padded = PromptLabels(np.pad(labels.passage, (0, k)), np.pad(labels.stated, (0, k)), tokens)
-    passages = fit_passage_probes(every, padded, group, np.arange(n), folds, seed, options)
+    passages = fit_passage_probes(every, padded, group, np.arange(n), folds, seed, probe)
     if passages is not None and not all(map(_has_directions, passages)):
         passages = None
-    asking = fit_context_probe("asks", every, group, np.arange(n + k), folds, seed, options)
+    asking = fit_context_probe("asks", every, group, np.arange(n + k), folds, seed, probe)
     if asking is not None and not (_has_directions(asking) and asking.record.auroc >= LEAST_AUROC):
         asking = None
     fits = (*(() if asking is None else (asking,)), *(passages or ()))
@@ -233,7 +227,7 @@ def served_signals(
         read = [prompt_context(context, *row) for row in zip(means.tolist(), tokens.tolist(), strict=True)]
         columns = np.array([(one.passage, one.stated, one.stated_length) for one in read], np.float64)
         columns = columns.reshape(-1, len(CONTEXT_SIGNALS))
-    return signal_matrix(logits[:, :layers], first_token, signals, columns)
+    return signal_matrix(logits[:, :layers], extra_signals(signals, first_token, columns))
 
 
 def with_context(signals: Sequence[Any], context: BundleContext | None) -> tuple[Any, ...]:

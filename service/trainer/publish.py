@@ -28,15 +28,14 @@ from probes_store.tensors import Golden, ProbeTensors
 from service.data.training_rows import FORM, Dataset
 from service.engines.base import Engine, ModelIdentity
 from service.errors import EngineError
-from service.fitting.calibration import FinalClassifier, scale_shift
-from service.fitting.fit import Floats, Index, ProbeFit
-from service.fitting.group_statistics import effective_groups, largest_share
-from service.fitting.label_shift import Source
+from service.fitting import FIRST_TOKEN
+from service.fitting.estimator import FinalClassifier, scale_shift
 from service.fitting.nested_cv import Evaluation, Inputs, layer_aurocs, name_of, rounded
-from service.fitting.options import FIRST_TOKEN
-from service.fitting.promise import Profile
-from service.fitting.scores import debiased_calibration_error, risk_auroc
-from service.fitting.uncertainty import Reference
+from service.fitting.prior_shift import LabelledRisks
+from service.fitting.probes import Floats, Index, ProbeFit
+from service.fitting.scores import debiased_calibration_error, effective_groups, risk_auroc
+from service.fitting.thresholds import GateProfile
+from service.fitting.uncertainty import TrajectoryReference
 from service.prompts import PromptFormat
 from service.readout import Probes
 from service.trainer.new_rows import Marks
@@ -52,7 +51,7 @@ def probe_tensors(
     scale: Floats,
     class_mean: Floats,
     class_std: Floats,
-    reference: Reference,
+    reference: TrajectoryReference,
     context: BundleContext | None = None,
 ) -> ProbeTensors:
     """Return a fit in the element types that are stored: scale [m]; class_mean, class_std [2, m] out of fold."""
@@ -171,7 +170,7 @@ def training_record(options: TrainOptions, data: PreparedData, c: float) -> Trai
     )
 
 
-def uncertainty_record(reference: Reference, interval: RefitInterval | None) -> Uncertainty:
+def uncertainty_record(reference: TrajectoryReference, interval: RefitInterval | None) -> Uncertainty:
     """Return what a run found, with what it means."""
     outside = (
         f"A prompt lies outside training where the distance of its trajectory to those of training is 1 or more. Of "
@@ -196,7 +195,7 @@ def evaluation_document(
     refitted: Floats,
     search: dict[str, float | None],
     nested: Evaluation | None,
-    gates: Profile,
+    gates: GateProfile,
     risks: Floats,
 ) -> dict[str, Any]:
     """Return evaluation.json of a bundle with these ``signals``.
@@ -212,7 +211,7 @@ def evaluation_document(
         "file": options.file.name,
         "digest": data.dataset.origin.file_digest,
         "effective_groups": rounded(effective_groups(group)),
-        "largest_group_share": rounded(largest_share(group)),
+        "largest_group_share": rounded(float(np.unique(group, return_counts=True)[1].max() / len(group))),
     }
     document: dict[str, Any] = {
         "data": file | data.counts | _rows_by_form(data.dataset) | _soft_labels(options, data),
@@ -240,7 +239,7 @@ def _rows_by_form(dataset: Dataset) -> dict[str, Any]:
 
 def _soft_labels(options: TrainOptions, data: PreparedData) -> dict[str, Any]:
     """Return what the probes were fitted on, where that is not the labels that they are measured by."""
-    share = data.inputs.readouts.share
+    share = data.inputs.readouts.soft_label
     if share is None:
         return {}
     return {
@@ -264,10 +263,10 @@ def risks_document(risk: Floats, label: NDArray[np.integer], group: NDArray[np.i
     }
 
 
-def read_risks(document: Mapping[str, str]) -> Source:
+def read_risks(document: Mapping[str, str]) -> LabelledRisks:
     """Return what ``risks_document`` wrote."""
     hallucinated, group = (np.array(document[key].split(), np.int64) for key in ("hallucinated", "group"))
-    return Source(np.array(document["risk"].split(), np.float64), 1 - hallucinated, group)
+    return LabelledRisks(np.array(document["risk"].split(), np.float64), 1 - hallucinated, group)
 
 
 def by_form(

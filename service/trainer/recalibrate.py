@@ -24,11 +24,10 @@ from service.data.traffic import TrafficFile, read_traffic
 from service.data.training_rows import Dataset, read_dataset
 from service.engines.base import Engine
 from service.errors import TrainingError
-from service.fitting.group_statistics import share_interval
-from service.fitting.label_shift import Source
-from service.fitting.map_choice import FOLDS, Choice, choose_map
 from service.fitting.nested_cv import rounded
-from service.fitting.scores import at_threshold
+from service.fitting.prior_shift import LabelledRisks
+from service.fitting.recalibration import FOLDS, ChosenMap, choose_map
+from service.fitting.scores import at_threshold, share_interval
 from service.prompts import as_prompt_format
 from service.scoring import Scorer
 from service.trainer.cards import candidates_table, recalibrated_card
@@ -49,7 +48,7 @@ class RecalibrationPlan:
 
     rows: NewRows[RecalibrateOptions]
     traffic: TrafficFile | None
-    source: Source | Dataset | None  # labelled risks of training's kind; or held-out rows that are still to be read
+    source: LabelledRisks | Dataset | None  # of training's kind; or held-out rows still to be read
 
     def described(self) -> list[str]:
         """Return what is going to be done, in lines."""
@@ -112,7 +111,7 @@ def recalibrate(
         return _carry_out(made, engine, store, console)
 
 
-def _source(rows: NewRows[RecalibrateOptions]) -> Source | Dataset | None:
+def _source(rows: NewRows[RecalibrateOptions]) -> LabelledRisks | Dataset | None:
     """Return training's risks by class: recorded, or those of the held-out file where it is named."""
     recorded = rows.evaluation.get("out_of_fold", {}).get("risks")
     if recorded is not None:
@@ -163,13 +162,13 @@ def _carry_out(made: RecalibrationPlan, engine: Engine, store: Store, console: C
     return published
 
 
-def _source_risks(rows: NewRows[RecalibrateOptions], held_out: Dataset, engine: Engine) -> Source:
+def _source_risks(rows: NewRows[RecalibrateOptions], held_out: Dataset, engine: Engine) -> LabelledRisks:
     """Return training's risks by class, of the held-out file, which is read now."""
     manifest = rows.bundle.manifest
     options = replace(rows.options, labels=manifest.training.labels)
     prompt_format, name = as_prompt_format(manifest.prompt_format), f"held-out-{held_out.digest[7:19]}"
     data = prepare(engine, held_out, options, prompt_format, name, sites=[rows.site], folds=None)
-    return Source(risks_of(rows.bundle, data), data.inputs.label, data.inputs.group)
+    return LabelledRisks(risks_of(rows.bundle, data), data.inputs.label, data.inputs.group)
 
 
 def prior_of(bundle: Bundle) -> float:
@@ -192,7 +191,7 @@ def recalibrated(
     bundle: Bundle,
     evaluation: dict[str, Any],
     options: RecalibrateOptions,
-    choice: Choice,
+    choice: ChosenMap,
     rows: tuple[NDArray[np.integer], Floats, NDArray[np.integer]],
     record: dict[str, Any],
 ) -> BundleDraft:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from contextlib import closing
-from dataclasses import dataclass, field, replace
+from copy import copy
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -23,23 +24,12 @@ from service.data.run_folder import locked
 from service.data.training_rows import Dataset, check_all_apply, check_disjoint, read_dataset
 from service.engines.base import Engine
 from service.errors import TrainingError
-from service.fitting.calibration import (
-    OutOfFold,
-    choose_c,
-    class_statistics,
-    cross_fit,
-    fit_classifier,
-    refit,
-    signal_matrix,
-    stacked,
-)
-from service.fitting.fit import Floats, ProbeFit
+from service.fitting.estimator import DepthMeanProbe, ScaledLogits, class_statistics, extra_signals, signal_matrix
 from service.fitting.folds import group_folds, outer_folds
-from service.fitting.layer_weights import fit_layer_weights
-from service.fitting.nested_cv import Inputs, evaluate, held_out, name_of, rounded
-from service.fitting.promise import profile
+from service.fitting.nested_cv import evaluate, held_out, name_of, rounded
+from service.fitting.probes import Readouts
 from service.fitting.scores import at_threshold
-from service.fitting.thresholds import by_wrong_costs, choose_threshold
+from service.fitting.thresholds import by_wrong_costs, choose_threshold, gate_profile
 from service.fitting.uncertainty import fit_interval, fit_reference
 from service.judging.sample import KEY as SAMPLE
 from service.judging.sample import Sample
@@ -66,8 +56,17 @@ from service.trainer.summary import better_options, closing_lines
 from service.trainer.training_set import draw_sample, spread
 
 
-def train(options: TrainOptions, engine_factory: Callable[[], Engine], store: Store, *, console: Console) -> Bundle:
+def train(
+    options: TrainOptions,
+    engine_factory: Callable[[], Engine],
+    store: Store,
+    *,
+    console: Console,
+    probe: DepthMeanProbe | None = None,
+) -> Bundle:
     """Train one bundle and publish it; with ``options.calibration`` also a version with a guaranteed threshold.
+
+    ``probe`` was fitted on the labelled rows already, by the options' folds and seeds.
 
     Raises:
         NoThreshold: the bundle was published, and no threshold of it qualifies for the guarantee.
@@ -92,7 +91,7 @@ def train(options: TrainOptions, engine_factory: Callable[[], Engine], store: St
     dataset, sample = draw_sample(options, dataset, test, console)
 
     with locked(options.folder), closing(engine_factory()) as engine:
-        draft, better = _draft(options, dataset, test, sample, engine, console)
+        draft, better = _draft(options, dataset, test, sample, engine, console, probe)
         bundle = store.publish(draft)
         console.print(f"published {bundle.reference}")
         for line in (*closing_lines(bundle.evaluation()), *better):
@@ -112,6 +111,7 @@ def _draft(
     sample: Sample | None,
     engine: Engine,
     console: Console,
+    fitted: DepthMeanProbe | None,
 ) -> tuple[BundleDraft, list[str]]:
     """Everything between the data and the store; and options that would have done better."""
     # Collect and label.
@@ -125,19 +125,22 @@ def _draft(
     others = f", {counts['others']} that ask for no fact" if counts["others"] else ""
     classes = f"{counts['factual']} factual, {counts['hallucinated']} hallucinated, {counts['left_out']} left out"
     console.print(classes + others)
-    inputs, rows, fit = data.inputs, np.arange(len(data.inputs.label)), options.fit
+    inputs = data.inputs
 
     # Fit: choose C, cross-fit for out-of-fold logits, refit the served probes on all rows.
-    choice = choose_c(inputs.readouts, inputs.group, rows, options.shuffles[0], fit)
-    console.print(f"C = {choice.c:g}; cross-fitting {options.folds} folds x {len(options.shuffles)} seeds")
-    crossed = cross_fit(inputs.readouts, inputs.group, rows, choice.c, options.folds, options.shuffles, fit)
-    final = refit(inputs.readouts, rows, rows, choice.c, fit)
-    scaled = scale_logits(inputs, crossed, final, options)
-    out_of_fold, refitted = scaled.out_of_fold, final.trajectory / scaled.scale
+    if fitted is None:
+        console.print(f"fitting probes: {options.folds} folds x {len(options.shuffles)} seeds")
+        probe = options.probe.fit_readouts(inputs.readouts, inputs.group)
+        console.print(f"C = {probe.C_:g}")
+    else:
+        probe = copy(fitted)
+        _check_fitted(probe, inputs.readouts)
+    final, scaled = probe.probes_, probe.scaled_[options.logit_scale]
+    out_of_fold, refitted = scaled.out_of_fold, scaled.trajectory
     class_mean, class_std = class_statistics(out_of_fold, inputs.label)
 
     # What a prompt is: does it ask for a fact, has it a passage?  And where the prompts of training lie.
-    context = fit_context(data, options.folds, options.shuffles[0], fit)
+    context = fit_context(data, probe)
     names, columns = with_context(options.reads, context), None if context is None else context.columns
     logits, more = all_logits(out_of_fold, data, final, scaled.scale, context)
     reference = fit_reference(logits, inputs.label, inputs.group, options.folds, options.shuffles, more)
@@ -146,18 +149,17 @@ def _draft(
     record = None if context is None else context.record()
 
     # Calibrate: the classifier sees out-of-fold signals only.
-    signals, label = stacked(signal_matrix(out_of_fold, inputs.first_token, names, columns), inputs.label)
-    share = inputs.readouts.share
-    classifier = fit_classifier(signals, label, None if share is None else np.tile(share, len(options.shuffles)))
+    extra = extra_signals(names, inputs.first_token, columns)
+    probe.fit_risk(inputs.label, inputs.readouts.soft_label, extra)
+    classifier, risks = probe.classifier_, probe.out_of_fold_risk_
 
     # Choose the threshold, on every seed's out-of-fold risks.
-    risks = classifier.risk(signals).reshape(len(options.shuffles), -1)
     cut = choose_threshold(options.rule, inputs.label, risks)
     threshold = cut.threshold
 
     # Evaluate.  Of the bundle's numbers only the width of its intervals comes from here.
     seen = inputs if columns is not None else replace(inputs, prompts=None)  # only what the bundle can read
-    nested = evaluate(seen, folds=options.folds, seeds=options.shuffles, options=fit) if options.evaluate else None
+    nested = evaluate(seen, folds=options.folds, seeds=options.shuffles, probe=probe) if options.evaluate else None
     own = name_of(names, options.logit_scale)
     if nested is not None:
         crossed_risk = nested.risk[own]
@@ -168,9 +170,11 @@ def _draft(
     interval = None if nested is None else fit_interval(nested.risk[own], reference, options.folds)
     uncertainty = uncertainty_record(reference, interval)
     first = risks[0]  # of one seed, so that each row counts once
-    answering = profile(inputs.label, first, inputs.group)
-    document = evaluation_document(options, names, data, out_of_fold, refitted, choice.auroc, nested, answering, first)
-    document |= scaled.document | ({} if context is None else context.document())
+    answering = gate_profile(inputs.label, first, inputs.group)
+    document = evaluation_document(
+        options, names, data, out_of_fold, refitted, probe.c_search_, nested, answering, first
+    )
+    document |= _scaling_document(scaled) | ({} if context is None else context.document())
     document |= {} if sample is None else {SAMPLE: sample.document()}
     document |= {"threshold": cut.document() | {"out_of_fold": rounded(cut.gate)}}
     if held is not None:
@@ -189,23 +193,52 @@ def _draft(
     plots = draw(plot_data(options, names, inputs, out_of_fold, class_mean, class_std, nested, threshold))
 
     # Publish: golden prompts replayed through the serving path, manifest, card.
-    chosen = golden_rows(classifier.risk(signal_matrix(refitted, inputs.first_token, names, columns)))
+    chosen = golden_rows(classifier.risk(signal_matrix(refitted, extra)))
     prompts = [data.collection.prompts.of(int(row)) for row in inputs.readouts.index[chosen]]
     collected = trajectories(inputs.readouts.subset(chosen), probes)
     golden = record_golden(engine, prompts, probes, classifier, names, collected, record)
-    training = training_record(options, data, choice.c)
+    training = training_record(options, data, probe.C_)
     manifest = manifest_of(
         options, engine.identity, prompt_format, classifier, threshold, training, uncertainty, context
     )
     card = write_card(
         manifest,
         document,
-        signal_std=signals.std(axis=0).tolist(),
+        signal_std=probe.signals_.std(axis=0).tolist(),
         left_out=data.labelled.left_out,
         plots=sorted(plots),
     )
     better = [] if nested is None else list(better_options(inputs, nested, own))
     return BundleDraft(manifest, tensors, golden, document, card, plots), better
+
+
+def _check_fitted(probe: DepthMeanProbe, readouts: Readouts) -> None:
+    """Raise TrainingError where ``probe`` was fitted on other activations than the engine reads."""
+    fit, own = probe.probes_, probe.scaled_[probe.logit_scale].trajectory
+    geometry, site = readouts.file.geometry, readouts.file.site
+    served = Probes(site, fit.head, *(array.astype(np.float32) for array in (fit.direction, fit.bias, probe.scale_)))
+    if (
+        fit.direction.shape != (geometry.num_layers, geometry.dim(site))
+        or len(own) != len(readouts.label)
+        or not np.allclose(trajectories(readouts, [served]), own, rtol=1e-3, atol=1e-3 * own.std())
+    ):
+        raise TrainingError(
+            f"the probe was fitted on other activations than this model has at these {len(readouts.label)} labelled "
+            "rows: fit it on what extract gives for the same prompts, in the same order",
+            param="probe",
+        )
+
+
+def _scaling_document(scaled: ScaledLogits) -> dict[str, Any]:
+    """Return the layers' weights and how strongly each seed's were pulled to equal ones; empty without weights."""
+    if not scaled.strengths:
+        return {}
+    return {
+        "layer_weights": {
+            "weight": rounded((1 / scaled.scale).tolist()),
+            "pull_to_equal_weights": [None if math.isinf(strength) else strength for strength in scaled.strengths],
+        }
+    }
 
 
 def _forms(found: dict[str, Any]) -> dict[str, Any]:
@@ -257,37 +290,3 @@ def _check_folds(options: TrainOptions, dataset: Dataset) -> None:
     for fold in outer_folds(label, group, folds=options.folds, seeds=options.shuffles):
         if options.evaluate:
             group_folds(label, group, fold.train, options.inner_folds, fold.seed, what="inner fold")
-
-
-@dataclass(frozen=True, eq=False)
-class Scaling:
-    """What each layer's logit is divided by before the mean over depth: one rule of ``--logit-scale``, fitted."""
-
-    out_of_fold: Floats  # [seeds, n, m] scaled trajectories; nothing of it was fitted on the row's own fold
-    scale: Floats  # [m] of the served probes
-    document: dict[str, Any] = field(default_factory=dict)  # what evaluation.json says of it
-
-
-def scale_logits(inputs: Inputs, crossed: OutOfFold, final: ProbeFit, options: TrainOptions) -> Scaling:
-    """Fit the rule that the options name.
-
-    ``crossed``: the cross-fit over ``options.folds`` and its seeds; ``final``: the served probes.
-    """
-    if options.logit_scale == "unit_norm":
-        return Scaling(crossed.unit_norm, np.ones_like(final.scale))
-    if options.logit_scale == "standardized":
-        return Scaling(crossed.standardized, final.scale)
-    fits = [
-        fit_layer_weights(
-            of_seed, inputs.label, inputs.group, folds=options.folds, seed=seed, share=inputs.readouts.share
-        )
-        for seed, of_seed in zip(options.shuffles, crossed.unit_norm, strict=True)
-    ]
-    weight = np.mean([fit.weight for fit in fits], axis=0)
-    document = {
-        "layer_weights": {
-            "weight": rounded(weight.tolist()),
-            "pull_to_equal_weights": [None if math.isinf(fit.strength) else fit.strength for fit in fits],
-        }
-    }
-    return Scaling(np.stack([fit.out_of_fold for fit in fits]), 1 / weight, document)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from service.fitting.jackknife import gain
-from service.fitting.markdown import aligned_table
 from service.fitting.nested_cv import CONTEXT_NAMES, NAMES, Evaluation, Inputs
+from service.fitting.presentation import aligned_table
+from service.fitting.scores import gain
 from service.trainer.cards import SIGNALS, WITHIN, cell, cheaper_and_better, group_warning, rule_in_words
 
 OPTIONS = {

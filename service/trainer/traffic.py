@@ -12,14 +12,16 @@ from probes_store.records import Recalibration
 from service.data.traffic import TrafficFile
 from service.data.training_rows import Row
 from service.errors import DataError, RequestError, TrainingError
-from service.fitting.label_shift import ShiftTest, Source, label_shift_test
 from service.fitting.nested_cv import rounded
 from service.fitting.prior_shift import (
-    Share,
+    LabelledRisks,
+    PriorShiftTest,
+    ShareEstimate,
     Traffic,
     estimate_share,
     most_likely_share,
     number_together,
+    prior_shift_test,
     shift_to,
 )
 from service.scoring import Scorer
@@ -44,9 +46,9 @@ class PriorShift:
     file: TrafficFile
     traffic: Traffic  # without the lines that are among the labelled rows
     prior: float  # the share at which the risks hold
-    test: ShiftTest | None  # None: the bundle has nothing to compare with
-    alone: Share
-    with_labels: Share
+    test: PriorShiftTest | None  # None: the bundle has nothing to compare with
+    alone: ShareEstimate
+    with_labels: ShareEstimate
 
     def fit(self, label: NDArray[np.integer], risk: Floats) -> Recalibration:
         """The map of the share that the traffic and these labels make most likely; the rows' risks do not matter."""
@@ -99,10 +101,12 @@ def score_traffic(file: TrafficFile, scorer: Scorer, batch_rows: int) -> Unlabel
     return Unlabelled(file, np.array([report.risk for batch in batches for report in scorer.score(batch)]))
 
 
-def tested(source: Source, unlabelled: Unlabelled, options: RecalibrateOptions, console: Console) -> ShiftTest:
+def tested(
+    source: LabelledRisks, unlabelled: Unlabelled, options: RecalibrateOptions, console: Console
+) -> PriorShiftTest:
     """Whether prior shift alone explains the traffic.  Raises TrainingError where not, unless someone insists."""
     (groups,) = number_together([row.group for row in unlabelled.file.rows])
-    test = label_shift_test(source, Traffic(unlabelled.risk, groups), options.seed)
+    test = prior_shift_test(source, Traffic(unlabelled.risk, groups), options.seed)
     console.print(
         f"the traffic against the best mixture of training's classes ({test.share:.1%} hallucinated): distance "
         f"{test.distance:.3f}, up to {test.limit:.3f} is chance or negligible (p = {test.p_value:.2g})"
@@ -125,7 +129,7 @@ def tested(source: Source, unlabelled: Unlabelled, options: RecalibrateOptions, 
 
 
 def prior_shift(
-    unlabelled: Unlabelled, test: ShiftTest | None, prior: float, data: PreparedData, seed: int
+    unlabelled: Unlabelled, test: PriorShiftTest | None, prior: float, data: PreparedData, seed: int
 ) -> PriorShift:
     """The share, from traffic alone and with the labels; a prompt that is in both files counts as a labelled row."""
     used = [data.dataset.rows[place] for place in data.labelled.index.tolist()]

@@ -1,11 +1,58 @@
-"""Nested cross-validation: every row is scored once per seed, by a fold that never saw its group."""
+"""Nested cross-validation: a row is scored once per seed by a fold without its group; no test side is seen."""
 
 from __future__ import annotations
 
-import numpy as np
+from dataclasses import replace
 
-from service.fitting.folds import OuterFold, outer_folds
-from service.fitting.nested_cv import by_row, nested_cv
+import numpy as np
+import pytest
+
+from service.errors import TrainingError
+from service.fitting import nested_cv as evaluating
+from service.fitting.estimator import DepthMeanProbe
+from service.fitting.folds import OuterFold, group_folds, outer_folds
+from service.fitting.nested_cv import CONTEXT_NAMES, NAMES, Columns, Inputs, by_row, evaluate, nested_cv, probe_columns
+from service.fitting.probes import ActivationArray, Readouts
+from service.fitting.scores import auroc
+from tests.fitting.made import readouts
+from tests.fitting.test_estimator import PROBE, noise
+
+
+def inputs(strength: float, count: int = 300, soft_label: np.ndarray | None = None) -> Inputs:
+    rows, label = noise(count, seed=4)
+    rows[:, :, 0, 3] += strength * (2 * label[:, None] - 1)
+    rng = np.random.default_rng(5)
+    return Inputs(
+        replace(readouts(rows, label), soft_label=soft_label),
+        np.arange(count) // 2,
+        np.c_[-rng.random(count), rng.random(count)],
+        rng.integers(5, 9, count),
+        tuple({"kind": "ab"[int(k)]} for k in rng.integers(0, 2, count)),
+    )
+
+
+def columns(given: Inputs, train: np.ndarray, test: np.ndarray, probe: DepthMeanProbe = PROBE) -> tuple[float, Columns]:
+    return probe_columns(given.readouts, given.group, given.first_token, train, test, 0, probe)
+
+
+def test_folds_are_disjoint_by_group_and_cover_the_rows() -> None:
+    rng = np.random.default_rng(0)
+    group, label = rng.integers(0, 40, 200), rng.integers(0, 2, 200)
+    rows = np.flatnonzero(rng.random(200) < 0.8)
+    pairs = group_folds(label, group, rows, 5, seed=3)
+    assert sorted(np.concatenate([test for _, test in pairs]).tolist()) == rows.tolist()
+    for train, test in pairs:
+        assert not set(group[train]) & set(group[test])
+        assert sorted([*train.tolist(), *test.tolist()]) == rows.tolist()
+
+
+def test_a_fold_without_a_class_is_named() -> None:
+    group = np.arange(40) // 4
+    label = (group < 8).astype(int)  # two hallucinated groups for five folds
+    with pytest.raises(TrainingError, match=r"seed 1, fold \d of 5: the test side has no hallucinated"):
+        group_folds(label, group, np.arange(40), 5, seed=1)
+    with pytest.raises(TrainingError, match="need 5 groups, there are 2"):
+        group_folds(label, np.arange(40) // 20, np.arange(40), 5, seed=1)
 
 
 def test_every_row_is_scored_once_per_seed_by_a_fold_without_its_group() -> None:
@@ -25,3 +72,67 @@ def test_every_row_is_scored_once_per_seed_by_a_fold_without_its_group() -> None
     np.testing.assert_array_equal(by_row(scores["row"], 60), [np.arange(60.0)] * 2)  # no NaN: every row was tested
     for fold, scored in zip(outer, scores["fold"], strict=True):
         assert np.all(by_row(scores["fold"], 60)[[5, 0].index(fold.seed), scored.test] == 10 * fold.seed + fold.fold)
+
+
+def test_columns_of_the_nested_classifiers_are_out_of_fold() -> None:
+    """Of probes that memorise noise, columns of rows that they were fitted on would rank these rows well."""
+    given, train = inputs(0.0), np.arange(260)
+    _, found = columns(given, train, np.arange(260, 300), DepthMeanProbe(1.0))
+    assert len(found) == 8
+    for name, (of_train, _) in found:
+        assert auroc(given.label[train], of_train[:, 0]) < 0.65, name
+
+
+def test_the_nested_evaluation_finds_a_signal_and_none_where_there_is_none() -> None:
+    for strength, low, high in ((0.8, 0.8, 1.0), (0.0, 0.38, 0.6)):
+        found = evaluate(inputs(strength), folds=4, seeds=(0, 1), probe=PROBE)
+        signals = found.document["signals"]
+        assert tuple(signals) == tuple(name for name in NAMES if name not in CONTEXT_NAMES)
+        assert len(found.document["folds"]) == 8
+        for name in ("depth_mean_unit_norm", "depth_mean_standardized", "fused_unit_norm"):
+            assert low <= signals[name]["auroc"]["mean"] <= high
+            assert signals[name]["auroc_within_kind"] is not None
+            assert np.all(np.isfinite(found.risk[name]))
+        assert signals["prompt_length"]["auroc"]["mean"] < 0.6
+
+
+def test_every_fit_of_an_outer_fold_stays_on_its_training_side(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = inputs(0.8)
+    seen: list[tuple[np.ndarray, np.ndarray]] = []
+    original = evaluating.probe_columns
+
+    def watched(of: Readouts, group, first_token, train, test, *others):  # type: ignore[no-untyped-def]
+        c, signals = original(of, group, first_token, train, test, *others)
+        assert isinstance(of.file, ActivationArray)
+        poisoned, flipped = of.file.values.copy(), of.label.copy()
+        poisoned[test] = -7.0
+        flipped[test] = 1 - flipped[test]
+        again = Readouts(ActivationArray(poisoned, of.file.site), of.index, flipped)
+        c_again, signals_again = original(again, group, first_token, train, test, *others)
+        assert c == c_again
+        for (name, (one, _)), (_, (other, _)) in zip(signals, signals_again, strict=True):
+            assert np.array_equal(one, other), name
+        seen.append((train, test))
+        return c, signals
+
+    monkeypatch.setattr(evaluating, "probe_columns", watched)
+    evaluate(given, folds=3, seeds=(0,), probe=PROBE)
+    assert len(seen) == 3
+    for train, test in seen:
+        assert not set(given.group[train]) & set(given.group[test])
+
+
+def test_the_soft_labels_of_a_test_side_are_not_seen() -> None:
+    train, test, label = np.arange(180), np.arange(180, 240), inputs(1.0, 240).label
+    rng = np.random.default_rng(1)
+    soft = np.where(label == 1, rng.choice([0.5, 0.75, 1.0], 240), rng.choice([0.0, 0.25, 0.5], 240))
+
+    def found(turned: np.ndarray) -> tuple[float, list[np.ndarray]]:
+        c, of_all = columns(inputs(1.0, 240, np.where(turned, 1 - soft, soft)), train, test)
+        return c, [side for _, sides in of_all for side in sides]
+
+    c, before = found(np.zeros(240, bool))
+    again, after = found(np.arange(240) >= 180)
+    assert c == again
+    assert all(np.array_equal(one, other) for one, other in zip(before, after, strict=True))
+    assert not np.array_equal(before[0], found(np.arange(240) < 180)[1][0])

@@ -1,17 +1,209 @@
-"""Slope and intercept of a risk: known distortions are found, and their intervals cover."""
+"""Maps of the risk: what they find, that they keep the order of risks, and which is chosen; slope and intercept."""
 
 from __future__ import annotations
 
-import time
+import dataclasses
+from functools import partial
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from scipy.special import expit, logit
 
-from service.fitting.jackknife import t_interval
-from service.fitting.recalibration import KEYS, recalibrate, recalibration
+from probes_store.bundle import render
+from probes_store.manifest import sealed
+from probes_store.records import Recalibration
+from service.errors import TrainingError
+from service.fitting.prior_shift import Traffic, most_likely_share, shift_to
+from service.fitting.recalibration import (
+    COX_KEYS,
+    FITS,
+    ChosenMap,
+    choose_map,
+    cox_line,
+    fit_beta,
+    fit_cox_line,
+    fit_intercept,
+    fit_isotonic,
+)
+from service.fitting.scores import debiased_calibration_error, t_interval
+from tests.fitting.made import PRIOR, rows
+from tests.probes_store.factory import make_draft
 
-SLOPE, INTERCEPT = KEYS
+MANIFEST = render(make_draft())[0]
+
+
+def drawn(truth: Recalibration, count: int = 40_000, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    """Labels by ``truth`` of risks, and the risks."""
+    rng = np.random.default_rng(seed)
+    risk = rng.beta(1.2, 1.6, count)
+    return (rng.random(count) >= truth(risk)).astype(int), risk
+
+
+@pytest.mark.parametrize(
+    ("truth", "within"),
+    [(Recalibration("intercept", c=1.3), 0.05), (Recalibration("platt", 0.6, 0.6, -0.5), 0.05),
+     (Recalibration("beta", 0.5, 1.4, 0.4), 0.1)],
+)  # fmt: skip
+def test_each_map_finds_its_numbers(truth: Recalibration, within: float) -> None:
+    found = FITS[truth.method](*drawn(truth))
+    assert found is not None
+    assert (found.a, found.b, found.c) == pytest.approx((truth.a, truth.b, truth.c), abs=within)
+
+
+def test_the_intercept_makes_the_mean_risk_the_share() -> None:
+    label, risk = drawn(Recalibration("intercept", c=1.3))
+    found = fit_intercept(label, risk)
+    assert found is not None
+    assert found(risk).mean() == pytest.approx(np.mean(label == 0), abs=1e-9)
+
+
+def test_a_negative_coefficient_of_beta_is_0() -> None:
+    rng = np.random.default_rng(1)
+    risk = rng.uniform(0.02, 0.98, 20_000)
+    truth = expit(1.2 * np.log(risk) + 0.5 * np.log1p(-risk) + 0.8)  # falls again near 1
+    found = fit_beta((rng.random(20_000) >= truth).astype(int), risk)
+    assert found is not None
+    assert found.b == 0.0
+    assert found.a > 0.5
+
+
+def test_isotonic_follows_a_step_and_a_block_without_an_error_is_no_certainty() -> None:
+    rng = np.random.default_rng(2)
+    risk = rng.uniform(0, 1, 20_000)
+    found = fit_isotonic((rng.random(20_000) >= np.where(risk < 0.5, 0.1, 0.7)).astype(int), risk)
+    assert found is not None
+    np.testing.assert_allclose(found(np.array([0.2, 0.45, 0.55, 0.8])), [0.1, 0.1, 0.7, 0.7], atol=0.04)
+    found = fit_isotonic(np.array([1] * 10 + [0] * 10), np.linspace(0.1, 0.9, 20))
+    assert found is not None
+    assert found(np.array([0.0, 0.1, 0.9, 1.0])) == pytest.approx([0.024, 0.024, 0.976, 0.976], abs=0.001)
+
+
+@pytest.mark.parametrize("name", ["platt", "beta", "isotonic"])
+def test_risks_that_fall_with_hallucination_have_no_map(name: str) -> None:
+    rng = np.random.default_rng(3)
+    risk = rng.uniform(0.05, 0.95, 2_000)
+    assert FITS[name]((rng.random(2_000) < risk).astype(int), risk) is None  # type: ignore[index]
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 10_000), st.integers(4, 60), st.integers(1, 4))
+def test_every_map_is_strictly_increasing(seed: int, count: int, digits: int) -> None:
+    rng = np.random.default_rng(seed)
+    risk = rng.uniform(0, 1, count).round(digits)  # also ties, 0 and 1
+    label = np.append([0, 1], rng.integers(0, 2, count - 2))
+
+    grid = np.linspace(0.001, 0.999, 200)
+    for fit in FITS.values():
+        found = fit(label, risk)
+        if found is not None:
+            sealed(dataclasses.replace(MANIFEST, recalibration=found))  # a bundle may have it
+            made = found(np.concatenate([[0.0], grid, [1.0]]))
+            assert np.all(np.diff(made) >= 0)
+            assert np.all((made >= 0) & (made <= 1))
+            steep = max(found.a, found.b, abs(found.c)) > 5  # then doubles are all alike at the ends
+            assert steep or np.all(np.diff(found(grid)) > 0)
+
+
+# --- the choice ---
+
+
+def distorted(truth: Recalibration, seed: int, count: int) -> ChosenMap:
+    """The choice on rows whose true risk is ``truth`` of the served one."""
+    label, risk = drawn(truth, count, seed)
+    return choose_map(label, risk, np.arange(count))
+
+
+def test_a_calibrated_risk_stays_as_it_is() -> None:
+    names = [distorted(Recalibration("intercept"), seed, 200).chosen.name for seed in range(12)]
+    assert names.count("identity") >= 9
+
+
+@pytest.mark.parametrize(
+    ("truth", "count"),
+    [
+        (Recalibration("intercept", c=1.5), 300),
+        (Recalibration("platt", 0.4, 0.4, 0.3), 1_000),
+        (Recalibration("beta", 0.3, 3.0, 1.0), 2_000),
+        (Recalibration("isotonic", knots=(0, 0.3, 0.31, 1), values=(0.04, 0.05, 0.8, 0.85)), 2_000),
+    ],
+)
+def test_the_simplest_map_that_fits_is_chosen(truth: Recalibration, count: int) -> None:
+    for seed in range(2):
+        choice = distorted(truth, seed, count)
+        assert choice.chosen.name == truth.method
+        assert choice.chosen.gain_interval.low > 0
+        assert choice.chosen.log_loss == pytest.approx(choice.before.log_loss - choice.chosen.gain)
+        assert choice.chosen.error < choice.before.error
+        assert choice.best.log_loss <= choice.chosen.log_loss
+        assert [one.name for one in choice.candidates] == ["identity", "intercept", "platt", "beta", "isotonic"]
+
+
+def test_prior_shift_needs_few_labels() -> None:
+    """Of 40 labelled rows and 600 others: better than what the labels alone can do."""
+    gains: dict[str, list[float]] = {"prior_shift": [], "intercept": [], "isotonic": []}
+    names = []
+    for seed in range(8):
+        rng = np.random.default_rng(seed)
+        risk, _, group = rows(rng, 600, 0.75)
+        few, label, of_few = rows(rng, 40, 0.75)
+
+        def fit(label: np.ndarray, risk: np.ndarray, traffic: Traffic) -> Recalibration:
+            return shift_to(most_likely_share(traffic, PRIOR, label), PRIOR, 640)
+
+        choice = choose_map(label, few, of_few, partial(fit, traffic=Traffic(risk, group)))
+        names.append(choice.chosen.name)
+        fresh, truth, _ = rows(rng, 4_000, 0.75)
+        for one in choice.candidates:
+            if one.name in gains and one.map is not None:
+                after = one.map(fresh)
+                gains[one.name].append(float(-np.log(np.where(truth == 0, after, 1 - after)).mean()))
+    mean = {name: np.mean(losses) for name, losses in gains.items()}
+    assert mean["prior_shift"] < mean["intercept"] < mean["isotonic"]
+    assert names.count("prior_shift") >= 4, names
+    assert not {"beta", "isotonic"} & set(names)
+
+
+def test_a_map_is_judged_on_groups_that_it_has_not_seen() -> None:
+    """Each group has a risk and a class of its own: who has seen the group knows the class, who has not, nothing."""
+    rng = np.random.default_rng(0)
+    group = np.repeat(np.arange(60), 12)
+    risk = rng.uniform(0.3, 0.7, 60)[group] + 1e-4 * rng.standard_normal(720)
+    label = np.resize([0, 1], 60)[rng.permutation(60)][group]
+
+    def remembers(of_rows: np.ndarray, risks: np.ndarray) -> Recalibration:
+        """Isotonic in name: the class of every risk that it was shown, the share elsewhere."""
+        seen = set(risks.round(3).tolist())
+        knots = np.linspace(0.001, 0.999, 999)
+        known = [0.9 - 0.8 * label[np.abs(risk - knot).argmin()] for knot in knots]
+        values = [own if round(float(knot), 3) in seen else 0.5 for knot, own in zip(knots, known, strict=True)]
+        return Recalibration("isotonic", knots=tuple(knots.tolist()), values=tuple(values))
+
+    choice = choose_map(label, risk, group, remembers)
+    (found,) = [one for one in choice.candidates if one.name == "prior_shift"]
+    assert found.log_loss == pytest.approx(np.log(2), abs=0.12)
+    assert choice.chosen.name == "identity"
+
+
+def test_intervals_count_groups_and_hold_the_calibration_error() -> None:
+    risk, label, _ = rows(np.random.default_rng(4), 100, 0.6)
+    alone = choose_map(label, risk, np.arange(100)).before
+    copied = choose_map(np.repeat(label, 5), np.repeat(risk, 5), np.repeat(np.arange(100), 5)).before
+    widths = [one.log_loss_interval.high - one.log_loss_interval.low for one in (alone, copied)]
+    assert widths[1] == pytest.approx(widths[0], rel=0.15)
+    assert alone.error == pytest.approx(debiased_calibration_error(label, risk), abs=1e-9)
+    assert alone.error_interval.low <= alone.error <= alone.error_interval.high
+
+
+def test_too_few_rows_of_a_class_are_said() -> None:
+    with pytest.raises(TrainingError, match="no hallucinated row"):
+        choose_map(np.array([0] * 3 + [1] * 40), np.linspace(0.1, 0.9, 43), np.arange(43))
+
+
+# --- slope and intercept ---
+
+SLOPE, INTERCEPT = COX_KEYS
 
 
 def draw(rng: np.random.Generator, groups: int, size: int = 5) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -19,41 +211,37 @@ def draw(rng: np.random.Generator, groups: int, size: int = 5) -> tuple[np.ndarr
     group = np.repeat(np.arange(groups), size)
     copied = rng.random(len(group)) < 0.5
     x, u = rng.normal(-1, 1.3, len(group)), rng.random(len(group))
-    first = size * group
-    x, u = np.where(copied, x[first], x), np.where(copied, u[first], u)
+    x, u = np.where(copied, x[size * group], x), np.where(copied, u[size * group], u)
     return (u >= expit(x)).astype(np.int64), group, expit(x)
 
 
 @pytest.mark.parametrize(("slope", "intercept"), [(1.0, 0.0), (0.5, 0.0), (1.6, -0.7)])
 def test_a_known_distortion_is_found(slope: float, intercept: float) -> None:
     label, _, risk = draw(np.random.default_rng(0), 40_000, 1)
-    distorted = expit((logit(risk) - intercept) / slope)
-    found = recalibrate(label, distorted)
-    assert found is not None
-    assert found.slope == pytest.approx(slope, abs=0.05)
-    assert found.intercept == pytest.approx(intercept, abs=0.05)
+    found = fit_cox_line(label, expit((logit(risk) - intercept) / slope))
+    assert found == pytest.approx((slope, intercept), abs=0.05)
 
 
 def test_separated_or_constant_risks_and_a_single_class_have_no_line() -> None:
-    label, group = np.repeat([0, 1], 10), np.arange(20)
-    risk = np.linspace(0.9, 0.1, 20)
-    constant = np.full(20, 0.3)
-    for given in (risk, 1 - risk, constant, np.where(label == 0, 1.0, 0.0)):
-        assert recalibrate(label, given) is None
-        assert recalibration(label, group, given[None]) == {SLOPE: None, INTERCEPT: None}
-    assert recalibrate(np.ones(20, int), risk) is None
+    label, group, risk = np.repeat([0, 1], 10), np.arange(20), np.linspace(0.9, 0.1, 20)
+    for given_ in (risk, 1 - risk, np.full(20, 0.3), np.where(label == 0, 1.0, 0.0)):
+        assert fit_cox_line(label, given_) is None
+        assert cox_line(label, group, given_[None]) == {SLOPE: None, INTERCEPT: None}
+    assert fit_cox_line(np.ones(20, int), risk) is None
     mixed = risk.copy()
     mixed[[9, 10]] = mixed[[10, 9]]
-    found = recalibration(label, group, np.stack([mixed, mixed]))
-    assert np.isfinite(found[SLOPE]["mean"])
+    found = cox_line(label, group, np.stack([mixed, mixed]))
     assert np.isfinite(list(found[SLOPE].values())).all()
-    assert recalibration(label, group, np.stack([mixed, risk])) == {SLOPE: None, INTERCEPT: None}  # one seed's are
+    assert cox_line(label, group, np.stack([mixed, risk])) == {SLOPE: None, INTERCEPT: None}  # one seed's are
 
 
-def test_risks_of_zero_and_one_are_taken_as_nearly_so() -> None:
+def test_risks_of_zero_and_one_are_taken_as_nearly_so_and_seeds_are_averaged() -> None:
     label, group, risk = draw(np.random.default_rng(1), 200)
     risk[0], risk[1] = 0.0, 1.0
-    assert np.isfinite(recalibration(label, group, risk[None])[SLOPE]["high"])
+    alone, five = cox_line(label, group, risk[None]), cox_line(label, group, np.stack([risk] * 5))
+    assert np.isfinite(alone[SLOPE]["high"])
+    for key in COX_KEYS:
+        assert five[key] == pytest.approx(alone[key], abs=1e-9)
 
 
 def test_the_intervals_cover_and_rows_taken_as_independent_would_not() -> None:
@@ -62,36 +250,19 @@ def test_the_intervals_cover_and_rows_taken_as_independent_would_not() -> None:
     for _ in range(draws):
         label, group, risk = draw(rng, 80, 8)
         for groups, count in ((group, hits), (np.arange(len(group)), naive)):
-            found = recalibration(label, groups, risk[None])
+            found = cox_line(label, groups, risk[None])
             for place, (key, truth) in enumerate(((SLOPE, 1.0), (INTERCEPT, 0.0))):
                 count[place] += found[key]["low"] <= truth <= found[key]["high"]
     assert hits.min() / draws > 0.9  # 95 % nominal
     assert naive.max() / draws < 0.87
 
 
-def test_one_newton_step_is_close_to_refitting_without_each_group() -> None:
+def test_one_newton_step_is_close_to_refitting_without_each_group_and_a_cross_validation_s_interval_is_wider() -> None:
     label, group, risk = draw(np.random.default_rng(3), 100)
-    found = recalibration(label, group, risk[None])
-    lines = [recalibrate(label[group != name], risk[group != name]) for name in np.unique(group)]
-    refitted = np.array([line for line in lines if line is not None])
-    assert len(refitted) == 100
-    for key, column in zip(KEYS, refitted.T, strict=True):
+    found, crossed = cox_line(label, group, risk[None]), cox_line(label, group, risk[None], 5)
+    refitted = np.array([fit_cox_line(label[group != name], risk[group != name]) for name in np.unique(group)])
+    for key, column in zip(COX_KEYS, refitted.T.astype(float), strict=True):
         exact = t_interval(found[key]["mean"], column)
         assert [found[key]["low"], found[key]["high"]] == pytest.approx(exact, abs=0.01 * (exact.high - exact.low))
-
-
-def test_a_cross_validation_s_interval_is_wider() -> None:
-    label, group, risk = draw(np.random.default_rng(3), 100)
-    held, crossed = (recalibration(label, group, risk[None], folds)[SLOPE] for folds in (None, 5))
-    wider = (crossed["high"] - crossed["low"]) / (held["high"] - held["low"])
-    assert wider == pytest.approx(np.sqrt(1.25))
-
-
-def test_seeds_are_averaged_in_each_draw_and_nine_thousand_rows_take_seconds() -> None:
-    label, group, risk = draw(np.random.default_rng(4), 1800)
-    start = time.process_time()
-    found = recalibration(label, group, np.stack([risk] * 5))
-    assert time.process_time() - start < 5
-    alone = recalibration(label, group, risk[None])
-    for key in KEYS:
-        assert found[key] == pytest.approx(alone[key], abs=1e-9)
+    widths = [line[SLOPE]["high"] - line[SLOPE]["low"] for line in (found, crossed)]
+    assert widths[1] / widths[0] == pytest.approx(np.sqrt(1.25))

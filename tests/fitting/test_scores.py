@@ -1,4 +1,4 @@
-"""Measures against brute force."""
+"""Measures against brute force; intervals against brute force, DeLong, simulation and known answers."""
 
 from __future__ import annotations
 
@@ -8,8 +8,23 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scipy.special import expit, logit
+from scipy.stats import kstest
 
+from hallutracer_research.evaluation.results import delong
 from service.fitting import scores as measures
+from service.fitting.scores import (
+    Floats,
+    Index,
+    Tests,
+    auroc_interval,
+    effective_groups,
+    gain,
+    risk_auroc,
+    share_interval,
+    standard_error,
+    t_interval,
+)
 
 
 @st.composite
@@ -17,44 +32,28 @@ def labelled(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray]:
     size = draw(st.integers(2, 40))
     label = np.array(draw(st.lists(st.integers(0, 1), min_size=size, max_size=size)))
     label[0], label[1] = 0, 1
-    risk = np.array(draw(st.lists(st.integers(0, 12), min_size=size, max_size=size))) / 12
-    return label, risk
-
-
-def pair_auroc(label: np.ndarray, risk: np.ndarray) -> float:
-    pairs = [(bad, good) for bad in risk[label == 0] for good in risk[label == 1]]
-    return float(np.mean([1.0 if bad > good else 0.5 if bad == good else 0.0 for bad, good in pairs]))
-
-
-@given(labelled())
-@settings(max_examples=100, deadline=None)
-def test_auroc_is_the_share_of_ordered_pairs(sample: tuple[np.ndarray, np.ndarray]) -> None:
-    label, risk = sample
-    assert measures.risk_auroc(label, risk) == pytest.approx(pair_auroc(label, risk))
-    assert measures.auroc(label, -risk) == pytest.approx(pair_auroc(label, risk))
+    return label, np.array(draw(st.lists(st.integers(0, 12), min_size=size, max_size=size))) / 12
 
 
 @given(labelled(), st.lists(st.integers(0, 3), min_size=40, max_size=40))
 @settings(max_examples=100, deadline=None)
-def test_within_stratum_auroc_counts_only_pairs_of_one_stratum(
+def test_auroc_is_the_share_of_ordered_pairs_and_within_a_stratum_of_its_own(
     sample: tuple[np.ndarray, np.ndarray], strata: list[int]
 ) -> None:
     label, risk = sample
-    wins = [
-        1.0 if risk[i] > risk[j] else 0.5 if risk[i] == risk[j] else 0.0
-        for i, j in itertools.product(range(len(label)), repeat=2)
-        if label[i] == 0 and label[j] == 1 and strata[i] == strata[j]
+    pairs = [
+        (np.sign(risk[i] - risk[j]) / 2 + 0.5, strata[i] == strata[j])
+        for i, j in itertools.product(np.flatnonzero(label == 0), np.flatnonzero(label == 1))
     ]
+    assert measures.risk_auroc(label, risk) == pytest.approx(np.mean([won for won, _ in pairs]))
+    assert measures.auroc(label, -risk) == measures.risk_auroc(label, risk)
+    inside = [won for won, same in pairs if same]
     found = measures.within_stratum_auroc(label, risk, strata[: len(label)])
-    if wins:
-        assert found == pytest.approx(float(np.mean(wins)))
-    else:
-        assert found is None
+    assert found == (pytest.approx(np.mean(inside)) if inside else None)
 
 
 def test_within_stratum_removes_what_the_stratum_tells() -> None:
-    label = np.array([0, 0, 0, 1, 1, 1, 1, 0])
-    strata = ["a", "a", "a", "a", "b", "b", "b", "b"]
+    label, strata = np.array([0, 0, 0, 1, 1, 1, 1, 0]), ["a"] * 4 + ["b"] * 4
     risk = np.array([0.9 if s == "a" else 0.1 for s in strata])  # knows the stratum and nothing else
     assert measures.risk_auroc(label, risk) > 0.7
     assert measures.within_stratum_auroc(label, risk, strata) == 0.5
@@ -69,13 +68,11 @@ def test_ece_by_hand_and_independent_of_row_order(sample: tuple[np.ndarray, np.n
     for value, truth in rows:
         first = next(place for place, (other, _) in enumerate(rows) if other == value)
         groups.setdefault(first * bins // len(rows), []).append((value, truth))
-    expected = sum(
-        abs(sum(v for v, _ in g) / len(g) - sum(1 - t for _, t in g) / len(g)) * len(g) for g in groups.values()
-    ) / len(rows)
-    assert measures.ece(label, risk, bins) == pytest.approx(expected)
+    expected = sum(abs(sum(v - 1 + t for v, t in g)) for g in groups.values()) / len(rows)
     order = list(range(len(label)))
     random.shuffle(order)
-    assert measures.ece(label[order], risk[order], bins) == pytest.approx(expected)
+    for places in (slice(None), order):
+        assert measures.ece(label[places], risk[places], bins) == pytest.approx(expected)
 
 
 def test_ece_bins_have_equal_mass() -> None:
@@ -103,24 +100,31 @@ def test_the_debiased_error_is_small_where_risks_are_calibrated_and_says_what_is
     assert measures.debiased_calibration_error(np.array([0, 1]), np.array([0.2, 0.7])) == 0.0
 
 
+def test_the_debiased_error_by_hand_and_without_each_group() -> None:
+    rng = np.random.default_rng(5)
+    risk = rng.uniform(0, 1, 600)
+    label = (rng.random(600) >= expit(0.5 * logit(risk))).astype(int)
+    predicted, observed, size = measures.reliability(label, risk)
+    by_hand = (size * ((predicted - observed) ** 2 - observed * (1 - observed) / (size - 1))).sum() / 600
+    squared, without = measures.squared_calibration_error(label, risk, np.arange(600) // 3)
+    assert squared == pytest.approx(by_hand, abs=1e-9)
+    assert np.sqrt(squared) == pytest.approx(measures.debiased_calibration_error(label, risk), abs=1e-9)
+    assert len(without) == 200
+    assert np.ptp(without) > 0
+    assert without.mean() == pytest.approx(squared, rel=0.02)
+
+
 def test_what_a_gate_does_by_hand() -> None:
     label, risk = np.array([1, 1, 0, 1, 0, 0]), np.array([0.1, 0.2, 0.3, 0.6, 0.7, 0.9])
-    assert measures.at_threshold(label, risk, 0.5) == pytest.approx(
-        {"answered": 0.5, "wrong_among_answered": 1 / 3, "right_withheld": 1 / 3}
-    )
-    assert measures.at_threshold(label, risk, 0.1) == {
-        "answered": 0.0,
-        "wrong_among_answered": 0.0,
-        "right_withheld": 1.0,
-    }
+    found = [tuple(measures.at_threshold(label, risk, cut).values()) for cut in (0.5, 0.1)]
+    assert found == [pytest.approx((0.5, 1 / 3, 1 / 3)), (0.0, 0.0, 1.0)]
     answered, wrong = measures.coverage_curve(label, risk)
     assert answered.tolist() == pytest.approx([k / 6 for k in range(1, 7)])
     assert wrong.tolist() == pytest.approx([0, 0, 1 / 3, 1 / 4, 2 / 5, 1 / 2])
 
 
 def test_auprc_names_its_positive_class() -> None:
-    label = np.array([1, 1, 1, 0])
-    risk = np.array([0.1, 0.2, 0.9, 0.8])
+    label, risk = np.array([1, 1, 1, 0]), np.array([0.1, 0.2, 0.9, 0.8])
     assert measures.auprc(label, risk, positive=0) == pytest.approx(1 / 2)
     assert measures.auprc(label, risk, positive=1) == pytest.approx((1 + 1 + 3 / 4) / 3)
     with pytest.raises(ValueError, match="positive must be"):
@@ -135,3 +139,141 @@ def test_summary_has_every_measure_and_needs_both_classes() -> None:
     assert found["brier"] == pytest.approx((0.04 + 0.09 + 0.16 + 0.16) / 4)
     with pytest.raises(ValueError, match="both classes"):
         measures.summary(np.ones(4, int), risk)
+
+
+# --- intervals ---
+
+
+def draw(rng: np.random.Generator, groups: int, size: int) -> tuple[Index, Index, Floats]:
+    """Label, group and risk; rows of a group share most of their label and of their risk's error."""
+    group = np.repeat(np.arange(groups), size)
+    bad = (rng.random(groups) < 0.5)[group] ^ (rng.random(groups * size) < 0.1)
+    risk = bad * 1.0 + (rng.standard_normal(groups) * 0.9)[group] + rng.standard_normal(groups * size) * 0.5
+    return 1 - bad.astype(np.int64), group, risk
+
+
+def whole(risk: Floats) -> Tests:
+    """One test side of all rows."""
+    return [(np.arange(len(risk)), risk)]
+
+
+def mean_auroc(label: Index, tests: Tests, keep: np.ndarray) -> float:
+    sides = [(label[rows][keep[rows]], risk[keep[rows]]) for rows, risk in tests]
+    values = [risk_auroc(own, risk) for own, risk in sides if 0 < own.sum() < len(own)]
+    return float(np.mean(values)) if values else float("nan")
+
+
+@pytest.mark.parametrize("levels", [4, 10_000])  # 4: many ties
+def test_the_interval_is_that_of_the_mean_without_each_group(levels: int) -> None:
+    rng = np.random.default_rng(levels)
+    for _ in range(40):
+        count = int(rng.integers(30, 60))
+        label, group = rng.integers(0, 2, count), rng.integers(0, 12, count)
+        risk = (rng.integers(0, levels, count) - label * levels / 4) / levels
+        tests = [(side, risk[side]) for side in np.array_split(rng.permutation(count), 3)]
+        without = np.array([mean_auroc(label, tests, group != name) for name in np.unique(group)])
+        value = mean_auroc(label, tests, np.ones(count, bool))
+        ends = logit(auroc_interval(label, group, tests))
+        # The log odds are symmetric around the value's; three test sides: variance times 1 / (1 - 1/3).
+        assert ends.mean() == pytest.approx(logit(value))
+        raw = t_interval(value, without, folds=3)
+        assert ends[1] - ends[0] == pytest.approx((raw.high - raw.low) / (value * (1 - value)))
+
+
+def test_on_independent_rows_the_error_of_a_difference_is_delong_s() -> None:
+    rng = np.random.default_rng(1)
+    label = np.repeat([0, 1], 200)
+    common = rng.standard_normal(400)
+    one, other = (common + rng.standard_normal(400) + gap * (1 - label) for gap in (1.2, 0.8))
+    found, known = gain(label, np.arange(400), whole(one), whole(other)), delong(label, one, other)
+    assert found.difference == pytest.approx(known.auc_a - known.auc_b, abs=1e-12)
+    assert known.z is not None
+    assert (found.high - found.low) / (2 * 1.966) == pytest.approx((known.auc_a - known.auc_b) / known.z, rel=0.01)
+    assert found.p_value == pytest.approx(known.p_value, rel=0.2)
+
+
+def test_it_covers_with_forty_groups_and_rows_as_independent_would_not() -> None:
+    rng = np.random.default_rng(0)
+    label, _, risk = draw(rng, 200_000, 1)
+    truth = risk_auroc(label, risk)
+    hits, draws = np.zeros(2), 300
+    for _ in range(draws):
+        label, group, risk = draw(rng, 40, 10)
+        for place, groups in enumerate((group, np.arange(len(label)))):
+            low, high = auroc_interval(label, groups, whole(risk))
+            hits[place] += low <= truth <= high
+    assert hits[0] / draws > 0.91  # 95 % nominal
+    assert hits[1] / draws < 0.7
+
+
+def test_equal_scores_are_told_apart_at_the_level_of_the_test() -> None:
+    rng = np.random.default_rng(3)
+    p_values = []
+    for _ in range(300):
+        label, group, one = draw(rng, 40, 5)
+        noise = rng.standard_normal((2, 40))[:, group] + rng.standard_normal((2, 200))
+        p_values.append(gain(label, group, whole(one + noise[0]), whole(one + noise[1])).p_value)
+    assert 0.02 < np.mean(np.less(p_values, 0.05)) < 0.09
+    assert kstest(p_values, "uniform").pvalue > 0.01
+
+
+def test_copies_of_a_row_are_no_new_evidence() -> None:
+    label, group, risk = draw(np.random.default_rng(6), 100, 1)
+    other = risk + np.random.default_rng(7).standard_normal(100)
+    again = [np.repeat(column, 5) for column in (label, group, risk, other)]
+    assert auroc_interval(*again[:2], whole(again[2])) == pytest.approx(auroc_interval(label, group, whole(risk)))
+    copied, once = gain(*again[:2], whole(again[2]), whole(again[3])), gain(label, group, whole(risk), whole(other))
+    assert copied == pytest.approx(once)
+
+
+def test_a_gain_turns_with_its_sides_and_over_oneself_is_nothing() -> None:
+    label, group, risk = draw(np.random.default_rng(8), 90, 2)
+    worse = risk + np.random.default_rng(9).standard_normal(180) * 5
+    sides = np.array_split(np.arange(180), 2)
+    one, other = ([(side, score[side]) for side in sides] for score in (risk, worse))
+    assert gain(label, group, one, one) == (0.0, 0.0, 0.0, 1.0)
+    found, turned = gain(label, group, one, other), gain(label, group, other, one)
+    assert found.low > 0
+    assert turned == pytest.approx((-found.difference, -found.high, -found.low, found.p_value))
+
+
+@pytest.mark.parametrize(
+    ("label", "group"),
+    [([1] * 6, range(6)), ([0, 0, 1, 1, 1, 1], [0, 0, 1, 2, 3, 4]), ([0, 1, 0, 1, 0, 1], [0] * 6)],
+    ids=["one class", "a class in one group", "one group"],
+)
+def test_where_nothing_is_known_the_interval_says_so(label: list[int], group: list[int]) -> None:
+    labels, groups, risk = np.array(label), np.array(list(group)), np.linspace(0, 1, 6)
+    assert auroc_interval(labels, groups, whole(risk)) == (0.0, 1.0)
+    assert gain(labels, groups, whole(risk), whole(-risk))[1:] == (-1.0, 1.0, 1.0)
+
+
+def test_a_perfect_score_on_few_groups_is_not_certain() -> None:
+    label = np.array([0] * 10 + [1] * 30)
+    jeffreys = pytest.approx(0.2172, abs=1e-4)  # 0 of 10
+    low, high = auroc_interval(label, np.arange(40), whole(1.0 - label))
+    assert (1 - low, high) == (jeffreys, 1.0)
+    assert auroc_interval(label, np.arange(40), whole(label * 1.0)) == (0.0, jeffreys)
+    assert share_interval(0.0, np.arange(10)) == (0.0, jeffreys)
+    assert gain(label, np.arange(40), whole(1.0 - label), whole(np.zeros(40))) == (0.5, -1.0, 1.0, 1.0)
+
+
+def test_the_error_of_a_mean_is_the_textbook_s() -> None:
+    values = np.random.default_rng(0).standard_normal(50)
+    without = np.array([np.delete(values, place).mean() for place in range(50)])
+    error = values.std(ddof=1) / np.sqrt(50)
+    assert standard_error(without) == pytest.approx(error)
+    assert t_interval(0.0, without) == pytest.approx((-2.0096 * error, 2.0096 * error), rel=1e-4)
+
+
+def test_equal_groups_count_whole_one_large_group_for_little_and_the_interval_of_a_share_covers() -> None:
+    assert effective_groups(np.repeat(np.arange(40), 10)) == pytest.approx(40)
+    one_large = np.concatenate([np.zeros(500, int), np.arange(1, 501)])
+    assert effective_groups(one_large) == pytest.approx(1000**2 / (500**2 + 500))
+    assert share_interval(0.3, np.repeat(np.arange(10), 7)) == pytest.approx(share_interval(0.3, np.arange(10)))
+    rng = np.random.default_rng(0)
+    group, truth, hits = np.repeat(np.arange(60), 5), 0.2, 0
+    for _ in range(300):
+        low, high = share_interval(float((rng.random(60) < truth)[group].mean()), group)
+        hits += low <= truth <= high
+    assert hits / 300 > 0.91

@@ -1,4 +1,4 @@
-"""The solver against liblinear and saga, against its own certificate, and at the edges."""
+"""The solver against liblinear and saga, against its own certificate, at the edges; its descent by optimality."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from sklearn.linear_model import LogisticRegression
 
 from service.fitting import solver
-from service.fitting.fit import row_weights
-from service.fitting.solver import GAP, INTERCEPT_PENALTY, Solution, solve
+from service.fitting.probes import row_weights
+from service.fitting.solver import GAP, INTERCEPT_PENALTY, Solution, descend, solve
 
 GRID = np.array([0.01, 0.03, 0.1, 0.3, 1.0, 3.0])
 
@@ -116,17 +116,6 @@ def test_the_gap_is_a_certificate(seed: int, c: float, share: float) -> None:
     assert ours - least <= max(found.gap[0, 0], 1e-6) * ours
 
 
-def test_all_heads_together_in_torch_are_the_same_as_one_by_one() -> None:
-    x, label, weight = heads(count=3, n=200, d=10)
-    partition, c = path()
-    alone = solve(x, label, weight, partition, c)
-    batched = solve(x, label, weight, partition, c, together=True)
-    size = np.abs(alone.weight).max(-1, keepdims=True) + 1e-9
-    assert batched.gap.max() <= GAP
-    np.testing.assert_allclose(batched.weight / size, alone.weight / size, atol=0.05)
-    np.testing.assert_allclose(batched.objective, alone.objective, rtol=3 * GAP)
-
-
 def test_a_problem_does_not_care_what_is_solved_beside_it() -> None:
     x, label, weight = heads(count=1)
     partition, c = path()
@@ -173,3 +162,46 @@ def test_the_same_call_gives_the_same_bits() -> None:
     one, other = solve(x, label, weight, partition, c), solve(x, label, weight, partition, c)
     assert one.weight.tobytes() == other.weight.tobytes()
     assert one.intercept.tobytes() == other.intercept.tobytes()
+
+
+def problem(seed: int, problems: int = 5, size: int = 7) -> tuple[np.ndarray, ...]:
+    """Metric, partition, start, gradient and penalty of ``descend``."""
+    rng = np.random.default_rng(seed)
+    rows = rng.standard_normal((2, 40, size)) @ rng.standard_normal((size, size))
+    metric = rows.transpose(0, 2, 1) @ rows / 40 + 0.2 * np.eye(size)
+    return (
+        metric.astype(np.float32),
+        rng.integers(0, 2, problems),
+        rng.standard_normal((problems, size)) * rng.integers(0, 2, (problems, size)),
+        rng.standard_normal((problems, size)),
+        rng.uniform(0.1, 1.0, (problems, 1)) * np.ones(size),
+    )
+
+
+@settings(max_examples=40, deadline=None)
+@given(seed=st.integers(0, 10_000))
+def test_the_minimiser_of_a_quadratic_meets_the_optimality_conditions(seed: int) -> None:
+    metric, partition, start, gradient, penalty = problem(seed)
+    found, given_slope = descend(metric, partition, start, gradient, penalty, 2_000, 1e-14)
+    slope = gradient + np.einsum("pij,pj->pi", metric[partition], found - start)
+    scale = 3e-4 * (1 + np.abs(metric).max())  # float32 sums
+    np.testing.assert_allclose(given_slope, slope, atol=scale)
+    zero = found == 0
+    assert np.all(np.abs(slope[zero]) <= penalty[zero] + scale)
+    np.testing.assert_allclose(slope[~zero], -np.sign(found[~zero]) * penalty[~zero], atol=scale)
+
+
+def test_a_coordinate_without_curvature_keeps_its_start() -> None:
+    metric, partition, start, gradient, penalty = problem(3)
+    metric[:, 2, :] = metric[:, :, 2] = 0.0
+    start[:, 2] = 1.5
+    found = descend(metric, partition, start, gradient, penalty, 5, 0.0)[0]
+    assert np.all(found[:, 2] == 1.5)
+    assert np.all(np.isfinite(found))
+
+
+def test_descent_stops_where_a_sweep_gains_little() -> None:
+    given_ = problem(4)
+    one, _ = descend(*given_, 1, 0.0)
+    assert np.array_equal(descend(*given_, 100, 1.0)[0], one)
+    assert not np.array_equal(descend(*given_, 100, 1e-3)[0], one)

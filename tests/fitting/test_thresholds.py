@@ -1,4 +1,5 @@
-"""The threshold: by cost it is 1 / (1 + K); a target is met at its exact boundary, with ties, or said to be missed."""
+"""The threshold: by cost 1 / (1 + K); a target met at its exact boundary or said to be missed; a guarantee that holds
+as often as it says, where rows of a group are alike, too."""
 
 from __future__ import annotations
 
@@ -6,17 +7,24 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scipy.stats import binom
 
 from service.errors import TrainingError
 from service.fitting.scores import at_threshold
 from service.fitting.thresholds import (
-    COSTS,
-    LEAST_ANSWERED,
-    Chosen,
+    ChosenThreshold,
+    GuaranteeStep,
+    GuaranteeTest,
     Target,
     WrongCosts,
     by_wrong_costs,
+    certify,
     choose_threshold,
+    first_answered,
+    gate_profile,
+    least_groups,
+    risk_control,
+    threshold_sequence,
 )
 
 
@@ -28,7 +36,7 @@ def made(*levels: tuple[float, int, int]) -> tuple[np.ndarray, np.ndarray]:
     return label[order].astype(np.int64), risk[order][None]
 
 
-def target(text: str, label: np.ndarray, risk: np.ndarray) -> Chosen:
+def target(text: str, label: np.ndarray, risk: np.ndarray) -> ChosenThreshold:
     return choose_threshold(Target.parse(text), label, risk)
 
 
@@ -36,36 +44,15 @@ def target(text: str, label: np.ndarray, risk: np.ndarray) -> Chosen:
 def test_by_cost_it_is_one_over_one_plus_k_whatever_the_rows_are(k: float) -> None:
     for rows in (made((0.1, 30, 0), (0.9, 0, 30)), made((0.1, 3, 30), (0.9, 1, 30))):
         found = choose_threshold(WrongCosts(k), *rows)
-        assert found.threshold == 1 / (1 + k)
         assert found.reached
         assert found.document() == {"rule": "wrong_costs", "wrong_costs": k, "threshold": 1 / (1 + k)}
-
-
-def test_the_default_answers_what_is_more_likely_right_than_wrong() -> None:
     assert WrongCosts().threshold == 0.5
-
-
-@given(st.integers(0, 2**31), st.sampled_from(COSTS))
-@settings(max_examples=30, deadline=None)
-def test_on_a_calibrated_risk_no_other_threshold_costs_less(seed: int, k: float) -> None:
-    """Expected costs, by the risk itself: K for a wrong answer, 1 for a right one that is withheld."""
-    risk = np.random.default_rng(seed).random(200)
-
-    def cost(threshold: float) -> float:
-        answered = risk < threshold
-        return float(k * risk[answered].sum() + (1 - risk[~answered]).sum())
-
-    assert cost(WrongCosts(k).threshold) <= min(cost(other) for other in np.linspace(0, 1, 101)) + 1e-9
-
-
-@pytest.mark.parametrize("k", [1e-30, 1e30])
-def test_an_extreme_cost_stays_inside(k: float) -> None:
-    assert 0 < WrongCosts(k).threshold < 1
+    assert 0 < WrongCosts(1e30).threshold < WrongCosts(1e-30).threshold < 1
 
 
 @pytest.mark.parametrize("k", [0.0, -1.0, float("inf"), float("nan")])
 def test_a_cost_is_a_positive_number(k: float) -> None:
-    with pytest.raises(TrainingError, match="wrong_costs must be a positive number") as caught:
+    with pytest.raises(TrainingError, match="positive") as caught:
         WrongCosts(k)
     assert caught.value.param == "wrong_costs"
 
@@ -91,7 +78,7 @@ def test_a_target_that_is_none_is_an_error_with_the_cure(text: str) -> None:
     with pytest.raises(TrainingError) as caught:
         Target.parse(text)
     assert caught.value.param == "target"
-    for words in ("target must be", "wrong<=SHARE", "answered>=SHARE", repr(text), '--target "wrong<=0.2"'):
+    for words in ("wrong<=SHARE", "answered>=SHARE", repr(text)):
         assert words in caught.value.message
 
 
@@ -100,59 +87,37 @@ LEVELS = ((0.1, 18, 2), (0.3, 6, 4), (0.6, 10, 10), (0.9, 10, 40))
 
 
 @pytest.mark.parametrize(
-    ("share", "threshold", "reached"),
-    [(0.1, 0.2, True), (0.19, 0.2, True), (0.2, 0.45, True), (0.31, 0.45, True), (0.32, 0.75, True), (0.55, 0.75, True),
-     (0.56, 0.95, True), (0.0999, 0.2, False), (0.0, 0.2, False)],
+    ("text", "levels", "threshold", "reached"),
+    [
+        # Exactly at the boundary, and a hair beside it.
+        *((f"wrong<={share}", LEVELS, threshold, True) for share, threshold in
+          [(0.1, 0.2), (0.19, 0.2), (0.2, 0.45), (0.31, 0.45), (0.32, 0.75), (0.55, 0.75), (0.56, 0.95)]),
+        ("wrong<=0.0999", LEVELS, 0.2, False),
+        ("wrong<=0", LEVELS, 0.2, False),
+        *((f"answered>={share}", LEVELS, threshold, True) for share, threshold in
+          [(0.01, 0.2), (0.2, 0.2), (0.201, 0.45), (0.3, 0.45), (0.5, 0.75), (0.51, 0.95), (1, 0.95)]),
+        # Rows of one risk are answered together or not at all: not the first ten of the second level.
+        ("wrong<=0.3", ((0.1, 19, 1), (0.2, 10, 30)), 0.15, True),
+        ("answered>=0.34", ((0.1, 19, 1), (0.2, 10, 30)), 0.6, True),
+        # The largest counts though a smaller one misses: 10 of 25 wrong below 0.15, 10 of 100 below 0.25.
+        ("wrong<=0.1", ((0.1, 15, 10), (0.2, 75, 0), (0.3, 0, 50)), 0.25, True),
+        # Fewer than twenty answered rows meet no target.
+        ("wrong<=0.1", ((0.1, 20, 0), (0.5, 1, 60)), 0.3, True),
+        ("wrong<=0.1", ((0.1, 19, 0), (0.5, 1, 60)), 0.75, False),
+        # Out of reach: the lowest share (16 of 40, as 32 of 80), of equals the largest threshold.
+        ("wrong<=0.1", ((0.1, 8, 12), (0.3, 16, 4), (0.5, 24, 16), (0.9, 0, 30)), 0.7, False),
+    ],
 )  # fmt: skip
-def test_wrong_answers_exactly_at_the_boundary(share: float, threshold: float, reached: bool) -> None:
-    found = target(f"wrong<={share}", *made(*LEVELS))
+def test_which_threshold_is_taken(
+    text: str, levels: tuple[tuple[float, int, int], ...], threshold: float, reached: bool
+) -> None:
+    found = target(text, *made(*levels))
     assert found.threshold == pytest.approx(threshold)
-    assert found.reached is reached
-    assert (found.gate["wrong_among_answered"] <= share) is reached
-    assert found.document()["reached"] is reached
-
-
-@pytest.mark.parametrize(
-    ("share", "threshold"), [(0.01, 0.2), (0.2, 0.2), (0.201, 0.45), (0.3, 0.45), (0.5, 0.75), (0.51, 0.95), (1, 0.95)]
-)
-def test_answers_exactly_at_the_boundary(share: float, threshold: float) -> None:
-    found = target(f"answered>={share}", *made(*LEVELS))
-    assert found.threshold == pytest.approx(threshold)
-    assert found.reached
-    assert found.gate["answered"] >= share
-
-
-def test_rows_of_one_risk_are_answered_together_or_not_at_all() -> None:
-    rows = made((0.1, 19, 1), (0.2, 10, 30))
-    assert target("wrong<=0.3", *rows).gate["answered"] == pytest.approx(1 / 3)  # not the first ten of the second
-    assert target("answered>=0.34", *rows).gate["answered"] == 1
-
-
-def test_the_largest_threshold_counts_even_if_a_smaller_one_misses_the_target() -> None:
-    rows = made((0.1, 15, 10), (0.2, 75, 0), (0.3, 0, 50))
-    found = target("wrong<=0.1", *rows)
-    assert found.threshold == pytest.approx(0.25)  # 10 of 25 wrong below 0.15, 10 of 100 below 0.25
-
-
-def test_fewer_than_twenty_answered_rows_meet_no_target() -> None:
-    few, enough = made((0.1, 19, 0), (0.5, 1, 60)), made((0.1, 20, 0), (0.5, 1, 60))
-    assert target("wrong<=0.1", *enough).threshold == pytest.approx(0.3)
-    found = target("wrong<=0.1", *few)
-    assert not found.reached
-    assert found.threshold == pytest.approx(0.75)
-    assert found.gate["answered"] == 1
-
-
-def test_out_of_reach_the_lowest_share_is_taken_and_of_equals_the_largest_threshold() -> None:
-    found = target("wrong<=0.1", *made((0.1, 8, 12), (0.3, 16, 4), (0.5, 24, 16), (0.9, 0, 30)))
-    # wrong: 12 of 20, 16 of 40, 32 of 80, 62 of 110
-    assert not found.reached
-    assert found.threshold == pytest.approx(0.7)
-    assert found.gate["wrong_among_answered"] == 0.4
+    assert found.reached is found.document()["reached"] is reached
 
 
 def test_too_few_rows_for_a_target_are_an_error_with_the_cure() -> None:
-    with pytest.raises(TrainingError, match=r"needs 20 answered rows, and there are 19 .*--wrong-costs") as caught:
+    with pytest.raises(TrainingError, match=r"20 answered rows.* 19 .*--wrong-costs") as caught:
         target("wrong<=0.2", *made((0.1, 10, 0), (0.5, 4, 5)))
     assert caught.value.param == "target"
     assert target("answered>=0.5", *made((0.1, 10, 0), (0.5, 4, 5))).reached
@@ -160,10 +125,8 @@ def test_too_few_rows_for_a_target_are_an_error_with_the_cure() -> None:
 
 def test_seeds_are_stacked() -> None:
     label, risk = made(*LEVELS)
-    twice = np.concatenate([risk, risk])
     for text in ("wrong<=0.2", "answered>=0.3"):
-        assert target(text, label, twice) == target(text, label, risk)
-    assert LEAST_ANSWERED == 20
+        assert target(text, label, np.concatenate([risk, risk])) == target(text, label, risk)
     short, once = made((0.1, 10, 0), (0.5, 0, 40))  # ten rows, however many seeds
     assert not target("wrong<=0.1", short, np.repeat(once, 3, axis=0)).reached
     # A seed that ranks the other way round counts as well.
@@ -180,33 +143,129 @@ def test_no_other_threshold_does_better(seed: int, seeds: int, text: str) -> Non
     label = rng.integers(0, 2, 60)
     risk = np.round(np.clip(0.5 - 0.3 * (label - 0.5) + 0.3 * rng.normal(size=(seeds, 60)), 0, 0.98), 1)
     found, wanted = target(text, label, risk), Target.parse(text)
+    wrong = wanted.measure == "wrong"
     gates = [at_threshold(label, risk, float(cut)) for cut in np.linspace(0.005, 0.995, 199)]
-    answered = [gate for gate in gates if gate["answered"] * 60 >= (20 if wanted.measure == "wrong" else 0)]
+    gates = [gate for gate in gates if gate["answered"] * 60 >= (20 if wrong else 0)]
     meets = [
-        gate
-        for gate in answered
-        if (
-            gate["wrong_among_answered"] <= wanted.share
-            if wanted.measure == "wrong"
-            else gate["answered"] >= wanted.share
-        )
+        gate["answered"]
+        for gate in gates
+        if (gate["wrong_among_answered"] <= wanted.share if wrong else gate["answered"] >= wanted.share)
     ]
     assert found.reached is bool(meets)
-    if not meets:
-        assert found.gate["wrong_among_answered"] == min(gate["wrong_among_answered"] for gate in answered)
-    elif wanted.measure == "wrong":
-        assert found.gate["answered"] == max(gate["answered"] for gate in meets)
+    if meets:
+        assert found.gate["answered"] == (max(meets) if wrong else min(meets))
     else:
-        assert found.gate["answered"] == min(gate["answered"] for gate in meets)
+        assert found.gate["wrong_among_answered"] == min(gate["wrong_among_answered"] for gate in gates)
 
 
 def test_the_table_of_costs_is_what_gates_at_these_thresholds_do() -> None:
     label, risk = made(*LEVELS)
     rows = by_wrong_costs(label, risk)
-    assert [(row["wrong_costs"], row["threshold"]) for row in rows] == [
-        (0.25, 0.8), (0.5, pytest.approx(2 / 3)), (1, 0.5), (2, pytest.approx(1 / 3)), (4, 0.2)
-    ]  # fmt: skip
+    assert [row["wrong_costs"] for row in rows] == [0.25, 0.5, 1, 2, 4]
+    assert [row["threshold"] for row in rows] == pytest.approx([0.8, 2 / 3, 0.5, 1 / 3, 0.2])
     for row in rows:
-        assert {key: row[key] for key in ("answered", "wrong_among_answered", "right_withheld")} == at_threshold(
-            label, risk[0], row["threshold"]
-        )
+        assert row.items() >= at_threshold(label, risk[0], row["threshold"]).items()
+
+
+# --- a guarantee ---
+
+ALPHA, DELTA = 0.2, 0.1
+
+
+def draw(rng: np.random.Generator, groups: int, size: int, icc: float) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Labels, risks that know half of it, groups: rows of a group share a part ``icc`` of both."""
+    group = np.repeat(np.arange(groups), size)
+    knows = np.sqrt(icc) * rng.standard_normal(groups)[group] + np.sqrt(1 - icc) * rng.standard_normal(groups * size)
+    label = (knows + 0.3 > 0).astype(int)
+    return label, 1 / (1 + np.exp(1.5 * knows + rng.standard_normal(groups * size))), group
+
+
+class Truth:
+    """The share of wrong ones among random answered rows of random answering groups, by threshold."""
+
+    def __init__(self, size: int, icc: float) -> None:
+        self.data = draw(np.random.default_rng(99), 20_000, size, icc)
+        self.order = np.random.default_rng(1).permutation(len(self.data[0]))
+        self.known: dict[float, float] = {}
+
+    def __call__(self, threshold: float) -> float:
+        if threshold not in self.known:
+            groups, wrong = first_answered(*self.data, threshold, self.order)
+            self.known[threshold] = wrong / groups
+        return self.known[threshold]
+
+
+@pytest.mark.parametrize(
+    ("groups", "size", "icc"), [(60, 8, 0.6), pytest.param(400, 8, 0.3, marks=pytest.mark.long), (300, 1, 0.0)]
+)
+def test_the_guarantee_is_broken_no_more_often_than_delta(groups: int, size: int, icc: float) -> None:
+    rng = np.random.default_rng(0)
+    thresholds = threshold_sequence(gate_profile(*draw(rng, 300, size, icc)), ALPHA, DELTA, groups)
+    truth = Truth(size, icc)
+    draws, broken, served, by_row = 300, 0, 0, 0
+    for seed in range(draws):
+        label, risk, group = draw(rng, groups, size, icc)
+        found = certify(label, risk, group, thresholds, ALPHA, DELTA, seed).threshold
+        served += found is not None
+        broken += found is not None and truth(found) > ALPHA
+        rows = certify(label, risk, np.arange(len(label)), thresholds, ALPHA, DELTA, seed).threshold
+        by_row += rows is not None and truth(rows) > ALPHA
+    assert broken <= binom.ppf(0.999, draws, DELTA)
+    assert served > draws * 0.5
+    if icc > 0.5:
+        assert by_row > 2 * DELTA * draws  # rows taken as independent break it
+
+
+def test_the_sequence_goes_from_strict_to_loose_and_never_sees_the_calibration_rows() -> None:
+    label, risk, group = draw(np.random.default_rng(0), 300, 4, 0.3)
+    profile = gate_profile(label, risk, group)
+    thresholds = threshold_sequence(profile, ALPHA, DELTA, 200)
+    assert thresholds == sorted(set(thresholds))
+    groups, wrong = first_answered(label, risk, group, thresholds[0], np.random.default_rng(0).permutation(len(label)))
+    assert wrong <= 0.5 * ALPHA * groups
+    assert groups / 300 * 200 >= 1.2 * least_groups(ALPHA, DELTA)
+    assert threshold_sequence(profile, ALPHA, DELTA, 5) == [pytest.approx(1.0)]  # too few groups for any
+
+
+def test_a_group_counts_once_with_its_first_answered_row() -> None:
+    label, risk, group = np.array([0, 1, 1, 0, 1]), np.array([0.9, 0.1, 0.2, 0.1, 0.8]), np.array([0, 0, 1, 1, 2])
+    expected = {(0.5, 1): (2, 0), (0.5, -1): (2, 1), (0.95, 1): (3, 1), (0.05, 1): (0, 0)}
+    for (threshold, step), counts in expected.items():
+        assert first_answered(label, risk, group, threshold, np.arange(5)[::step]) == counts
+
+
+def test_numbers_that_are_known() -> None:
+    assert least_groups(0.1, 0.05) == 29
+    assert binom.cdf(0, 29, 0.1) <= 0.05 < binom.cdf(0, 28, 0.1)
+    bounds = [
+        GuaranteeTest(0.1, 0.05, (GuaranteeStep(0.5, groups, wrong, groups, wrong, 1.0),)).least_alpha
+        for groups, wrong in ((29, 0), (28, 0), (3, 3))
+    ]
+    assert bounds[0] < 0.1 < bounds[1]
+    assert bounds[2] == 1.0
+
+
+def test_it_stops_at_the_first_failure_and_says_what_is_missing() -> None:
+    label, risk, group = np.ones(100, int), np.linspace(0.01, 1, 100), np.arange(100)
+    label[70:] = 0
+    found = certify(label, risk, group, [0.5, 0.705, 0.95, 1.1], 0.1, 0.05)
+    assert [step.p_value <= 0.05 for step in found.steps] == [True, True, False]
+    assert found.threshold == 0.705
+    few, bad = (
+        certify(label[:20], risk[:20], group[:20], [1.1], 0.1, 0.05),
+        certify(label, risk, group, [1.1], 0.1, 0.05),
+    )
+    assert few.threshold is bad.threshold is None
+    assert few.least_alpha == pytest.approx(1 - 0.05 ** (1 / 20))
+    assert (few.groups_wanted, bad.groups_wanted) == (29, -1)
+
+
+def test_conformal_risk_control_keeps_its_mean() -> None:
+    rng = np.random.default_rng(0)
+    losses = []
+    for _ in range(200):
+        threshold = risk_control(*draw(rng, 80, 5, 0.5), 0.1)
+        label, risk, _ = draw(rng, 200, 5, 0.5)
+        losses.append(0.0 if threshold is None else float(np.mean((risk < threshold) & (label == 0))))
+    assert 0.07 < np.mean(losses) <= 0.1 + 3 * np.std(losses) / np.sqrt(200)
+    assert risk_control(np.zeros(5, int), np.full(5, 0.5), np.arange(5), 0.1) is None

@@ -53,6 +53,31 @@ def test_results_are_frozen_and_a_slice_is_a_result(detector: ht.Detector) -> No
     assert detector.score([]).trajectory.shape == (0, 8)
 
 
+@pytest.mark.parametrize("site", ["attention_head", "residual_stream"])
+def test_a_probe_of_extracted_arrays_is_the_one_that_train_fits(tmp_path: Path, site: str) -> None:
+    """On 120 rows: the same heads, directions, scale, classifier and threshold, to the last bit, and so one digest."""
+    asked = questions("train")[::25]
+    rows = [{"prompt": row["prompt"], "label": int(row["exposures"] > 4), "group": row["group"]} for row in asked]
+    fit: dict[str, Any] = {"folds": 3, "seeds": (0, 1), "logit_scale": "standardized"}
+    publish: dict[str, Any] = {"store": tmp_path, "evaluate": False, "allow_no_signal": True, **QUIET}
+    trained = ht.train(rows, "probe", "demo", run_dir=tmp_path / "run", readout=site, c=0.1, jobs=1, **fit, **publish)
+    x = ht.extract([row["prompt"] for row in rows], "demo", site=site, **QUIET)  # type: ignore[arg-type]
+    y, groups = [row["label"] for row in rows], [row["group"] for row in rows]
+    probe = ht.DepthMeanProbe(0.1, **fit).fit(x, y, groups=groups)
+    tensors, classifier = trained.bundle.probes, trained.bundle.manifest.classifier
+    assert probe.probes_.head.tolist() == tensors.head.tolist()
+    assert np.array_equal(probe.probes_.direction.astype(np.float32), tensors.direction)
+    assert np.array_equal(probe.scale_.astype(np.float32), tensors.scale)
+    assert (tuple(probe.classifier_.weight), probe.classifier_.intercept) == (classifier.weight, classifier.intercept)
+    published = ht.publish(probe, rows, "probe", "demo", run_dir=tmp_path / "run", jobs=1, **publish)
+    assert published.bundle.manifest.digest == trained.bundle.manifest.digest
+    for changed in (x[::-1].copy(), x[:100]):
+        other = ht.DepthMeanProbe(0.1, **fit).fit(changed, y[: len(changed)], groups=groups[: len(changed)])
+        with pytest.raises(ht.HalluTracerError, match="other activations") as caught:
+            ht.publish(other, rows, "probe", "demo", run_dir=tmp_path / "run", jobs=1, **publish)
+        assert getattr(caught.value, "param", None) == "probe"
+
+
 def test_messages_and_texts(detector: ht.Detector) -> None:
     turn = [{"role": "user", "content": ITALY}]
     one, both = detector.score(turn), detector.score([turn, ITALY])

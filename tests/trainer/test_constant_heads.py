@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from service.data.training_rows import read_dataset
 from service.engines.base import TokenIds
 from service.errors import NoDirection
-from service.fitting import fit
+from service.fitting import probes
 from service.fitting.folds import outer_folds
 from service.readout import Site
 from tests.fitting.planted import PlantedEngine, planted_rows, write_rows
@@ -44,8 +44,8 @@ def test_readouts_that_are_constant_in_one_fold_do_not_end_a_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, site: Site, head: int | None
 ) -> None:
     blanks: list[Any] = []
-    blank = fit._blank
-    monkeypatch.setattr(fit, "_blank", lambda *given: blanks.append(given) or blank(*given))
+    blank = probes._blank
+    monkeypatch.setattr(probes, "_blank", lambda *given: blanks.append(given) or blank(*given))
     rows = planted_rows(240)
     dataset = read_dataset(write_rows(tmp_path / "rows.jsonl", rows), "given", folds=3)
     label = np.array([row["label"] for row in rows])

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from service.fitting import nested_cv
-from service.fitting.calibration import FinalClassifier
-from service.fitting.thresholds import Chosen, Rule
+from service.fitting.estimator import FinalClassifier
+from service.fitting.thresholds import ChosenThreshold, GateRule
 from service.trainer import run as trainer_run
 from service.trainer.publish import read_risks
 from tests.fitting.planted import PlantedEngine, planted_rows, write_rows
@@ -61,7 +61,7 @@ def test_the_threshold_is_chosen_once_on_every_seed_s_out_of_fold_risks(
     chosen: list[tuple[np.ndarray, np.ndarray]] = []
     choose = trainer_run.choose_threshold
 
-    def watched(rule: Rule, label: np.ndarray, risk: np.ndarray) -> Chosen:
+    def watched(rule: GateRule, label: np.ndarray, risk: np.ndarray) -> ChosenThreshold:
         chosen.append((label, risk))
         return choose(rule, label, risk)
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from service.fitting.jackknife import auroc_interval
 from service.fitting.nested_cv import NAMES, Evaluation, Inputs
-from service.fitting.scores import risk_auroc
+from service.fitting.scores import auroc_interval, risk_auroc
 from service.trainer.summary import better_options, summary_table
 
 OWN, FUSED = "depth_mean_unit_norm", "fused_unit_norm"

@@ -21,7 +21,7 @@ from service.data.options import JudgeOptions
 from service.demo import MODEL_DIR
 from service.demo.questions import questions
 from service.engines.base import Engine, EngineOptions, Sampling
-from service.fitting.calibration import FitOptions, refit
+from service.fitting.estimator import DepthMeanProbe
 from service.fitting.scores import auroc, within_stratum_auroc
 from service.library.plots import draw_trajectories
 from service.policies.guard import GATE
@@ -105,7 +105,7 @@ def _choose(out: Path, seeds: Sequence[int], threads: int, console: Console) -> 
 def _dev_score(asked: LabelledAnswers, jobs: int) -> float:
     split = np.array([row["split"] for row in asked.rows])
     train_rows, dev = np.flatnonzero(split == "train"), np.flatnonzero(split == "dev")
-    fit = refit(asked.heads, train_rows, dev, CHOICE_C, FitOptions("weights", 3, CHOICE_C, (CHOICE_C,), jobs))
+    fit = DepthMeanProbe(CHOICE_C, n_jobs=jobs).refit(asked.heads, train_rows, dev, CHOICE_C)
     mean, label = fit.trajectory.mean(axis=1), asked.label[dev]
     within = within_stratum_auroc(label, -mean, [asked.rows[row]["kind"] for row in dev.tolist()])
     return (auroc(label, mean) + (within or 0.5)) / 2

@@ -27,12 +27,11 @@ from service.data.run_folder import locked
 from service.data.training_rows import read_dataset
 from service.demo.questions import questions
 from service.engines.base import Engine
-from service.fitting.calibration import FitOptions, fit_classifier
-from service.fitting.fit import Floats, Index, Readouts
+from service.fitting.estimator import DepthMeanProbe, fit_classifier
 from service.fitting.folds import OuterFold, outer_folds
-from service.fitting.markdown import markdown_table
 from service.fitting.nested_cv import by_row, nested_cv, probe_columns
-from service.fitting.options import C_GRID
+from service.fitting.presentation import markdown_table
+from service.fitting.probes import Floats, Index, Readouts
 from service.fitting.scores import auprc, ece, within_stratum_auroc
 from service.readout import Site
 
@@ -95,7 +94,7 @@ def ask(engine: Engine, folder: Path, judge: JudgeOptions) -> LabelledAnswers:
 
 def risks(asked: LabelledAnswers, fold_seed: int, jobs: int) -> tuple[dict[str, Floats], Index]:
     """Each method's risk for every row [n], by a fold that never saw the row's entity; and that fold's number [n]."""
-    options = FitOptions("weights", INNER_FOLDS, None, C_GRID, jobs)
+    options = DepthMeanProbe(inner_folds=INNER_FOLDS, n_jobs=jobs)
     outer = outer_folds(asked.label, asked.group, folds=FOLDS, seeds=(fold_seed,))
 
     def fit(fold: OuterFold) -> dict[str, Floats]:
@@ -112,7 +111,7 @@ def risks(asked: LabelledAnswers, fold_seed: int, jobs: int) -> tuple[dict[str, 
 
 
 def _columns(
-    asked: LabelledAnswers, train: Index, test: Index, seed: int, options: FitOptions
+    asked: LabelledAnswers, train: Index, test: Index, seed: int, options: DepthMeanProbe
 ) -> Iterator[tuple[str, Floats, Floats]]:
     """Signals of the training side (out of fold where probes are involved) and of the test side."""
     first = asked.first_token

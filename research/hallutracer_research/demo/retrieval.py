@@ -18,9 +18,8 @@ from service.data.judges import contains
 from service.demo import Passage
 from service.demo.questions import questions, with_passages
 from service.engines.base import Sampling
-from service.fitting.jackknife import auroc_interval, t_interval
-from service.fitting.markdown import markdown_table
-from service.fitting.scores import risk_auroc
+from service.fitting.presentation import markdown_table
+from service.fitting.scores import auroc_interval, risk_auroc, t_interval
 from service.policies.guard import OBSERVE
 from service.scoring import Scorer
 

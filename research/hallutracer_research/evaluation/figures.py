@@ -22,8 +22,7 @@ from sklearn.metrics import precision_recall_curve, roc_curve
 
 from hallutracer_research.evaluation.options import CLASSES, Cost
 from hallutracer_research.evaluation.page import Figure
-from service.fitting.group_statistics import share_interval
-from service.fitting.plotting import (
+from service.fitting.presentation import (
     BLUE,
     GREEN,
     GREY,
@@ -35,7 +34,7 @@ from service.fitting.plotting import (
     legend_below,
     thinned,
 )
-from service.fitting.scores import ECE_BINS, auprc, ece, equal_mass_bins, risk_auroc, shown_bins
+from service.fitting.scores import ECE_BINS, auprc, ece, equal_mass_bins, risk_auroc, share_interval, shown_bins
 from service.fitting.scores import reliability as reliability_bins
 
 Floats = NDArray[np.float64]

@@ -28,7 +28,7 @@ from hallutracer_research.evaluation.methods import METHODS, CostClass
 from service.data.options import BATCH_ROWS, JudgeName
 from service.engines.base import LoadedModel
 from service.errors import TrainingError
-from service.fitting.options import C_GRID
+from service.fitting import C_GRID
 
 CLASSES: Mapping[CostClass, str] = MappingProxyType(
     {"none": "no model", "A": "prefill only", "B": "one lm_head", "C": "one answer", "D": "sampled answers"}

@@ -26,7 +26,7 @@ from service.data.rows import id_of, objects
 from service.data.training_rows import Dataset, check_all_apply, class_problems, read_dataset
 from service.engines.base import Engine
 from service.errors import TrainingError
-from service.fitting.fit import Readouts
+from service.fitting.probes import Readouts
 from service.prompts import PromptFormat, render
 from service.readout import Pooling, Site
 

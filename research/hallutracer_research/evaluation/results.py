@@ -25,10 +25,9 @@ from hallutracer_research.evaluation.tables import Cell, Column, Table
 from probes_store.local import atomic_write
 from service.data.training_rows import FORM
 from service.errors import TrainingError
-from service.fitting.fit import Floats, Index
-from service.fitting.jackknife import auroc_interval, gain
 from service.fitting.nested_cv import FoldScores, test_sides
-from service.fitting.scores import auprc, risk_auroc
+from service.fitting.probes import Floats, Index
+from service.fitting.scores import auprc, auroc_interval, gain, risk_auroc
 from service.readout import Pooling, Site
 
 Measures = dict[str, dict[str, float]]  # measure -> mean and std; of the AUROC also low and high
@@ -148,7 +147,7 @@ def delong(label: NDArray[np.integer], risk_a: NDArray[np.floating], risk_b: NDA
     """Return DeLong's test for two AUROCs on the same rows, by midranks in O(n log n) (Sun and Xu 2014).
 
     label [n], risks [n].  It takes rows for independent: where they come in groups its p-values are too small, and
-    ``fitting.jackknife.gain`` is the one to report.  Equal rankings give z = 0 and p = 1.  z and p are None where a
+    ``fitting.scores.gain`` is the one to report.  Equal rankings give z = 0 and p = 1.  z and p are None where a
     class has a single row, or where the AUROCs differ but neither varies (both rank every pair of rows alike, one of
     them for the worse).  Raises TrainingError: a class is missing, lengths differ or a risk is not finite.
     """

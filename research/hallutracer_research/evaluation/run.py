@@ -39,9 +39,9 @@ from service.data.run_folder import claim, locked
 from service.engines.base import Engine, ModelIdentity
 from service.engines.checks import beyond_onset
 from service.errors import EngineError, NoDirection, TrainingError
-from service.fitting.fit import Floats
 from service.fitting.folds import OuterFold
 from service.fitting.nested_cv import nested_cv
+from service.fitting.probes import Floats
 from service.prompts import PromptFormat, default_prompt_format
 from service.readout import Pooling, Site
 from service.risk import depth_mean

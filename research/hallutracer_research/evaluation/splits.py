@@ -1,7 +1,7 @@
 """One outer split of one set: everything that our method and the ablations need of it, fitted once and kept on disk.
 
 Everything learned comes from the training side: C, the heads, the probes, and, by an inner cross-fit, the training
-rows' out-of-fold trajectories.  Probes are those of ``fitting.fit`` (``fit_head``, class weights), kept for every head.
+rows' out-of-fold trajectories.  Probes are those of ``fitting.probes`` (``fit_head``), kept for every head.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from hallutracer_research.evaluation.methods.base import MethodInputs, fit_linea
 from hallutracer_research.evaluation.options import EvaluateOptions
 from probes_store.local import atomic_write
 from service.errors import NoDirection
-from service.fitting.calibration import FitOptions, choose_c, refit
-from service.fitting.fit import RELAXED, Floats, Index, Readouts, Task, fit_head, project, unit_probe
+from service.fitting.estimator import DepthMeanProbe
 from service.fitting.folds import OuterFold, group_folds, outer_folds
+from service.fitting.probes import RELAXED, Floats, Index, Readouts, Task, fit_head, project, unit_probe
 from service.fitting.solver import one_torch_thread
 from service.readout import Site
 from service.risk import depth_mean
@@ -158,19 +158,20 @@ def outer_splits(inputs: MethodInputs, options: EvaluateOptions) -> list[OuterFo
     return outer_folds(inputs.label, inputs.group, folds=options.folds, seeds=range(options.seeds))
 
 
-def fit_options(options: EvaluateOptions) -> FitOptions:
+def fit_options(options: EvaluateOptions) -> DepthMeanProbe:
     """The options of the functions in ``fitting``."""
-    return FitOptions("weights", options.inner_folds, options.c, options.c_grid, options.jobs or cpu_count())
+    jobs = options.jobs or cpu_count()
+    return DepthMeanProbe(options.c or "auto", c_grid=options.c_grid, inner_folds=options.inner_folds, n_jobs=jobs)
 
 
 def fit_split(inputs: MethodInputs, seed: int, fold: int, train: Index, test: Index, options: EvaluateOptions) -> Split:
     """Choose C, then fit the training side and its inner folds together.  Raises NoDirection, TrainingError."""
     fits = fit_options(options)
     label, group, readouts = inputs.label, inputs.group, inputs.heads
-    c = choose_c(readouts, group, train, seed, fits).c
+    c = fits.choose_c(readouts, group, train, seed).c
     inner = group_folds(label, group, train, options.inner_folds, seed, what="inner fold")
     tasks = [Task(train, test, c), *(Task(fitted, held, c) for fitted, held in inner)]
-    outer, *parts = fit_all_heads(readouts, tasks, jobs=fits.jobs)
+    outer, *parts = fit_all_heads(readouts, tasks, jobs=fits.n_jobs)
     place = {int(row): number for number, row in enumerate(train)}
     trajectory = np.full((len(train), outer.logits.shape[1]), np.nan)
     crossed = np.full((len(train), outer.logits.shape[1] - 1), np.nan)
@@ -195,8 +196,8 @@ def cross(readouts: Readouts, probes: HeadProbes, rows: Index) -> Floats:
 def residual_depth_mean(inputs: MethodInputs, split: Split, options: EvaluateOptions) -> Floats:
     """Depth means of the test side, read from the residual stream, [n_test]; C is chosen for that site."""
     fits = fit_options(options)
-    c = choose_c(inputs.residual, inputs.group, split.train, split.seed, fits).c
-    return depth_mean(refit(inputs.residual, split.train, split.test, c, fits).trajectory)
+    c = fits.choose_c(inputs.residual, inputs.group, split.train, split.seed).c
+    return depth_mean(fits.refit(inputs.residual, split.train, split.test, c).trajectory)
 
 
 def whole_trajectory(inputs: MethodInputs, split: Split) -> Floats:
@@ -210,7 +211,7 @@ def shuffled_depth_mean(inputs: MethodInputs, split: Split, options: EvaluateOpt
     label = inputs.label.copy()
     label[split.train] = np.random.default_rng([split.seed, split.fold]).permutation(label[split.train])
     readouts = replace(inputs.heads, label=label)
-    return depth_mean(refit(readouts, split.train, split.test, split.c, fit_options(options)).trajectory)
+    return depth_mean(fit_options(options).refit(readouts, split.train, split.test, split.c).trajectory)
 
 
 def pooled_depth_mean(readouts: Readouts, split: Split, options: EvaluateOptions) -> Floats:

@@ -19,7 +19,6 @@ from hallutracer_research.evaluation.options import EvaluateOptions
 from hallutracer_research.evaluation.splits import fit_options, kept
 from hallutracer_research.evaluation.tables import Cell, Column, Table
 from service.errors import NoDirection, TrainingError
-from service.fitting.calibration import choose_c, refit
 from service.fitting.folds import group_folds
 from service.fitting.scores import risk_auroc
 from service.risk import depth_mean
@@ -106,8 +105,8 @@ def _scores(
 
 def _depth_mean(inputs: MethodInputs, train: Index, test: Index, options: EvaluateOptions) -> Floats:
     fits = fit_options(options)
-    c = choose_c(inputs.heads, inputs.group, train, SEED, fits).c
-    return -depth_mean(refit(inputs.heads, train, test, c, fits).trajectory)
+    c = fits.choose_c(inputs.heads, inputs.group, train, SEED).c
+    return -depth_mean(fits.refit(inputs.heads, train, test, c).trajectory)
 
 
 def _both(label: NDArray[np.int64]) -> bool:

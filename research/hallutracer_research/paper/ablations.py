@@ -36,9 +36,9 @@ from hallutracer_research.paper.diagnostics.geometry import decompose
 from hallutracer_research.paper.diagnostics.heads import uniformity
 from hallutracer_research.paper.tables import OVER_SPLITS, Row, TableSpec
 from service.errors import TrainingError
-from service.fitting.calibration import fit_classifier
-from service.fitting.fit import Floats
+from service.fitting.estimator import fit_classifier
 from service.fitting.nested_cv import FoldScores
+from service.fitting.probes import Floats
 from service.fitting.scores import auroc, risk_auroc
 from service.readout import Pooling, Site
 from service.risk import depth_mean

@@ -3,7 +3,7 @@
 A claim is judged on each set, from the run's scores or from the table cells that the report shows.  It is supported
 where it is on every set that can test it, "mixed" where sets differ, not testable where none can.  A threshold is the
 paper's own where it prints one, and the rule states it.  Differences of AUROC are judged by the 95 % interval of the
-difference of mean AUROCs over test sides (``fitting.jackknife``): supported where the whole interval agrees with the
+difference of mean AUROCs over test sides (``fitting.scores``): supported where the whole interval agrees with the
 claim, not supported where the whole interval contradicts it, and mixed where it has both.
 """
 
@@ -21,8 +21,8 @@ from hallutracer_research.evaluation.results import SetResult, measured
 from hallutracer_research.evaluation.tables import Cell, Table
 from hallutracer_research.paper.ablations import FIVE_D, FULL, SHAPE, Features, classifier_scores, depth_key
 from service.errors import TrainingError
-from service.fitting.jackknife import gain
 from service.fitting.nested_cv import FoldScores, test_sides
+from service.fitting.scores import gain
 from service.readout import Pooling
 
 Rows = Mapping[str, Mapping[str, Cell]]  # table name -> one set's row

@@ -37,7 +37,7 @@ from service.data.run_folder import locked
 from service.data.training_rows import Dataset, check_all_apply, read_dataset
 from service.engines.base import Engine
 from service.errors import DataError
-from service.fitting.fit import Readouts
+from service.fitting.probes import Readouts
 from service.fitting.scores import auroc
 from service.prompts import as_prompt_format
 from service.readout import Probes, Site

@@ -27,7 +27,7 @@ from hallutracer_research.paper.structure import READOUTS, TRAJECTORY, geometry_
 from hallutracer_research.paper.tables import PUBLISHED, TableSpec, make_tables
 from probes_store.local import atomic_write
 from service.errors import TrainingError
-from service.fitting.calibration import fit_classifier
+from service.fitting.estimator import fit_classifier
 from service.fitting.scores import risk_auroc
 
 

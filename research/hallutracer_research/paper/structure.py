@@ -39,7 +39,7 @@ from hallutracer_research.paper.diagnostics.shape import fisher_gap, snr_table, 
 from hallutracer_research.paper.diagnostics.two_samples import chen_qin_by_group
 from hallutracer_research.paper.tables import Row, TableSpec, attributes
 from service.errors import TrainingError
-from service.fitting.fit import Floats, Index
+from service.fitting.probes import Floats, Index
 from service.fitting.scores import auroc
 
 OUT_OF_FOLD: Final = "Out-of-fold trajectories of the first seed; the folds' probes differ."

@@ -7,7 +7,7 @@ import pytest
 
 from hallutracer_research.demo.report import METHODS, LabelledAnswers, markdown, measure, risks
 from service.data.run_folder import RowsFile
-from service.fitting.fit import Readouts
+from service.fitting.probes import Readouts
 from service.readout import Geometry, Site
 
 GEOMETRY = Geometry(num_layers=3, num_heads=2, head_dim=4, hidden_size=8)

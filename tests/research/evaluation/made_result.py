@@ -16,8 +16,8 @@ from hallutracer_research.evaluation.results import SetResult
 from hallutracer_research.evaluation.splits import HeadProbes, Split, fit_split, outer_splits, residual_depth_mean
 from hallutracer_research.evaluation.tables import Table
 from service.data.run_folder import RowsFile
-from service.fitting.fit import Readouts
 from service.fitting.nested_cv import FoldScores
+from service.fitting.probes import Readouts
 from service.readout import Geometry, Pooling, Site
 from service.risk import depth_mean
 

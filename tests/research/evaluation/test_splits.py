@@ -20,7 +20,7 @@ from hallutracer_research.evaluation.splits import (
     pooled_depth_mean,
     residual_depth_mean,
 )
-from service.fitting.fit import Readouts, Task, fit_probes, require
+from service.fitting.probes import Readouts, Task, fit_probes, require
 from service.fitting.scores import auroc
 from tests.research.evaluation.made_result import COUNT, OPTIONS, made_inputs
 

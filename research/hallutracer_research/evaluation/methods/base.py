@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -14,9 +15,11 @@ from sklearn import config_context
 from sklearn.linear_model import LogisticRegression
 from threadpoolctl import threadpool_limits
 
-from service.fitting.fit import Readouts, penalty, project, standardise
 from service.fitting.folds import usable_folds
+from service.fitting.probes import Readouts, project, standardise
 from service.fitting.scores import auroc
+
+_HAS_PENALTY = inspect.signature(LogisticRegression).parameters["penalty"].default == "l2"  # scikit-learn before 1.8
 
 Floats = NDArray[np.float64]
 Index = NDArray[np.int64]
@@ -109,7 +112,7 @@ def fit_linear(x: NDArray[np.floating], label: NDArray[np.integer], c: float, ki
     z, mean, std = standardise(x)
     model = LogisticRegression(
         C=c, solver="liblinear", class_weight="balanced", intercept_scaling=_INTERCEPT_HEIGHT, max_iter=1000,
-        random_state=0, **penalty(kind),
+        random_state=0, **({"penalty": kind} if _HAS_PENALTY else {"l1_ratio": 1.0 if kind == "l1" else 0.0}),
     )  # fmt: skip
     with config_context(assume_finite=True, skip_parameter_validation=True):  # rows were checked when collected
         model.fit(z, label)

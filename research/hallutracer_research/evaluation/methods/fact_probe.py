@@ -27,8 +27,8 @@ from hallutracer_research.evaluation.methods.base import (
     held_out_auroc,
     in_processes,
 )
-from service.fitting.fit import Readouts
 from service.fitting.folds import group_folds
+from service.fitting.probes import Readouts
 
 SIZES, C_GRID = (1, 5), (0.1, 0.5)
 MAX_WINDOWS = 12  # of one size

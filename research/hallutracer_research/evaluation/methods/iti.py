@@ -14,7 +14,7 @@ from threadpoolctl import threadpool_limits
 
 from hallutracer_research.evaluation.methods.base import Floats, Index, MethodInputs, fit_linear, in_processes
 from service.errors import TrainingError
-from service.fitting.fit import Readouts
+from service.fitting.probes import Readouts
 from service.fitting.scores import auroc
 from service.readout import Site
 

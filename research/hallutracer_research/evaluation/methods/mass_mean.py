@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from sklearn.covariance import empirical_covariance, ledoit_wolf, shrunk_covariance
 
 from hallutracer_research.evaluation.methods.base import Floats, Index, Linear, MethodInputs, Rows, fit_at_best_layer
-from service.fitting.fit import standardise
+from service.fitting.probes import standardise
 
 SHRINKAGE = (None, 0.3, 1.0)  # None: Ledoit and Wolf's
 

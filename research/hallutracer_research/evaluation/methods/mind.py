@@ -24,8 +24,8 @@ from hallutracer_research.evaluation.methods.base import Floats, Index, MethodIn
 from hallutracer_research.evaluation.methods.network import mlp, seeded
 from service.engines.base import TracedAnswer
 from service.errors import TrainingError
-from service.fitting.fit import standardise
 from service.fitting.folds import group_folds
+from service.fitting.probes import standardise
 from service.fitting.scores import risk_auroc
 
 DROPOUT, EPOCHS, BATCH, LEARNING_RATE, DECAY = 0.2, 20, 32, 5e-4, 1e-5

@@ -8,7 +8,7 @@ import numpy as np
 
 from hallutracer_research.evaluation.methods.base import AnswerReadings, MethodInputs
 from service.data.run_folder import RowsFile
-from service.fitting.fit import Readouts
+from service.fitting.probes import Readouts
 from service.readout import Geometry, Site
 
 GEOMETRY = Geometry(num_layers=6, num_heads=3, head_dim=5, hidden_size=8)

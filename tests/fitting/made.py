@@ -1,13 +1,23 @@
-"""Rows whose true risks are known, in groups, at any share of hallucinations or under another shift."""
+"""Readouts in memory; rows whose true risks are known, in groups, at any share of hallucinations or another shift."""
 
 from __future__ import annotations
 
 import numpy as np
+from numpy.typing import NDArray
 from scipy.special import expit, logit
+
+from service.fitting.probes import ActivationArray, Readouts
+from service.readout import Site
 
 Rows = tuple[np.ndarray, np.ndarray, np.ndarray]  # risk at training's share, label (1 factual), group
 
 PRIOR, APART = 0.3, 1.6  # training's share of hallucinated rows; distance of the classes in standard deviations
+
+
+def readouts(a: NDArray[np.floating], label: NDArray[np.generic], site: Site = Site.ATTENTION_HEAD) -> Readouts:
+    """a [n, m, heads, d], or at the residual stream [n, m, d]; label [n]."""
+    values = a.astype(np.float32).reshape(*a.shape[:2], -1, a.shape[-1])
+    return Readouts(ActivationArray(values, site), np.arange(len(a)), label.astype(np.int64))
 
 
 def rows(rng: np.random.Generator, groups: int, share: float, *, size: int = 1) -> Rows:
@@ -24,6 +34,5 @@ def rows(rng: np.random.Generator, groups: int, share: float, *, size: int = 1) 
 
 def other_questions(rng: np.random.Generator, count: int) -> Rows:
     """Covariate shift: x is distributed otherwise, around the middle, and P(hallucinated | x) stays."""
-    x = 0.5 + 0.5 * rng.standard_normal(count)
-    risk = expit(APART * x + logit(PRIOR))
+    risk = expit(APART * (0.5 + 0.5 * rng.standard_normal(count)) + logit(PRIOR))
     return risk, (rng.random(count) >= risk).astype(int), np.arange(count)

@@ -1,0 +1,389 @@
+"""``DepthMeanProbe``: activations to a risk.  Choice of C, out-of-fold logits, refitted probes, scale, classifier.
+
+The classifier is fitted on out-of-fold depth means, since those of rows that the probes were fitted on are too well
+separated, and the probes are then refitted on all rows.  The scale carries over because every probe has unit norm;
+``scale_shift`` measures the difference, and evaluation.json records it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, Self
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+from sklearn.base import BaseEstimator, ClassifierMixin
+from sklearn.linear_model import LogisticRegression
+from sklearn.utils.multiclass import check_classification_targets, type_of_target
+from sklearn.utils.validation import check_is_fitted, validate_data
+from threadpoolctl import threadpool_limits
+
+from probes_store.records import CONTEXT_SIGNALS
+from service.errors import NoDirection
+from service.fitting import C_GRID, DEPTH_MEAN, ClassBalance, LogitScale
+from service.fitting.folds import group_folds
+from service.fitting.layer_weights import fit_layer_weights
+from service.fitting.probes import (
+    ActivationArray,
+    Floats,
+    Index,
+    ProbeFit,
+    Readouts,
+    Task,
+    fit_probes,
+    project,
+    require,
+    weighted_rows,
+)
+from service.readout import Site
+from service.risk import depth_mean, risk
+
+_SEARCHED = 8  # layers, and heads of each, that the choice of C looks at
+
+
+@dataclass(frozen=True, eq=False)
+class OutOfFold:
+    """Logits of rows by probes that were fitted without them; the first axis is the seed."""
+
+    unit_norm: Floats  # [seeds, n, m]
+    standardized: Floats  # [seeds, n, m] each logit over its own fold's within-class training deviation
+    best_head: Floats  # [seeds, n] the logit of the fold's single best head
+
+
+@dataclass(frozen=True, eq=False)
+class ScaledLogits:
+    """Logits by one rule of ``logit_scale``; nothing of ``out_of_fold`` was fitted on the row's own fold."""
+
+    out_of_fold: Floats  # [seeds, n, m]
+    trajectory: Floats  # [n_test, m] of the refitted probes
+    scale: Floats  # [m] of the refitted probes
+    strengths: tuple[float, ...] = ()  # of the layer weights' pull to equal ones, by seed
+
+
+class ChosenC(NamedTuple):
+    """A value of C and the scores it was chosen by."""
+
+    c: float
+    auroc: dict[str, float | None]  # grid value -> out-of-fold AUROC of the depth mean; None where a layer was zero
+
+
+@dataclass(frozen=True, eq=False)
+class FinalClassifier:
+    """risk = 1 - sigmoid(weight . signals + intercept), signals in raw units."""
+
+    weight: Floats  # [k]
+    intercept: float
+
+    def risk(self, signals: Floats) -> Floats:
+        """Return P(hallucinated) of signals [..., k], [...]."""
+        return risk(signals, self.weight, self.intercept)
+
+
+class DepthMeanProbe(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
+    """The paper's detector as a scikit-learn classifier: one probe a layer, the mean of their logits, a risk.
+
+    Args:
+        C: Inverse strength of the probes' penalty, or "auto": the best of ``c_grid`` by ``inner_folds`` folds.
+        c_grid: What "auto" chooses from.
+        logit_scale: What a layer's logit is divided by: "unit_norm" (the paper), "standardized" or "weighted".
+        class_balance: Of the probe fits: "weights", or "downsample" the larger class.
+        folds: Of the cross-fit whose out-of-fold depth means the classifier is fitted on.
+        inner_folds: Of the choice of C.
+        seeds: One shuffle of ``folds`` each; the classifier is fitted on the rows of all.
+        n_jobs: Processes.
+
+    ``fit`` takes activations [n, layers, heads, d], of which each layer's best head is taken (an L1 probe each), or
+    [n, layers, d], such as residual streams (L2); [n, d] is one layer.  The larger of the two classes is the factual
+    one, so ``predict_proba(X)[:, 0]`` is the risk.
+
+    After ``fit``: ``C_``, ``probes_`` (head, direction, bias and AUROC by layer), ``scale_``, ``classifier_``,
+    ``out_of_fold_`` [seeds, n, layers] logits and ``out_of_fold_risk_`` [seeds, n], ``classes_``, ``shape_``.
+    """
+
+    def __init__(
+        self,
+        C: float | Literal["auto"] = "auto",  # noqa: N803
+        *,
+        c_grid: tuple[float, ...] = C_GRID,
+        logit_scale: LogitScale = "unit_norm",
+        class_balance: ClassBalance = "weights",
+        folds: int = 5,
+        inner_folds: int = 3,
+        seeds: tuple[int, ...] = (0, 1, 2),
+        n_jobs: int = 1,
+    ) -> None:
+        self.C = C
+        self.c_grid = c_grid
+        self.logit_scale = logit_scale
+        self.class_balance = class_balance
+        self.folds = folds
+        self.inner_folds = inner_folds
+        self.seeds = seeds
+        self.n_jobs = n_jobs
+
+    def __sklearn_tags__(self) -> Any:
+        tags = super().__sklearn_tags__()
+        tags.classifier_tags.multi_class = False
+        tags.input_tags.three_d_array = True
+        return tags
+
+    def fit(
+        self,
+        X: ArrayLike,
+        y: ArrayLike,
+        groups: ArrayLike | None = None,
+        extra: ArrayLike | None = None,  # noqa: N803
+    ) -> Self:
+        """Fit probes and classifier: X as the class says, y [n], groups [n] of rows that depend on each other.
+
+        ``extra`` [n, k] are further signals that the classifier reads beside the depth mean, such as entropies.
+
+        Raises ValueError for arrays that do not fit together, TrainingError where a fold lacks a class.
+        """
+        x: NDArray[np.float32]
+        x, classes = validate_data(self, X, y, dtype=np.float32, allow_nd=True)
+        check_classification_targets(classes)
+        self.classes_, label = np.unique(classes, return_inverse=True)
+        if len(self.classes_) == 1:
+            raise ValueError("y has one class: two are needed")
+        if len(self.classes_) > 2:
+            kind = type_of_target(classes)
+            raise ValueError(f"Only binary classification is supported. The type of the target is {kind}.")
+        self.shape_ = x.shape[1:]
+        codes: dict[Any, int] = {}  # numbered as they come, as training numbers them
+        named = range(len(x)) if groups is None else np.asarray(groups).tolist()
+        group = np.array([codes.setdefault(name, len(codes)) for name in named], np.int64)
+        if len(group) != len(x):
+            raise ValueError(f"groups has {len(group)} rows, X {len(x)}")
+        self.fit_readouts(Readouts(_activations(x), np.arange(len(x)), label), group)
+        return self.fit_risk(label, extra=_extra(extra, len(x)))
+
+    def trajectory(self, X: ArrayLike) -> Floats:  # noqa: N803
+        """Return each layer's truth logit, scaled: [n, layers]."""
+        check_is_fitted(self)
+        x: NDArray[np.float32] = validate_data(self, X, dtype=np.float32, allow_nd=True, reset=False)
+        if x.shape[1:] != self.shape_:
+            raise ValueError(f"X has rows of shape {x.shape[1:]}, DepthMeanProbe was fitted on {self.shape_}")
+        file, rows = _activations(x), np.arange(len(x))
+        chosen = zip(self.probes_.head.tolist(), self.probes_.direction, self.probes_.bias.tolist(), strict=True)
+        logits = [project(file.head(layer, head), rows, v, b) for layer, (head, v, b) in enumerate(chosen)]
+        return np.stack(logits, axis=1) / self.scale_
+
+    def decision_function(self, X: ArrayLike, extra: ArrayLike | None = None) -> Floats:  # noqa: N803
+        """Return the log odds of a factual answer, [n]."""
+        signals = signal_matrix(self.trajectory(X), _extra(extra, None))
+        if signals.shape[1] != len(self.classifier_.weight):
+            raise ValueError(f"extra must have {len(self.classifier_.weight) - 1} columns, as in fit")
+        return np.asarray(signals @ self.classifier_.weight + self.classifier_.intercept)
+
+    def predict_proba(self, X: ArrayLike, extra: ArrayLike | None = None) -> Floats:  # noqa: N803
+        """Return [n, 2]: the risk, and the probability that the answer is factual."""
+        hallucinated = risk(self.decision_function(X, extra)[:, None], np.ones(1), 0.0)
+        return np.stack([hallucinated, 1 - hallucinated], axis=1)
+
+    def predict(self, X: ArrayLike, extra: ArrayLike | None = None) -> NDArray[Any]:  # noqa: N803
+        """Return the likelier class of each row, [n]."""
+        factual = self.decision_function(X, extra) > 0
+        return np.asarray(self.classes_[factual.astype(np.int64)])
+
+    def fit_readouts(
+        self,
+        readouts: Readouts,
+        group: Index,
+        rows: Index | None = None,
+        test: Index | None = None,
+        *,
+        scales: Sequence[LogitScale] = (),
+        fold: bool = False,
+    ) -> Self:
+        """Fit all but the classifier on ``rows`` of activations in memory or on disk, and read ``test``: group [n].
+
+        Sets ``C_``, ``c_search_``, ``cross_fit_``, ``probes_`` and, of the own rule and ``scales``, ``scaled_``.
+        ``fold``: for a part of the data, whose probes are never served, a layer may lack a direction.
+
+        Raises NoDirection (not with ``fold``) and TrainingError.
+        """
+        rows = np.arange(len(readouts.label)) if rows is None else rows
+        self.C_, self.c_search_ = self.choose_c(readouts, group, rows, self.seeds[0], must=not fold)
+        self.cross_fit_ = self.cross_fit(readouts, group, rows, self.C_, self.folds, self.seeds)
+        self.probes_ = self.refit(readouts, rows, rows if test is None else test, self.C_, blank=fold)
+        label, soft = readouts.label[rows], readouts.soft(rows)
+        self.scaled_ = {rule: self._scaled(rule, label, group[rows], soft) for rule in {self.logit_scale, *scales}}
+        own = self.scaled_[self.logit_scale]
+        self.out_of_fold_, self.scale_ = own.out_of_fold, own.scale
+        return self
+
+    def fit_risk(
+        self, label: NDArray[np.integer], soft_label: Floats | None = None, extra: Floats | None = None
+    ) -> Self:
+        """Fit the classifier on out-of-fold signals: label, soft_label [n] of ``fit_readouts``' rows, extra [n, k]."""
+        self.signals_, repeated = stacked(signal_matrix(self.out_of_fold_, extra), label)
+        seeds = len(self.out_of_fold_)
+        self.classifier_ = fit_classifier(
+            self.signals_, repeated, None if soft_label is None else np.tile(soft_label, seeds)
+        )
+        self.out_of_fold_risk_ = self.classifier_.risk(self.signals_).reshape(seeds, -1)
+        return self
+
+    def choose_c(self, readouts: Readouts, group: Index, rows: Index, seed: int, *, must: bool = True) -> ChosenC:
+        """Return the C of the largest out-of-fold AUROC of the depth mean, by grouped folds inside ``rows``.
+
+        At most 8 layers and 8 heads, evenly spaced, take part, so that the search costs no more than a few full fits.
+        Ties go to the smaller C; a value that leaves a layer without a direction is excluded.
+        Raises NoDirection: every value of the grid is excluded (not with ``must``: then the largest).
+        """
+        grid = tuple(sorted(set(self.c_grid))) if self.C == "auto" else (float(self.C),)
+        if len(grid) == 1:
+            return ChosenC(grid[0], {})
+        geometry, site = readouts.file.geometry, readouts.file.site
+        pairs = group_folds(readouts.label, group, rows, self.inner_folds, seed, what="inner fold")
+        tasks = [Task(train, test, c) for c in grid for train, test in pairs]
+        layers, heads = _spaced(geometry.num_layers), _spaced(geometry.heads(site))
+        results = fit_probes(readouts, tasks, balance=self.class_balance, jobs=self.n_jobs, layers=layers, heads=heads)
+        table: dict[str, float | None] = {}
+        best: tuple[float, float] | None = None
+        for place, c in enumerate(grid):
+            fits = results[place * len(pairs) : (place + 1) * len(pairs)]
+            table[f"{c:g}"] = None
+            if any(isinstance(fit, NoDirection) for fit in fits):
+                continue
+            score = np.empty(len(readouts.label))
+            for (_, test), fit in zip(pairs, require(fits), strict=True):
+                score[test] = depth_mean(fit.trajectory)
+            quality = table[f"{c:g}"] = readouts.auroc(rows, score[rows])
+            if best is None or quality > best[0] + 1e-12:
+                best = (quality, c)
+        if best is None and must:
+            require(results)
+        return ChosenC(max(grid) if best is None else best[1], table)
+
+    def cross_fit(
+        self, readouts: Readouts, group: Index, rows: Index, c: float, folds: int, seeds: Sequence[int]
+    ) -> OutOfFold:
+        """Return out-of-fold logits of ``rows`` [n], in their order, for each seed.
+
+        Zeros where a fold's layer has no direction.  Raises TrainingError.
+        """
+        pairs = [
+            (place, train, test)
+            for place, seed in enumerate(seeds)
+            for train, test in group_folds(readouts.label, group, rows, folds, seed, what="cross-fit fold")
+        ]
+        fits = self._fit(readouts, [Task(train, test, c) for _, train, test in pairs], blank=True)
+        where = np.full(len(readouts.label), -1)
+        where[rows] = np.arange(len(rows))
+        unit = np.full((len(seeds), len(rows), readouts.file.geometry.num_layers), np.nan)
+        standardized, best_head = unit.copy(), unit[:, :, 0].copy()
+        for (place, _, test), fit in zip(pairs, fits, strict=True):
+            unit[place, where[test]] = fit.trajectory
+            standardized[place, where[test]] = fit.standardized
+            best_head[place, where[test]] = fit.trajectory[:, fit.best_layer]
+        return OutOfFold(unit, standardized, best_head)
+
+    def refit(self, readouts: Readouts, rows: Index, test: Index, c: float, *, blank: bool = False) -> ProbeFit:
+        """Return probes on all of ``rows``, with the logits of ``test``; ``blank`` as in ``fit_probes``.
+
+        Raises NoDirection: a layer has no direction and may not be blank.
+        """
+        return self._fit(readouts, [Task(rows, test, c)], blank=blank)[0]
+
+    def _fit(self, readouts: Readouts, tasks: Sequence[Task], *, blank: bool) -> list[ProbeFit]:
+        found = fit_probes(readouts, tasks, balance=self.class_balance, jobs=self.n_jobs, relax=True, blank=blank)
+        return require(found)
+
+    def _scaled(self, rule: LogitScale, label: Index, group: Index, soft_label: Floats | None) -> ScaledLogits:
+        crossed, refitted = self.cross_fit_, self.probes_
+        if rule == "unit_norm":
+            return ScaledLogits(crossed.unit_norm, refitted.trajectory, np.ones_like(refitted.scale))
+        if rule == "standardized":
+            return ScaledLogits(crossed.standardized, refitted.standardized, refitted.scale)
+        fits = [
+            fit_layer_weights(of_seed, label, group, folds=self.folds, seed=seed, soft_label=soft_label)
+            for seed, of_seed in zip(self.seeds, crossed.unit_norm, strict=True)
+        ]
+        weight, strengths = np.mean([fit.weight for fit in fits], axis=0), tuple(fit.strength for fit in fits)
+        out_of_fold = np.stack([fit.out_of_fold for fit in fits])
+        return ScaledLogits(out_of_fold, refitted.trajectory * weight, 1 / weight, strengths)
+
+
+def fit_classifier(signals: Floats, label: NDArray[np.integer], soft_label: Floats | None = None) -> FinalClassifier:
+    """Return a practically unregularised logistic regression: signals [n, k], label [n] (1 factual).
+
+    C = 1e4 only matters where the classes are separable and the weights would be infinite.  No class weights: the risk
+    is a probability at the training data's share of hallucinations.  ``soft_label`` [n] is fitted on if given.
+    """
+    mean, std = signals.mean(axis=0), signals.std(axis=0)
+    std = np.where(std > 0, std, 1.0)
+    rows = weighted_rows(label, soft_label)
+    with threadpool_limits(1):  # one order of summation, whatever the number of cores
+        model = LogisticRegression(C=1e4, tol=1e-8, max_iter=5000)
+        model.fit(((signals - mean) / std)[rows.row], rows.label, sample_weight=rows.weight)
+    weight = model.coef_[0] / std
+    return FinalClassifier(weight, float(model.intercept_[0] - weight @ mean))
+
+
+def stacked(signals: Floats, label: NDArray[np.integer]) -> tuple[Floats, NDArray[np.integer]]:
+    """Return signals [seeds, n, k] and label [n] as [seeds n, k] and [seeds n].
+
+    Not averaged over seeds, which would be less noisy than the one probe that is served.
+    """
+    return signals.reshape(-1, signals.shape[-1]), np.tile(label, len(signals))
+
+
+def signal_matrix(trajectory: Floats, extra: Floats | None = None) -> Floats:
+    """Return the classifier's input [..., n, 1 + k]: trajectory [..., n, m] scaled, extra [n, k]."""
+    mean = depth_mean(trajectory)[..., None]
+    if extra is None:
+        return mean
+    return np.concatenate([mean, np.broadcast_to(extra, (*mean.shape[:-1], extra.shape[1]))], axis=-1)
+
+
+def extra_signals(names: Sequence[str], first_token: Floats, context: Floats | None = None) -> Floats | None:
+    """Return the columns of a bundle's signals behind the depth mean, [n, k]: first_token [n, 2], context [n, 2 or 3].
+
+    None where there are none.
+    """
+    columns = {"log_max_prob": first_token[:, 0], "entropy": first_token[:, 1]}
+    if context is not None:  # the length is read where it tells something
+        columns |= dict(zip(CONTEXT_SIGNALS, context.T, strict=False))
+    chosen = [columns[name] for name in names if name != DEPTH_MEAN]
+    return np.stack(chosen, axis=1) if chosen else None
+
+
+def class_statistics(trajectory: Floats, label: NDArray[np.integer]) -> tuple[Floats, Floats]:
+    """Return mean and deviation by class of trajectories [seeds, n, m], each [2, m]; row 0 hallucinated."""
+    by_class = [trajectory[:, label == value].reshape(-1, trajectory.shape[-1]) for value in (0, 1)]
+    return np.stack([rows.mean(axis=0) for rows in by_class]), np.stack([rows.std(axis=0) for rows in by_class])
+
+
+def scale_shift(out_of_fold: Floats, refit: Floats, label: NDArray[np.integer]) -> dict[str, dict[str, float]]:
+    """Return mean and deviation by class of cross-fitted depth means [seeds, n] and of refitted, in-sample ones [n]."""
+    sides = {"cross_fitted": out_of_fold, "refitted": refit}
+    return {
+        name: {f"{side}_mean": float(means[..., label == value].mean()) for side, means in sides.items()}
+        | {f"{side}_std": float(means[..., label == value].std()) for side, means in sides.items()}
+        for name, value in (("hallucinated", 0), ("factual", 1))
+    }
+
+
+def _activations(x: NDArray[np.float32]) -> ActivationArray:
+    """Of [n, layers, heads, d], of [n, layers, d] or of [n, d]."""
+    if x.ndim == 4:
+        return ActivationArray(x, Site.ATTENTION_HEAD)
+    if x.ndim > 4:
+        raise ValueError(f"X has {x.ndim} dimensions: [n, layers, heads, d], [n, layers, d] or [n, d] is expected")
+    return ActivationArray(x.reshape(len(x), -1, 1, x.shape[-1]), Site.RESIDUAL_STREAM)
+
+
+def _extra(values: ArrayLike | None, rows: int | None) -> Floats | None:
+    if values is None:
+        return None
+    columns = np.ascontiguousarray(values, np.float64)
+    if columns.ndim != 2 or (rows is not None and len(columns) != rows):
+        raise ValueError(f"extra must be [n, k] with a row for each of X, not {list(columns.shape)}")
+    return columns
+
+
+def _spaced(count: int) -> list[int]:
+    return sorted({round(place) for place in np.linspace(0, count - 1, min(count, _SEARCHED))})

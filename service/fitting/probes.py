@@ -1,0 +1,408 @@
+"""Probes: standardise, fit, select a head per layer, map to raw space, divide by the norm (App. probe-training).
+
+Each process reads one layer at a time and of it one head's columns, which ``solver`` fits for all partitions and all
+values of C together.  At the residual stream the one head is the whole activation and scikit-learn fits it.
+
+A row's soft label is the share of right ones among its sampled answers.  Its logistic loss is that share times a
+factual row's plus the rest times a hallucinated one's, so the row becomes two weighted rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from joblib import Parallel, delayed, parallel_config
+from numpy.typing import NDArray
+from sklearn import config_context
+from sklearn.linear_model import LogisticRegression
+from threadpoolctl import threadpool_limits
+
+from service.data.run_folder import RowsFile
+from service.errors import NoDirection, TrainingError
+from service.fitting import ClassBalance
+from service.fitting.scores import auroc
+from service.fitting.solver import CONSTANT, one_torch_thread, solve
+from service.readout import Geometry, Site
+
+Floats = NDArray[np.float64]
+Index = NDArray[np.int64]
+Labels = NDArray[np.integer]
+
+RELAXED = (3.0, 10.0, 30.0, 100.0)  # times C, where a layer would have no probe
+_CHUNK = 4096  # rows
+
+
+@dataclass(frozen=True, eq=False)
+class ActivationArray:
+    """Activations in memory, read as a ``RowsFile``: [N, m, heads, d] float32, of one head at the residual stream."""
+
+    values: NDArray[np.float32]
+    site: Site
+
+    @property
+    def geometry(self) -> Geometry:
+        """The shape of a model that has such activations."""
+        _, layers, heads, dim = self.values.shape
+        return Geometry(layers, heads, dim, dim)
+
+    def layer(self, layer: int) -> NDArray[np.float32]:
+        """Return all heads' columns of ``layer``, [N, width]."""
+        return self.values[:, layer].reshape(len(self.values), -1)
+
+    def head(self, layer: int, head: int) -> NDArray[np.float32]:
+        """Return one head's columns of ``layer``, [N, d]."""
+        return self.values[:, layer, head]
+
+
+@dataclass(frozen=True, eq=False)
+class Readouts:
+    """The labelled activations of one site: row i is row ``index[i]`` of the file."""
+
+    file: RowsFile | ActivationArray
+    index: Index  # [n]
+    label: NDArray[np.int64]  # [n] 1 factual, 0 hallucinated
+    soft_label: Floats | None = None  # [n] to fit on: the share of sampled answers that is right
+
+    def subset(self, rows: Labels) -> Readouts:
+        """Return the same file, restricted to these rows."""
+        return Readouts(self.file, self.index[rows], self.label[rows], self.soft(rows))
+
+    def soft(self, rows: Labels) -> Floats | None:
+        """Return the soft labels of these rows, where there are any."""
+        return None if self.soft_label is None else self.soft_label[rows]
+
+    def auroc(self, rows: Labels, score: Floats) -> float:
+        """Return the AUROC of the truth scores [r] of ``rows`` [r], by the labels that are fitted on."""
+        return soft_auroc(self.label[rows], self.soft(rows), score)
+
+
+@dataclass(frozen=True, eq=False)
+class WeightedRows:
+    """r weighted rows made of n, those of the larger weight first in their own order."""
+
+    row: NDArray[np.int64]  # [r] which row
+    label: NDArray[np.int64]  # [r] 1 factual, 0 hallucinated
+    weight: Floats  # [r] those of a row sum to 1
+
+
+def weighted_rows(label: Labels, soft_label: Floats | None) -> WeightedRows:
+    """Return the rows of label [n], or of ``soft_label`` [n] where there is one; without those of weight zero."""
+    rows = np.arange(len(label))
+    if soft_label is None:
+        return WeightedRows(rows, np.asarray(label, np.int64), np.ones(len(label)))
+    first = (soft_label >= 0.5).astype(np.int64)  # the class with more weight; the other one where it has any
+    mixed = np.flatnonzero((soft_label > 0) & (soft_label < 1))
+    both, row = np.r_[first, 1 - first[mixed]], np.r_[rows, mixed]
+    return WeightedRows(row, both, np.where(both == 1, soft_label[row], 1 - soft_label[row]))
+
+
+def soft_auroc(label: Labels, soft_label: Floats | None, score: NDArray[np.floating]) -> float:
+    """Return the AUROC of a truth score [n] against ``label`` [n], or where there are soft labels [n] against these.
+
+    Of soft labels: P(score of a right answer > score of a wrong one), ties half, answers drawn from random rows.
+    """
+    if soft_label is None:
+        return auroc(label, score)
+    made = weighted_rows(label, soft_label)
+    good = made.label == 1
+    score = np.asarray(score)[made.row]
+    others = np.argsort(score[~good])
+    upto = np.append(0.0, np.cumsum(made.weight[~good][others]))  # weight of the wrong answers ranked below
+    below, with_ties = (upto[np.searchsorted(score[~good][others], score[good], side)] for side in ("left", "right"))
+    return float(np.average((below + with_ties) / 2, weights=made.weight[good]) / upto[-1])
+
+
+@dataclass(frozen=True, eq=False)
+class Task:
+    """One fit: training rows and rows to score, as positions in ``Readouts``."""
+
+    train: Index
+    test: Index
+    c: float  # inverse strength of the penalty
+
+
+@dataclass(frozen=True, eq=False)
+class HeadProbe:
+    """One head's probe of one partition: L = direction . a + bias (Eq. logit)."""
+
+    head: int
+    direction: Floats  # [d] unit norm, raw activation space
+    bias: float
+    scale: float  # pooled within-class standard deviation of L on the training rows
+    auroc: float  # on the training rows; selects the head
+
+
+Candidate = tuple[HeadProbe, Floats]  # a probe of one layer and its test logits
+
+
+@dataclass(frozen=True, eq=False)
+class ProbeFit:
+    """The selected probes of all m layers for one partition, and the logits of its test rows."""
+
+    head: NDArray[np.int32]  # [m]
+    direction: Floats  # [m, d] unit norm
+    bias: Floats  # [m]
+    scale: Floats  # [m] within-class standard deviations of the training logits
+    auroc: Floats  # [m] on the training rows
+    trajectory: Floats  # [n_test, m] unit-norm logits
+
+    @property
+    def standardized(self) -> Floats:
+        """The trajectories, each logit over its within-class deviation, [n_test, m]."""
+        return self.trajectory / self.scale
+
+    @property
+    def best_layer(self) -> int:
+        """The layer of the single best head by training AUROC, ties to the lowest (the ITI rule)."""
+        return int(np.argmax(self.auroc))
+
+
+def fit_head(
+    x: NDArray[np.floating],
+    label: Labels,
+    tasks: Sequence[Task],
+    site: Site,
+    balance: ClassBalance,
+    soft_label: Floats | None = None,
+) -> list[tuple[Floats, float] | None]:
+    """Return each task's raw-space weight [d] and bias of one head, not yet divided by its norm: x [n, d], label [n].
+
+    Eq. standardize, standardized-probe and raw-space-probe.  L1 at the attention site, all tasks at once (``solver``);
+    L2 through lbfgs, whose intercept is free, at the residual stream.  None where every weight is zero.  Rows of which
+    both classes have a part by ``soft_label`` [n] count twice in the attention site's standardisation.
+    """
+    if site is Site.RESIDUAL_STREAM:
+        soft = [None if soft_label is None else soft_label[task.train] for task in tasks]
+        rows_of = [weighted_rows(label[task.train], own) for task, own in zip(tasks, soft, strict=True)]
+        return [_ridge(x[task.train], rows, task.c, balance) for task, rows in zip(tasks, rows_of, strict=True)]
+    rows = weighted_rows(label, soft_label)
+    names = [task.train.tobytes() for task in tasks]
+    first = {name: place for place, name in reversed(list(enumerate(names)))}  # partitions by their first task
+    number = {name: place for place, name in enumerate(first)}
+    weight = np.zeros((len(first), len(rows.row)))
+    for name, place in first.items():
+        inside = np.zeros(len(x), bool)
+        inside[tasks[place].train] = True
+        kept = inside[rows.row]
+        weight[number[name], kept] = row_weights(rows.label[kept], balance, rows.weight[kept])
+    partition, c = np.array([number[name] for name in names]), np.array([task.c for task in tasks])
+    values = np.ascontiguousarray(x if soft_label is None else x[rows.row], np.float32)[None]
+    solution = solve(values, rows.label, weight, partition, c)
+    return [
+        (direction, float(bias)) if np.any(direction) else None
+        for direction, bias in zip(solution.weight[0], solution.intercept[0], strict=True)
+    ]
+
+
+def standardise(x: NDArray[np.floating]) -> tuple[Floats, Floats, Floats]:
+    """Return x [n, d] standardised (Eq. standardize) as a float64 copy, its mean [d] and deviation [d].
+
+    A constant column becomes zeros with deviation 1: its computed deviation is rounding error, and dividing by it would
+    make a feature of noise.
+    """
+    z = x.astype(np.float64)
+    mean = z.mean(axis=0)
+    z -= mean
+    std = np.sqrt(np.einsum("nd,nd->d", z, z) / len(z))
+    constant = std <= CONSTANT * np.abs(mean)
+    std[constant] = 1.0
+    z /= std
+    z[:, constant] = 0.0
+    return z, mean, std
+
+
+def row_weights(label: Labels, balance: ClassBalance, weight: Floats | None = None) -> Floats:
+    """Return weights of the training rows, [n], that balance the classes; ``downsample`` zeroes rows of the larger one.
+
+    ``weight`` [n]: how much a row counts before it is balanced; 1 where it is not given.
+    """
+    if balance == "downsample":
+        kept = np.zeros(len(label))
+        kept[_downsample(label)] = 1.0
+        return kept
+    counts = np.ones(len(label)) if weight is None else weight
+    sizes = np.bincount(label, counts, minlength=2)
+    balanced: Floats = counts * np.where(label == 1, counts.sum() / (2.0 * sizes[1]), counts.sum() / (2.0 * sizes[0]))
+    return balanced
+
+
+def _ridge(x: NDArray[np.floating], rows: WeightedRows, c: float, balance: ClassBalance) -> tuple[Floats, float] | None:
+    """The residual stream's L2 probe of one partition, not yet divided by its norm."""
+    if balance == "downsample":  # never with soft labels
+        kept = _downsample(rows.label)
+        x, rows = x[kept], weighted_rows(rows.label[kept], None)
+    z, mean, std = standardise(x)
+    weight = row_weights(rows.label, "weights", rows.weight)
+    # Rows were checked on collection; checking them again costs as much as a small fit.
+    with config_context(assume_finite=True, skip_parameter_validation=True):
+        model = LogisticRegression(C=c, max_iter=5000)
+        model.fit(z[rows.row], rows.label, sample_weight=weight)
+    raw = model.coef_[0] / std
+    return (raw, float(model.intercept_[0] - raw @ mean)) if np.any(raw) else None
+
+
+def _downsample(label: Labels) -> Index:
+    """Rows with equal class sizes, drawn with a fixed seed, in the data's order."""
+    rng = np.random.default_rng(0)
+    sides = [np.flatnonzero(label == value) for value in (0, 1)]
+    size = min(map(len, sides))
+    return np.sort(np.concatenate([rng.permutation(side)[:size] for side in sides]))
+
+
+def fit_probes(
+    readouts: Readouts,
+    tasks: Sequence[Task],
+    *,
+    balance: ClassBalance,
+    jobs: int,
+    layers: Sequence[int] | None = None,
+    heads: Sequence[int] | None = None,
+    relax: bool = False,
+    blank: bool = False,
+) -> list[ProbeFit | NoDirection]:
+    """Return one ProbeFit per task, over all or the given layers and heads; each layer is read once for all tasks.
+
+    Where every probe of a layer is zero, the task's result is a NoDirection (``require`` raises it).  With ``relax``,
+    once C was chosen, such a layer is fitted again with the next C of ``RELAXED`` that leaves it a direction.  With
+    ``blank``, for folds, whose probes are never published, a layer that no C gives a direction gets logits of zero.
+
+    Raises TrainingError: the sampled answers of a task's rows are all right or all wrong.
+    """
+    for task in tasks:
+        soft = readouts.soft(task.train)
+        if soft is not None and not 0 < soft.sum() < len(soft):
+            raise TrainingError(
+                f"all sampled answers of {len(soft)} training rows are {'right' if soft.all() else 'wrong'}: add rows "
+                "of the other class, more samples or a higher temperature",
+                param="samples",
+            )
+    geometry, site = readouts.file.geometry, readouts.file.site
+    layers = range(geometry.num_layers) if layers is None else layers
+    heads = range(geometry.heads(site)) if heads is None else heads
+    pieces = max(1, min(len(heads), -(-2 * jobs // len(layers))))  # fewer layers than processes: split the heads
+    chunks = [[int(head) for head in chunk] for chunk in np.array_split(np.asarray(heads), pieces)]
+    items = [(layer, chunk) for layer in layers for chunk in chunks]
+    if jobs == 1 or len(items) == 1:
+        best = [_fit_layer(readouts, tasks, layer, chunk, balance) for layer, chunk in items]
+    else:
+        with parallel_config(backend="loky", n_jobs=jobs, inner_max_num_threads=1):
+            best = Parallel()(delayed(_fit_layer)(readouts, tasks, layer, chunk, balance) for layer, chunk in items)
+    results: list[ProbeFit | NoDirection] = []
+    for number, task in enumerate(tasks):
+        chosen = []
+        for place, layer in enumerate(layers):
+            candidate = _better(*(best[place * pieces + piece][number] for piece in range(pieces)))
+            for factor in RELAXED if relax and candidate is None else ():
+                (candidate,) = _fit_layer(
+                    readouts, [replace(task, c=task.c * factor)], layer, [*map(int, heads)], balance
+                )
+                if candidate is not None:
+                    break
+            if candidate is None and blank:
+                candidate = _blank(int(heads[0]), geometry.dim(site), len(task.test))
+            if candidate is None:
+                results.append(_no_direction(layer, task, len(heads), site))
+                break
+            chosen.append(candidate)
+        else:
+            probes = [probe for probe, _ in chosen]
+            results.append(
+                ProbeFit(
+                    np.array([probe.head for probe in probes], np.int32),
+                    np.stack([probe.direction for probe in probes]),
+                    np.array([probe.bias for probe in probes]),
+                    np.array([probe.scale for probe in probes]),
+                    np.array([probe.auroc for probe in probes]),
+                    np.stack([logits for _, logits in chosen], axis=1),
+                )
+            )
+    return results
+
+
+def _blank(head: int, dim: int, rows: int) -> Candidate:
+    """A probe without a direction, which tells nothing, and its test logits."""
+    return HeadProbe(head, np.zeros(dim), bias=0.0, scale=1.0, auroc=0.5), np.zeros(rows)
+
+
+def require(results: Sequence[ProbeFit | NoDirection]) -> list[ProbeFit]:
+    """Return the fits.  Raises the first NoDirection."""
+    fits = []
+    for result in results:
+        if isinstance(result, NoDirection):
+            raise result
+        fits.append(result)
+    return fits
+
+
+def _better(*candidates: Candidate | None) -> Candidate | None:
+    """The best by training AUROC, ties to the first."""
+    return max((one for one in candidates if one is not None), key=lambda one: one[0].auroc, default=None)
+
+
+def _fit_layer(
+    readouts: Readouts, tasks: Sequence[Task], layer: int, heads: Sequence[int], balance: ClassBalance
+) -> list[Candidate | None]:
+    """The best of ``heads`` at one layer for each task, with its test logits; None where all are zero."""
+    best: list[Candidate | None] = [None] * len(tasks)
+    with threadpool_limits(1), one_torch_thread():  # one order of summation, whatever the number of cores
+        for head in heads:
+            x = readouts.file.head(layer, head)[readouts.index]
+            fitted = fit_head(x, readouts.label, tasks, readouts.file.site, balance, readouts.soft_label)
+            for number, (task, raw) in enumerate(zip(tasks, fitted, strict=True)):
+                if raw is None:
+                    continue
+                probe = unit_probe(x, readouts.label, task, head, raw, readouts.soft_label)
+                current = best[number]
+                if current is None or probe.auroc > current[0].auroc:
+                    best[number] = (probe, project(x, task.test, probe.direction, probe.bias))
+    return best
+
+
+def unit_probe(
+    x: NDArray[np.float32],
+    label: Labels,
+    task: Task,
+    head: int,
+    raw: tuple[Floats, float],
+    soft_label: Floats | None = None,
+) -> HeadProbe:
+    """Return ``fit_head``'s weight and bias divided by the norm (Eq. raw-space-normalized-probe), rated on the training
+    rows: x [n, d], label, soft_label [n]."""
+    norm = float(np.linalg.norm(raw[0]))
+    direction, bias = raw[0] / norm, raw[1] / norm
+    inside, soft = label[task.train], None if soft_label is None else soft_label[task.train]
+    logits = project(x, task.train, direction, bias)
+    rows = weighted_rows(inside, soft)
+    scale = within_class_std(rows.label, logits[rows.row], rows.weight)
+    return HeadProbe(head, direction, bias, scale, soft_auroc(inside, soft, logits))
+
+
+def project(x: NDArray[np.float32], rows: Index, direction: Floats, bias: float) -> Floats:
+    """Return truth logits of ``rows`` [n] in float64, in chunks, so that no full float64 copy is made."""
+    logits = np.empty(len(rows))
+    for start in range(0, len(rows), _CHUNK):
+        chunk = rows[start : start + _CHUNK]
+        logits[start : start + _CHUNK] = x[chunk].astype(np.float64) @ direction + bias
+    return logits
+
+
+def within_class_std(label: Labels, values: Floats, weight: Floats | None = None) -> float:
+    """Return the pooled deviation around the class means: label [n], values [n], weight [n]; 1 where it is zero."""
+    rest = values.astype(np.float64)
+    counts = np.ones(len(rest)) if weight is None else weight
+    for value in (0, 1):
+        inside = label == value
+        rest[inside] -= np.average(rest[inside], weights=counts[inside])
+    return float(np.sqrt(np.average(rest**2, weights=counts))) or 1.0
+
+
+def _no_direction(layer: int, task: Task, heads: int, site: Site) -> NoDirection:
+    probes = f"all {heads} probes are" if heads > 1 else "the probe is"
+    reading = "the readouts there may be constant" if site is Site.RESIDUAL_STREAM else "the penalty is too strong"
+    return NoDirection(
+        f"layer {layer}: {probes} zero at C = {task.c:g} on {len(task.train)} rows ({reading}): "
+        f"give a larger C (or larger values in the grid), or more rows",
+        param="c",
+    )

@@ -1,0 +1,214 @@
+"""The estimator: out of fold means out of fold, what it keeps of scikit-learn's contract, arrays are enough."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from sklearn.base import clone
+from sklearn.model_selection import GroupKFold, cross_val_score
+from sklearn.utils.estimator_checks import check_estimator
+
+from service.errors import NoDirection, TrainingError
+from service.fitting.estimator import (
+    DepthMeanProbe,
+    extra_signals,
+    fit_classifier,
+    scale_shift,
+    signal_matrix,
+    stacked,
+)
+from service.fitting.scores import auroc, ece, risk_auroc
+from service.readout import Site
+from tests.fitting.made import readouts
+
+PROBE = DepthMeanProbe(c_grid=(0.03, 0.3))
+EVERY = np.arange(240)
+
+
+def noise(count: int = 240, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    """Rows [n, 3 layers, 2 heads, 30] that know nothing of label [n]."""
+    rng = np.random.default_rng(seed)
+    rows = rng.standard_normal((count, 3, 60)).astype(np.float32).reshape(count, 3, 2, 30)
+    return rows, (rng.random(count) < 0.5).astype(np.int64)
+
+
+def signal(count: int = 240, strength: float = 1.0, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    rows, label = noise(count, seed)
+    rows[:, :, 0, 3] += strength * label[:, None]
+    return rows, label
+
+
+# --- as scikit-learn has it ---
+
+
+def test_it_keeps_scikit_learn_s_contract() -> None:
+    check_estimator(DepthMeanProbe(0.3, folds=2, seeds=(0,)), on_skip=None)  # of ten rows five folds cannot be made
+
+
+def test_it_learns_from_arrays_of_heads_of_layers_and_of_one_layer() -> None:
+    rows, label = signal(300, 1.5)
+    group = np.arange(300) // 2
+    train, test = np.arange(200), np.arange(200, 300)
+    for x in (rows, rows.reshape(300, 3, 60), rows[:, 0, 0]):
+        probe = clone(PROBE).fit(x[train], label[train], groups=group[train])
+        assert probe.trajectory(x[test]).shape == (100, 1 if x.ndim == 2 else 3)
+        risk = probe.predict_proba(x[test])
+        np.testing.assert_allclose(risk.sum(axis=1), 1.0)
+        assert risk_auroc(label[test], risk[:, 0]) > 0.8
+        assert probe.out_of_fold_risk_.shape == (3, 200)
+        assert probe.C_ in (0.03, 0.3)
+    assert probe.probes_.head.tolist() == [0]
+
+
+def test_the_larger_class_is_the_factual_one_whatever_its_name() -> None:
+    rows, label = signal()
+    names = np.where(label == 1, "right", "hallucinated")
+    by_name, by_number = (DepthMeanProbe(0.3, seeds=(0,)).fit(rows, y) for y in (names, label))
+    assert by_name.classes_.tolist() == ["hallucinated", "right"]
+    assert np.array_equal(by_name.predict_proba(rows), by_number.predict_proba(rows))
+    assert np.mean(by_name.predict(rows) == names) > 0.7
+
+
+def test_it_is_cross_validated_cloned_and_tuned_like_any_other() -> None:
+    rows, label = signal(300, 1.5)
+    probe = DepthMeanProbe(0.3, seeds=(0,), folds=3)
+    found = cross_val_score(probe, rows, label, groups=np.arange(300) // 2, cv=GroupKFold(3), scoring="roc_auc")
+    assert found.min() > 0.8
+    assert clone(probe).get_params() == probe.get_params()
+
+
+@pytest.mark.parametrize("scale", ["unit_norm", "standardized", "weighted"])
+def test_a_layer_s_logit_is_that_of_its_served_probe(scale: str) -> None:
+    rows, label = signal()
+    probe = DepthMeanProbe(0.3, seeds=(0, 1), logit_scale=scale).fit(rows, label)  # type: ignore[arg-type]
+    a = rows[:, np.arange(3), probe.probes_.head].astype(np.float64)
+    expected = (np.einsum("nld,ld->nl", a, probe.probes_.direction) + probe.probes_.bias) / probe.scale_
+    np.testing.assert_allclose(probe.trajectory(rows), expected, rtol=1e-9, atol=1e-12)
+    np.testing.assert_allclose(probe.scaled_[probe.logit_scale].trajectory, expected, rtol=1e-9, atol=1e-12)
+
+
+def test_further_signals_are_read_beside_the_depth_mean() -> None:
+    rows, label = signal()
+    telling = np.random.default_rng(1).standard_normal((240, 2)) + 3 * label[:, None]
+    probe = DepthMeanProbe(0.3, seeds=(0,)).fit(rows, label, extra=telling)
+    assert auroc(label, probe.predict_proba(rows, extra=telling)[:, 1]) > 0.98
+    for wrong in (None, telling[:, :1]):
+        with pytest.raises(ValueError, match="extra"):
+            probe.predict_proba(rows, extra=wrong)
+
+
+def test_arrays_that_do_not_fit_together_are_refused() -> None:
+    rows, label = signal()
+    probe = DepthMeanProbe(0.3, seeds=(0,)).fit(rows, label)
+    calls = {
+        "groups": lambda: probe.fit(rows, label, groups=EVERY[:9]),
+        "extra": lambda: probe.fit(rows, label, extra=np.zeros((9, 1))),
+        "shape": lambda: probe.predict_proba(rows[:, :, :, :9]),
+        "dimensions": lambda: probe.fit(rows[None].transpose(1, 0, 2, 3, 4), label),
+        "class": lambda: probe.fit(rows, np.arange(240) % 3),
+    }
+    for word, call in calls.items():
+        with pytest.raises(ValueError, match=word):
+            call()
+    with pytest.raises(TrainingError, match="5 .* need 5 groups"):
+        DepthMeanProbe(0.3).fit(rows, label, groups=EVERY % 3)
+
+
+# --- its stages, as training runs them ---
+
+
+def test_a_memorising_probe_gets_chance_out_of_fold() -> None:
+    """60 free columns on 240 rows of noise fit the training labels well; out of fold nothing may be left of it."""
+    rows, label = noise()
+    given = readouts(rows, label)
+    inside = PROBE.refit(given, EVERY, EVERY, 1.0).trajectory.mean(axis=1)
+    outside = PROBE.cross_fit(given, EVERY, EVERY, 1.0, 5, (0, 1))
+    assert risk_auroc(label, -inside) > 0.75
+    for trajectory in outside.unit_norm:
+        assert 0.35 < risk_auroc(label, -trajectory.mean(axis=1)) < 0.62
+    assert np.all(np.isfinite(outside.standardized))
+    assert np.all(np.isfinite(outside.best_head))
+
+
+def test_rows_of_a_group_do_not_vouch_for_each_other() -> None:
+    """Each group's rows are copies with one label: a fold that splits a group would score far above chance."""
+    rows, _ = noise(60)
+    label = np.repeat(np.random.default_rng(3).integers(0, 2, 60), 4)
+    copies = readouts(np.repeat(rows, 4, axis=0), label)
+    together, split = (
+        risk_auroc(label, -PROBE.cross_fit(copies, group, EVERY, 1.0, 5, (0,)).unit_norm[0].mean(axis=1))
+        for group in (EVERY // 4, EVERY)
+    )
+    assert together < 0.68
+    assert split > 0.85
+
+
+@pytest.mark.parametrize("site", list(Site))
+def test_probes_and_c_do_not_depend_on_the_test_side(site: Site) -> None:
+    """Poison: rows of one test side are replaced by huge values and their labels turned; their fold must not notice."""
+    rows, label = signal()
+    rows = rows if site is Site.ATTENTION_HEAD else rows.reshape(240, 3, 60)
+    train, test = EVERY[:180], EVERY[180:]
+    poisoned, turned = rows.copy(), label.copy()
+    poisoned[test] = 1e6
+    turned[test] = 1 - turned[test]
+    given = [readouts(rows, label, site), readouts(poisoned, turned, site)]
+    before, after = (PROBE.refit(one, train, test, 0.3) for one in given)
+    for field in ("direction", "scale", "head"):
+        assert getattr(before, field).tobytes() == getattr(after, field).tobytes()
+    assert PROBE.choose_c(given[0], EVERY, train, 0) == PROBE.choose_c(given[1], EVERY, train, 0)
+
+
+def test_c_is_the_best_of_the_grid_and_one_without_a_direction_is_out() -> None:
+    given = readouts(*signal())
+    chosen = PROBE.choose_c(given, EVERY, EVERY, 0)
+    assert chosen.auroc.keys() == {"0.03", "0.3"}
+    assert chosen.auroc[f"{chosen.c:g}"] == max(value for value in chosen.auroc.values() if value is not None)
+    chosen = DepthMeanProbe(c_grid=(1e-6, 0.3)).choose_c(given, EVERY, EVERY, 0)
+    assert (chosen.c, chosen.auroc["1e-06"]) == (0.3, None)
+    weak = DepthMeanProbe(c_grid=(1e-7, 1e-6))
+    with pytest.raises(NoDirection, match="layer 0"):
+        weak.choose_c(given, EVERY, EVERY, 0)
+    assert weak.choose_c(given, EVERY, EVERY, 0, must=False).c == 1e-6
+    assert DepthMeanProbe(0.7, c_grid=(0.1, 1.0)).choose_c(given, EVERY, EVERY, 0) == (0.7, {})
+
+
+def test_the_classifier_is_calibrated_in_raw_units() -> None:
+    rng = np.random.default_rng(0)
+    x = np.c_[rng.normal(3, 20, 20000), rng.normal(-1, 0.01, 20000)]
+    truth = 1 / (1 + np.exp(-(0.1 * x[:, 0] + 90 * x[:, 1] + 90)))
+    label = (rng.random(20000) < truth).astype(np.int64)
+    classifier = fit_classifier(x, label)
+    np.testing.assert_allclose(classifier.weight, [0.1, 90], rtol=0.08)
+    assert ece(label, classifier.risk(x)) < 0.02
+    separable = fit_classifier(np.r_[np.zeros((9, 1)), np.ones((9, 1))], np.repeat([0, 1], 9))
+    assert np.isfinite(separable.weight).all()
+
+
+def test_signals_and_stacking() -> None:
+    trajectory = np.arange(12.0).reshape(2, 3, 2)  # [seeds, n, m]
+    first = np.array([[-1.0, 10.0], [-2.0, 20.0], [-3.0, 30.0]])
+    x = signal_matrix(trajectory, extra_signals(("depth_mean", "log_max_prob", "entropy"), first))
+    assert x.shape == (2, 3, 3)
+    assert x[1, 2].tolist() == [10.5, -3.0, 30.0]
+    assert extra_signals(("depth_mean",), first) is None
+    rows, label = stacked(x, np.array([1, 0, 1]))
+    assert rows.shape == (6, 3)
+    assert label.tolist() == [1, 0, 1, 1, 0, 1]
+
+
+def test_refitted_probes_keep_the_scale_of_the_cross_fitted_ones() -> None:
+    """On rows that neither has seen: unit norm makes 80 % of the rows and all of them speak in one unit."""
+    rows, label = noise(1600, seed=8)
+    rows[:, :, 0, 3:6] += 0.6 * (2 * label[:, None, None] - 1) * np.random.default_rng(8).uniform(0.5, 1, 3)
+    given = readouts(rows, label)
+    train, fresh = np.arange(0, 800), np.arange(800, 1600)
+    whole, part = (PROBE.refit(given, side, fresh, 0.1).trajectory.mean(axis=1) for side in (train, train[:640]))
+    crossed = PROBE.cross_fit(given, np.arange(1600), train, 0.1, 5, (0,)).unit_norm.mean(axis=2)
+    for value in (0, 1):
+        one, other = whole[label[fresh] == value], part[label[fresh] == value]
+        assert one.std() == pytest.approx(other.std(), rel=0.05)
+        assert one.mean() == pytest.approx(other.mean(), abs=0.15 * one.std())
+        assert one.mean() == pytest.approx(crossed[:, label[train] == value].mean(), abs=0.2 * one.std())
+    shift = scale_shift(crossed, whole, label[train])
+    assert shift["factual"]["cross_fitted_std"] == pytest.approx(crossed[0, label[train] == 1].std())

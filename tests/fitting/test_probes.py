@@ -1,0 +1,233 @@
+"""Probes: the paper's mapping, selection, what happens at the edges; a soft label counts as that many answers."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from sklearn.linear_model import LogisticRegression
+from sklearn.preprocessing import StandardScaler
+
+from service.errors import NoDirection, TrainingError
+from service.fitting import ClassBalance
+from service.fitting.estimator import fit_classifier
+from service.fitting.probes import (
+    ProbeFit,
+    Readouts,
+    Task,
+    fit_head,
+    fit_probes,
+    require,
+    row_weights,
+    soft_auroc,
+    weighted_rows,
+    within_class_std,
+)
+from service.fitting.scores import auroc
+from service.readout import Site
+from tests.fitting.made import readouts
+
+EVERY = np.arange(300)
+
+
+def fit_one(
+    x: np.ndarray, label: np.ndarray, c: float, site: Site = Site.ATTENTION_HEAD, balance: ClassBalance = "weights"
+) -> tuple[np.ndarray, float]:
+    """One head, one task, all rows."""
+    every = np.arange(len(x))
+    [found] = fit_head(x, label, [Task(every, every, c)], site, balance)
+    assert found is not None
+    return found
+
+
+def fit_all(data: Readouts, *tasks: Task, **options: object) -> list[ProbeFit]:
+    return require(fit_probes(data, tasks, balance="weights", **{"jobs": 1, **options}))  # type: ignore[arg-type]
+
+
+def sample(count: int = 300, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    """Rows [n, 3 layers, 4 heads, 6], of which head 1 knows the label."""
+    rng = np.random.default_rng(seed)
+    label = (rng.random(count) < 0.6).astype(np.int64)
+    rows = rng.standard_normal((count, 3, 24)) * 3 + 1
+    rows[:, :, 8:10] += 2.0 * label[:, None, None]
+    return rows.reshape(count, 3, 4, 6).astype(np.float32), label
+
+
+@pytest.mark.parametrize("site", list(Site))
+def test_raw_space_logits_are_the_pipelines_up_to_a_positive_factor(site: Site) -> None:
+    rng = np.random.default_rng(1)
+    label = (rng.random(400) < 0.3).astype(np.int64)
+    x = rng.standard_normal((400, 6)) * [1, 20, 0.1, 3, 1, 1] + [0, 50, -2, 0, 0, 7]
+    x += label[:, None] * [1, 9, 0, 0, 0, 0]
+    x[:, 5] = 7.1  # constant
+    weight, bias = fit_one(x, label, 0.3, site)
+    z = StandardScaler().fit_transform(x)
+    z[:, 5] = 0.0
+    model = LogisticRegression(
+        C=0.3,
+        l1_ratio=1.0 if site is Site.ATTENTION_HEAD else 0.0,
+        solver="saga",
+        class_weight="balanced",
+        max_iter=20000,
+        tol=1e-8,
+    )
+    expected, norm = model.fit(z, label).decision_function(z), np.linalg.norm(weight)
+    np.testing.assert_allclose((x @ weight + bias) / norm, expected / norm, atol=0.01 * expected.std() / norm)
+    assert weight[5] == 0.0
+
+
+def test_the_intercept_is_practically_free() -> None:
+    """With far more rows of one class and no class weights, a penalised intercept would show in the mean prediction."""
+    rng = np.random.default_rng(2)
+    label = (rng.random(500) < 0.95).astype(np.int64)
+    x = rng.standard_normal((500, 4)) + 0.4 * label[:, None]
+    weight, bias = fit_one(x, label, 0.1)
+    p = 1 / (1 + np.exp(-(x @ weight + bias)))
+    # A free intercept makes the weighted mean prediction of the classes sum to one.
+    assert p[label == 1].mean() + p[label == 0].mean() == pytest.approx(1.0, abs=1e-3)
+
+
+def test_directions_are_unit_and_selection_is_by_training_auroc() -> None:
+    rows, label = sample()
+    train, test = EVERY[:200], EVERY[200:]
+    (fit,) = fit_all(readouts(rows, label), Task(train, test, 0.3))
+    np.testing.assert_allclose(np.linalg.norm(fit.direction, axis=1), 1.0)
+    assert fit.head.tolist() == [1, 1, 1]
+    for layer in range(3):
+        x = rows[:, layer].astype(np.float64)
+        best = [
+            auroc(label[train], x[train, k] @ fit_one(rows[train, layer, k], label[train], 0.3)[0]) for k in range(4)
+        ]
+        assert fit.auroc[layer] == pytest.approx(max(best))
+        logits = x[:, 1] @ fit.direction[layer] + fit.bias[layer]
+        np.testing.assert_allclose(fit.trajectory[:, layer], logits[test])
+        assert fit.scale[layer] == pytest.approx(within_class_std(label[train], logits[train]))
+    rows[:, :, 3] = rows[:, :, 1]  # a tie goes to the lowest head
+    assert fit_all(readouts(rows, label), Task(EVERY, test, 0.3))[0].head.tolist() == [1, 1, 1]
+
+
+def test_processes_change_nothing() -> None:
+    data = readouts(*sample())
+    tasks = [Task(EVERY[:200], EVERY[200:], c) for c in (0.05, 0.3)]
+    for one, other in zip(fit_all(data, *tasks), fit_all(data, *tasks, jobs=3), strict=True):
+        for field in ("direction", "trajectory", "bias"):
+            assert getattr(one, field).tobytes() == getattr(other, field).tobytes()
+
+
+def test_a_subset_of_layers_and_heads() -> None:
+    data, task = readouts(*sample()), Task(EVERY, EVERY, 0.3)
+    (fit,) = fit_all(data, task, layers=[0, 2], heads=[1, 3])
+    (whole,) = fit_all(data, task, heads=[1, 3])
+    assert np.array_equal(fit.trajectory, whole.trajectory[:, [0, 2]])
+    assert set(fit.head.tolist()) <= {1, 3}
+
+
+def test_a_layer_without_a_probe_at_the_chosen_c_takes_a_larger_one_by_itself() -> None:
+    rows, label = sample()
+    rows[:, 1] = np.random.default_rng(5).standard_normal(rows[:, 1].shape) + 0.1 * label[:, None, None]
+    data, grid = readouts(rows, label), np.geomspace(1e-4, 1, 40)
+    found = fit_probes(data, [Task(EVERY, EVERY, c) for c in grid], balance="weights", jobs=1)
+    weak = grid[next(place for place, fit in enumerate(found) if isinstance(fit, ProbeFit)) - 1]
+    task = Task(EVERY, EVERY, weak)
+    with pytest.raises(NoDirection):
+        fit_all(data, task)
+    (fit,), (plain,) = fit_all(data, task, relax=True), fit_all(data, task, layers=[0, 2])
+    (larger,) = fit_all(data, Task(EVERY, EVERY, 3 * weak), layers=[1])
+    assert np.array_equal(fit.trajectory[:, [0, 2]], plain.trajectory)
+    assert np.array_equal(fit.trajectory[:, [1]], larger.trajectory)
+    rows[:, 1] = 5.0
+    data = readouts(rows, label)
+    with pytest.raises(NoDirection):
+        fit_all(data, task, relax=True)
+    (fit,) = fit_all(data, task, relax=True, blank=True)
+    assert np.array_equal(fit.trajectory[:, [0, 2]], plain.trajectory)
+    assert np.all(fit.trajectory[:, 1] == 0)
+    assert (fit.scale[1], fit.auroc[1]) == (1.0, 0.5)
+
+
+def test_zero_fits_are_skipped_and_a_layer_of_them_is_an_error() -> None:
+    rows, label = sample()
+    rows[:, 1] = 5.0  # every readout of layer 1 is constant
+    with pytest.raises(NoDirection, match=r"layer 1: all 4 .* C = 0.3 on 300 rows.*larger C"):
+        fit_all(readouts(rows, label), Task(EVERY, EVERY[:3], 0.3))
+    rows[:, 1, 2] = sample()[0][:, 0, 1]  # head 2 alone has something to say
+    assert fit_all(readouts(rows, label), Task(EVERY, EVERY[:3], 0.3))[0].head[1] == 2
+
+
+def test_residual_stream_has_one_probe_a_layer() -> None:
+    rows, label = sample()
+    data = readouts(rows.reshape(300, 3, 24), label, Site.RESIDUAL_STREAM)
+    (fit,) = fit_all(data, Task(EVERY, EVERY, 0.1))
+    assert fit.direction.shape == (3, 24)
+    assert fit.head.tolist() == [0, 0, 0]
+    assert np.all(fit.direction != 0)  # L2 leaves every weight
+
+
+def test_downsampling_uses_as_many_rows_of_each_class() -> None:
+    label = np.r_[np.ones(270, int), np.zeros(30, int)]
+    x = np.random.default_rng(0).standard_normal((300, 3)) + label[:, None]
+    down, again = (fit_one(x, label, 0.3, balance="downsample")[0] for _ in range(2))
+    assert not np.allclose(down, fit_one(x, label, 0.3)[0])
+    assert down.tolist() == again.tolist()
+    assert row_weights(label, "downsample").sum() == 60
+
+
+# --- soft labels ---
+
+K = 4  # answers of each row
+
+
+def shared() -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Rows, greedy labels, soft labels, and the verdicts [n, K] that these are of; every row has both kinds."""
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((150, 6)).astype(np.float32)
+    right = np.clip(rng.binomial(K, 1 / (1 + np.exp(-2 * x[:, 0]))), 1, K - 1)
+    return x, (x[:, 0] > 0).astype(np.int64), right / K, (np.arange(K) < right[:, None]).astype(np.int64)
+
+
+def test_weighted_rows_carry_the_soft_labels() -> None:
+    soft = np.array([0.0, 0.25, 1.0, 0.5])
+    made = weighted_rows(np.array([1, 1, 0, 0]), soft)
+    assert len(made.row) == 6  # rows without doubt stay one row
+    for row, value in enumerate(soft):
+        mine = made.row == row
+        assert (made.weight[mine].sum(), made.weight[mine & (made.label == 1)].sum()) == (1, value)
+    hard = weighted_rows(np.array([1, 0]), None)
+    assert (hard.row.tolist(), hard.label.tolist(), hard.weight.tolist()) == ([0, 1], [1, 0], [1.0, 1.0])
+
+
+@pytest.mark.parametrize("site", list(Site))
+def test_a_probe_is_that_of_one_row_for_each_answer(site: Site) -> None:
+    x, label, soft_label, verdicts = shared()
+    train, many = np.arange(100), np.arange(100 * K)
+    [soft] = fit_head(x, label, [Task(train, train, 0.3)], site, "weights", soft_label)
+    # As many rows as answers, and a loss K times as large: C is K times smaller.
+    [hard] = fit_head(np.repeat(x, K, axis=0), verdicts.ravel(), [Task(many, many, 0.3 / K)], site, "weights")
+    [greedy] = fit_head(x, label, [Task(train, train, 0.3)], site, "weights")
+    assert soft is not None and hard is not None and greedy is not None  # noqa: PT018
+    np.testing.assert_allclose(soft[0], hard[0], rtol=2e-3, atol=2e-4)
+    assert soft[1] == pytest.approx(hard[1], abs=2e-3)
+    assert abs(greedy[0][0] - soft[0][0]) > 0.05
+
+
+def test_ranking_scale_balance_and_classifier_are_those_of_one_row_for_each_answer() -> None:
+    x, label, soft_label, verdicts = shared()
+    score = x[:, 0].astype(np.float64)
+    many, flat = np.repeat(score, K), verdicts.ravel()
+    assert soft_auroc(label, soft_label, score) == pytest.approx(auroc(flat, many))
+    assert soft_auroc(label, None, score) == auroc(label, score)
+    made = weighted_rows(label, soft_label)
+    assert within_class_std(made.label, score[made.row], made.weight) == pytest.approx(within_class_std(flat, many))
+    weight = row_weights(made.label, "weights", made.weight)
+    assert weight[made.label == 1].sum() == pytest.approx(weight[made.label == 0].sum()) == pytest.approx(75)
+    signals = x.astype(np.float64)
+    soft, hard = fit_classifier(signals, label, soft_label), fit_classifier(np.repeat(signals, K, axis=0), flat)
+    np.testing.assert_allclose(soft.weight, hard.weight, rtol=1e-3, atol=1e-4)
+    assert soft.risk(signals).mean() == pytest.approx(1 - soft_label.mean(), abs=1e-4)
+
+
+def test_samples_that_are_all_wrong_are_an_error() -> None:
+    rows, label = sample()
+    data = Readouts(readouts(rows, label).file, EVERY, label, np.r_[np.zeros(180), np.full(120, 0.5)])
+    with pytest.raises(TrainingError, match="180 training rows are wrong") as caught:
+        fit_all(data, Task(EVERY[:180], EVERY[180:], 0.3))
+    assert caught.value.param == "samples"
