@@ -27,7 +27,7 @@ from service.trainer.options import TrainOptions
 from service.trainer.prepare import WITH_PASSAGE, PreparedData, prepare, prompt_labels
 from tests.data.test_forms import SAID, made
 from tests.fitting.planted import PlantedEngine, planted_rows, write_rows
-from tests.trainer.test_run import run
+from tests.trainer.test_run import FUSED, run
 
 QUESTIONS, OTHERS = 360, 120
 WORDS = {"poem": (0, -2.0), "Context:": (1, 1.5), "states": (2, 1.5)}  # head and strength of what a prompt is
@@ -103,7 +103,7 @@ class Strange(ReadingEngine):
 def test_the_bundle_has_the_probes_that_its_rows_allow(trained: Bundle) -> None:
     manifest, context = trained.manifest, trained.manifest.context
     assert context is not None
-    assert (manifest.format_version, manifest.signals) == (1, (*QUICK["signals"], "passage", "stated"))
+    assert (manifest.format_version, manifest.signals) == (1, (*FUSED, "passage", "stated"))
     asks, passage, stated = context.probes
     assert [probe.name for probe in context.probes] == ["asks", "passage", "stated"]
     assert (asks.rows, asks.positive) == (QUESTIONS + OTHERS, QUESTIONS)
@@ -199,7 +199,7 @@ def test_without_such_rows_a_bundle_has_none_and_its_former_version(tmp_path: Pa
     ):
         bundle, _ = run(tmp_path / name, ReadingEngine(), rows, **QUICK | {"evaluate": False})
         manifest = bundle.manifest
-        assert (manifest.context, manifest.signals) == (None, QUICK["signals"])
+        assert (manifest.context, manifest.signals) == (None, FUSED)
         assert "context" not in bundle.evaluation()
         assert bundle.probes.context_head is None
         engine = ReadingEngine()
@@ -215,11 +215,11 @@ def test_each_kind_of_row_brings_its_own_probes(tmp_path: Path) -> None:
     asking = run(tmp_path / "poems", ReadingEngine(), poems, **quick)[0].manifest
     assert asking.context is not None
     assert [probe.name for probe in asking.context.probes] == ["asks"]
-    assert (asking.signals, asking.context.applicability is None) == (QUICK["signals"], False)
+    assert (asking.signals, asking.context.applicability is None) == (FUSED, False)
     passages = run(tmp_path / "passages", ReadingEngine(), reading_rows(360, 0), **quick)[0].manifest
     assert passages.context is not None
     assert [probe.name for probe in passages.context.probes] == ["passage", "stated"]
-    assert passages.signals == (*QUICK["signals"], "passage", "stated")
+    assert passages.signals == (*FUSED, "passage", "stated")
     assert passages.context.applicability is None
 
 
@@ -253,7 +253,7 @@ def lengthened(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def test_where_passages_differ_in_length_the_classifier_reads_it(tmp_path: Path) -> None:
     bundle, _ = run(tmp_path, Overlooking(), lengthened(reading_rows()), **QUICK | {"seeds": (0,)})
-    assert bundle.manifest.signals == (*QUICK["signals"], *CONTEXT_SIGNALS)
+    assert bundle.manifest.signals == (*FUSED, *CONTEXT_SIGNALS)
     assert bundle.manifest.classifier.weight[-1] < 0  # for being right, of each e-fold of its tokens
     assert bundle.evaluation()["signal_of_the_bundle"] == "fused_context_unit_norm"
     path = write_rows(tmp_path / "fresh.jsonl", lengthened(reading_rows(60, 0, seed=3)))
