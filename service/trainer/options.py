@@ -347,10 +347,10 @@ class TrainOptions(ConfidenceOptions, FoldOptions, JudgeOptions, LabelOptions):
         self._check_forms()
 
     def _check_forms(self) -> None:
+        if self.forms is not None and not self.forms.strip(" ,"):
+            raise TrainingError("forms is empty: none, mixture, or names of forms with commas", param="forms")
         if self.forms is None or self.wanted_forms == ():
             return
-        if not self.forms.strip(" ,"):
-            raise TrainingError("forms is empty: none, mixture, or names of forms with commas", param="forms")
         if self.labels == "given":
             raise TrainingError(
                 "given labels belong to the prompts as they are, and the model may answer otherwise in a conversation: "
