@@ -115,7 +115,7 @@ class JudgeOptions:
             if name == "answer_pattern" and pattern and groups < 1:
                 raise TrainingError(f"{name} has no group: put (...) around the answer in {pattern!r}", param=name)
         if self.judge == "openai" and not (self.judge_url and self.judge_model):
-            raise TrainingError("the openai judge needs a url (up to /v1) and a model", param="judge")
+            raise TrainingError("openai needs --judge-url (up to /v1) and --judge-model", param="judge")
 
     @property
     def judge_name(self) -> JudgeName:

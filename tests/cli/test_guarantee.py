@@ -38,8 +38,8 @@ def test_a_dry_run_loads_no_model_and_writes_nothing(
     ("more", "said"),
     [
         (["--judge", "openai"], "--judge-url"),
-        (["--prompt-format", "text"], "rendered as the bundle's"),
-        (["--labels", "sample"], "about greedy answers"),
+        (["--prompt-format", "text"], "that of the bundle's training rows"),
+        (["--labels", "sample"], "of greedy answers"),
     ],
 )
 def test_what_is_refused(
